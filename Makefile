@@ -1,0 +1,43 @@
+# Two commands for a fresh machine with Python 3.11 or newer: `make quickstart` and `make test`.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: quickstart test test-all lint format benchmarks clean
+
+quickstart: .venv/.run  ## set up, then train four personal language models and compare
+	$(BIN)/coterie run quickstart
+
+test: $(INSTALLED)  ## set up, then run the tests
+	$(BIN)/pytest -n 2
+
+test-all: $(INSTALLED)  ## also the slow tests; COTERIE_DATA names the folder of the data sets
+	$(BIN)/pytest -n 2 -m "slow or not slow"
+
+lint: $(INSTALLED)  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)  ## let ruff rewrite the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+benchmarks: $(INSTALLED)  ## measure the local step and the memory of clients on this machine
+	$(BIN)/python benchmarks/local_step.py
+	$(BIN)/python benchmarks/clients.py
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "coterie needs Python 3.11 or newer: make PYTHON=python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv .venv
+
+.venv/.run: .venv/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	@touch $@
+
+$(INSTALLED): .venv/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@ .venv/.run
+
+clean:
+	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,35 @@
+"""Means of the tensors that clients sent.
+
+Sums run in the order of the client ids, so that neither the order of the federation nor that of arrival changes a bit.
+"""
+
+from collections.abc import Mapping
+
+from coterie.protocol import ClientId, Replies
+from coterie.tensors import Tensors, weighted_sum
+
+
+def uniform_mean(replies: Replies) -> Tensors:
+    """1/N sum_i theta_i, name by name. Of one client: exactly its tensors.
+
+    Raises:
+        TensorError: The clients' tensors differ in names, shapes or dtypes.
+    """
+    return weighted_mean(replies, dict.fromkeys(replies, 1.0))
+
+
+def weighted_mean(replies: Replies, weights: Mapping[ClientId, float]) -> Tensors:
+    """sum_i w_i theta_i / sum_i w_i over the clients that replied, name by name.
+
+    Args:
+        replies: Tensors by client.
+        weights: Non-negative weights, at least for the clients that replied.
+
+    Raises:
+        TensorError: The clients' tensors differ in names, shapes or dtypes.
+        ValueError: No replies, or weights that are negative or sum to zero.
+    """
+    total = sum(weights[i] for i in sorted(replies))
+    if any(weights[i] < 0 for i in replies) or not total > 0:
+        raise ValueError(f"weights {dict(weights)} of {len(replies)} replies: they must be >= 0 with a positive sum")
+    return weighted_sum((weights[i] / total, replies[i]) for i in sorted(replies))

@@ -1,0 +1,13 @@
+"""Corpora become federations: clients with train, valid and test splits of their own."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from coterie.data.corpora import AgNews, Multilingual, Stdlib, Topics
+from coterie.data.folders import Folders
+from coterie.data.hub import Hub
+
+Data = Annotated[Stdlib | AgNews | Multilingual | Topics | Folders | Hub, Field(discriminator="kind")]
+
+__all__ = ["AgNews", "Data", "Folders", "Hub", "Multilingual", "Stdlib", "Topics"]

@@ -1,0 +1,221 @@
+"""Named corpora: the standard library (on every machine), and those of the papers' tables."""
+
+import os
+import sysconfig
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from coterie.data.documents import Document, Row, cut, keyed_by_text, read_rows, read_text, split
+from coterie.data.hub import fetch
+from coterie.data.pretraining import STDLIB_TOPICS, seen_in_pretraining
+from coterie.data.refusals import Refusals
+from coterie.data.section import Fractions, Names, Section, Share, Source, Texts, choose, stamps
+from coterie.errors import DataError
+from coterie.protocol import ClientId
+
+_FRACTIONS = Field(description="shares of train, valid and test in a client's text")
+
+
+class Stdlib(Section):
+    """Four topics of Python's standard library: real text that is on every machine, and that the embedded base has not seen.
+
+    The files differ from version to version of Python, and so do the figures.
+    """
+
+    kind: Literal["stdlib"] = "stdlib"
+    fractions: Annotated[Fractions, _FRACTIONS] = (0.8, 0.1, 0.1)
+
+    @property
+    def title(self) -> str:
+        return "Python's standard library"
+
+    def source(self) -> Source:
+        folder = Path(sysconfig.get_path("stdlib"))
+        files = {topic: [path for pattern in patterns for path in _matches(folder, pattern)] for topic, patterns in STDLIB_TOPICS.items()}
+        with Refusals() as refusals:
+            for topic in (topic for topic, paths in files.items() if not paths):
+                patterns = ", ".join(STDLIB_TOPICS[topic])
+                refusals.add(f"client {topic!r}: none of {patterns} in {folder}", "Use a full installation of Python, or other data.")
+        return Source(stamps(path for paths in files.values() for path in paths), lambda: self._read(files))
+
+    def _read(self, files: Mapping[ClientId, Sequence[Path]]) -> Texts:
+        chunks = {topic: [chunk for path in paths for chunk in cut(_text_of(path))] for topic, paths in files.items()}
+        return {topic: split(keyed_by_text(texts), self.fractions, self.seed) for topic, texts in chunks.items()}
+
+
+def _matches(folder: Path, pattern: str) -> list[Path]:
+    """The files of a pattern, without the empty ones that make folders into packages."""
+    return [path for path in sorted(folder.glob(pattern)) if path.stat().st_size]
+
+
+def _text_of(path: Path) -> str:
+    """The text of a module; of the language reference the text itself, without the Python literals it is wrapped in."""
+    if path.match("pydoc_data/topics.py"):
+        from pydoc_data.topics import topics
+
+        return "\n\n".join(topics.values())
+    return read_text(path)
+
+
+class Corpus(Section):
+    """A corpus in a folder with the layout of coterie's data: `root`, or the environment variable COTERIE_DATA."""
+
+    root: Annotated[Path | None, Field(description="folder of data; null: the environment variable COTERIE_DATA")] = None
+    exclude_pretraining: Annotated[bool, Field(description="leave out the documents that the embedded base was pretrained on")] = False
+
+    files: ClassVar[tuple[str, ...]]  # below the root
+
+    def located(self) -> list[Path] | None:
+        """The corpus's files; None if no root is named.
+
+        Raises:
+            DataError: A root is named, but files are missing below it.
+        """
+        name = self.root or os.environ.get("COTERIE_DATA")
+        if not name:
+            return None
+        paths = [Path(name).expanduser().resolve() / file for file in self.files]
+        with Refusals() as refusals:
+            for path in (path for path in paths if not path.is_file()):
+                field = "data.root" if self.root else "COTERIE_DATA"
+                refusals.add(f"{field}: {path} does not exist", f"Name the folder that has {', '.join(self.files)}: --set data.root=DIR.")
+        return paths
+
+
+class AgNews(Corpus):
+    """AG News (Zhang et al., 2015): four categories of news, one client each.
+
+    In distribution a client's three splits share its category. Out of distribution (CoMiGS, section 3) its train split is its category,
+    and valid and test are uniform mixtures of all four: valid of articles that no client trains on, test of the test file, each article
+    at one client only.
+    """
+
+    kind: Literal["agnews"] = "agnews"
+    distribution: Annotated[Literal["out", "in"], Field(description="out: valid and test mix all categories; in: one category each")] = (
+        "out"
+    )
+    valid_fraction: Annotated[Share, Field(description="share of the train file's articles that are for validation")] = 0.1
+
+    files: ClassVar[tuple[str, ...]] = ("ag_news/train.jsonl.gz", "ag_news/test.jsonl.gz")
+    clients: ClassVar[tuple[ClientId, ...]] = ("world", "sports", "business", "sci-tech")  # by label
+
+    @property
+    def title(self) -> str:
+        return "AG News, " + {"out": "out of distribution", "in": "in distribution"}[self.distribution]
+
+    def source(self) -> Source:
+        if paths := self.located():
+            columns = {"text": str, "label": int}
+            return Source(stamps(paths), lambda: self._read(*(read_rows(path, columns) for path in paths)))
+        remedy = "Without a network: --set data.root=DIR, or the environment variable COTERIE_DATA."
+        data = [fetch("fancyzhx/ag_news", None, name, remedy) for name in ("train", "test")]
+        return Source([part._fingerprint for part in data], lambda: self._read(*(part.to_list() for part in data)))
+
+    def _read(self, train: list[Row], test: list[Row]) -> Texts:
+        fractions = (1 - self.valid_fraction, self.valid_fraction)
+        learned = [split(keyed_by_text(texts), fractions, self.seed) for texts in self._by_label(train)]
+        trains, valids = ([parts[i] for parts in learned] for i in (0, 1))
+        tests = [split(keyed_by_text(texts), (1.0,), self.seed)[0] for texts in self._by_label(test)]
+        if self.distribution == "out":
+            valids, tests = mixtures(valids), mixtures(tests)
+        return dict(zip(self.clients, zip(trains, valids, tests, strict=True), strict=True))
+
+    def _by_label(self, rows: list[Row]) -> list[list[str]]:
+        texts: list[list[str]] = [[] for _ in self.clients]
+        for row in rows:
+            if not 0 <= row["label"] < len(texts):
+                raise DataError(f"AG News: label {row['label']} of {row['text'][:40]!r}...", "Labels are 0 to 3.")
+            texts[row["label"]].append(row["text"])
+        return texts
+
+
+def mixtures(categories: Sequence[Sequence[str]]) -> list[list[str]]:
+    """As many disjoint uniform mixtures of the categories as there are categories.
+
+    Categories take turns, so that whatever part of a mixture a token bound leaves is uniform as well. The smallest category decides
+    how long they are.
+    """
+    count = len(categories)
+    share = min(map(len, categories)) // count
+    hands = [[texts[i::count][:share] for texts in categories] for i in range(count)]
+    return [[text for turn in zip(*hand, strict=True) for text in turn] for hand in hands]
+
+
+class _OneFile(Corpus):
+    """A corpus of one file, whose rows name their client."""
+
+    columns: ClassVar[tuple[str, ...]]  # of text; the first says whose a row is, and its plural is the recipe's field
+
+    fractions: Annotated[Fractions, _FRACTIONS] = (0.8, 0.1, 0.1)
+
+    @property
+    @abstractmethod
+    def names(self) -> tuple[ClientId, ...]:
+        """The clients that the recipe asks for."""
+
+    @abstractmethod
+    def document(self, row: Row) -> tuple[str, Document]:
+        """The corpus's name for `seen_in_pretraining`, and the document of a row with the key that it has there."""
+
+    def source(self) -> Source:
+        paths = self.located()
+        if paths is None:
+            remedy = "Name it: --set data.root=DIR, or COTERIE_DATA=DIR; for a data set of the Hub use data.kind=hub."
+            raise DataError(f"{self.title}: no folder of data is named, and the Hub has no such data set", remedy)
+        return Source(stamps(paths), lambda: self._read(paths[0]))
+
+    def _read(self, path: Path) -> Texts:
+        rows, owner = read_rows(path, dict.fromkeys(self.columns, str)), self.columns[0]
+        choose((row[owner] for row in rows), self.names, f"{owner}s", str(path))
+        documents: dict[ClientId, list[Document]] = {name: [] for name in self.names}
+        for row in (row for row in rows if row[owner] in documents):
+            corpus, document = self.document(row)
+            if not (self.exclude_pretraining and seen_in_pretraining(corpus, document.key)):
+                documents[row[owner]].append(document)
+        return {name: split(found, self.fractions, self.seed) for name, found in documents.items()}
+
+
+class Multilingual(_OneFile):
+    """Wikipedia sentences, one language per client (CoMiGS; CoBo with languages ca, es, de, nl)."""
+
+    kind: Literal["multilingual"] = "multilingual"
+    languages: Annotated[Names, Field(description="one client each")] = ("de", "fr", "it", "nl")
+
+    files: ClassVar[tuple[str, ...]] = ("multilingual/train.jsonl.gz",)
+    columns: ClassVar[tuple[str, ...]] = ("language", "text")
+
+    @property
+    def title(self) -> str:
+        return "multilingual Wikipedia"
+
+    @property
+    def names(self) -> tuple[ClientId, ...]:
+        return self.languages
+
+    def document(self, row: Row) -> tuple[str, Document]:
+        return "multilingual", Document(row["text"], row["text"])
+
+
+class Topics(_OneFile):
+    """Four kinds of English text in place of SlimPajama's (CoMiGS): one per client, split by work."""
+
+    kind: Literal["topics"] = "topics"
+    topics: Annotated[Names, Field(description="one client each")] = ("books", "arxiv", "stackexchange", "code")
+
+    files: ClassVar[tuple[str, ...]] = ("topics/train.jsonl.gz",)
+    columns: ClassVar[tuple[str, ...]] = ("topic", "id", "text")
+
+    @property
+    def title(self) -> str:
+        return "topics"
+
+    @property
+    def names(self) -> tuple[ClientId, ...]:
+        return self.topics
+
+    def document(self, row: Row) -> tuple[str, Document]:
+        return f"topics/{row['topic']}", Document(row["text"], row["id"])

@@ -1,0 +1,174 @@
+"""Documents: read from text files and JSON lines, cut into chunks, and split by seed."""
+
+import gzip
+import json
+import math
+import re
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from coterie.data.refusals import Refusals
+from coterie.errors import DataError
+from coterie.protocol import mix
+
+CHUNK = 2000  # characters
+
+Row = dict[str, Any]
+
+_SHOWN = 5  # mistakes of one file that a message lists
+
+# Where text may be cut, best first: before a blank line, behind a line, behind a space.
+_BOUNDARIES = tuple(map(re.compile, (r"(?<=\n)(?=[^\S\n]*\n)", r"(?<=\n)", r"(?<=\s)")))
+
+
+class Document(NamedTuple):
+    """A text, and the key of what it belongs to: documents of one key are never in two splits."""
+
+    text: str
+    key: str
+
+
+def keyed_by_text(texts: Iterable[str]) -> list[Document]:
+    """Documents that belong to nothing larger: of equal texts none is in another split. Blank ones are left out."""
+    return [Document(text, text) for text in texts if text.strip()]
+
+
+def read_text(path: Path) -> str:
+    r"""The text of a UTF-8 file, gzipped if it ends in .gz, with \n line ends.
+
+    Raises:
+        DataError: It is missing, unreadable, empty or not UTF-8.
+    """
+    try:
+        data = path.read_bytes()
+        data = gzip.decompress(data) if path.suffix == ".gz" else data
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path}: damaged gzip file ({error})", "Copy or download it again.") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})", "Check the path and its permissions.") from None
+    if not data.strip():
+        raise DataError(f"{path}: the file is empty", "Put text into it, or remove it.")
+    try:
+        return data.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{path}:{line}: not UTF-8 text", "Convert it: iconv -f latin1 -t utf-8 OLD > NEW.") from None
+
+
+def read_rows(path: Path, columns: Mapping[str, type]) -> list[Row]:
+    """The rows of a JSON-lines file, with the columns asked for; blank lines are skipped.
+
+    Raises:
+        DataError: As `read_text`, or lines that are not JSON objects or lack a column of its type; each by file and line.
+    """
+    rows: list[Row] = []
+    mistakes: list[str] = []
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        row, mistake = _parse(line, columns)
+        rows.append(row)
+        if mistake:
+            mistakes.append(f"{path}:{number}: {mistake}")
+    if mistakes:
+        more = [f"... and {len(mistakes) - _SHOWN:,} more lines of {path}"] if len(mistakes) > _SHOWN else []
+        described = " and ".join(f"{name!r} ({kind.__name__})" for name, kind in columns.items())
+        raise DataError("\n".join(mistakes[:_SHOWN] + more), f"Every line must be a JSON object with {described}.")
+    return rows
+
+
+def _parse(line: str, columns: Mapping[str, type]) -> tuple[Row, str]:
+    """The row of a line, and what is wrong with it, if anything."""
+    try:
+        row = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        return {}, f"not JSON ({error})"
+    if not isinstance(row, dict):
+        return {}, f"not a JSON object but {type(row).__name__}"
+    for name, kind in columns.items():
+        if name not in row:
+            return {}, f"no column {name!r} (found: {', '.join(row) or 'none'})"
+        if not isinstance(row[name], kind):
+            return {}, f"column {name!r} is {type(row[name]).__name__}, expected {kind.__name__}"
+        if kind is str and not _encodable(row[name]):
+            return {}, f"column {name!r} has half of a surrogate pair, which is no text"
+    return {name: row[name] for name in columns}, ""
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def read_many(paths: Iterable[Path], text_column: str) -> list[str]:
+    """The texts of several files: one of each text file, one of each line of JSON-lines files.
+
+    Raises:
+        DataError: All that is wrong with any of them.
+    """
+    texts: list[str] = []
+    with Refusals() as refusals:
+        for path in paths:
+            with refusals.gather():
+                is_rows = ".jsonl" in path.suffixes
+                texts += [row[text_column] for row in read_rows(path, {text_column: str})] if is_rows else [read_text(path)]
+    return texts
+
+
+def cut(text: str, size: int = CHUNK, boundaries: Sequence[re.Pattern[str]] = _BOUNDARIES) -> list[str]:
+    """Consecutive chunks of about `size` characters (at most twice that), cut at blank lines where there are any; nothing is lost."""
+    if not boundaries:
+        return [text[start : start + size] for start in range(0, len(text), size)]
+    chunks, current = [], ""
+    for piece in boundaries[0].split(text):
+        if current and len(current) + len(piece) > size:
+            chunks.append(current)
+            current = ""
+        if len(piece) > 2 * size:
+            chunks += cut(piece, size, boundaries[1:])
+        else:
+            current += piece
+    return [*chunks, current] if current else chunks
+
+
+def split(documents: Iterable[Document], fractions: Sequence[float], seed: int) -> list[list[str]]:
+    """Texts shuffled and split by seed, a list for each fraction; documents of one key stay together and in order.
+
+    Sizes (characters) come near the fractions: with few keys of unlike size, which many works of literature are, the best of several
+    seeded assignments is taken. The order comes from hashes, so it is the same on every machine and with every version of NumPy.
+    """
+    works: dict[str, list[str]] = {}
+    for document in documents:
+        works.setdefault(document.key, []).append(document.text)
+    trials = max(1, 1000 // max(1, len(works)))
+    assignments = (_assign(works, fractions, mix(seed, "split", trial)) for trial in range(trials))
+    best = min(assignments, key=lambda assignment: _imbalance(assignment, fractions))
+    return [[text for work in part for text in work] for part in best]
+
+
+def _assign(works: Mapping[str, list[str]], fractions: Sequence[float], seed: int) -> list[list[list[str]]]:
+    """The works in seeded order, each to the part that is filled least in relation to its fraction."""
+    parts: list[list[list[str]]] = [[] for _ in fractions]
+    filled = [0.0] * len(fractions)
+    for key in sorted(works, key=lambda key: mix(seed, key)):
+        least = filled.index(min(filled))
+        parts[least].append(works[key])
+        filled[least] += _characters(works[key]) / fractions[least]
+    return parts
+
+
+def _imbalance(parts: Sequence[list[list[str]]], fractions: Sequence[float]) -> float:
+    """How far the worst part is from its fraction, as |log(found / wanted)|; infinite if a part is empty."""
+    sizes = [sum(map(_characters, part)) for part in parts]
+    if not all(sizes):
+        return math.inf
+    return max(abs(math.log(size / sum(sizes) / fraction)) for size, fraction in zip(sizes, fractions, strict=True))
+
+
+def _characters(work: list[str]) -> int:
+    return sum(map(len, work))

@@ -1,0 +1,106 @@
+"""A federation: clients, each with its own train, valid and test split."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from coterie.data.refusals import Refusals
+from coterie.data.splits import SPLITS, PooledSplit, Split, Tokens, TokenSplit
+from coterie.errors import DataError
+from coterie.protocol import ClientId, mix
+
+POOL: ClientId = "centralized"  # who holds the union of all clients' data, for the Centralized row
+
+_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")  # ids name folders of a run: no separators, nothing hidden, no `..`
+
+
+def check_id(id: ClientId) -> None:
+    """Refuse an id that cannot name a folder or that is taken.
+
+    Raises:
+        DataError: It has characters other than letters, digits and `._-`, starts with a dot, or is `POOL`.
+    """
+    if not _ID.fullmatch(id):
+        raise DataError(f"client id {id!r} is not valid", "Rename it: letters, digits, '.', '_' and '-' only, not starting with '.'.")
+    if id == POOL:
+        raise DataError(f"client id {id!r} is taken: it names the union of all clients' data", "Rename the client.")
+
+
+@dataclass(frozen=True)
+class ClientData:
+    """The data of one client."""
+
+    id: ClientId
+    train: Split
+    valid: Split
+    test: Split
+
+    @property
+    def splits(self) -> tuple[Split, Split, Split]:
+        return self.train, self.valid, self.test
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much one split holds."""
+
+    tokens: int
+    windows: int
+
+
+@dataclass(frozen=True)
+class Federation:
+    """Clients with their data.
+
+    Args:
+        clients: By id, in the order that per-client lists of a recipe refer to.
+        description: One line: what the data are.
+
+    Raises:
+        DataError: No clients at all, or an id that is not valid.
+    """
+
+    clients: Mapping[ClientId, ClientData]
+    description: str
+
+    def __post_init__(self) -> None:
+        if not self.clients:
+            raise DataError("a federation without clients", "Name at least one client in the recipe's data section.")
+        with Refusals() as refusals:
+            for id in self.clients:
+                with refusals.gather():
+                    check_id(id)
+
+    def pooled(self, id: ClientId = POOL) -> ClientData:
+        """The union of all clients' train, valid and test sets, as the data of one client."""
+        members = list(self.clients.values())
+        seed = mix(0, "pool", *(split.seed for member in members for split in member.splits))  # another one whenever theirs are
+        return ClientData(id, *(PooledSplit(name, [getattr(member, name) for member in members], seed) for name in SPLITS))
+
+    def sizes(self) -> dict[ClientId, dict[str, Size]]:
+        """Tokens and windows by client and split, for a summary."""
+        return {id: {split.name: Size(len(split), split.windows) for split in data.splits} for id, data in self.clients.items()}
+
+
+def federate(arrays: Mapping[ClientId, Mapping[str, Tokens]], context: int, seed: int, description: str) -> Federation:
+    """A federation of token streams.
+
+    Args:
+        arrays: (tokens,) ids by client and split name.
+        context: Window length C in tokens.
+        seed: Fixes the orders of all walks; every client's is its own.
+        description: One line: what the data are.
+
+    Raises:
+        DataError: All clients and splits that are shorter than one window.
+    """
+    clients: dict[ClientId, ClientData] = {}
+    with Refusals() as refusals:
+        for id, streams in arrays.items():
+            splits: list[Split] = []
+            for name in SPLITS:
+                with refusals.gather(f"client {id!r}, "):
+                    splits.append(TokenSplit(name, streams[name], context, mix(seed, id)))
+            if len(splits) == len(SPLITS):
+                clients[id] = ClientData(id, *splits)
+    return Federation(clients, description)

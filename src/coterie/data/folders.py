@@ -1,0 +1,117 @@
+"""Data in folders: one folder of text per client."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from coterie.data.documents import cut, keyed_by_text, read_many, split
+from coterie.data.federation import check_id
+from coterie.data.refusals import Refusals
+from coterie.data.section import Fractions, Section, Source, Texts, stamps
+from coterie.data.splits import SPLITS
+from coterie.errors import DataError
+
+ENDINGS = (".txt", ".md", ".jsonl", ".jsonl.gz")
+
+_FEW = 10  # documents: with fewer, three splits would be lopsided or empty, so texts are cut into chunks first
+
+Files = dict[str, list[Path]]  # by split, or all of them under ""
+
+
+class Folders(Section):
+    """One folder per client; its name is the client's id.
+
+    A folder holds text files (*.txt, *.md: a document each) and JSON lines (*.jsonl, *.jsonl.gz: a document per line), also in folders
+    below it. Documents are split by seed; where there are fewer than ten, they are cut at blank lines into chunks of about 2,000
+    characters first. But a folder with `train`, `valid` and `test` (each a file of these kinds, or a folder of such) is taken as it is.
+    Hidden files and files of other kinds are left alone.
+    """
+
+    kind: Literal["folders"] = "folders"
+    path: Annotated[Path | None, Field(description="folder with one folder per client; must be given")] = None
+    text_column: Annotated[str, Field(min_length=1, description="column of JSON lines that has the text")] = "text"
+    fractions: Annotated[Fractions, Field(description="shares of train, valid and test where a folder has no splits of its own")] = (
+        0.8,
+        0.1,
+        0.1,
+    )
+
+    @property
+    def title(self) -> str:
+        return f"folders of {self.path}"
+
+    def source(self) -> Source:
+        with Refusals() as refusals:
+            files: dict[str, Files] = {}
+            for folder in self._folders():
+                with refusals.gather():
+                    check_id(folder.name)
+                with refusals.gather(f"client {folder.name!r}: "):
+                    files[folder.name] = _find(folder)
+        paths = {id: [str(path) for path in found] for id, found in files.items()}
+        every = [path for found in files.values() for part in found.values() for path in part]
+        return Source([paths, stamps(every)], lambda: self._read(files))
+
+    def _folders(self) -> list[Path]:
+        remedy = "Name a folder that has one folder of text per client: --set data.path=DIR."
+        if self.path is None:
+            raise DataError("data.path is missing", remedy)
+        path = self.path.expanduser()
+        if not path.is_dir():
+            raise DataError(f"data.path: {path} {'is not a folder' if path.exists() else 'does not exist'}", remedy)
+        folders = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
+        if not folders:
+            raise DataError(f"data.path: {path} has no folders in it, so no clients", remedy)
+        return folders
+
+    def _read(self, files: dict[str, Files]) -> Texts:
+        texts: dict[str, Sequence[Sequence[str]]] = {}
+        with Refusals() as refusals:
+            for id, found in files.items():
+                with refusals.gather(f"client {id!r}: "):
+                    texts[id] = self._read_client(found)
+        return texts
+
+    def _read_client(self, files: Files) -> Sequence[Sequence[str]]:
+        if "" not in files:
+            return [read_many(files[name], self.text_column) for name in SPLITS]
+        texts = read_many(files[""], self.text_column)
+        if len(texts) < _FEW:
+            texts = [chunk for text in texts for chunk in cut(text)]
+        return split(keyed_by_text(texts), self.fractions, self.seed)
+
+
+def _find(folder: Path) -> Files:
+    """The files of a client: by split if the folder fixes them, else all under "".
+
+    Raises:
+        DataError: No text at all, or splits that are incomplete or have other text beside them.
+    """
+    entries = {entry: found for entry in sorted(folder.iterdir()) if (found := _texts(entry))}
+    fixed = {name: [path for entry, found in entries.items() if _stem(entry) == name for path in found] for name in SPLITS}
+    present = [name for name in SPLITS if fixed[name]]
+    every = [path for found in entries.values() for path in found]
+    if not every:
+        raise DataError(f"no text in {folder}", f"Put files into it that end in {', '.join(ENDINGS)}.")
+    if not present:
+        return {"": every}
+    if missing := [name for name in SPLITS if name not in present]:
+        raise DataError(f"{folder} has {', '.join(present)} but no {', '.join(missing)}", "Give all three of them, or none.")
+    if beside := [entry.name for entry in entries if _stem(entry) not in SPLITS]:
+        raise DataError(f"{folder} has other text beside train, valid and test: {', '.join(beside)}", "Move it into one of them, or away.")
+    return fixed
+
+
+def _texts(entry: Path) -> list[Path]:
+    """The text files that an entry of a folder is or holds."""
+    if entry.name.startswith("."):
+        return []
+    if entry.is_dir():
+        return [path for inner in sorted(entry.iterdir()) for path in _texts(inner)]
+    return [entry] if entry.name.endswith(ENDINGS) else []
+
+
+def _stem(entry: Path) -> str:
+    return entry.name.partition(".")[0]

@@ -1,0 +1,45 @@
+"""Refusals that come all at once: fixing data one message at a time wastes people's evenings."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+from coterie.errors import DataError
+
+
+class Refusals:
+    """Gathers DataErrors, and raises them as one on leaving.
+
+    with Refusals() as refusals:
+        for client in clients:
+            with refusals.gather():
+                check(client)
+    """
+
+    def __init__(self) -> None:
+        self.errors: list[DataError] = []
+
+    def __enter__(self) -> "Refusals":
+        return self
+
+    @contextmanager
+    def gather(self, prefix: str = "") -> Iterator[None]:
+        """Keep a DataError of the block, its problem prefixed, and go on behind it."""
+        try:
+            yield
+        except DataError as error:
+            self.errors.append(DataError(prefix + error.problem, error.remedy))
+
+    def add(self, problem: str, remedy: str = "") -> None:
+        self.errors.append(DataError(problem, remedy))
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None and self.errors:
+            raise _joined(self.errors)
+
+
+def _joined(errors: list[DataError]) -> DataError:
+    """One error: its problems are all the problems, its remedies each distinct one once."""
+    problems = list(dict.fromkeys(error.problem for error in errors))
+    remedies = list(dict.fromkeys(error.remedy for error in errors if error.remedy))
+    return DataError("\n".join(problems), "\n  ".join(remedies))

@@ -1,0 +1,135 @@
+"""What every kind of the recipe's `data` section has in common: bounds, seeds, and the way from texts to a federation."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from coterie.data.federation import Federation, check_id, federate
+from coterie.data.refusals import Refusals
+from coterie.data.splits import SPLITS
+from coterie.data.store import Streams, Tokenizer, default_cache, dtype_for, encode, key_of, stored
+from coterie.errors import DataError
+from coterie.protocol import ClientId
+
+Texts = Mapping[ClientId, Sequence[Sequence[str]]]  # of each client: its train, its valid and its test documents
+
+
+@dataclass(frozen=True)
+class Source:
+    """Texts that were found but not read yet.
+
+    Args:
+        fingerprint: What changes when they do, for the cache; anything that JSON can express.
+        read: Reads them. Raises DataError.
+    """
+
+    fingerprint: Any
+    read: Callable[[], Texts]
+
+
+def stamps(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
+    """Path, size in bytes and modification time in nanoseconds of files, as a fingerprint."""
+    return [(str(path.resolve()), (status := path.stat()).st_size, status.st_mtime_ns) for path in paths]
+
+
+def distinct(values: tuple[str, ...]) -> tuple[str, ...]:
+    """A validator: no value twice."""
+    if len(set(values)) < len(values):
+        raise ValueError("every value must be there once")
+    return values
+
+
+def _sum_to_one(fractions: tuple[float, ...]) -> tuple[float, ...]:
+    if abs(sum(fractions) - 1) > 1e-6:
+        raise ValueError("the fractions must sum to 1")
+    return fractions
+
+
+Names = Annotated[tuple[str, ...], Field(min_length=1), AfterValidator(distinct)]
+Share = Annotated[float, Field(gt=0, lt=1)]
+Fractions = Annotated[tuple[Share, Share, Share], AfterValidator(_sum_to_one)]
+Bound = Annotated[int, Field(ge=1)]
+Bounds = Bound | tuple[Bound, ...] | None
+
+_PER_CLIENT = "per client: one number, or a list with one per client in their order; null: all"
+
+
+class Section(BaseModel, ABC):
+    """A `data` section. Subclasses say where the texts are and how they fall into clients and splits."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    seed: Annotated[int, Field(ge=0, description="fixes which document is in which split; independent of the run's seed")] = 0
+    train_tokens: Annotated[Bounds, Field(description=f"at most so many tokens of training text {_PER_CLIENT}")] = None
+    valid_tokens: Annotated[Bounds, Field(description=f"at most so many tokens of validation text {_PER_CLIENT}")] = None
+    test_tokens: Annotated[Bounds, Field(description=f"at most so many tokens of test text {_PER_CLIENT}")] = None
+
+    @abstractmethod
+    def source(self) -> Source:
+        """Find the texts. Raises DataError if they are not there."""
+
+    @property
+    @abstractmethod
+    def title(self) -> str:
+        """What the data are, in a few words."""
+
+    def load(self, tokenizer: Tokenizer, context: int, cache: Path | None = None, order_seed: int = 0) -> Federation:
+        """The federation: texts split, encoded once per tokenizer, and memory-mapped from the cache from then on.
+
+        Args:
+            tokenizer: A fast tokenizer of transformers. Its end token is put behind every document.
+            context: Window length C in tokens; the cache does not depend on it.
+            cache: Folder; default $COTERIE_CACHE, else $XDG_CACHE_HOME/coterie, else ~/.cache/coterie.
+            order_seed: Fixes the order in which training and validation windows are drawn: the run's seed.
+
+        Raises:
+            DataError: The data are missing, damaged, in another form than expected or too short; all mistakes that could be found.
+            SaveError: The cache cannot be written.
+        """
+        source = self.source()
+        key = key_of(tokenizer, self.model_dump(mode="json", exclude={"root", "path"}), source.fingerprint)
+        arrays = stored(cache or default_cache(), key, dtype_for(tokenizer), lambda: self._streams(source.read(), tokenizer))
+        return federate(arrays, context, order_seed, f"{self.title}: {len(arrays)} client{'s' * (len(arrays) != 1)}")
+
+    def _streams(self, texts: Texts, tokenizer: Tokenizer) -> Streams:
+        """Token streams of texts, lazily, after all that can be refused without encoding."""
+        self._check(list(texts))
+        return (
+            (id, name, encode(tokenizer, documents, self._bound(name, position)))
+            for position, (id, splits) in enumerate(texts.items())
+            for name, documents in zip(SPLITS, splits, strict=True)
+        )
+
+    def _check(self, clients: list[ClientId]) -> None:
+        with Refusals() as refusals:
+            if not clients:
+                refusals.add(f"data.kind {self.title}: no clients", "At least one client must have text.")
+            for id in clients:
+                with refusals.gather():
+                    check_id(id)
+            for name in SPLITS:
+                bounds = getattr(self, f"{name}_tokens")
+                if isinstance(bounds, tuple) and len(bounds) != len(clients):
+                    refusals.add(
+                        f"data.{name}_tokens: {len(bounds)} values for {len(clients)} clients ({', '.join(clients)})",
+                        "Give one number, or one per client in this order.",
+                    )
+
+    def _bound(self, name: str, position: int) -> int | None:
+        bounds: int | tuple[int, ...] | None = getattr(self, f"{name}_tokens")
+        return bounds[position] if isinstance(bounds, tuple) else bounds
+
+
+def choose(found: Iterable[str], wanted: Sequence[str], field: str, where: str) -> None:
+    """Refuse wanted names that were not found.
+
+    Raises:
+        DataError: Naming the field, all unknown names, and the allowed ones.
+    """
+    allowed = sorted(set(found))
+    if unknown := [name for name in wanted if name not in allowed]:
+        raise DataError(f"data.{field}: {where} has no {', '.join(map(repr, unknown))}", f"Choose among: {', '.join(allowed)}.")

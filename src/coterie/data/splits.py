@@ -1,0 +1,178 @@
+"""Splits of a client's data: an endless, stateless walk for training and one ordered pass for scoring."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from coterie.errors import DataError
+from coterie.protocol import mix
+
+SPLITS = ("train", "valid", "test")
+Tokens = npt.NDArray[np.unsignedinteger]
+Numbers = npt.NDArray[np.int64]
+
+
+class Split(Protocol):
+    """What a client draws batches from, whatever the data are."""
+
+    @property
+    def name(self) -> str:
+        """`train`, `valid` or `test`: also the key of the client's cursor."""
+
+    @property
+    def seed(self) -> int:
+        """Fixes the order of the endless walk."""
+
+    @property
+    def context(self) -> int:
+        """Predictions per row of a batch: the window length C in tokens."""
+
+    @property
+    def windows(self) -> int:
+        """Rows of one epoch."""
+
+    def __len__(self) -> int:
+        """Tokens held."""
+
+    def take(self, numbers: Numbers) -> Tensor:
+        """The rows of these numbers, each in [0, windows)."""
+
+    def batch(self, start: int, size: int) -> Tensor:
+        """Rows start..start+size-1 of the endless walk."""
+
+    def scoring(self, rows: int) -> Iterator[Tensor]:
+        """Everything once, in order, at most `rows` rows at a time."""
+
+
+@lru_cache(maxsize=16)  # a client draws many batches in a row; kept for all of thousands, permutations would outgrow the data
+def _order(seed: int, name: str, epoch: int, windows: int) -> Numbers:
+    order = np.random.default_rng(mix(seed, "order", name, epoch)).permutation(windows)
+    order.flags.writeable = False
+    return order
+
+
+class Walk(ABC):
+    """The endless walk over rows: every epoch visits each row once, in an order of its own."""
+
+    name: str
+    seed: int
+
+    @property
+    @abstractmethod
+    def windows(self) -> int: ...
+
+    @abstractmethod
+    def take(self, numbers: Numbers) -> Tensor: ...
+
+    def batch(self, start: int, size: int) -> Tensor:
+        """Rows number start..start+size-1 of the walk, (size, ...); a batch may cross epochs.
+
+        Row i belongs to epoch `i // windows`, whose permutation is seeded by `mix(seed, "order", name, epoch)`. So a cursor is all that
+        there is to remember, and the walk is the same however it is cut into batches.
+        """
+        numbers, windows = np.arange(start, start + size), self.windows
+        chosen = np.empty(size, dtype=np.int64)
+        for epoch in range(start // windows, (start + size - 1) // windows + 1):
+            inside = numbers // windows == epoch
+            chosen[inside] = _order(self.seed, self.name, epoch, windows)[numbers[inside] % windows]
+        return self.take(chosen)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenSplit(Walk):
+    """One split of a client's text: token ids in a memory-mapped array, in windows.
+
+    Args:
+        name: "train", "valid" or "test": also the key of the client's cursor.
+        tokens: (tokens,) uint16 or uint32, read-only.
+        context: Window length C in tokens; a row is C + 1 ids, inputs `row[:-1]` and targets `row[1:]`.
+        seed: Fixes the order of the endless walk.
+
+    Raises:
+        DataError: There are fewer than C + 1 tokens.
+    """
+
+    name: str
+    tokens: Tokens
+    context: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) <= self.context:
+            raise DataError(
+                f"{self.name}: {len(self.tokens):,} tokens found, {self.context + 1:,} needed for one window of context {self.context:,}",
+                "Give this split more text (more files, larger fractions or token bounds), or set a smaller model.context.",
+            )
+
+    @property
+    def windows(self) -> int:
+        """Full training windows; neighbours share one id, which is a target in one and an input in the next."""
+        return (len(self.tokens) - 1) // self.context
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def take(self, numbers: Numbers) -> Tensor:
+        """The windows of these numbers: (len(numbers), C + 1) int64."""
+        places = numbers[:, None] * self.context + np.arange(self.context + 1)
+        return torch.from_numpy(self.tokens[places].astype(np.int64))
+
+    def scoring(self, rows: int) -> Iterator[Tensor]:
+        """All windows in order, (<= rows, C + 1) int64 each, then the last, shorter one, (1, m + 1).
+
+        Every token but the very first is a target exactly once, and inputs do not overlap (spec section 3).
+        """
+        for start in range(0, self.windows, rows):
+            yield self.take(np.arange(start, min(start + rows, self.windows)))
+        rest = self.tokens[self.windows * self.context :]
+        if len(rest) > 1:
+            yield torch.from_numpy(rest.astype(np.int64))[None]
+
+
+@dataclass(frozen=True, eq=False)
+class PooledSplit(Walk):
+    """The union of several clients' splits of one name: one walk over all of their windows, none of which crosses clients.
+
+    Args:
+        name: "train", "valid" or "test".
+        parts: The clients' splits, of one context length.
+        seed: Fixes the order of the endless walk.
+    """
+
+    name: str
+    parts: Sequence[Split]
+    seed: int
+
+    @property
+    def context(self) -> int:
+        return self.parts[0].context
+
+    @property
+    def windows(self) -> int:
+        return sum(part.windows for part in self.parts)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    def take(self, numbers: Numbers) -> Tensor:
+        """The windows of these numbers, counted through the parts in order: (len(numbers), C + 1) int64."""
+        ends = np.cumsum([part.windows for part in self.parts])
+        owners = np.searchsorted(ends, numbers, side="right")
+        rows = torch.empty(len(numbers), self.context + 1, dtype=torch.int64)
+        for owner in np.unique(owners):
+            mine = owners == owner
+            part = self.parts[owner]
+            rows[torch.from_numpy(mine)] = part.take(numbers[mine] - (ends[owner] - part.windows))
+        return rows
+
+    def scoring(self, rows: int) -> Iterator[Tensor]:
+        """Each part's scoring in turn."""
+        for part in self.parts:
+            yield from part.scoring(rows)

@@ -1,0 +1,42 @@
+"""One process, but every message and every client's state passes through bytes: what a distributed engine does, without the network.
+
+Whatever a method or a client keeps outside its state is lost between two tasks here, so that a run that works here works on devices.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+from coterie.client import Site
+from coterie.engines.engine import Observe, unobserved
+from coterie.methods import Method
+from coterie.protocol import Ask, ClientId, Replies, State
+from coterie.tensors import from_bytes, to_bytes
+
+
+@dataclass
+class Loopback:
+    """The client's half of the method is a copy, rebuilt from its hyperparameters for every task."""
+
+    site: Site
+    method: Method
+    observe: Observe = unobserved
+    _states: dict[ClientId, bytes] = field(default_factory=dict)
+
+    def answer(self, ask: Ask, round: int, phase: int) -> Replies:
+        requests = {i: to_bytes(tensors) for i, tensors in ask.to.items()}
+        replies = {i: self._on_device(ask.name, i, request, round, phase) for i, request in requests.items()}
+        return {i: from_bytes(reply, f"reply of client {i!r}") for i, reply in replies.items()}
+
+    def _on_device(self, task: str, client: ClientId, request: bytes, round: int, phase: int) -> bytes:
+        method = type(self.method)(**asdict(self.method))
+        state = from_bytes(self._states[client], f"state of client {client!r}") if client in self._states else {}
+        reply, metrics = self.site.answer(method, task, client, from_bytes(request), state, round, phase)
+        self._states[client] = to_bytes(state)
+        self.observe(client, metrics)
+        return to_bytes(reply)
+
+    def states(self) -> Mapping[ClientId, State]:
+        return {i: from_bytes(state) for i, state in self._states.items()}
+
+    def restore(self, states: Mapping[ClientId, State]) -> None:
+        self._states = {i: to_bytes(state) for i, state in states.items()}

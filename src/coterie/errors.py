@@ -1,0 +1,58 @@
+"""Errors whose messages say what was wrong, where, and what to do about it."""
+
+from collections.abc import Sequence
+
+
+class CoterieError(Exception):
+    """Something that stops a command. `str(error)` is the whole message: the problem, then the remedy on a line of its own.
+
+    Args:
+        problem: What is wrong and where, naming the field, file or tensor.
+        remedy: What to do about it.
+    """
+
+    exit_code = 1  # failed while running
+
+    def __init__(self, problem: str, remedy: str = "") -> None:
+        self.problem, self.remedy = problem, remedy
+        super().__init__(f"{problem}\n  {remedy}" if remedy else problem)
+
+
+class Refused(CoterieError):
+    """Wrong input, found before any work started."""
+
+    exit_code = 2
+
+
+class RecipeError(Refused):
+    """A recipe with mistakes: all of them at once, each naming its field."""
+
+    def __init__(self, source: str, mistakes: Sequence[str]) -> None:
+        self.mistakes = tuple(mistakes)
+        lines = "\n".join(f"  - {mistake}" for mistake in self.mistakes)
+        count = "1 mistake" if len(self.mistakes) == 1 else f"{len(self.mistakes)} mistakes"
+        super().__init__(f"{source}: {count}\n{lines}")
+
+
+class DataError(Refused):
+    """Data that is missing, empty, too short or in another form than expected."""
+
+
+class ModelError(Refused):
+    """A base model that cannot be loaded or lacks the layers that adapters attach to."""
+
+
+class CheckpointError(Refused):
+    """A checkpoint or saved model that is truncated, foreign or of another recipe."""
+
+
+class TensorError(CoterieError):
+    """Named tensors whose names, shapes, dtypes or values are not the expected ones."""
+
+
+class ClientError(CoterieError):
+    """A client's task failed; the message names the client and the task, `__cause__` is what happened."""
+
+
+class SaveError(CoterieError):
+    """Something could not be written (a full disk, say); what was saved before is still good."""

@@ -1,0 +1,40 @@
+"""Centralized: one model on the union of all clients' data, the bound that sharing the data itself would give."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from coterie.client import Client
+from coterie.data.federation import POOL
+from coterie.methods.method import OneAdapter, Reader
+from coterie.protocol import Ask, ClientId, Round, State, task
+from coterie.roles import GENERALIST
+from coterie.tensors import Tensors
+
+
+@dataclass(frozen=True)
+class Centralized(OneAdapter):
+    """One model trained on the pooled data, with a batch N times a client's (4x for the paper's four clients)."""
+
+    pooled: ClassVar[bool] = True
+
+    def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
+        return model.read(GENERALIST)
+
+    def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
+        return {i: state for i in clients}
+
+    personal = download  # the clients did not train: each one's model is the pooled one
+
+    def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
+        replies = yield Ask(self.pooled_round, {POOL: state})
+        return dict(replies[POOL]) if replies else state
+
+    @task
+    def pooled_round(self, client: Client, theta: Tensors) -> Tensors:
+        client.load(theta)
+        for _ in range(self.local_steps):
+            client.step(GENERALIST, on=client.train)
+        return client.read(GENERALIST)

@@ -1,0 +1,29 @@
+"""Pretrained: the base model as it is, without training."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import torch
+from pydantic import Field
+
+from coterie.methods.method import Method, Reader
+from coterie.models.adapter import Layout
+from coterie.protocol import ClientId, Round, State
+
+
+@dataclass(frozen=True)
+class Pretrained(Method):
+    """No rounds. The fresh adapter of each client changes nothing, since every B is zero."""
+
+    rounds: Annotated[int, Field(ge=0, le=0, description="always 0")] = 0
+
+    def layout(self, position: int, base: Layout) -> Layout:
+        return replace(base, generalists=1, specialists=0, routing="equal", balance="none")
+
+    def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
+        return {}
+
+    def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
+        yield from ()
+        return state

@@ -1,0 +1,70 @@
+"""The adapter: all trainable tensors of one client, and nothing else."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from coterie.models.architecture import Architecture, BlockShape
+from coterie.models.layout import Layout
+from coterie.models.lora import SingleLoRA
+from coterie.models.mixture import Mixture
+from coterie.protocol import mix
+from coterie.roles import Role, by_role
+from coterie.tensors import Tensors
+
+__all__ = ["Adapter", "AdapterBlock", "Architecture", "Layout"]
+
+
+class AdapterBlock(nn.Module):
+    """The trainable part of one transformer block: one LoRA for each attention linear, and a mixture for the MLP."""
+
+    def __init__(self, shape: BlockShape, layout: Layout) -> None:
+        super().__init__()
+        self.attention = nn.ModuleDict(
+            {
+                linear.name: SingleLoRA(linear.inputs, linear.outputs, layout.rank, layout.alpha, layout.dropout)
+                for linear in shape.attention
+            }
+        )
+        self.mlp = Mixture(shape.mlp, layout)
+
+
+class Adapter(nn.Module):
+    """All trainable tensors of one client, without any reference to the backbone. Its values are zero until `initial` is loaded.
+
+    Names: `blocks.0.attention.q_proj.A` (1, r, in), `blocks.0.mlp.generalist.up.B` (g, out, r), `blocks.0.mlp.specialist.down.A`
+    (s, r, in), `blocks.0.mlp.router.weight` (n, d_model). Everything is fp32.
+
+    Args:
+        architecture: What it attaches to.
+        layout: Its experts, ranks and routing.
+    """
+
+    def __init__(self, architecture: Architecture, layout: Layout) -> None:
+        super().__init__()
+        self.architecture, self.layout = architecture, layout
+        self.blocks = nn.ModuleList(AdapterBlock(block, layout) for block in architecture.blocks)
+        self.eval()
+
+    def parameters_by_role(self) -> dict[Role, dict[str, nn.Parameter]]:
+        """The parameters by the role that their module declares, each in the order of `named_parameters`."""
+        return by_role(self)
+
+    def initial(self, role: Role, seed: int) -> Tensors:
+        """Initial values of the tensors of one role, fp32 on the CPU.
+
+        A and the router are Kaiming-uniform with a = sqrt 5, which is U(-1/sqrt(in), 1/sqrt(in)), the default of `nn.Linear`: for the
+        router that makes logits of a standard deviation near 0.6 at any width, enough to break the ties of top-k and far from saturation.
+        B is zero. Each tensor is drawn from a stream of its own, named by (seed, role, name): an adapter with more experts of a role
+        starts with the same first experts.
+        """
+        return {name: _initial(name, parameter, mix(seed, role, name)) for name, parameter in self.parameters_by_role()[role].items()}
+
+
+def _initial(name: str, parameter: nn.Parameter, seed: int) -> Tensor:
+    values = torch.zeros(parameter.shape)
+    if name.rpartition(".")[2] == "B":
+        return values
+    bound = 1 / math.sqrt(parameter.shape[-1])
+    return values.uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed))

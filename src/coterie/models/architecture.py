@@ -1,0 +1,207 @@
+"""Where an adapter attaches to a base model: found by the model's structure, and read from its configuration without its weights."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from coterie.errors import ModelError
+
+EMBEDDED = "embedded"  # the name of the small base model that comes with the package
+_EMBEDDED_FOLDER = Path(__file__).parent / "mini"
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """A frozen linear layer: its name within its part of the block, input and output width."""
+
+    name: str
+    inputs: int
+    outputs: int
+
+
+@dataclass(frozen=True)
+class MLPShape:
+    """The MLP of a block, its layers under the names up and down ("plain") or gate, up and down ("gated")."""
+
+    kind: Literal["plain", "gated"]
+    linears: tuple[LinearShape, ...]
+
+    @property
+    def width(self) -> int:
+        """d_model."""
+        return self.linears[0].inputs
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """One transformer block: the linears of its attention, and its MLP."""
+
+    attention: tuple[LinearShape, ...]
+    mlp: MLPShape
+
+
+@dataclass(frozen=True)
+class Family:
+    """The module names of one family of causal LMs.
+
+    Args:
+        name: For messages.
+        blocks: Path of the list of blocks.
+        attention: Path of the attention within a block; the MLP is always `mlp`.
+        linears: Names of its linears.
+        mlp: The MLP's linears: our name -> theirs, in our order.
+        activation: Name of the MLP's activation.
+    """
+
+    name: str
+    blocks: str
+    attention: str
+    linears: tuple[str, ...]
+    mlp: dict[str, str]
+    activation: str
+
+
+FAMILIES = (
+    Family("GPT-2", "transformer.h", "attn", ("c_attn", "c_proj"), {"up": "c_fc", "down": "c_proj"}, "act"),
+    Family(
+        "Llama-like",
+        "model.layers",
+        "self_attn",
+        ("q_proj", "k_proj", "v_proj", "o_proj"),
+        {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"},
+        "act_fn",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The layers that an adapter attaches to, with their sizes.
+
+    Args:
+        family: "GPT-2" or "Llama-like".
+        blocks: From the input to the output.
+        d_model: Width of the residual stream.
+        vocabulary: Number of token ids.
+    """
+
+    family: str
+    blocks: tuple[BlockShape, ...]
+    d_model: int
+    vocabulary: int
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Architecture":
+        """The architecture of a Hugging Face causal LM, loaded or on the meta device.
+
+        Raises:
+            ModelError: It lacks layers that an adapter attaches to.
+        """
+        family = family_of(model)
+        blocks = tuple(_block(family, block, i) for i, block in enumerate(_find(model, family.blocks)))  # type: ignore[arg-type]
+        if not blocks:
+            raise ModelError(f"{type(model).__name__} has no blocks at {family.blocks}", "Use a base with at least one transformer block.")
+        config: Any = model.config
+        return cls(family.name, blocks, blocks[0].mlp.width, int(config.vocab_size))
+
+    @classmethod
+    def from_base(cls, base: str | Path) -> "Architecture":
+        """The architecture of a base from its configuration alone: no weight is loaded.
+
+        Args:
+            base: A Hub id, a local folder, or "embedded".
+
+        Raises:
+            ModelError: The base is missing or unsupported.
+        """
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        with explained(base):
+            config = AutoConfig.from_pretrained(locate(base))
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config)
+        return cls.of(model)
+
+
+def family_of(model: nn.Module) -> Family:
+    """The family whose list of blocks the model has.
+
+    Raises:
+        ModelError: None of them.
+    """
+    for family in FAMILIES:
+        if isinstance(_find(model, family.blocks), nn.ModuleList):
+            return family
+    paths = " nor ".join(f"{family.blocks} ({family.name})" for family in FAMILIES)
+    raise ModelError(f"{type(model).__name__} has neither {paths}", "Use a GPT-2 or a Llama-like model (Llama, Qwen2, Qwen3, SmolLM).")
+
+
+def _find(module: nn.Module, path: str) -> nn.Module | None:
+    for name in path.split("."):
+        found = getattr(module, name, None)
+        if not isinstance(found, nn.Module):
+            return None
+        module = found
+    return module
+
+
+def _block(family: Family, block: nn.Module, index: int) -> BlockShape:
+    where = f"block {index} ({family.blocks}.{index})"
+    attention = tuple(_linear(block, f"{family.attention}.{name}", name, where) for name in family.linears)
+    mlp = tuple(_linear(block, f"mlp.{theirs}", ours, where) for ours, theirs in family.mlp.items())
+    if not callable(_find(block, f"mlp.{family.activation}")):
+        raise ModelError(f"{where} of a {family.name} model lacks mlp.{family.activation}", "Its MLP is of another kind: use another base.")
+    return BlockShape(attention, MLPShape("gated" if "gate" in family.mlp else "plain", mlp))
+
+
+def _linear(block: nn.Module, path: str, name: str, where: str) -> LinearShape:
+    """The shape of an nn.Linear, or of GPT-2's Conv1D (whose weight is transposed)."""
+    layer = _find(block, path)
+    if isinstance(layer, nn.Linear):
+        return LinearShape(name, layer.in_features, layer.out_features)
+    if layer is not None and hasattr(layer, "nf") and hasattr(layer, "nx"):
+        return LinearShape(name, int(layer.nx), int(layer.nf))  # type: ignore[arg-type]
+    problem = f"lacks the layer {path}" if layer is None else f"has at {path} a {type(layer).__name__}, not a linear layer"
+    raise ModelError(f"{where} {problem}", "Use a GPT-2 or a Llama-like model (Llama, Qwen2, Qwen3, SmolLM).")
+
+
+def locate(base: str | Path) -> str:
+    """The local folder of a base, or its Hub id.
+
+    Raises:
+        ModelError: It is written as a path, and there is no such folder.
+    """
+    if str(base) == EMBEDDED:
+        base = _EMBEDDED_FOLDER
+    path = Path(base).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"{path} is not a model folder: config.json is missing", "Give the folder that `save_pretrained` wrote.")
+        return str(path)
+    if isinstance(base, Path) or path.is_absolute() or str(base).startswith((".", "~")) or len(path.parts) > 2 or path.exists():
+        raise ModelError(f"no model folder at {path}", "Check the path, or give a Hub id such as openai-community/gpt2.")
+    return str(base)
+
+
+@contextmanager
+def explained(base: str | Path) -> Iterator[None]:
+    """Turn what transformers raises while it loads `base` into a ModelError."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        local = os.path.isdir(locate(base))
+        remedy = (
+            "Check the folder: it needs config.json and complete weights (model.safetensors)."
+            if local
+            else "Check the Hub id and the network, or download it once and give the local folder."
+        )
+        raise ModelError(f"cannot load base {str(base)!r}: {reason}", remedy) from error

@@ -1,0 +1,192 @@
+"""The frozen base model, one per process, shared by all clients: adapters attach to it for as long as they are used."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from coterie.errors import ModelError
+from coterie.models.adapter import Adapter, AdapterBlock
+from coterie.models.architecture import Architecture, Family, explained, family_of, locate
+from coterie.models.mixture import Activation, FrozenMLP
+from coterie.models.routing import Routing
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass
+class _Attached:
+    """What all slots of a backbone look at: the adapter in use, and where to note its routing decisions."""
+
+    adapter: Adapter | None = None
+    record: list[Routing] | None = None
+
+    def block(self, index: int) -> AdapterBlock | None:
+        return None if self.adapter is None else cast(AdapterBlock, self.adapter.blocks[index])
+
+
+class _LinearSlot(nn.Module):
+    """A frozen linear of the attention, with the LoRA of the adapter in use."""
+
+    def __init__(self, base: nn.Module, attached: _Attached, block: int, name: str) -> None:
+        super().__init__()
+        self.base, self.attached, self.block, self.name = base, attached, block, name
+
+    def forward(self, x: Tensor) -> Tensor:
+        block = self.attached.block(self.block)
+        y: Tensor = self.base(x) if block is None else block.attention[self.name](x, self.base)
+        return y
+
+
+class _MLPSlot(nn.Module):
+    """A frozen MLP, with the mixture of the adapter in use."""
+
+    def __init__(self, base: nn.Module, family: Family, attached: _Attached, block: int) -> None:
+        super().__init__()
+        self.base, self.attached, self.block = base, attached, block
+        activation = _fused(getattr(base, family.activation))
+        setattr(base, family.activation, activation)
+        linears = {ours: getattr(base, theirs) for ours, theirs in family.mlp.items()}
+        down = linears.pop("down")
+        self.frozen = FrozenMLP(tuple(linears.values()), down, Activation.of(activation))
+
+    def forward(self, x: Tensor) -> Tensor:
+        block = self.attached.block(self.block)
+        y: Tensor = self.base(x) if block is None else block.mlp(x, self.frozen, self.attached.record)
+        return y
+
+
+def _fused(activation: nn.Module) -> nn.Module:
+    """Torch's own module for an activation that transformers writes out in Python (GPT-2's costs eight passes over the hidden layer)."""
+    from transformers import activations
+
+    if isinstance(activation, (activations.NewGELUActivation, activations.GELUTanh)):
+        return nn.GELU(approximate="tanh")
+    if isinstance(activation, activations.GELUActivation):
+        return nn.GELU()
+    return nn.SiLU() if isinstance(activation, activations.SiLUActivation) else activation
+
+
+class Backbone:
+    """A frozen causal LM with a slot for an adapter at every attention linear and MLP.
+
+    Args:
+        model: A Hugging Face causal LM; it is frozen, put into eval mode and given slots, in place.
+        source: Where its tokenizer comes from: a folder or a Hub id.
+
+    Raises:
+        ModelError: It lacks layers that an adapter attaches to.
+    """
+
+    def __init__(self, model: nn.Module, source: str | None = None) -> None:
+        self.architecture = Architecture.of(model)
+        self.model: Any = model.requires_grad_(False).eval()
+        self.config: Any = model.config
+        self._source, self._attached = source, _Attached()
+        family = family_of(model)
+        for i, block in enumerate(cast(nn.ModuleList, model.get_submodule(family.blocks))):
+            attention = block.get_submodule(family.attention)
+            for name in family.linears:
+                setattr(attention, name, _LinearSlot(getattr(attention, name), self._attached, i, name))
+            block.mlp = _MLPSlot(cast(nn.Module, block.mlp), family, self._attached, i)
+
+    @classmethod
+    def load(cls, base: str | Path, *, dtype: Literal["fp32", "bf16"] = "fp32", device: str | torch.device = "cpu") -> "Backbone":
+        """Load a base.
+
+        Args:
+            base: A Hub id, a local folder, or "embedded" (the small model that comes with the package).
+            dtype: Of the weights and of the computation. bf16 is slow on CPUs without native support.
+            device: Where it lives.
+
+        Raises:
+            ModelError: The base is missing, incomplete, damaged or unsupported, or the device is not there.
+        """
+        from transformers import AutoModelForCausalLM
+
+        if dtype not in DTYPES:
+            raise ModelError(f"dtype {dtype!r} of the base is unknown", f"Allowed: {', '.join(DTYPES)}.")
+        if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+            raise ModelError(f"device {str(device)!r}: there is no CUDA device here", "Use device cpu.")
+        Architecture.from_base(base)  # refuses an unsupported model before its weights are read
+        source = locate(base)
+        with explained(base):
+            model, found = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype], output_loading_info=True)
+        if missing := sorted(found["missing_keys"]):
+            raise ModelError(
+                f"base {str(base)!r}: its weights lack {missing[0]!r} ({len(missing)} tensors in all)",
+                "The files are incomplete or belong to another configuration: get the base again.",
+            )
+        return cls(model.to(device), source)
+
+    @property
+    def device(self) -> torch.device:
+        return cast(torch.device, self.model.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return cast(torch.dtype, self.model.dtype)
+
+    @property
+    def context_limit(self) -> int:
+        """The most tokens that the base was made to see at once."""
+        return int(self.config.max_position_embeddings)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The base's own tokenizer, loaded when first asked for.
+
+        Raises:
+            ModelError: It has none.
+        """
+        from transformers import AutoTokenizer
+
+        remedy = "Put the tokenizer's files (tokenizer.json, tokenizer_config.json) into the base's folder."
+        if self._source is None:
+            raise ModelError("this base was made in memory and has no tokenizer", remedy)
+        try:
+            return AutoTokenizer.from_pretrained(self._source)
+        except Exception as error:  # transformers raises whatever its readers happen to
+            reason = str(error).strip().split("\n")[0]
+            raise ModelError(f"base {self._source!r} has no usable tokenizer: {reason}", remedy) from error
+
+    @cached_property
+    def head(self) -> tuple[Tensor, Tensor | None] | None:
+        """Weight and bias of the output layer, if the logits are just that of the last hidden state (no scaling, no soft cap)."""
+        head = self.model.get_output_embeddings()
+        if type(head) is not nn.Linear:
+            return None
+        probe = torch.arange(min(4, self.architecture.vocabulary), device=self.device)[None]
+        with torch.no_grad(), self.using(None):
+            same = torch.allclose(self.model(probe, use_cache=False).logits, head(self.hidden(probe)), rtol=1e-3, atol=1e-5)
+        return (head.weight, head.bias) if same else None
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        """(B, C) -> (B, C, d_model): the last hidden states, normalised as the output layer takes them."""
+        found: Tensor = self.model.base_model(ids, use_cache=False).last_hidden_state
+        return found
+
+    @contextmanager
+    def using(self, adapter: Adapter | None, record: list[Routing] | None = None) -> Iterator[None]:
+        """Attach an adapter within the block; afterwards what was attached before is back.
+
+        Args:
+            adapter: On the backbone's device; None for the base alone.
+            record: Gets every routing decision, block by block, forward pass by forward pass.
+
+        Raises:
+            ModelError: The adapter was made for another architecture.
+        """
+        if adapter is not None and adapter.architecture != self.architecture:
+            raise ModelError("the adapter was made for another base model", "Load the base that its recipe names.")
+        before = self._attached.adapter, self._attached.record
+        self._attached.adapter, self._attached.record = adapter, record
+        try:
+            yield
+        finally:
+            self._attached.adapter, self._attached.record = before

@@ -1,0 +1,248 @@
+"""A language model of one client: the shared backbone with the client's adapter. What a client trains and scores."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from coterie.errors import ModelError
+from coterie.models.adapter import Adapter
+from coterie.models.backbone import Backbone
+from coterie.models.layout import Layout
+from coterie.models.loss import head_loss, head_nll
+from coterie.models.routing import Routing, balance_loss
+from coterie.roles import Role
+from coterie.tensors import Tensors
+
+
+class LanguageModel:
+    """A backbone with one client's adapter.
+
+    The adapter's parameters are fp32 on the backbone's device, and cast to its dtype where they are used. They start from
+    `Adapter.initial` with seed 0.
+
+    Args:
+        backbone: The frozen base, which other models may share.
+        layout: The adapter's experts, ranks and routing.
+    """
+
+    def __init__(self, backbone: Backbone, layout: Layout) -> None:
+        self.backbone, self.layout = backbone, layout
+        self.adapter = Adapter(backbone.architecture, layout)
+        for role in Role:
+            self.adapter.load_state_dict(self.adapter.initial(role, 0), strict=False)
+        self.adapter.to(backbone.device)
+
+    def parameters_by_role(self) -> dict[Role, dict[str, nn.Parameter]]:
+        """The adapter's parameters by role."""
+        return self.adapter.parameters_by_role()
+
+    def initial(self, role: Role, seed: int) -> Tensors:
+        """Initial values of one role, see `Adapter.initial`."""
+        return self.adapter.initial(role, seed)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(B, C) int64 -> (B, C, V) logits."""
+        with self.backbone.using(self.adapter):
+            logits: Tensor = self.backbone.model(self._checked(ids), use_cache=False).logits
+        return logits
+
+    __call__ = forward
+
+    @torch.no_grad()
+    def generate(self, ids: Tensor, **settings: Any) -> Tensor:
+        """Continue (B, C) token ids by transformers' `generate`, with its settings."""
+        with self.backbone.using(self.adapter):
+            return cast(Tensor, self.backbone.model.generate(ids.to(self.backbone.device), **settings))
+
+    @torch.no_grad()
+    def routing(self, ids: Tensor) -> Tensor:
+        """(B, C) int64 -> (blocks, B, C, n): the weight that each token gives each expert, fp32.
+
+        Raises:
+            ModelError: The layout has no router.
+        """
+        if not self.layout.routed:
+            raise ModelError("this model has no router", "Token-level routing needs at least two experts and routing 'learned'.")
+        record: list[Routing] = []
+        with self.backbone.using(self.adapter, record):
+            self.backbone.hidden(self._checked(ids))
+        return torch.stack([decision.weights for decision in record]).unflatten(1, ids.shape)
+
+    @torch.no_grad()
+    def score(self, batches: Iterable[Tensor]) -> tuple[float, int]:
+        """The negative log-likelihood of every next token of every window.
+
+        Args:
+            batches: Each (B, C + 1) int64; windows of other lengths come in batches of their own.
+
+        Returns:
+            Its sum in nats, accumulated in float64, and the number of predicted tokens.
+        """
+        total, tokens = torch.zeros((), dtype=torch.float64, device=self.backbone.device), 0
+        with self.backbone.using(self.adapter):
+            for batch in batches:
+                ids = self._checked(batch, predicts=True)
+                total += self._nll(ids).double().sum()
+                tokens += ids[:, 1:].numel()
+        return float(total), tokens
+
+    def gradient(
+        self, batch: Tensor, wrt: Sequence[nn.Parameter], micro_batch: int | None = None
+    ) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """The gradient of the whole batch's objective with respect to the given parameters only.
+
+        The objective is the mean next-token cross-entropy + lambda * load balancing. It is the same whatever the size of the
+        micro-batches: f, which is not linear in the batch, is found for the whole batch first where its gradient needs it. No `.grad` is
+        touched, and nothing waits for the device, except for the group sizes on the way when k < n.
+
+        Args:
+            batch: (B, C + 1) int64.
+            wrt: Parameters of this model's adapter.
+            micro_batch: Rows per forward pass; all at once by default.
+
+        Returns:
+            The gradients in the order of `wrt`, fp32, and detached statistics: "loss" (the cross-entropy) and "balance", scalars, and, if there
+            is a router, "router" (blocks, n), the mean routing weight.
+
+        Raises:
+            ModelError: `wrt` is empty or holds a foreign parameter, the batch has another form, or `micro_batch` is not positive.
+        """
+        ids = self._checked(batch, predicts=True)
+        if micro_batch is not None and micro_batch < 1:
+            raise ModelError(f"micro_batch is {micro_batch}", "Use at least 1, or None for the whole batch.")
+        parts = list(ids.split(micro_batch or len(ids)))
+        totals = _Totals(self.layout, tokens=ids[:, 1:].numel())
+        gradients: list[Tensor] = []
+        with self._training(wrt):
+            load = self._load(parts) if len(parts) > 1 and self._load_varies else None
+            for part in parts:
+                found = torch.autograd.grad(self._objective(part, totals, load), wrt, materialize_grads=True)
+                if not gradients:
+                    gradients = list(found)
+                    continue
+                for total, term in zip(gradients, found, strict=True):
+                    total.add_(term)
+        return gradients, totals.statistics()
+
+    def _objective(self, ids: Tensor, totals: "_Totals", load: Tensor | None) -> Tensor:
+        """This micro-batch's share of the whole batch's objective; `load` is f of the whole batch, if this is but a part of it."""
+        record: list[Routing] = []
+        with self.backbone.using(self.adapter, record):
+            nll = self._nll_sum(ids)
+        balance = totals.add(nll, record, load)
+        objective = nll / totals.tokens
+        return objective if balance is None else objective + self.layout.balance_weight * balance
+
+    @property
+    def _load_varies(self) -> bool:
+        """Whether the gradient of load balancing needs f: with k = n it is 1."""
+        return self.layout.balance_has_gradient and self.layout.active < self.layout.experts
+
+    @torch.no_grad()
+    def _load(self, parts: Sequence[Tensor]) -> Tensor:
+        """(blocks, n) f over all parts. Leaves the random generators as they were, so that dropout is the same in the pass that follows."""
+        device = self.backbone.device
+        users: list[Tensor] = []
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            for part in parts:
+                record: list[Routing] = []
+                with self.backbone.using(self.adapter, record):
+                    self.backbone.hidden(part[:, :-1])
+                users.append(torch.stack([decision.users() for decision in record]))
+        return torch.stack(users).sum(dim=0) / sum(part[:, 1:].numel() for part in parts)
+
+    def _nll_sum(self, ids: Tensor) -> Tensor:
+        """The summed NLL of (B, C + 1) token ids, differentiable."""
+        if self.backbone.head is None:
+            return self._nll(ids).sum()
+        return head_loss(self.backbone.hidden(ids[:, :-1]).flatten(0, 1), *self.backbone.head, ids[:, 1:].flatten())
+
+    def _nll(self, ids: Tensor) -> Tensor:
+        """(B * C,) the NLL of each next token, at least fp32."""
+        inputs, targets = ids[:, :-1], ids[:, 1:].flatten()
+        if self.backbone.head is not None and not torch.is_grad_enabled():
+            return head_nll(self.backbone.hidden(inputs).flatten(0, 1), *self.backbone.head, targets)
+        logits = self.backbone.model(inputs, use_cache=False).logits.flatten(0, 1)
+        return nn.functional.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, reduction="none")
+
+    def _checked(self, ids: Tensor, predicts: bool = False) -> Tensor:
+        """The ids on the backbone's device.
+
+        Raises:
+            ModelError: They are not (B, C) int64, or longer than the base's context.
+        """
+        if ids.ndim != 2 or ids.dtype != torch.int64 or len(ids) == 0 or ids.shape[1] < 1 + predicts:
+            raise ModelError(
+                f"a batch of token ids is {ids.dtype}{list(ids.shape)}",
+                f"Expected int64 [rows, tokens] with at least 1 row and {1 + predicts} tokens.",
+            )
+        if ids.shape[1] - predicts > self.backbone.context_limit:
+            raise ModelError(
+                f"windows of {ids.shape[1] - predicts} tokens exceed the base's context of {self.backbone.context_limit}",
+                "Use a smaller context.",
+            )
+        return ids.to(self.backbone.device, non_blocking=True)
+
+    @contextmanager
+    def _training(self, wrt: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Within the block only `wrt` requires gradients, and dropout is on."""
+        own, asked = list(self.adapter.parameters()), {id(parameter) for parameter in wrt}
+        if not asked or not asked <= {id(parameter) for parameter in own}:
+            raise ModelError("gradient: nothing, or a parameter of another model, to differentiate by", "Give parameters of this adapter.")
+        before = [parameter.requires_grad for parameter in own]
+        self.adapter.train()
+        try:
+            for parameter in own:
+                parameter.requires_grad_(id(parameter) in asked)
+            yield
+        finally:
+            self.adapter.eval()
+            for parameter, required in zip(own, before, strict=True):
+                parameter.requires_grad_(required)
+
+
+class _Totals:
+    """Sums over the micro-batches of one gradient.
+
+    Args:
+        layout: Says which load-balancing loss.
+        tokens: Predicted tokens of the whole batch.
+    """
+
+    def __init__(self, layout: Layout, tokens: int) -> None:
+        self.layout, self.tokens = layout, tokens
+        self.nll: Tensor | float = 0.0
+        self.weights: Tensor | float = 0.0
+        self.users: Tensor | float = 0.0
+        self.probabilities: Tensor | float = 0.0
+
+    def add(self, nll: Tensor, record: Sequence[Routing], load: Tensor | None) -> Tensor | None:
+        """Note one micro-batch, and return its share of the load-balancing loss if that has a gradient."""
+        self.nll = self.nll + nll.detach()
+        if not record:
+            return None
+        with torch.no_grad():
+            users = torch.stack([decision.users() for decision in record])
+            self.users = self.users + users
+            self.weights = self.weights + torch.stack([decision.weights.sum(dim=0) for decision in record])
+        with nullcontext() if self.layout.balance_has_gradient else torch.no_grad():
+            probabilities = torch.stack([decision.probabilities.sum(dim=0) for decision in record])
+        self.probabilities = self.probabilities + probabilities.detach()
+        if not self.layout.balance_has_gradient:
+            return None
+        if load is None:  # the whole batch in one, or k = n: then f is 1 in any part of it
+            load = users / users.sum(dim=-1, keepdim=True) * self.layout.active
+        return balance_loss(self.layout.balance_coefficients, load, probabilities / self.tokens)
+
+    def statistics(self) -> dict[str, Tensor]:
+        nll = cast(Tensor, self.nll)
+        found = {"loss": nll / self.tokens, "balance": torch.zeros_like(nll)}
+        if isinstance(self.weights, Tensor):
+            found["router"] = self.weights / self.tokens
+            if self.layout.balance_coefficients:
+                users, probabilities = cast(Tensor, self.users) / self.tokens, cast(Tensor, self.probabilities) / self.tokens
+                found["balance"] = balance_loss(self.layout.balance_coefficients, users, probabilities)
+        return found

@@ -1,0 +1,95 @@
+"""What a client's adapter looks like: how many experts of each role, their ranks, and how tokens are routed to them."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from coterie.errors import ModelError
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The shape of one client's adapter (CoMiGS, Section 3 and B.1.2).
+
+    Args:
+        generalists: g, shared experts per MLP.
+        specialists: s_i, local experts per MLP; g + s_i >= 1.
+        rank: r of the attention LoRAs.
+        alpha: LoRA scale; an update is gamma B A with gamma = alpha / sqrt(r) (rank-stabilised).
+        mlp_rank: r of the experts; `rank` unless given.
+        dropout: Probability of dropping a value of any LoRA's input while training.
+        top_k: Experts that a token uses, at most all of them.
+        routing: "learned" by a router; "equal": the fixed weights 1/n over all n experts, without a router (the equal-budget baseline).
+        balance: Load balancing: "none", "uniform" (n sum_j f_j P_j), or "generalist" (eq. 6).
+        balance_weight: lambda, the weight of load balancing in the objective.
+
+    Raises:
+        ModelError: A value is out of its range.
+    """
+
+    generalists: int = 1
+    specialists: int = 1
+    rank: int = 8
+    alpha: float = 16.0
+    mlp_rank: int | None = None
+    dropout: float = 0.0
+    top_k: int = 2
+    routing: Literal["learned", "equal"] = "learned"
+    balance: Literal["none", "uniform", "generalist"] = "uniform"
+    balance_weight: float = 0.01
+
+    def __post_init__(self) -> None:
+        limits = {
+            "generalists": (self.generalists >= 0, "at least 0"),
+            "specialists": (self.specialists >= 0, "at least 0"),
+            "generalists + specialists": (self.generalists + self.specialists >= 1, "at least 1"),
+            "rank": (self.rank >= 1, "at least 1"),
+            "mlp_rank": (self.mlp_rank is None or self.mlp_rank >= 1, "at least 1"),
+            "alpha": (math.isfinite(self.alpha), "finite"),
+            "dropout": (0 <= self.dropout < 1, "in [0, 1)"),
+            "top_k": (self.top_k >= 1, "at least 1"),
+            "routing": (self.routing in ("learned", "equal"), "'learned' or 'equal'"),
+            "balance": (self.balance in ("none", "uniform", "generalist"), "'none', 'uniform' or 'generalist'"),
+            "balance_weight": (self.balance_weight >= 0 and math.isfinite(self.balance_weight), "finite and at least 0"),
+        }
+        if mistakes := [f"{name} must be {limit}" for name, (kept, limit) in limits.items() if not kept]:
+            raise ModelError(f"adapter layout: {'; '.join(mistakes)}", f"Found {self}.")
+
+    @property
+    def experts(self) -> int:
+        """n, all experts of an MLP."""
+        return self.generalists + self.specialists
+
+    @property
+    def active(self) -> int:
+        """k, the experts that each token uses: min(top_k, n), and all n where they are weighted equally."""
+        return self.experts if self.routing == "equal" else min(self.top_k, self.experts)
+
+    @property
+    def routed(self) -> bool:
+        """Whether the MLPs have a router: a single expert needs none, equal weights neither."""
+        return self.routing == "learned" and self.experts > 1
+
+    @property
+    def expert_rank(self) -> int:
+        """R of the experts."""
+        return self.mlp_rank or self.rank
+
+    @property
+    def balance_coefficients(self) -> tuple[float, ...]:
+        """a_j of the load-balancing loss sum_j a_j f_j P_j, generalists first; () without load balancing.
+
+        Uniform: n. Generalist (eq. 6, for any g and s): g / (g^2 + s^2) for a generalist, s / (g^2 + s^2) for a specialist.
+        """
+        g, s = self.generalists, self.specialists
+        if not self.routed or self.balance == "none":
+            return ()
+        if self.balance == "uniform":
+            return (float(self.experts),) * self.experts
+        return (g / (g**2 + s**2),) * g + (s / (g**2 + s**2),) * s
+
+    @property
+    def balance_has_gradient(self) -> bool:
+        """Whether load balancing moves anything: with k = n all f_j are 1, and sum_j P_j = 1 whatever the router says."""
+        equal = len(set(self.balance_coefficients)) <= 1
+        return bool(self.balance_coefficients) and self.balance_weight > 0 and not (equal and self.active == self.experts)

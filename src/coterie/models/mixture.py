@@ -1,0 +1,259 @@
+"""The mixture of LoRA experts of one MLP, evaluated exactly and cheaply (CoMiGS, Section 3).
+
+Every expert j is the whole MLP with its own low-rank updates, and the block's output is y = sum_j w_j MLP_j(x). The frozen projections
+are shared by all experts: the first is applied once per token, and because the last one is linear,
+
+    y = W2 m + b2 + gamma sum_j B2_j c_j,    m = sum_j w_j h_j,    c_j = w_j A2_j h_j,
+    h_j = act(p_j)  or, gated,  act(p_j) * r_j,    p_j = b + gamma B1_j z_j,    b = W1 x + b1,    z_j = A1_j x,
+
+so is it. Only b, the codes z and the weights w are kept for the backward pass; p_j and h_j are computed again there.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from coterie.models.architecture import MLPShape
+from coterie.models.layout import Layout
+from coterie.models.lora import LoRA, gamma, project
+from coterie.models.routing import Router, Routing
+from coterie.roles import Role
+
+Rows = slice | Tensor  # which tokens: consecutive ones, or (t,) indices
+CACHED_VALUES = 2**16  # of one hidden-width tensor: tokens are taken in chunks of this size on a CPU, so that a chunk stays in its cache
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An elementwise function, and (dL/da, p) -> dL/dp for a = act(p)."""
+
+    forward: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor], Tensor]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "Activation":
+        """The fused derivative where torch has one, otherwise autograd's."""
+        if isinstance(module, nn.SiLU):
+            return cls(nn.functional.silu, torch.ops.aten.silu_backward)
+        if isinstance(module, nn.GELU):
+            how = module.approximate
+            return cls(module.forward, lambda grad, p: torch.ops.aten.gelu_backward(grad, p, approximate=how))
+
+        def derive(grad: Tensor, p: Tensor) -> Tensor:
+            with torch.enable_grad():
+                p = p.detach().requires_grad_()
+                return torch.autograd.grad(module(p), p, grad)[0]
+
+        return cls(module, derive)
+
+
+@dataclass(frozen=True)
+class FrozenMLP:
+    """The base's MLP, alike for all families.
+
+    Args:
+        first: The layers d_model -> f: (up,) or (gate, up).
+        down: The layer f -> d_model.
+        activation: On the first of `first`.
+    """
+
+    first: tuple[nn.Module, ...]
+    down: nn.Module
+    activation: Activation
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which (expert, tokens) pairs to compute, in which order.
+
+    Args:
+        pieces: Expert and tokens; all pieces of a chunk of tokens follow each other.
+        activation: The MLP's.
+        gamma: The scale of the updates.
+    """
+
+    pieces: tuple[tuple[int, Rows], ...]
+    activation: Activation
+    gamma: float
+
+
+def dense_pieces(tokens: int, experts: int, chunk: int) -> Iterator[tuple[int, Rows]]:
+    """Every token with every expert."""
+    for start in range(0, tokens, chunk):
+        for j in range(experts):
+            yield j, slice(start, min(start + chunk, tokens))
+
+
+def grouped_pieces(selected: Tensor, experts: int, chunk: int) -> Iterator[tuple[int, Rows]]:
+    """The selected pairs only, (T, k): tokens sorted by chunk, then by expert. On a GPU this waits for the group sizes."""
+    tokens, active = selected.shape
+    chunks = -(-tokens // chunk)
+    token = torch.arange(tokens, device=selected.device)
+    key = ((token // chunk)[:, None] * experts + selected).flatten()
+    order = key.argsort(stable=True)
+    rows = (order // active).split(torch.bincount(key, minlength=chunks * experts).tolist())
+    for i, group in enumerate(rows):
+        if len(group):
+            yield i % experts, group
+
+
+class _Hidden(torch.autograd.Function):
+    """(b, z, w, B1, A2) -> (m, c): everything between the frozen projections. Keeps its inputs only."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, weights: Tensor | None, codes: Tensor, A2: Tensor, *bases_and_B1: Tensor) -> tuple[Tensor, Tensor]:
+        """One or two bases b (T, f) and as many B1 (n, f, r), codes (T, linears, n, r), weights (T, n) or None for 1, A2 (n, r, f).
+
+        Returns:
+            m (T, f) and c (T, n, r).
+        """
+        ctx.plan = plan
+        ctx.save_for_backward(weights, codes, A2, *bases_and_B1)
+        half = len(bases_and_B1) // 2
+        bases, B1 = bases_and_B1[:half], bases_and_B1[half:]
+        m = torch.zeros_like(bases[0])
+        c = codes.new_zeros(codes.shape[0], *A2.shape[:2])
+        for j, rows in plan.pieces:
+            p = _first(plan, j, rows, bases, codes, B1)
+            h = plan.activation.forward(p[0])
+            if len(p) == 2:
+                h.mul_(p[1])
+            c_j = h @ A2[j].T
+            if weights is None:
+                m[rows] = h
+            else:
+                w = weights[rows, j, None]
+                c_j.mul_(w)
+                _accumulate(m, rows, h, w)
+            c[rows, j] = c_j
+        return m, c
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dm: Tensor, dc: Tensor) -> tuple[Tensor | None, ...]:
+        plan: Plan = ctx.plan
+        weights, codes, A2, *bases_and_B1 = ctx.saved_tensors
+        half = len(bases_and_B1) // 2
+        bases, B1 = bases_and_B1[:half], bases_and_B1[half:]
+        _, d_weights, d_codes, d_A2, *d_firsts = (
+            torch.zeros_like(tensor) if needed and tensor is not None else None
+            for needed, tensor in zip(ctx.needs_input_grad, (None, weights, codes, A2, *bases_and_B1), strict=True)
+        )
+        d_bases, d_B1 = d_firsts[:half], d_firsts[half:]
+        for j, rows in plan.pieces:
+            p = _first(plan, j, rows, bases, codes, B1)
+            a = plan.activation.forward(p[0])
+            h = a * p[1] if half == 2 else a
+            dm_j, dc_j = dm[rows], dc[rows, j]
+            w = None if weights is None else weights[rows, j, None]
+            if d_weights is not None:
+                d_weights[rows, j] = (dm_j * h).sum(dim=1) + (dc_j * (h @ A2[j].T)).sum(dim=1)
+            weighted = dc_j if w is None else dc_j * w
+            if d_A2 is not None:
+                d_A2[j].addmm_(weighted.T, h)
+            dh = torch.addmm(dm_j, weighted, A2[j]) if w is None else (dm_j * w).addmm_(weighted, A2[j])
+            dp = [plan.activation.backward(dh if half == 1 else dh * p[1], p[0])]
+            if half == 2:
+                dp.append(dh.mul_(a))
+            for i, q in enumerate(dp):
+                if d_bases[i] is not None:
+                    _accumulate(d_bases[i], rows, q)
+                if d_codes is not None:
+                    d_codes[rows, i, j] = (q @ B1[i][j]).mul_(plan.gamma)
+                if d_B1[i] is not None:
+                    d_B1[i][j].addmm_(q.T, codes[rows, i, j], alpha=plan.gamma)
+        return None, d_weights, d_codes, d_A2, *d_bases, *d_B1
+
+
+def _first(plan: Plan, j: int, rows: Rows, bases: Any, codes: Tensor, B1: Any) -> list[Tensor]:
+    """The pre-activations b + gamma B1_j z_j of one piece, (t, f) for each first layer."""
+    return [torch.addmm(b[rows], codes[rows, i, j], B[j].T, alpha=plan.gamma) for i, (b, B) in enumerate(zip(bases, B1, strict=True))]
+
+
+def _accumulate(total: Tensor, rows: Rows, term: Tensor, weight: Tensor | None = None) -> None:
+    """total[rows] += weight * term; may overwrite `term`."""
+    if isinstance(rows, Tensor):
+        total.index_add_(0, rows, term if weight is None else term.mul_(weight))
+    elif weight is None:
+        total[rows].add_(term)
+    else:
+        total[rows].addcmul_(term, weight)
+
+
+class Mixture(nn.Module):
+    """The adapter of one MLP: its experts by role, stacked, and its router.
+
+    Args:
+        shape: The MLP's sizes.
+        layout: Numbers of experts, rank, routing.
+    """
+
+    def __init__(self, shape: MLPShape, layout: Layout) -> None:
+        super().__init__()
+        self.layout, self.gamma = layout, gamma(layout.alpha, layout.expert_rank)
+        self.first = tuple(linear.name for linear in shape.linears if linear.name != "down")
+        for role, count in ((Role.GENERALIST, layout.generalists), (Role.SPECIALIST, layout.specialists)):
+            loras = {linear.name: LoRA(role, count, linear.inputs, linear.outputs, layout.expert_rank) for linear in shape.linears}
+            if count:
+                self.add_module(role.value, nn.ModuleDict(loras))
+        self.router = Router(shape.width, layout.experts, layout.active) if layout.routed else None
+
+    def _stack(self, linear: str, matrix: str, dtype: torch.dtype) -> Tensor:
+        """(n, ., .) one matrix of all experts, generalists first."""
+        stacks = [getattr(self.get_submodule(f"{role}.{linear}"), matrix) for role in ("generalist", "specialist") if hasattr(self, role)]
+        return (stacks[0] if len(stacks) == 1 else torch.cat(stacks)).to(dtype)
+
+    def forward(self, x: Tensor, base: FrozenMLP, record: list[Routing] | None = None) -> Tensor:
+        """(..., d_model) -> (..., d_model) in the dtype of x; the routing decision is appended to `record`."""
+        tokens = x.flatten(0, -2)
+        routing = self.router(tokens) if self.router is not None else None
+        if record is not None and routing is not None:
+            record.append(routing)
+        weights = self._weights(tokens, routing)
+        bases = [project(linear, tokens) for linear in base.first]
+        B1 = [self._stack(name, "B", x.dtype) for name in self.first]
+        A1 = torch.stack([self._stack(name, "A", x.dtype) for name in self.first])  # (linears, n, r, d_model)
+        A2, B2 = self._stack("down", "A", x.dtype), self._stack("down", "B", x.dtype)
+        if self.training and self.layout.dropout > 0:
+            m, c = self._with_dropout(tokens, bases, weights, A1, B1, A2, base.activation)
+        else:
+            codes = nn.functional.linear(tokens, A1.flatten(0, 2)).view(-1, *A1.shape[:3])
+            plan = self._plan(bases[0], routing, base.activation)
+            m, c = _Hidden.apply(plan, weights, codes, A2, *bases, *B1)
+        y = project(base.down, m).addmm_(c.flatten(1), B2.transpose(1, 2).flatten(0, 1), alpha=self.gamma)
+        return y.view_as(x)
+
+    def _weights(self, x: Tensor, routing: Routing | None) -> Tensor | None:
+        """(T, n) in the dtype of x; None for a single expert."""
+        if routing is not None:
+            return routing.weights.to(x.dtype)
+        n = self.layout.experts
+        return None if n == 1 else x.new_full((1, n), 1 / n).expand(len(x), n)
+
+    def _plan(self, b: Tensor, routing: Routing | None, activation: Activation) -> Plan:
+        chunk = max(len(b), 1) if b.is_cuda else max(CACHED_VALUES // b.shape[1], 16)
+        if routing is None or routing.selected is None:
+            pieces = dense_pieces(len(b), self.layout.experts, chunk)
+        else:
+            pieces = grouped_pieces(routing.selected, self.layout.experts, chunk)
+        return Plan(tuple(pieces), activation, self.gamma)
+
+    def _with_dropout(
+        self, x: Tensor, bases: list[Tensor], weights: Tensor | None, A1: Tensor, B1: list[Tensor], A2: Tensor, activation: Activation
+    ) -> tuple[Tensor, Tensor]:
+        """M and c with a dropout mask of its own on the input of every LoRA: by autograd, all experts for all tokens."""
+        m, c = torch.zeros_like(bases[0]), []
+        for j in range(self.layout.experts):
+            p = [
+                b + self.gamma * nn.functional.linear(nn.functional.linear(nn.functional.dropout(x, self.layout.dropout), A[j]), B[j])
+                for b, A, B in zip(bases, A1, B1, strict=True)
+            ]
+            h = activation.forward(p[0]) * p[1] if len(p) == 2 else activation.forward(p[0])
+            w = 1.0 if weights is None else weights[:, j, None]
+            m = m + w * h
+            c.append(w * nn.functional.linear(nn.functional.dropout(h, self.layout.dropout), A2[j]))
+        return m, torch.stack(c, dim=1)

@@ -1,0 +1,68 @@
+"""Which experts a token uses, with which weights, and how evenly: router, routing decision, load balancing."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from coterie.roles import Role
+
+
+@dataclass(frozen=True)
+class Routing:
+    """One routing decision for T tokens among n experts, at least fp32.
+
+    Args:
+        weights: (T, n) softmax over the k selected logits; 0 for experts that a token does not use.
+        probabilities: (T, n) softmax over all n logits.
+        selected: (T, k) the experts that each token uses; None when it uses all.
+    """
+
+    weights: Tensor
+    probabilities: Tensor
+    selected: Tensor | None
+
+    def users(self) -> Tensor:
+        """(n,) how many tokens have each expert in their top-k: T f_j."""
+        if self.selected is None:
+            return torch.full_like(self.probabilities[0], len(self.probabilities), requires_grad=False)
+        return torch.zeros_like(self.probabilities).scatter_(1, self.selected, 1.0).sum(dim=0)
+
+
+class Router(nn.Module):
+    """One bias-free linear layer d_model -> n on the MLP's own input; logits and softmax at least in fp32.
+
+    Args:
+        width: d_model.
+        experts: n.
+        active: k.
+    """
+
+    def __init__(self, width: int, experts: int, active: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(experts, width))
+        self.roles = {"weight": Role.ROUTER}
+        self.active = active
+
+    def forward(self, x: Tensor) -> Routing:
+        """(T, d_model) -> the decision for T tokens."""
+        precise = torch.promote_types(x.dtype, torch.float32)
+        logits = nn.functional.linear(x.to(precise), self.weight.to(precise))
+        probabilities = logits.softmax(dim=-1)
+        if self.active == logits.shape[-1]:
+            return Routing(probabilities, probabilities, None)
+        top, selected = logits.topk(self.active, dim=-1)
+        weights = torch.zeros_like(logits).scatter(1, selected, top.softmax(dim=-1))
+        return Routing(weights, probabilities, selected)
+
+
+def balance_loss(coefficients: Sequence[float], load: Tensor, probabilities: Tensor) -> Tensor:
+    """Load balancing, sum_j a_j f_j P_j averaged over blocks (eq. 6 and the uniform loss before it).
+
+    Args:
+        coefficients: a_j, (n,), see `Layout.balance_coefficients`.
+        load: f, (blocks, n), the fraction of tokens that have expert j in their top-k.
+        probabilities: P, (blocks, n), the mean softmax over all n.
+    """
+    return (load * probabilities).mean(dim=0) @ load.new_tensor(coefficients)

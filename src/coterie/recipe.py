@@ -1,0 +1,205 @@
+"""Recipes: what a run is made of, validated before any work, all mistakes at once."""
+
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from coterie import recipes
+from coterie.client import Training
+from coterie.data import Data
+from coterie.errors import RecipeError
+from coterie.methods import METHODS, Method
+from coterie.models.adapter import Layout
+
+
+class ModelSection(BaseModel):
+    """The base model and the adapters on it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    base: Annotated[str, Field(min_length=1, description="Hub id or local folder of a causal LM; `embedded` is the one in the package")] = (
+        "embedded"
+    )
+    dtype: Annotated[Literal["auto", "fp32", "bf16"], Field(description="of the base; auto: bf16 on CUDA, fp32 on CPU")] = "auto"
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto: CUDA where there is one")] = "auto"
+    context: Annotated[int, Field(ge=2, description="window length in tokens")] = 128
+    rank: Annotated[int, Field(ge=1, le=1024, description="r of every LoRA")] = 8
+    alpha: Annotated[float, Field(gt=0, description="gamma = alpha / sqrt(r)")] = 16.0
+    dropout: Annotated[float, Field(ge=0, lt=1, description="on the input of every LoRA")] = 0.0
+
+    def layout(self) -> Layout:
+        """The adapter's shape before the method says what it has in its MLPs."""
+        return Layout(rank=self.rank, alpha=self.alpha, dropout=self.dropout)
+
+
+class Recipe(BaseModel):
+    """Everything that determines a run but the machine."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$")]
+    description: str = ""
+    paper: str = ""
+    data: Data
+    model: ModelSection = ModelSection()
+    method: dict[str, Any]
+    training: Training = Training()
+    engine: Annotated[Literal["inprocess", "loopback"], Field(description="who carries the messages")] = "inprocess"
+    evaluate_every: Annotated[int, Field(ge=0, description="rounds between evaluations; 0: only after the last")] = 0
+    checkpoint_every: Annotated[int, Field(ge=1, description="rounds between checkpoints")] = 1
+    compare_with: Annotated[tuple[str, ...], Field(description="methods that `coterie run` runs beside this one, for its table")] = ()
+    seed: Annotated[int, Field(ge=0, description="of everything but the splits of the data")] = 0
+
+    @model_validator(mode="after")
+    def _check_methods(self) -> "Recipe":
+        mistakes = [f"compare_with: {_unknown_method(name)}" for name in self.compare_with if name not in METHODS]
+        try:
+            build_method(self.method)
+        except ValidationError as error:
+            mistakes += [_readable(e, ("method",)) for e in error.errors()]
+        except ValueError as error:
+            mistakes.append(str(error))
+        if mistakes:
+            raise ValueError("\n".join(mistakes))
+        return self
+
+    def build_method(self) -> Method:
+        return build_method(self.method)
+
+    def with_method(self, name: str) -> "Recipe":
+        """The same recipe for another method: the same data, base, training and, where it has such a field, the same settings.
+
+        Raises:
+            RecipeError: There is no such method.
+        """
+        if name not in METHODS:
+            raise RecipeError(f"method {name!r}", [_unknown_method(name)])
+        entry, own = METHODS[name], METHODS[self.method["name"]]
+        if name == self.method["name"]:
+            return self.model_copy(update={"compare_with": ()})
+        fields = {f.name for f in dataclasses.fields(entry.method)} - set(entry.fixed) - set(own.fixed)
+        if entry.method is METHODS["pretrained"].method:
+            fields.discard("rounds")
+        return self.model_copy(
+            update={"method": {"name": name} | {k: v for k, v in self.method.items() if k in fields}, "compare_with": ()}
+        )
+
+
+def build_method(section: Mapping[str, Any]) -> Method:
+    """The method of a recipe's `method` section.
+
+    Raises:
+        ValueError: `name` is missing or unknown, or a field is given that the name fixes.
+        pydantic.ValidationError: A field is unknown or out of range.
+    """
+    name = section.get("name")
+    if name not in METHODS:
+        raise ValueError("method.name: " + ("missing; see `coterie methods`" if name is None else _unknown_method(str(name))))
+    entry = METHODS[name]
+    given = {key: value for key, value in section.items() if key != "name"}
+    for key, value in entry.fixed.items():
+        if key in given and given[key] != value:
+            raise ValueError(f"method.{key}: {name} fixes it to {value!r}, found {given[key]!r}; use name: comigs to choose it")
+    return TypeAdapter(entry.method).validate_python(given | dict(entry.fixed))
+
+
+def load(recipe: str, overrides: Sequence[str] = ()) -> Recipe:
+    """A recipe by shipped name or path, with `key=value` overrides (values are YAML, keys dotted).
+
+    Raises:
+        Refused: No such recipe, or not YAML.
+        RecipeError: All of its mistakes.
+    """
+    path = recipes.find(recipe)
+    section: dict[str, Any] = {"name": path.stem, **recipes.read(path)}
+    mistakes = [mistake for override in overrides if (mistake := _apply(section, override))]
+    if mistakes:
+        raise RecipeError("--set", mistakes)
+    return validate(section, str(recipe))
+
+
+def validate(section: Mapping[str, Any], source: str) -> Recipe:
+    """The recipe of a mapping. Raises RecipeError with all mistakes, each naming its field."""
+    try:
+        return Recipe.model_validate(section)
+    except ValidationError as error:
+        raise RecipeError(f"recipe {source}", [line for e in error.errors() for line in _readable(e).splitlines()]) from None
+
+
+def _apply(section: dict[str, Any], override: str) -> str | None:
+    """Set one `a.b.c=value`; returns what is wrong with it, if anything."""
+    key, sign, text = override.partition("=")
+    *path, last = key.strip().split(".")
+    if not sign or not last:
+        return f"{override!r} is not of the form key=value, for instance method.rounds=5"
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return f"{override!r}: the value is not valid YAML"
+    for part in path:
+        section = section.setdefault(part, {})
+        if not isinstance(section, dict):
+            return f"{override!r}: {part} is a value, not a section"
+    if last == "name" and path == ["method"] and isinstance(value, str) and value in METHODS:
+        keep = {f.name for f in dataclasses.fields(METHODS[value].method)} - set(METHODS[value].fixed)
+        for old in [k for k in section if k not in keep]:
+            del section[old]
+    section[last] = value
+    return None
+
+
+def _unknown_method(name: str) -> str:
+    close = difflib.get_close_matches(name, METHODS, n=1)
+    return f"there is no method {name!r}" + (f", did you mean {close[0]}?" if close else "; see `coterie methods`")
+
+
+def _readable(error: ErrorDetails, prefix: tuple[str, ...] = ()) -> str:
+    """One mistake in the words of someone who writes a recipe."""
+    location = [str(part) for part in (*prefix, *error["loc"])]
+    where = ".".join(part for part in location if "[" not in part)
+    if error["type"] == "value_error" and not location:
+        return str(error["ctx"]["error"])
+    if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        return f"{where}: unknown key" + _suggest(location)
+    if error["type"] == "missing":
+        return f"{where}: missing"
+    message = error["msg"].removeprefix("Value error, ")
+    return f"{where}: {message[0].lower()}{message[1:]}, found {error['input']!r}"
+
+
+def _suggest(location: list[str]) -> str:
+    """The known key that an unknown one resembles."""
+    known = _keys(Recipe) | {f.name for entry in METHODS.values() for f in dataclasses.fields(entry.method)}
+    close = difflib.get_close_matches(location[-1], known, n=1)
+    return f", did you mean {close[0]}?" if close else "; see the README's page on recipes for all keys"
+
+
+def _keys(model: type[BaseModel]) -> set[str]:
+    """All keys of a section and the sections in it."""
+    found = set(model.model_fields)
+    for info in model.model_fields.values():
+        for nested in _models(info.annotation):
+            found |= _keys(nested)
+    return found
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in getattr(annotation, "__args__", ()) for model in _models(part)]
+
+
+def dump(recipe: Recipe) -> str:
+    """The resolved recipe as YAML: every field with its value, so that it can be run again as it was."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def resolve(path: Path) -> Recipe:
+    """The recipe of a run's folder."""
+    return validate(recipes.read(path / "recipe.yaml"), str(path))

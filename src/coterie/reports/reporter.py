@@ -1,0 +1,26 @@
+"""Who is told of what happens in a run."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+class Reporter:
+    """Told of what happens, and does nothing: the base of those that show it."""
+
+    def begin(self, title: str, rounds: int, done: int, clients: Sequence[str]) -> None:
+        """A method starts; `done` of its `rounds` were done before."""
+
+    def client(self, round: int, client: str, metrics: Mapping[str, Any]) -> None:
+        """A client finished a training task of the round that is going on."""
+
+    def evaluating(self, round: int) -> None:
+        """The clients' models are about to be scored."""
+
+    def evaluated(self, round: int, means: Mapping[str, float]) -> None:
+        """Mean perplexity over clients, by split."""
+
+    def round(self, done: int) -> None:
+        """A round is done and saved."""
+
+    def end(self, result: Mapping[str, Any]) -> None:
+        """A method is done; `result` is what is in result.json."""

@@ -1,0 +1,49 @@
+"""The role of a tensor: what it is for, and so whether it may leave the client. Never guessed from a name.
+
+A module declares the roles of the parameters that it owns itself:
+
+    class Router(nn.Module):
+        def __init__(self, ...):
+            self.weight = nn.Parameter(...)
+            self.roles = {"weight": Role.ROUTER}
+"""
+
+from enum import StrEnum
+
+from torch import nn
+
+from coterie.errors import TensorError
+
+
+class Role(StrEnum):
+    """What a tensor is for."""
+
+    GENERALIST = "generalist"  # shared: averaged across clients
+    SPECIALIST = "specialist"  # local
+    ROUTER = "router"  # local
+    EXPERT = "expert"  # a member of a server's pool
+    GATE = "gate"  # chooses experts of a pool
+    BACKBONE = "backbone"  # frozen, the same for all
+
+
+GENERALIST, SPECIALIST, ROUTER, EXPERT, GATE, BACKBONE = Role
+
+
+def by_role(module: nn.Module) -> dict[Role, dict[str, nn.Parameter]]:
+    """The parameters of `module` by role, in the order of `named_parameters`.
+
+    Raises:
+        TensorError: A trainable parameter has no declared role.
+    """
+    found: dict[Role, dict[str, nn.Parameter]] = {role: {} for role in Role}
+    for prefix, owner in module.named_modules():
+        declared: dict[str, Role] = getattr(owner, "roles", {})
+        for own, parameter in owner.named_parameters(recurse=False):
+            name = f"{prefix}.{own}" if prefix else own
+            if own not in declared and parameter.requires_grad:
+                raise TensorError(
+                    f"trainable parameter {name!r} of {type(owner).__name__} has no role",
+                    f"Declare it: self.roles = {{{own!r}: Role...}}, or freeze it.",
+                )
+            found[declared.get(own, BACKBONE)][name] = parameter
+    return found

@@ -1,0 +1,363 @@
+"""A recipe, executed: rounds, records, results. The only place that knows methods, engines and files at once."""
+
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import coterie
+from coterie import evaluation, personal
+from coterie import recipe as recipes
+from coterie.client import TRAINABLE, Blueprint, Metrics, Site
+from coterie.data.federation import POOL
+from coterie.engines import ENGINES, Engine
+from coterie.errors import ModelError, RecipeError, Refused
+from coterie.methods import METHODS, Method
+from coterie.models.adapter import Adapter, Layout
+from coterie.models.backbone import Backbone
+from coterie.protocol import Ask, ClientId, Replies, State, drive, mix
+from coterie.recipe import Recipe
+from coterie.records import Checkpoint, Checkpoints, MetricsFile, read_json, write_json
+from coterie.reports import Reporter
+from coterie.reports.html import write_report
+from coterie.tensors import Tensors, nbytes
+
+RECIPE, RESULT, COMPARISON, METRICS = "recipe.yaml", "result.json", "comparison.json", "metrics.jsonl"
+Json = dict[str, Any]
+
+
+@lru_cache(maxsize=1)
+def load_backbone(base: str, dtype: str, device: str) -> Backbone:
+    """The frozen base; the last one is kept, so that the rows of a comparison share it."""
+    return Backbone.load(base, dtype=dtype, device=device)
+
+
+def pick_device(device: str) -> str:
+    """`auto`: CUDA where there is one.
+
+    Raises:
+        RecipeError: CUDA is asked for and is not there.
+    """
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise RecipeError("recipe", [f"model.device: {device} is not available here; use auto or cpu"])
+    return device
+
+
+def pick_dtype(dtype: str, device: str) -> str:
+    """`auto`: bf16 on CUDA; fp32 on a CPU, where bf16 without native support is many times slower."""
+    return dtype if dtype != "auto" else ("bf16" if device.startswith("cuda") else "fp32")
+
+
+@dataclass
+class Prepared:
+    """A recipe with all that it names loaded and checked: nothing that can be refused is left."""
+
+    recipe: Recipe
+    method: Method
+    site: Site
+    clients: tuple[ClientId, ...]
+
+    @property
+    def blueprint(self) -> Blueprint:
+        return Blueprint(self.site.backbone.architecture, self.site.layouts, self.recipe.seed)
+
+
+def prepare(recipe: Recipe) -> Prepared:
+    """Load the base and the data, and check that they fit the recipe.
+
+    Raises:
+        Refused: The base, the data, or their combination with the method will not do.
+    """
+    method, device = recipe.build_method(), pick_device(recipe.model.device)
+    backbone = load_backbone(recipe.model.base, pick_dtype(recipe.model.dtype, device), device)
+    if recipe.model.context > backbone.context_limit:
+        problem = f"model.context: {recipe.model.context} tokens, but {recipe.model.base} allows {backbone.context_limit}"
+        raise ModelError(problem, f"Set model.context to at most {backbone.context_limit}.")
+    federation = recipe.data.load(backbone.tokenizer, recipe.model.context, order_seed=recipe.seed)
+    data, clients = dict(federation.clients), tuple(federation.clients)
+    layouts = _layouts(recipe, method, clients)
+    training = recipe.training
+    if method.pooled:
+        data[POOL] = federation.pooled()
+        layouts[POOL] = method.layout(0, recipe.model.layout())
+        training = training.model_copy(
+            update={"batch_size": training.batch_size * len(clients), "micro_batch": training.micro_batch or training.batch_size}
+        )
+    site = Site(backbone, layouts, data, training, recipe.seed, method.total_iterations)
+    return Prepared(recipe, method, site, clients)
+
+
+def _layouts(recipe: Recipe, method: Method, clients: Sequence[ClientId]) -> dict[ClientId, Layout]:
+    """The adapter of each client. Raises RecipeError for a list of another length, or an impossible layout."""
+    counts = getattr(method, "specialists", 0)
+    if isinstance(counts, tuple) and len(counts) != len(clients):
+        named = f"method.specialists: {len(counts)} counts for {len(clients)} clients ({', '.join(clients)})"
+        raise RecipeError(f"recipe {recipe.name}", [named])
+    try:
+        return {i: method.layout(position, recipe.model.layout()) for position, i in enumerate(clients)}
+    except ValueError as error:
+        raise RecipeError(f"recipe {recipe.name}", [f"method: {error}"]) from None
+
+
+@dataclass
+class Execution:
+    """One method on one federation, from a checkpoint or from the start, to its result.
+
+    Args:
+        prepared: What `prepare` made.
+        folder: The run's folder.
+        reporter: Is told of what happens.
+    """
+
+    prepared: Prepared
+    folder: Path
+    reporter: Reporter
+
+    def __post_init__(self) -> None:
+        self.recipe, self.method, self.clients = self.prepared.recipe, self.prepared.method, self.prepared.clients
+        self.engine: Engine = ENGINES[self.recipe.engine](self.prepared.site, self.method, self._observe)
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", self.recipe.model_dump(mode="json", exclude={"compare_with"}))
+        self.round, self.server = 0, self.method.init(self.prepared.blueprint, self.clients)
+        self.progress: Json = {
+            "up": dict.fromkeys(self.clients, 0),
+            "down": dict.fromkeys(self.clients, 0),
+            "evaluations": [],
+            "seconds": 0.0,
+            "position": 0,
+        }
+
+    def restore(self) -> bool:
+        """Go back to the newest checkpoint; whether there was one. Raises CheckpointError."""
+        found = self.checkpoints.latest()
+        if found is None:
+            return False
+        self.round, self.server, self.progress = found.round, found.server, found.progress
+        self.engine.restore(found.clients)
+        return True
+
+    def execute(self) -> Json:
+        """Run the rounds that are left; returns what is in result.json.
+
+        Raises:
+            ClientError: A client failed; the last checkpoint can be resumed.
+            SaveError: Something could not be written; likewise.
+        """
+        self.started = time.monotonic() - self.progress["seconds"]
+        self.metrics = MetricsFile(self.folder, self.progress["position"], self.iteration)
+        try:
+            self.reporter.begin(METHODS[self.recipe.method["name"]].title, self.method.rounds, self.round, self.clients)
+            while self.round < self.method.rounds:
+                self._one_round()
+            if not self.progress["evaluations"] or self.progress["evaluations"][-1]["round"] != self.round:
+                self._evaluate()
+            result = self._result()
+            self._keep_personal_models()
+        finally:
+            self.metrics.close()
+        write_json(self.folder / RESULT, result)
+        self.reporter.end(result)
+        return result
+
+    @property
+    def iteration(self) -> int:
+        return self.round * self.method.local_steps
+
+    def _one_round(self) -> None:
+        rng = torch.Generator().manual_seed(mix(self.recipe.seed, "round", self.round))
+        self.server = drive(self.method.round(self.server, self.clients, rng), self._exchange)
+        self.round += 1
+        every = self.recipe.evaluate_every
+        if every and self.round % every == 0 or self.round == self.method.rounds:
+            self._evaluate()
+        self.progress |= {"seconds": time.monotonic() - self.started, "position": self.metrics.flush()}
+        if self.round % self.recipe.checkpoint_every == 0 or self.round == self.method.rounds:
+            self.checkpoints.save(Checkpoint(self.round, self.server, self.engine.states(), self.progress))
+        self.reporter.round(self.round)
+
+    def _exchange(self, ask: Ask, phase: int) -> Replies:
+        """One exchange of a round, its tensors counted. The pool is no client: it has no line."""
+        replies = self.engine.answer(ask, self.round, phase)
+        for direction, messages in (("down", ask.to), ("up", replies)):
+            for i in self.clients & messages.keys():
+                self.progress[direction][i] += nbytes(messages[i])
+        return replies
+
+    def _observe(self, client: ClientId, metrics: Metrics) -> None:
+        if "tokens" in metrics:
+            self.metrics.write("train", self.round + 1, self.iteration + self.method.local_steps, client, metrics)
+            self.reporter.client(self.round, client, metrics)
+
+    def _ask(self, task: Callable[..., Tensors], to: Mapping[ClientId, Tensors]) -> Replies:
+        """A question outside of the rounds. Its phase is -1: no round has that."""
+        return self.engine.answer(Ask(task, to), self.round, -1)
+
+    def _evaluate(self) -> None:
+        self.reporter.evaluating(self.round)
+        scores = self._ask(self.method.score, self.method.personal(self.server, self.clients))
+        found = {i: {split: evaluation.perplexity(score[split]) for split in score} for i, score in scores.items()}
+        for i, values in found.items():
+            self.metrics.write("score", self.round, self.iteration, i, values)
+        means = {split: evaluation.mean(values[split] for values in found.values()) for split in ("valid", "test")}
+        self.progress["evaluations"].append({"round": self.round, "iteration": self.iteration, **means, "clients": found})
+        self.reporter.evaluated(self.round, means)
+
+    def _synced(self) -> dict[ClientId, float]:
+        """Test perplexity of each client after one more synchronisation; nothing is computed where that changes nothing."""
+        down = self.method.download(self.server, self.clients)
+        own = self.progress["evaluations"][-1]["clients"]
+        if not any(down.values()):
+            return {i: own[i]["test"] for i in self.clients}
+        return {i: evaluation.perplexity(score["test"]) for i, score in self._ask(self.method.score_test, down).items()}
+
+    def _result(self) -> Json:
+        last, synced = self.progress["evaluations"][-1], self._synced()
+        best = min(self.progress["evaluations"], key=lambda e: e["valid"])
+        clients = {
+            i: {
+                **last["clients"][i],
+                "test_synced": synced[i],
+                "trainable_parameters": self._trainable(i),
+                "bytes_up": self.progress["up"][i],
+                "bytes_down": self.progress["down"][i],
+            }
+            for i in self.clients
+        }
+        backbone = self.prepared.site.backbone
+        return {
+            "method": self.recipe.method["name"],
+            "recipe": self.recipe.name,
+            "seed": self.recipe.seed,
+            "rounds": self.round,
+            "metric": {"name": "test perplexity", "unit": "per token", "lower_is_better": True},
+            "mean": last["test"],
+            "mean_synced": evaluation.mean(synced.values()),
+            "best_by_valid": {"round": best["round"], "valid": best["valid"], "test": best["test"]},
+            "clients": clients,
+            "evaluations": self.progress["evaluations"],
+            "wall_s": time.monotonic() - self.started,
+            "versions": {"coterie": coterie.__version__, "torch": torch.__version__, "python": platform.python_version()},
+            "machine": {"device": str(backbone.device), "dtype": str(backbone.dtype).removeprefix("torch."), "threads": torch.get_num_threads()},
+        }
+
+    def _trainable(self, client: ClientId) -> int:
+        if self.method.total_iterations == 0:
+            return 0
+        adapter = Adapter(self.prepared.site.backbone.architecture, self.prepared.site.layouts[client])
+        return sum(p.numel() for p in adapter.parameters())
+
+    def _keep_personal_models(self) -> None:
+        self._ask(self.method.keep, self.method.personal(self.server, self.clients))
+        model, name = self.recipe.model, self.recipe.method["name"]
+        for i, state in self.engine.states().items():
+            if i in self.clients:
+                tensors = self.prepared.site.client(i, dict(state)).read(*TRAINABLE)
+                layout = self.prepared.site.layouts[i]
+                about = personal.About(i, model.base, layout, model.context, name, self.recipe.name, self.round, self.recipe.seed)
+                personal.save(self.folder / "clients" / i, about, tensors)
+
+
+def run(recipe: Recipe, folder: Path, *, resume: bool = False, reporter: Reporter | None = None) -> list[Json]:
+    """Run a recipe and the methods of its `compare_with` into a folder; what is there already is not done again.
+
+    Args:
+        recipe: What to run.
+        folder: Made if it is missing. The methods of `compare_with` go to its `baselines/<name>/`.
+        resume: Go on with the run that is in `folder`.
+        reporter: Is told of what happens; default: nobody.
+
+    Returns:
+        The results, the recipe's own method last.
+
+    Raises:
+        Refused: Something is wrong with the recipe, the base, the data or the folder; nothing was started.
+        CoterieError: It failed while running and can be resumed.
+    """
+    rows = [(recipe.with_method(name), folder / "baselines" / name) for name in recipe.compare_with]
+    rows.append((recipe, folder))
+    if not resume and (folder / RECIPE).exists():
+        raise Refused(f"{folder} already holds a run", "Go on with it by --resume, or choose another --out.")
+    results = _execute_all(rows, reporter or Reporter())
+    write_report(folder, results, recipe.description)
+    return results
+
+
+def _execute_all(rows: Sequence[tuple[Recipe, Path]], reporter: Reporter) -> list[Json]:
+    """Every row in its folder. All are prepared before the first one starts, so that what is refused is refused at once."""
+    for recipe, _ in rows:
+        prepare(recipe)
+    results = []
+    for recipe, folder in rows:
+        execution = Execution(prepare(recipe), folder, reporter)
+        execution.restore()
+        if (folder / RESULT).exists():
+            results.append(read_json(folder / RESULT))
+            continue
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / RECIPE).write_text(recipes.dump(recipe), encoding="utf-8")
+        results.append(execution.execute())
+    return results
+
+
+def compare(
+    methods: Sequence[str], recipe: Recipe, folder: Path, *, seeds: int = 3, resume: bool = False, reporter: Reporter | None = None
+) -> Json:
+    """One table: every method on the same data, base and budget, over seeds `recipe.seed`, `recipe.seed + 1`, ...
+
+    Returns:
+        What is in comparison.json.
+
+    Raises:
+        Refused: As `run`.
+        CoterieError: As `run`.
+    """
+    if not methods:
+        raise Refused("no methods to compare", "Name at least one: see `coterie methods`.")
+    if (folder / COMPARISON).exists() and not resume:
+        raise Refused(f"{folder} already holds a comparison", "Go on with it by --resume, or choose another --out.")
+    rows = [
+        (recipe.with_method(name).model_copy(update={"seed": recipe.seed + k}), folder / name / f"seed-{recipe.seed + k}")
+        for name in dict.fromkeys(methods)
+        for k in range(seeds)
+    ]
+    results = _execute_all(rows, reporter or Reporter())
+    by_method: dict[str, list[Json]] = {}
+    for result in results:
+        by_method.setdefault(result["method"], []).append(result)
+    comparison = {
+        "recipe": recipe.name,
+        "seeds": [recipe.seed + k for k in range(seeds)],
+        "metric": results[0]["metric"],
+        "scored": "each client's model right after its last local iteration; mean_synced: after one more synchronisation",
+        "rows": [row(name, found) for name, found in by_method.items()],
+        "versions": results[0]["versions"],
+        "machine": results[0]["machine"],
+    }
+    write_json(folder / COMPARISON, comparison)
+    return comparison
+
+
+def row(name: str, results: Sequence[Json]) -> Json:
+    """One method's line: mean and standard deviation over seeds, and what it cost."""
+    per_seed = [r["mean"] for r in results]
+    clients = [c for r in results for c in r["clients"].values()]
+    rounds = max(results[0]["rounds"], 1)
+    return {
+        "method": name,
+        "mean": statistics.fmean(per_seed),
+        "std": evaluation.deviation(per_seed),
+        "per_seed": per_seed,
+        "mean_synced": statistics.fmean(r["mean_synced"] for r in results),
+        "clients": {i: statistics.fmean(r["clients"][i]["test"] for r in results) for i in results[0]["clients"]},
+        "trainable_parameters": round(statistics.fmean(c["trainable_parameters"] for c in clients)),
+        "bytes_up_per_round": round(statistics.fmean(c["bytes_up"] for c in clients) / rounds),
+        "bytes_down_per_round": round(statistics.fmean(c["bytes_down"] for c in clients) / rounds),
+        "wall_s": statistics.fmean(r["wall_s"] for r in results),
+    }

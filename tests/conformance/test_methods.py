@@ -1,0 +1,195 @@
+"""What holds for every method, on every engine."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from coterie.client import Blueprint, Client, Site, Training
+from coterie.data.federation import POOL, Federation
+from coterie.engines import ENGINES, Engine
+from coterie.methods import Method
+from coterie.models.adapter import Layout
+from coterie.models.backbone import Backbone
+from coterie.protocol import Ask, ClientId, Replies, drive
+from coterie.recipe import Recipe
+from coterie.records import Checkpoint, Checkpoints
+from coterie.roles import GENERALIST
+from coterie.tensors import Tensors, all_finite
+
+from .cases import ALL, method_of
+
+Answer = Callable[[Ask, int], Replies]
+BASE = Layout(rank=2)
+
+
+@pytest.fixture(scope="module")
+def backbone(tiny_base: Path) -> Backbone:
+    return Backbone.load(tiny_base)
+
+
+@pytest.fixture(params=ALL)
+def method(request: pytest.FixtureRequest) -> Method:
+    return method_of(request.param)
+
+
+class Run:
+    """A method on a federation, round by round, without files."""
+
+    def __init__(self, method: Method, backbone: Backbone, federation: Federation, engine: str = "inprocess") -> None:
+        self.method, self.clients, data = method, tuple(federation.clients), dict(federation.clients)
+        layouts = {i: method.layout(position, BASE) for position, i in enumerate(sorted(federation.clients))}
+        if method.pooled:
+            data[POOL] = federation.pooled()
+            layouts[POOL] = method.layout(0, BASE)
+        training = Training(batch_size=4, micro_batch=None)
+        self.site = Site(backbone, layouts, data, training, seed=7, total_iterations=method.total_iterations)
+        self.engine: Engine = ENGINES[engine](self.site, method)
+        self.server = method.init(Blueprint(backbone.architecture, layouts, 7), self.clients)
+        self.initial = dict(self.server)
+        self.asks: list[Ask] = []
+        self.round = 0
+
+    def answer(self, ask: Ask, phase: int) -> Replies:
+        self.asks.append(ask)
+        return self.engine.answer(ask, self.round, phase)
+
+    def rounds(self, count: int, answer: Answer | None = None, order: Sequence[ClientId] | None = None) -> "Run":
+        for _ in range(count):
+            rng = torch.Generator().manual_seed(self.round)
+            self.server = drive(self.method.round(self.server, order or self.clients, rng), answer or self.answer)
+            self.round += 1
+        return self
+
+    def client(self, i: ClientId) -> Client:
+        return self.site.client(i, dict(self.engine.states()[i]))
+
+
+def assert_same(a: Tensors, b: Tensors) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+def assert_same_run(a: Run, b: Run) -> None:
+    assert_same(a.server, b.server)
+    assert a.engine.states().keys() == b.engine.states().keys()
+    for i, state in a.engine.states().items():
+        assert_same(state, b.engine.states()[i])
+
+
+def test_the_state_keeps_its_form_and_stays_finite(method: Method, backbone: Backbone, tiny_federation: Federation) -> None:
+    run = Run(method, backbone, tiny_federation).rounds(method.rounds)
+    forms = [{name: (t.shape, t.dtype) for name, t in state.items()} for state in (run.initial, run.server)]
+    assert forms[0] == forms[1]
+    assert all_finite(run.server)
+    assert all(all_finite(state) for state in run.engine.states().values())
+
+
+def test_two_runs_are_alike_bit_for_bit(method: Method, backbone: Backbone, tiny_federation: Federation) -> None:
+    assert_same_run(*(Run(method, backbone, tiny_federation).rounds(method.rounds) for _ in range(2)))
+
+
+def test_engines_are_alike_bit_for_bit(method: Method, backbone: Backbone, tiny_federation: Federation) -> None:
+    a, b = (Run(method, backbone, tiny_federation, engine).rounds(method.rounds) for engine in ENGINES)
+    assert_same_run(a, b)
+    scores = [run.engine.answer(Ask(method.score, {i: {} for i in run.clients}), 2, -1) for run in (a, b)]
+    for i in a.clients:
+        assert_same(scores[0][i], scores[1][i])
+
+
+def test_training_changes_the_clients(method: Method, backbone: Backbone, tiny_federation: Federation) -> None:
+    if not method.rounds:
+        pytest.skip("a method without rounds trains nothing")
+    run = Run(method, backbone, tiny_federation).rounds(method.rounds)
+    trained = [POOL] if method.pooled else run.clients
+    for i in trained:
+        assert run.client(i).iteration == method.total_iterations
+        assert any(t.abs().max() > 0 for name, t in run.client(i).read(GENERALIST).items() if name.endswith("B"))
+
+
+def test_only_generalists_are_ever_in_a_message(method: Method, backbone: Backbone, tiny_federation: Federation) -> None:
+    run = Run(method, backbone, tiny_federation)
+    seen: list[Tensors] = []
+
+    def answer(ask: Ask, phase: int) -> Replies:
+        replies = run.answer(ask, phase)
+        seen.extend([*ask.to.values(), *replies.values()])
+        return replies
+
+    run.rounds(method.rounds, answer)
+    for i in run.engine.states():
+        shared = run.client(i).read(GENERALIST).keys()
+        assert all(message.keys() <= shared for message in seen)
+
+
+def test_clients_that_fail_are_left_out(method: Method, backbone: Backbone, tiny_federation: Federation) -> None:
+    run = Run(method, backbone, tiny_federation)
+
+    def without(lost: Sequence[ClientId]) -> Answer:
+        return lambda ask, phase: {i: reply for i, reply in run.answer(ask, phase).items() if i not in lost}
+
+    run.rounds(min(1, method.rounds), without(["ben"]))
+    before = dict(run.server)
+    run.rounds(min(1, method.rounds), without([*run.clients, POOL]))
+    assert_same(before, run.server)  # nobody answered: the server's state stands
+    assert all_finite(run.server)
+
+
+def test_resumed_after_a_round_it_ends_the_same(method: Method, backbone: Backbone, tiny_federation: Federation, tmp_path: Path) -> None:
+    whole = Run(method, backbone, tiny_federation).rounds(method.rounds)
+    first = Run(method, backbone, tiny_federation).rounds(min(1, method.rounds))
+    Checkpoints(tmp_path, {}).save(Checkpoint(first.round, first.server, first.engine.states(), {}))
+    found = Checkpoints(tmp_path, {}).latest()
+    assert found is not None
+    second = Run(method, backbone, tiny_federation)
+    second.server, second.round = found.server, found.round
+    second.engine.restore(found.clients)
+    assert_same_run(whole, second.rounds(method.rounds - found.round))
+
+
+def test_the_order_of_the_clients_changes_nothing(method: Method, backbone: Backbone, tiny_federation: Federation) -> None:
+    reversed_federation = Federation(dict(reversed(tiny_federation.clients.items())), "")
+    a = Run(method, backbone, tiny_federation).rounds(method.rounds)
+    b = Run(method, backbone, reversed_federation).rounds(method.rounds, order=tuple(reversed(a.clients)))
+    if method.pooled:
+        pytest.skip("the union of the data is laid out in the order of the clients")
+    assert_same_run(a, b)
+
+
+def test_one_client_alone_averages_with_nobody(method: Method, backbone: Backbone, tiny_federation: Federation) -> None:
+    """With one client the mean is that client's own tensors, so that downloading changes nothing: it trains as if it were alone."""
+    alone = Federation({"ann": tiny_federation.clients["ann"]}, "")
+    run = Run(method, backbone, alone)
+    for _ in range(method.rounds):
+        run.rounds(1)
+        own = run.client(POOL if method.pooled else "ann").read(GENERALIST)
+        assert_same(run.server, {name: own[name] for name in run.server})
+
+
+def test_fedavg_of_one_client_is_local(backbone: Backbone, tiny_federation: Federation) -> None:
+    alone = Federation({"ann": tiny_federation.clients["ann"]}, "")
+    fedavg, local = (Run(method_of(name), backbone, alone).rounds(2) for name in ("fedavg", "local"))
+    assert_same(fedavg.engine.states()["ann"], local.engine.states()["ann"])
+
+
+def test_every_shipped_recipe_parses() -> None:
+    from coterie import recipes
+    from coterie.recipe import load
+
+    assert {"quickstart", "folders", "agnews-ood", "agnews-id", "multilingual", "topics"} <= set(recipes.names())
+    for name in recipes.names():
+        assert isinstance(load(name), Recipe)
+
+
+def test_a_task_sees_only_its_own_client(backbone: Backbone, tiny_federation: Federation) -> None:
+    """Training another client in between changes nothing for this one, though both take turns in one model."""
+    method = method_of("comigs-1g1s")
+    a, b = (Run(method, backbone, tiny_federation) for _ in range(2))
+    ask = Ask(method.local_round, {"ann": a.server})  # type: ignore[attr-defined]
+    a.engine.answer(ask, 0, 0)
+    b.engine.answer(Ask(method.local_round, {"ben": b.server}), 0, 0)  # type: ignore[attr-defined]
+    b.engine.answer(ask, 0, 0)
+    assert_same(a.engine.states()["ann"], b.engine.states()["ann"])
+

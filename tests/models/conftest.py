@@ -1,0 +1,50 @@
+"""Tiny bases with random weights, one of each family, and the path to the oracles."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+VOCABULARY = 61
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
+
+
+def tiny(family: str) -> nn.Module:
+    """A Hugging Face causal LM of two blocks with random weights, always the same."""
+    from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
+
+    shape = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32,
+    }
+    configs = {
+        "gpt2": lambda: GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=4, n_positions=32),
+        "llama": lambda: LlamaConfig(**shape),
+        "qwen2": lambda: Qwen2Config(**shape),
+        "qwen3": lambda: Qwen3Config(**shape, head_dim=4),
+    }
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(configs[family]())
+    for parameter in model.parameters():  # the default initialisation of norms and biases would hide mistakes
+        nn.init.normal_(parameter, std=0.2)
+    return model.eval()
+
+
+FAMILIES = ("gpt2", "llama", "qwen2", "qwen3")

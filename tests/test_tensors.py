@@ -1,0 +1,104 @@
+"""Named tensors: sums, codec, and files that are whole or not there."""
+
+import errno
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coterie import tensors
+from coterie.errors import CheckpointError, SaveError, TensorError
+
+SHAPES = st.lists(st.integers(0, 4), max_size=3)
+DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8])
+
+
+@settings(max_examples=30)
+@given(st.dictionaries(st.text("abc./_0", min_size=1, max_size=8), st.tuples(SHAPES, DTYPES), max_size=4))
+def test_bytes_and_back(forms: dict[str, tuple[list[int], torch.dtype]]) -> None:
+    named = {name: torch.rand(shape).mul(100).to(dtype) for name, (shape, dtype) in forms.items()}
+    found = tensors.from_bytes(tensors.to_bytes(named))
+    assert found.keys() == named.keys()
+    assert all(torch.equal(found[n], named[n]) and found[n].dtype == named[n].dtype for n in named)
+
+
+@settings(max_examples=50)
+@given(st.binary(max_size=200), st.integers(0, 300))
+def test_damaged_bytes_are_refused_never_crash(noise: bytes, cut: int) -> None:
+    good = tensors.to_bytes({"a": torch.arange(20.0)})
+    for bad in (noise, good[:cut][: len(good) - 1]):
+        with pytest.raises(TensorError, match="not valid safetensors"):
+            tensors.from_bytes(bad)
+
+
+@settings(max_examples=30)
+@given(st.lists(st.floats(-3, 3), min_size=1, max_size=5), st.integers(0, 2**31))
+def test_weighted_sum_is_the_sum(weights: list[float], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    named = [{"a": torch.randn(3, 2, generator=generator), "b": torch.randn((), generator=generator)} for _ in weights]
+    found = tensors.weighted_sum(zip(weights, named, strict=True))
+    for name in ("a", "b"):
+        expected = torch.stack([w * x[name].double() for w, x in zip(weights, named, strict=True)]).sum(0)
+        torch.testing.assert_close(found[name].double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_sums_leave_their_terms_alone() -> None:
+    x, y = {"a": torch.ones(2)}, {"a": torch.ones(2)}
+    assert torch.equal(tensors.axpy(3.0, x, y)["a"], torch.full((2,), 4.0))
+    assert torch.equal(x["a"], torch.ones(2))
+    assert torch.equal(y["a"], torch.ones(2))
+    assert tensors.weighted_sum([]) == {}
+
+
+def test_dot_and_norm() -> None:
+    x = {"a": torch.tensor([3.0]), "b": torch.tensor([[4.0]])}
+    assert tensors.dot(x, x) == 25
+    assert tensors.norm(x) == 5
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ({"a": torch.zeros(2), "x": torch.zeros(1)}, "foreign tensor 'x'"),
+        ({}, "'a' is missing"),
+        ({"a": torch.zeros(3)}, r"'a' is float32\[3\], expected float32\[2\]"),
+        ({"a": torch.zeros(2, dtype=torch.float64)}, r"'a' is float64\[2\]"),
+    ],
+)
+def test_unlike_tensors_are_named(found: tensors.Tensors, message: str) -> None:
+    with pytest.raises(TensorError, match=message):
+        tensors.check_alike({"a": torch.zeros(2)}, found)
+
+
+def test_not_finite_is_seen() -> None:
+    assert tensors.all_finite({"a": torch.ones(2), "n": torch.tensor([1])})
+    assert not tensors.all_finite({"a": torch.tensor([1.0, torch.nan])})
+    assert not tensors.all_finite({"a": torch.tensor([torch.inf])})
+
+
+def test_a_truncated_file_is_refused_and_a_missing_one(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    tensors.save(path, {"a": torch.ones(10)}, {"k": "v"})
+    assert tensors.load(path)[1] == {"k": "v"}
+    path.write_bytes(path.read_bytes()[:-7])
+    with pytest.raises(CheckpointError, match="truncated"):
+        tensors.load(path)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        tensors.load(tmp_path / "none.safetensors")
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.safetensors"
+    tensors.save(path, {"a": torch.ones(1)})
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(SaveError, match=r"(?s)No space left.*unchanged.*Free some space"):
+        tensors.save(path, {"a": torch.zeros(1)})
+    monkeypatch.undo()
+    assert torch.equal(tensors.load(path)[0]["a"], torch.ones(1))
+    assert [p.name for p in tmp_path.iterdir()] == ["x.safetensors"]
