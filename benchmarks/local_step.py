@@ -2,7 +2,8 @@
 
     python benchmarks/local_step.py [--shape embedded|gpt2] [--threads 1] [--device cpu] [--dtype fp32] [--json FILE]
 
-Random weights; only the shapes matter. Medians of interleaved repeats in one process; memory is what the forward pass keeps for the backward
+Random weights; only the shapes matter. Medians of interleaved repeats in one process, ratios taken within each repeat, since the machine
+may be shared; memory is what the forward pass keeps for the backward
 pass, parameters apart, and on CUDA the peak that the allocator saw.
 """
 
@@ -159,7 +160,6 @@ def measure(args: argparse.Namespace, threads: int) -> list[dict[str, object]]:
             if repeat:  # the first warms up
                 times[name].append(elapsed)
     memory = {name: kept(model, batch) for name, model in models.items()}
-    reference = statistics.median(times[REFERENCE])
     return [
         {
             "variant": name,
@@ -168,7 +168,7 @@ def measure(args: argparse.Namespace, threads: int) -> list[dict[str, object]]:
             "dtype": args.dtype,
             "threads": threads,
             "seconds": statistics.median(taken),
-            "ratio": statistics.median(taken) / reference,
+            "ratio": statistics.median(a / b for a, b in zip(taken, times[REFERENCE], strict=True)),
             "kept_bytes": memory[name],
             "kept_ratio": memory[name] / memory[REFERENCE],
             "peak_bytes": peak(models[name], batch),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 
 from coterie import recipes
@@ -38,6 +38,10 @@ class ModelSection(BaseModel):
         return Layout(rank=self.rank, alpha=self.alpha, dropout=self.dropout)
 
 
+class _Mistakes(ValueError):
+    """Mistakes that name their fields already, one a line."""
+
+
 class Recipe(BaseModel):
     """Everything that determines a run but the machine."""
 
@@ -56,18 +60,23 @@ class Recipe(BaseModel):
     compare_with: Annotated[tuple[str, ...], Field(description="methods that `coterie run` runs beside this one, for its table")] = ()
     seed: Annotated[int, Field(ge=0, description="of everything but the splits of the data")] = 0
 
-    @model_validator(mode="after")
-    def _check_methods(self) -> "Recipe":
-        mistakes = [f"compare_with: {_unknown_method(name)}" for name in self.compare_with if name not in METHODS]
+    @field_validator("method")
+    @classmethod
+    def _check_method(cls, section: dict[str, Any]) -> dict[str, Any]:
         try:
-            build_method(self.method)
+            build_method(section)
         except ValidationError as error:
-            mistakes += [_readable(e, ("method",)) for e in error.errors()]
+            raise _Mistakes("\n".join(_readable(e, ("method",)) for e in error.errors())) from None
         except ValueError as error:
-            mistakes.append(str(error))
-        if mistakes:
-            raise ValueError("\n".join(mistakes))
-        return self
+            raise _Mistakes(str(error)) from None
+        return section
+
+    @field_validator("compare_with")
+    @classmethod
+    def _check_compare_with(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if mistakes := [f"compare_with: {_unknown_method(name)}" for name in names if name not in METHODS]:
+            raise _Mistakes("\n".join(mistakes))
+        return names
 
     def build_method(self) -> Method:
         return build_method(self.method)
@@ -163,8 +172,8 @@ def _readable(error: ErrorDetails, prefix: tuple[str, ...] = ()) -> str:
     """One mistake in the words of someone who writes a recipe."""
     location = [str(part) for part in (*prefix, *error["loc"])]
     where = ".".join(part for part in location if "[" not in part)
-    if error["type"] == "value_error" and not location:
-        return str(error["ctx"]["error"])
+    if isinstance(cause := error.get("ctx", {}).get("error"), _Mistakes):
+        return str(cause)
     if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"{where}: unknown key" + _suggest(location)
     if error["type"] == "missing":

@@ -9,7 +9,7 @@ are shared by all experts: the first is applied once per token, and because the 
 so is it. Only b, the codes z and the weights w are kept for the backward pass; p_j and h_j are computed again there.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from coterie.models.routing import Router, Routing
 from coterie.roles import Role
 
 Rows = slice | Tensor  # which tokens: consecutive ones, or (t,) indices
-CACHED_VALUES = 2**16  # of one hidden-width tensor: tokens are taken in chunks of this size on a CPU, so that a chunk stays in its cache
+CACHED_VALUES = 2**18  # of one hidden-width tensor: tokens are taken in chunks of this size on a CPU, so that a chunk stays in its cache
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,17 @@ class Plan:
         pieces: Expert and tokens; all pieces of a chunk of tokens follow each other.
         activation: The MLP's.
         gamma: The scale of the updates.
+        dense: Whether every token meets every expert, in order.
     """
 
     pieces: tuple[tuple[int, Rows], ...]
     activation: Activation
     gamma: float
+    dense: bool
+
+    def empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """A contiguous tensor that the pieces fill: they reach all of it if they are dense."""
+        return (like.new_empty if self.dense else like.new_zeros)(shape)
 
 
 def dense_pieces(tokens: int, experts: int, chunk: int) -> Iterator[tuple[int, Rows]]:
@@ -106,7 +112,7 @@ class _Hidden(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, weights: Tensor | None, codes: Tensor, A2: Tensor, *bases_and_B1: Tensor) -> tuple[Tensor, Tensor]:
-        """One or two bases b (T, f) and as many B1 (n, f, r), codes (T, linears, n, r), weights (T, n) or None for 1, A2 (n, r, f).
+        """One or two bases b (T, f) and as many B1 (n, f, r), codes (T, linears n, r), weights (T, n, 1) or None for 1, A2 (n, r, f).
 
         Returns:
             m (T, f) and c (T, n, r).
@@ -115,73 +121,102 @@ class _Hidden(torch.autograd.Function):
         ctx.save_for_backward(weights, codes, A2, *bases_and_B1)
         half = len(bases_and_B1) // 2
         bases, B1 = bases_and_B1[:half], bases_and_B1[half:]
-        m = torch.zeros_like(bases[0])
-        c = codes.new_zeros(codes.shape[0], *A2.shape[:2])
+        m = plan.empty(bases[0].shape, codes)
+        c = plan.empty((len(codes), *A2.shape[:2]), codes)
         for j, rows in plan.pieces:
             p = _first(plan, j, rows, bases, codes, B1)
             h = plan.activation.forward(p[0])
-            if len(p) == 2:
+            if half == 2:
                 h.mul_(p[1])
+            w = None if weights is None else _column(weights, rows, j)
             c_j = h @ A2[j].T
-            if weights is None:
-                m[rows] = h
-            else:
-                w = weights[rows, j, None]
-                c_j.mul_(w)
-                _accumulate(m, rows, h, w)
-            c[rows, j] = c_j
+            _put_column(c, rows, j, c_j if w is None else c_j.mul_(w))
+            _accumulate(m, j, rows, h, w)
         return m, c
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dm: Tensor, dc: Tensor) -> tuple[Tensor | None, ...]:
+        """q_j = dL/dh_j * act'(p_j), with dL/dh_j = w_j (dm + A2_j^T dc_j) and dL/dw_j = <dm, h_j> + <dc_j, A2_j h_j>."""
         plan: Plan = ctx.plan
         weights, codes, A2, *bases_and_B1 = ctx.saved_tensors
         half = len(bases_and_B1) // 2
         bases, B1 = bases_and_B1[:half], bases_and_B1[half:]
-        _, d_weights, d_codes, d_A2, *d_firsts = (
-            torch.zeros_like(tensor) if needed and tensor is not None else None
-            for needed, tensor in zip(ctx.needs_input_grad, (None, weights, codes, A2, *bases_and_B1), strict=True)
-        )
-        d_bases, d_B1 = d_firsts[:half], d_firsts[half:]
+        _, of_weights, of_codes, of_A2, *of_first = ctx.needs_input_grad
+        d_weights = plan.empty(weights.shape, weights) if of_weights else None
+        d_codes = plan.empty(codes.shape, codes) if of_codes else None
+        d_A2 = torch.zeros_like(A2) if of_A2 else None
+        d_bases = [plan.empty(b.shape, b) if needed else None for b, needed in zip(bases, of_first[:half], strict=True)]
+        # (n, r, f): a product with so narrow a matrix is more than twice as fast with the long side last
+        d_B1 = [B.new_zeros(B.mT.shape) if needed else None for B, needed in zip(B1, of_first[half:], strict=True)]
+        dc = dc.contiguous()
         for j, rows in plan.pieces:
             p = _first(plan, j, rows, bases, codes, B1)
             a = plan.activation.forward(p[0])
             h = a * p[1] if half == 2 else a
-            dm_j, dc_j = dm[rows], dc[rows, j]
-            w = None if weights is None else weights[rows, j, None]
+            dm_j, dc_j = _rows(dm, rows), _column(dc, rows, j)
             if d_weights is not None:
-                d_weights[rows, j] = (dm_j * h).sum(dim=1) + (dc_j * (h @ A2[j].T)).sum(dim=1)
-            weighted = dc_j if w is None else dc_j * w
+                _put_column(d_weights, rows, j, (dm_j * h).sum(dim=1, keepdim=True) + (dc_j * (h @ A2[j].T)).sum(dim=1, keepdim=True))
+            if weights is None:
+                dh = torch.addmm(dm_j, dc_j, A2[j])
+            else:
+                w = _column(weights, rows, j)
+                dc_j = dc_j * w
+                dh = (dm_j * w).addmm_(dc_j, A2[j])
             if d_A2 is not None:
-                d_A2[j].addmm_(weighted.T, h)
-            dh = torch.addmm(dm_j, weighted, A2[j]) if w is None else (dm_j * w).addmm_(weighted, A2[j])
-            dp = [plan.activation.backward(dh if half == 1 else dh * p[1], p[0])]
+                d_A2[j].addmm_(dc_j.T, h)
+            q = [plan.activation.backward(dh if half == 1 else dh * p[1], p[0])]
             if half == 2:
-                dp.append(dh.mul_(a))
-            for i, q in enumerate(dp):
-                if d_bases[i] is not None:
-                    _accumulate(d_bases[i], rows, q)
+                q.append(dh.mul_(a))
+            for i, q_i in enumerate(q):
+                column = i * len(A2) + j
+                if (d_B := d_B1[i]) is not None:
+                    d_B[j].addmm_(_column(codes, rows, column).T, q_i, alpha=plan.gamma)
                 if d_codes is not None:
-                    d_codes[rows, i, j] = (q @ B1[i][j]).mul_(plan.gamma)
-                if d_B1[i] is not None:
-                    d_B1[i][j].addmm_(q.T, codes[rows, i, j], alpha=plan.gamma)
-        return None, d_weights, d_codes, d_A2, *d_bases, *d_B1
+                    _put_column(d_codes, rows, column, (q_i @ B1[i][j]).mul_(plan.gamma))
+                if (d_base := d_bases[i]) is not None:
+                    _accumulate(d_base, j, rows, q_i)
+        return None, d_weights, d_codes, d_A2, *d_bases, *(None if d_B is None else d_B.mT for d_B in d_B1)
 
 
-def _first(plan: Plan, j: int, rows: Rows, bases: Any, codes: Tensor, B1: Any) -> list[Tensor]:
+def _first(plan: Plan, j: int, rows: Rows, bases: Sequence[Tensor], codes: Tensor, B1: Sequence[Tensor]) -> list[Tensor]:  # noqa: PLR0917
     """The pre-activations b + gamma B1_j z_j of one piece, (t, f) for each first layer."""
-    return [torch.addmm(b[rows], codes[rows, i, j], B[j].T, alpha=plan.gamma) for i, (b, B) in enumerate(zip(bases, B1, strict=True))]
+    updates = [(_column(codes, rows, i * len(B) + j), B[j].T) for i, B in enumerate(B1)]
+    if isinstance(rows, slice):
+        return [torch.addmm(b[rows], z, B, alpha=plan.gamma) for b, (z, B) in zip(bases, updates, strict=True)]
+    return [b.index_select(0, rows).addmm_(z, B, alpha=plan.gamma) for b, (z, B) in zip(bases, updates, strict=True)]
 
 
-def _accumulate(total: Tensor, rows: Rows, term: Tensor, weight: Tensor | None = None) -> None:
-    """total[rows] += weight * term; may overwrite `term`."""
-    if isinstance(rows, Tensor):
-        total.index_add_(0, rows, term if weight is None else term.mul_(weight))
-    elif weight is None:
-        total[rows].add_(term)
+def _rows(tensor: Tensor, rows: Rows) -> Tensor:
+    """`tensor[rows]`; indexing by a tensor would be several times slower than selecting."""
+    return tensor[rows] if isinstance(rows, slice) else tensor.index_select(0, rows)
+
+
+def _column(tensor: Tensor, rows: Rows, column: int) -> Tensor:
+    """`tensor[rows, column]` of a contiguous (T, columns, r): selecting from its strided columns would be slow as well."""
+    if isinstance(rows, slice):
+        return tensor[rows, column]
+    return tensor.flatten(0, 1).index_select(0, rows * tensor.shape[1] + column)
+
+
+def _put_column(tensor: Tensor, rows: Rows, column: int, values: Tensor) -> None:
+    """`tensor[rows, column] = values`."""
+    if isinstance(rows, slice):
+        tensor[rows, column] = values
     else:
-        total[rows].addcmul_(term, weight)
+        tensor.flatten(0, 1).index_copy_(0, rows * tensor.shape[1] + column, values)
+
+
+def _accumulate(total: Tensor, j: int, rows: Rows, term: Tensor, weight: Tensor | None = None) -> None:
+    """total[rows] += weight * term, where the first of all experts of consecutive rows writes instead. May overwrite `term`."""
+    if not isinstance(rows, slice):
+        total.index_add_(0, rows, term if weight is None else term.mul_(weight))
+        return
+    target = total[rows]
+    if j == 0:
+        target.copy_(term) if weight is None else torch.mul(term, weight, out=target)
+    else:
+        target.add_(term) if weight is None else target.addcmul_(term, weight)
 
 
 class Mixture(nn.Module):
@@ -221,9 +256,9 @@ class Mixture(nn.Module):
         if self.training and self.layout.dropout > 0:
             m, c = self._with_dropout(tokens, bases, weights, A1, B1, A2, base.activation)
         else:
-            codes = nn.functional.linear(tokens, A1.flatten(0, 2)).view(-1, *A1.shape[:3])
+            codes = nn.functional.linear(tokens, A1.flatten(0, 2)).view(len(tokens), -1, A1.shape[2])
             plan = self._plan(bases[0], routing, base.activation)
-            m, c = _Hidden.apply(plan, weights, codes, A2, *bases, *B1)
+            m, c = _Hidden.apply(plan, None if weights is None else weights[..., None].contiguous(), codes, A2, *bases, *B1)
         y = project(base.down, m).addmm_(c.flatten(1), B2.transpose(1, 2).flatten(0, 1), alpha=self.gamma)
         return y.view_as(x)
 
@@ -237,10 +272,8 @@ class Mixture(nn.Module):
     def _plan(self, b: Tensor, routing: Routing | None, activation: Activation) -> Plan:
         chunk = max(len(b), 1) if b.is_cuda else max(CACHED_VALUES // b.shape[1], 16)
         if routing is None or routing.selected is None:
-            pieces = dense_pieces(len(b), self.layout.experts, chunk)
-        else:
-            pieces = grouped_pieces(routing.selected, self.layout.experts, chunk)
-        return Plan(tuple(pieces), activation, self.gamma)
+            return Plan(tuple(dense_pieces(len(b), self.layout.experts, chunk)), activation, self.gamma, dense=True)
+        return Plan(tuple(grouped_pieces(routing.selected, self.layout.experts, chunk)), activation, self.gamma, dense=False)
 
     def _with_dropout(
         self, x: Tensor, bases: list[Tensor], weights: Tensor | None, A1: Tensor, B1: list[Tensor], A2: Tensor, activation: Activation

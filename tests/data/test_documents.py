@@ -1,0 +1,100 @@
+"""Reading, cutting and splitting documents."""
+
+import gzip
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coterie.data.documents import Document, cut, keyed_by_text, read_rows, read_text, split
+from coterie.errors import DataError
+
+FRACTIONS = (0.8, 0.1, 0.1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(alphabet="ab \n\t", max_size=300), st.integers(1, 20))
+def test_cutting_loses_nothing(text: str, size: int) -> None:
+    chunks = cut(text, size)
+    assert "".join(chunks) == text
+    assert all(0 < len(chunk) <= 2 * size for chunk in chunks)
+
+
+def test_cuts_are_at_blank_lines() -> None:
+    text = "\n\n".join("x" * 90 + "\ny" for _ in range(20))
+    assert all(chunk.strip().startswith("x") and chunk.strip().endswith("y") for chunk in cut(text, 200))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.text("abc", min_size=1, max_size=6), max_size=60), st.integers(0, 5))
+def test_no_document_is_in_two_splits_and_none_is_lost(texts: list[str], seed: int) -> None:
+    parts = split(keyed_by_text(texts), FRACTIONS, seed)
+    assert sorted(text for part in parts for text in part) == sorted(texts)
+    assert not any(set(a) & set(b) for i, a in enumerate(parts) for b in parts[i + 1 :])
+
+
+def test_splits_are_fixed_by_the_seed() -> None:
+    documents = keyed_by_text(f"document {i}" for i in range(100))
+    assert split(documents, FRACTIONS, 1) == split(list(reversed(documents)), FRACTIONS, 1)
+    assert split(documents, FRACTIONS, 1) != split(documents, FRACTIONS, 2)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_works_stay_whole_and_sizes_come_near_the_fractions(seed: int) -> None:
+    works = {f"work {i}": 100 * (1 + i % 7) for i in range(16)}  # lengths in characters, as unlike as the topics' works
+    documents = [Document(work[5:].ljust(length // 2, "."), work) for work, length in works.items() for _ in range(2)]
+    parts = split(documents, FRACTIONS, seed)
+    assert sum(map(len, parts)) == 32
+    assert all(part[i] == part[i + 1] for part in parts for i in range(0, len(part), 2))
+    total = sum(works.values())
+    for part, fraction in zip(parts, FRACTIONS, strict=True):
+        assert sum(map(len, part)) / total == pytest.approx(fraction, abs=0.04)
+
+
+def test_few_works_still_make_three_splits() -> None:
+    assert sorted(map(len, split([Document("x" * 100, str(i)) for i in range(4)], FRACTIONS, 0))) == [1, 1, 2]
+
+
+def test_rows_of_plain_and_gzipped_files(tmp_path: Path) -> None:
+    lines = '{"text": "a\u2028b", "n": 1}\r\n\r\n{"text": "c", "n": 2}'.encode()
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + lines)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines))
+    for name in ("a.jsonl", "a.jsonl.gz"):
+        assert read_rows(tmp_path / name, {"text": str}) == [{"text": "a\u2028b"}, {"text": "c"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"", "a.txt: the file is empty"),
+        ("a.txt", b" \n", "a.txt: the file is empty"),
+        ("a.txt", b"fine\nna\xefve", "a.txt:2: not UTF-8 text"),
+        ("a.txt.gz", b"plain", "a.txt.gz: damaged gzip file"),
+        ("a.txt.gz", gzip.compress(b"text" * 99)[:-9], "a.txt.gz: damaged gzip file"),
+    ],
+)
+def test_texts_that_are_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        read_text(tmp_path / name)
+
+
+def test_missing_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nothing.txt: cannot be read \(No such file"):
+        read_text(tmp_path / "nothing.txt")
+
+
+def test_all_bad_lines_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    lines = ['{"text": "fine"}', "oops", "[1]", '{"title": "x"}', '{"text": 3}', '{"text": "\\ud800"}', "oops", "oops"]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    with pytest.raises(DataError) as refusal:
+        read_rows(path, {"text": str})
+    message = str(refusal.value)
+    for part in ("a.jsonl:2: not JSON", "a.jsonl:3: not a JSON object but list", "a.jsonl:4: no column 'text' (found: title)"):
+        assert part in message
+    assert "a.jsonl:5: column 'text' is int, expected str" in message
+    assert "a.jsonl:6: column 'text' has half of a surrogate pair" in message
+    assert "... and 2 more lines" in message
+    assert "Every line must be a JSON object with 'text' (str)." in message

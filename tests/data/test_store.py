@@ -1,0 +1,125 @@
+"""The cache of token streams."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from coterie.data import Folders
+from coterie.data.store import default_cache, encode, key_of
+from coterie.errors import DataError, SaveError
+
+WORDS = "the cat and the dog and the bird "
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> Folders:
+    for client in ("ann", "bob"):
+        for i in range(20):
+            path = tmp_path / "texts" / client / f"{i:02}.txt"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{client} {i} " + WORDS * 5, encoding="utf-8")
+    return Folders(path=tmp_path / "texts")
+
+
+def entries() -> list[Path]:
+    return list(default_cache().iterdir())
+
+
+def test_the_second_load_encodes_nothing_whatever_the_context(folders, tokenizer) -> None:
+    first = folders.load(tokenizer, 8)
+    assert len(tokenizer.texts) == 40
+    second = folders.load(tokenizer, 16, order_seed=1)
+    assert len(tokenizer.texts) == 40
+    assert np.array_equal(first.clients["ann"].train.tokens, second.clients["ann"].train.tokens)
+    assert first.clients["ann"].train.tokens.dtype == np.uint16
+    assert not first.clients["ann"].train.tokens.flags.writeable
+
+
+def test_what_the_tokens_depend_on_makes_an_entry_of_its_own(folders, tokenizer, make_tokenizer) -> None:
+    folders.load(tokenizer, 8)
+    folders.model_copy(update={"seed": 1}).load(tokenizer, 8)
+    folders.load(make_tokenizer(270), 8)
+    folders.load(make_tokenizer(end=None), 8)
+    assert len(entries()) == 4
+    (folders.path / "ann/00.txt").write_text("changed " + WORDS, encoding="utf-8")
+    folders.load(tokenizer, 8)
+    assert len(entries()) == 5
+
+
+@pytest.mark.parametrize("damage", ["cut", "no tokens", "no manifest", "bad manifest", "empty manifest"])
+def test_a_damaged_entry_is_built_again(folders, tokenizer, damage: str) -> None:
+    first = folders.load(tokenizer, 8).sizes()
+    [entry] = entries()
+    tokens, manifest = entry / "tokens.bin", entry / "manifest.json"
+    {
+        "cut": lambda: tokens.write_bytes(tokens.read_bytes()[:-2]),
+        "no tokens": tokens.unlink,
+        "no manifest": manifest.unlink,
+        "bad manifest": lambda: manifest.write_text("{"),
+        "empty manifest": lambda: manifest.write_text(json.dumps({})),
+    }[damage]()
+    assert folders.load(tokenizer, 8).sizes() == first
+    assert len(tokenizer.texts) == 80
+    assert len(entries()) == 1  # nothing is left behind
+
+
+def test_a_refusal_leaves_nothing_in_the_cache(folders, tokenizer) -> None:
+    with pytest.raises(DataError):
+        folders.model_copy(update={"train_tokens": (1, 2, 3)}).load(tokenizer, 8)
+    assert not default_cache().exists()
+
+
+def test_another_process_may_be_faster(folders, tokenizer, monkeypatch) -> None:
+    read = Folders._read
+
+    def slow(self, files):
+        monkeypatch.setattr(Folders, "_read", read)
+        folders.load(tokenizer, 8)  # the other process
+        return read(self, files)
+
+    monkeypatch.setattr(Folders, "_read", slow)
+    assert folders.load(tokenizer, 8).clients.keys() == {"ann", "bob"}
+    assert len(entries()) == 1
+
+
+def test_a_cache_that_cannot_be_written(folders, tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(SaveError, match="COTERIE_CACHE"):
+        folders.load(tokenizer, 8, cache=tmp_path / "file")
+
+
+def test_tokens_are_those_of_the_tokenizer_with_its_end_behind_each_document(tokenizer) -> None:
+    texts = ["the cat", "and the dog"]
+    ids = [id for text in texts for id in (*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)]
+    assert np.concatenate(list(encode(tokenizer, texts, None))).tolist() == ids
+    tokenizer.eos_token = None
+    without = [id for id in ids if id != tokenizer.convert_tokens_to_ids("<end>")]
+    assert np.concatenate(list(encode(tokenizer, texts, None))).tolist() == without
+
+
+def test_what_is_behind_a_bound_is_not_encoded(tokenizer) -> None:
+    pieces = list(encode(tokenizer, (WORDS for _ in range(1000)), 100))
+    assert sum(map(len, pieces)) == 100
+    assert len(tokenizer.texts) < 100
+
+
+def test_large_vocabularies_take_four_bytes(make_tokenizer: Callable, monkeypatch) -> None:
+    tokenizer = make_tokenizer()
+    monkeypatch.setattr(type(tokenizer), "__len__", lambda _: 2**16 + 1)
+    assert next(encode(tokenizer, [WORDS], None)).dtype == np.uint32
+
+
+def test_slow_tokenizers_are_refused() -> None:
+    with pytest.raises(DataError, match="not a fast tokenizer"):
+        key_of(object())
+
+
+def test_the_cache_folder(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("COTERIE_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_cache() == tmp_path / "coterie"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert default_cache() == Path.home() / ".cache/coterie"
