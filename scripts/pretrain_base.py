@@ -107,7 +107,7 @@ class Batches:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum orthogonalised by Newton-Schulz (Jordan et al., 2024), in fp32: `torch.optim.Muon` works in bf16, which a CPU emulates slowly."""
+    """Momentum orthogonalised by Newton-Schulz (Jordan et al., 2024), in fp32: `torch.optim.Muon` uses bf16, slow on a CPU."""
 
     def __init__(self, params, lr: float, momentum: float = 0.95, weight_decay: float = 0.02) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
@@ -161,9 +161,9 @@ pipeline_tag: text-generation
 ---
 # coterie-mini
 
-The embedded base model of coterie: a Llama of {parameters / 1e6:.1f} million parameters (4 blocks, width 256, context {CONTEXT}, tied embeddings)
-with its own byte-level BPE tokenizer of {VOCABULARY:,} tokens. It exists so that personal language models can be fine-tuned anywhere, without a
-download, in minutes on two CPU cores. It is far too small to be useful as an assistant.
+The embedded base model of coterie: a Llama of {parameters / 1e6:.1f} million parameters (4 blocks, width 256, context {CONTEXT}, tied
+embeddings) with its own byte-level BPE tokenizer of {VOCABULARY:,} tokens. It exists so that personal language models can be fine-tuned
+anywhere, without a download, in minutes on two CPU cores. It is far too small to be useful as an assistant.
 
 Pretrained from nothing by `scripts/pretrain_base.py` on {tokens / 1e6:.1f} million tokens (last training loss {loss:.3f}), bf16 weights.
 
@@ -172,12 +172,13 @@ Pretrained from nothing by `scripts/pretrain_base.py` on {tokens / 1e6:.1f} mill
 {data}
 
 dbpedia: DBpedia abstracts (CC BY-SA). books: ELTeC novels (public domain). arxiv: the Stacks project (GFDL). stackexchange: Quantum
-Computing Stack Exchange (CC BY-SA). code: CPython's standard library (PSF). de, fr, it, nl, es: Wikipedia sentences (CC BY-SA). ca: Softcatala
-articles (CC BY-SA) and Common Voice prompts (CC0).
+Computing Stack Exchange (CC BY-SA). code: CPython's standard library (PSF). de, fr, it, nl, es: Wikipedia sentences (CC BY-SA).
+ca: Softcatala articles (CC BY-SA) and Common Voice prompts (CC0).
 
-About 40 % of the documents of every corpus but dbpedia were kept back for clients, and so were all the standard-library modules that the
-quickstart's clients hold and the whole of AG News (`coterie.data.pretraining.seen_in_pretraining` is the rule). Perplexity on text that
-was kept back (at most 40,000 tokens each, windows of {CONTEXT} tokens), per token and as bits per byte, which does not depend on the tokenizer:
+About 40 % of the documents of every corpus but dbpedia were kept back for clients, and so were all the standard-library modules that
+the quickstart's clients hold and the whole of AG News (`coterie.data.pretraining.seen_in_pretraining` is the rule). Perplexity on text
+that was kept back (at most 40,000 tokens each, windows of {CONTEXT} tokens), per token and as bits per byte, which does not depend on the
+tokenizer:
 
 | text | perplexity | bits per byte |
 | --- | --- | --- |
@@ -185,7 +186,7 @@ was kept back (at most 40,000 tokens each, windows of {CONTEXT} tokens), per tok
 """
 
 
-def main() -> None:
+def main() -> None:  # noqa: PLR0915 - a script reads best from top to bottom
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=os.environ.get("COTERIE_DATA", "../shared/data"))
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "src/coterie/models/mini")

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from coterie import personal
+from coterie.cli import app
 from coterie.models.backbone import Backbone
 from coterie.tensors import load
 
@@ -150,7 +152,7 @@ def test_a_damaged_personal_model_is_refused(finished: Path, tmp_path: Path, tin
 
 @pytest.mark.parametrize("moment", [0.15, 0.5, 0.85])
 def test_killed_at_any_moment_and_resumed_it_ends_the_same(moment: float, finished: Path, options: list[str], tmp_path: Path) -> None:
-    """kill -9 a real run at several moments, as soon as metrics of a given share of all rounds are on disk; resume; compare bit for bit."""
+    """Kill -9 a real run at several moments, as soon as metrics of a given share of all rounds are on disk; resume; compare bit for bit."""
     out = tmp_path / "killed"
     words = ["run", "folders", *options, "--seed", "3", "--out", str(out)]
     process = subprocess.Popen(
@@ -203,7 +205,9 @@ def test_terminated_it_says_how_to_go_on(options: list[str], tmp_path: Path) -> 
 
 def test_the_engine_changes_no_number(finished: Path, options: list[str], tmp_path: Path) -> None:
     out = tmp_path / "loopback"
-    done = coterie("run", "folders", *options, "--set", "engine=loopback", "--set", "compare_with=[]", "--seed", "3", "--out", str(out), cwd=tmp_path)
+    done = coterie(
+        "run", "folders", *options, "--set", "engine=loopback", "--set", "compare_with=[]", "--seed", "3", "--out", str(out), cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     a, b = (json.loads((folder / "result.json").read_text()) for folder in (finished, out))
     assert numbers(a) == numbers(b)
@@ -234,10 +238,23 @@ def test_progress_is_plain_lines_without_a_terminal(finished: Path, options: lis
 
 
 def refused(words: list[str], cwd: Path) -> str:
-    done = coterie(*words, cwd=cwd)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
+    """What a command that must be refused says on stderr; in this process, which has everything imported."""
+    before = Path.cwd()
+    os.chdir(cwd)
+    try:
+        done = CliRunner().invoke(app, words)
+    finally:
+        os.chdir(before)
+    assert done.exit_code == 2, done.output
     return done.stderr
+
+
+def test_a_refusal_is_one_message_on_stderr(tmp_path: Path) -> None:
+    done = coterie("run", "quikstart", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("coterie: recipe 'quikstart'")
+    assert "Traceback" not in done.stderr
 
 
 def test_all_mistakes_of_a_recipe_at_once_with_exit_code_2(tmp_path: Path) -> None:

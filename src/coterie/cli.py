@@ -2,17 +2,22 @@
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from coterie import __version__
 from coterie.errors import CoterieError, Refused
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from coterie.recipe import Recipe
 
 app = typer.Typer(
     name="coterie",
@@ -23,7 +28,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a field of the recipe, e.g. method.rounds=5. Repeatable.")]
+Set = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a field of the recipe, e.g. method.rounds=5. Repeatable.")
+]
 Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Seed of the run (splits of the data have their own: data.seed).")]
 Out = Annotated[Path | None, typer.Option("--out", help="Folder of the run; default: a new one under runs/.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --out, or with the latest of this recipe under runs/.")]
@@ -62,7 +69,9 @@ def run(
         with Terminal(console, len(loaded.compare_with) + 1) as terminal:
             results = runs.run(loaded, folder, resume=resume, reporter=terminal)
         _show(console, [runs.row(result["method"], [result]) for result in results], loaded.name)
-        console.print(f"Everything is in {folder}: open {folder}/report.html, or `tensorboard --logdir {folder}`.", markup=False, soft_wrap=True)
+        console.print(
+            f"Everything is in {folder}: open {folder}/report.html, or `tensorboard --logdir {folder}`.", markup=False, soft_wrap=True
+        )
 
 
 @app.command()
@@ -110,7 +119,7 @@ def list_recipes() -> None:
         print(f"{name:<14} {section.get('description', '')}" + (f" [{section['paper']}]" if section.get("paper") else ""))
 
 
-def _load(recipe: str, overrides: list[str] | None, seed: int | None):  # noqa: ANN202
+def _load(recipe: str, overrides: list[str] | None, seed: int | None) -> "Recipe":
     from coterie import recipe as recipes
 
     return recipes.load(recipe, [*(overrides or ()), *((f"seed={seed}",) if seed is not None else ())])
@@ -126,7 +135,7 @@ def _folder(name: str, resume: bool) -> Path:
     return found[-1]
 
 
-def _show(console, rows, title: str) -> None:  # noqa: ANN001
+def _show(console: "Console", rows: Sequence[Mapping[str, Any]], title: str) -> None:
     from coterie.methods import METHODS
     from coterie.reports.terminal import table
 

@@ -71,7 +71,8 @@ def drive(round: Round, answer: Callable[[Ask, int], Replies]) -> State:
         while True:
             ask, phase = round.send(answer(ask, phase)), phase + 1
     except StopIteration as end:
-        return end.value
+        state: State = end.value
+        return state
 
 
 def mix(seed: int, *parts: int | str) -> int:

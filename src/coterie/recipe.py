@@ -108,7 +108,7 @@ def build_method(section: Mapping[str, Any]) -> Method:
         pydantic.ValidationError: A field is unknown or out of range.
     """
     name = section.get("name")
-    if name not in METHODS:
+    if not isinstance(name, str) or name not in METHODS:
         raise ValueError("method.name: " + ("missing; see `coterie methods`" if name is None else _unknown_method(str(name))))
     entry = METHODS[name]
     given = {key: value for key, value in section.items() if key != "name"}

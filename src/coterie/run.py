@@ -4,10 +4,10 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -21,7 +21,7 @@ from coterie.errors import ModelError, RecipeError, Refused
 from coterie.methods import METHODS, Method
 from coterie.models.adapter import Adapter, Layout
 from coterie.models.backbone import Backbone
-from coterie.protocol import Ask, ClientId, Replies, State, drive, mix
+from coterie.protocol import Ask, ClientId, Replies, drive, mix
 from coterie.recipe import Recipe
 from coterie.records import Checkpoint, Checkpoints, MetricsFile, read_json, write_json
 from coterie.reports import Reporter
@@ -33,7 +33,7 @@ Json = dict[str, Any]
 
 
 @lru_cache(maxsize=1)
-def load_backbone(base: str, dtype: str, device: str) -> Backbone:
+def load_backbone(base: str, dtype: Literal["fp32", "bf16"], device: str) -> Backbone:
     """The frozen base; the last one is kept, so that the rows of a comparison share it."""
     return Backbone.load(base, dtype=dtype, device=device)
 
@@ -51,9 +51,11 @@ def pick_device(device: str) -> str:
     return device
 
 
-def pick_dtype(dtype: str, device: str) -> str:
+def pick_dtype(dtype: Literal["auto", "fp32", "bf16"], device: str) -> Literal["fp32", "bf16"]:
     """`auto`: bf16 on CUDA; fp32 on a CPU, where bf16 without native support is many times slower."""
-    return dtype if dtype != "auto" else ("bf16" if device.startswith("cuda") else "fp32")
+    if dtype != "auto":
+        return dtype
+    return "bf16" if device.startswith("cuda") else "fp32"
 
 
 @dataclass
@@ -175,7 +177,7 @@ class Execution:
         self.server = drive(self.method.round(self.server, self.clients, rng), self._exchange)
         self.round += 1
         every = self.recipe.evaluate_every
-        if every and self.round % every == 0 or self.round == self.method.rounds:
+        if (every and self.round % every == 0) or self.round == self.method.rounds:
             self._evaluate()
         self.progress |= {"seconds": time.monotonic() - self.started, "position": self.metrics.flush()}
         if self.round % self.recipe.checkpoint_every == 0 or self.round == self.method.rounds:
@@ -244,7 +246,11 @@ class Execution:
             "evaluations": self.progress["evaluations"],
             "wall_s": time.monotonic() - self.started,
             "versions": {"coterie": coterie.__version__, "torch": torch.__version__, "python": platform.python_version()},
-            "machine": {"device": str(backbone.device), "dtype": str(backbone.dtype).removeprefix("torch."), "threads": torch.get_num_threads()},
+            "machine": {
+                "device": str(backbone.device),
+                "dtype": str(backbone.dtype).removeprefix("torch."),
+                "threads": torch.get_num_threads(),
+            },
         }
 
     def _trainable(self, client: ClientId) -> int:

@@ -1,6 +1,7 @@
 """Named tensors: the mathematics that methods compose, and the one codec for every wire and every file."""
 
 import errno
+import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -63,7 +64,7 @@ def weighted_sum(terms: Iterable[tuple[float, Named]]) -> Tensors:
 
 
 def axpy(alpha: float, x: Named, y: Named) -> Tensors:
-    """alpha x + y, name by name."""
+    """Alpha x + y, name by name."""
     return weighted_sum([(1.0, y), (alpha, x)])
 
 
@@ -75,7 +76,7 @@ def dot(x: Named, y: Named) -> float:
 
 def norm(x: Named) -> float:
     """The Euclidean norm over all names."""
-    return dot(x, x) ** 0.5
+    return math.sqrt(dot(x, x))
 
 
 def all_finite(named: Named) -> bool:
@@ -93,8 +94,10 @@ def nbytes(named: Named) -> int:
 
 
 def to_bytes(named: Named, metadata: Mapping[str, str] | None = None) -> bytes:
-    """safetensors bytes: a manifest of names, shapes and dtypes, then one flat array."""
-    return _encode({name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}, metadata=dict(metadata or {}) or None)
+    """Safetensors bytes: a manifest of names, shapes and dtypes, then one flat array."""
+    values = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
+    encoded: bytes = _encode(values, metadata=dict(metadata or {}) or None)
+    return encoded
 
 
 def from_bytes(data: bytes, what: str = "message") -> Tensors:
@@ -104,9 +107,12 @@ def from_bytes(data: bytes, what: str = "message") -> Tensors:
         TensorError: The bytes are truncated or not safetensors.
     """
     try:
-        return _decode(data)
+        decoded: Tensors = _decode(data)
     except SafetensorError as error:
-        raise TensorError(f"{what}: not valid safetensors bytes ({error})", "It was truncated or damaged on the way: send it again.") from None
+        raise TensorError(
+            f"{what}: not valid safetensors bytes ({error})", "It was truncated or damaged on the way: send it again."
+        ) from None
+    return decoded
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -146,4 +152,6 @@ def load(path: Path) -> tuple[Tensors, dict[str, str]]:
     except (FileNotFoundError, IsADirectoryError):
         raise CheckpointError(f"no tensors at {path}: the file does not exist", "Check the path.") from None
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is truncated or not a safetensors file ({error})", "Use an earlier copy, or make it again.") from None
+        raise CheckpointError(
+            f"{path} is truncated or not a safetensors file ({error})", "Use an earlier copy, or make it again."
+        ) from None

@@ -192,4 +192,3 @@ def test_a_task_sees_only_its_own_client(backbone: Backbone, tiny_federation: Fe
     b.engine.answer(Ask(method.local_round, {"ben": b.server}), 0, 0)  # type: ignore[attr-defined]
     b.engine.answer(ask, 0, 0)
     assert_same(a.engine.states()["ann"], b.engine.states()["ann"])
-

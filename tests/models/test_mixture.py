@@ -90,11 +90,10 @@ def test_equals_the_naive_formula_with_all_gradients(layout, kind, activation, d
     wanted = torch.autograd.grad((expected * direction).sum(), wrt)
     for a, b in ((y, expected), *zip(found, wanted, strict=True)):
         scale = b.double().abs().max().clamp_min(1.0)
-        if dtype != torch.bfloat16 or layout.active == layout.experts:  # bf16 inputs may tip a top-k over, but only in what they feed
-            assert (a.double() - b.double()).abs().max() <= TOLERANCE[dtype] * scale
+        assert (a.double() - b.double()).abs().max() <= TOLERANCE[dtype] * scale
 
 
-@pytest.mark.parametrize(("k", "kind"), itertools.product((1, 2, 3), ("plain", "gated")))
+@pytest.mark.parametrize(("k", "kind"), list(itertools.product((1, 2, 3), ("plain", "gated"))))
 def test_second_call_agrees_in_every_subset_of_gradients(k, kind):
     """What is asked for does not change what is found: experts without router, router without experts, x alone."""
     module, base = build(kind, Layout(generalists=1, specialists=2, rank=2, top_k=k, alpha=1.0), nn.SiLU(), torch.float64)

@@ -24,7 +24,7 @@ class Centralized(OneAdapter):
         return model.read(GENERALIST)
 
     def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
-        return {i: state for i in clients}
+        return dict.fromkeys(clients, state)
 
     personal = download  # the clients did not train: each one's model is the pooled one
 

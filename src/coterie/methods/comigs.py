@@ -40,11 +40,15 @@ class CoMiGS(Method):
     """
 
     generalists: Annotated[int, Field(ge=0, description="g, shared experts per MLP block")] = 1
-    specialists: Annotated[Count | tuple[Count, ...], Field(description="s_i, local experts per MLP block, one number or one per client")] = 1
+    specialists: Annotated[
+        Count | tuple[Count, ...], Field(description="s_i, local experts per MLP block, one number or one per client")
+    ] = 1
     router_every: Annotated[int, Field(ge=1, description="tau, local iterations between router updates")] = 30
     router_steps: Annotated[int, Field(ge=0, description="s, optimiser steps per router update")] = 10
     router_data: Annotated[Literal["valid", "train"], Field(description="data of the upper level")] = "valid"
-    updates: Annotated[Literal["alternating", "simultaneous"], Field(description="bilevel, or all at once on the training loss")] = "alternating"
+    updates: Annotated[Literal["alternating", "simultaneous"], Field(description="bilevel, or all at once on the training loss")] = (
+        "alternating"
+    )
     top_k: Annotated[int, Field(ge=1, description="k, experts per token")] = 2
     balance: Annotated[Literal["none", "uniform", "generalist"], Field(description="load-balancing loss")] = "uniform"
     balance_weight: Annotated[float, Field(ge=0, description="lambda")] = 0.01
@@ -64,7 +68,7 @@ class CoMiGS(Method):
         return model.read(GENERALIST)
 
     def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
-        return {i: state for i in clients}
+        return dict.fromkeys(clients, state)
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
         replies = yield Ask(self.local_round, self.download(state, clients))

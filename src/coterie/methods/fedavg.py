@@ -1,4 +1,7 @@
-"""FedAvg: every tensor is shared and averaged (McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", 2017)."""
+"""FedAvg: every tensor is shared and averaged.
+
+McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017, Algorithm 1.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +24,7 @@ class FedAvg(OneAdapter):
         return model.read(GENERALIST)
 
     def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
-        return {i: state for i in clients}
+        return dict.fromkeys(clients, state)
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
         replies = yield Ask(self.local_round, self.download(state, clients))

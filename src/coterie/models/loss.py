@@ -57,5 +57,7 @@ def head_nll(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tenso
     found = []
     for part in _parts(hidden, weight):
         logits = nn.functional.linear(hidden[part], weight, bias)
-        found.append(nn.functional.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets[part], reduction="none"))
+        found.append(
+            nn.functional.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets[part], reduction="none")
+        )
     return torch.cat(found)

@@ -256,7 +256,7 @@ class Mixture(nn.Module):
         if self.training and self.layout.dropout > 0:
             m, c = self._with_dropout(tokens, bases, weights, A1, B1, A2, base.activation)
         else:
-            codes = nn.functional.linear(tokens, A1.flatten(0, 2)).view(len(tokens), -1, A1.shape[2])
+            codes = nn.functional.linear(tokens, A1.flatten(0, 2)).unflatten(1, (-1, A1.shape[2]))
             plan = self._plan(bases[0], routing, base.activation)
             m, c = _Hidden.apply(plan, None if weights is None else weights[..., None].contiguous(), codes, A2, *bases, *B1)
         y = project(base.down, m).addmm_(c.flatten(1), B2.transpose(1, 2).flatten(0, 1), alpha=self.gamma)

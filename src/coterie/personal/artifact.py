@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from coterie.errors import CheckpointError, TensorError
 from coterie.models.adapter import Adapter, Layout
@@ -63,7 +63,9 @@ def read_about(folder: Path) -> About:
         raise CheckpointError(f"{folder / ABOUT}: {error}", "It was changed by hand, or written by another version of coterie.") from None
 
 
-def load(run: Path | str, client: str, *, backbone: Backbone | None = None, dtype: str = "fp32", device: str = "cpu") -> LanguageModel:
+def load(
+    run: Path | str, client: str, *, backbone: Backbone | None = None, dtype: Literal["fp32", "bf16"] = "fp32", device: str = "cpu"
+) -> LanguageModel:
     """The personal model of a client of a run.
 
     Args:

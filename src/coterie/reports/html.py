@@ -15,12 +15,21 @@ GREY = "#808080"  # of axes and labels, legible on both grounds
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --soft: #57606a; --line: #d0d7de; --ground: #fff; --best: #eaf3fb }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --soft: #9da7b1; --line: #3d444d; --ground: #0d1117; --best: #14283c } }
-body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--ground); max-width: 70rem; margin: 2rem auto; padding: 0 1rem }
-h1 { font-size: 1.5rem; margin-bottom: 0 } h2 { font-size: 1.15rem; margin-top: 2.2rem } p { color: var(--soft); margin: .3rem 0 }
-.wide { overflow-x: auto } table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .6rem 0 }
-th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid var(--line) } th:first-child, td:first-child { text-align: left }
-thead th { color: var(--soft); font-weight: 500 } tr.best { background: var(--best); font-weight: 600 } svg { max-width: 100%; height: auto }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6edf3; --soft: #9da7b1; --line: #3d444d; --ground: #0d1117; --best: #14283c }
+}
+body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--ground); max-width: 70rem; margin: 2rem auto }
+body { padding: 0 1rem }
+h1 { font-size: 1.5rem; margin-bottom: 0 }
+h2 { font-size: 1.15rem; margin-top: 2.2rem }
+p { color: var(--soft); margin: .3rem 0 }
+.wide { overflow-x: auto }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .6rem 0 }
+th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid var(--line) }
+th:first-child, td:first-child { text-align: left }
+thead th { color: var(--soft); font-weight: 500 }
+tr.best { background: var(--best); font-weight: 600 }
+svg { max-width: 100%; height: auto }
 """
 
 
@@ -43,8 +52,8 @@ def write_report(folder: Path, results: Sequence[Mapping[str, Any]], description
         f"<p>seed {own['seed']}, {own['rounds']} rounds, {own['machine']['device']}, {own['machine']['dtype']}, "
         f"coterie {own['versions']['coterie']}, torch {own['versions']['torch']}</p>",
         "<h2>Test perplexity</h2>",
-        "<p>Over each client's whole test set; lower is better. <em>mean</em> and the clients' columns score each client's model right after its "
-        "last local iteration, <em>synced</em> after one more synchronisation.</p>",
+        "<p>Over each client's whole test set; lower is better. <em>mean</em> and the clients' columns score each client's model right "
+        "after its last local iteration, <em>synced</em> after one more synchronisation.</p>",
         _scores(results),
         "<h2>Test perplexity over training</h2>",
         _curves(results),
@@ -84,7 +93,13 @@ def _costs(results: Sequence[Mapping[str, Any]]) -> str:
         clients, rounds = r["clients"].values(), max(r["rounds"], 1)
         up, down, size = (sum(c[k] for c in clients) / len(clients) for k in ("bytes_up", "bytes_down", "trainable_parameters"))
         rows.append(
-            [METHODS[r["method"]].title, f"{size:,.0f}", f"{up / rounds / 1000:,.1f}", f"{down / rounds / 1000:,.1f}", f"{r['wall_s']:,.0f}"]
+            [
+                METHODS[r["method"]].title,
+                f"{size:,.0f}",
+                f"{up / rounds / 1000:,.1f}",
+                f"{down / rounds / 1000:,.1f}",
+                f"{r['wall_s']:,.0f}",
+            ]
         )
     return _table(["method", "trainable parameters", "kB up per round", "kB down per round", "seconds, all clients"], rows)
 

@@ -51,7 +51,12 @@ class Terminal(Reporter, AbstractContextManager["Terminal"]):
         self.first, self.started, self.tokens = done, time.monotonic(), 0
         self.losses: dict[str, float] = {}
         self.task = self.progress.add_task(
-            self._escape(self.heading), total=max(rounds, 1) * len(clients), completed=done * len(clients), round=done, rounds=rounds, status=""
+            self._escape(self.heading),
+            total=max(rounds, 1) * len(clients),
+            completed=done * len(clients),
+            round=done,
+            rounds=rounds,
+            status="",
         )
         if not self.live:
             resumed = f", going on after round {done}" if done else ""
