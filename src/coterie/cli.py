@@ -70,7 +70,10 @@ def run(
             results = runs.run(loaded, folder, resume=resume, reporter=terminal)
         _show(console, [runs.row(result["method"], [result]) for result in results], loaded.name)
         console.print(
-            f"Everything is in {folder}: open {folder}/report.html, or `tensorboard --logdir {folder}`.", markup=False, soft_wrap=True
+            f"Everything is in {folder}: open {folder}/report.html, or `tensorboard --logdir {folder}`.",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
         )
 
 
@@ -97,7 +100,7 @@ def compare(
         with Terminal(console, len(set(methods)) * seeds) as terminal:
             comparison = runs.compare(methods, loaded, folder, seeds=seeds, resume=resume, reporter=terminal)
         _show(console, comparison["rows"], f"{loaded.name}, {seeds} seeds")
-        console.print(f"Everything is in {folder}; the table is {folder}/comparison.json.", markup=False, soft_wrap=True)
+        console.print(f"Everything is in {folder}; the table is {folder}/comparison.json.", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command("methods")
@@ -137,13 +140,15 @@ def _folder(name: str, resume: bool) -> Path:
 
 def _show(console: "Console", rows: Sequence[Mapping[str, Any]], title: str) -> None:
     from coterie.methods import METHODS
-    from coterie.reports.terminal import table
+    from coterie.reports.terminal import tables
 
-    caption = (
-        f"{title}. Mean test perplexity over clients (lower is better), each client's model right after its last local\n"
-        "iteration; synced: after one more synchronisation. trainable: parameters per client; kB: sent per client and round."
+    console.print(f"\n{title}", style="bold", highlight=False)
+    for table in tables(rows, {name: entry.title for name, entry in METHODS.items()}):
+        console.print(table)
+    console.print(
+        "Lower is better. Each client's model right after its last local iteration; synced: after one more synchronisation.",
+        highlight=False,
     )
-    console.print(table(rows, {name: entry.title for name, entry in METHODS.items()}, caption))
 
 
 class _Terminated(KeyboardInterrupt):

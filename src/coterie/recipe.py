@@ -47,9 +47,9 @@ class Recipe(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$")]
-    description: str = ""
-    paper: str = ""
+    name: Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$", description="default: the name of the file")]
+    description: Annotated[str, Field(description="one line for `coterie recipes` and the report")] = ""
+    paper: Annotated[str, Field(description="paper and table that it stands for")] = ""
     data: Data
     model: ModelSection = ModelSection()
     method: dict[str, Any]

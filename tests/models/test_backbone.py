@@ -163,7 +163,7 @@ def test_unsupported_architectures_are_refused_by_what_they_lack(tmp_path):
     BertConfig(num_hidden_layers=1, is_decoder=True).save_pretrained(tmp_path / "bert")
     with pytest.raises(ModelError, match=r"neither transformer\.h"):
         Architecture.from_base(tmp_path / "bert")
-    MixtralConfig(num_hidden_layers=1, hidden_size=8, intermediate_size=8).save_pretrained(tmp_path / "mixtral")
+    MixtralConfig(num_hidden_layers=1, hidden_size=32, intermediate_size=8).save_pretrained(tmp_path / "mixtral")
     with pytest.raises(ModelError, match=r"lacks the layer mlp\.gate_proj"):
         Architecture.from_base(tmp_path / "mixtral")
 

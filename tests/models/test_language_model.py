@@ -43,7 +43,7 @@ def objective(model: LanguageModel, batch: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_with_B_zero_the_logits_are_the_base_models(family):
+def test_with_zero_updates_the_logits_are_the_base_models(family):
     reference, batch = tiny(family)(ids()).logits, ids()
     model = LanguageModel(Backbone(tiny(family)), Layout(specialists=2))
     torch.testing.assert_close(model(batch), reference, rtol=1e-5, atol=1e-5)

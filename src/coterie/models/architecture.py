@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -104,7 +104,8 @@ class Architecture:
             ModelError: It lacks layers that an adapter attaches to.
         """
         family = family_of(model)
-        blocks = tuple(_block(family, block, i) for i, block in enumerate(_find(model, family.blocks)))  # type: ignore[arg-type]
+        stack = cast(nn.ModuleList, _find(model, family.blocks))
+        blocks = tuple(_block(family, block, i) for i, block in enumerate(stack))
         if not blocks:
             raise ModelError(f"{type(model).__name__} has no blocks at {family.blocks}", "Use a base with at least one transformer block.")
         config: Any = model.config
@@ -192,11 +193,11 @@ def locate(base: str | Path) -> str:
 @contextmanager
 def explained(base: str | Path) -> Iterator[None]:
     """Turn what transformers raises while it loads `base` into a ModelError."""
-    from safetensors import SafetensorError
-
     try:
         yield
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except ModelError:
+        raise
+    except Exception as error:  # whatever the readers of configurations and weights happen to raise
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         local = os.path.isdir(locate(base))
         remedy = (

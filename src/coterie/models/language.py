@@ -69,7 +69,7 @@ class LanguageModel:
         record: list[Routing] = []
         with self.backbone.using(self.adapter, record):
             self.backbone.hidden(self._checked(ids))
-        return torch.stack([decision.weights for decision in record]).unflatten(1, ids.shape)
+        return torch.stack([decision.weights.view(*ids.shape, -1) for decision in record])
 
     @torch.no_grad()
     def score(self, batches: Iterable[Tensor]) -> tuple[float, int]:
@@ -104,8 +104,8 @@ class LanguageModel:
             micro_batch: Rows per forward pass; all at once by default.
 
         Returns:
-            The gradients in the order of `wrt`, fp32, and detached statistics: "loss" (the cross-entropy) and "balance", scalars, and, if there
-            is a router, "router" (blocks, n), the mean routing weight.
+            The gradients in the order of `wrt`, fp32, and detached statistics: the scalars "loss" (the cross-entropy) and "balance", and,
+            if there is a router, "router" (blocks, n), the mean routing weight.
 
         Raises:
             ModelError: `wrt` is empty or holds a foreign parameter, the batch has another form, or `micro_batch` is not positive.
@@ -113,7 +113,7 @@ class LanguageModel:
         ids = self._checked(batch, predicts=True)
         if micro_batch is not None and micro_batch < 1:
             raise ModelError(f"micro_batch is {micro_batch}", "Use at least 1, or None for the whole batch.")
-        parts = list(ids.split(micro_batch or len(ids)))
+        parts = torch.split(ids, micro_batch or len(ids))
         totals = _Totals(self.layout, tokens=ids[:, 1:].numel())
         gradients: list[Tensor] = []
         with self._training(wrt):

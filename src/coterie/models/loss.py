@@ -48,7 +48,7 @@ def head_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tens
         bias: (V,) or None, frozen.
         targets: (T,) int64.
     """
-    loss: Tensor = _HeadLoss.apply(hidden, weight, bias, targets)
+    loss: Tensor = _HeadLoss.apply(hidden, weight, bias, targets)  # type: ignore[no-untyped-call]
     return loss
 
 

@@ -24,7 +24,8 @@ from coterie.models.routing import Router, Routing
 from coterie.roles import Role
 
 Rows = slice | Tensor  # which tokens: consecutive ones, or (t,) indices
-CACHED_VALUES = 2**18  # of one hidden-width tensor: tokens are taken in chunks of this size on a CPU, so that a chunk stays in its cache
+# Of one piece's hidden-width tensor: on a CPU tokens are taken in chunks, so that the pieces of a chunk stay in its cache.
+CACHED_VALUES = 2**18
 
 
 @dataclass(frozen=True)
@@ -101,21 +102,21 @@ def grouped_pieces(selected: Tensor, experts: int, chunk: int) -> Iterator[tuple
     token = torch.arange(tokens, device=selected.device)
     key = ((token // chunk)[:, None] * experts + selected).flatten()
     order = key.argsort(stable=True)
-    rows = (order // active).split(torch.bincount(key, minlength=chunks * experts).tolist())
+    rows = torch.split(order // active, torch.bincount(key, minlength=chunks * experts).tolist())
     for i, group in enumerate(rows):
         if len(group):
             yield i % experts, group
 
 
 class _Hidden(torch.autograd.Function):
-    """(b, z, w, B1, A2) -> (m, c): everything between the frozen projections. Keeps its inputs only."""
+    """(b, z, w, B1, A2) -> (m, A2 h): everything between the frozen projections. Keeps its inputs only."""
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, weights: Tensor | None, codes: Tensor, A2: Tensor, *bases_and_B1: Tensor) -> tuple[Tensor, Tensor]:
         """One or two bases b (T, f) and as many B1 (n, f, r), codes (T, linears n, r), weights (T, n, 1) or None for 1, A2 (n, r, f).
 
         Returns:
-            m (T, f) and c (T, n, r).
+            m (T, f) and the codes of the last layer before they are weighted, A2_j h_j, (T, n, r), 0 where a token does not use j.
         """
         ctx.plan = plan
         ctx.save_for_backward(weights, codes, A2, *bases_and_B1)
@@ -128,16 +129,14 @@ class _Hidden(torch.autograd.Function):
             h = plan.activation.forward(p[0])
             if half == 2:
                 h.mul_(p[1])
-            w = None if weights is None else _column(weights, rows, j)
-            c_j = h @ A2[j].T
-            _put_column(c, rows, j, c_j if w is None else c_j.mul_(w))
-            _accumulate(m, j, rows, h, w)
+            _put_column(c, rows, j, h @ A2[j].T)
+            _accumulate(m, j, rows, h, None if weights is None else _column(weights, rows, j))
         return m, c
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dm: Tensor, dc: Tensor) -> tuple[Tensor | None, ...]:
-        """q_j = dL/dh_j * act'(p_j), with dL/dh_j = w_j (dm + A2_j^T dc_j) and dL/dw_j = <dm, h_j> + <dc_j, A2_j h_j>."""
+        """q_j = dL/dh_j * act'(p_j), with dL/dh_j = w_j dm + A2_j^T dL/d(A2_j h_j), and dL/dw_j = <dm, h_j>; autograd does the rest."""
         plan: Plan = ctx.plan
         weights, codes, A2, *bases_and_B1 = ctx.saved_tensors
         half = len(bases_and_B1) // 2
@@ -153,19 +152,14 @@ class _Hidden(torch.autograd.Function):
         for j, rows in plan.pieces:
             p = _first(plan, j, rows, bases, codes, B1)
             a = plan.activation.forward(p[0])
-            h = a * p[1] if half == 2 else a
+            h = a * p[1] if half == 2 else a  # its memory is used again below
             dm_j, dc_j = _rows(dm, rows), _column(dc, rows, j)
-            if d_weights is not None:
-                _put_column(d_weights, rows, j, (dm_j * h).sum(dim=1, keepdim=True) + (dc_j * (h @ A2[j].T)).sum(dim=1, keepdim=True))
-            if weights is None:
-                dh = torch.addmm(dm_j, dc_j, A2[j])
-            else:
-                w = _column(weights, rows, j)
-                dc_j = dc_j * w
-                dh = (dm_j * w).addmm_(dc_j, A2[j])
             if d_A2 is not None:
                 d_A2[j].addmm_(dc_j.T, h)
-            q = [plan.activation.backward(dh if half == 1 else dh * p[1], p[0])]
+            if d_weights is not None:
+                _put_column(d_weights, rows, j, h.mul_(dm_j).sum(dim=1, keepdim=True))
+            dh = torch.addmm(dm_j, dc_j, A2[j]) if weights is None else (dm_j * _column(weights, rows, j)).addmm_(dc_j, A2[j])
+            q = [plan.activation.backward(dh if half == 1 else torch.mul(dh, p[1], out=h), p[0])]
             if half == 2:
                 q.append(dh.mul_(a))
             for i, q_i in enumerate(q):
@@ -179,7 +173,7 @@ class _Hidden(torch.autograd.Function):
         return None, d_weights, d_codes, d_A2, *d_bases, *(None if d_B is None else d_B.mT for d_B in d_B1)
 
 
-def _first(plan: Plan, j: int, rows: Rows, bases: Sequence[Tensor], codes: Tensor, B1: Sequence[Tensor]) -> list[Tensor]:  # noqa: PLR0917
+def _first(plan: Plan, j: int, rows: Rows, bases: Sequence[Tensor], codes: Tensor, B1: Sequence[Tensor]) -> list[Tensor]:
     """The pre-activations b + gamma B1_j z_j of one piece, (t, f) for each first layer."""
     updates = [(_column(codes, rows, i * len(B) + j), B[j].T) for i, B in enumerate(B1)]
     if isinstance(rows, slice):
@@ -256,21 +250,23 @@ class Mixture(nn.Module):
         if self.training and self.layout.dropout > 0:
             m, c = self._with_dropout(tokens, bases, weights, A1, B1, A2, base.activation)
         else:
-            codes = nn.functional.linear(tokens, A1.flatten(0, 2)).unflatten(1, (-1, A1.shape[2]))
+            codes = nn.functional.linear(tokens, A1.flatten(0, 2)).view(len(tokens), len(A1) * self.layout.experts, A1.shape[2])
             plan = self._plan(bases[0], routing, base.activation)
-            m, c = _Hidden.apply(plan, None if weights is None else weights[..., None].contiguous(), codes, A2, *bases, *B1)
+            m, c = _Hidden.apply(plan, weights, codes, A2, *bases, *B1)  # type: ignore[no-untyped-call]
+        if weights is not None:
+            c = c * weights
         y = project(base.down, m).addmm_(c.flatten(1), B2.transpose(1, 2).flatten(0, 1), alpha=self.gamma)
         return y.view_as(x)
 
     def _weights(self, x: Tensor, routing: Routing | None) -> Tensor | None:
-        """(T, n) in the dtype of x; None for a single expert."""
+        """(T, n, 1) in the dtype of x; None for a single expert."""
         if routing is not None:
-            return routing.weights.to(x.dtype)
+            return routing.weights.to(x.dtype)[..., None]
         n = self.layout.experts
-        return None if n == 1 else x.new_full((1, n), 1 / n).expand(len(x), n)
+        return None if n == 1 else x.new_full((1, n, 1), 1 / n).expand(len(x), n, 1)
 
     def _plan(self, b: Tensor, routing: Routing | None, activation: Activation) -> Plan:
-        chunk = max(len(b), 1) if b.is_cuda else max(CACHED_VALUES // b.shape[1], 16)
+        chunk = max(len(b), 1) if b.is_cuda else max(CACHED_VALUES // b.shape[1], 16) * self.layout.experts // self.layout.active
         if routing is None or routing.selected is None:
             return Plan(tuple(dense_pieces(len(b), self.layout.experts, chunk)), activation, self.gamma, dense=True)
         return Plan(tuple(grouped_pieces(routing.selected, self.layout.experts, chunk)), activation, self.gamma, dense=False)
@@ -278,7 +274,7 @@ class Mixture(nn.Module):
     def _with_dropout(
         self, x: Tensor, bases: list[Tensor], weights: Tensor | None, A1: Tensor, B1: list[Tensor], A2: Tensor, activation: Activation
     ) -> tuple[Tensor, Tensor]:
-        """M and c with a dropout mask of its own on the input of every LoRA: by autograd, all experts for all tokens."""
+        """The same m and A2 h with a dropout mask of its own on the input of every LoRA: by autograd, all experts for all tokens."""
         m, c = torch.zeros_like(bases[0]), []
         for j in range(self.layout.experts):
             p = [
@@ -286,7 +282,6 @@ class Mixture(nn.Module):
                 for b, A, B in zip(bases, A1, B1, strict=True)
             ]
             h = activation.forward(p[0]) * p[1] if len(p) == 2 else activation.forward(p[0])
-            w = 1.0 if weights is None else weights[:, j, None]
-            m = m + w * h
-            c.append(w * nn.functional.linear(nn.functional.dropout(h, self.layout.dropout), A2[j]))
+            m = m + (h if weights is None else weights[:, j] * h)
+            c.append(nn.functional.linear(nn.functional.dropout(h, self.layout.dropout), A2[j]))
         return m, torch.stack(c, dim=1)

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -105,29 +106,37 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
-def _kilobytes(count: float) -> str:
-    return f"{count / 1000:,.0f}"
+def tables(rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> tuple[Table, Table]:
+    """Two tables that fit 80 columns: test perplexity by method and client, and what each method cost. `rows` as in comparison.json.
+
+    Of more than eight clients only the best and the worst are shown.
+    """
+    return _scores(rows, titles), _costs(rows, titles)
 
 
-def table(rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str], caption: str) -> Table:
-    """Methods by mean test perplexity, clients in columns; `rows` as in comparison.json."""
+def _scores(rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> Table:
     clients = list(rows[0]["clients"])
+    few = len(clients) <= 8
     best = min(row["mean"] for row in rows)
-    shown = Table(caption=caption, caption_justify="left")
-    shown.add_column("method", no_wrap=True)
-    for name in ("test perplexity", *clients, "synced", "trainable", "kB up", "kB down", "seconds"):
-        shown.add_column(name, justify="right", no_wrap=name == "test perplexity")
+    shown = _plain("test perplexity", ("method", "mean", *(clients if few else ("best client", "worst client")), "synced"))
     for row in rows:
         spread = f" ± {row['std']:.2f}" if len(row["per_seed"]) > 1 else ""
-        shown.add_row(
-            titles[row["method"]],
-            f"{row['mean']:.2f}{spread}",
-            *(f"{row['clients'][i]:.2f}" for i in clients),
-            f"{row['mean_synced']:.2f}",
-            f"{row['trainable_parameters']:,}",
-            _kilobytes(row["bytes_up_per_round"]),
-            _kilobytes(row["bytes_down_per_round"]),
-            f"{row['wall_s']:.0f}",
-            style="bold" if row["mean"] == best else "",
-        )
+        values = row["clients"].values() if few else (min(row["clients"].values()), max(row["clients"].values()))
+        cells = (f"{row['mean']:.2f}{spread}", *(f"{value:.2f}" for value in values), f"{row['mean_synced']:.2f}")
+        shown.add_row(titles[row["method"]], *cells, style="bold" if row["mean"] == best else "")
+    return shown
+
+
+def _costs(rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> Table:
+    shown = _plain("cost per client", ("method", "trainable parameters", "kB up per round", "kB down per round", "seconds, all clients"))
+    for row in rows:
+        kilobytes = (f"{row[key] / 1000:,.0f}" for key in ("bytes_up_per_round", "bytes_down_per_round"))
+        shown.add_row(titles[row["method"]], f"{row['trainable_parameters']:,}", *kilobytes, f"{row['wall_s']:.0f}")
+    return shown
+
+
+def _plain(title: str, header: Sequence[str]) -> Table:
+    shown = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)
+    for k, name in enumerate(header):
+        shown.add_column(name, justify="right" if k else "left", no_wrap=k <= 1, overflow="fold", min_width=5)
     return shown

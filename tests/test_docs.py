@@ -1,0 +1,31 @@
+"""Documentation that can go stale is checked against the code."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import coterie
+from coterie.methods import METHODS
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+def test_the_page_on_recipes_is_what_the_code_says() -> None:
+    done = subprocess.run(
+        [sys.executable, "scripts/recipe_reference.py", "--check"], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_readme_names_every_method() -> None:
+    readme = (REPOSITORY / "README.md").read_text()
+    assert all(f"`{name}`" in readme for name in METHODS)
+
+
+def test_files_that_the_paper_index_names_exist() -> None:
+    page = (REPOSITORY / "docs/paper-index.md").read_text()
+    paths = re.findall(r"`((?:tests|methods|models|recipes)/[\w./-]+|\w+\.py)`", page)
+    assert len(paths) > 10
+    for path in paths:
+        assert any((root / path).exists() for root in (REPOSITORY, Path(coterie.__file__).parent)), path

@@ -1,0 +1,59 @@
+"""The main job itself, on the embedded base and the standard library."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from coterie import evaluation
+from coterie.recipe import load
+from coterie.run import compare, run
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
+    """Two rounds of it."""
+    out = tmp_path_factory.mktemp("quickstart")
+    recipe = load(
+        "quickstart",
+        ["method.rounds=2", "method.local_steps=4", "method.router_every=4", "data.test_tokens=2000", "data.valid_tokens=1000"],
+    )
+    return out, run(recipe, out)
+
+
+def test_two_rounds_already_help_every_client(short: tuple[Path, list[dict]]) -> None:
+    out, results = short
+    pretrained, local, fedavg, ours = results
+    assert [r["method"] for r in results] == ["pretrained", "local", "fedavg", "comigs-1g1s"]
+    assert list(ours["clients"]) == ["reference", "network", "numbers", "introspection"]
+    for i in ours["clients"]:
+        assert ours["clients"][i]["test"] < pretrained["clients"][i]["test"]
+    assert fedavg["mean"] < pretrained["mean"]
+    assert local["mean"] < pretrained["mean"]
+    assert json.loads((out / "result.json").read_text())["mean"] == ours["mean"]
+
+
+def test_the_embedded_base_knows_its_language(short: tuple[Path, list[dict]]) -> None:
+    """Far better than chance (4,096), on text that it has not seen."""
+    assert all(c["test"] < 120 for c in short[1][0]["clients"].values())
+
+
+@pytest.mark.slow
+def test_the_promise(tmp_path: Path) -> None:
+    """1G1S clearly better than Pretrained and Local, at least level with FedAvg (within 1 %), over three seeds."""
+    found = compare(["pretrained", "local", "fedavg", "comigs-1g1s"], load("quickstart"), tmp_path, seeds=3)
+    rows = {row["method"]: row for row in found["rows"]}
+    ours = rows["comigs-1g1s"]
+    assert ours["mean"] < 0.9 * rows["pretrained"]["mean"]
+    assert ours["mean"] + 2 * ours["std"] < rows["local"]["mean"] - 2 * rows["local"]["std"]
+    assert ours["mean"] <= 1.01 * rows["fedavg"]["mean"]
+
+
+def test_perplexity_is_the_exponential_of_the_mean() -> None:
+    import torch
+
+    assert evaluation.perplexity(torch.tensor([20 * math.log(7.0), 20.0], dtype=torch.float64)) == pytest.approx(7.0)
+    assert evaluation.perplexity(torch.tensor([1e6, 1.0], dtype=torch.float64)) == math.inf
+    assert evaluation.deviation([3.0]) == 0
+    assert evaluation.deviation([1.0, 3.0]) == pytest.approx(math.sqrt(2))
