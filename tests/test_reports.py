@@ -21,7 +21,7 @@ def result(method: str, rounds: int, shift: float) -> dict:
         for r in range(0 if rounds == 0 else 1, rounds + 1)
     ]
     last = evaluations[-1]["clients"]
-    costs = {"trainable_parameters": 1000, "bytes_up": 4000, "bytes_down": 4000}
+    costs = {"trainable_parameters": 1000, "flops_per_token": 2_500_000, "bytes_up": 4000, "bytes_down": 4000}
     return {
         "method": method,
         "recipe": "r",
@@ -60,6 +60,7 @@ def test_the_table_shows_deviations_only_over_seeds() -> None:
             "mean_synced": x,
             "clients": {"ann": x},
             "trainable_parameters": 12345,
+            "flops_per_token": 8_500_000,
             "bytes_up_per_round": 2000,
             "bytes_down_per_round": 0,
             "wall_s": 3.0,
@@ -84,7 +85,13 @@ def shown(rows: list[dict], width: int) -> str:
 )
 def test_tables_fit_a_narrow_terminal(clients: Sequence[object], expected: str) -> None:
     row = {"method": "comigs-1g1s", "mean": 44.44, "std": 0.01, "per_seed": [1, 2, 3], "mean_synced": 44.44}
-    costs = {"trainable_parameters": 123456, "bytes_up_per_round": 9e5, "bytes_down_per_round": 9e5, "wall_s": 99.0}
+    costs = {
+        "trainable_parameters": 123456,
+        "flops_per_token": 8_500_000,
+        "bytes_up_per_round": 9e5,
+        "bytes_down_per_round": 9e5,
+        "wall_s": 99.0,
+    }
     text = shown([row | costs | {"clients": dict.fromkeys(map(str, clients), 44.44)}], 80)
     assert expected in " ".join(text.split())
     assert "…" not in text

@@ -21,6 +21,7 @@ from coterie.errors import ModelError, RecipeError, Refused
 from coterie.methods import METHODS, Method
 from coterie.models.adapter import Adapter, Layout
 from coterie.models.backbone import Backbone
+from coterie.models.language import LanguageModel
 from coterie.protocol import Ask, ClientId, Replies, drive, mix
 from coterie.recipe import Recipe
 from coterie.records import Checkpoint, Checkpoints, MetricsFile, read_json, write_json
@@ -127,6 +128,7 @@ class Execution:
         self.recipe, self.method, self.clients = self.prepared.recipe, self.prepared.method, self.prepared.clients
         self.engine: Engine = ENGINES[self.recipe.engine](self.prepared.site, self.method, self._observe)
         self.checkpoints = Checkpoints(self.folder / "checkpoints", self.recipe.model_dump(mode="json", exclude={"compare_with"}))
+        self._counted: dict[Layout, int] = {}
         self.round, self.server = 0, self.method.init(self.prepared.blueprint, self.clients)
         self.progress: Json = {
             "up": dict.fromkeys(self.clients, 0),
@@ -227,6 +229,7 @@ class Execution:
                 **last["clients"][i],
                 "test_synced": synced[i],
                 "trainable_parameters": self._trainable(i),
+                "flops_per_token": self._flops(self.prepared.site.layouts[i]),
                 "bytes_up": self.progress["up"][i],
                 "bytes_down": self.progress["down"][i],
             }
@@ -258,6 +261,14 @@ class Execution:
             return 0
         adapter = Adapter(self.prepared.site.backbone.architecture, self.prepared.site.layouts[client])
         return sum(p.numel() for p in adapter.parameters())
+
+    def _flops(self, layout: Layout) -> int:
+        """Per token of a forward pass. Layouts repeat, and counting costs a pass."""
+        if layout not in self._counted:
+            backbone = self.prepared.site.backbone
+            adapter = LanguageModel(backbone, layout).adapter if self.method.total_iterations else None
+            self._counted[layout] = backbone.flops_per_token(adapter, self.recipe.model.context)
+        return self._counted[layout]
 
     def _keep_personal_models(self) -> None:
         self._ask(self.method.keep, self.method.personal(self.server, self.clients))
@@ -363,6 +374,7 @@ def row(name: str, results: Sequence[Json]) -> Json:
         "mean_synced": statistics.fmean(r["mean_synced"] for r in results),
         "clients": {i: statistics.fmean(r["clients"][i]["test"] for r in results) for i in results[0]["clients"]},
         "trainable_parameters": round(statistics.fmean(c["trainable_parameters"] for c in clients)),
+        "flops_per_token": round(statistics.fmean(c["flops_per_token"] for c in clients)),
         "bytes_up_per_round": round(statistics.fmean(c["bytes_up"] for c in clients) / rounds),
         "bytes_down_per_round": round(statistics.fmean(c["bytes_down"] for c in clients) / rounds),
         "wall_s": statistics.fmean(r["wall_s"] for r in results),

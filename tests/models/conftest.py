@@ -1,13 +1,8 @@
-"""Tiny bases with random weights, one of each family, and the path to the oracles."""
-
-import sys
-from pathlib import Path
+"""Tiny bases with random weights, one of each family."""
 
 import pytest
 import torch
 from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 VOCABULARY = 61
 

@@ -108,6 +108,7 @@ class Backbone:
             ModelError: The base is missing, incomplete, damaged or unsupported, or the device is not there.
         """
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
 
         if dtype not in DTYPES:
             raise ModelError(f"dtype {dtype!r} of the base is unknown", f"Allowed: {', '.join(DTYPES)}.")
@@ -115,6 +116,7 @@ class Backbone:
             raise ModelError(f"device {str(device)!r}: there is no CUDA device here", "Use device cpu.")
         Architecture.from_base(base)  # refuses an unsupported model before its weights are read
         source = locate(base)
+        logging.disable_progress_bar()  # of reading weights into memory; that of a download is another one
         with explained(base):
             model, found = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype], output_loading_info=True)
         if missing := sorted(found["missing_keys"]):
@@ -170,6 +172,16 @@ class Backbone:
         """(B, C) -> (B, C, d_model): the last hidden states, normalised as the output layer takes them."""
         found: Tensor = self.model.base_model(ids, use_cache=False).last_hidden_state
         return found
+
+    @torch.no_grad()
+    def flops_per_token(self, adapter: Adapter | None, context: int) -> int:
+        """Floating-point operations of one forward pass over a window of `context` tokens, per token, counted by torch as it runs."""
+        from torch.utils.flop_counter import FlopCounterMode
+
+        ids = torch.zeros((1, context), dtype=torch.int64, device=self.device)
+        with self.using(adapter), FlopCounterMode(display=False) as counter:
+            self.model(ids, use_cache=False)
+        return int(counter.get_total_flops()) // context
 
     @contextmanager
     def using(self, adapter: Adapter | None, record: list[Routing] | None = None) -> Iterator[None]:

@@ -266,10 +266,12 @@ class Mixture(nn.Module):
         return None if n == 1 else x.new_full((1, n, 1), 1 / n).expand(len(x), n, 1)
 
     def _plan(self, b: Tensor, routing: Routing | None, activation: Activation) -> Plan:
-        chunk = max(len(b), 1) if b.is_cuda else max(CACHED_VALUES // b.shape[1], 16) * self.layout.experts // self.layout.active
-        if routing is None or routing.selected is None:
-            return Plan(tuple(dense_pieces(len(b), self.layout.experts, chunk)), activation, self.gamma, dense=True)
-        return Plan(tuple(grouped_pieces(routing.selected, self.layout.experts, chunk)), activation, self.gamma, dense=False)
+        n, selected = self.layout.experts, None if routing is None else routing.selected
+        cached = CACHED_VALUES * torch.get_num_threads()  # each thread has a cache of its own
+        chunk = max(len(b), 1) if b.is_cuda else max(cached // b.shape[1], 16) * n // self.layout.active
+        if selected is None:
+            return Plan(tuple(dense_pieces(len(b), n, chunk)), activation, self.gamma, dense=True)
+        return Plan(tuple(grouped_pieces(selected, n, chunk)), activation, self.gamma, dense=False)
 
     def _with_dropout(
         self, x: Tensor, bases: list[Tensor], weights: Tensor | None, A1: Tensor, B1: list[Tensor], A2: Tensor, activation: Activation

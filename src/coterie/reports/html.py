@@ -91,17 +91,22 @@ def _costs(results: Sequence[Mapping[str, Any]]) -> str:
     rows = []
     for r in results:
         clients, rounds = r["clients"].values(), max(r["rounds"], 1)
-        up, down, size = (sum(c[k] for c in clients) / len(clients) for k in ("bytes_up", "bytes_down", "trainable_parameters"))
+        keys = ("bytes_up", "bytes_down", "trainable_parameters", "flops_per_token")
+        up, down, size, work = (sum(c[k] for c in clients) / len(clients) for k in keys)
         rows.append(
             [
                 METHODS[r["method"]].title,
                 f"{size:,.0f}",
+                f"{work / 1e6:,.2f}",
                 f"{up / rounds / 1000:,.1f}",
                 f"{down / rounds / 1000:,.1f}",
                 f"{r['wall_s']:,.0f}",
             ]
         )
-    return _table(["method", "trainable parameters", "kB up per round", "kB down per round", "seconds, all clients"], rows)
+    return _table(
+        ["method", "trainable parameters", "MFLOPs per token, forward", "kB up per round", "kB down per round", "seconds, all clients"],
+        rows,
+    )
 
 
 def _curves(results: Sequence[Mapping[str, Any]]) -> str:
@@ -114,13 +119,16 @@ def _curves(results: Sequence[Mapping[str, Any]]) -> str:
     figure = Figure(figsize=(3.2 * columns, 2.9 * rows + 0.4), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
     for axis, client in zip(axes, clients, strict=False):
+        # Every adapter starts as no change at all, so that all curves begin where the base stands.
+        start = [(0, r["clients"][client]["test"]) for r in results if r["rounds"] == 0][:1]
         for colour, result in zip(COLOURS, results, strict=False):
-            points = [(e["iteration"], e["clients"][client]["test"]) for e in result["evaluations"]]
+            points = start + [(e["iteration"], e["clients"][client]["test"]) for e in result["evaluations"]]
             label = METHODS[result["method"]].title
             if result["rounds"] == 0:
                 axis.axhline(points[0][1], color=colour, linestyle=":", label=label)
             else:
                 axis.plot(*zip(*points, strict=True), color=colour, marker="o", markersize=4, label=label)
+        axis.set_xlim(left=0)
         axis.set_title(client, color=GREY, fontsize=10)
         axis.set_xlabel("local iterations", color=GREY)
         axis.tick_params(colors=GREY, which="both")
