@@ -50,7 +50,7 @@ def test_another_method_keeps_data_base_training_and_common_settings() -> None:
         ({"data": {"kind": "unknown"}, "method": {"name": "local"}}, "data"),
         ({"data": {"kind": "stdlib", "seeds": 1}, "method": {"name": "local"}}, "seeds: unknown key, did you mean seed?"),
         ({"data": {"kind": "stdlib"}, "method": {"name": "local"}, "compare_with": ["lokal"]}, "compare_with: there is no method 'lokal'"),
-        ({"data": {"kind": "stdlib"}, "method": {"name": "local", "top_k": 2}}, "method.top_k: unknown key"),
+        ({"data": {"kind": "stdlib"}, "method": {"name": "local", "top_k": 2}}, "method.top_k: unknown key here: it belongs to another"),
         ({"data": {"kind": "stdlib"}, "method": {"name": "comigs", "specialists": [1, -1]}}, "method.specialists"),
         ({"data": {"kind": "stdlib"}, "method": {"name": "pretrained", "rounds": 2}}, "method.rounds"),
     ],

@@ -185,8 +185,10 @@ def _readable(error: ErrorDetails, prefix: tuple[str, ...] = ()) -> str:
 def _suggest(location: list[str]) -> str:
     """The known key that an unknown one resembles."""
     known = _keys(Recipe) | {f.name for entry in METHODS.values() for f in dataclasses.fields(entry.method)}
+    if location[-1] in known:
+        return " here: it belongs to another section, method or kind of data"
     close = difflib.get_close_matches(location[-1], known, n=1)
-    return f", did you mean {close[0]}?" if close else "; see the README's page on recipes for all keys"
+    return f", did you mean {close[0]}?" if close else "; see docs/recipes.md for all keys"
 
 
 def _keys(model: type[BaseModel]) -> set[str]:
