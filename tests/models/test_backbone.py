@@ -18,7 +18,7 @@ from coterie.models.language import LanguageModel
 from coterie.models.routing import Router, balance_loss
 from coterie.roles import GENERALIST, ROUTER, SPECIALIST
 
-STORIES = Path(os.environ.get("COTERIE_MODELS", "/work/shared/models")) / "stories260K"
+STORIES = Path(os.environ.get("COTERIE_DATA", Path(__file__).parents[3] / "shared/data")).parent / "models/stories260K"
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """What every method is: one file, state in and state out."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal, Protocol
@@ -21,7 +22,7 @@ class Reader(Protocol):
 
 
 @dataclass(frozen=True)
-class Method:
+class Method(ABC):
     """A way of training personal models together. Subclasses give `init`, `round` and their `@task`s.
 
     Args:
@@ -40,17 +41,17 @@ class Method:
         """T * L: what the cosine schedule of the experts runs over."""
         return self.rounds * self.local_steps
 
+    @abstractmethod
     def layout(self, position: int, base: Layout) -> Layout:
         """The adapter of the client at `position` of the federation; `base` carries the recipe's rank, alpha and dropout."""
-        raise NotImplementedError
 
+    @abstractmethod
     def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
         """The server's state before the first round."""
-        raise NotImplementedError
 
+    @abstractmethod
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
         """One round: yields Asks, is sent the replies, returns the next state."""
-        raise NotImplementedError
 
     def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
         """What each client would get from the server now: with it loaded, it is synchronised (`test_synced`)."""
