@@ -31,7 +31,7 @@ def test_what_is_written_down_is_the_same_recipe(tmp_path: Path) -> None:
 
 
 def test_another_method_keeps_data_base_training_and_common_settings() -> None:
-    recipe = load("quickstart", ["method.rounds=7", "method.router_every=4"])
+    recipe = load("quickstart", ["method.rounds=7", "method.local_steps=10", "method.router_every=4"])
     fedavg, two = recipe.with_method("fedavg"), recipe.with_method("comigs-2s")
     assert fedavg.build_method() == FedAvg(rounds=7, local_steps=10)
     assert two.build_method() == CoMiGS(rounds=7, local_steps=10, router_every=4, router_steps=5, generalists=0, specialists=2)
