@@ -1,0 +1,14 @@
+"""The papers' theorems as small experiments whose claims are checked with numbers: `THEOREMS[name](seed)`."""
+
+from collections.abc import Callable, Mapping
+
+from coterie.theory.comigs import contraction
+from coterie.theory.comigs_experts import linear_experts
+from coterie.theory.experiment import Claim, Curve, Experiment, Panel, Table
+
+THEOREMS: Mapping[str, Callable[[int], Experiment]] = {
+    "comigs/theorem-2.1": contraction,
+    "comigs/theorem-g.2": linear_experts,
+}
+
+__all__ = ["THEOREMS", "Claim", "Curve", "Experiment", "Panel", "Table"]
