@@ -14,7 +14,8 @@ from pydantic_core import PydanticUndefined
 
 from coterie import recipes
 from coterie.client import AdamW, Training
-from coterie.data import AgNews, Folders, Hub, Multilingual, Stdlib, Topics
+from coterie.data import AgNews, Folders, Hub, HubClients, Multilingual, Stdlib, Synthetic, Topics
+from coterie.data.hub import HubClient
 from coterie.methods import METHODS
 from coterie.recipe import ModelSection, Recipe
 
@@ -69,9 +70,11 @@ def page() -> str:
         fields_of(AdamW),
     ]
     parts += ["## `data`", "Which fields there are depends on `data.kind`."]
-    for kind in (Stdlib, AgNews, Multilingual, Topics, Folders, Hub):
+    for kind in (Stdlib, AgNews, Multilingual, Topics, Folders, Hub, HubClients, Synthetic):
         name = typing.get_args(kind.model_fields["kind"].annotation)[0]
         parts += [f"### `data.kind: {name}`", (kind.__doc__ or "").split("\n\n")[0], fields_of(kind, "data.", skip=("kind",))]
+        if kind is HubClients:
+            parts += ["Each of `data.clients` has:", fields_of(HubClient)]
     parts += ["## `method`"]
     for name in ("comigs", "fedavg", "pretrained"):
         entry = METHODS[name]

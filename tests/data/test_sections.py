@@ -1,7 +1,9 @@
 """The kinds of the recipe's data section: what they make of sources, and what they refuse."""
 
 import gzip
+import io
 import json
+import tarfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,10 +11,14 @@ import datasets
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from coterie.data import AgNews, Data, Folders, Hub, Multilingual, Stdlib, Topics, corpora
+from coterie import personal
+from coterie.data import AgNews, Data, Folders, Hub, HubClients, Multilingual, Stdlib, Synthetic, Topics, corpora
 from coterie.data.corpora import mixtures
+from coterie.data.hub import HubClient
 from coterie.data.pretraining import STDLIB_TOPICS, seen_in_pretraining
 from coterie.errors import DataError
+from coterie.recipe import load
+from coterie.run import prepare, run
 
 SPLITS = ("train", "valid", "test")
 
@@ -42,14 +48,14 @@ def assert_disjoint(parts) -> None:
 # The section
 
 
-@pytest.mark.parametrize("kind", ["stdlib", "agnews", "multilingual", "topics", "folders"])
+@pytest.mark.parametrize("kind", ["stdlib", "agnews", "multilingual", "topics", "folders", "synthetic"])
 def test_the_union_knows_every_kind(kind: str) -> None:
     section = TypeAdapter(Data).validate_python({"kind": kind})
     assert section.kind == kind
     assert TypeAdapter(Data).validate_python(section.model_dump(mode="json")) == section
 
 
-@pytest.mark.parametrize("section", [Stdlib, AgNews, Multilingual, Topics, Folders, Hub])
+@pytest.mark.parametrize("section", [Stdlib, AgNews, Multilingual, Topics, Folders, Hub, HubClients, HubClient, Synthetic])
 def test_every_field_is_described(section) -> None:
     assert all(info.description or name == "kind" for name, info in section.model_fields.items())
 
@@ -67,6 +73,10 @@ def test_every_field_is_described(section) -> None:
         {"kind": "multilingual", "languages": ["de", "de"]},
         {"kind": "agnews", "distribution": "both"},
         {"kind": "hub", "dataset": "x"},
+        {"kind": "hub-clients", "clients": {}},
+        {"kind": "hub-clients", "clients": {"a": {}}},
+        {"kind": "hub-clients", "clients": {"a": {"dataset": "x", "wher": {}}}},
+        {"kind": "hub-clients", "clients": {"a": {"dataset": "x"}}, "documents": 2},
     ],
 )
 def test_sections_that_are_refused(given: dict) -> None:
@@ -406,3 +416,149 @@ def test_hub_sections_that_are_refused(tmp_path, tokenizer) -> None:
     assert "several clients would be called a-b" in changed(dataset=str(tmp_path / "same.jsonl"))
     write_rows(tmp_path / "numbers.jsonl", [{"body": 1, "who": "a"}])
     assert "column 'body' is int, not text" in changed(dataset=str(tmp_path / "numbers.jsonl"))
+
+
+# hub-clients
+
+
+def pajama(n: int = 90) -> list[dict]:
+    """Rows in SlimPajama's form."""
+    names = ("RedPajamaBook", "RedPajamaArXiv", "RedPajamaC4")
+    return [{"text": f"{names[i % 3]} {i} the cat and the dog", "meta": {"redpajama_set_name": names[i % 3]}} for i in range(n)]
+
+
+def parts(dataset: Path, **more) -> HubClients:
+    """Two clients of one data set."""
+    sets = {"books": "RedPajamaBook", "arxiv": "RedPajamaArXiv"}
+    clients = {id: {"dataset": str(dataset), "where": {"meta.redpajama_set_name": name}, **more} for id, name in sets.items()}
+    return TypeAdapter(Data).validate_python({"kind": "hub-clients", "clients": clients})
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize("form", ["jsonl", "jsonl.gz", "parquet"])
+@pytest.mark.parametrize("as_file", [False, True])
+def test_clients_from_parts_of_a_data_set(tmp_path, tokenizer, streaming: bool, form: str, as_file: bool) -> None:
+    folder = tmp_path / "pajama"
+    path = folder / f"train.{form}"
+    if form == "parquet":
+        folder.mkdir()
+        datasets.Dataset.from_list(pajama()).to_parquet(path)
+    else:
+        write_rows(path, pajama())
+    section = parts(path if as_file else folder, streaming=streaming)
+    found = texts(section)
+    assert list(found) == ["books", "arxiv"]
+    for name, splits in zip(("RedPajamaBook", "RedPajamaArXiv"), found.values(), strict=True):
+        assert_disjoint(splits)
+        assert sorted(text for part in splits for text in part) == sorted(row["text"] for row in pajama() if row["text"].startswith(name))
+    section.load(tokenizer, 4)
+    encoded = len(tokenizer.texts)
+    section.load(tokenizer, 4)
+    assert len(tokenizer.texts) == encoded
+    write_rows(folder / "train.jsonl", pajama(120)) if form == "jsonl" else path.touch()
+    section.load(tokenizer, 4)
+    assert len(tokenizer.texts) > encoded  # another version of the files
+
+
+def test_no_more_is_read_than_is_asked_for(tmp_path, monkeypatch) -> None:
+    write_rows(tmp_path / "pajama/train.jsonl", pajama())
+    section, read = parts(tmp_path / "pajama"), []
+    load_dataset = datasets.load_dataset
+
+    def counted(*args, **options):
+        assert options["streaming"] is True
+        for row in load_dataset(*args, **options):
+            read.append(row)
+            yield row
+
+    monkeypatch.setattr(datasets, "load_dataset", counted)
+
+    def rows_read(**bounds) -> tuple[int, list[int]]:
+        read.clear()
+        found = texts(section.model_copy(update=bounds))
+        return len(read), [sum(map(len, splits)) for splits in found.values()]
+
+    assert rows_read() == (180, [30, 30])
+    assert rows_read(documents=5) == (13 + 14, [5, 5])
+    assert rows_read(rows=10) == (20, [4, 3])
+    assert rows_read(characters=4 * len("RedPajamaBook 0 the cat and the dog")) == (10 + 11, [4, 4])
+
+
+def test_clients_from_several_data_sets(tmp_path) -> None:
+    """As in Common Corpus with patents: unlike columns, a split of another name, an archive with a JSON file per document."""
+    write_rows(tmp_path / "talks.jsonl", [{"body": {"en": f"talk {i}"}, "loud": bool(i % 2), "year": i % 3} for i in range(60)])
+    write_rows(tmp_path / "tenders/validation.jsonl", [{"text": f"tender {i}" if i else None} for i in range(20)])
+    with tarfile.open(tmp_path / "patents.tar.gz", "w:gz") as archive:
+        for i in range(10):
+            data = json.dumps({"title": f"patent {i}", "full_description": f"what is claimed {i}"}, indent=1).encode()
+            entry = tarfile.TarInfo(f"2016/{i}.json")
+            entry.size = len(data)
+            archive.addfile(entry, io.BytesIO(data))
+    patents = {"format": "json", "text_column": "full_description", "streaming": False}
+    section = HubClients(
+        clients={
+            "talks": HubClient(dataset=str(tmp_path / "talks.jsonl"), text_column="body.en", where={"loud": True, "year": 1}),
+            "tenders": HubClient(dataset=str(tmp_path / "tenders"), split="validation"),
+            "patents": HubClient(dataset=str(tmp_path / "patents.tar.gz"), **patents),
+        }
+    )
+    found = {id: {text for part in splits for text in part} for id, splits in texts(section).items()}
+    assert found == {
+        "talks": {f"talk {i}" for i in range(60) if i % 2 and i % 3 == 1},
+        "tenders": {f"tender {i}" for i in range(1, 20)},
+        "patents": {f"what is claimed {i}" for i in range(10)},
+    }
+
+
+def test_hub_clients_that_are_refused_come_all_at_once(tmp_path, tokenizer, monkeypatch) -> None:
+    write_rows(tmp_path / "pajama.jsonl", pajama())
+    write_rows(tmp_path / "numbers.jsonl", [{"text": 1, "meta": {"a": 2}}])
+    path, numbers = str(tmp_path / "pajama.jsonl"), str(tmp_path / "numbers.jsonl")
+
+    def message(**clients: dict) -> str:
+        return refusal(TypeAdapter(Data).validate_python({"kind": "hub-clients", "clients": clients}), tokenizer)
+
+    found = message(a={"dataset": path, "text_column": "body"}, b={"dataset": path, "where": {"meta.name": "x"}}, c={"dataset": numbers})
+    assert f"data.clients.a: data set {path}: no column 'body'" in found
+    assert "Choose among: text, meta.redpajama_set_name." in found
+    assert f"data.clients.b: data set {path}: no column 'meta.name'" in found
+    assert f"data.clients.c: data set {numbers}: column 'text' is int, not text" in found
+    nothing = message(d={"dataset": path, "where": {"meta.redpajama_set_name": "RedPajamaWiki"}})
+    assert "0 documents where meta.redpajama_set_name is 'RedPajamaWiki', looking at 1,000,000 rows" in nothing
+    assert "data.rows" in nothing
+    assert "data.clients.e: data set /no/where: there is no such folder or file" in message(e={"dataset": "/no/where"})
+    assert "client id 'f g' is not valid" in message(**{"f g": {"dataset": path}})
+    assert "files of this kind cannot be read" in message(h={"dataset": "hf://datasets/some/thing/data.tar.gz"})
+    assert "Unknown split" in message(i={"dataset": path, "split": "trian", "streaming": False})
+
+    def broken(*args, **options):
+        yield {"text": "one"}
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(datasets, "load_dataset", broken)
+    assert "data.clients.j: cannot read data set some/thing to the end: ConnectionError: no route" in message(j={"dataset": "some/thing"})
+
+
+# The user-specific study (CoMiGS, section 3.3): unlike amounts of data, unlike numbers of experts
+
+
+@pytest.mark.parametrize("specialists", [(1, 3, 7, 0), (7, 3, 0, 1)])
+def test_clients_with_unlike_data_and_experts_train_together(data_root: Path, tiny_base: Path, tmp_path, specialists) -> None:
+    tokens = [2000, 1000, 500, 800]
+    options = [f"data.root={data_root}", f"data.train_tokens={tokens}", "data.valid_tokens=300", "data.test_tokens=300"]
+    options += [f"model.base={tiny_base}", "model.context=32", "model.rank=2", "training.batch_size=2"]
+    options += ["method.name=comigs-1gxs", f"method.specialists={list(specialists)}", "method.rounds=2", "method.local_steps=2"]
+    recipe = load("multilingual", [*options, "method.router_every=2", "method.router_steps=1"])
+    prepared = prepare(recipe)
+    assert [len(data.train) for data in prepared.site.data.values()] == tokens
+    assert [(prepared.site.layouts[i].generalists, prepared.site.layouts[i].specialists) for i in prepared.clients] == [
+        (1, count) for count in specialists
+    ]
+    [result] = run(recipe, tmp_path / "run")
+    clients = result["clients"]
+    assert list(clients) == ["de", "fr", "it", "nl"]
+    by_experts = sorted(clients.values(), key=lambda client: client["trainable_parameters"])
+    assert [list(clients.values()).index(client) for client in by_experts] == sorted(range(4), key=lambda i: specialists[i])
+    assert len({client["bytes_up"] for client in clients.values()}) == 1  # what is shared is the same, however many specialists there are
+    for client, count in zip(clients, specialists, strict=True):
+        assert personal.load(tmp_path / "run", client).layout.routed == (count > 0)

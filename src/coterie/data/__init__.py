@@ -6,8 +6,9 @@ from pydantic import Field
 
 from coterie.data.corpora import AgNews, Multilingual, Stdlib, Topics
 from coterie.data.folders import Folders
-from coterie.data.hub import Hub
+from coterie.data.hub import Hub, HubClients
+from coterie.data.synthetic import Synthetic
 
-Data = Annotated[Stdlib | AgNews | Multilingual | Topics | Folders | Hub, Field(discriminator="kind")]
+Data = Annotated[Stdlib | AgNews | Multilingual | Topics | Folders | Hub | HubClients | Synthetic, Field(discriminator="kind")]
 
-__all__ = ["AgNews", "Data", "Folders", "Hub", "Multilingual", "Stdlib", "Topics"]
+__all__ = ["AgNews", "Data", "Folders", "Hub", "HubClients", "Multilingual", "Stdlib", "Synthetic", "Topics"]

@@ -2,17 +2,22 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from coterie.data.documents import keyed_by_text, split
-from coterie.data.section import Fractions, Names, Section, Source, Texts, choose
+from coterie.data.refusals import Refusals
+from coterie.data.section import Fractions, Names, Section, Source, Texts, choose, stamps
 from coterie.errors import DataError
 
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
+_REMEDY = "Check its dataset, subset, split and revision; without a network, name a local folder or file as its dataset."
+
+Format = Literal["json", "parquet", "csv", "arrow", "text"]
 
 
 class Hub(Section):
@@ -70,6 +75,134 @@ class Hub(Section):
         return names
 
 
+class HubClient(BaseModel):
+    """Where one client's text comes from."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    dataset: Annotated[
+        str, Field(min_length=1, description="id on the Hub, or a local folder or file, or one file of the Hub (`hf://datasets/...`)")
+    ]
+    subset: Annotated[str | None, Field(description="the data set's configuration, if it has several")] = None
+    split: Annotated[str, Field(min_length=1, description="the data set's split to draw documents from")] = "train"
+    revision: Annotated[str | None, Field(description="commit or tag on the Hub; null: the newest when it is first read")] = None
+    format: Annotated[Format | None, Field(description="of a single file, where its ending does not tell (an archive of JSON, say)")] = None
+    text_column: Annotated[str, Field(min_length=1, description="column with the text; dots lead into nested columns")] = "text"
+    where: Annotated[
+        dict[str, str | int | float | bool],
+        Field(description="only rows whose columns have these values; dots lead into nested columns (`meta.redpajama_set_name`)"),
+    ] = {}
+    streaming: Annotated[
+        bool, Field(description="read no more than is asked for; false: download all of it first (archives need that)")
+    ] = True
+
+
+class HubClients(Section):
+    """Clients whose texts are from several data sets, or from several parts of one; of each so much is read as is asked for.
+
+    Rows come in the order of the data set, those without text are left out, and reading stops at whichever bound is met first. So a data
+    set of terabytes costs what was read of it. What was read is kept as tokens: a second run with the same section needs no network, and
+    a newer version on the Hub is not noticed; name a `revision` to fix which one it is.
+    """
+
+    kind: Literal["hub-clients"] = "hub-clients"
+    clients: Annotated[dict[str, HubClient], Field(min_length=1, description="by id, where each client's text comes from")]
+    documents: Annotated[int, Field(ge=3, description="at most so many documents are kept of each client")] = 20_000
+    characters: Annotated[int, Field(ge=1, description="no more documents are read when a client has so many characters")] = 20_000_000
+    rows: Annotated[int, Field(ge=1, description="at most so many rows are looked at for each client")] = 1_000_000
+    fractions: Annotated[Fractions, Field(description="shares of train, valid and test in a client's text")] = (0.8, 0.1, 0.1)
+
+    @property
+    def title(self) -> str:
+        return f"parts of {', '.join(dict.fromkeys(client.dataset for client in self.clients.values()))}"
+
+    def source(self) -> Source:
+        self._check(list(self.clients))
+        files = []
+        with Refusals() as refusals:
+            for id, client in self.clients.items():
+                with refusals.gather(f"data.clients.{id}: "):
+                    files.append(stamps(_files(_local(client.dataset, _REMEDY))))
+        return Source(files, self._read)
+
+    def _read(self) -> Texts:
+        texts = {}
+        with Refusals() as refusals:
+            for id, client in self.clients.items():
+                with refusals.gather(f"data.clients.{id}: "):
+                    texts[id] = split(keyed_by_text(self._documents(client)), self.fractions, self.seed)
+        return texts
+
+    def _documents(self, client: HubClient) -> list[str]:
+        """The first documents of a client that its bounds allow."""
+        data = fetch(client.dataset, client.subset, client.split, _REMEDY, client.streaming, client.revision, client.format)
+        texts, characters = [], 0
+        for row in islice(_rows(data, client.dataset), self.rows):
+            if any(_value(row, column, client.dataset) != value for column, value in client.where.items()):
+                continue
+            text = _value(row, client.text_column, client.dataset)
+            if not isinstance(text, str | None):
+                problem = f"data set {client.dataset}: column {client.text_column!r} is {type(text).__name__}, not text"
+                raise DataError(problem, "Name another.")
+            if text and text.strip():
+                texts.append(text)
+                characters += len(text)
+            if len(texts) == self.documents or characters >= self.characters:
+                break
+        if len(texts) < 3:  # a split each
+            where = " and ".join(f"{column} is {value!r}" for column, value in client.where.items())
+            problem = f"data set {client.dataset}: {len(texts)} documents{f' where {where}' * bool(where)}, looking at {self.rows:,} rows"
+            raise DataError(problem, "Check the client's where, give it more text, or look at more rows: data.rows.")
+        return texts
+
+
+def _rows(data: Any, dataset: str) -> Iterator[Mapping[str, Any]]:
+    """The rows of a data set, streamed or not. Raises DataError where the network or a file fails on the way."""
+    rows = iter(data)
+    while True:
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except Exception as error:  # datasets raises whatever its readers and the network do
+            raise DataError(f"cannot read data set {dataset} to the end: {type(error).__name__}: {error}", _REMEDY) from error
+        yield row
+
+
+def _value(row: Mapping[str, Any], column: str, dataset: str) -> Any:
+    """The value of a column, `a.b` being b in a. Raises DataError if there is none."""
+    found: Any = row
+    for part in column.split("."):
+        if not isinstance(found, Mapping) or part not in found:
+            raise DataError(f"data set {dataset}: no column {column!r}", f"Choose among: {', '.join(_columns(row))}.")
+        found = found[part]
+    return found
+
+
+def _columns(row: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """The names of a row's columns, nested ones with dots."""
+    return [
+        name
+        for key, value in row.items()
+        for name in (_columns(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [f"{prefix}{key}"])
+    ]
+
+
+def _local(dataset: str, remedy: str) -> Path | None:
+    """The folder or file of a local data set; None of one on the Hub. Raises DataError for a path that does not exist."""
+    path = Path(dataset).expanduser()
+    if not path.exists() and dataset.startswith((".", "/", "~")):
+        raise DataError(f"data set {dataset}: there is no such folder or file", remedy)
+    return path if path.exists() else None
+
+
+def _files(path: Path | None) -> list[Path]:
+    """The files that a local data set is or holds."""
+    if path is None or path.is_file():
+        return [path] if path else []
+    return sorted(file for file in path.rglob("*") if file.is_file())
+
+
 def _id(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip(".")
 
@@ -81,25 +214,31 @@ def _names(values: Iterable[Any], feature: Any) -> list[str | None]:
     return [None if value is None else str(value) for value in values]
 
 
-def fetch(dataset: str, subset: str | None, split: str, remedy: str) -> Any:
-    """One split of a data set of the Hub or of a local folder or file: a `datasets.Dataset`.
+def fetch(
+    dataset: str,
+    subset: str | None,
+    split: str,
+    remedy: str,
+    streaming: bool = False,
+    revision: str | None = None,
+    format: Format | None = None,
+) -> Any:
+    """One split of a data set of the Hub or of a local folder or file: a `datasets.Dataset`, or an `IterableDataset` if streamed.
 
     Raises:
         DataError: It cannot be had, with `remedy`.
     """
     from datasets import load_dataset
 
-    path = Path(dataset).expanduser()
-    if not path.exists() and dataset.startswith((".", "/", "~")):
-        raise DataError(f"data set {dataset}: there is no such folder or file", remedy)
+    path, options = _local(dataset, remedy), {"name": subset, "split": split, "streaming": streaming, "revision": revision}
     try:
-        if path.is_file():
-            return load_dataset(_builder(path), name=subset, split=split, data_files={"train": str(path)})
-        return load_dataset(str(path) if path.is_dir() else dataset, name=subset, split=split)
+        if (path and path.is_file()) or dataset.startswith("hf://"):
+            return load_dataset(format or _builder(path or Path(dataset)), data_files={"train": str(path or dataset)}, **options)
+        return load_dataset(str(path or dataset), **options)
     except DataError:
         raise
     except Exception as error:  # datasets raises whatever its readers and the network do
-        where = "" if path.exists() or isinstance(error, ValueError) else " from the Hub (offline?)"
+        where = "" if path or isinstance(error, ValueError) else " from the Hub (offline?)"
         raise DataError(f"cannot load data set {dataset}{where}: {type(error).__name__}: {error}", remedy) from error
 
 
