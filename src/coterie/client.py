@@ -1,9 +1,10 @@
 """The client as a task sees it: its model, its data, its optimisers, its state, and nothing of anybody else's."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Annotated, Literal, Protocol
 
 import torch
@@ -16,11 +17,13 @@ from coterie.errors import ClientError, CoterieError, TensorError
 from coterie.models.adapter import Adapter, Architecture, Layout
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
+from coterie.models.lora import LoRA
 from coterie.protocol import ClientId, State, find_task, mix
-from coterie.roles import GENERALIST, ROUTER, SPECIALIST, Role
+from coterie.roles import BACKBONE, GENERALIST, ROUTER, SPECIALIST, Role
 from coterie.tensors import Named, Tensors, all_finite, check_alike
 
-TRAINABLE = (GENERALIST, SPECIALIST, ROUTER)  # of a language model; also the order of a client's parameters
+# Of a language model; also the order of a client's parameters. Of BACKBONE an adapter has what a method freezes at its initial value.
+OWNED = (GENERALIST, SPECIALIST, ROUTER, BACKBONE)
 Metrics = dict[str, object]
 
 
@@ -67,6 +70,7 @@ class Model(Protocol):
     """What a client needs of a model. Trainable parameters are grouped by role and owned by the client's state."""
 
     def parameters_by_role(self) -> Mapping[Role, Mapping[str, nn.Parameter]]: ...
+    def loras(self) -> Mapping[str, LoRA]: ...
     def initial(self, role: Role, seed: int) -> Tensors: ...
     def gradient(
         self, batch: Tensor, wrt: list[nn.Parameter], micro_batch: int | None = None
@@ -76,7 +80,7 @@ class Model(Protocol):
 
 def initial_seed(seed: int, role: Role, client: ClientId) -> int:
     """What is shared starts the same everywhere, from the run's seed; what is local starts from the client's own."""
-    return mix(seed, "initial", role, "" if role is GENERALIST else client)
+    return mix(seed, "initial", role, "" if role in (GENERALIST, BACKBONE) else client)
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,18 @@ class Blueprint:
         """The initial values of the shared tensors."""
         adapter = Adapter(self.architecture, next(iter(self.layouts.values())))
         return {name: t for role in roles for name, t in adapter.initial(role, initial_seed(self.seed, role, "")).items()}
+
+    @property
+    def ranks(self) -> dict[ClientId, list[int]]:
+        """The rank of each of a client's low-rank updates, in the order of their modules' names."""
+        adapters = {i: Adapter(self.architecture, layout).loras() for i, layout in self.layouts.items()}
+        return {i: [loras[module].A.shape[1] for module in sorted(loras)] for i, loras in adapters.items()}
+
+    def loras(self) -> dict[str, LoRA]:
+        """The low-rank updates of the client with the largest rank, at their initial values."""
+        adapter = Adapter(self.architecture, max(self.layouts.values(), key=lambda layout: layout.expert_rank))
+        adapter.load_state_dict(adapter.initial(GENERALIST, initial_seed(self.seed, GENERALIST, "")), strict=False)
+        return adapter.loras()
 
 
 @dataclass
@@ -123,7 +139,7 @@ class Client:
 
     def __post_init__(self) -> None:
         self._parameters = self.model.parameters_by_role()
-        for role in TRAINABLE:
+        for role in OWNED:
             if named := self._parameters[role]:
                 self._bind(role, named)
 
@@ -144,6 +160,11 @@ class Client:
         for parameter in named.values():
             parameter.data = flat[offset : offset + parameter.numel()].view_as(parameter)
             offset += parameter.numel()
+
+    @property
+    def loras(self) -> Mapping[str, LoRA]:
+        """The client's low-rank updates by the name of their module: its own values, so that changing them in place changes it."""
+        return self.model.loras()
 
     @property
     def train(self) -> Split:
@@ -175,7 +196,7 @@ class Client:
         Raises:
             TensorError: A name, shape or dtype that this client's model does not have, or a value that is not finite.
         """
-        own = {name: p for role in TRAINABLE for name, p in self._parameters[role].items() if name in tensors}
+        own = {name: p for role in OWNED for name, p in self._parameters[role].items() if name in tensors}
         check_alike(own, tensors, f"tensors for client {self.id!r}")
         if not all_finite(tensors):
             raise TensorError(f"tensors for client {self.id!r}: not all values are finite", "A client diverged: lower the learning rate.")
@@ -189,18 +210,23 @@ class Client:
     @contextmanager
     def borrowing(self, tensors: Named) -> Iterator[None]:
         """Within the block the client has `tensors` loaded; afterwards its own are back."""
-        before = {name: p.detach().clone() for role in TRAINABLE for name, p in self._parameters[role].items() if name in tensors}
+        before = {name: p.detach().clone() for role in OWNED for name, p in self._parameters[role].items() if name in tensors}
         self.load(tensors)
         try:
             yield
         finally:
             self.load(before)
 
-    def step(self, *roles: Role, on: Split) -> None:
+    def step(self, *roles: Role, on: Split, extra: Callable[[], Named] | None = None) -> None:
         """One optimiser step of the tensors of these roles on the next batch of a split.
 
         Gradients are taken of these roles alone, so nothing leaks between the levels. A step of anything but the router alone is a
         local iteration.
+
+        Args:
+            roles: Whose tensors are trained.
+            on: The split that the batch is drawn from.
+            extra: Gives the gradient, by name, of what the objective has beside the loss: a regulariser, a penalty.
         """
         batch = on.batch(self._count(f"cursor/{on.name}", self.training.batch_size), self.training.batch_size)
         present = [role for role in roles if self._parameters[role]]
@@ -211,9 +237,11 @@ class Client:
         gradients, stats = self.model.gradient(batch, wrt, self.training.micro_batch)
         self.stats.setdefault("+".join(roles), []).append(stats)
         self.tokens += batch.shape[0] * (batch.shape[1] - 1)
+        beside = extra() if extra else {}
         remaining = iter(gradients)
         for role in present:
-            flat = torch.cat([next(remaining).flatten() for _ in self._parameters[role]])
+            terms = ((next(remaining), beside.get(name)) for name in self._parameters[role])
+            flat = torch.cat([(own if other is None else own + other).flatten() for own, other in terms])
             self._descend(role, flat.float(), iteration)
 
     def _descend(self, role: Role, gradient: Tensor, iteration: int) -> None:
@@ -237,10 +265,29 @@ class Client:
         flat.grad = None
         self.state |= {f"{prefix}/first": moments["exp_avg"], f"{prefix}/second": moments["exp_avg_sq"], f"{prefix}/step": moments["step"]}
 
-    def score(self, split: Split) -> Tensor:
-        """(2,) float64: the total negative log-likelihood over the whole split, in nats, and the number of predicted tokens."""
-        nll, tokens = self.model.score(split.scoring(self.training.micro_batch or min(self.training.batch_size, 32)))
+    def forget(self, role: Role) -> None:
+        """Start the optimiser of a role afresh: its moments belong to tensors that are no more."""
+        for key in ("first", "second", "step"):
+            self.state.pop(f"adam/{role}/{key}", None)
+
+    def score(self, split: Split, batches: int | None = None) -> Tensor:
+        """The client's model on a split, or on its first windows.
+
+        Args:
+            split: One of the client's own.
+            batches: At most so many batches of it; None for the whole split.
+
+        Returns:
+            (2,) float64: the total negative log-likelihood in nats, and the number of predicted tokens.
+        """
+        rows = self.training.micro_batch or min(self.training.batch_size, 32)
+        nll, tokens = self.model.score(islice(split.scoring(rows), batches))
         return torch.tensor([nll, tokens], dtype=torch.float64)
+
+    def loss(self, batch: Tensor) -> float:
+        """The mean next-token cross-entropy of the client's model on one batch, in nats, without a gradient."""
+        nll, tokens = self.model.score(iter(torch.split(batch, self.training.micro_batch or len(batch))))
+        return nll / tokens
 
     def metrics(self) -> Metrics:
         """What this task measured: mean loss and balance by trained roles, mean routing weight (blocks, experts), tokens.

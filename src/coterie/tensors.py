@@ -88,6 +88,16 @@ def copy(named: Named) -> Tensors:
     return {name: tensor.detach().clone() for name, tensor in named.items()}
 
 
+def prefixed(prefix: str, named: Named) -> Tensors:
+    """The same tensors as `<prefix>/<name>`: several sets in one message or state."""
+    return {f"{prefix}/{name}": tensor for name, tensor in named.items()}
+
+
+def under(prefix: str, named: Named) -> Tensors:
+    """The inverse of `prefixed`: the tensors of one set, by their own names."""
+    return {name.removeprefix(f"{prefix}/"): tensor for name, tensor in named.items() if name.startswith(f"{prefix}/")}
+
+
 def nbytes(named: Named) -> int:
     """The size of the values in bytes, without names and shapes."""
     return sum(tensor.numel() * tensor.element_size() for tensor in named.values())

@@ -14,9 +14,19 @@ CASES: dict[str, dict[str, object]] = {
     "comigs-2s": {"rounds": 2, "local_steps": 2, "router_every": 1, "router_steps": 1},
     "comigs-1gxs": {"rounds": 2, "local_steps": 2, "router_every": 1, "router_steps": 1, "specialists": [0, 1, 3]},
     "comigs-tr": {"rounds": 2, "local_steps": 2, "router_every": 1, "router_steps": 1},
+    "pcl": {"rounds": 2, "local_steps": 2},
+    "pfedmoe": {"rounds": 2, "local_steps": 2},
+    "fdlora": {"rounds": 2, "local_steps": 2, "alone": 0.5, "sync_every": 1, "fusion_samples": 4, "fusion_steps": 6},
+    "ffa-lora": {"rounds": 2, "local_steps": 2},
+    "fedsa-lora": {"rounds": 2, "local_steps": 2},
+    "hetlora": {"rounds": 2, "local_steps": 2, "ranks": [4, 2, 3], "prune": 0.6},
+    "flexlora": {"rounds": 2, "local_steps": 2, "ranks": [4, 2, 3]},
+    "local-moe": {"rounds": 2, "local_steps": 2},
+    "fedavg-moe": {"rounds": 2, "local_steps": 2},
+    "local-moe-tr": {"rounds": 2, "local_steps": 2, "router_every": 1, "router_steps": 1},
+    "fedavg-moe-tr": {"rounds": 2, "local_steps": 2, "router_every": 1, "router_steps": 1},
 }
 VARIANTS: dict[str, dict[str, object]] = {
-    "simultaneous": {"name": "comigs", "rounds": 2, "local_steps": 2, "updates": "simultaneous"},
     "generalist-favoured": {"name": "comigs", "rounds": 2, "local_steps": 1, "router_every": 1, "specialists": 2, "balance": "generalist"},
     "fedavg, one adapter of twice the rank": {"name": "fedavg", "rounds": 2, "local_steps": 2, "budget": "rank"},
 }

@@ -6,16 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from coterie.client import Blueprint, Client, Site, Training
+from coterie.aggregation.lowrank import own_factors
+from coterie.client import OWNED, Blueprint, Client, Site, Training
 from coterie.data.federation import POOL, Federation
 from coterie.engines import ENGINES, Engine
 from coterie.methods import Method
+from coterie.methods.fdlora import FDLoRA
+from coterie.methods.method import Ranked
 from coterie.models.adapter import Layout
 from coterie.models.backbone import Backbone
 from coterie.protocol import Ask, ClientId, Replies, drive
 from coterie.recipe import Recipe
 from coterie.records import Checkpoint, Checkpoints
-from coterie.roles import GENERALIST
 from coterie.tensors import Tensors, all_finite
 
 from .cases import ALL, method_of
@@ -106,10 +108,10 @@ def test_training_changes_the_clients(method: Method, backbone: Backbone, tiny_f
     trained = [POOL] if method.pooled else run.clients
     for i in trained:
         assert run.client(i).iteration == method.total_iterations
-        assert any(t.abs().max() > 0 for name, t in run.client(i).read(GENERALIST).items() if name.endswith("B"))
+        assert any(t.abs().max() > 0 for name, t in run.client(i).read(*OWNED).items() if name.endswith("B"))
 
 
-def test_only_generalists_are_ever_in_a_message(method: Method, backbone: Backbone, tiny_federation: Federation) -> None:
+def test_no_tensor_but_shared_ones_is_ever_in_a_message(method: Method, backbone: Backbone, tiny_federation: Federation) -> None:
     run = Run(method, backbone, tiny_federation)
     seen: list[Tensors] = []
 
@@ -120,8 +122,10 @@ def test_only_generalists_are_ever_in_a_message(method: Method, backbone: Backbo
 
     run.rounds(method.rounds, answer)
     for i in run.engine.states():
-        shared = run.client(i).read(GENERALIST).keys()
-        assert all(message.keys() <= shared for message in seen)
+        shared = run.client(i).read(*method.shared).keys()
+        for message in seen:
+            for name, tensor in message.items():  # several models in one message have a prefix each; a figure is not a tensor
+                assert tensor.numel() <= 2 or any(name.replace("/", ".").endswith(own) for own in shared), name
 
 
 def test_clients_that_fail_are_left_out(method: Method, backbone: Backbone, tiny_federation: Federation) -> None:
@@ -133,7 +137,8 @@ def test_clients_that_fail_are_left_out(method: Method, backbone: Backbone, tiny
     run.rounds(min(1, method.rounds), without(["ben"]))
     before = dict(run.server)
     run.rounds(min(1, method.rounds), without([*run.clients, POOL]))
-    assert_same(before, run.server)  # nobody answered: the server's state stands
+    stands = {name: t for name, t in run.server.items() if name != "round"}  # nobody answered: only a counter of rounds went on
+    assert_same({name: before[name] for name in stands}, stands)
     assert all_finite(run.server)
 
 
@@ -160,12 +165,23 @@ def test_the_order_of_the_clients_changes_nothing(method: Method, backbone: Back
 
 def test_one_client_alone_averages_with_nobody(method: Method, backbone: Backbone, tiny_federation: Federation) -> None:
     """With one client the mean is that client's own tensors, so that downloading changes nothing: it trains as if it were alone."""
+    if isinstance(method, FDLoRA):
+        pytest.skip("its server takes an outer step, and its clients end with a fusion: tests/methods/test_fdlora.py")
     alone = Federation({"ann": tiny_federation.clients["ann"]}, "")
     run = Run(method, backbone, alone)
     for _ in range(method.rounds):
         run.rounds(1)
-        own = run.client(POOL if method.pooled else "ann").read(GENERALIST)
-        assert_same(run.server, {name: own[name] for name in run.server})
+        client = run.client(POOL if method.pooled else "ann")
+        own = client.read(*method.shared)
+        down = method.download(run.server, ["ann"])["ann"]
+        if isinstance(method, Ranked):  # factors may come back in another basis: the update is the same
+            down, close = own_factors(client.loras, down), 1e-5
+            for module in client.loras:
+                torch.testing.assert_close(
+                    down[f"{module}.B"] @ down[f"{module}.A"], own[f"{module}.B"] @ own[f"{module}.A"], rtol=close, atol=close
+                )
+        else:
+            assert_same(down, {name: own[name] for name in down})
 
 
 def test_fedavg_of_one_client_is_local(backbone: Backbone, tiny_federation: Federation) -> None:

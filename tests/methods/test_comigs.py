@@ -149,16 +149,15 @@ def test_routers_are_updated_every_tau_iterations_of_the_whole_run(site: Site) -
     assert cursors == [0, 2 * 4, 4 * 4]
 
 
-@pytest.mark.parametrize(("settings", "train", "valid"), [({"router_data": "train"}, 6 + 4, 0), ({"updates": "simultaneous"}, 6, 0)])
-def test_variants_draw_their_batches_from_training_data(site: Site, settings: dict, train: int, valid: int) -> None:
-    method = CoMiGS(rounds=3, local_steps=2, router_every=3, router_steps=2, **settings)
+def test_tr_draws_router_batches_from_training_data(site: Site) -> None:
+    method = CoMiGS(rounds=3, local_steps=2, router_every=3, router_steps=2, router_data="train")
     engine, state = InProcess(site, method), theta_g(site)
     for t in range(3):
         engine.answer(Ask(method.local_round, {"ann": state}), t, 0)
     found = engine.states()["ann"]
-    assert int(found["cursor/train"]) == train * 4
-    assert int(found.get("cursor/valid", torch.zeros(()))) == valid * 4
-    assert int(found["adam/router/step"]) == (6 if "updates" in settings else 4)
+    assert int(found["cursor/train"]) == (6 + 4) * 4
+    assert "cursor/valid" not in found
+    assert int(found["adam/router/step"]) == 4
 
 
 def test_an_attention_lora_is_always_shared(backbone: Backbone) -> None:

@@ -6,9 +6,18 @@ from typing import Any
 
 from coterie.methods.centralized import Centralized
 from coterie.methods.comigs import CoMiGS
+from coterie.methods.fdlora import FDLoRA
 from coterie.methods.fedavg import FedAvg
+from coterie.methods.fedavgmoe import FedAvgMoE
+from coterie.methods.fedsalora import FedSALoRA
+from coterie.methods.ffalora import FFALoRA
+from coterie.methods.flexlora import FlexLoRA
+from coterie.methods.hetlora import HetLoRA
 from coterie.methods.local import Local
+from coterie.methods.localmoe import LocalMoE
 from coterie.methods.method import Method
+from coterie.methods.pcl import PCL
+from coterie.methods.pfedmoe import PFedMoE
 from coterie.methods.pretrained import Pretrained
 
 
@@ -24,6 +33,9 @@ class Entry:
 
 _COMIGS = "Fan et al., On-Device Collaborative Language Modeling via a Mixture of Generalists and Specialists"
 
+_ABLATION = "CoMiGS, Table 5, two experts and a router on the training loss"
+_ALTERNATING = "CoMiGS, Table 5, routers on fresh training batches"
+
 METHODS: Mapping[str, Entry] = {
     "pretrained": Entry(Pretrained, "Pretrained", "the base model without training"),
     "centralized": Entry(Centralized, "Centralized", "one model on the union of all data: a bound, not private"),
@@ -37,6 +49,17 @@ METHODS: Mapping[str, Entry] = {
     "comigs-tr": Entry(
         CoMiGS, "CoMiGS-tr", f"{_COMIGS}: routers on fresh training batches", {"generalists": 1, "specialists": 1, "router_data": "train"}
     ),
+    "pcl": Entry(PCL, "PCL", "Wagner et al., Personalized Collaborative Fine-Tuning for On-Device Large Language Models"),
+    "pfedmoe": Entry(PFedMoE, "pFedMoE", "Yi et al., pFedMoE: Data-Level Personalization with Mixture of Experts"),
+    "fdlora": Entry(FDLoRA, "FDLoRA", "Qi et al., FDLoRA: Personalized Federated Learning of LLM via Dual LoRA Tuning"),
+    "ffa-lora": Entry(FFALoRA, "FFA-LoRA", "Sun et al., Improving LoRA in Privacy-preserving Federated Learning"),
+    "fedsa-lora": Entry(FedSALoRA, "FedSA-LoRA", "Guo et al., Selective Aggregation for Low-Rank Adaptation in Federated Learning"),
+    "hetlora": Entry(HetLoRA, "HetLoRA", "Cho et al., Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundation Models"),
+    "flexlora": Entry(FlexLoRA, "FlexLoRA", "Bai et al., Federated Fine-tuning of LLMs under Heterogeneous Tasks and Client Resources"),
+    "local-moe": Entry(LocalMoE, "Local-MoE", f"{_ABLATION}: every client alone", {"updates": "simultaneous"}),
+    "fedavg-moe": Entry(FedAvgMoE, "FedAvg-MoE", f"{_ABLATION}: all of it averaged", {"updates": "simultaneous"}),
+    "local-moe-tr": Entry(LocalMoE, "Local-MoE-tr", f"{_ALTERNATING}: every client alone", {"updates": "alternating"}),
+    "fedavg-moe-tr": Entry(FedAvgMoE, "FedAvg-MoE-tr", f"{_ALTERNATING}: all of it averaged", {"updates": "alternating"}),
 }
 
 __all__ = ["METHODS", "Entry", "Method"]

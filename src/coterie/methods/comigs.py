@@ -4,15 +4,15 @@
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
 
 from coterie.aggregation import uniform_mean
 from coterie.client import Client
-from coterie.methods.method import Method, Reader
+from coterie.methods.method import Reader, Routed
 from coterie.models.adapter import Layout
 from coterie.protocol import Ask, ClientId, Round, State, task
 from coterie.roles import GENERALIST, ROUTER, SPECIALIST
@@ -22,7 +22,7 @@ Count = Annotated[int, Field(ge=0)]
 
 
 @dataclass(frozen=True)
-class CoMiGS(Method):
+class CoMiGS(Routed):
     """Generalists and attention LoRAs are averaged; specialists and token-level routers never leave their client.
 
     A bilevel problem by alternating first-order steps: experts descend on training data (eq. 3), routers on validation data (eq. 4).
@@ -33,11 +33,9 @@ class CoMiGS(Method):
         router_every: tau, local iterations between updates of the router, counted over the whole run.
         router_steps: s, optimiser steps per update of the router, each on a fresh batch.
         router_data: Where those batches come from; "train" draws fresh training batches (the rows "-tr").
-        updates: "alternating" is Algorithm 1; "simultaneous" trains routers with the experts, on the training loss.
-        top_k: k, experts that a token is routed to, at most n_i.
-        balance: Load-balancing loss: none, uniform, or generalist-favoured (eq. 6).
-        balance_weight: lambda.
     """
+
+    per_client: ClassVar[tuple[str, ...]] = ("specialists",)
 
     generalists: Annotated[int, Field(ge=0, description="g, shared experts per MLP block")] = 1
     specialists: Annotated[
@@ -46,23 +44,10 @@ class CoMiGS(Method):
     router_every: Annotated[int, Field(ge=1, description="tau, local iterations between router updates")] = 30
     router_steps: Annotated[int, Field(ge=0, description="s, optimiser steps per router update")] = 10
     router_data: Annotated[Literal["valid", "train"], Field(description="data of the upper level")] = "valid"
-    updates: Annotated[Literal["alternating", "simultaneous"], Field(description="bilevel, or all at once on the training loss")] = (
-        "alternating"
-    )
-    top_k: Annotated[int, Field(ge=1, description="k, experts per token")] = 2
-    balance: Annotated[Literal["none", "uniform", "generalist"], Field(description="load-balancing loss")] = "uniform"
-    balance_weight: Annotated[float, Field(ge=0, description="lambda")] = 0.01
 
     def layout(self, position: int, base: Layout) -> Layout:
         specialists = self.specialists if isinstance(self.specialists, int) else self.specialists[position]
-        return replace(
-            base,
-            generalists=self.generalists,
-            specialists=specialists,
-            top_k=self.top_k,
-            balance=self.balance,
-            balance_weight=self.balance_weight,
-        )
+        return self.mixture(base, self.generalists, specialists)
 
     def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
         return model.read(GENERALIST)
@@ -78,9 +63,6 @@ class CoMiGS(Method):
     def local_round(self, client: Client, theta_g: Tensors) -> Tensors:
         client.load(theta_g)
         for _ in range(self.local_steps):
-            if self.updates == "simultaneous":
-                client.step(GENERALIST, SPECIALIST, ROUTER, on=client.train)
-                continue
             client.step(GENERALIST, SPECIALIST, on=client.train)  # lower level, eq. 3
             if client.iteration % self.router_every == 0:
                 for _ in range(self.router_steps):

@@ -8,10 +8,12 @@ from typing import Annotated, ClassVar, Literal, Protocol
 import torch
 from pydantic import ConfigDict, Field
 
+from coterie.aggregation.lowrank import own_factors
 from coterie.client import Client
 from coterie.models.adapter import Layout
+from coterie.models.lora import LoRA
 from coterie.protocol import ClientId, Round, State, task
-from coterie.roles import Role
+from coterie.roles import GENERALIST, ROUTER, Role
 from coterie.tensors import Tensors
 
 
@@ -19,6 +21,9 @@ class Reader(Protocol):
     """The server's view of the model: initial values of the shared tensors."""
 
     def read(self, *roles: Role) -> Tensors: ...
+    def loras(self) -> Mapping[str, LoRA]: ...
+    @property
+    def ranks(self) -> Mapping[ClientId, Sequence[int]]: ...
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,8 @@ class Method(ABC):
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     pooled: ClassVar[bool] = False  # whether it trains on the union of all clients' data
+    shared: ClassVar[tuple[Role, ...]] = (GENERALIST,)  # roles whose tensors may leave a client
+    per_client: ClassVar[tuple[str, ...]] = ()  # fields that may be lists with one value per client
 
     rounds: Annotated[int, Field(ge=0, description="T, communication rounds")] = 20
     local_steps: Annotated[int, Field(ge=1, description="L, local iterations per round")] = 10
@@ -96,3 +103,86 @@ class OneAdapter(Method):
         if self.budget == "rank":
             return replace(base, generalists=1, specialists=0, mlp_rank=2 * base.rank, routing="equal", balance="none")
         return replace(base, generalists=2, specialists=0, routing="equal", balance="none")
+
+
+Rank = Annotated[int, Field(ge=1)]
+
+
+@dataclass(frozen=True)
+class Ranked(Method):
+    """A method whose clients have MLP LoRAs of different ranks; the rank of the attention LoRAs is the recipe's.
+
+    Args:
+        ranks: r_i of the MLP LoRAs: one number, or one per client in the order of the federation; None for twice the recipe's rank, the
+            budget of CoMiGS-1G1S.
+    """
+
+    per_client: ClassVar[tuple[str, ...]] = ("ranks",)
+
+    ranks: Annotated[
+        Rank | tuple[Rank, ...] | None, Field(description="r_i of the MLP LoRAs, one number or one per client; null: twice model.rank")
+    ] = None
+
+    def layout(self, position: int, base: Layout) -> Layout:
+        rank = self.ranks[position] if isinstance(self.ranks, tuple) else self.ranks
+        return replace(base, generalists=1, specialists=0, mlp_rank=rank or 2 * base.rank, routing="equal", balance="none")
+
+    @task
+    def score_test(self, client: Client, tensors: Tensors) -> Tensors:
+        """As any method's, of tensors in the form that updates of unlike ranks travel in."""
+        with client.borrowing(own_factors(client.loras, tensors)):
+            return {"test": client.score(client.test)}
+
+
+@dataclass(frozen=True)
+class Routed(Method):
+    """A method whose MLPs are mixtures with a learned router.
+
+    Args:
+        top_k: k, experts that a token is routed to, at most n_i.
+        balance: Load-balancing loss: none, uniform, or generalist-favoured (CoMiGS, eq. 6).
+        balance_weight: lambda.
+    """
+
+    top_k: Annotated[int, Field(ge=1, description="k, experts per token")] = 2
+    balance: Annotated[Literal["none", "uniform", "generalist"], Field(description="load-balancing loss")] = "uniform"
+    balance_weight: Annotated[float, Field(ge=0, description="lambda")] = 0.01
+
+    def mixture(self, base: Layout, generalists: int, specialists: int) -> Layout:
+        """The layout of a client with so many experts."""
+        return replace(
+            base,
+            generalists=generalists,
+            specialists=specialists,
+            top_k=self.top_k,
+            balance=self.balance,
+            balance_weight=self.balance_weight,
+        )
+
+
+@dataclass(frozen=True)
+class TwoExperts(Routed):
+    """Two experts of the same kind and a router, all trained on training data alone (CoMiGS, Table 5, ii and iii).
+
+    Args:
+        updates: "simultaneous": experts and router in the same step; "alternating": routers on fresh training batches (the rows "-tr").
+        router_every: tau, local iterations between alternating updates of the router.
+        router_steps: s, optimiser steps per alternating update.
+    """
+
+    updates: Annotated[Literal["simultaneous", "alternating"], Field(description="routers with the experts, or in turn")] = "simultaneous"
+    router_every: Annotated[int, Field(ge=1, description="tau, local iterations between alternating router updates")] = 30
+    router_steps: Annotated[int, Field(ge=0, description="s, optimiser steps per alternating router update")] = 10
+
+    def layout(self, position: int, base: Layout) -> Layout:
+        return self.mixture(base, generalists=2, specialists=0)
+
+    def iterate(self, client: Client) -> None:
+        """One local iteration."""
+        if self.updates == "simultaneous":
+            client.step(GENERALIST, ROUTER, on=client.train)
+            return
+        client.step(GENERALIST, on=client.train)
+        if client.iteration % self.router_every == 0:
+            for _ in range(self.router_steps):
+                client.step(ROUTER, on=client.train)

@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 from coterie.models.architecture import Architecture, BlockShape
 from coterie.models.layout import Layout
-from coterie.models.lora import SingleLoRA
+from coterie.models.lora import LoRA, SingleLoRA
 from coterie.models.mixture import Mixture
 from coterie.protocol import mix
-from coterie.roles import Role, by_role
+from coterie.roles import BACKBONE, Role, by_role
 from coterie.tensors import Tensors
 
 __all__ = ["Adapter", "AdapterBlock", "Architecture", "Layout"]
@@ -21,12 +21,7 @@ class AdapterBlock(nn.Module):
 
     def __init__(self, shape: BlockShape, layout: Layout) -> None:
         super().__init__()
-        self.attention = nn.ModuleDict(
-            {
-                linear.name: SingleLoRA(linear.inputs, linear.outputs, layout.rank, layout.alpha, layout.dropout)
-                for linear in shape.attention
-            }
-        )
+        self.attention = nn.ModuleDict({linear.name: SingleLoRA(linear.inputs, linear.outputs, layout) for linear in shape.attention})
         self.mlp = Mixture(shape.mlp, layout)
 
 
@@ -50,6 +45,24 @@ class Adapter(nn.Module):
     def parameters_by_role(self) -> dict[Role, dict[str, nn.Parameter]]:
         """The parameters by the role that their module declares, each in the order of `named_parameters`."""
         return by_role(self)
+
+    def loras(self) -> dict[str, LoRA]:
+        """All low-rank updates by the name of their module."""
+        return {name: module for name, module in self.named_modules() if isinstance(module, LoRA)}
+
+    @property
+    def trainable_parameters(self) -> int:
+        """Values that are trained: all but what is frozen at its initial value."""
+        return sum(p.numel() for role, named in self.parameters_by_role().items() if role is not BACKBONE for p in named.values())
+
+    @property
+    def active_parameters(self) -> int:
+        """Values that one token uses: of the experts of an MLP, those that it is routed to."""
+        mixtures = [module for module in self.modules() if isinstance(module, Mixture)]
+        loras = [lora for mixture in mixtures for lora in mixture.modules() if isinstance(lora, LoRA)]
+        experts = sum(p.numel() for lora in loras for p in lora.parameters())
+        unused = experts * (self.layout.experts - self.layout.active) // self.layout.experts
+        return sum(p.numel() for p in self.parameters()) - unused
 
     def initial(self, role: Role, seed: int) -> Tensors:
         """Initial values of the tensors of one role, fp32 on the CPU.

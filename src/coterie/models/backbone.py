@@ -1,11 +1,12 @@
 """The frozen base model, one per process, shared by all clients: adapters attach to it for as long as they are used."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +20,23 @@ from coterie.models.routing import Routing
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
+class Attachable(Protocol):
+    """An `Adapter`, or what stands for one: `blocks[i]` is called like an `AdapterBlock`."""
+
+    @property
+    def architecture(self) -> Architecture:
+        """What it was made for."""
+
+    @property
+    def blocks(self) -> Any:
+        """From the input to the output."""
+
+
 @dataclass
 class _Attached:
     """What all slots of a backbone look at: the adapter in use, and where to note its routing decisions."""
 
-    adapter: Adapter | None = None
+    adapter: Attachable | None = None
     record: list[Routing] | None = None
 
     def block(self, index: int) -> AdapterBlock | None:
@@ -88,6 +101,7 @@ class Backbone:
         self.model: Any = model.requires_grad_(False).eval()
         self.config: Any = model.config
         self._source, self._attached = source, _Attached()
+        self._in_use = threading.RLock()
         family = family_of(model)
         for i, block in enumerate(cast(nn.ModuleList, model.get_submodule(family.blocks))):
             attention = block.get_submodule(family.attention)
@@ -184,8 +198,8 @@ class Backbone:
         return int(counter.get_total_flops()) // context
 
     @contextmanager
-    def using(self, adapter: Adapter | None, record: list[Routing] | None = None) -> Iterator[None]:
-        """Attach an adapter within the block; afterwards what was attached before is back.
+    def using(self, adapter: Attachable | None, record: list[Routing] | None = None) -> Iterator[None]:
+        """Attach an adapter within the block; afterwards what was attached before is back. Other threads wait for the end of the block.
 
         Args:
             adapter: On the backbone's device; None for the base alone.
@@ -196,9 +210,10 @@ class Backbone:
         """
         if adapter is not None and adapter.architecture != self.architecture:
             raise ModelError("the adapter was made for another base model", "Load the base that its recipe names.")
-        before = self._attached.adapter, self._attached.record
-        self._attached.adapter, self._attached.record = adapter, record
-        try:
-            yield
-        finally:
-            self._attached.adapter, self._attached.record = before
+        with self._in_use:
+            before = self._attached.adapter, self._attached.record
+            self._attached.adapter, self._attached.record = adapter, record
+            try:
+                yield
+            finally:
+                self._attached.adapter, self._attached.record = before

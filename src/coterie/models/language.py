@@ -11,6 +11,7 @@ from coterie.errors import ModelError
 from coterie.models.adapter import Adapter
 from coterie.models.backbone import Backbone
 from coterie.models.layout import Layout
+from coterie.models.lora import LoRA
 from coterie.models.loss import head_loss, head_nll
 from coterie.models.routing import Routing, balance_loss
 from coterie.roles import Role
@@ -38,6 +39,10 @@ class LanguageModel:
     def parameters_by_role(self) -> dict[Role, dict[str, nn.Parameter]]:
         """The adapter's parameters by role."""
         return self.adapter.parameters_by_role()
+
+    def loras(self) -> dict[str, LoRA]:
+        """The adapter's low-rank updates by the name of their module."""
+        return self.adapter.loras()
 
     def initial(self, role: Role, seed: int) -> Tensors:
         """Initial values of one role, see `Adapter.initial`."""

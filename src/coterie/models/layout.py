@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from coterie.errors import ModelError
+from coterie.roles import BACKBONE, SPECIALIST, Role
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,8 @@ class Layout:
         mlp_rank: r of the experts; `rank` unless given.
         dropout: Probability of dropping a value of any LoRA's input while training.
         top_k: Experts that a token uses, at most all of them.
+        frozen_a: Whether every A stays at its initial value, the same for all clients (FFA-LoRA).
+        local_b: Whether every B is local, whatever its expert is (FedSA-LoRA).
         routing: "learned" by a router; "equal": the fixed weights 1/n over all n experts, without a router (the equal-budget baseline).
         balance: Load balancing: "none", "uniform" (n sum_j f_j P_j), or "generalist" (eq. 6).
         balance_weight: lambda, the weight of load balancing in the objective.
@@ -33,6 +36,8 @@ class Layout:
     alpha: float = 16.0
     mlp_rank: int | None = None
     dropout: float = 0.0
+    frozen_a: bool = False
+    local_b: bool = False
     top_k: int = 2
     routing: Literal["learned", "equal"] = "learned"
     balance: Literal["none", "uniform", "generalist"] = "uniform"
@@ -54,6 +59,10 @@ class Layout:
         }
         if mistakes := [f"{name} must be {limit}" for name, (kept, limit) in limits.items() if not kept]:
             raise ModelError(f"adapter layout: {'; '.join(mistakes)}", f"Found {self}.")
+
+    def factors(self, role: Role) -> tuple[Role, Role]:
+        """The roles of A and B of a low-rank update whose expert has this role."""
+        return BACKBONE if self.frozen_a else role, SPECIALIST if self.local_b else role
 
     @property
     def experts(self) -> int:

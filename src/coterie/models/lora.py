@@ -5,7 +5,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from coterie.roles import Role
+from coterie.models.layout import Layout
+from coterie.roles import GENERALIST, Role
 
 
 def gamma(alpha: float, rank: int) -> float:
@@ -28,34 +29,34 @@ class LoRA(nn.Module):
     """Updates of one linear layer, `count` of one role in one stack: A (count, r, in), B (count, out, r), both fp32.
 
     Args:
-        role: Of both A and B.
+        roles: Of A and of B.
         count: Updates in the stack; 1 for attention, otherwise the experts of that role.
         inputs: The layer's input width.
         outputs: Its output width.
         rank: r.
+        alpha: The numerator of gamma.
     """
 
-    def __init__(self, role: Role, count: int, inputs: int, outputs: int, rank: int) -> None:
+    def __init__(self, roles: tuple[Role, Role], count: int, inputs: int, outputs: int, rank: int, alpha: float) -> None:
         super().__init__()
+        self.gamma = gamma(alpha, rank)
         self.A = nn.Parameter(torch.zeros(count, rank, inputs))
         self.B = nn.Parameter(torch.zeros(count, outputs, rank))
-        self.roles = {"A": role, "B": role}
+        self.roles = dict(zip("AB", roles, strict=True))
 
 
 class SingleLoRA(LoRA):
-    """The one update of an attention layer, always a generalist: shared in every variant of CoMiGS.
+    """The one update of an attention layer, of a generalist's roles: shared in every variant of CoMiGS.
 
     Args:
         inputs: The layer's input width.
         outputs: Its output width.
-        rank: r.
-        alpha: The numerator of gamma.
-        dropout: Probability of dropping a value of the update's input while training.
+        layout: Its rank, alpha and dropout.
     """
 
-    def __init__(self, inputs: int, outputs: int, rank: int, alpha: float, dropout: float) -> None:
-        super().__init__(Role.GENERALIST, 1, inputs, outputs, rank)
-        self.gamma, self.dropout = gamma(alpha, rank), dropout
+    def __init__(self, inputs: int, outputs: int, layout: Layout) -> None:
+        super().__init__(layout.factors(GENERALIST), 1, inputs, outputs, layout.rank, layout.alpha)
+        self.dropout = layout.dropout
 
     def forward(self, x: Tensor, base: nn.Module) -> Tensor:
         """(..., in) -> (..., out): base(x) + gamma B A x, in the dtype of x."""

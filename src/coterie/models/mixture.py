@@ -226,7 +226,10 @@ class Mixture(nn.Module):
         self.layout, self.gamma = layout, gamma(layout.alpha, layout.expert_rank)
         self.first = tuple(linear.name for linear in shape.linears if linear.name != "down")
         for role, count in ((Role.GENERALIST, layout.generalists), (Role.SPECIALIST, layout.specialists)):
-            loras = {linear.name: LoRA(role, count, linear.inputs, linear.outputs, layout.expert_rank) for linear in shape.linears}
+            loras = {
+                linear.name: LoRA(layout.factors(role), count, linear.inputs, linear.outputs, layout.expert_rank, layout.alpha)
+                for linear in shape.linears
+            }
             if count:
                 self.add_module(role.value, nn.ModuleDict(loras))
         self.router = Router(shape.width, layout.experts, layout.active) if layout.routed else None

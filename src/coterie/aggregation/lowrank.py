@@ -1,0 +1,89 @@
+"""Low-rank updates of unlike ranks: their common form, padding, truncation, and their products.
+
+In a message and in the server's state an update gamma B A is the pair `<module>/A` (count, r, in) and `<module>/B` (count, out, r), the
+latter multiplied by gamma: gamma depends on the rank, and so differs between clients (rank-stabilised LoRA).
+"""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from coterie.models.lora import LoRA
+from coterie.tensors import Named, Tensors
+
+Factors = tuple[Tensor, Tensor]  # A (count, r, in) and gamma B (count, out, r)
+
+
+def read_factors(loras: Mapping[str, LoRA]) -> Tensors:
+    """Copies of all updates in their common form."""
+    found: Tensors = {}
+    for module, lora in loras.items():
+        found |= {f"{module}/A": lora.A.detach().clone(), f"{module}/B": lora.B.detach() * lora.gamma}
+    return found
+
+
+def own_factors(loras: Mapping[str, LoRA], tensors: Named) -> Tensors:
+    """The inverse of `read_factors`: a client's parameters by their own names; ranks that the message lacks are zero."""
+    found: Tensors = {}
+    for module, lora in loras.items():
+        A, B = factors(module, tensors)
+        found |= {f"{module}.A": resized(A, lora.A.shape[1], 1), f"{module}.B": resized(B, lora.B.shape[2], 2) / lora.gamma}
+    return found
+
+
+def modules(tensors: Named) -> list[str]:
+    """The modules of a message, sorted: a wire may bring its tensors in another order."""
+    return sorted({name.rpartition("/")[0] for name in tensors if "/" in name})
+
+
+def factors(module: str, tensors: Named) -> Factors:
+    """The pair of one module."""
+    return tensors[f"{module}/A"], tensors[f"{module}/B"]
+
+
+def resized(tensor: Tensor, rank: int, dim: int) -> Tensor:
+    """The tensor with `rank` entries along `dim`: truncated, or padded with zeros."""
+    missing = rank - tensor.shape[dim]
+    if missing <= 0:
+        return tensor.narrow(dim, 0, rank)
+    shape = list(tensor.shape)
+    shape[dim] = missing
+    return torch.cat([tensor, tensor.new_zeros(shape)], dim)
+
+
+def ranks(tensors: Named) -> list[int]:
+    """The rank of each module of a message."""
+    return [factors(module, tensors)[0].shape[1] for module in modules(tensors)]
+
+
+def truncated(tensors: Named, ranks: Iterable[int]) -> Tensors:
+    """The first ranks of each pair, as many as `ranks` says, module by module."""
+    found: Tensors = {}
+    for module, rank in zip(modules(tensors), ranks, strict=True):
+        A, B = factors(module, tensors)
+        found |= {f"{module}/A": A[:, :rank].clone(), f"{module}/B": B[..., :rank].clone()}
+    return found
+
+
+def product_norm(A: Tensor, B: Tensor) -> float:
+    """||B A||_F over all updates of a stack, from the small Gram matrices: tr((B^T B)(A A^T))."""
+    left, right = B.double().mT @ B.double(), A.double() @ A.double().mT
+    return float((left * right.mT).sum().clamp(min=0).sqrt())
+
+
+def svd_of_sum(terms: Iterable[tuple[float, Factors]], rank: int) -> Factors:
+    """The best factors of the given rank of sum_i w_i B_i A_i: B = U S and A = V^T, truncated.
+
+    The sum has the factors B_i side by side and A_i one on another, so that after a QR decomposition of each only a small matrix is left to
+    decompose. Computed in float64, returned in the dtype of the terms.
+    """
+    found = [(weight, A.double(), B.double(), A.dtype) for weight, (A, B) in terms]
+    left = torch.cat([weight * B for weight, _, B, _ in found], dim=2)
+    right = torch.cat([A for _, A, _, _ in found], dim=1)
+    Q1, R1 = torch.linalg.qr(left)
+    Q2, R2 = torch.linalg.qr(right.mT)
+    U, S, Vh = torch.linalg.svd(R1 @ R2.mT, full_matrices=False)
+    A, B = Vh @ Q2.mT, (Q1 @ U) * S[:, None, :]
+    dtype = found[0][3]
+    return resized(A, rank, 1).to(dtype), resized(B, rank, 2).to(dtype)

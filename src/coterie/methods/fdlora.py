@@ -1,0 +1,131 @@
+"""FDLoRA: two LoRAs per client, a personal and a global one, fused at the end by weights found without gradients.
+
+Qi et al., "FDLoRA: Personalized Federated Learning of Large Language Model via Dual LoRA Tuning", 2024 (arXiv:2406.07925), Algorithm 1.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from pydantic import Field
+
+from coterie.aggregation import uniform_mean
+from coterie.client import Client
+from coterie.methods.method import OneAdapter, Reader
+from coterie.protocol import Ask, ClientId, Round, State, task
+from coterie.roles import GENERALIST
+from coterie.tensors import Named, Tensors, axpy, prefixed, under, weighted_sum
+
+
+@dataclass(frozen=True)
+class FDLoRA(OneAdapter):
+    """A personal LoRA theta_p for every client and a global one theta_s, in three stages.
+
+    1: Every client trains theta_p alone; the mean is the first theta_s. 2: Inner AdamW steps from theta_s on the clients, an outer Nesterov
+    step on their mean pseudo-gradient on the server; every H rounds theta_p takes over what its client made of theta_s. 3, in the last
+    round: each client fuses the two, w_1 theta_p + w_2 theta_s, by the loss on a few validation samples + an L1 penalty, without gradients.
+
+    A client has one adapter, of the budget of CoMiGS-1G1S, and keeps a copy of its personal values beside it. The server's state holds the
+    global LoRA by name, its momentum as `momentum/<tensor>`, and `round`.
+
+    Args:
+        alone: The share of the rounds that is stage 1, rounded down, at least one round.
+        outer_lr: Learning rate of the outer optimiser.
+        outer_momentum: Its Nesterov momentum.
+        sync_every: H, rounds of stage 2 between synchronisations of the personal LoRA.
+        fusion_samples: Validation windows that the fusion looks at.
+        fusion_steps: Evaluations of the fusion's objective at most.
+        fusion_l1: Weight of |w_1| + |w_2|.
+    """
+
+    alone: Annotated[float, Field(ge=0, le=1, description="share of the rounds in which clients train their personal LoRA alone")] = 0.2
+    outer_lr: Annotated[float, Field(gt=0, description="learning rate of the outer optimiser")] = 0.7
+    outer_momentum: Annotated[float, Field(ge=0, lt=1, description="Nesterov momentum of the outer optimiser")] = 0.9
+    sync_every: Annotated[int, Field(ge=1, description="H, rounds between synchronisations of the personal LoRA")] = 5
+    fusion_samples: Annotated[int, Field(ge=1, description="validation windows for the fusion")] = 32
+    fusion_steps: Annotated[int, Field(ge=3, description="evaluations of the fusion's objective at most")] = 40
+    fusion_l1: Annotated[float, Field(ge=0, description="weight of |w_1| + |w_2| in the fusion")] = 0.05
+
+    @property
+    def rounds_alone(self) -> int:
+        return min(max(int(self.alone * self.rounds), 1), self.rounds)
+
+    def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
+        theta = model.read(GENERALIST)
+        zero = {name: torch.zeros_like(tensor) for name, tensor in theta.items()}
+        return theta | prefixed("momentum", zero) | {"round": torch.tensor(0)}
+
+    def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
+        theta = {name: state[name] for name in under("momentum", state)}
+        return dict.fromkeys(clients, theta)
+
+    def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
+        momentum, done = under("momentum", state), int(state["round"]) + 1
+        theta = {name: state[name] for name in momentum}
+        if done <= self.rounds_alone:
+            replies = yield Ask(self.local_round, {i: {"send": torch.tensor(done == self.rounds_alone)} for i in clients})
+            theirs = {i: reply for i, reply in replies.items() if reply}
+            theta = uniform_mean(theirs) if theirs else theta
+        else:
+            sync = {"sync": torch.tensor((done - self.rounds_alone) % self.sync_every == 0)}
+            replies = yield Ask(self.federated_round, dict.fromkeys(clients, theta | sync))
+            if replies:
+                gradient = axpy(-1.0, uniform_mean(replies), theta)  # theta - mean theta_i
+                theta, momentum = nesterov(theta, momentum, gradient, self.outer_lr, self.outer_momentum)
+        if done == self.rounds:
+            yield Ask(self.fuse, dict.fromkeys(clients, theta))
+        return theta | prefixed("momentum", momentum) | {"round": torch.tensor(done)}
+
+    @task
+    def local_round(self, client: Client, asked: Tensors) -> Tensors:
+        self._descend(client)
+        client.state |= prefixed("personal", client.read(GENERALIST))
+        return client.read(GENERALIST) if asked["send"] else {}
+
+    @task
+    def federated_round(self, client: Client, asked: Tensors) -> Tensors:
+        client.load({name: tensor for name, tensor in asked.items() if name != "sync"})
+        self._descend(client)
+        if asked["sync"]:
+            client.state |= prefixed("personal", client.read(GENERALIST))
+        return client.read(GENERALIST)
+
+    def _descend(self, client: Client) -> None:
+        for _ in range(self.local_steps):
+            client.step(GENERALIST, on=client.train)
+
+    @task
+    def fuse(self, client: Client, theta_s: Tensors) -> Tensors:
+        """The client's model becomes the best fusion of its personal and the global LoRA; returns its (w_1, w_2)."""
+        theta_p = under("personal", client.state) or client.read(GENERALIST)
+        samples = client.valid.batch(0, self.fusion_samples)
+
+        def objective(w: Sequence[float]) -> float:
+            with client.borrowing(fused(w, theta_p, theta_s)):
+                return client.loss(samples) + self.fusion_l1 * float(abs(w[0]) + abs(w[1]))
+
+        weights = fusion_weights(objective, self.fusion_steps)
+        client.load(fused(weights, theta_p, theta_s))
+        return {"fusion": torch.tensor(weights, dtype=torch.float64)}
+
+
+def nesterov(theta: Named, momentum: Named, gradient: Named, lr: float, decay: float) -> tuple[Tensors, Tensors]:
+    """One step of stochastic gradient descent with Nesterov momentum; returns the new parameters and momentum."""
+    momentum = weighted_sum([(decay, momentum), (1.0, gradient)])
+    return weighted_sum([(1.0, theta), (-lr, gradient), (-lr * decay, momentum)]), momentum
+
+
+def fused(weights: Sequence[float], theta_p: Named, theta_s: Named) -> Tensors:
+    """w_1 theta_p + w_2 theta_s, A and B separately: the update is (w_1 B_p + w_2 B_s)(w_1 A_p + w_2 A_s)."""
+    return weighted_sum([(float(weights[0]), theta_p), (float(weights[1]), theta_s)])
+
+
+def fusion_weights(objective: Callable[[Sequence[float]], float], steps: int) -> tuple[float, float]:
+    """(w_1, w_2) of the least objective that Nelder and Mead's method sees from the personal model, the global one, and their sum."""
+    from scipy.optimize import minimize
+
+    start = [[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]
+    options = {"initial_simplex": start, "maxfev": steps, "xatol": 1e-2, "fatol": 1e-4}
+    found = minimize(objective, start[0], method="Nelder-Mead", options=options)
+    return float(found.x[0]), float(found.x[1])

@@ -1,0 +1,28 @@
+"""FedSA-LoRA: federated share-A LoRA.
+
+Guo et al., "Selective Aggregation for Low-Rank Adaptation in Federated Learning", 2024 (arXiv:2410.01463), Section 3.
+"""
+
+from dataclasses import dataclass, replace
+
+from coterie.client import Client
+from coterie.methods.fedavg import FedAvg
+from coterie.models.adapter import Layout
+from coterie.protocol import task
+from coterie.roles import GENERALIST, SPECIALIST
+from coterie.tensors import Tensors
+
+
+@dataclass(frozen=True)
+class FedSALoRA(FedAvg):
+    """Both matrices are trained; the As, which learn what is general, are averaged, and the Bs stay with their client."""
+
+    def layout(self, position: int, base: Layout) -> Layout:
+        return replace(super().layout(position, base), local_b=True)
+
+    @task
+    def local_round(self, client: Client, theta: Tensors) -> Tensors:
+        client.load(theta)
+        for _ in range(self.local_steps):
+            client.step(GENERALIST, SPECIALIST, on=client.train)
+        return client.read(GENERALIST)

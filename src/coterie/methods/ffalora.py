@@ -1,0 +1,19 @@
+"""FFA-LoRA: federated freeze-A LoRA.
+
+Sun et al., "Improving LoRA in Privacy-preserving Federated Learning", ICLR 2024, Section 4.
+"""
+
+from dataclasses import dataclass, replace
+
+from coterie.methods.fedavg import FedAvg
+from coterie.models.adapter import Layout
+
+
+@dataclass(frozen=True)
+class FFALoRA(FedAvg):
+    """Every A stays at an initial value that all clients share; only the Bs are trained and averaged, so that the mean of the updates
+    B_i A is the update of the mean, exactly.
+    """
+
+    def layout(self, position: int, base: Layout) -> Layout:
+        return replace(super().layout(position, base), frozen_a=True)

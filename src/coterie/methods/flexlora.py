@@ -1,0 +1,57 @@
+"""FlexLoRA: the full products of LoRAs of different ranks are averaged, and redistributed by a singular value decomposition.
+
+Bai et al., "Federated Fine-tuning of Large Language Models under Heterogeneous Tasks and Client Resources", NeurIPS 2024, Section 3.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from coterie.aggregation.lowrank import factors, modules, own_factors, read_factors, svd_of_sum, truncated
+from coterie.client import Client
+from coterie.methods.method import Ranked, Reader
+from coterie.protocol import Ask, ClientId, Replies, Round, State, task
+from coterie.roles import GENERALIST
+from coterie.tensors import Named, Tensors, prefixed, under
+
+
+@dataclass(frozen=True)
+class FlexLoRA(Ranked):
+    """The server averages gamma_i B_i A_i weighted by the clients' data; client i goes on from the r_i largest singular directions.
+
+    The server's state holds the factors of the largest rank, singular directions in order (their form: `aggregation.lowrank`), and
+    `ranks/<client>`, (modules,). Each round a client's basis is a new one, and so its optimiser starts afresh.
+    """
+
+    def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
+        return read_factors(model.loras()) | prefixed("ranks", {i: torch.tensor(model.ranks[i]) for i in clients})
+
+    def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
+        ranks = under("ranks", state)
+        theta = {name: tensor for name, tensor in state.items() if not name.startswith("ranks/")}
+        return {i: truncated(theta, ranks[i].tolist()) for i in clients}
+
+    def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
+        replies = yield Ask(self.local_round, self.download(state, clients))
+        return state | redistribute(replies, state)
+
+    @task
+    def local_round(self, client: Client, theta: Tensors) -> Tensors:
+        client.load(own_factors(client.loras, theta))
+        client.forget(GENERALIST)
+        for _ in range(self.local_steps):
+            client.step(GENERALIST, on=client.train)
+        return read_factors(client.loras) | {"tokens": torch.tensor(float(len(client.train)))}
+
+
+def redistribute(replies: Replies, state: Named) -> Tensors:
+    """The singular value decomposition of sum_i n_i gamma_i B_i A_i / sum_i n_i, module by module, n_i the tokens of client i."""
+    found: Tensors = {}
+    order = sorted(replies)
+    total = sum(float(replies[i]["tokens"]) for i in order)
+    for module in modules(replies[order[0]]) if order else ():
+        terms = [(float(replies[i]["tokens"]) / total, factors(module, replies[i])) for i in order]
+        A, B = svd_of_sum(terms, state[f"{module}/A"].shape[1])
+        found |= {f"{module}/A": A, f"{module}/B": B}
+    return found

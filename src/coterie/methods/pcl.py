@@ -1,0 +1,81 @@
+"""PCL: personalised collaborative learning by weights that validation data give.
+
+Wagner, Fan and Jaggi, "Personalized Collaborative Fine-Tuning for On-Device Large Language Models", COLM 2024, the strategy that
+compares validation performance.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from pydantic import Field
+
+from coterie.aggregation import weighted_mean
+from coterie.client import Client
+from coterie.methods.method import OneAdapter, Reader
+from coterie.protocol import Ask, ClientId, Replies, Round, State, task
+from coterie.roles import GENERALIST
+from coterie.tensors import Tensors, prefixed, under
+
+
+@dataclass(frozen=True)
+class PCL(OneAdapter):
+    """Client i goes on from sum_j w_ij theta_j with w_i = softmax_j(-perplexity of model j on the validation data of client i).
+
+    The server's state holds `<client>/<tensor>`, what each client goes on from, and `<client>/weights`, (N,), its w_i over all clients
+    in the order of their ids.
+
+    Args:
+        validation_batches: Batches of its validation data on which a client judges the models; None for all of them.
+    """
+
+    validation_batches: Annotated[
+        int | None, Field(ge=1, description="validation batches on which a client judges all models; null: its whole validation set")
+    ] = None
+
+    def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
+        theta, order = model.read(GENERALIST), sorted(clients)
+        alone = torch.eye(len(order), dtype=torch.float64)
+        return {k: v for i, w in zip(order, alone, strict=True) for k, v in prefixed(i, theta | {"weights": w}).items()}
+
+    def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
+        return {i: {name: t for name, t in under(i, state).items() if name != "weights"} for i in clients}
+
+    def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
+        models = yield Ask(self.local_round, self.download(state, clients))
+        everyone = {k: v for j in sorted(models) for k, v in prefixed(j, models[j]).items()}
+        judged = yield Ask(self.judge, dict.fromkeys(models, everyone))
+        return state | self.collaborate(models, judged, sorted(clients))
+
+    def collaborate(self, models: Replies, judged: Replies, order: Sequence[ClientId]) -> State:
+        """The next state of the clients that judged: their weights over all clients, 0 for models that did not arrive."""
+        state: State = {}
+        for i, verdict in judged.items():
+            weights = collaboration_weights({j: float(verdict[j]) for j in sorted(models)})
+            row = torch.tensor([weights.get(j, 0.0) for j in order], dtype=torch.float64)
+            state |= prefixed(i, weighted_mean(models, weights) | {"weights": row})
+        return state
+
+    @task
+    def local_round(self, client: Client, theta: Tensors) -> Tensors:
+        client.load(theta)
+        for _ in range(self.local_steps):
+            client.step(GENERALIST, on=client.train)
+        return client.read(GENERALIST)
+
+    @task
+    def judge(self, client: Client, models: Tensors) -> Tensors:
+        """The perplexity of every model on this client's validation data, by the id of its owner."""
+        found: Tensors = {}
+        for j in dict.fromkeys(name.partition("/")[0] for name in models):
+            with client.borrowing(under(j, models)):
+                nll, tokens = client.score(client.valid, self.validation_batches)
+            found[j] = (nll / tokens).exp()
+        return found
+
+
+def collaboration_weights(perplexities: Mapping[ClientId, float]) -> dict[ClientId, float]:
+    """softmax_j(-perplexity_j)."""
+    weights = torch.softmax(-torch.tensor(list(perplexities.values()), dtype=torch.float64), dim=0)
+    return dict(zip(perplexities, weights.tolist(), strict=True))
