@@ -2,15 +2,13 @@
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from coterie.errors import CheckpointError, TensorError
 from coterie.models.adapter import Adapter, Layout
-from coterie.models.backbone import Backbone
-from coterie.models.language import LanguageModel
 from coterie.records import read_json, write_json
+from coterie.roles import GENERALIST, SPECIALIST, Role
 from coterie.tensors import Named, check_alike
-from coterie.tensors import load as load_tensors
 from coterie.tensors import save as save_tensors
 
 FORMAT = 1
@@ -63,30 +61,10 @@ def read_about(folder: Path) -> About:
         raise CheckpointError(f"{folder / ABOUT}: {error}", "It was changed by hand, or written by another version of coterie.") from None
 
 
-def load(
-    run: Path | str, client: str, *, backbone: Backbone | None = None, dtype: Literal["fp32", "bf16"] = "fp32", device: str = "cpu"
-) -> LanguageModel:
-    """The personal model of a client of a run.
-
-    Args:
-        run: A run's folder.
-        client: The client's id.
-        backbone: A loaded base to share between several personal models; default: the one that the client's JSON names.
-        dtype: Of the base if it is loaded here, "fp32" or "bf16".
-        device: Likewise.
-
-    Raises:
-        CheckpointError: There is no such client, or its files are damaged or do not fit the base.
-        ModelError: The base cannot be loaded.
-    """
-    folder = Path(run) / "clients" / client
-    if not folder.is_dir():
-        known = sorted(path.name for path in folder.parent.glob("*") if path.is_dir())
-        raise CheckpointError(f"{run} has no client {client!r}", f"Its clients: {', '.join(known) or 'none (is this a run?)'}.")
-    about = read_about(folder)
-    model = LanguageModel(backbone or Backbone.load(about.base, dtype=dtype, device=device), about.layout)
-    fill(model.adapter, load_tensors(folder / WEIGHTS)[0], str(folder / WEIGHTS))
-    return model
+def expert_names(layout: Layout) -> dict[Role, tuple[str, ...]]:
+    """The experts' names by role, in the order of the router: G or G1, G2, ... for generalists, S or S1, S2, ... for specialists."""
+    counts = {GENERALIST: ("G", layout.generalists), SPECIALIST: ("S", layout.specialists)}
+    return {role: tuple(n if count == 1 else f"{n}{j}" for j in range(1, count + 1)) for role, (n, count) in counts.items()}
 
 
 def fill(adapter: Adapter, tensors: Named, source: str) -> None:

@@ -1,0 +1,146 @@
+"""A local web page like a phone's keyboard: one types, and sees what each client's model would write next."""
+
+import html
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from coterie.errors import Refused
+from coterie.personal.model import PersonalModel
+from coterie.reports.parts import COLOURS
+
+START = "In my free time, I like to"
+SHOWN = 3  # suggestions for each client
+STYLE = """
+footer { display: none !important }
+.gradio-container { max-width: 60rem !important; margin: auto !important }
+.word { min-width: 6rem !important; white-space: pre-line !important; line-height: 1.35; border: 2px solid #808080; border-left-width: 8px;
+  font-size: .8rem; font-weight: 400; padding: .35rem .7rem; color: var(--body-text-color) !important;
+  background: var(--block-background-fill) !important }
+.word::first-line { font-size: 1.15rem; font-weight: 600 }
+.word:hover, .word:focus-visible { background: var(--background-fill-secondary) !important; outline: 2px solid var(--body-text-color) }
+.client { min-width: 9rem !important; align-self: center; overflow-wrap: anywhere }
+.client p { font-weight: 600; margin: 0 }
+.legend span { display: inline-block; margin-right: 1.4rem }
+.legend i { display: inline-block; width: .9rem; height: .9rem; border-radius: 2px; margin-right: .45rem; vertical-align: -.12rem }
+""" + "".join(
+    f".word.expert{j} {{ border-color: {colour} }}\n.legend .expert{j} {{ background: {colour} }}\n" for j, colour in enumerate(COLOURS)
+)
+
+
+def keyboard(models: Mapping[str, PersonalModel]) -> Any:
+    """The page, a Gradio `Blocks` with nothing started yet.
+
+    Args:
+        models: A personal model for each client, in the order of the rows.
+
+    Raises:
+        Refused: Gradio is not installed.
+    """
+    gradio = _gradio()
+
+    def suggest(text: str) -> list[Any]:
+        found = {client: model.next_words(text, SHOWN) for client, model in models.items()}
+        inserts = [[word.insert for word in words] for words in found.values()]
+        return [(text, inserts), *(button for client, words in found.items() for button in buttons(models[client], words))]
+
+    def buttons(model: PersonalModel, words: list[Any]) -> list[Any]:
+        shown = [gradio.Button(_label(model, word), elem_classes=["word", _style(model, word)], visible=True) for word in words]
+        return shown + [gradio.Button(visible=False)] * (SHOWN - len(words))
+
+    def append(row: int, place: int) -> Any:
+        def clicked(text: str, suggested: tuple[str, list[list[str]]]) -> str:
+            seen, inserts = suggested
+            return text if text != seen else text + inserts[row][place]  # the text has moved on: its own suggestions are on their way
+
+        return clicked
+
+    with gradio.Blocks(title="coterie", analytics_enabled=False) as page:
+        gradio.Markdown("## What would each of them write next?\nType, or choose a word.")
+        text = gradio.Textbox(START, label="Text", lines=3, autofocus=True, elem_id="text")
+        state = gradio.State(("", []))
+        rows: list[list[Any]] = []
+        for client in models:
+            with gradio.Row():
+                gradio.Markdown(html.escape(client), elem_classes="client")
+                rows.append([gradio.Button("…", elem_classes="word", visible=True) for _ in range(SHOWN)])
+        gradio.HTML(_legend(models))
+        everything = [state, *(button for row in rows for button in row)]
+        quiet = {"show_progress": "hidden", "concurrency_id": "models", "concurrency_limit": 1, "api_visibility": "private"}
+        page.load(suggest, text, everything, **quiet)
+        text.change(suggest, text, everything, trigger_mode="always_last", **quiet)
+        for i, row in enumerate(rows):
+            for place, button in enumerate(row):
+                button.click(append(i, place), [text, state], text, **quiet)
+    return page
+
+
+@contextmanager
+def served(models: Mapping[str, PersonalModel], port: int) -> Iterator[str]:
+    """Show the page on this machine only, as long as the block lasts, which is given its address.
+
+    Args:
+        models: See `keyboard`.
+        port: A free port.
+
+    Raises:
+        Refused: Gradio is not installed, or the port is taken.
+    """
+    gradio = _gradio()
+    page = keyboard(models)
+    font = ["system-ui", "sans-serif"]  # names of the machine's own: Gradio's would come from the network
+    theme = gradio.themes.Default(font=font, font_mono=["monospace"])
+    try:
+        page.launch(
+            server_name="127.0.0.1",
+            server_port=port,
+            share=False,
+            quiet=True,
+            prevent_thread_lock=True,
+            theme=theme,
+            css=STYLE,
+            footer_links=[],
+        )
+    except OSError:
+        raise Refused(f"port {port} is taken", f"Give another one, for example --port {port + 1}.") from None
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        page.close(verbose=False)
+
+
+def _gradio() -> Any:
+    """Gradio, which is an optional extra, told not to call home."""
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+    try:
+        import gradio
+    except ImportError:
+        raise Refused("the page needs Gradio, which is not installed", "Install it: pip install 'coterie[serve]'.") from None
+    return gradio
+
+
+def _label(model: PersonalModel, word: Any) -> str:
+    speaker = model.speaker(word)
+    by = f" · {speaker} {max(word.experts):.0%}" if speaker else ""
+    return f"{word.word}\n{word.probability:.1%}{by}"
+
+
+def _style(model: PersonalModel, word: Any) -> str:
+    return f"expert{model.experts.index(model.speaker(word)) % len(COLOURS)}" if word.experts else "unrouted"
+
+
+def _legend(models: Mapping[str, PersonalModel]) -> str:
+    """What the letters and colours mean: those of the client with the most experts serve all."""
+    routed = [model for model in models.values() if model.layout.routed]
+    if not routed:
+        return "<p>Below each word: its probability. These models have no router.</p>"
+    model = max(routed, key=lambda model: model.layout.experts)
+    kinds = {"G": "generalist, shared with the others", "S": "specialist, the client's own"}
+    keys = "".join(
+        f'<span><i class="expert{j % len(COLOURS)}"></i><b>{name}</b> {kinds[name[0]]}</span>' for j, name in enumerate(model.experts)
+    )
+    return (
+        f'<div class="legend"><p>{keys}</p><p>Below each word: its probability, and the expert with the largest routing weight where '
+        "the word was chosen, with that weight (mean over all blocks).</p></div>"
+    )

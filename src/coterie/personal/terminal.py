@@ -1,0 +1,39 @@
+"""Suggestions of several clients side by side in a terminal."""
+
+from collections.abc import Mapping, Sequence
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from coterie.personal.model import PersonalModel
+from coterie.personal.words import Word
+
+
+def show(console: Console, models: Mapping[str, PersonalModel], words: Mapping[str, Sequence[Word]], text: str) -> None:
+    """Print a table: a row for each client, its words from the likeliest on, with their probabilities and experts.
+
+    Args:
+        console: Where to.
+        models: By client.
+        words: Likewise, best first.
+        text: What they continue.
+    """
+    table = Table(title=Text(f"{text} …"), title_justify="left", box=SIMPLE, pad_edge=False)
+    table.add_column("client", overflow="fold")
+    for place in range(max(map(len, words.values()))):
+        table.add_column(str(place + 1), overflow="fold")
+    for client, found in words.items():
+        table.add_row(Text(client), *(_cell(models[client], word) for word in found))
+    console.print(table)
+    if any(word.experts for found in words.values() for word in found):
+        console.print(
+            "G generalist, S specialist: the expert with the largest routing weight where the word was chosen (mean over all blocks).",
+            highlight=False,
+        )
+
+
+def _cell(model: PersonalModel, word: Word) -> Text:
+    speaker = model.speaker(word)
+    return Text.assemble((word.word, "bold"), f" {word.probability:.1%}" + (f" {speaker}" if speaker else ""))

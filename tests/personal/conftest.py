@@ -1,0 +1,73 @@
+"""Runs with personal models of random weights, on tiny bases of both families."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from coterie import personal
+from coterie.models.adapter import Adapter, Layout
+from coterie.models.architecture import Architecture
+
+TOKENS = ("<|endoftext|>", "Ġ", "Ċ", ".", "'", "a", "b", "c", "Ġa", "Ġb", "ab", "Ġab")
+MakeRun = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def bases(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of a Llama and a GPT-2 with random weights that matter and a byte-level tokenizer, and of a Llama with twelve tokens."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig
+
+    llama = LlamaConfig(
+        vocab_size=257,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    gpt2 = GPT2Config(vocab_size=257, n_embd=16, n_layer=2, n_head=2, n_positions=64, bos_token_id=0, eos_token_id=0)
+    few = LlamaConfig(**(llama.to_dict() | {"vocab_size": len(TOKENS)}))
+    found = {}
+    for name, config in {"llama": llama, "gpt2": gpt2, "few": few}.items():
+        torch.manual_seed(1)
+        model = AutoModelForCausalLM.from_config(config)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.2)
+        found[name] = tmp_path_factory.mktemp(name)
+        model.save_pretrained(found[name])
+        (few_tokens() if name == "few" else AutoTokenizer.from_pretrained(tiny_base)).save_pretrained(found[name])
+    return found
+
+
+def few_tokens():
+    """A tokenizer in which words of a, b, c have several spellings."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    merges = [("Ġ", "a"), ("Ġ", "b"), ("a", "b"), ("Ġa", "b")]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(TOKENS)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=TOKENS[0], bos_token=TOKENS[0])
+
+
+@pytest.fixture
+def make_run(bases: dict[str, Path], tmp_path: Path) -> MakeRun:
+    """Writes a run's folder with one random adapter for each client."""
+
+    def make(family: str, **layouts: Layout) -> Path:
+        architecture = Architecture.from_base(bases[family])
+        for seed, (client, layout) in enumerate(layouts.items()):
+            adapter = Adapter(architecture, layout)
+            torch.manual_seed(seed)
+            for parameter in adapter.parameters():
+                nn.init.normal_(parameter, std=0.3)
+            about = personal.About(client, str(bases[family]), layout, 8, "comigs-1g1s", "folders", 3, 0)
+            personal.save(tmp_path / "clients" / client, about, dict(adapter.named_parameters()))
+        return tmp_path
+
+    return make

@@ -1,0 +1,106 @@
+"""predict, generate, serve and export as they are used in a terminal."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+import torch
+from test_keyboard import free_port
+
+import coterie
+from coterie.models.adapter import Layout
+
+TWO = {"ann": Layout(rank=2), "ben": Layout(rank=2, routing="equal")}
+
+
+def run(*words: object, columns: int = 100) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "coterie", *map(str, words)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": str(columns)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_predict_shows_all_clients_side_by_side(make_run):
+    folder = make_run("few", **TWO)
+    done = run("predict", folder, "--text", "cab a", "--top", "2")
+    assert done.returncode == 0, done.stderr
+    torch.set_num_threads(1)
+    for client, model in coterie.load_all(folder).items():
+        (line,) = (line for line in done.stdout.splitlines() if line.split()[:1] == [client])
+        for word in model.next_words("cab a", 2):
+            assert f"{word.word} {word.probability:.1%} {model.speaker(word)}".strip() in line
+    assert "cab a …" in done.stdout
+    assert "S specialist" in done.stdout
+    only = run("predict", folder, "--client", "ben", "--text", "cab a")
+    assert "ann" not in only.stdout
+    assert "S specialist" not in only.stdout
+
+
+def test_generate_is_repeatable_by_its_seed(make_run):
+    folder = make_run("few", **TWO)
+    words = ("generate", folder, "--client", "ann", "--text", "cab", "--tokens", 20)
+    first, again, other, greedy = run(*words), run(*words), run(*words, "--seed", 1), run(*words, "--temperature", 0)
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == again.stdout
+    assert first.stdout.startswith("cab")
+    assert len({first.stdout, other.stdout, greedy.stdout}) == 3
+    assert first.stderr == ""
+
+
+def test_export_says_what_it_leaves_out(make_run, tmp_path):
+    folder = make_run("few", **TWO)
+    done = run("export", folder, "--client", "ann", "--format", "peft", "--out", tmp_path / "adapter")
+    assert done.returncode == 0, done.stderr
+    assert "router is left out" in done.stdout
+    assert {path.name for path in (tmp_path / "adapter").iterdir()} == {"adapter_config.json", "adapter_model.safetensors", "README.md"}
+
+
+def test_a_base_that_has_moved_is_named_by_an_option(make_run, bases, tmp_path):
+    folder = make_run("few", ann=Layout(rank=2))
+    about = folder / "clients/ann/client.json"
+    about.write_text(about.read_text().replace(str(bases["few"]), str(tmp_path / "gone")))
+    lost = run("predict", folder, "--text", "cab")
+    assert lost.returncode == 2
+    assert "no model folder" in lost.stderr
+    assert run("predict", folder, "--text", "cab", "--base", bases["few"]).returncode == 0
+    wrong = run("predict", folder, "--text", "cab", "--base", bases["gpt2"])
+    assert wrong.returncode == 2
+    assert "belongs to another base" in wrong.stderr
+
+
+@pytest.mark.parametrize("command", ["predict", "generate", "export"])
+def test_mistakes_are_refused_in_one_message(command, make_run, tmp_path):
+    folder = make_run("few", **TWO)
+    options = {"predict": ["--text", "a"], "generate": ["--text", "a"], "export": ["--out", str(tmp_path / "out")]}[command]
+    done = run(command, folder, "--client", "dan", *options)
+    assert done.returncode == 2
+    assert re.fullmatch(r"coterie: .* has no client 'dan'\n  Its clients: ann, ben\.\n", done.stderr)
+    assert run(command, tmp_path / "none", *options).returncode == 2
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_serve_answers_and_stops(number, code, make_run):
+    pytest.importorskip("gradio", reason="no gradio (pip install 'coterie[serve]')")
+    port = free_port()
+    command = [sys.executable, "-m", "coterie", "serve", str(make_run("few", **TWO)), "--port", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == f"Open http://127.0.0.1:{port} (only this machine can). Ctrl-C stops it.\n"
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}", timeout=10) as answer:
+            assert answer.status == 200
+        time.sleep(0.2)
+        process.send_signal(number)
+        assert process.wait(timeout=20) == code
+        assert process.stderr.read().endswith("coterie: stopped.\n")
+    finally:
+        process.kill()
+        process.communicate()
