@@ -66,7 +66,7 @@ def coterie(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedP
 
 
 def numbers(result: dict) -> dict:
-    return {key: value for key, value in result.items() if key not in ("wall_s", "versions", "machine")}
+    return {key: value for key, value in result.items() if key not in ("wall_s", "peak_memory_bytes", "versions", "machine")}
 
 
 def personal_tensors(out: Path) -> dict[str, dict[str, torch.Tensor]]:
@@ -280,7 +280,7 @@ def test_all_mistakes_of_a_recipe_at_once_with_exit_code_2(tmp_path: Path) -> No
         (["run", "quickstart", "--set", "method.rounds"], "key=value"),
         (["run", "quickstart", "--set", "method.name=comig"], "did you mean comigs"),
         (["run", "quickstart", "--set", "method.specialists=3"], "fixes it to 1"),
-        (["run", "quickstart", "--set", "method={name: comigs, specialists: [1, 2]}"], "2 counts for 4 clients"),
+        (["run", "quickstart", "--set", "method={name: comigs, specialists: [1, 2]}"], "method.specialists: 2 values for 4 clients"),
         (["run", "quickstart", "--set", "method={name: comigs, generalists: 0, specialists: 0}"], "at least 1"),
         (["run", "quickstart", "--set", "model.base=/nowhere/at/all"], "no model folder"),
         (["run", "quickstart", "--set", "model.context=100000"], "model.context"),

@@ -2,12 +2,13 @@
 
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -17,6 +18,7 @@ from coterie.errors import CoterieError, Refused
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from coterie.models.backbone import Backbone
     from coterie.recipe import Recipe
 
 app = typer.Typer(
@@ -28,11 +30,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+RESUMABLE = "stopped. What was done until the last checkpoint is kept: the same command with --resume goes on."
 Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a field of the recipe, e.g. method.rounds=5. Repeatable.")
 ]
 Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Seed of the run (splits of the data have their own: data.seed).")]
 Out = Annotated[Path | None, typer.Option("--out", help="Folder of the run; default: a new one under runs/.")]
+Run = Annotated[Path, typer.Argument(help="The folder of a run, or of one client in it.", show_default=False)]
+Clients = Annotated[list[str] | None, typer.Option("--client", metavar="ID", help="A client of the run. Repeatable; default: all.")]
+Client = Annotated[str | None, typer.Option("--client", metavar="ID", help="A client of the run.")]
+Base = Annotated[str | None, typer.Option("--base", metavar="BASE", help="Where the base model is now, if not where the run found it.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --out, or with the latest of this recipe under runs/.")]
 
 
@@ -59,6 +66,7 @@ def run(
     with _stopping():
         from rich.console import Console
 
+        from coterie import evaluation
         from coterie import run as runs
 
         loaded = _load(recipe, set_, seed)
@@ -68,7 +76,7 @@ def run(
 
         with Terminal(console, len(loaded.compare_with) + 1) as terminal:
             results = runs.run(loaded, folder, resume=resume, reporter=terminal)
-        _show(console, [runs.row(result["method"], [result]) for result in results], loaded.name)
+        _show(console, [evaluation.row(result["method"], [result]) for result in results], loaded.name, loaded.method["name"])
         console.print(
             f"Everything is in {folder}: open {folder}/report.html, or `tensorboard --logdir {folder}`.",
             markup=False,
@@ -99,8 +107,64 @@ def compare(
         console = Console()
         with Terminal(console, len(set(methods)) * seeds) as terminal:
             comparison = runs.compare(methods, loaded, folder, seeds=seeds, resume=resume, reporter=terminal)
-        _show(console, comparison["rows"], f"{loaded.name}, {seeds} seeds")
-        console.print(f"Everything is in {folder}; the table is {folder}/comparison.json.", markup=False, highlight=False, soft_wrap=True)
+        _show(console, comparison["rows"], f"{loaded.name}, {seeds} seeds", loaded.method["name"])
+        console.print(f"Everything is in {folder}; open {folder}/report.html.", markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def reproduce(
+    name: Annotated[
+        str | None, typer.Argument(help="A table, figure or theorem, e.g. comigs/table2; without it, all that there are.")
+    ] = None,
+    scale: Annotated[
+        str, typer.Option("--scale", help="small: the embedded base, two cores; paper: the paper's bases and sizes.")
+    ] = "small",
+    seeds: Annotated[int | None, typer.Option("--seeds", min=1, help="Runs per cell; default: as many as the paper has.")] = None,
+    columns: Annotated[str, typer.Option("--columns", metavar="A,B", help="Only these columns.")] = "",
+    rows: Annotated[str, typer.Option("--rows", metavar="A,B", help="Only these rows.")] = "",
+    set_: Set = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder of the paper's runs; default: runs/reproduce-PAPER-SCALE.")] = None,
+) -> None:
+    """A table or figure of a paper: measured beside published, and which of its statements hold. Runs made before are used again."""
+    with _stopping():
+        from rich.console import Console
+
+        from coterie import reproductions
+        from coterie.theory import THEOREMS
+
+        console = Console()
+        if name is None:
+            for known in (*reproductions.names(), *THEOREMS):
+                print(known)
+            return
+        if scale not in reproductions.SCALES:
+            raise Refused(f"--scale {scale}: there is no such scale", f"Choose among: {', '.join(reproductions.SCALES)}.")
+        folder = out or Path("runs") / f"reproduce-{name.partition('/')[0]}-{scale}"
+        if name in THEOREMS:
+            from coterie.reports import theorem
+
+            stem = folder / name.replace("/", "-")
+            theorem.show(console, THEOREMS[name](0), stem)
+            console.print(f"The picture is in {stem}.html.", markup=False, highlight=False, soft_wrap=True)
+            return
+        from coterie import reproduce as reproducing
+        from coterie.reports.reproduction import terminal
+        from coterie.reports.terminal import Terminal
+
+        job = reproducing.Job(name, scale, folder, seeds, _parts(columns), _parts(rows), set_ or ())
+        with Terminal(console, job.most) as reporter:
+            found = reproducing.reproduce(job, reporter)
+        console.print(f"\n{found['title']}, scale {scale}, seeds {found['seeds']}", style="bold", highlight=False)
+        for table in terminal(found):
+            console.print(table)
+        for note in found["notes"]:
+            console.print(f"- {note}", markup=False, highlight=False)
+        stem = folder / name.replace("/", "-")
+        console.print(f"Everything is in {folder}: open {stem}.html, or read {stem}.md.", markup=False, highlight=False, soft_wrap=True)
+
+
+def _parts(text: str) -> tuple[str, ...]:
+    return tuple(part for part in text.split(",") if part)
 
 
 @app.command("methods")
@@ -122,6 +186,91 @@ def list_recipes() -> None:
         print(f"{name:<14} {section.get('description', '')}" + (f" [{section['paper']}]" if section.get("paper") else ""))
 
 
+@app.command()
+def predict(
+    run: Run,
+    text: Annotated[str, typer.Option("--text", help="What was written so far, e.g. 'In my free time, I like to'.")],
+    client: Clients = None,
+    top: Annotated[int, typer.Option("--top", min=1, max=20, help="How many words.")] = 3,
+    base: Base = None,
+) -> None:
+    """The next words that each client's model would write, side by side."""
+    with _stopping():
+        from rich.console import Console
+
+        from coterie import personal
+        from coterie.personal import terminal
+
+        models = personal.load_all(run, client, backbone=_backbone(base))
+        terminal.show(Console(), models, {i: model.next_words(text, top) for i, model in models.items()}, text)
+
+
+@app.command()
+def generate(
+    run: Run,
+    text: Annotated[str, typer.Option("--text", help="What is to be continued.")],
+    client: Client = None,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="How many tokens at most.")] = 40,
+    temperature: Annotated[float, typer.Option("--temperature", min=0, help="0: always the likeliest token.")] = 0.8,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the choice of tokens.")] = 0,
+    base: Base = None,
+) -> None:
+    """Continue a text by one client's model."""
+    with _stopping():
+        import torch
+
+        from coterie import personal
+
+        model = personal.load(run, client, backbone=_backbone(base))
+        torch.manual_seed(seed)
+        chosen = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {"do_sample": False}
+        print(model.generate(text, max_new_tokens=tokens, **chosen))
+
+
+@app.command()
+def serve(
+    run: Run,
+    client: Clients = None,
+    port: Annotated[int, typer.Option("--port", min=1024, max=65535, help="Of the page, which only this machine can open.")] = 7860,
+    base: Base = None,
+) -> None:
+    """A local page like a phone's keyboard: type, and see each client's suggestions (extra `serve`)."""
+    with _stopping("stopped."):
+        from coterie import personal
+        from coterie.personal import keyboard
+
+        with keyboard.served(personal.load_all(run, client, backbone=_backbone(base)), port) as address:
+            print(f"Open {address} (only this machine can). Ctrl-C stops it.", flush=True)
+            threading.Event().wait()
+
+
+@app.command()
+def export(
+    run: Run,
+    out: Annotated[Path, typer.Option("--out", help="A new folder.")],
+    client: Client = None,
+    format: Annotated[Literal["peft"], typer.Option("--format", help="peft: an adapter that PeftModel.from_pretrained loads.")] = "peft",
+    expert: Annotated[str | None, typer.Option("--expert", help="G, G2, S1 ...; default: the first generalist, or the only one.")] = None,
+) -> None:
+    """Write one expert and the attention of a client's model in a form that other programs load."""
+    with _stopping():
+        from coterie.personal import peft
+
+        left_out = peft.export(run, client, out, expert)
+        print(f"The adapter is in {out}; {out}/README.md says how to load it.")
+        for sentence in left_out:
+            print(f"  {sentence}")
+
+
+def _backbone(base: str | None) -> "Backbone | None":
+    """The base that was named, or None for the one that the run names."""
+    if base is None:
+        return None
+    from coterie.models.backbone import Backbone
+
+    return Backbone.load(base)
+
+
 def _load(recipe: str, overrides: list[str] | None, seed: int | None) -> "Recipe":
     from coterie import recipe as recipes
 
@@ -138,7 +287,8 @@ def _folder(name: str, resume: bool) -> Path:
     return found[-1]
 
 
-def _show(console: "Console", rows: Sequence[Mapping[str, Any]], title: str) -> None:
+def _show(console: "Console", rows: Sequence[Mapping[str, Any]], title: str, own: str) -> None:
+    from coterie.evaluation import comparability
     from coterie.methods import METHODS
     from coterie.reports.terminal import tables
 
@@ -149,6 +299,8 @@ def _show(console: "Console", rows: Sequence[Mapping[str, Any]], title: str) -> 
         "Lower is better. Each client's model right after its last local iteration; synced: after one more synchronisation.",
         highlight=False,
     )
+    for note in comparability(rows, own):
+        console.print(f"- {note}", markup=False, highlight=False)
 
 
 class _Terminated(KeyboardInterrupt):
@@ -156,8 +308,8 @@ class _Terminated(KeyboardInterrupt):
 
 
 @contextmanager
-def _stopping() -> Iterator[None]:
-    """Turn errors into one message and an exit code, and signals into a stop that can be resumed."""
+def _stopping(note: str = RESUMABLE) -> Iterator[None]:
+    """Turn errors into one message and an exit code, and signals into a stop, of which `note` says what is left."""
 
     def terminate(number: int, frame: FrameType | None) -> None:
         raise _Terminated
@@ -169,7 +321,7 @@ def _stopping() -> Iterator[None]:
         print(f"coterie: {error}", file=sys.stderr)
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt as stop:
-        print("coterie: stopped. What was done until the last checkpoint is kept: the same command with --resume goes on.", file=sys.stderr)
+        print(f"coterie: {note}", file=sys.stderr)
         raise typer.Exit(143 if isinstance(stop, _Terminated) else 130) from None
 
 

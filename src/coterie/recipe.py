@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -58,6 +59,7 @@ class Recipe(BaseModel):
     evaluate_every: Annotated[int, Field(ge=0, description="rounds between evaluations; 0: only after the last")] = 0
     checkpoint_every: Annotated[int, Field(ge=1, description="rounds between checkpoints")] = 1
     compare_with: Annotated[tuple[str, ...], Field(description="methods that `coterie run` runs beside this one, for its table")] = ()
+    samples: Annotated[bool, Field(description="keep beginnings of test texts, coloured by expert, in the report")] = True
     seed: Annotated[int, Field(ge=0, description="of everything but the splits of the data")] = 0
 
     @field_validator("method")
@@ -131,6 +133,20 @@ def load(recipe: str, overrides: Sequence[str] = ()) -> Recipe:
     if mistakes:
         raise RecipeError("--set", mistakes)
     return validate(section, str(recipe))
+
+
+def changed(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
+    """The recipe with other values for some of its fields, by dotted keys. Raises RecipeError."""
+    section = recipe.model_dump(mode="json")
+    mistakes = [mistake for override in overrides(settings) if (mistake := _apply(section, override))]
+    if mistakes:
+        raise RecipeError(f"recipe {recipe.name}", mistakes)
+    return validate(section, recipe.name)
+
+
+def overrides(settings: Mapping[str, Any]) -> list[str]:
+    """Settings by dotted keys, as `key=value` texts."""
+    return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
 
 
 def validate(section: Mapping[str, Any], source: str) -> Recipe:

@@ -1,7 +1,7 @@
 """A recipe, executed: rounds, records, results. The only place that knows methods, engines and files at once."""
 
+import json
 import platform
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ import torch
 import coterie
 from coterie import evaluation, personal
 from coterie import recipe as recipes
-from coterie.client import TRAINABLE, Blueprint, Metrics, Site
+from coterie.client import OWNED, Blueprint, Metrics, Site
 from coterie.data.federation import POOL
 from coterie.engines import ENGINES, Engine
 from coterie.errors import ModelError, RecipeError, Refused
@@ -26,10 +26,11 @@ from coterie.protocol import Ask, ClientId, Replies, drive, mix
 from coterie.recipe import Recipe
 from coterie.records import Checkpoint, Checkpoints, MetricsFile, read_json, write_json
 from coterie.reports import Reporter
-from coterie.reports.html import write_report
-from coterie.tensors import Tensors, nbytes
+from coterie.reports.html import write_comparison, write_report
+from coterie.reports.looking import look
+from coterie.tensors import Tensors, nbytes, write_atomically
 
-RECIPE, RESULT, COMPARISON, METRICS = "recipe.yaml", "result.json", "comparison.json", "metrics.jsonl"
+RECIPE, RESULT, COMPARISON, METRICS, ROUTING = "recipe.yaml", "result.json", "comparison.json", "metrics.jsonl", "routing.json"
 Json = dict[str, Any]
 
 
@@ -100,10 +101,10 @@ def prepare(recipe: Recipe) -> Prepared:
 
 def _layouts(recipe: Recipe, method: Method, clients: Sequence[ClientId]) -> dict[ClientId, Layout]:
     """The adapter of each client. Raises RecipeError for a list of another length, or an impossible layout."""
-    counts = getattr(method, "specialists", 0)
-    if isinstance(counts, tuple) and len(counts) != len(clients):
-        named = f"method.specialists: {len(counts)} counts for {len(clients)} clients ({', '.join(clients)})"
-        raise RecipeError(f"recipe {recipe.name}", [named])
+    lists = {field: found for field in method.per_client if isinstance(found := getattr(method, field), tuple)}
+    asked = f"values for {len(clients)} clients ({', '.join(clients)})"
+    if wrong := [f"method.{field}: {len(values)} {asked}" for field, values in lists.items() if len(values) != len(clients)]:
+        raise RecipeError(f"recipe {recipe.name}", wrong)
     try:
         return {i: method.layout(position, recipe.model.layout()) for position, i in enumerate(clients)}
     except ValueError as error:
@@ -127,7 +128,8 @@ class Execution:
     def __post_init__(self) -> None:
         self.recipe, self.method, self.clients = self.prepared.recipe, self.prepared.method, self.prepared.clients
         self.engine: Engine = ENGINES[self.recipe.engine](self.prepared.site, self.method, self._observe)
-        self.checkpoints = Checkpoints(self.folder / "checkpoints", self.recipe.model_dump(mode="json", exclude={"compare_with"}))
+        decisive = self.recipe.model_dump(mode="json", exclude={"compare_with", "samples"})
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", decisive)
         self._counted: dict[Layout, int] = {}
         self.round, self.server = 0, self.method.init(self.prepared.blueprint, self.clients)
         self.progress: Json = {
@@ -164,6 +166,7 @@ class Execution:
                 self._evaluate()
             result = self._result()
             self._keep_personal_models()
+            self._look_at_routing()
         finally:
             self.metrics.close()
         write_json(self.folder / RESULT, result)
@@ -223,15 +226,18 @@ class Execution:
 
     def _result(self) -> Json:
         last, synced = self.progress["evaluations"][-1], self._synced()
-        best = min(self.progress["evaluations"], key=lambda e: e["valid"])
+        best, states = min(self.progress["evaluations"], key=lambda e: e["valid"]), self.engine.states()
         clients = {
             i: {
                 **last["clients"][i],
                 "test_synced": synced[i],
-                "trainable_parameters": self._trainable(i),
+                **self._parameters(i),
                 "flops_per_token": self._flops(self.prepared.site.layouts[i]),
                 "bytes_up": self.progress["up"][i],
                 "bytes_down": self.progress["down"][i],
+                "state_bytes": nbytes(states.get(i, {})) if self.method.total_iterations else 0,
+                "generalists": self.prepared.site.layouts[i].generalists,
+                "specialists": self.prepared.site.layouts[i].specialists,
             }
             for i in self.clients
         }
@@ -248,6 +254,7 @@ class Execution:
             "clients": clients,
             "evaluations": self.progress["evaluations"],
             "wall_s": time.monotonic() - self.started,
+            "peak_memory_bytes": evaluation.peak_memory(),
             "versions": {"coterie": coterie.__version__, "torch": torch.__version__, "python": platform.python_version()},
             "machine": {
                 "device": str(backbone.device),
@@ -256,11 +263,11 @@ class Execution:
             },
         }
 
-    def _trainable(self, client: ClientId) -> int:
+    def _parameters(self, client: ClientId) -> dict[str, int]:
         if self.method.total_iterations == 0:
-            return 0
+            return {"trainable_parameters": 0, "active_parameters": 0}
         adapter = Adapter(self.prepared.site.backbone.architecture, self.prepared.site.layouts[client])
-        return sum(p.numel() for p in adapter.parameters())
+        return {"trainable_parameters": adapter.trainable_parameters, "active_parameters": adapter.active_parameters}
 
     def _flops(self, layout: Layout) -> int:
         """Per token of a forward pass. Layouts repeat, and counting costs a pass."""
@@ -275,10 +282,25 @@ class Execution:
         model, name = self.recipe.model, self.recipe.method["name"]
         for i, state in self.engine.states().items():
             if i in self.clients:
-                tensors = self.prepared.site.client(i, dict(state)).read(*TRAINABLE)
+                tensors = self.prepared.site.client(i, dict(state)).read(*OWNED)
                 layout = self.prepared.site.layouts[i]
                 about = personal.About(i, model.base, layout, model.context, name, self.recipe.name, self.round, self.recipe.seed)
                 personal.save(self.folder / "clients" / i, about, tensors)
+
+    def _look_at_routing(self) -> None:
+        """Write `routing.json`: what every client's router does with the beginnings of all test texts, which are all on this machine."""
+        site = self.prepared.site
+        if not self.recipe.samples or not any(site.layouts[i].routed for i in self.clients):
+            return
+        states = self.engine.states()
+
+        def model(client: ClientId) -> LanguageModel:
+            site.client(client, dict(states[client]))  # binds the model of its layout to its state
+            return site.models[site.layouts[client]]
+
+        tests = {i: site.data[i].test for i in self.clients}
+        found = look(self.clients, model, tests, site.backbone.tokenizer)
+        write_atomically(self.folder / ROUTING, json.dumps(found, ensure_ascii=False).encode())
 
 
 def run(recipe: Recipe, folder: Path, *, resume: bool = False, reporter: Reporter | None = None) -> list[Json]:
@@ -301,19 +323,24 @@ def run(recipe: Recipe, folder: Path, *, resume: bool = False, reporter: Reporte
     rows.append((recipe, folder))
     if not resume and (folder / RECIPE).exists():
         raise Refused(f"{folder} already holds a run", "Go on with it by --resume, or choose another --out.")
-    results = _execute_all(rows, reporter or Reporter())
+    results = execute_all(rows, reporter or Reporter())
     write_report(folder, results, recipe.description)
     return results
 
 
-def _execute_all(rows: Sequence[tuple[Recipe, Path]], reporter: Reporter) -> list[Json]:
-    """Every row in its folder. All are prepared before the first one starts, so that what is refused is refused at once."""
+def execute_all(rows: Sequence[tuple[Recipe, Path]], reporter: Reporter) -> list[Json]:
+    """Every row in its folder, from where it stands; returns their results.
+
+    All are prepared before the first one starts, so that what is refused is refused at once.
+    """
     for recipe, _ in rows:
         prepare(recipe)
     results = []
     for recipe, folder in rows:
         execution = Execution(prepare(recipe), folder, reporter)
         execution.restore()
+        if not recipe.samples:
+            (folder / ROUTING).unlink(missing_ok=True)
         if (folder / RESULT).exists():
             results.append(read_json(folder / RESULT))
             continue
@@ -344,38 +371,21 @@ def compare(
         for name in dict.fromkeys(methods)
         for k in range(seeds)
     ]
-    results = _execute_all(rows, reporter or Reporter())
+    results = execute_all(rows, reporter or Reporter())
     by_method: dict[str, list[Json]] = {}
     for result in results:
         by_method.setdefault(result["method"], []).append(result)
+    table = [evaluation.row(name, found) for name, found in by_method.items()]
     comparison = {
         "recipe": recipe.name,
         "seeds": [recipe.seed + k for k in range(seeds)],
         "metric": results[0]["metric"],
         "scored": "each client's model right after its last local iteration; mean_synced: after one more synchronisation",
-        "rows": [row(name, found) for name, found in by_method.items()],
+        "rows": table,
+        "notes": evaluation.comparability(table, recipe.method["name"]),
         "versions": results[0]["versions"],
         "machine": results[0]["machine"],
     }
     write_json(folder / COMPARISON, comparison)
+    write_comparison(folder, comparison, recipe.description)
     return comparison
-
-
-def row(name: str, results: Sequence[Json]) -> Json:
-    """One method's line: mean and standard deviation over seeds, and what it cost."""
-    per_seed = [r["mean"] for r in results]
-    clients = [c for r in results for c in r["clients"].values()]
-    rounds = max(results[0]["rounds"], 1)
-    return {
-        "method": name,
-        "mean": statistics.fmean(per_seed),
-        "std": evaluation.deviation(per_seed),
-        "per_seed": per_seed,
-        "mean_synced": statistics.fmean(r["mean_synced"] for r in results),
-        "clients": {i: statistics.fmean(r["clients"][i]["test"] for r in results) for i in results[0]["clients"]},
-        "trainable_parameters": round(statistics.fmean(c["trainable_parameters"] for c in clients)),
-        "flops_per_token": round(statistics.fmean(c["flops_per_token"] for c in clients)),
-        "bytes_up_per_round": round(statistics.fmean(c["bytes_up"] for c in clients) / rounds),
-        "bytes_down_per_round": round(statistics.fmean(c["bytes_down"] for c in clients) / rounds),
-        "wall_s": statistics.fmean(r["wall_s"] for r in results),
-    }

@@ -1,40 +1,51 @@
-"""`report.html` of a run: one self-contained file that works offline."""
+"""`report.html` of a run or of a comparison: one self-contained file that works offline."""
 
-import html
-import io
+import json
 from collections.abc import Mapping, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
+from coterie.evaluation import comparability, row
 from coterie.methods import METHODS
+from coterie.records import read_json
+from coterie.reports import chart, tokens
+from coterie.reports.chart import Line, Style
+from coterie.reports.parts import COLOURS, FEW, bars, figure, legend, page, section, size, table
+from coterie.reports.tokens import Expert
 from coterie.tensors import write_atomically
 
-# Okabe and Ito's colours, which colour-blind people tell apart; they hold on a light and on a dark ground.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-GREY = "#808080"  # of axes and labels, legible on both grounds
+Json = Mapping[str, Any]
+FAINT = 0.4  # the colour of the first of several blocks; the last has all of it
 
-STYLE = """
-:root { color-scheme: light dark; --ink: #1b1f24; --soft: #57606a; --line: #d0d7de; --ground: #fff; --best: #eaf3fb }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e6edf3; --soft: #9da7b1; --line: #3d444d; --ground: #0d1117; --best: #14283c }
-}
-body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--ground); max-width: 70rem; margin: 2rem auto }
-body { padding: 0 1rem }
-h1 { font-size: 1.5rem; margin-bottom: 0 }
-h2 { font-size: 1.15rem; margin-top: 2.2rem }
-p { color: var(--soft); margin: .3rem 0 }
-.wide { overflow-x: auto }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .6rem 0 }
-th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid var(--line) }
-th:first-child, td:first-child { text-align: left }
-thead th { color: var(--soft); font-weight: 500 }
-tr.best { background: var(--best); font-weight: 600 }
-svg { max-width: 100%; height: auto }
-"""
+SCORED = (
+    "<p>Over each client's whole test set; lower is better. <em>mean</em> and the clients' figures score each client's model right "
+    "after its last local iteration, <em>synced</em> after one more synchronisation.</p>"
+)
+COSTS = (
+    "<p>Per client. Bytes are those of the tensors in training messages. A client's state is what it must remember between rounds: its "
+    "own parameters, the moments of its optimisers, and counters.</p>"
+)
+PEAK = (
+    "<p class=note>Peak memory is the most that the whole process was ever resident in by the end of the row: Python, its libraries, the "
+    "base model and all clients. Rows that run one after the other in one process pass it on, so a row's figure is never below that of the "
+    "row that ran before it.</p>"
+)
+TEXTS = (
+    "<p>The beginning of each client's test text, every token coloured by the expert that the router of the chosen block gives the largest "
+    "weight. Rows are models, columns are texts: the framed pictures show a model on its own client's kind of text, the others on that of "
+    "somebody else. Hover over a token, tap it, or reach it with Tab and the arrow keys, to see all weights.</p>"
+    "<p class=note>These lines of the clients' texts are in this file because this run had all data on one machine. "
+    "<code>--set samples=false</code> leaves them out. ¶ ends a document, ↵ a line; ◌ is a token that is but a part of a character.</p>"
+)
+ROUTERS = (
+    "<p>The mean weight that the tokens of the training batches give each kind of expert in each round, one line per block: the fuller its "
+    "colour, the deeper the block.</p>"
+)
 
 
-def write_report(folder: Path, results: Sequence[Mapping[str, Any]], description: str) -> None:
-    """Write `report.html` into a run's folder.
+def write_report(folder: Path, results: Sequence[Json], description: str) -> None:
+    """Write `report.html` into a run's folder, from `results` and from the `metrics.jsonl` and `routing.json` that are there.
 
     Args:
         folder: The run's folder.
@@ -44,101 +55,179 @@ def write_report(folder: Path, results: Sequence[Mapping[str, Any]], description
     Raises:
         SaveError: It could not be written.
     """
-    own = results[-1]
+    own, rows = results[-1], [row(r["method"], [r]) for r in results]
+    routing = read_json(folder / "routing.json") if (folder / "routing.json").exists() else None
+    about = f"seed {own['seed']}, {own['rounds']} rounds, {_made_with(own)}"
+    sections = {
+        "scores": section("scores", "Test perplexity", SCORED, _scores(rows), _notes(comparability(rows, own["method"]))),
+        "training": section("training", "Test perplexity over training", _curves(results)),
+        "routers": section("routers", "Router scores over training", *router_panels(folder / "metrics.jsonl", own["clients"])),
+        "texts": section("texts", "Which expert reads which token", TEXTS, _of_how_many(routing, own), tokens.routing(routing))
+        if routing
+        else "",
+        "costs": section("costs", "What it cost", COSTS, _costs(rows), PEAK),
+    }
     title = f"{own['recipe']}: {METHODS[own['method']].title}"
-    body = [
-        f"<h1>{html.escape(title)}</h1>",
-        f"<p>{html.escape(description)}</p>",
-        f"<p>seed {own['seed']}, {own['rounds']} rounds, {own['machine']['device']}, {own['machine']['dtype']}, "
-        f"coterie {own['versions']['coterie']}, torch {own['versions']['torch']}</p>",
-        "<h2>Test perplexity</h2>",
-        "<p>Over each client's whole test set; lower is better. <em>mean</em> and the clients' columns score each client's model right "
-        "after its last local iteration, <em>synced</em> after one more synchronisation.</p>",
-        _scores(results),
-        "<h2>Test perplexity over training</h2>",
-        _curves(results),
-        "<h2>What it cost</h2>",
-        "<p>Per client; bytes are those of the tensors in training messages, one way.</p>",
-        _costs(results),
+    write_atomically(folder / "report.html", page(title, _body(title, description, about, _tiles(rows), sections)))
+
+
+def write_comparison(folder: Path, comparison: Json, description: str) -> None:
+    """Write `report.html` into a comparison's folder.
+
+    Args:
+        folder: The comparison's folder.
+        comparison: What is in comparison.json.
+        description: Of the recipe.
+
+    Raises:
+        SaveError: It could not be written.
+    """
+    rows, seeds = comparison["rows"], comparison["seeds"]
+    about = f"{len(seeds)} {'seed' if len(seeds) == 1 else 'seeds'} ({', '.join(map(str, seeds))}), {_made_with(comparison)}"
+    spread = {_title(r): (r["clients"], r["mean"], r["std"]) for r in rows}
+    deviation = "<p>± is the sample standard deviation over seeds.</p>" if len(seeds) > 1 else "<p>One seed: no deviation can be given.</p>"
+    between = "<p>Each dot is a client, its mean over seeds; the stroke is the mean over clients, the whisker its deviation over seeds.</p>"
+    sections = {
+        "scores": section("scores", "Test perplexity", SCORED, deviation, _scores(rows), _notes(comparison["notes"])),
+        "clients": section("clients", "Spread between clients", between, chart.strip(spread, "test perplexity")),
+        "costs": section("costs", "What it cost", COSTS, _costs(rows), PEAK),
+    }
+    title = f"{comparison['recipe']}: {len(rows)} methods"
+    write_atomically(folder / "report.html", page(title, _body(title, description, about, "", sections)))
+
+
+def _of_how_many(routing: Json, own: Json) -> str:
+    shown, clients = len(routing["texts"]), len(own["clients"])
+    return f"<p class=note>The first {shown} of {clients} clients.</p>" if shown < clients else ""
+
+
+def _made_with(found: Json) -> str:
+    machine, versions = found["machine"], found["versions"]
+    return f"{machine['device']}, {machine['dtype']}, coterie {versions['coterie']}, torch {versions['torch']}"
+
+
+def _body(title: str, description: str, about: str, tiles: str, sections: Mapping[str, str]) -> str:
+    names = {"scores": "Scores", "training": "Training", "routers": "Routers", "texts": "Texts", "clients": "Clients", "costs": "Costs"}
+    links = "".join(f'<a href="#{id}">{names[id]}</a>' for id, shown in sections.items() if shown)
+    return (
+        f"<header><h1>{escape(title)}</h1><p>{escape(description)}</p><p class=about>{escape(about)}</p></header>"
+        f'<nav aria-label="Sections">{links}</nav><main>{tiles}{"".join(sections.values())}</main>'
+    )
+
+
+def _title(row: Json) -> str:
+    return METHODS[row["method"]].title
+
+
+def _tiles(rows: Sequence[Json]) -> str:
+    """The figures that people look for first, of the run's own method."""
+    own, others = rows[-1], sorted(rows[:-1], key=lambda r: float(r["mean"]))
+    found = [(figure(own["mean"]), "mean test perplexity, one seed")]
+    if others:
+        best = others[0]
+        change = 100 * (own["mean"] / best["mean"] - 1)
+        found.append((f"{abs(change):.1f} %", f"{'below' if change < 0 else 'above'} {_title(best)}, the best other row"))
+    found.append((size(own["bytes_up_per_round"]), "up per client and round"))
+    if own["state_bytes"] is not None:
+        found.append((size(own["state_bytes"]), "state of a client"))
+    return '<ul class="tiles">' + "".join(f"<li><b>{escape(value)}</b> {escape(name)}</li>" for value, name in found) + "</ul>"
+
+
+def _scores(rows: Sequence[Json]) -> str:
+    """One column per client; of many, the best and the worst, and a table of all folded away."""
+    clients = list(rows[-1]["clients"])
+    few = len(clients) <= FEW
+    lines = [
+        [
+            _title(r),
+            figure(r["mean"]) + (f" ± {figure(r['std'])}" if len(r["per_seed"]) > 1 else ""),
+            *(figure(r["clients"][i]) for i in clients if few),
+            *(() if few else (figure(min(r["clients"].values())), figure(max(r["clients"].values())))),
+            figure(r["mean_synced"]),
+        ]
+        for r in rows
     ]
-    page = (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head><body>{"".join(body)}</body></html>'
-    )
-    write_atomically(folder / "report.html", page.encode())
+    best = min(range(len(rows)), key=lambda k: float(rows[k]["mean"]))
+    shown = table(["method", "mean", *(clients if few else ("best client", "worst client")), "synced"], lines, best)
+    if few:
+        return shown
+    everyone = table(["client", *map(_title, rows)], [[i, *(figure(r["clients"][i]) for r in rows)] for i in clients])
+    return f"{shown}<details><summary>All {len(clients)} clients</summary>{everyone}</details>"
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]], best: int | None = None) -> str:
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
-    lines = (
-        f"<tr{' class=best' if i == best else ''}>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
-        for i, row in enumerate(rows)
-    )
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+def _costs(rows: Sequence[Json]) -> str:
+    columns = {
+        "method": [_title(r) for r in rows],
+        "trainable parameters": bars([r["trainable_parameters"] for r in rows], ",.0f"),
+        "of these active per token": bars([r["active_parameters"] for r in rows], ",.0f"),
+        "MFLOPs per token, forward": bars([r["flops_per_token"] for r in rows], ",.2f", 1e6),
+        "kB up per round": bars([r["bytes_up_per_round"] for r in rows], ",.1f", 1000),
+        "kB down per round": bars([r["bytes_down_per_round"] for r in rows], ",.1f", 1000),
+        "kB state of a client": bars([r["state_bytes"] for r in rows], ",.1f", 1000),
+        "MB peak of the process": bars([r["peak_memory_bytes"] for r in rows], ",.0f", 1e6),
+        "seconds, all clients": bars([r["wall_s"] for r in rows], ",.0f"),
+    }
+    return table(list(columns), list(zip(*columns.values(), strict=True)))
 
 
-def _scores(results: Sequence[Mapping[str, Any]]) -> str:
-    clients = list(results[-1]["clients"])
-    rows = [
-        [METHODS[r["method"]].title, f"{r['mean']:.2f}", *(f"{r['clients'][i]['test']:.2f}" for i in clients), f"{r['mean_synced']:.2f}"]
-        for r in results
-    ]
-    best = min(range(len(results)), key=lambda k: results[k]["mean"])
-    return _table(["method", "mean", *clients, "synced"], rows, best)
+def _notes(notes: Sequence[str]) -> str:
+    return '<ul class="notes">' + "".join(f"<li>{escape(note)}</li>" for note in notes) + "</ul>" if notes else ""
 
 
-def _costs(results: Sequence[Mapping[str, Any]]) -> str:
-    rows = []
-    for r in results:
-        clients, rounds = r["clients"].values(), max(r["rounds"], 1)
-        keys = ("bytes_up", "bytes_down", "trainable_parameters", "flops_per_token")
-        up, down, size, work = (sum(c[k] for c in clients) / len(clients) for k in keys)
-        rows.append(
-            [
-                METHODS[r["method"]].title,
-                f"{size:,.0f}",
-                f"{work / 1e6:,.2f}",
-                f"{up / rounds / 1000:,.1f}",
-                f"{down / rounds / 1000:,.1f}",
-                f"{r['wall_s']:,.0f}",
-            ]
-        )
-    return _table(
-        ["method", "trainable parameters", "MFLOPs per token, forward", "kB up per round", "kB down per round", "seconds, all clients"],
-        rows,
-    )
-
-
-def _curves(results: Sequence[Mapping[str, Any]]) -> str:
+def _curves(results: Sequence[Json]) -> str:
     """One panel per client: test perplexity against local iterations, one line per method; a method without training is a level line."""
-    from matplotlib.figure import Figure
+    looks = [*range(1, len(results)), 0]  # the run's own method has the first
+    styles = [Style(COLOURS[k % len(COLOURS)], k, marked=r["rounds"] > 0) for k, r in zip(looks, results, strict=True)]
+    last = max((e["iteration"] for r in results for e in r["evaluations"]), default=0)
+    # Every adapter starts as no change at all, so that all curves begin where the base stands.
+    base = next((r for r in results if r["rounds"] == 0), None)
 
-    clients = list(results[-1]["clients"])
-    columns = min(4, len(clients))
-    rows = -(-len(clients) // columns)
-    figure = Figure(figsize=(3.2 * columns, 2.9 * rows + 0.4), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False).flatten()
-    for axis, client in zip(axes, clients, strict=False):
-        # Every adapter starts as no change at all, so that all curves begin where the base stands.
-        start = [(0, r["clients"][client]["test"]) for r in results if r["rounds"] == 0][:1]
-        for colour, result in zip(COLOURS, results, strict=False):
-            points = start + [(e["iteration"], e["clients"][client]["test"]) for e in result["evaluations"]]
-            label = METHODS[result["method"]].title
-            if result["rounds"] == 0:
-                axis.axhline(points[0][1], color=colour, linestyle=":", label=label)
-            else:
-                axis.plot(*zip(*points, strict=True), color=colour, marker="o", markersize=4, label=label)
-        axis.set_xlim(left=0)
-        axis.set_title(client, color=GREY, fontsize=10)
-        axis.set_xlabel("local iterations", color=GREY)
-        axis.tick_params(colors=GREY, which="both")
-        for spine in axis.spines.values():
-            spine.set_color(GREY)
-    for axis in axes[len(clients) :]:
-        axis.set_visible(False)
-    axes[0].set_ylabel("test perplexity", color=GREY)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(results), frameon=False, labelcolor=GREY)
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    svg = buffer.getvalue()
-    return svg[svg.index("<svg") :]
+    def line(result: Json, client: str, style: Style) -> Line:
+        points = [(e["iteration"], e["clients"][client]["test"]) for e in result["evaluations"]]
+        start = [(0, base["clients"][client]["test"])] if base else []
+        level = [(0, points[0][1]), (last, points[0][1])]
+        return Line(level if result["rounds"] == 0 else start + points, METHODS[result["method"]].title, style)
+
+    charts = {i: [line(r, i, style) for r, style in zip(results, styles, strict=True)] for i in results[-1]["clients"]}
+    samples = legend((style.sample, METHODS[r["method"]].title) for r, style in zip(results, styles, strict=True))
+    return samples + chart.panels(charts, "local iterations", "test perplexity")
+
+
+def router_panels(path: Path, clients: Mapping[str, Json]) -> tuple[str, ...]:
+    """Mean routing weights over training, from metrics.jsonl; nothing where no client has a router."""
+    series = router_series(path)
+    charts = {i: _depths(points, tokens.experts(clients[i])) for i, points in series.items() if i in clients}
+    if not charts:
+        return ()
+    ends = {line.name: line.style for lines in charts.values() for line in lines if line.style.strength in (FAINT, 1)}
+    samples = legend((style.sample, name) for name, style in ends.items())
+    return ROUTERS, samples, chart.panels(charts, "local iterations", "mean routing weight", (0, 1))
+
+
+def router_series(path: Path) -> dict[str, list[tuple[int, list[list[float]]]]]:
+    """By client: local iterations, and (blocks, experts) mean weights in the steps that trained the experts."""
+    found: dict[str, list[tuple[int, list[list[float]]]]] = {}
+    if path.exists():
+        for line in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+            weights = next((value for name, value in line.items() if name.startswith("router/") and name != "router/router"), None)
+            if line["kind"] == "train" and weights is not None:
+                found.setdefault(line["client"], []).append((line["iteration"], weights))
+    return found
+
+
+def _depths(series: Sequence[tuple[int, list[list[float]]]], mixture: Sequence[Expert]) -> list[Line]:
+    """A line for each block and kind of expert: generalists against specialists, or single experts where all are of one kind."""
+    depth, generalists = len(series[0][1]), sum(expert.key[0] == "g" for expert in mixture)
+    kinds = [(expert.name, slice(j, j + 1)) for j, expert in enumerate(mixture)]
+    if 0 < generalists < len(mixture):
+        halves = {"generalist": slice(0, generalists), "specialist": slice(generalists, len(mixture))}
+        kinds = [(kind if half.stop - half.start == 1 else f"{kind}s", half) for kind, half in halves.items()]
+    return [
+        Line(
+            [(at, sum(weights[block][part])) for at, weights in series],
+            f"{name}, block {block + 1}",
+            Style(mixture[part.start].colour, k, 1 if block == depth - 1 else FAINT + (1 - FAINT) * block / depth, marked=False),
+        )
+        for k, (name, part) in enumerate(kinds)
+        for block in range(depth)
+    ]

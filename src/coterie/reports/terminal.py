@@ -130,12 +130,13 @@ def _scores(rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> Tab
 def _costs(rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> Table:
     shown = _plain(
         "cost per client",
-        ("method", "trainable parameters", "MFLOPs per token", "kB up per round", "kB down per round", "seconds, all clients"),
+        ("method", "trainable parameters", "active", "MFLOPs per token", "kB up per round", "kB down per round", "seconds"),
     )
     for row in rows:
         kilobytes = (f"{row[key] / 1000:,.0f}" for key in ("bytes_up_per_round", "bytes_down_per_round"))
         size, work = f"{row['trainable_parameters']:,}", f"{row['flops_per_token'] / 1e6:,.2f}"
-        shown.add_row(titles[row["method"]], size, work, *kilobytes, f"{row['wall_s']:.0f}")
+        active = "" if row["active_parameters"] is None else f"{row['active_parameters']:,}"
+        shown.add_row(titles[row["method"]], size, active, work, *kilobytes, f"{row['wall_s']:.0f}")
     return shown
 
 

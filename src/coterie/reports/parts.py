@@ -1,0 +1,108 @@
+"""The parts that reports are made of: tables, legends, colours. All text is escaped here or marked as HTML by its type."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib.resources import files
+
+# Okabe and Ito's colours, which colour-blind people tell apart; they hold on a light and on a dark ground.
+BLUE, VERMILION, GREEN, PINK, ORANGE, SKY = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"
+COLOURS = (BLUE, VERMILION, GREEN, PINK, ORANGE, SKY)
+FEW = 8  # clients that a table has a column for
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of a table.
+
+    Args:
+        text: As people read it; not yet escaped.
+        share: In [0, 1], the length of the bar behind it; None: no bar.
+    """
+
+    text: str
+    share: float | None = None
+
+    @property
+    def html(self) -> str:
+        bar = "" if self.share is None else f' class="bar" style="--share:{100 * self.share:.1f}%"'
+        return f"<td{bar}>{escape(self.text)}</td>"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[Cell | str]], best: int | None = None) -> str:
+    """A table that scrolls within itself where it is too wide; its first column names the rows.
+
+    Args:
+        header: Of the columns.
+        rows: Cells, or their texts.
+        best: The row that is set off.
+    """
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in header)
+    lines = "".join(
+        f"<tr{' class=best' if k == best else ''}>{_row_name(first)}{''.join(_cell(cell).html for cell in rest)}</tr>"
+        for k, (first, *rest) in enumerate(rows)
+    )
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
+
+
+def _cell(cell: Cell | str) -> Cell:
+    return cell if isinstance(cell, Cell) else Cell(cell)
+
+
+def _row_name(cell: Cell | str) -> str:
+    return f'<th scope="row">{escape(_cell(cell).text)}</th>'
+
+
+def bars(values: Sequence[float | None], form: str, unit: float = 1) -> list[Cell]:
+    """A column of figures with bars behind them, the longest for the largest; unknown ones are a dash.
+
+    Args:
+        values: The figures.
+        form: A format specification.
+        unit: What they are divided by before they are shown.
+    """
+    largest = max((value for value in values if value is not None), default=0) or 1
+    return [Cell("-") if value is None else Cell(format(value / unit, form), value / largest) for value in values]
+
+
+def figure(value: float, digits: int = 2) -> str:
+    """A number as people read it; a perplexity beyond float range is infinite."""
+    return f"{value:,.{digits}f}" if math.isfinite(value) else "∞"
+
+
+def size(count: float) -> str:
+    """Bytes as people read them."""
+    return f"{count / 1000:,.0f} kB" if count < 1e6 else f"{count / 1e6:,.2f} MB"
+
+
+def legend(items: Iterable[tuple[str, str]]) -> str:
+    """Pairs of a sample's HTML and a name, which is not yet escaped."""
+    return '<ul class="legend">' + "".join(f"<li>{sample} {escape(name)}</li>" for sample, name in items) + "</ul>"
+
+
+def verdicts(items: Iterable[tuple[bool, str, str]]) -> str:
+    """Sentences that were checked: whether each holds, the sentence, and the numbers behind the verdict."""
+    lines = (
+        f'<li class="{"holds" if holds else "fails"}"><b>{"holds" if holds else "does not hold"}</b>'
+        f"<span>{escape(says)}<small>{escape(detail)}</small></span></li>"
+        for holds, says, detail in items
+    )
+    return f'<ul class="verdicts">{"".join(lines)}</ul>'
+
+
+def section(id: str, title: str, *parts: str) -> str:
+    """A section that the navigation can lead to; of no parts, nothing."""
+    shown = "".join(parts)
+    return f'<section id="{id}"><h2>{escape(title)}</h2>{shown}</section>' if shown else ""
+
+
+def page(title: str, body: str) -> bytes:
+    """The whole file: styles and script inline, nothing from elsewhere."""
+    style, script = (files("coterie.reports").joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    text = (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
+        f"<style>{style}</style></head><body>{body}<script>{script}</script></body></html>"
+    )
+    return text.encode()

@@ -1,0 +1,149 @@
+"""Sample texts coloured by the expert that weighs most for each token: rows are models, columns are texts (CoMiGS, Fig. 3)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from coterie.reports.parts import BLUE, GREEN, ORANGE, PINK, SKY, VERMILION
+
+GRID = 4  # clients whose texts all fit side by side; of more, two are chosen
+SLOTS = ("first", "middle", "last")
+GENERALISTS = ((BLUE, "none"), (SKY, "overline"), (GREEN, "overline dotted"), (PINK, "overline double"))
+SPECIALISTS = (
+    (VERMILION, "underline"),
+    (GREEN, "underline dotted"),
+    (PINK, "underline double"),
+    (ORANGE, "underline dashed"),
+    (SKY, "underline wavy"),
+)
+
+
+@dataclass(frozen=True)
+class Expert:
+    """One expert of every block.
+
+    Args:
+        key: `g0`, `g1`, ... for generalists, `s0`, ... for specialists.
+        name: As people read it.
+    """
+
+    key: str
+    name: str
+
+    @property
+    def colour(self) -> str:
+        return self._look[0]
+
+    @property
+    def cue(self) -> str:
+        """The CSS text decoration that tells it apart without colours."""
+        return self._look[1]
+
+    @property
+    def _look(self) -> tuple[str, str]:
+        looks = GENERALISTS if self.key[0] == "g" else SPECIALISTS
+        return looks[int(self.key[1:]) % len(looks)]
+
+
+def experts(counts: Mapping[str, int]) -> list[Expert]:
+    """The experts of a model in the order of its routing weights, generalists first; numbers only where there are several of a kind."""
+    return [
+        Expert(f"{kind[0]}{k}", kind if counts[f"{kind}s"] == 1 else f"{kind} {k + 1}")
+        for kind in ("generalist", "specialist")
+        for k in range(counts[f"{kind}s"])
+    ]
+
+
+def routing(found: Mapping[str, Any]) -> str:
+    """The selector, the legend and the pictures, from what is in routing.json; nothing where no model has a router."""
+    if not found["weights"]:
+        return ""
+    slots = _slots(found["blocks"])
+    mixtures = {i: experts(counts) for i, counts in found["experts"].items()}
+    known = {expert.key: expert for mixture in mixtures.values() for expert in mixture}
+    kinds = [known[key] for key in sorted(known)]
+    cells = "".join(_row(i, found, mixtures[i], slots) for i in found["weights"])
+    heads = "".join(f'<div class="head">text of <b>{escape(text)}</b></div>' for text in found["texts"])
+    many = " many" if max(len(found["texts"]), len(found["weights"])) > GRID else ""
+    return (
+        f"<style>{_rules(kinds, slots)}</style>"
+        f'<div class="routing{many}" data-slots="{",".join(slots)}"><div class="controls">{_selector(slots, found)}{_legend(kinds)}</div>'
+        f'{_choices(found)}<div class="wide"><div class="grid" style="--texts:{len(found["texts"])}">'
+        f'<div class="head"></div>{heads}{cells}</div></div></div>'
+    )
+
+
+def _slots(blocks: Sequence[int]) -> tuple[str, ...]:
+    return {1: ("only",), 2: ("first", "last")}.get(len(blocks), SLOTS)
+
+
+def _rules(kinds: Sequence[Expert], slots: Sequence[str]) -> str:
+    """Which class of a token counts depends on the block that is chosen: no script is needed."""
+    looks = "".join(f".{e.key}{{--c:{e.colour};text-decoration:{e.cue}}}" for e in kinds)
+    chosen = "".join(
+        f".routing:has(#block-{slot}:checked) .{slot}-{e.key}{{--c:{e.colour};text-decoration:{e.cue}}}" for slot in slots for e in kinds
+    )
+    shares = "".join(f".routing:has(#block-{slot}:checked) .share-{slot}{{display:flex}}" for slot in slots)
+    return looks + chosen + shares
+
+
+def _selector(slots: Sequence[str], found: Mapping[str, Any]) -> str:
+    """Radio buttons; the last block is chosen at first, where experts differ most."""
+    buttons = "".join(
+        f'<input type="radio" name="block" id="block-{slot}"{" checked" if slot == slots[-1] else ""}>'
+        f'<label for="block-{slot}">{slot} <small>({block + 1} of {found["depth"]})</small></label>'
+        for slot, block in zip(slots, found["blocks"], strict=True)
+    )
+    return f'<fieldset class="blocks"><legend>block</legend>{buttons}</fieldset>'
+
+
+def _legend(kinds: Sequence[Expert]) -> str:
+    items = "".join(f'<li><span class="t {e.key}">{escape(e.name)}</span></li>' for e in kinds)
+    return f'<ul class="legend">{items}</ul>'
+
+
+def _choices(found: Mapping[str, Any]) -> str:
+    """Selectors of one model and one text, for many clients or a narrow window; a script shows them."""
+    models, texts = ("".join(f'<option value="{escape(i)}">{escape(i)}</option>' for i in found[key]) for key in ("weights", "texts"))
+    return (
+        f'<div class="choices" hidden><label>model of <select class="model">{models}</select></label> '
+        f'<label>beside its own text, that of <select class="text-of">{texts}</select></label></div>'
+    )
+
+
+def _row(model: str, found: Mapping[str, Any], mixture: Sequence[Expert], slots: Sequence[str]) -> str:
+    cells = "".join(_picture(model, text, found, mixture, slots) for text in found["texts"])
+    return f'<div class="side"><span>model of <b>{escape(model)}</b></span></div>{cells}'
+
+
+def _picture(model: str, text: str, found: Mapping[str, Any], mixture: Sequence[Expert], slots: Sequence[str]) -> str:
+    weights: list[list[list[float]]] = found["weights"][model][text]
+    spans = "".join(_token(piece, [block[k] for block in weights], mixture, slots) for k, piece in enumerate(found["texts"][text]))
+    shares = "".join(_shares(block, mixture, slot) for slot, block in zip(slots, weights, strict=True))
+    title = f"model of {model}, {'own text' if model == text else f'text of {text}'}"
+    return (
+        f'<div class="cell{" own" if model == text else ""}" data-model="{escape(model)}" data-text="{escape(text)}" '
+        f'data-experts="{escape("|".join(e.name for e in mixture))}" data-colours="{"|".join(e.colour for e in mixture)}">'
+        f'<h4>{escape(title)}</h4><p class="text" role="group" aria-label="{escape(title)}">{spans}</p>{shares}</div>'
+    )
+
+
+def _token(piece: str, weights: Sequence[Sequence[float]], mixture: Sequence[Expert], slots: Sequence[str]) -> str:
+    top = " ".join(f"{slot}-{mixture[_argmax(w)].key}" for slot, w in zip(slots, weights, strict=True))
+    told = ";".join(",".join(f"{1000 * value:.0f}" for value in w) for w in weights)
+    shown = piece.replace("\r\n", "\n").replace("\n", "↵\n")
+    return f'<span class="t {top}" data-w="{told}">{escape(shown)}</span>'
+
+
+def _argmax(weights: Sequence[float]) -> int:
+    return max(range(len(weights)), key=weights.__getitem__)
+
+
+def _shares(block: Sequence[Sequence[float]], mixture: Sequence[Expert], slot: str) -> str:
+    """How many of the tokens each expert is first for, as a bar and in words."""
+    first = [_argmax(token) for token in block]
+    shares = [(expert, first.count(k) / len(first)) for k, expert in enumerate(mixture)]
+    parts = "".join(f'<i style="flex:{share:.3f};background:{e.colour}"></i>' for e, share in shares if share)
+    words = ", ".join(f"{e.name} {100 * share:.0f} %" for e, share in shares)
+    return f'<div class="share share-{slot}"><span class="mix" aria-hidden="true">{parts}</span><small>{escape(words)}</small></div>'

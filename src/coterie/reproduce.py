@@ -1,0 +1,281 @@
+"""A table or figure of a paper, run: measured beside published, and which of the paper's statements hold."""
+
+import json
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import coterie
+from coterie import evaluation, reproductions
+from coterie import recipe as recipes
+from coterie.errors import Refused
+from coterie.recipe import Recipe
+from coterie.records import read_json, write_json
+from coterie.reports import Reporter
+from coterie.reports.html import router_series
+from coterie.reports.reproduction import markdown, write_page
+from coterie.reproductions import Lower, Near, Reproduction, Routers, Scale, Settings, Statement
+from coterie.run import METRICS, RESULT, execute_all
+from coterie.tensors import write_atomically
+
+Json = dict[str, Any]
+_BESIDE = {"name", "description", "paper", "seed", "compare_with", "samples"}  # what does not change what a run measures
+
+
+def _digest(recipe: Recipe) -> str:
+    text = json.dumps(recipe.model_dump(mode="json", exclude=_BESIDE), sort_keys=True)
+    return blake2b(text.encode(), digest_size=4).hexdigest()
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is asked for: a table or figure at a scale, or a part of it.
+
+    Args:
+        name: `<paper>/<table or figure>`.
+        scale: "small" or "paper".
+        folder: Of all of the paper's runs at this scale; gets `<name>.json`, `.md` and `.html`.
+        seeds: Runs per cell; None: as many as the paper averages over.
+        columns: Only these; () for all.
+        rows: Only these; () for all.
+        overrides: `key=value` texts for every recipe.
+
+    Raises:
+        Refused: There is no such table, column or row, or a recipe, as it is set, will not do.
+    """
+
+    name: str
+    scale: Scale
+    folder: Path
+    seeds: int | None = None
+    columns: Sequence[str] = ()
+    rows: Sequence[str] = ()
+    overrides: Sequence[str] = ()
+
+    @cached_property
+    def reproduction(self) -> Reproduction:
+        return reproductions.load(self.name)
+
+    @cached_property
+    def numbers(self) -> list[int]:
+        """The seeds."""
+        return list(range(self.seeds or self.reproduction.seeds))
+
+    @cached_property
+    def cells(self) -> list[tuple[str, str]]:
+        """Row and column of every cell, column by column."""
+        columns = [c for c, column in self.reproduction.columns.items() if self.scale in column.recipes]
+        rows = list(self.reproduction.rows)
+        _check_known("column", self.columns, columns)
+        _check_known("row", self.rows, rows)
+        return [(r, c) for c in columns if c in (self.columns or columns) for r in rows if r in (self.rows or rows)]
+
+    @cached_property
+    def _bases(self) -> dict[str, Recipe]:
+        """The recipe of each column, before a row sets anything."""
+        found = {}
+        for c in dict.fromkeys(c for _, c in self.cells):
+            column = self.reproduction.columns[c]
+            common = {
+                **self.reproduction.set,
+                **self.reproduction.scales.get(self.scale, {}),
+                **column.set,
+                **column.at.get(self.scale, {}),
+            }
+            found[c] = recipes.load(column.recipes[self.scale], [*recipes.overrides(common), *self.overrides])
+        return found
+
+    def sweep(self, row: str, column: str) -> Mapping[str, Sequence[Any]]:
+        """What is chosen on validation for a cell: keys of a recipe, and the values that are tried."""
+        own = self.reproduction.rows[row]
+        if self._bases[column].with_method(own.method).build_method().total_iterations == 0:  # nothing is trained, nothing to choose
+            return {}
+        return {**self.reproduction.columns[column].tune.get(self.scale, {}), **own.sweep}
+
+    def run(self, row: str, column: str, choice: Settings, seed: int) -> tuple[Recipe, Path]:
+        """One run of a cell and its folder. Cells of all tables that are the same run share one."""
+        own, base = self.reproduction.rows[row], self._bases[column]
+        settings = {**own.set, **self.reproduction.columns[column].rows.get(row, {}), **choice}
+        recipe = recipes.changed(base.with_method(own.method), settings).model_copy(update={"seed": seed})
+        return recipe, self.folder / recipe.name / f"{own.method}-{_digest(recipe)}" / f"seed-{seed}"
+
+    @property
+    def most(self) -> int:
+        """How many runs there are at most, with those that are done already."""
+        tried = sum(max(1, sum(len(values) for values in self.sweep(r, c).values())) for r, c in self.cells)
+        return tried + len(self.cells) * (len(self.numbers) - 1)
+
+
+def reproduce(job: Job, reporter: Reporter | None = None) -> Json:
+    """Run a table or figure; runs that are in the folder already are taken from there, and unfinished ones go on.
+
+    Args:
+        job: What to run.
+        reporter: Is told of what happens.
+
+    Returns:
+        What is in the JSON file.
+
+    Raises:
+        Refused: As `Job`, or a base or data will not do; nothing was started.
+        CoterieError: A run failed; the same call goes on with it.
+    """
+    reproduction, folder = job.reproduction, job.folder
+    choices = _choose(job, reporter or Reporter())
+    runs = {(r, c): [job.run(r, c, choices[r, c], seed) for seed in job.numbers] for r, c in job.cells}
+    _execute([run for cell in runs.values() for run in cell], reporter or Reporter())
+    cells = [_cell(job, r, c, choices[r, c], found) for (r, c), found in runs.items()]
+    found: Json = {
+        "name": job.name,
+        "title": reproduction.title,
+        "scale": job.scale,
+        "seeds": job.numbers,
+        "overrides": list(job.overrides),
+        "scored": "each client's model right after its last local iteration",
+        "columns": {c: reproduction.columns[c].title for _, c in job.cells},
+        "rows": {r: reproduction.rows[r].title for r, _ in job.cells},
+        "cells": cells,
+        "statements": [verdict for s in reproduction.statements for verdict in _verdicts(s, cells, folder)],
+        "order": _orders(cells),
+        "notes": [*reproduction.notes, *_comparability(cells)],
+        "versions": {"coterie": coterie.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "machine": read_json(folder / cells[0]["folders"][0] / RESULT)["machine"],
+    }
+    stem = job.name.replace("/", "-")
+    write_json(folder / f"{stem}.json", found)
+    write_atomically(folder / f"{stem}.md", markdown(found).encode())
+    write_page(folder / f"{stem}.html", found, reproduction.pictures, folder)
+    return found
+
+
+def _choose(job: Job, reporter: Reporter) -> dict[tuple[str, str], dict[str, Any]]:
+    """What each cell's sweep comes to: key after key, the value with the best validation perplexity at the first seed."""
+    sweeps = {cell: job.sweep(*cell) for cell in job.cells}
+    choices = {cell: {key: values[0] for key, values in sweep.items()} for cell, sweep in sweeps.items()}
+    for key in dict.fromkeys(key for sweep in sweeps.values() for key in sweep):
+        tried = {
+            (cell, value): job.run(*cell, choices[cell] | {key: value}, job.numbers[0])
+            for cell, sweep in sweeps.items()
+            for value in sweep.get(key, ())
+        }
+        _execute(list(tried.values()), reporter)
+        for cell, sweep in sweeps.items():
+            if key in sweep:
+                valid = {value: _valid(read_json(tried[cell, value][1] / RESULT)) for value in sweep[key]}
+                choices[cell][key] = min(valid, key=valid.__getitem__)
+    return choices
+
+
+def _execute(runs: Sequence[tuple[Recipe, Path]], reporter: Reporter) -> None:
+    """Those that are not done yet, each once."""
+    execute_all(
+        [(recipe, path) for path, recipe in {path: recipe for recipe, path in runs}.items() if not (path / RESULT).exists()], reporter
+    )
+
+
+def _valid(result: Json) -> float:
+    return float(result["evaluations"][-1]["valid"])
+
+
+def _cell(job: Job, row: str, column: str, choice: Settings, runs: Sequence[tuple[Recipe, Path]]) -> Json:
+    """What is known of a cell: the figures of its runs, and the paper's."""
+    results = [read_json(path / RESULT) for _, path in runs]
+    number = job.reproduction.published.get(row, {}).get(column)
+    mean, std = number if isinstance(number, tuple) else (number, None)
+    recipe = runs[0][0]
+    return evaluation.row(recipe.method["name"], results) | {
+        "row": row,
+        "column": column,
+        "published": mean,
+        "published_std": std,
+        "valid": evaluation.mean(map(_valid, results)),
+        "choice": dict(choice),
+        "settings": recipe.method,
+        "folders": [path.relative_to(job.folder).as_posix() for _, path in runs],
+        "evaluations": results[0]["evaluations"],
+    }
+
+
+def _check_known(what: str, asked: Sequence[str], known: Sequence[str]) -> None:
+    if unknown := [a for a in asked if a not in known]:
+        raise Refused(f"no {what} {', '.join(map(repr, unknown))} at this scale", f"Choose among: {', '.join(known)}.")
+
+
+def _orders(cells: Sequence[Json]) -> dict[str, float]:
+    """By column: Kendall's tau between the measured and the published order of the rows, 1 for the same order and -1 for the reverse."""
+    from scipy.stats import kendalltau
+
+    found = {}
+    for c in dict.fromkeys(cell["column"] for cell in cells):
+        pairs = [(cell["mean"], mean) for cell in cells if cell["column"] == c and (mean := cell["published"])]
+        if len(pairs) > 2:
+            found[c] = float(kendalltau(*zip(*pairs, strict=True)).statistic)
+    return found
+
+
+def _comparability(cells: Sequence[Json]) -> list[str]:
+    """What makes the rows of a column unlike in budget; a sentence that holds of several columns once."""
+    found: dict[str, None] = {}
+    for c in dict.fromkeys(cell["column"] for cell in cells):
+        own = [cell | {"method": cell["row"]} for cell in cells if cell["column"] == c]
+        last = own[-1]["method"] if own else None
+        found |= dict.fromkeys(evaluation.comparability(own, last))
+    return list(found)
+
+
+def _verdicts(statement: Statement, cells: Sequence[Json], folder: Path) -> Iterator[Json]:
+    """A verdict for each of the statement's columns that was run with all rows that it speaks of."""
+    for c in statement.columns:
+        own = {cell["row"]: cell for cell in cells if cell["column"] == c}
+        verdict = _CHECKS[type(statement)](statement, own, folder)
+        if verdict is not None:
+            holds, detail = verdict
+            yield {"says": statement.says, "source": statement.source, "column": c, "holds": holds, "detail": detail}
+
+
+def _value(cell: Json, clients: Sequence[str]) -> float:
+    return evaluation.mean(cell["clients"][i] for i in clients) if clients else float(cell["mean"])
+
+
+def _lower(statement: Lower, cells: Mapping[str, Json], folder: Path) -> tuple[bool, str] | None:
+    if not {*statement.lower, *statement.than} <= cells.keys():
+        return None
+    low = {r: _value(cells[r], statement.clients) for r in statement.lower}
+    high = {r: _value(cells[r], statement.clients) for r in statement.than}
+    worst, best = max(low, key=lambda r: low[r]), min(high, key=lambda r: high[r])
+    holds, noise = low[worst] < high[best], max(cells[worst]["std"], cells[best]["std"])
+    close = ", closer than a standard deviation" if abs(low[worst] - high[best]) < noise else ""
+    told = (", ".join(f"{r} {value:.2f}" for r, value in side.items()) for side in (low, high))
+    return holds, f"{' against '.join(told)}{close}"
+
+
+def _near(statement: Near, cells: Mapping[str, Json], folder: Path) -> tuple[bool, str] | None:
+    if not {statement.row, *statement.best_of} <= cells.keys():
+        return None
+    own = _value(cells[statement.row], statement.clients)
+    best = min(statement.best_of, key=lambda r: _value(cells[r], statement.clients))
+    share = own / _value(cells[best], statement.clients) - 1
+    return share <= statement.within, f"{statement.row} {own:.2f}, {share:+.1%} against {best} (at most {statement.within:+.0%})"
+
+
+def _routers(statement: Routers, cells: Mapping[str, Json], folder: Path) -> tuple[bool, str] | None:
+    if statement.row not in cells:
+        return None
+    cell = cells[statement.row]
+    clients = read_json(folder / cell["folders"][0] / RESULT)["clients"]
+    series = router_series(folder / cell["folders"][0] / METRICS)
+    generalist = [
+        evaluation.mean(sum(weights[: clients[i]["generalists"]]) for i, rounds in series.items() for weights in rounds[at][1])
+        for at in (0, -1)
+    ]
+    holds = generalist[1] < (generalist[0] if statement.generalist == "falls" else 0.5)
+    return holds, f"mean weight of the generalist {generalist[0]:.3f} in the first round, {generalist[1]:.3f} in the last"
+
+
+_CHECKS: Mapping[type, Callable[..., tuple[bool, str] | None]] = {Lower: _lower, Near: _near, Routers: _routers}

@@ -1,0 +1,59 @@
+"""Results, routing and metrics as a run writes them, with figures that a test can tell."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+CLIENTS = {"ann": 20.0, "<b>ben</b>": 30.0}
+TEXT = [" <script>", "alert(1)", "</script>", " caf", "◌", "é", "\n\n", " end", "¶"]
+
+
+def result(method: str, rounds: int, shift: float, clients: dict[str, float] = CLIENTS, **figures: object) -> dict:
+    """What is in result.json: perplexity falls by one a round and ends at `shift - rounds` beyond that of `clients`."""
+    evaluations = [
+        {"round": r, "iteration": 10 * r, "clients": {i: {"valid": x, "test": x + shift - r} for i, x in clients.items()}}
+        for r in range(0 if rounds == 0 else 1, rounds + 1)
+    ]
+    last = evaluations[-1]["clients"]
+    costs = {"trainable_parameters": 1000, "active_parameters": 900, "flops_per_token": 2_500_000}
+    costs |= {"bytes_up": 4000, "bytes_down": 4000, "state_bytes": 12_000}
+    return {
+        "method": method,
+        "recipe": "r",
+        "seed": 0,
+        "rounds": rounds,
+        "mean": sum(c["test"] for c in last.values()) / len(last),
+        "mean_synced": 25.0,
+        "clients": {i: {**values, "test_synced": 25.0, "generalists": 1, "specialists": 1, **costs} for i, values in last.items()},
+        "evaluations": evaluations,
+        "wall_s": 12.0,
+        "peak_memory_bytes": 700_000_000,
+        "versions": {"coterie": "0", "torch": "2"},
+        "machine": {"device": "cpu", "dtype": "float32", "threads": 2},
+        **figures,
+    }
+
+
+def routing(clients: Sequence[str] = tuple(CLIENTS), depth: int = 5) -> dict:
+    """What is in routing.json: the first block gives every token to the generalist, the last to the specialist, the middle takes turns."""
+    first, last = [[0.9, 0.1]] * len(TEXT), [[0.25, 0.75]] * len(TEXT)
+    middle = [[0.6, 0.4] if k % 2 else [0.4, 0.6] for k in range(len(TEXT))]
+    return {
+        "depth": depth,
+        "blocks": [0, 2, 4],
+        "texts": dict.fromkeys(clients, TEXT),
+        "experts": {i: {"generalists": 1, "specialists": 1} for i in clients},
+        "weights": {i: {j: [first, middle, last] for j in clients} for i in clients},
+    }
+
+
+def write_metrics(folder: Path, clients: Sequence[str] = tuple(CLIENTS)) -> None:
+    """metrics.jsonl of four rounds, two blocks: the generalist's weight grows by 0.1 a round in the first, and is 0.5 in the second."""
+    lines = []
+    for r in range(1, 5):
+        for i in clients:
+            weights = [[0.4 + 0.1 * r, 0.6 - 0.1 * r], [0.5, 0.5]]
+            about = {"kind": "train", "round": r, "iteration": 10 * r, "client": i, "tokens": 99}
+            lines.append(about | {"router/router": [[9.0, 9.0]] * 2, "router/generalist+specialist": weights})
+            lines.append({"kind": "score", "round": r, "iteration": 10 * r, "client": i, "test": 1.0})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

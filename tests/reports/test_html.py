@@ -1,0 +1,157 @@
+"""The report as text: tables, curves, colours, and nothing that data could smuggle in."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+from reports.samples import CLIENTS, TEXT, result, routing, write_metrics
+
+from coterie.evaluation import row
+from coterie.reports import chart, tokens
+from coterie.reports.chart import Line, Style
+from coterie.reports.html import write_comparison, write_report
+
+ROWS = [result("pretrained", 0, 9.0), result("local", 4, 5.0), result("comigs-1g1s", 4, 0.0)]
+
+
+@pytest.fixture
+def routed(tmp_path: Path) -> str:
+    """The report of a method with routers."""
+    (tmp_path / "routing.json").write_text(json.dumps(routing()))
+    write_metrics(tmp_path)
+    write_report(tmp_path, ROWS, "four <i>unlike</i> clients")
+    return (tmp_path / "report.html").read_text()
+
+
+def test_the_report_is_one_file_without_anything_from_elsewhere(routed: str) -> None:
+    assert not re.search(r'(?:src|href)="(?!#|data:,")', routed)
+    assert not re.search(r"url\(|@import|https?://", routed)
+    for expected in ("Pretrained", "Local", "CoMiGS-1G1S", "21.00", "19.2 %</b> below Local", "<svg"):
+        assert expected in routed
+    assert routed.count("<tr class=best>") == 1
+
+
+def test_what_comes_from_data_is_escaped(routed: str) -> None:
+    for smuggled in ("<b>ben", "<i>unlike", "<script>alert", " <script>\n"):
+        assert smuggled not in routed
+    assert routed.count("<script>") == 1
+    assert "&lt;script&gt;" in routed
+
+
+def test_sections_are_there_only_where_there_is_something_to_show(routed: str, tmp_path: Path) -> None:
+    folder = tmp_path / "unrouted"
+    write_report(folder, [result("fedavg", 4, 0.0)], "")
+    plain = (folder / "report.html").read_text()
+    for section in ("texts", "routers"):
+        assert f'<section id="{section}">' in routed
+        assert f'href="#{section}"' in routed
+        assert f'<section id="{section}">' not in plain
+        assert f'href="#{section}"' not in plain
+    assert "best other row" not in plain
+
+
+def test_router_scores_have_a_line_for_each_block_and_kind(routed: str) -> None:
+    section = routed[routed.index('id="routers"') : routed.index('id="texts"')]
+    assert section.count("<figure>") == len(CLIENTS)
+    assert section.count('class="line"') == len(CLIENTS) * 4 + 4  # and those of the legend
+    assert "generalist, block 1: 0.80 at 40 local iterations" in section
+    assert "specialist, block 1: 0.20 at 40 local iterations" in section
+    assert "9.00" not in section  # what router steps saw on validation data
+
+
+def test_known_routing_has_the_known_colours() -> None:
+    page = tokens.routing(routing(["ann"]))
+    classes = re.findall(r'<span class="t ([^"]*)" data-w="([^"]*)">', page)
+    assert len(classes) == len(TEXT)
+    assert classes[0] == ("first-g0 middle-s0 last-s0", "900,100;400,600;250,750")
+    assert classes[1] == ("first-g0 middle-g0 last-s0", "900,100;600,400;250,750")
+    assert "generalist 100 %, specialist 0 %" in page
+    assert "generalist 44 %, specialist 56 %" in page
+    assert "first <small>(1 of 5)" in page
+    assert "last <small>(5 of 5)" in page
+
+
+def test_each_expert_has_a_colour_and_a_second_cue() -> None:
+    mixture = tokens.experts({"generalists": 2, "specialists": 4})
+    assert [e.name for e in mixture] == ["generalist 1", "generalist 2", *(f"specialist {k}" for k in range(1, 5))]
+    assert len({e.cue for e in mixture}) == 6
+    assert [e.name for e in tokens.experts({"generalists": 1, "specialists": 1})] == ["generalist", "specialist"]
+
+
+def test_a_client_with_one_expert_has_a_text_but_no_picture_of_its_own() -> None:
+    found = routing(["ann", "ben"])
+    del found["weights"]["ben"], found["experts"]["ben"]
+    page = tokens.routing(found)
+    assert "text of <b>ben</b>" in page
+    assert "model of <b>ben</b>" not in page
+
+
+@pytest.mark.parametrize(("blocks", "names"), [([0], ["only"]), ([0, 1], ["first", "last"]), ([0, 2, 4], ["first", "middle", "last"])])
+def test_shallow_bases_have_fewer_blocks_to_choose_from(blocks: list[int], names: list[str]) -> None:
+    found = routing(["ann"]) | {"blocks": blocks, "depth": blocks[-1] + 1}
+    found["weights"]["ann"]["ann"] = found["weights"]["ann"]["ann"][: len(blocks)]
+    assert re.findall(r'id="block-(\w+)"', tokens.routing(found)) == names
+
+
+def test_points_lie_where_their_values_say() -> None:
+    svg = chart.panel("t", [Line([(0, 10.0), (5, 20.0), (10, math.inf)], "a", Style("#000"))], "x", "y", (0, 20))
+    targets = re.findall(r'class="target" cx="([\d.]+)" cy="([\d.]+)"', svg)
+    right, bottom, top = chart.WIDTH - chart.RIGHT, chart.HEIGHT - chart.BOTTOM, chart.TOP
+    assert targets == [(f"{chart.LEFT:.1f}", f"{(top + bottom) / 2:.1f}"), (f"{right:.1f}", f"{top:.1f}")]
+    assert re.findall(r'text-anchor="end">([\d.]+)<', svg) == ["0", "5", "10", "15", "20"]
+
+
+def test_a_diverged_method_does_not_break_the_page(tmp_path: Path) -> None:
+    worst = result("local", 2, math.inf)
+    write_report(tmp_path, [worst, result("comigs-1g1s", 2, 0.0)], "")
+    page = (tmp_path / "report.html").read_text()
+    assert "∞" in page
+    assert "nan" not in page
+
+
+def test_of_many_clients_the_table_shows_the_ends_and_folds_the_rest(tmp_path: Path) -> None:
+    clients = {f"client-{k}": 10.0 + k for k in range(20)}
+    write_report(tmp_path, [result("local", 2, 0.0, clients)], "")
+    page = (tmp_path / "report.html").read_text()
+    assert "best client" in page
+    assert "<summary>All 20 clients</summary>" in page
+    assert "<summary>8 more</summary>" in page
+
+
+def test_it_says_when_texts_are_of_a_few_clients_only(routed: str, tmp_path: Path) -> None:
+    write_report(tmp_path, [result("comigs-1g1s", 4, 0.0, CLIENTS | {"cleo": 9.0})], "")
+    assert "The first 2 of 3 clients." in (tmp_path / "report.html").read_text()
+    assert "The first" not in routed
+
+
+def test_figures_that_a_result_lacks_are_a_dash_not_a_zero(tmp_path: Path) -> None:
+    older = result("local", 2, 0.0, peak_memory_bytes=None)
+    for client in older["clients"].values():
+        del client["state_bytes"]
+    assert row("local", [older])["state_bytes"] is None
+    write_report(tmp_path, [older], "")
+    assert (tmp_path / "report.html").read_text().count("<td>-</td>") == 2
+
+
+def test_unequal_budgets_are_said(tmp_path: Path) -> None:
+    larger = result("local", 2, 0.0)
+    for client in larger["clients"].values():
+        client["trainable_parameters"] = 1500
+    write_report(tmp_path, [larger, result("comigs-1g1s", 2, 0.0)], "")
+    assert "local: +50% trainable parameters against comigs-1g1s" in (tmp_path / "report.html").read_text()
+
+
+def test_a_comparison_has_deviations_and_the_spread_between_clients(tmp_path: Path) -> None:
+    rows = [row(m, [result(m, 4, shift), result(m, 4, shift + 1)]) for m, shift in (("local", 5.0), ("comigs-1g1s", 0.0))]
+    about = {key: ROWS[0][key] for key in ("recipe", "versions", "machine")}
+    write_comparison(tmp_path, about | {"rows": rows, "seeds": [0, 1], "notes": ["local: <b>unlike</b>"]}, "<i>d</i>")
+    page = (tmp_path / "report.html").read_text()
+    assert "21.50 ± 0.71" in page
+    assert page.count('class="dot"') == 4
+    assert "CoMiGS-1G1S, mean: 21.50 ± 0.71" in page
+    assert "2 seeds (0, 1)" in page
+    assert "local: &lt;b&gt;unlike&lt;/b&gt;" in page
+    assert "<b>ben" not in page
+    assert "<i>d" not in page

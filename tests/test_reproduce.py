@@ -1,0 +1,171 @@
+"""Tables and figures of the papers: their files, a run at toy size, and the verdicts on what the paper says."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from coterie import reproductions
+from coterie.errors import Refused
+from coterie.recipe import Recipe
+from coterie.reproduce import Job, _verdicts, reproduce
+from coterie.reproductions import Lower, Near, Reproduction, Routers
+from coterie.run import RESULT
+
+TOY = (
+    "method.rounds=2",
+    "method.local_steps=1",
+    "training.batch_size=2",
+    "data.train_tokens=800",
+    "data.valid_tokens=300",
+    "data.test_tokens=300",
+)
+
+
+@pytest.mark.parametrize("name", reproductions.names())
+@pytest.mark.parametrize("scale", reproductions.SCALES)
+def test_every_cell_of_every_table_and_figure_is_a_valid_recipe(name: str, scale: reproductions.Scale, tmp_path: Path) -> None:
+    job = Job(name, scale, tmp_path)
+    assert job.cells
+    for row, column in job.cells:
+        choices = [{key: value} for key, values in job.sweep(row, column).items() for value in values] or [{}]
+        for choice in choices:
+            recipe, folder = job.run(row, column, choice, 1)
+            assert isinstance(recipe, Recipe)
+            assert recipe.seed == 1
+            assert folder.is_relative_to(tmp_path)
+
+
+def test_the_tables_and_figures_of_the_paper_are_all_there() -> None:
+    paper = {f"comigs/table{k}" for k in (1, 2, 5, 6)} | {f"comigs/figure{k}" for k in range(4, 12)}
+    assert paper <= set(reproductions.names())
+
+
+def test_cells_that_are_the_same_run_share_a_folder_and_others_do_not(tmp_path: Path) -> None:
+    two, five = Job("comigs/table2", "small", tmp_path), Job("comigs/table5", "small", tmp_path)
+    choice = {"training.experts.lr": 5e-3}
+    assert two.run("local", "agnews", choice, 0)[1] == five.run("local", "agnews", choice, 0)[1]
+    different = [two.run("local", "agnews", {"training.experts.lr": lr}, seed)[1] for lr in (5e-3, 1e-2) for seed in (0, 1)]
+    assert len(set(different)) == 4
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> tuple[Job, dict]:
+    overrides = (*TOY, f"data.root={data_root}")
+    job = Job("comigs/table2", "small", tmp_path_factory.mktemp("rep"), 2, ("agnews",), ("pretrained", "local", "comigs-1g1s"), overrides)
+    return job, reproduce(job)
+
+
+def test_a_table_holds_measured_beside_published(toy: tuple[Job, dict]) -> None:
+    job, found = toy
+    cells = {cell["row"]: cell for cell in found["cells"]}
+    assert cells.keys() == {"pretrained", "local", "comigs-1g1s"}
+    assert (cells["local"]["published"], cells["local"]["published_std"]) == (41.46, 0.06)
+    for cell in cells.values():
+        results = [json.loads((job.folder / path / RESULT).read_text()) for path in cell["folders"]]
+        assert [r["seed"] for r in results] == [0, 1]
+        assert cell["mean"] == pytest.approx(sum(r["mean"] for r in results) / 2)
+    stem = job.folder / "comigs-table2"
+    assert json.loads(Path(f"{stem}.json").read_text())["columns"] == {"agnews": "AG News"}
+    text = Path(f"{stem}.md").read_text()
+    assert f"{cells['local']['mean']:.2f} ± {cells['local']['std']:.2f} | 41.46 ± 0.06" in text
+    assert "| Local (lr" in text
+    page = Path(f"{stem}.html").read_text()
+    assert "41.46 ± 0.06" in page
+    assert "http" not in page.replace("http://www.w3.org", "")
+
+
+def test_the_learning_rate_is_the_best_on_validation_at_the_first_seed(toy: tuple[Job, dict]) -> None:
+    job, found = toy
+    key = "training.experts.lr"
+    for cell in found["cells"]:
+        if cell["row"] == "pretrained":
+            assert cell["choice"] == {}
+            continue
+        valid = {}
+        for lr in job.sweep(cell["row"], "agnews")[key]:
+            folder = job.run(cell["row"], "agnews", {key: lr}, 0)[1]
+            valid[lr] = json.loads((folder / RESULT).read_text())["evaluations"][-1]["valid"]
+        assert len(valid) == 2
+        assert cell["choice"] == {key: min(valid, key=lambda lr: valid[lr])}
+
+
+def test_what_was_run_is_not_run_again(toy: tuple[Job, dict]) -> None:
+    job, found = toy
+    stamps = {path: path.stat().st_mtime_ns for path in job.folder.rglob(RESULT)}
+    again = reproduce(Job(job.name, job.scale, job.folder, 2, job.columns, job.rows, job.overrides))
+    assert {path: path.stat().st_mtime_ns for path in job.folder.rglob(RESULT)} == stamps
+    assert again == found
+
+
+def test_statements_about_rows_that_were_not_run_have_no_verdict(toy: tuple[Job, dict]) -> None:
+    _, found = toy
+    assert all("pfedmoe" not in s["detail"] for s in found["statements"])
+    assert not any("PCL" in s["says"] for s in found["statements"])
+
+
+def cell(row: str, mean: float, std: float = 0.0, **clients: float) -> dict:
+    return {"row": row, "column": "c", "mean": mean, "std": std, "clients": clients}
+
+
+def verdict(statement: Lower | Near | Routers, *cells: dict) -> tuple[bool, str] | None:
+    found = list(_verdicts(statement, list(cells), Path()))
+    return (found[0]["holds"], found[0]["detail"]) if found else None
+
+
+def test_lower_means_every_row_below_every_other() -> None:
+    s = Lower(says="", source="", columns=("c",), lower=("a", "b"), than=("x", "y"))
+    assert verdict(s, cell("a", 1), cell("b", 2), cell("x", 3), cell("y", 4))[0]  # type: ignore[index]
+    assert not verdict(s, cell("a", 1), cell("b", 3.5), cell("x", 3), cell("y", 4))[0]  # type: ignore[index]
+    assert verdict(s, cell("a", 1), cell("x", 3), cell("y", 4)) is None
+    close = verdict(s, cell("a", 1), cell("b", 2.9, std=0.5), cell("x", 3), cell("y", 4))
+    assert close is not None
+    assert close[0]
+    assert "closer than a standard deviation" in close[1]
+
+
+def test_statements_about_some_clients_look_at_those() -> None:
+    s = Lower(says="", source="", columns=("c",), lower=("a",), than=("x",), clients=("fr",))
+    assert verdict(s, cell("a", 9, fr=1.0, de=17.0), cell("x", 3, fr=2.0, de=4.0))[0]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(("own", "holds"), [(10.4, True), (10.6, False), (9.0, True)])
+def test_near_is_a_share_above_the_best(own: float, holds: bool) -> None:
+    s = Near(kind="near", says="", source="", columns=("c",), row="a", best_of=("x", "y"), within=0.05)
+    assert verdict(s, cell("a", own), cell("x", 10), cell("y", 20))[0] is holds  # type: ignore[index]
+
+
+@pytest.mark.parametrize(("weights", "falls", "below"), [((0.6, 0.55), True, False), ((0.6, 0.4), True, True), ((0.3, 0.45), False, True)])
+def test_router_statements_read_the_metrics(weights: tuple[float, float], falls: bool, below: bool, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / RESULT).write_text(json.dumps({"clients": {"ann": {"generalists": 1, "specialists": 1}}}))
+    lines = [
+        {"kind": "train", "client": "ann", "iteration": k, "router/generalist+specialist": [[w, 1 - w], [w, 1 - w]]}
+        for k, w in enumerate(weights)
+    ]
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    own = [{"row": "a", "column": "c", "folders": ["run"]}]
+    for kind, expected in (("falls", falls), ("below half at the end", below)):
+        s = Routers(kind="routers", says="", source="", columns=("c",), row="a", generalist=kind)  # type: ignore[arg-type]
+        assert next(_verdicts(s, own, tmp_path))["holds"] is expected
+
+
+def test_mistakes_are_refused_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="comigs/table1"):
+        Job("comigs/table9", "small", tmp_path).cells  # noqa: B018
+    with pytest.raises(Refused, match="no row 'fedsgd'"):
+        Job("comigs/table2", "small", tmp_path, rows=("fedsgd",)).cells  # noqa: B018
+    with pytest.raises(Refused, match="no column 'agnews-llama'"):
+        Job("comigs/table2", "small", tmp_path, columns=("agnews-llama",)).cells  # noqa: B018
+    with pytest.raises(ValueError, match="no such row or column: ghost"):
+        Reproduction.model_validate({"title": "", "columns": {}, "rows": {}, "published": {"ghost": {}}})
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_figure_is_drawn(tmp_path: Path, data_root: Path) -> None:
+    """Figure 4 at toy size: router scores of two methods, and a verdict read off the metrics."""
+    found = reproduce(Job("comigs/figure4", "small", tmp_path, overrides=(*TOY, f"data.root={data_root}")))
+    page = (tmp_path / "comigs-figure4.html").read_text()
+    assert page.count("generalist, block 1") >= 8  # two methods, four clients
+    assert [s["row"] if "row" in s else s["column"] for s in found["statements"]] == ["agnews"]
