@@ -102,10 +102,11 @@ def test_statements_about_rows_that_were_not_run_have_no_verdict(toy: tuple[Job,
     _, found = toy
     assert all("pfedmoe" not in s["detail"] for s in found["statements"])
     assert not any("PCL" in s["says"] for s in found["statements"])
+    assert found["unjudged"] > 0
 
 
 def cell(row: str, mean: float, std: float = 0.0, **clients: float) -> dict:
-    return {"row": row, "column": "c", "mean": mean, "std": std, "clients": clients}
+    return {"row": row, "title": row, "column": "c", "mean": mean, "std": std, "clients": clients}
 
 
 def verdict(statement: Lower | Near | Routers, *cells: dict) -> tuple[bool, str] | None:

@@ -289,6 +289,14 @@ def test_all_mistakes_of_a_recipe_at_once_with_exit_code_2(tmp_path: Path) -> No
         (["compare", "local", "fedavgg", "--recipe", "quickstart"], "did you mean fedavg"),
         (["run", "quickstart", "--seed", "-1"], "--seed"),
         (["run", "quickstart", "--resume"], "no run of quickstart"),
+        (["run", "quickstart", "--out", "/proc/none"], "cannot make the folder /proc/none"),
+        (
+            ["compare", "hetlora", "--recipe", "quickstart", "--set", "method={name: hetlora, ranks: [1, 2]}"],
+            "method.ranks: 2 values for 4",
+        ),
+        (["reproduce", "comigs/table9"], "no such table, figure or theorem"),
+        (["reproduce", "comigs/table2", "--scale", "huge"], "small, paper"),
+        (["reproduce", "comigs/theorem-2.1", "--seeds", "2"], "is a theorem"),
     ],
 )
 def test_wrong_input_is_refused_before_any_work(words: list[str], expected: str, tmp_path: Path) -> None:
@@ -337,3 +345,17 @@ def test_what_there_is_is_listed(tmp_path: Path) -> None:
     assert "comigs-1g1s" in methods.stdout
     assert "quickstart" in shipped.stdout
     assert coterie("--version", cwd=tmp_path).stdout.startswith("coterie ")
+
+
+def test_help_explains_arguments_and_options() -> None:
+    shown = " ".join(CliRunner().invoke(app, ["run", "--help"], terminal_width=120).output.split())
+    assert "A shipped recipe" in shown
+    assert "Change a field of the recipe" in shown
+    assert "\\[" not in shown
+
+
+def test_reproduce_without_a_name_lists_what_there_is() -> None:
+    shown = CliRunner().invoke(app, ["reproduce"]).output
+    assert "comigs/table2" in shown
+    assert "homogeneous models" in shown
+    assert "comigs/theorem-g.2" in shown

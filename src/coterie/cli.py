@@ -26,7 +26,7 @@ app = typer.Typer(
     help="Train personal models together without sharing data.",
     no_args_is_help=True,
     add_completion=False,
-    rich_markup_mode=None,
+    rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
 
@@ -107,7 +107,7 @@ def compare(
         console = Console()
         with Terminal(console, len(set(methods)) * seeds) as terminal:
             comparison = runs.compare(methods, loaded, folder, seeds=seeds, resume=resume, reporter=terminal)
-        _show(console, comparison["rows"], f"{loaded.name}, {seeds} seeds", loaded.method["name"])
+        _show(console, comparison["rows"], f"{loaded.name}, {seeds} seed{'s' * (seeds > 1)}", loaded.method["name"])
         console.print(f"Everything is in {folder}; open {folder}/report.html.", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -134,13 +134,19 @@ def reproduce(
 
         console = Console()
         if name is None:
-            for known in (*reproductions.names(), *THEOREMS):
-                print(known)
+            for known in reproductions.names():
+                print(f"{known:<20} {reproductions.load(known).title}")
+            for known in THEOREMS:
+                print(f"{known:<20} a theorem, as an experiment with checked claims")
             return
+        if name not in reproductions.names() and name not in THEOREMS:
+            raise Refused(f"{name}: there is no such table, figure or theorem", "Without a name, `coterie reproduce` lists all.")
         if scale not in reproductions.SCALES:
             raise Refused(f"--scale {scale}: there is no such scale", f"Choose among: {', '.join(reproductions.SCALES)}.")
         folder = out or Path("runs") / f"reproduce-{name.partition('/')[0]}-{scale}"
         if name in THEOREMS:
+            if seeds or columns or rows or set_ or scale != "small":
+                raise Refused(f"{name} is a theorem: it has no scales, seeds, columns, rows or recipes", "Leave those options out.")
             from coterie.reports import theorem
 
             stem = folder / name.replace("/", "-")
@@ -148,16 +154,17 @@ def reproduce(
             console.print(f"The picture is in {stem}.html.", markup=False, highlight=False, soft_wrap=True)
             return
         from coterie import reproduce as reproducing
-        from coterie.reports.reproduction import terminal
+        from coterie.reports.reproduction import notes, terminal
         from coterie.reports.terminal import Terminal
 
         job = reproducing.Job(name, scale, folder, seeds, _parts(columns), _parts(rows), set_ or ())
         with Terminal(console, job.most) as reporter:
             found = reproducing.reproduce(job, reporter)
-        console.print(f"\n{found['title']}, scale {scale}, seeds {found['seeds']}", style="bold", highlight=False)
+        changed = f", with {', '.join(found['overrides'])}" if found["overrides"] else ""
+        console.print(f"\n{found['title']}, scale {scale}, seeds {found['seeds']}{changed}", style="bold", highlight=False)
         for table in terminal(found):
             console.print(table)
-        for note in found["notes"]:
+        for note in notes(found):
             console.print(f"- {note}", markup=False, highlight=False)
         stem = folder / name.replace("/", "-")
         console.print(f"Everything is in {folder}: open {stem}.html, or read {stem}.md.", markup=False, highlight=False, soft_wrap=True)
@@ -173,7 +180,7 @@ def list_methods() -> None:
     from coterie.methods import METHODS
 
     for name, entry in METHODS.items():
-        print(f"{name:<14} {entry.paper}")
+        print(f"{name:<16} {entry.paper}")
 
 
 @app.command("recipes")
@@ -183,7 +190,7 @@ def list_recipes() -> None:
 
     for name in recipes.names():
         section = recipes.read(recipes.find(name))
-        print(f"{name:<14} {section.get('description', '')}" + (f" [{section['paper']}]" if section.get("paper") else ""))
+        print(f"{name:<18} {section.get('description', '')}" + (f" [{section['paper']}]" if section.get("paper") else ""))
 
 
 @app.command()

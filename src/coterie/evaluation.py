@@ -63,28 +63,30 @@ def row(name: str, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def comparability(rows: Sequence[Mapping[str, Any]], own: str | None = None) -> list[str]:
+def comparability(rows: Sequence[Mapping[str, Any]], own: str | None = None, titles: Mapping[str, str] | None = None) -> list[str]:
     """What makes rows of a table unlike in budget, a sentence each: more than 5 % in parameters, more than 10 % in work per token.
 
     Args:
         rows: As `row` makes them.
         own: The method that the others are measured against; default, and where it is missing: the first row that trains anything.
+        titles: What to call a method; default: its name.
     """
     trained = [r for r in rows if r["trainable_parameters"]]
     if not trained:
         return []
     reference = next((r for r in trained if r["method"] == own), trained[0])
-    found = []
+    found, called = [], titles or {}
     for r in trained:
+        name, other = (called.get(row["method"], row["method"]) for row in (r, reference))
         kinds = (("trainable_parameters", "trainable parameters", 0.05), ("active_parameters", "active parameters", 0.05))
         unlike = []
         for key, what, limit in (*kinds, ("flops_per_token", "work per token", 0.1)):
             if r[key] and reference[key] and abs(share := r[key] / reference[key] - 1) > limit:
                 unlike.append(f"{share:+.0%} {what}")
         if unlike:
-            found.append(f"{r['method']}: {', '.join(unlike)} against {reference['method']}: not an equal budget.")
+            found.append(f"{name}: {', '.join(unlike)} against {other}: not an equal budget.")
         if r["method"] == "centralized":
-            found.append("centralized: one model that sees the data of all clients: a bound, not a method that keeps data private.")
+            found.append(f"{name}: one model that sees the data of all clients: a bound, not a method that keeps data private.")
     return found
 
 

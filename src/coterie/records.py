@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coterie.errors import CheckpointError, SaveError
+from coterie.errors import CheckpointError, Refused, SaveError
 from coterie.protocol import ClientId, State
 from coterie.tensors import load, save, write_atomically
 
@@ -18,6 +18,14 @@ KEPT = 2  # checkpoints: the newest, and the one before it
 def write_json(path: Path, value: object) -> None:
     """Write JSON atomically. Raises SaveError."""
     write_atomically(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder for results, and those above it. Raises Refused where that is not possible."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Refused(f"cannot make the folder {path}: {error.strerror}", "Choose another --out.") from None
 
 
 def read_json(path: Path) -> Any:

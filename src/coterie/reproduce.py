@@ -3,7 +3,7 @@
 import json
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
@@ -29,7 +29,8 @@ _BESIDE = {"name", "description", "paper", "seed", "compare_with", "samples"}  #
 
 
 def _digest(recipe: Recipe) -> str:
-    text = json.dumps(recipe.model_dump(mode="json", exclude=_BESIDE), sort_keys=True)
+    method = asdict(recipe.build_method())  # defaults too: where one changes, so does what is measured
+    text = json.dumps(recipe.model_dump(mode="json", exclude=_BESIDE) | {"method": method}, sort_keys=True)
     return blake2b(text.encode(), digest_size=4).hexdigest()
 
 
@@ -96,7 +97,7 @@ class Job:
         own = self.reproduction.rows[row]
         if self._bases[column].with_method(own.method).build_method().total_iterations == 0:  # nothing is trained, nothing to choose
             return {}
-        return {**self.reproduction.columns[column].tune.get(self.scale, {}), **own.sweep}
+        return {**self.reproduction.columns[column].tune.get(self.scale, {}), **own.sweep.get(self.scale, {})}
 
     def run(self, row: str, column: str, choice: Settings, seed: int) -> tuple[Recipe, Path]:
         """One run of a cell and its folder. Cells of all tables that are the same run share one."""
@@ -131,6 +132,7 @@ def reproduce(job: Job, reporter: Reporter | None = None) -> Json:
     runs = {(r, c): [job.run(r, c, choices[r, c], seed) for seed in job.numbers] for r, c in job.cells}
     _execute([run for cell in runs.values() for run in cell], reporter or Reporter())
     cells = [_cell(job, r, c, choices[r, c], found) for (r, c), found in runs.items()]
+    statements = [verdict for s in reproduction.statements for verdict in _verdicts(s, cells, folder)]
     found: Json = {
         "name": job.name,
         "title": reproduction.title,
@@ -141,9 +143,10 @@ def reproduce(job: Job, reporter: Reporter | None = None) -> Json:
         "columns": {c: reproduction.columns[c].title for _, c in job.cells},
         "rows": {r: reproduction.rows[r].title for r, _ in job.cells},
         "cells": cells,
-        "statements": [verdict for s in reproduction.statements for verdict in _verdicts(s, cells, folder)],
+        "statements": statements,
         "order": _orders(cells),
         "notes": [*reproduction.notes, *_comparability(cells)],
+        "unjudged": sum(len(s.columns) for s in reproduction.statements) - len(statements),
         "versions": {"coterie": coterie.__version__, "torch": torch.__version__, "python": platform.python_version()},
         "machine": read_json(folder / cells[0]["folders"][0] / RESULT)["machine"],
     }
@@ -174,9 +177,8 @@ def _choose(job: Job, reporter: Reporter) -> dict[tuple[str, str], dict[str, Any
 
 def _execute(runs: Sequence[tuple[Recipe, Path]], reporter: Reporter) -> None:
     """Those that are not done yet, each once."""
-    execute_all(
-        [(recipe, path) for path, recipe in {path: recipe for recipe, path in runs}.items() if not (path / RESULT).exists()], reporter
-    )
+    missing = [(recipe, path) for path, recipe in {path: recipe for recipe, path in runs}.items() if not (path / RESULT).exists()]
+    execute_all(missing, reporter, [f"{recipe.name}, {path.parent.name}, seed {recipe.seed}" for recipe, path in missing])
 
 
 def _valid(result: Json) -> float:
@@ -191,6 +193,7 @@ def _cell(job: Job, row: str, column: str, choice: Settings, runs: Sequence[tupl
     recipe = runs[0][0]
     return evaluation.row(recipe.method["name"], results) | {
         "row": row,
+        "title": job.reproduction.rows[row].title,
         "column": column,
         "published": mean,
         "published_std": std,
@@ -224,8 +227,8 @@ def _comparability(cells: Sequence[Json]) -> list[str]:
     found: dict[str, None] = {}
     for c in dict.fromkeys(cell["column"] for cell in cells):
         own = [cell | {"method": cell["row"]} for cell in cells if cell["column"] == c]
-        last = own[-1]["method"] if own else None
-        found |= dict.fromkeys(evaluation.comparability(own, last))
+        titles = {cell["row"]: cell["title"] for cell in own}
+        found |= dict.fromkeys(evaluation.comparability(own, own[-1]["method"], titles))
     return list(found)
 
 
@@ -251,7 +254,7 @@ def _lower(statement: Lower, cells: Mapping[str, Json], folder: Path) -> tuple[b
     worst, best = max(low, key=lambda r: low[r]), min(high, key=lambda r: high[r])
     holds, noise = low[worst] < high[best], max(cells[worst]["std"], cells[best]["std"])
     close = ", closer than a standard deviation" if abs(low[worst] - high[best]) < noise else ""
-    told = (", ".join(f"{r} {value:.2f}" for r, value in side.items()) for side in (low, high))
+    told = (", ".join(f"{cells[r]['title']} {value:.2f}" for r, value in side.items()) for side in (low, high))
     return holds, f"{' against '.join(told)}{close}"
 
 
@@ -261,7 +264,8 @@ def _near(statement: Near, cells: Mapping[str, Json], folder: Path) -> tuple[boo
     own = _value(cells[statement.row], statement.clients)
     best = min(statement.best_of, key=lambda r: _value(cells[r], statement.clients))
     share = own / _value(cells[best], statement.clients) - 1
-    return share <= statement.within, f"{statement.row} {own:.2f}, {share:+.1%} against {best} (at most {statement.within:+.0%})"
+    told = f"{cells[statement.row]['title']} {own:.2f}, {share:+.1%} against {cells[best]['title']} (at most {statement.within:+.0%})"
+    return share <= statement.within, told
 
 
 def _routers(statement: Routers, cells: Mapping[str, Json], folder: Path) -> tuple[bool, str] | None:

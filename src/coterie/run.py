@@ -24,7 +24,7 @@ from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
 from coterie.protocol import Ask, ClientId, Replies, drive, mix
 from coterie.recipe import Recipe
-from coterie.records import Checkpoint, Checkpoints, MetricsFile, read_json, write_json
+from coterie.records import Checkpoint, Checkpoints, MetricsFile, make_folder, read_json, write_json
 from coterie.reports import Reporter
 from coterie.reports.html import write_comparison, write_report
 from coterie.reports.looking import look
@@ -119,11 +119,13 @@ class Execution:
         prepared: What `prepare` made.
         folder: The run's folder.
         reporter: Is told of what happens.
+        title: What the reporter calls it.
     """
 
     prepared: Prepared
     folder: Path
     reporter: Reporter
+    title: str
 
     def __post_init__(self) -> None:
         self.recipe, self.method, self.clients = self.prepared.recipe, self.prepared.method, self.prepared.clients
@@ -159,7 +161,7 @@ class Execution:
         self.started = time.monotonic() - self.progress["seconds"]
         self.metrics = MetricsFile(self.folder, self.progress["position"], self.iteration)
         try:
-            self.reporter.begin(METHODS[self.recipe.method["name"]].title, self.method.rounds, self.round, self.clients)
+            self.reporter.begin(self.title, self.method.rounds, self.round, self.clients)
             while self.round < self.method.rounds:
                 self._one_round()
             if not self.progress["evaluations"] or self.progress["evaluations"][-1]["round"] != self.round:
@@ -328,23 +330,29 @@ def run(recipe: Recipe, folder: Path, *, resume: bool = False, reporter: Reporte
     return results
 
 
-def execute_all(rows: Sequence[tuple[Recipe, Path]], reporter: Reporter) -> list[Json]:
+def execute_all(rows: Sequence[tuple[Recipe, Path]], reporter: Reporter, titles: Sequence[str] = ()) -> list[Json]:
     """Every row in its folder, from where it stands; returns their results.
 
     All are prepared before the first one starts, so that what is refused is refused at once.
+
+    Args:
+        rows: Recipes and the folders of their runs.
+        reporter: Is told of what happens.
+        titles: What the reporter calls each row; default: its method.
     """
     for recipe, _ in rows:
         prepare(recipe)
+    for _, folder in rows:
+        make_folder(folder)
     results = []
-    for recipe, folder in rows:
-        execution = Execution(prepare(recipe), folder, reporter)
+    for k, (recipe, folder) in enumerate(rows):
+        execution = Execution(prepare(recipe), folder, reporter, titles[k] if titles else METHODS[recipe.method["name"]].title)
         execution.restore()
         if not recipe.samples:
             (folder / ROUTING).unlink(missing_ok=True)
         if (folder / RESULT).exists():
             results.append(read_json(folder / RESULT))
             continue
-        folder.mkdir(parents=True, exist_ok=True)
         (folder / RECIPE).write_text(recipes.dump(recipe), encoding="utf-8")
         results.append(execution.execute())
     return results

@@ -16,7 +16,7 @@ CASES: dict[str, dict[str, object]] = {
     "comigs-tr": {"rounds": 2, "local_steps": 2, "router_every": 1, "router_steps": 1},
     "pcl": {"rounds": 2, "local_steps": 2},
     "pfedmoe": {"rounds": 2, "local_steps": 2},
-    "fdlora": {"rounds": 2, "local_steps": 2, "alone": 0.5, "sync_every": 1, "fusion_samples": 4, "fusion_steps": 6},
+    "fdlora": {"rounds": 2, "local_steps": 2, "alone": 0.5, "sync_every": 1, "fusion_samples": 4, "fusion_steps": 6, "fusion_l1": 0},
     "ffa-lora": {"rounds": 2, "local_steps": 2},
     "fedsa-lora": {"rounds": 2, "local_steps": 2},
     "hetlora": {"rounds": 2, "local_steps": 2, "ranks": [4, 2, 3], "prune": 0.6},

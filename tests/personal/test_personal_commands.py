@@ -14,6 +14,7 @@ from test_keyboard import free_port
 
 import coterie
 from coterie.models.adapter import Layout
+from coterie.tensors import load, save
 
 TWO = {"ann": Layout(rank=2), "ben": Layout(rank=2, routing="equal")}
 
@@ -104,3 +105,25 @@ def test_serve_answers_and_stops(number, code, make_run):
     finally:
         process.kill()
         process.communicate()
+
+
+@pytest.mark.parametrize("command", ["predict", "generate", "export"])
+def test_values_that_are_not_finite_are_refused(command, make_run, tmp_path):
+    folder = make_run("few", ann=Layout(rank=2))
+    weights = folder / "clients/ann/adapter.safetensors"
+    tensors, metadata = load(weights)
+    name = max(tensors)
+    tensors[name].view(-1)[0] = float("nan")
+    save(weights, tensors, metadata)
+    options = {"predict": ["--text", "a"], "generate": ["--text", "a"], "export": ["--out", str(tmp_path / "out")]}[command]
+    done = run(command, folder, "--client", "ann", *options)
+    assert done.returncode == 2
+    assert f"{name!r} holds values that are not finite" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_refused(make_run, tmp_path):
+    (tmp_path / "file").write_text("")
+    done = run("export", make_run("few", **TWO), "--client", "ann", "--out", tmp_path / "file/adapter")
+    assert done.returncode == 2
+    assert "cannot make the folder" in done.stderr

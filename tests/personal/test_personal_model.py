@@ -11,6 +11,7 @@ import torch
 import coterie
 from coterie.errors import CheckpointError, ModelError
 from coterie.models.adapter import Layout
+from coterie.personal.fast import by_experts
 
 LAYOUTS = {
     "1G1S": Layout(rank=2),
@@ -48,6 +49,41 @@ def test_it_is_the_model_that_was_trained(family, layout, make_run):
         torch.testing.assert_close(one, model.language.forward(ids[:1, token : token + 1]).detach(), rtol=1e-4, atol=1e-4)
     with model.backbone.using(None):
         assert not torch.allclose(model.backbone.model(ids).logits, trained, atol=0.1)
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 8), (1, 9), (3, 16), (6, 60)])  # few; too few to sort some; sorted, at once and in parts
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_any_number_of_tokens_gives_the_trained_models_logits_and_routing(family, layout, rows, tokens, make_run):
+    model = coterie.load(make_run(family, ann=layout), "ann")
+    ids = torch.randint(257, (rows, tokens))
+    torch.testing.assert_close(model(ids).logits, model.language.forward(ids).detach(), rtol=1e-4, atol=1e-4)
+    if layout.routed:
+        record = []
+        with torch.no_grad(), model.backbone.using(model._fast, record):
+            model.backbone.hidden(ids)
+        torch.testing.assert_close(torch.stack([decision.weights for decision in record]), model.routing(ids).flatten(1, 2))
+
+
+def test_tokens_are_sorted_by_their_experts():
+    selected = torch.tensor([[3, 1], [0, 2], [1, 3], [2, 0], [1, 0]])
+    order, sets = by_experts(selected)
+    assert sets == [([0, 1], 0, 1), ([0, 2], 1, 3), ([1, 3], 3, 5)]
+    for experts, start, end in sets:
+        assert all(sorted(selected[token].tolist()) == experts for token in order[start:end])
+
+
+@pytest.mark.parametrize("shape", [(40, 1), (1, 40)])
+def test_in_bf16_it_is_as_near_to_fp32_as_the_trained_model(shape, make_run):
+    run = make_run("llama", ann=LAYOUTS["1G3S, top 2"])
+    precise, model = coterie.load(run, "ann"), coterie.load(run, "ann", dtype="bf16")
+    errors = torch.zeros(2)
+    for ids in torch.arange(40).view(shape):
+        exact = precise.language.forward(ids[None]).detach()
+        errors += torch.stack(
+            [(logits - exact).abs().mean() for logits in (model(ids[None]).logits, model.language.forward(ids[None]).detach())]
+        )
+    assert 0 < errors[0] < 1.5 * errors[1]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

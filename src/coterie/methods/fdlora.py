@@ -36,7 +36,7 @@ class FDLoRA(OneAdapter):
         sync_every: H, rounds of stage 2 between synchronisations of the personal LoRA.
         fusion_samples: Validation windows that the fusion looks at.
         fusion_steps: Evaluations of the fusion's objective at most.
-        fusion_l1: Weight of |w_1| + |w_2|.
+        fusion_l1: Weight of |w_1| + |w_2|. The default is LoraHub's 0.05 on their mean, which the paper's fusion follows.
     """
 
     alone: Annotated[float, Field(ge=0, le=1, description="share of the rounds in which clients train their personal LoRA alone")] = 0.2
@@ -45,7 +45,7 @@ class FDLoRA(OneAdapter):
     sync_every: Annotated[int, Field(ge=1, description="H, rounds between synchronisations of the personal LoRA")] = 5
     fusion_samples: Annotated[int, Field(ge=1, description="validation windows for the fusion")] = 32
     fusion_steps: Annotated[int, Field(ge=3, description="evaluations of the fusion's objective at most")] = 40
-    fusion_l1: Annotated[float, Field(ge=0, description="weight of |w_1| + |w_2| in the fusion")] = 0.05
+    fusion_l1: Annotated[float, Field(ge=0, description="weight of |w_1| + |w_2| in the fusion")] = 0.025
 
     @property
     def rounds_alone(self) -> int:

@@ -8,11 +8,12 @@ from typing import Annotated, ClassVar, Literal, Protocol
 import torch
 from pydantic import ConfigDict, Field
 
+from coterie.aggregation import uniform_mean
 from coterie.aggregation.lowrank import own_factors
 from coterie.client import Client
 from coterie.models.adapter import Layout
 from coterie.models.lora import LoRA
-from coterie.protocol import ClientId, Round, State, task
+from coterie.protocol import Ask, ClientId, Round, State, task
 from coterie.roles import GENERALIST, ROUTER, Role
 from coterie.tensors import Tensors
 
@@ -85,6 +86,41 @@ class Method(ABC):
         """Make `tensors` part of the client's personal model."""
         client.load(tensors)
         return {}
+
+
+@dataclass(frozen=True)
+class Averaged(Method):
+    """A method whose server sends out the uniform mean of what its clients sent, all tensors of the roles in `shared`, every round."""
+
+    def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
+        return model.read(*self.shared)
+
+    def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
+        return dict.fromkeys(clients, state)
+
+    def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
+        replies = yield Ask(self.local_round, self.download(state, clients))
+        return uniform_mean(replies) if replies else state
+
+    @abstractmethod
+    def local_round(self, client: Client, theta: Tensors) -> Tensors:
+        """The client's L local iterations from `theta`; what it sends back. A @task."""
+
+
+@dataclass(frozen=True)
+class Alone(Method):
+    """A method of which nothing is ever sent."""
+
+    def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
+        return {}
+
+    def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
+        yield Ask(self.local_round, {i: {} for i in clients})
+        return state
+
+    @abstractmethod
+    def local_round(self, client: Client, nothing: Tensors) -> Tensors:
+        """The client's L local iterations. A @task that returns {}."""
 
 
 @dataclass(frozen=True)

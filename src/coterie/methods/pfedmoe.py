@@ -4,36 +4,22 @@ Yi et al., "pFedMoE: Data-Level Personalization with Mixture of Experts for Mode
 (arXiv:2402.01350), Algorithm 1; its feature extractors are the two LoRA experts of every MLP here, as CoMiGS, Table 2, compares it.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
-from coterie.aggregation import uniform_mean
 from coterie.client import Client
-from coterie.methods.method import Reader, Routed
+from coterie.methods.method import Averaged, Routed
 from coterie.models.adapter import Layout
-from coterie.protocol import Ask, ClientId, Round, State, task
+from coterie.protocol import task
 from coterie.roles import GENERALIST, ROUTER, SPECIALIST
 from coterie.tensors import Tensors
 
 
 @dataclass(frozen=True)
-class PFedMoE(Routed):
+class PFedMoE(Averaged, Routed):
     """The shared expert is averaged, local expert and router stay; one step on the training loss updates all three (their eq. 5 to 7)."""
 
     def layout(self, position: int, base: Layout) -> Layout:
         return self.mixture(base, generalists=1, specialists=1)
-
-    def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
-        return model.read(GENERALIST)
-
-    def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
-        return dict.fromkeys(clients, state)
-
-    def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
-        replies = yield Ask(self.local_round, self.download(state, clients))
-        return uniform_mean(replies) if replies else state
 
     @task
     def local_round(self, client: Client, theta_g: Tensors) -> Tensors:

@@ -8,7 +8,7 @@ from coterie.errors import CheckpointError, TensorError
 from coterie.models.adapter import Adapter, Layout
 from coterie.records import read_json, write_json
 from coterie.roles import GENERALIST, SPECIALIST, Role
-from coterie.tensors import Named, check_alike
+from coterie.tensors import Named, all_finite, check_alike
 from coterie.tensors import save as save_tensors
 
 FORMAT = 1
@@ -68,11 +68,16 @@ def expert_names(layout: Layout) -> dict[Role, tuple[str, ...]]:
 
 
 def fill(adapter: Adapter, tensors: Named, source: str) -> None:
-    """Give an adapter the tensors of `source`. Raises CheckpointError for foreign or missing names and other shapes."""
+    """Give an adapter the tensors of `source`. Raises CheckpointError for foreign or missing names, other shapes, and values like NaN."""
     own = {name: p for named in adapter.parameters_by_role().values() for name, p in named.items()}
     try:
         check_alike(own, tensors, source)
     except TensorError as error:
         raise CheckpointError(error.problem, "The file belongs to another base or layout than client.json says.") from None
+    if broken := [name for name in own if not all_finite({name: tensors[name]})]:
+        raise CheckpointError(
+            f"{source}: {broken[0]!r} holds values that are not finite ({len(broken)} tensors in all)",
+            "The file is damaged, or its client diverged: take an earlier copy, or train it again with a lower learning rate.",
+        )
     for name, parameter in own.items():
         parameter.data.copy_(tensors[name])

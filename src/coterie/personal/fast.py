@@ -1,10 +1,11 @@
-"""An adapter made ready for inference: its matrices stacked and cast once, and a few tokens at a time without any bookkeeping.
+"""An adapter made ready for inference: its matrices stacked, scaled and cast once, and nothing kept for a backward pass.
 
-One token through a small base is a matter of how many operations are started, not of arithmetic. So each MLP takes all its codes and
-router logits in one product, and all experts together, also those with weight 0; where there are more tokens, the mixture's own forward
-pass, which computes only the experts that a token uses, is the faster one.
+One token through a small base is a matter of how many operations are started and how much is read, not of arithmetic. So each MLP takes all
+its codes and router logits in one product, and all experts together, also those with weight 0. Many tokens are sorted by the set of experts
+that they use: each set is then a block of rows, on which its experts follow each other without selecting rows of wide tensors.
 """
 
+import math
 from collections.abc import Sequence
 from typing import cast
 
@@ -16,11 +17,12 @@ from coterie.models.adapter import Adapter, AdapterBlock
 from coterie.models.architecture import family_of
 from coterie.models.backbone import Backbone
 from coterie.models.lora import LoRA, SingleLoRA, project
-from coterie.models.mixture import FrozenMLP, Mixture
+from coterie.models.mixture import Activation, FrozenMLP, Mixture
 from coterie.models.routing import Routing
 
 SAME_INPUT = ("q_proj", "k_proj", "v_proj")  # layers of an attention that are called in this order with the same tensor
 FEW = 8  # tokens at once, up to which all experts together are faster
+MANY = 256  # tokens at once on a CPU: more would gain nothing in the products, and large tensors that are made anew are slow
 
 
 def _project(base: nn.Module, x: Tensor) -> Tensor:
@@ -58,7 +60,7 @@ class _Block:
         side_by_side = _side_by_side([cast(nn.Module, getattr(attention, name).base) for name in together])
         if side_by_side is not None:
             several = _Several([loras[name] for name in together], *side_by_side, dtype)
-            self.attention |= {name: _Part(several, i) for i, name in enumerate(together)}
+            self.attention |= {name: _Part(several, i, _Attention(loras[name], dtype)) for i, name in enumerate(together)}
         self.mlp = _MLP(block.mlp, mlp, dtype)
 
 
@@ -98,7 +100,7 @@ class _Attention:
     def __call__(self, x: Tensor, base: nn.Module) -> Tensor:
         """(..., in) -> (..., out)."""
         tokens = x.view(-1, x.shape[-1])
-        y = _project(base, tokens).addmm_(functional.linear(tokens, self.A), self.B)
+        y = _project(base, tokens).addmm_((self.A @ tokens.T).T, self.B)  # few rows of long codes are the quicker product
         return y.view(*x.shape[:-1], -1)
 
 
@@ -127,35 +129,34 @@ class _Several:
 
 
 class _Part:
-    """One layer of `_Several`, called as a `SingleLoRA` is."""
+    """One layer of `_Several`, called as a `SingleLoRA` is. Many tokens go through the layer alone: zeros would cost more than calls."""
 
-    def __init__(self, several: _Several, index: int) -> None:
-        self.several, self.index = several, index
+    def __init__(self, several: _Several, index: int, alone: _Attention) -> None:
+        self.several, self.index, self.alone = several, index, alone
 
     def __call__(self, x: Tensor, base: nn.Module) -> Tensor:
         """(..., in) -> (..., out)."""
-        return self.several.part(self.index, x)
+        return self.several.part(self.index, x) if x.numel() <= FEW * x.shape[-1] else self.alone(x, base)
 
 
 class _MLP:
-    """`Mixture` for few tokens, and the mixture itself for more."""
+    """`Mixture` without a backward pass."""
 
     def __init__(self, mixture: Mixture, base: FrozenMLP, dtype: torch.dtype) -> None:
         self.mixture, self.layout = mixture, mixture.layout
         self.n, self.r = self.layout.experts, self.layout.expert_rank
         first = [self._stack(name) for name in mixture.first]
-        A1 = torch.stack([A for A, _ in first], dim=1).flatten(0, 2)  # (n linears r, d)
+        A1 = torch.cat([A for A, _ in first]).flatten(0, 1)  # (linears n r, d)
         self.updates = len(A1)
         self.router = None if mixture.router is None else mixture.router.weight.detach()
         self.together = self.router is not None and dtype == self.router.dtype  # otherwise the router is more precise than the rest
         self.codes = (torch.cat([A1, self.router]) if self.together and self.router is not None else A1).to(dtype)
-        # (n, linears r, linears f), for each expert the blocks of its layers on the diagonal
-        self.B1 = torch.stack([_diagonal(*(mixture.gamma * B[j].T for _, B in first)) for j in range(self.n)]).to(dtype)
+        self.B1 = torch.cat([mixture.gamma * B.mT for _, B in first]).to(dtype).contiguous()  # (linears n, r, f)
         A2, B2 = self._stack("down")
-        self.A2 = A2.mT.to(dtype).contiguous()  # (n, f, r)
+        self.A2 = A2.to(dtype).contiguous()  # (n, r, f)
         self.B2 = (mixture.gamma * B2.mT).flatten(0, 1).to(dtype).contiguous()  # (n r, d)
         self.equal = torch.full((1, self.n), 1 / self.n, dtype=dtype, device=A2.device)
-        self.first = _side_by_side(base.first)
+        self.side_by_side = _side_by_side(base.first)
 
     def _stack(self, linear: str) -> tuple[Tensor, Tensor]:
         """A (n, r, in) and B (n, out, r) of one layer of all experts, generalists first."""
@@ -165,37 +166,80 @@ class _MLP:
     def __call__(self, x: Tensor, base: FrozenMLP, record: list[Routing] | None = None) -> Tensor:
         """(..., d_model) -> (..., d_model), as `Mixture.forward`."""
         tokens = x.view(-1, x.shape[-1])
-        count = len(tokens)
-        if count > FEW:
-            found: Tensor = self.mixture(x, base, record)
-            return found
+        if len(tokens) <= FEW:
+            return self._few(tokens, base, record).view_as(x)
+        if math.comb(self.n, self.layout.active) * FEW <= len(tokens) and self.n < 63:  # a set of experts is an int64
+            return self._many(tokens, base, record).view_as(x)
+        found: Tensor = self.mixture(x, base, record)  # more sets of experts than it pays to tell apart
+        return found
+
+    def _few(self, tokens: Tensor, base: FrozenMLP, record: list[Routing] | None) -> Tensor:
+        """(T, d_model) -> (T, d_model), all experts at once."""
+        count, linears = len(tokens), len(base.first)
         codes = functional.linear(tokens, self.codes)
-        weights = self._weights(tokens, codes, record)
-        z = codes[:, : self.updates].view(count, self.n, -1).transpose(0, 1)  # (n, T, linears r)
-        p = torch.baddbmm(self._bases(tokens, base), z, self.B1)  # (n, T, linears f)
-        if len(base.first) == 2:
-            gate, up = p.chunk(2, dim=-1)
-            h = base.activation.forward(gate).mul_(up)
-        else:
-            h = base.activation.forward(p)
+        weights, _ = self._weights(tokens, codes[:, self.updates :], record)
+        z = codes[:, : self.updates].view(count, linears * self.n, self.r).transpose(0, 1)
+        p = torch.bmm(z, self.B1).view(linears, self.n, count, -1)
+        p.add_(self._bases(tokens, base).view(count, linears, 1, -1).permute(1, 2, 0, 3))
+        h = base.activation.forward(p[0])
+        if linears == 2:
+            h.mul_(p[1])
         if self.n > 1:
             h.mul_(weights.T.unsqueeze(-1))
-        c = torch.bmm(h, self.A2).transpose(0, 1).reshape(count, self.n * self.r)
-        return _project(base.down, h.sum(dim=0) if self.n > 1 else h[0]).addmm_(c, self.B2).view_as(x)
+        c = torch.bmm(h, self.A2.mT).transpose(0, 1).reshape(count, self.n * self.r)
+        return _project(base.down, h.sum(dim=0) if self.n > 1 else h[0]).addmm_(c, self.B2)
+
+    def _many(self, tokens: Tensor, base: FrozenMLP, record: list[Routing] | None) -> Tensor:
+        """(T, d_model) -> (T, d_model), set by set of experts."""
+        weights, selected = self._weights(tokens, functional.linear(tokens, self.codes[self.updates :]), record)
+        order, sets = None, [(list(range(self.n)), 0, len(tokens))]
+        if selected is not None:
+            order, sets = by_experts(selected)
+            tokens, weights = tokens.index_select(0, order), weights.index_select(0, order)
+        y = torch.empty_like(tokens)
+        size = len(tokens) if tokens.is_cuda else MANY
+        for begin in range(0, len(tokens), size):
+            end = min(begin + size, len(tokens))
+            bases = [_project(layer, tokens[begin:end]) for layer in base.first]
+            c = tokens.new_zeros((self.n * self.r, end - begin))  # 0 where a token does not use the expert
+            for experts, first, last in sets:
+                if (first := max(first, begin)) < (last := min(last, end)):
+                    x, w, rows = tokens[first:last], weights[first:last], slice(first - begin, last - begin)
+                    self._piece(experts, x, w.T, [b[rows] for b in bases], base.activation, c[:, rows])
+            y[begin:end] = _project(base.down, bases[0]).addmm_(c.T, self.B2)
+        return y if order is None else y.index_select(0, order.argsort())
+
+    def _piece(self, experts: Sequence[int], x: Tensor, weights: Tensor, bases: list[Tensor], activation: Activation, c: Tensor) -> None:
+        """For t tokens that use the same experts: bases (t, f) -> m in the place of the first, and the experts' rows of c (n r, t)."""
+        m: Tensor | None = None
+        for j in experts:
+            p = []
+            for i, b in enumerate(bases):
+                row = i * self.n + j
+                z = (self.codes[row * self.r : (row + 1) * self.r] @ x.T).T
+                p.append((b.addmm_ if j == experts[-1] else b.addmm)(z, self.B1[row]))
+            h = activation.forward(p[0])
+            if len(p) == 2:
+                h.mul_(p[1])
+            h.mul_(weights[j].unsqueeze(1))
+            torch.mm(self.A2[j], h.T, out=c[j * self.r : (j + 1) * self.r])
+            m = h if m is None else m.add_(h)
+        bases[0].copy_(cast(Tensor, m))
 
     def _bases(self, tokens: Tensor, base: FrozenMLP) -> Tensor:
         """(T, linears f) the first layers of the base."""
-        if self.first is not None:
-            return functional.linear(tokens, *self.first)
+        if self.side_by_side is not None:
+            return functional.linear(tokens, *self.side_by_side)
         return (
             torch.cat([_project(layer, tokens) for layer in base.first], dim=-1) if len(base.first) > 1 else _project(base.first[0], tokens)
         )
 
-    def _weights(self, x: Tensor, codes: Tensor, record: list[Routing] | None) -> Tensor:
-        """(T, n) in the dtype of x; the decision is appended to `record`."""
+    def _weights(self, x: Tensor, logits: Tensor, record: list[Routing] | None) -> tuple[Tensor, Tensor | None]:
+        """(T, n) in the dtype of x, and the selected experts (T, k) unless it is all; the decision is appended to `record`."""
         if self.router is None:
-            return self.equal
-        logits = codes[:, -self.n :] if self.together else functional.linear(x.to(self.router.dtype), self.router)
+            return self.equal.expand(len(x), self.n), None
+        if not self.together:
+            logits = functional.linear(x.to(self.router.dtype), self.router)
         if self.layout.active == self.n:
             weights = probabilities = logits.softmax(dim=-1)
             selected = None
@@ -205,4 +249,15 @@ class _MLP:
             probabilities = weights if record is None else logits.softmax(dim=-1)
         if record is not None:
             record.append(Routing(weights, probabilities, selected))
-        return weights.to(x.dtype)
+        return weights.to(x.dtype), selected
+
+
+def by_experts(selected: Tensor) -> tuple[Tensor, list[tuple[list[int], int, int]]]:
+    """An order of the tokens in which those with the same experts follow each other, and each set with its first token and its end.
+
+    selected: (T, k). On a GPU this waits for the sets.
+    """
+    key, order = (1 << selected).sum(dim=-1).sort()
+    ends = torch.unique_consecutive(key, return_counts=True)[1].cumsum(0)
+    sets = selected[order[ends - 1]].sort(dim=-1).values.tolist()
+    return order, list(zip(sets, [0, *ends[:-1].tolist()], ends.tolist(), strict=True))

@@ -14,14 +14,16 @@ START = "In my free time, I like to"
 SHOWN = 3  # suggestions for each client
 STYLE = """
 footer { display: none !important }
-.gradio-container { max-width: 60rem !important; margin: auto !important }
-.word { min-width: 6rem !important; white-space: pre-line !important; line-height: 1.35; border: 2px solid #808080; border-left-width: 8px;
+.gradio-container { width: 100%; max-width: 60rem !important; margin: auto !important }
+.word { display: block !important; min-width: 6rem !important; white-space: pre-line !important; line-height: 1.35;
+  border: 2px solid #808080; border-left-width: 8px;
   font-size: .8rem; font-weight: 400; padding: .35rem .7rem; color: var(--body-text-color) !important;
   background: var(--block-background-fill) !important }
 .word::first-line { font-size: 1.15rem; font-weight: 600 }
 .word:hover, .word:focus-visible { background: var(--background-fill-secondary) !important; outline: 2px solid var(--body-text-color) }
 .client { min-width: 9rem !important; align-self: center; overflow-wrap: anywhere }
 .client p { font-weight: 600; margin: 0 }
+@media (max-width: 640px) { .client { flex: 1 0 100% !important } .word { flex: 1 1 28% !important; min-width: 28% !important } }
 .legend span { display: inline-block; margin-right: 1.4rem }
 .legend i { display: inline-block; width: .9rem; height: .9rem; border-radius: 2px; margin-right: .45rem; vertical-align: -.12rem }
 """ + "".join(

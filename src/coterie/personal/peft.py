@@ -11,6 +11,7 @@ from coterie.models.architecture import FAMILIES, Architecture, Family, locate
 from coterie.models.lora import LoRA
 from coterie.personal.artifact import WEIGHTS, About, expert_names, fill, read_about
 from coterie.personal.model import folder_of
+from coterie.records import make_folder
 from coterie.tensors import load, save, write_atomically
 
 PREFIX = "base_model.model."  # PEFT's, of every module of the base
@@ -50,7 +51,7 @@ def export(run: Path | str, client: str | None, out: Path, expert: str | None = 
             tensors[f"{path}.{name}.lora_A.weight"] = lora.A.detach()[at].contiguous()
             tensors[f"{path}.{name}.lora_B.weight"] = lora.B.detach()[at].contiguous()
     left_out = _left_out(about, label)
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     save(out / "adapter_model.safetensors", tensors, {"format": "pt"})
     _config(about, family).save_pretrained(str(out))
     write_atomically(out / "README.md", _readme(about, label, left_out).encode())

@@ -49,18 +49,29 @@ def _name(found: Json, cell: Json) -> str:
     return str(found["rows"][cell["row"]]) + (f" ({chosen})" if chosen else "")
 
 
+def notes(found: Json) -> list[str]:
+    """What a reader must know to compare, and what could not be judged."""
+    unjudged = f"{found['unjudged']} statements of the paper are not judged: not all rows that they speak of were run."
+    return [*found["notes"], *([unjudged] if found["unjudged"] else [])]
+
+
+def _has_published(found: Json) -> bool:
+    return any(cell["published"] is not None for cell in found["cells"])
+
+
 def terminal(found: Json) -> list[Table]:
     """One table for each column, and one of the statements."""
-    shown = []
+    shown, paper = [], _has_published(found)
     for c, title in found["columns"].items():
         one = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)
-        for k, name in enumerate(("row", "measured", "paper", "parameters", "MFLOPs/token", "kB up, down", "s")):
-            one.add_column(name, justify="right" if k else "left", no_wrap=k in (1, 2), overflow="fold")
+        header = ("row", "measured", *(("paper",) if paper else ()), "parameters", "MFLOPs/token", "kB up, down", "s")
+        for k, name in enumerate(header):
+            one.add_column(name, justify="right" if k else "left", no_wrap=0 < k <= 2, overflow="fold")
         for cell in _of(found, c):
             traffic = ", ".join(f"{cell[key] / 1000:,.0f}" for key in ("bytes_up_per_round", "bytes_down_per_round"))
             work, size = f"{cell['flops_per_token'] / 1e6:.2f}", f"{cell['trainable_parameters']:,}"
-            paper = plus_minus(cell["published"], cell["published_std"])
-            one.add_row(_name(found, cell), _measured(found, cell), paper, size, work, traffic, f"{cell['wall_s']:.0f}")
+            published = (plus_minus(cell["published"], cell["published_std"]),) if paper else ()
+            one.add_row(_name(found, cell), _measured(found, cell), *published, size, work, traffic, f"{cell['wall_s']:.0f}")
         shown.append(one)
     if found["statements"]:
         said = Table(title="what the paper says", title_justify="left", box=SIMPLE, pad_edge=False)
@@ -101,17 +112,18 @@ def markdown(found: Json) -> str:
         for s in found["statements"]:
             lines.append(f"| {_verdict(s)} | {s['says']} ({s['source']}) | {found['columns'][s['column']]} | {s['detail']} |")
         lines.append("")
-    lines += [f"- {note}" for note in found["notes"]]
+    lines += [f"- {note}" for note in notes(found)]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def _about(found: Json) -> str:
     machine, versions = found["machine"], found["versions"]
+    threads = f"{machine['threads']} thread" + "s" * (machine["threads"] > 1)
     changed = f", with {', '.join(found['overrides'])}" if found["overrides"] else ""
     return (
         f"`coterie reproduce {found['name']} --scale {found['scale']} --seeds {len(found['seeds'])}`{changed}. Mean test perplexity over "
         f"clients, lower is better, mean ± deviation over seeds {found['seeds']}; {found['scored']}. Bytes are per client and round, "
-        f"seconds those of a run with all clients. {machine['device']}, {machine['dtype']}, {machine['threads']} threads, "
+        f"seconds those of a run with all clients. {machine['device']}, {machine['dtype']}, {threads}, "
         f"coterie {versions['coterie']}, torch {versions['torch']}."
     )
 
@@ -135,7 +147,7 @@ def write_page(path: Path, found: Json, pictures: Sequence[Picture], runs: Path)
         columns = {
             "row": [_name(found, cell) for cell in cells],
             "measured": [_measured(found, cell) for cell in cells],
-            "paper": [plus_minus(cell["published"], cell["published_std"]) for cell in cells],
+            **({"paper": [plus_minus(cell["published"], cell["published_std"]) for cell in cells]} if _has_published(found) else {}),
             "synced": [figure(cell["mean_synced"]) for cell in cells],
             "trainable parameters": bars([cell["trainable_parameters"] for cell in cells], ",.0f"),
             "MFLOPs per token": bars([cell["flops_per_token"] for cell in cells], ",.2f", 1e6),
@@ -148,9 +160,9 @@ def write_page(path: Path, found: Json, pictures: Sequence[Picture], runs: Path)
     if found["statements"]:
         said = ((s["holds"], f"{found['columns'][s['column']]}: {s['says']} ({s['source']})", s["detail"]) for s in found["statements"])
         parts.append(section("statements", "What the paper says", verdicts(said)))
-    notes = "".join(f"<p class=note>{escape(note)}</p>" for note in found["notes"])
+    told = "".join(f"<p class=note>{escape(note)}</p>" for note in notes(found))
     about = escape(_about(found).replace("`", ""))
-    body = f"<header><h1>{escape(found['title'])}</h1><p class=about>{about}</p>{notes}</header><main>{''.join(parts)}</main>"
+    body = f"<header><h1>{escape(found['title'])}</h1><p class=about>{about}</p>{told}</header><main>{''.join(parts)}</main>"
     write_atomically(path, page(found["title"], body))
 
 

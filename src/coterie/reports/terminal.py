@@ -129,8 +129,8 @@ def _scores(rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> Tab
 
 def _costs(rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> Table:
     shown = _plain(
-        "cost per client",
-        ("method", "trainable parameters", "active", "MFLOPs per token", "kB up per round", "kB down per round", "seconds"),
+        "cost per client: parameters trained, and active per token; work of a forward pass; seconds of all clients",
+        ("method", "parameters", "active", "MFLOPs /token", "kB up /round", "kB down /round", "s"),
     )
     for row in rows:
         kilobytes = (f"{row[key] / 1000:,.0f}" for key in ("bytes_up_per_round", "bytes_down_per_round"))
@@ -143,5 +143,5 @@ def _costs(rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> Tabl
 def _plain(title: str, header: Sequence[str]) -> Table:
     shown = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)
     for k, name in enumerate(header):
-        shown.add_column(name, justify="right" if k else "left", no_wrap=k <= 1, overflow="fold", min_width=5)
+        shown.add_column(name, justify="right" if k else "left", no_wrap=k <= 2, overflow="fold", min_width=3)
     return shown

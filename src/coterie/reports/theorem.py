@@ -12,7 +12,7 @@ from rich.table import Table
 from coterie.records import write_json
 from coterie.reports.parts import page, section, table, verdicts
 from coterie.tensors import write_atomically
-from coterie.theory import Experiment
+from coterie.theory import Claim, Experiment, Panel, draw
 
 
 def show(console: Console, experiment: Experiment, stem: Path) -> None:
@@ -33,10 +33,12 @@ def show(console: Console, experiment: Experiment, stem: Path) -> None:
     for row in experiment.table.rows:
         numbers.add_row(*map(_text, row))
     console.print(numbers)
-    for claim in experiment.claims:
-        verdict = "[green]holds[/]" if claim.holds else "[yellow]does not hold[/]"
-        console.print(f"{verdict}  {escape_markup(claim.text)}", highlight=False)
-        console.print(f"       {claim.detail}", style="dim", markup=False, highlight=False)
+    for heading, claims in _kinds(experiment):
+        console.print(heading, style="bold", highlight=False)
+        for claim in claims:
+            verdict = "[green]holds[/]" if claim.holds else "[yellow]does not hold[/]"
+            console.print(f"{verdict}  {escape_markup(claim.text)}", highlight=False)
+            console.print(f"       {claim.detail}", style="dim", markup=False, highlight=False)
     write_json(stem.with_name(f"{stem.name}.json"), asdict(experiment))
     write_atomically(stem.with_name(f"{stem.name}.html"), _page(experiment))
 
@@ -47,26 +49,39 @@ def escape_markup(text: str) -> str:
 
 
 def _text(cell: str | float) -> str:
-    return f"{cell:.3g}" if isinstance(cell, float) else str(cell)
+    return _rounded(cell) if isinstance(cell, float) else str(cell)
+
+
+def _rounded(value: float) -> str:
+    """Three digits; of a share close to 1, as many as tell it from 1."""
+    return f"{value:.6f}" if 0.9995 <= value < 1 else f"{value:.3g}"
+
+
+def _kinds(experiment: Experiment) -> list[tuple[str, list[Claim]]]:
+    """The paper's claims, and what was found beside them."""
+    kinds = {"What the paper says": False, "What was found beside it": True}
+    return [(title, [claim for claim in experiment.claims if claim.beside is beside]) for title, beside in kinds.items()]
 
 
 def _page(experiment: Experiment) -> bytes:
     numbers = [[_text(cell) for cell in row] for row in experiment.table.rows]
-    parts = (
-        section("picture", "Picture", f'<div class="wide">{_picture(experiment)}</div>'),
-        section("claims", "Claims", verdicts((claim.holds, claim.text, claim.detail) for claim in experiment.claims)),
-        section("numbers", "Numbers", table(list(experiment.table.columns), numbers)),
-    )
-    header = f"<header><h1>{escape(experiment.title)}</h1><p class=about>{escape(experiment.source)}</p></header>"
+    parts = [section("picture", "Picture", f'<div class="panels broad">{"".join(map(_picture, experiment.panels))}</div>')]
+    for k, (title, claims) in enumerate(_kinds(experiment)):
+        parts.append(section(f"claims-{k}", title, verdicts((claim.holds, claim.text, claim.detail) for claim in claims)))
+    parts.append(section("numbers", "Numbers", table(list(experiment.table.columns), numbers)))
+    about = f"{experiment.source}. Numbers in brackets are the paper's equations."
+    header = f"<header><h1>{escape(experiment.title)}</h1><p class=about>{escape(about)}</p></header>"
     return page(experiment.title, f"{header}<main>{''.join(parts)}</main>")
 
 
-def _picture(experiment: Experiment) -> str:
+def _picture(panel: Panel) -> str:
+    import matplotlib
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5 * len(experiment.panels), 4.8), layout="constrained")
-    experiment.draw(figure)
+    drawn = Figure(figsize=(5, 4.8), layout="constrained")
+    draw(drawn, panel)
     buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    with matplotlib.rc_context({"svg.hashsalt": panel.title}):  # ids that differ between the pictures of a page
+        drawn.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     svg = buffer.getvalue()
-    return svg[svg.index("<svg") :]
+    return f"<figure>{svg[svg.index('<svg') :]}</figure>"

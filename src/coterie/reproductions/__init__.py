@@ -25,7 +25,7 @@ class Row(_Strict):
     title: str
     method: str
     set: Settings = {}
-    sweep: Mapping[str, tuple[Any, ...]] = {}  # keys and their values; the best on validation at the first seed is the row's
+    sweep: Mapping[Scale, Mapping[str, tuple[Any, ...]]] = {}  # keys and values; the best on validation at the first seed is the row's
 
 
 class Column(_Strict):

@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping
 
 from coterie.theory.comigs import contraction
 from coterie.theory.comigs_experts import linear_experts
-from coterie.theory.experiment import Claim, Curve, Experiment, Panel, Table
+from coterie.theory.experiment import Claim, Curve, Experiment, Panel, Table, draw
 
 THEOREMS: Mapping[str, Callable[[int], Experiment]] = {
     "comigs/theorem-2.1": contraction,
     "comigs/theorem-g.2": linear_experts,
 }
 
-__all__ = ["THEOREMS", "Claim", "Curve", "Experiment", "Panel", "Table"]
+__all__ = ["THEOREMS", "Claim", "Curve", "Experiment", "Panel", "Table", "draw"]

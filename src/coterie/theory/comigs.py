@@ -179,6 +179,7 @@ def _quadratic_claims(runs: list[_QuadraticRun]) -> Iterator[Claim]:
         "Sharper, by Wielandt's inequality: ||T||_A <= ((L - mu) / (L + mu))^2, which is attained",
         all(run.rate <= limit + 1e-9 for run, limit in sharp) and attained.rate >= value - 1e-9,
         f"attained: {attained.rate:.6f} = {value:.6f} ({attained.name})",
+        beside=True,
     )
 
 
@@ -194,6 +195,7 @@ def _euclidean_claim(example: _QuadraticRun, rng: np.random.Generator) -> Claim:
         f"A = diag(1, 0.01), B = 1, C = sqrt(0.4) (1, 0.1): {example.euclidean:.3f} > {example.bound:.4f}, norm on the right "
         f"{example.rate:.2f}; the Euclidean error grows {growth:.2f}-fold in the first step; of {draws} random quadratics with "
         f"L / mu = 1e4, {above} exceed the bound",
+        beside=True,
     )
 
 
@@ -228,6 +230,7 @@ def _shared_optimum(rng: np.random.Generator) -> tuple[list[Claim], Panel]:
             "Without lambda_1 lambda_2 < 1 it may diverge, although both are strictly convex with one optimum",
             apart_product > 1 and growth > 1.01 and convex > 0,
             f"lambda_1 lambda_2 = {apart_product:.3f}; the error grows {growth:.3f}-fold per step; smallest eigenvalue {convex:.2g}",
+            beside=True,
         ),
     ]
     curves = (

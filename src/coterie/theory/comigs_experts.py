@@ -430,11 +430,13 @@ def _experts_claims(runs: list[_ExpertsRun]) -> Iterator[Claim]:
         "So it does with mu and L from the Hessians between iterates and optimum (sampled, not certified)",
         worst <= SLACK,
         f"largest gap / bound {worst:.2g}; bounds per step " + ", ".join(f"{factor(run.measured):.3f}" for run in convex),
+        beside=True,
     )
     yield Claim(
         "Far below (21) joint convexity fails",
         all(run.least < 0 for run in other),
         "; ".join(f"alpha = {r.ratio:g} of (21): least sampled eigenvalue {r.least:.2g}" for r in runs if r.ratio < 1),
+        beside=True,
     )
     spread = max(run.spread for run in premise)
     same = max(abs(run.values[-1] - run.one_expert) for run in premise)
@@ -443,6 +445,7 @@ def _experts_claims(runs: list[_ExpertsRun]) -> Iterator[Claim]:
         spread <= 1e-9 and same <= 10 * ROUNDING,
         f"with (21), experts differ by {spread:.0e} and F_mu from one logistic regression's by {same:.0e}; "
         + "; ".join(f"at {r.ratio:g} of (21), by {r.spread:.2g} and {r.values[-1] - r.one_expert:.2g}" for r in other),
+        beside=True,
     )
 
 

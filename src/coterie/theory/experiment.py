@@ -15,6 +15,7 @@ class Claim:
     text: str
     holds: bool
     detail: str  # the measured numbers behind the verdict
+    beside: bool = False  # not the paper's: what was found beside it
 
 
 @dataclass(frozen=True)
@@ -60,29 +61,30 @@ class Experiment:
     def holds(self) -> bool:
         return all(claim.holds for claim in self.claims)
 
-    def draw(self, figure: Any) -> None:
-        """Fill a `matplotlib.figure.Figure`, one pair of axes per panel side by side, legible on light and dark ground.
 
-        About 5 x 4.5 inches a panel, and `layout="constrained"`, suit it.
-        """
-        figure.patch.set_alpha(0)
-        for axis, panel in zip(figure.subplots(1, len(self.panels), squeeze=False)[0], self.panels, strict=True):
-            for curve in panel.curves:
-                points = [(k, value) for k, value in enumerate(curve.values) if value > 0 or not panel.log]
-                style = {"linestyle": "--", "linewidth": 1.2} if curve.dashed else {"marker": "o", "markersize": 3.5, "linewidth": 1.5}
-                axis.plot(*zip(*points, strict=True), color=COLOURS[curve.colour], label=curve.label, **style)
-            if panel.log:
-                axis.set_yscale("log")
-            axis.set_xlim(left=0)
-            axis.set_title(panel.title, color=GREY, fontsize=10)
-            axis.set_xlabel(panel.x, color=GREY)
-            axis.set_ylabel(panel.y, color=GREY)
-            axis.patch.set_alpha(0)
-            axis.grid(visible=True, color=GREY, alpha=0.25, linewidth=0.6)
-            axis.tick_params(colors=GREY, which="both")
-            for spine in axis.spines.values():
-                spine.set_color(GREY)
-            axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2, fontsize=8, frameon=False, labelcolor=GREY)
+def draw(figure: Any, panel: Panel) -> None:
+    """Fill a `matplotlib.figure.Figure` with a panel, legible on light and on dark ground.
+
+    About 5 x 4.8 inches and `layout="constrained"` suit it.
+    """
+    figure.patch.set_alpha(0)
+    axis = figure.subplots()
+    for curve in panel.curves:
+        points = [(k, value) for k, value in enumerate(curve.values) if value > 0 or not panel.log]
+        style = {"linestyle": "--", "linewidth": 1.2} if curve.dashed else {"marker": "o", "markersize": 3.5, "linewidth": 1.5}
+        axis.plot(*zip(*points, strict=True), color=COLOURS[curve.colour], label=curve.label, **style)
+    if panel.log:
+        axis.set_yscale("log")
+    axis.set_xlim(left=0)
+    axis.set_title(panel.title, color=GREY, fontsize=11)
+    axis.set_xlabel(panel.x, color=GREY)
+    axis.set_ylabel(panel.y, color=GREY)
+    axis.patch.set_alpha(0)
+    axis.grid(visible=True, color=GREY, alpha=0.25, linewidth=0.6)
+    axis.tick_params(colors=GREY, which="both")
+    for spine in axis.spines.values():
+        spine.set_color(GREY)
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=1, fontsize=9, frameon=False, labelcolor=GREY)
 
 
 def excess(errors: Sequence[float], rate: float, floor: float = 0.0) -> float:
