@@ -166,7 +166,7 @@ def test_the_order_of_the_clients_changes_nothing(method: Method, backbone: Back
 def test_one_client_alone_averages_with_nobody(method: Method, backbone: Backbone, tiny_federation: Federation) -> None:
     """With one client the mean is that client's own tensors, so that downloading changes nothing: it trains as if it were alone."""
     if isinstance(method, FDLoRA):
-        pytest.skip("its server takes an outer step, and its clients end with a fusion: tests/methods/test_fdlora.py")
+        pytest.skip("its server takes an outer step, and its clients end with a fusion: tests/methods/test_baselines.py")
     alone = Federation({"ann": tiny_federation.clients["ann"]}, "")
     run = Run(method, backbone, alone)
     for _ in range(method.rounds):

@@ -33,6 +33,9 @@ class PersonalModel:
         self._fast = FastAdapter(self.adapter, self.backbone)
         self._words: Words | None = None
 
+    def __repr__(self) -> str:
+        return f"PersonalModel(client={self.about.client!r}, method={self.about.method!r}, base={self.about.base!r})"
+
     @property
     def tokenizer(self) -> Any:
         """The base's tokenizer. Raises ModelError if it has none."""

@@ -111,6 +111,13 @@ def _left_out(about: About, label: str) -> list[str]:
     return found
 
 
+def _elsewhere(about: About) -> str:
+    """What to write on another machine where the base comes with the package."""
+    if about.base != "embedded":
+        return ""
+    return "\n# elsewhere: from coterie.models.architecture import locate, and locate('embedded') is its folder there"
+
+
 def _readme(about: About, label: str, left_out: list[str]) -> str:
     kept = f"expert {label} of every MLP and the attention's updates"
     missing = "\n".join(f"- {sentence}" for sentence in left_out) or "Nothing: this is the whole personal model."
@@ -126,7 +133,7 @@ of `{about.method}` (recipe `{about.recipe}`, seed {about.seed}).
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-base = AutoModelForCausalLM.from_pretrained({locate(about.base)!r}, dtype="float32")
+base = AutoModelForCausalLM.from_pretrained({locate(about.base)!r}, dtype="float32"){_elsewhere(about)}
 model = PeftModel.from_pretrained(base, "this folder")
 ```
 

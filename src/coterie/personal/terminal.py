@@ -20,7 +20,8 @@ def show(console: Console, models: Mapping[str, PersonalModel], words: Mapping[s
         words: Likewise, best first.
         text: What they continue.
     """
-    table = Table(title=Text(f"{text} …"), title_justify="left", box=SIMPLE, pad_edge=False)
+    console.print(Text(f"{text.rstrip()} …", style="italic"))
+    table = Table(box=SIMPLE, pad_edge=False)
     table.add_column("client", overflow="fold")
     for place in range(max(map(len, words.values()))):
         table.add_column(str(place + 1), overflow="fold")

@@ -8,7 +8,7 @@ from html import escape
 from coterie.reports.parts import BLUE, figure
 
 WIDTH, HEIGHT = 320, 224
-LEFT, RIGHT, TOP, BOTTOM = 46, 10, 10, 40
+LEFT, RIGHT, TOP, BOTTOM = 54, 10, 10, 40
 DASHES = ("", "6 3", "2 3", "8 3 2 3")  # the second cue beside the colour
 MARKERS = ("circle", "square", "triangle", "diamond")
 
@@ -100,9 +100,9 @@ class _Scale:
     def __call__(self, value: float) -> float:
         return self.start + (value - self.low) / (self.high - self.low) * (self.stop - self.start)
 
-    def ticks(self, most: int = 5) -> list[float]:
-        """Round values within the scale: multiples of 1, 2 or 5 times a power of ten."""
-        rough = (self.high - self.low) / most
+    def ticks(self, most: int = 5, least: float = 0.0) -> list[float]:
+        """Round values within the scale: multiples of 1, 2 or 5 times a power of ten, at least `least` apart."""
+        rough = max((self.high - self.low) / most, least)
         power = 10.0 ** math.floor(math.log10(rough))
         step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * (1 - 1e-9))
         first = math.ceil(self.low / step - 1e-9)
@@ -124,7 +124,7 @@ def _axes(horizontal: _Scale, vertical: _Scale, x: str, y: str) -> str:
     columns = "".join(
         f'<path class="axis" d="M{horizontal(v):.1f} {HEIGHT - BOTTOM}v4"/>'
         f'<text class="tick" x="{horizontal(v):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{v:.6g}</text>'
-        for v in horizontal.ticks()
+        for v in horizontal.ticks(least=1)  # iterations and steps are counted
     )
     middle = (LEFT + WIDTH - RIGHT) / 2
     height = (TOP + HEIGHT - BOTTOM) / 2

@@ -192,7 +192,8 @@ def _picture(picture: Picture, found: Json, runs: Path) -> tuple[str, ...]:
             points = [(e["iteration"], e["clients"][i]["test"]) for e in cell["evaluations"]]
             charts.setdefault(f"{title}: {i}", []).append(Line(points, name, style))
     samples = legend((styles[r].sample, found["rows"][r]) for r in rows)
-    return ("Test perplexity over training, first seed", samples, chart.panels(charts, "local iterations", "test perplexity"))
+    whose = f" of {', '.join(picture.clients)}" if picture.clients else ""
+    return (f"Test perplexity{whose} over training, first seed", samples, chart.panels(charts, "local iterations", "test perplexity"))
 
 
 def _sweep(cells: Sequence[Json], found: Json) -> tuple[str, ...]:
