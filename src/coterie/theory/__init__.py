@@ -5,12 +5,14 @@ from collections.abc import Callable, Mapping
 from coterie.theory.cobo import convergence
 from coterie.theory.comigs import contraction
 from coterie.theory.comigs_experts import linear_experts
+from coterie.theory.ddome import disjoint_training
 from coterie.theory.experiment import Claim, Curve, Experiment, Panel, Table, draw
 
 THEOREMS: Mapping[str, Callable[[int], Experiment]] = {
     "comigs/theorem-2.1": contraction,
     "comigs/theorem-g.2": linear_experts,
     "cobo/theorem-1": convergence,
+    "ddome/theorem-1": disjoint_training,
 }
 
 __all__ = ["THEOREMS", "Claim", "Curve", "Experiment", "Panel", "Table", "draw"]
