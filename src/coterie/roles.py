@@ -30,22 +30,22 @@ GENERALIST, SPECIALIST, ROUTER, EXPERT, GATE, BACKBONE = Role
 
 
 def by_role(module: nn.Module) -> dict[Role, dict[str, nn.Parameter]]:
-    """The parameters of `module` by role, in the order of `named_parameters`.
+    """The parameters of `module` by role, in the order of `named_parameters`: one that several modules share is there once.
 
     Raises:
         TensorError: A trainable parameter has no declared role.
     """
     found: dict[Role, dict[str, nn.Parameter]] = {role: {} for role in Role}
-    for prefix, owner in module.named_modules():
+    for name, parameter in module.named_parameters():
+        prefix, _, own = name.rpartition(".")
+        owner = module.get_submodule(prefix)
         declared: dict[str, Role] = getattr(owner, "roles", {})
-        for own, parameter in owner.named_parameters(recurse=False):
-            name = f"{prefix}.{own}" if prefix else own
-            if own not in declared and parameter.requires_grad:
-                raise TensorError(
-                    f"trainable parameter {name!r} of {type(owner).__name__} has no role",
-                    f"Declare it: self.roles = {{{own!r}: Role...}}, or freeze it.",
-                )
-            found[declared.get(own, BACKBONE)][name] = parameter
+        if own not in declared and parameter.requires_grad:
+            raise TensorError(
+                f"trainable parameter {name!r} of {type(owner).__name__} has no role",
+                f"Declare it: self.roles = {{{own!r}: Role...}}, or freeze it.",
+            )
+        found[declared.get(own, BACKBONE)][name] = parameter
     return found
 
 

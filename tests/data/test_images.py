@@ -1,10 +1,12 @@
 """Federations of images: whose images are which, what clients call them, where they come from, and what is refused."""
 
+import gzip
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 
 import datasets
+import huggingface_hub
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -17,7 +19,7 @@ from pydantic import ValidationError
 
 from coterie.data.examples import Examples, ExampleSplit
 from coterie.data.federation import POOL, Federation
-from coterie.data.images import Cifar10, Cifar100, Digits, Images, Mnist
+from coterie.data.images import Cifar10, Cifar100, Digits, Emnist, Images, Mnist
 from coterie.data.splits import PooledSplit
 from coterie.errors import DataError
 
@@ -156,6 +158,50 @@ def test_splits_that_cannot_be_are_refused(change, message) -> None:
 def test_what_another_client_holds_does_not_matter() -> None:
     inputs = np.stack([np.zeros((1, 2, 2)), np.full((1, 2, 2), np.nan)]).astype(np.float32)
     ExampleSplit("train", inputs, np.array([0, 7]), np.array([0]), 0, (0.0,), (1.0,), 3)
+
+
+def test_token_ids_are_taken_as_they_are() -> None:
+    inputs = np.array([[7, 8, -1], [5, -1, -1], [9, 9, 9]])
+    split = ExampleSplit("train", inputs, np.array([0, 1, 2]), np.array([2, 0]), 0, (), (), 3)
+    batch = split.take(np.array([0, 1, 0]))
+    assert batch.x.tolist() == [[9, 9, 9], [7, 8, -1], [9, 9, 9]]
+    assert (batch.x.dtype, batch.y.tolist()) == (torch.int64, [2, 0, 2])
+    batch.x.zero_()  # the arrays are not written to
+    assert split.take(np.array([0])).x.tolist() == [[9, 9, 9]]
+    with pytest.raises(DataError, match="input 1 has no tokens"):
+        ExampleSplit("train", np.array([[7], [-1]]), np.zeros(2, np.int64), np.arange(2), 0, (), (), 3)
+    with pytest.raises(DataError, match="of 0 channels"):
+        ExampleSplit("train", inputs, np.arange(3), np.arange(3), 0, (0.0,), (1.0,), 3)
+    with pytest.raises(DataError, match=r"int64\[2, 1, 1, 1\]"):
+        ExampleSplit("train", np.zeros((2, 1, 1, 1), np.int64), np.zeros(2, np.int64), np.arange(2), 0, (0.0,), (1.0,), 3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_embeddings_follow_their_examples(data) -> None:
+    parts = data.draw(st.lists(example_splits(), min_size=1, max_size=3))
+    with_own = [part.embedded(torch.stack([part.take(np.arange(part.windows)).x.flatten() + k for k in (0, 5)], dim=1)) for part in parts]
+    split = PooledSplit("train", with_own, 3) if data.draw(st.booleans()) else with_own[0]
+    start, size, rows = data.draw(st.integers(0, 40)), data.draw(st.integers(1, 20)), data.draw(st.integers(1, 7))
+    whole = split.reordered("again").batch(start, size)
+    for batch in [whole, *whole.split(rows), *split.scoring(rows)]:
+        assert torch.equal(batch.embedding, batch.x.flatten()[:, None] + torch.tensor([0, 5]))
+    assert sum(len(batch) for batch in whole.split(rows)) == size
+    assert all(part.batch(0, 3).embedding is None for part in parts)  # the split that was there is left alone
+
+
+@pytest.mark.parametrize(
+    ("embeddings", "message"),
+    [
+        (torch.zeros(2, 4), r"valid: embeddings are \[2, 4\] for 3 examples"),
+        (torch.zeros(3), r"embeddings are \[3\]"),
+        (torch.tensor([[0.0], [1.0], [float("inf")]]), "the embedding of example 2 has values that are not finite"),
+    ],
+)
+def test_embeddings_that_do_not_belong_are_refused(embeddings, message) -> None:
+    split = ExampleSplit("valid", np.zeros((5, 1, 1, 1), np.uint8), np.zeros(5, np.int64), np.arange(3), 0, (0.0,), (1.0,), 1)
+    with pytest.raises(DataError, match=message):
+        split.embedded(embeddings)
 
 
 # Partitions
@@ -354,7 +400,7 @@ def test_sections_that_are_refused(given) -> None:
         Digits.model_validate(given)
 
 
-@pytest.mark.parametrize("section", [Digits, Cifar10, Cifar100, Mnist])
+@pytest.mark.parametrize("section", [Digits, Cifar10, Cifar100, Mnist, Emnist])
 def test_every_field_is_described(section) -> None:
     assert all(info.description or name == "kind" for name, info in section.model_fields.items())
     assert section.model_validate(section().model_dump(mode="json")) == section()
@@ -480,3 +526,50 @@ def test_the_papers_federations(data_root, tmp_path) -> None:
     device = Cifar100(root=data_root, partition="disjoint-classes", cluster_sizes=(6, 6, 7, 7, 8, 8, 9, 9, 10, 10)).load(tmp_path)
     assert [len(cluster) for cluster in members(device)] == [6, 6, 7, 7, 8, 8, 9, 9, 10, 10]
     assert all(len(client.test) == 500 for client in device.clients.values())
+
+
+def write_idx(folder: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """EMNIST's files as NIST has them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = {}
+    for seed, (name, count) in enumerate({"train": 70, "test": 65}.items()):
+        made[name] = (pictures(Emnist, count, seed)[:, 0], (np.arange(count) % 62).astype(np.uint8))
+        for array, part in zip(made[name], ("images-idx3", "labels-idx1"), strict=True):
+            head = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">i4").tobytes()
+            (folder / f"emnist-byclass-{name}-{part}-ubyte.gz").write_bytes(gzip.compress(head + array.tobytes()))
+    return made
+
+
+def test_emnist_stands_upright(tmp_path, monkeypatch) -> None:
+    made = write_idx(tmp_path / "emnist")
+    client = Emnist(root=tmp_path, partition="iid", clients=1).load(tmp_path / "cache").clients["client-00"]
+    for split, name in zip(client.splits, ("train", "train", "test"), strict=True):
+        assert np.array_equal(split.inputs, made[name][0].transpose(0, 2, 1)[:, None])
+        assert np.array_equal(split.labels, made[name][1])
+    assert isinstance(client.train.inputs, np.memmap)
+
+    def local(dataset: str, file: str, repo_type: str) -> str:
+        assert (dataset, repo_type) == ("Royc30ne/emnist-byclass", "dataset")
+        return str(tmp_path / "emnist" / file)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", local)
+    again = Emnist(partition="iid", clients=1).load(tmp_path / "other").clients["client-00"]
+    assert np.array_equal(again.test.inputs, client.test.inputs)
+
+
+def test_files_of_emnist_that_are_missing_or_damaged_are_refused(tmp_path, monkeypatch) -> None:
+    assert refusal(Emnist(root=tmp_path)).count("does not exist") == 4
+    write_idx(tmp_path / "emnist")
+    (file,) = (tmp_path / "emnist").glob("*test-labels*")
+    whole = file.read_bytes()
+    for broken in (whole[:-9], b"nonsense", gzip.compress(b""), gzip.compress(gzip.decompress(whole)[:-1])):
+        file.write_bytes(broken)
+        assert f"{file} cannot be read" in refusal(Emnist(root=tmp_path))
+    file.write_bytes(gzip.compress(bytes([0, 0, 8, 1, 0, 0, 0, 1, 5])))
+    assert "EMNIST, test: images are [65, 28, 28] with labels [1]" in refusal(Emnist(root=tmp_path))
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
+    assert "of data set Royc30ne/emnist-byclass from the Hub (offline?): no route" in refusal(Emnist())

@@ -7,11 +7,27 @@ from pydantic import Field
 from coterie.data.corpora import AgNews, Multilingual, Stdlib, Topics
 from coterie.data.folders import Folders
 from coterie.data.hub import Hub, HubClients
-from coterie.data.images import Cifar10, Cifar100, Digits, Images, Mnist
+from coterie.data.images import Cifar10, Cifar100, Digits, Emnist, Images, Mnist
+from coterie.data.labelled import Clinc150, DBpedia14, LabelledTexts, YahooAnswers
 from coterie.data.synthetic import Synthetic
 
 Data = Annotated[
-    Stdlib | AgNews | Multilingual | Topics | Folders | Hub | HubClients | Synthetic | Digits | Cifar100 | Cifar10 | Mnist,
+    Stdlib
+    | AgNews
+    | Multilingual
+    | Topics
+    | Folders
+    | Hub
+    | HubClients
+    | Synthetic
+    | Digits
+    | Cifar100
+    | Cifar10
+    | Mnist
+    | Emnist
+    | Clinc150
+    | DBpedia14
+    | YahooAnswers,
     Field(discriminator="kind"),
 ]
 
@@ -19,15 +35,20 @@ __all__ = [
     "AgNews",
     "Cifar10",
     "Cifar100",
+    "Clinc150",
+    "DBpedia14",
     "Data",
     "Digits",
+    "Emnist",
     "Folders",
     "Hub",
     "HubClients",
     "Images",
+    "LabelledTexts",
     "Mnist",
     "Multilingual",
     "Stdlib",
     "Synthetic",
     "Topics",
+    "YahooAnswers",
 ]

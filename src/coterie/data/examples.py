@@ -1,9 +1,10 @@
 """Examples of a classification task: inputs with labels, as views of arrays that all clients share."""
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -19,19 +20,28 @@ class Examples:
     """One batch.
 
     Args:
-        x: (B, ...) float32, normalised.
+        x: (B, C, H, W) float32, normalised; or (B, T) int64 token ids, -1 behind the end.
         y: (B,) int64.
+        embedding: (B, e) float32, what a common expert makes of x; None without one.
     """
 
     x: Tensor
     y: Tensor
+    embedding: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.y)
 
+    def at(self, places: slice | Tensor) -> "Examples":
+        """The examples at these places."""
+        return Examples(self.x[places], self.y[places], None if self.embedding is None else self.embedding[places])
+
     def split(self, rows: int) -> "list[Examples]":
         """In order, at most `rows` examples each."""
-        return [Examples(x, y) for x, y in zip(torch.split(self.x, rows), torch.split(self.y, rows), strict=True)]
+        return [self.at(slice(start, start + rows)) for start in range(0, len(self), rows)]
+
+
+_DIMENSIONS = {"uint8": 4, "float32": 4, "int64": 2}  # of inputs, by their kind
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,17 +49,19 @@ class ExampleSplit(Walk):
     """One split of a client's examples; a row is one example.
 
     Args:
-        name: "train", "valid" or "test": also the key of the client's cursor.
-        inputs: (N, C, H, W) uint8, of which 255 counts as 1, or float32; read-only, and shared by all clients.
+        name: "train", "valid" or "test", also the key of the client's cursor; or "public".
+        inputs: Read-only, shared by all clients. Images: (N, C, H, W) uint8, of which 255 counts as 1, or float32. Texts: (N, T) int64
+            token ids, -1 behind the end.
         labels: (N,) int64, one for each of `inputs`, as this client calls them.
         rows: (n,) int64, which of `inputs` are the client's.
         seed: Fixes the order of the endless walk.
-        mean: Of each channel, subtracted.
-        std: Of each channel, divided by.
+        mean: Of each channel of images, subtracted.
+        std: Of each channel of images, divided by.
         classes: Labels are below it.
+        embeddings: (n, e) float32, what a common expert makes of each row; see `embedded`.
 
     Raises:
-        DataError: There is no example, a row or a label is out of range, or an input is not finite.
+        DataError: There is no example, a row or a label is out of range, or an input is not finite or has no tokens.
     """
 
     context: ClassVar[int] = 1  # predictions per row
@@ -62,18 +74,20 @@ class ExampleSplit(Walk):
     mean: tuple[float, ...]
     std: tuple[float, ...]
     classes: int
+    embeddings: Tensor | None = None
 
     def __post_init__(self) -> None:
         if not len(self.rows):
             raise DataError(f"{self.name}: no examples", "Give this split some: fewer clients, larger shares, or other classes.")
-        if self.inputs.ndim != 4 or self.inputs.dtype not in (np.uint8, np.float32) or len(self.labels) != len(self.inputs):
+        if _DIMENSIONS.get(self.inputs.dtype.name) != self.inputs.ndim or len(self.labels) != len(self.inputs):
             raise DataError(
                 f"{self.name}: inputs are {self.inputs.dtype}{list(self.inputs.shape)} with {len(self.labels):,} labels",
-                "Expected uint8 or float32 [examples, channels, height, width] and a label for each.",
+                "Expected uint8 or float32 [examples, channels, height, width], or int64 [examples, tokens], and a label for each.",
             )
-        if not len(self.mean) == len(self.std) == self.inputs.shape[1] or min(self.std) <= 0:
+        channels = 0 if self._tokens else self.inputs.shape[1]
+        if not len(self.mean) == len(self.std) == channels or min(self.std, default=1.0) <= 0:
             raise DataError(
-                f"{self.name}: mean {self.mean} and std {self.std} of {self.inputs.shape[1]} channels",
+                f"{self.name}: mean {self.mean} and std {self.std} of {channels} channels",
                 "Give one mean and one positive std for each channel.",
             )
         if self.rows.min() < 0 or self.rows.max() >= len(self.inputs):
@@ -83,8 +97,15 @@ class ExampleSplit(Walk):
         own = self.labels[self.rows]
         if len(foreign := own[(own < 0) | (own >= self.classes)]):
             raise DataError(f"{self.name}: label {foreign[0]} of {self.classes} classes", f"Labels are 0 to {self.classes - 1}.")
+        if self._tokens and len(empty := self.rows[(self.inputs[self.rows] < 0).all(axis=1)]):
+            raise DataError(f"{self.name}: input {empty[0]} has no tokens", "Leave out that example.")
         if self.inputs.dtype == np.float32 and len(broken := self.rows[~np.isfinite(self.inputs[self.rows]).all(axis=(1, 2, 3))]):
             raise DataError(f"{self.name}: input {broken[0]} has values that are not finite", "Repair or leave out that example.")
+
+    @property
+    def _tokens(self) -> bool:
+        """Whether inputs are token ids."""
+        return self.inputs.dtype == np.int64
 
     @property
     def windows(self) -> int:
@@ -101,17 +122,51 @@ class ExampleSplit(Walk):
         mean, std = (torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) for values in (self.mean, self.std))
         return (1 / (unit * std)).float(), (-mean / std).float()
 
+    def _normalised(self, inputs: npt.NDArray[Any]) -> Tensor:
+        """Some inputs as a network wants them; the array may be overwritten."""
+        x = torch.from_numpy(inputs)
+        if self._tokens:
+            return x
+        factor, offset = self._scale
+        return x.float().mul_(factor).add_(offset)
+
     def take(self, numbers: Numbers) -> Examples:
         """The examples of these numbers, each in [0, windows)."""
         rows = self.rows[numbers]
-        factor, offset = self._scale
-        x = torch.from_numpy(self.inputs[rows].astype(np.float32, copy=False))  # indexing by an array has copied
-        return Examples(x.mul_(factor).add_(offset), torch.from_numpy(self.labels[rows]))
+        embedding = None if self.embeddings is None else self.embeddings[torch.from_numpy(numbers)]
+        return Examples(self._normalised(self.inputs[rows]), torch.from_numpy(self.labels[rows]), embedding)  # indexing by an array copies
 
     def join(self, batches: Sequence[Examples], order: Numbers) -> Examples:
         """The rows of several batches, one behind the other, in another order."""
-        places = torch.from_numpy(order)
-        return Examples(torch.cat([batch.x for batch in batches])[places], torch.cat([batch.y for batch in batches])[places])
+        embeddings = [batch.embedding for batch in batches if batch.embedding is not None]
+        behind = Examples(
+            torch.cat([batch.x for batch in batches]),
+            torch.cat([batch.y for batch in batches]),
+            torch.cat(embeddings) if embeddings else None,
+        )
+        return behind.at(torch.from_numpy(order))
+
+    def embedded(self, embeddings: Tensor) -> Self:
+        """The same examples with their embeddings, which batches carry from then on.
+
+        Args:
+            embeddings: (windows, e) float32, in the order of `scoring`.
+
+        Raises:
+            DataError: They are not one finite vector for each example.
+        """
+        if embeddings.ndim != 2 or len(embeddings) != self.windows:
+            raise DataError(
+                f"{self.name}: embeddings are {list(embeddings.shape)} for {self.windows:,} examples", "Give one vector for each example."
+            )
+        if len(broken := (~embeddings.isfinite().all(dim=1)).nonzero()):
+            raise DataError(
+                f"{self.name}: the embedding of example {int(broken[0])} has values that are not finite",
+                "Repair that example, or use another common expert.",
+            )
+        twin = copy(self)  # not `replace`, which would check the data again
+        object.__setattr__(twin, "embeddings", embeddings)
+        return twin
 
     def scoring(self, rows: int) -> Iterator[Examples]:
         """Every example once, in order, at most `rows` at a time."""

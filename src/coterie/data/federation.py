@@ -1,8 +1,9 @@
 """A federation: clients, each with its own train, valid and test split."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from coterie.data.refusals import Refusals
 from coterie.data.splits import SPLITS, PooledSplit, Split, Tokens, TokenSplit
@@ -56,22 +57,45 @@ class Federation:
         clients: By id, in the order that per-client lists of a recipe refer to.
         description: One line: what the data are.
         clusters: The number of the cluster that each client truly belongs to; None where there are no clusters, or nobody knows them.
+        anchors: Clients that are tied to an expert each, the q-th to expert q.
+        labels: The classes that each client has, seen or unseen, in rising order; empty where they are unknown.
+        unseen: Groups of clients that never take part in training and are only scored, by name. They have all three splits like anybody.
+        public: Examples that no client has, on which a common expert may be trained.
 
     Raises:
-        DataError: No clients at all, or an id that is not valid.
+        DataError: No clients at all, an id that is not valid or that two clients have, or an anchor that is no client or is named twice.
     """
 
     clients: Mapping[ClientId, ClientData]
     description: str
     clusters: Mapping[ClientId, int] | None = None
+    anchors: tuple[ClientId, ...] = ()
+    labels: Mapping[ClientId, tuple[int, ...]] = field(default_factory=dict)
+    unseen: Mapping[str, Mapping[ClientId, ClientData]] = field(default_factory=dict)
+    public: Split | None = None
 
     def __post_init__(self) -> None:
         if not self.clients:
             raise DataError("a federation without clients", "Name at least one client in the recipe's data section.")
+        ids = Counter(id for group in (self.clients, *self.unseen.values()) for id in group)
         with Refusals() as refusals:
-            for id in self.clients:
+            for id, count in ids.items():
                 with refusals.gather():
                     check_id(id)
+                if count > 1:
+                    refusals.add(
+                        f"client id {id!r} is there {count} times", "Rename the others: clients and unseen clients need ids of their own."
+                    )
+            for id, count in Counter(self.anchors).items():
+                if count > 1:
+                    refusals.add(f"anchor {id!r} is named {count} times", "Name each anchor once: it is tied to one expert.")
+                if id not in self.clients:
+                    refusals.add(f"anchor {id!r} is no client of the federation", f"Anchors are among: {', '.join(self.clients)}.")
+
+    @property
+    def everyone(self) -> dict[ClientId, ClientData]:
+        """The clients, and behind them the unseen ones of all groups, by id."""
+        return {id: data for group in (self.clients, *self.unseen.values()) for id, data in group.items()}
 
     def pooled(self, id: ClientId = POOL) -> ClientData:
         """The union of all clients' train, valid and test sets, as the data of one client."""

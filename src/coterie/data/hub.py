@@ -1,8 +1,9 @@
 """Data sets of the Hugging Face Hub, and local files in the same formats."""
 
+import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -212,6 +213,19 @@ def _names(values: Iterable[Any], feature: Any) -> list[str | None]:
     if hasattr(feature, "int2str"):
         return [None if value is None or value < 0 else str(feature.int2str(value)) for value in values]
     return [None if value is None else str(value) for value in values]
+
+
+def located(root: Path | None, files: Sequence[str]) -> list[Path] | None:
+    """Files below a root, or else below $COTERIE_DATA; None if neither is named. Raises DataError with all that are missing."""
+    name = root or os.environ.get("COTERIE_DATA")
+    if not name:
+        return None
+    paths = [Path(name).expanduser().resolve() / file for file in files]
+    with Refusals() as refusals:
+        for path in (path for path in paths if not path.is_file()):
+            field = "data.root" if root else "COTERIE_DATA"
+            refusals.add(f"{field}: {path} does not exist", f"Name the folder that has {', '.join(files)}: --set data.root=DIR.")
+    return paths
 
 
 def fetch(

@@ -190,6 +190,23 @@ def locate(base: str | Path) -> str:
     return str(base)
 
 
+def tokenizer(base: str | Path) -> Any:
+    """A base's own tokenizer.
+
+    Raises:
+        ModelError: It has none.
+    """
+    from transformers import AutoTokenizer
+
+    source = locate(base)
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except Exception as error:  # transformers raises whatever its readers happen to
+        reason = str(error).strip().split("\n")[0]
+        remedy = "Put the tokenizer's files (tokenizer.json, tokenizer_config.json) into the base's folder."
+        raise ModelError(f"base {source!r} has no usable tokenizer: {reason}", remedy) from error
+
+
 @contextmanager
 def explained(base: str | Path) -> Iterator[None]:
     """Turn what transformers raises while it loads `base` into a ModelError."""

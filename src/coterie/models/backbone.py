@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from coterie.errors import ModelError
 from coterie.models.adapter import Adapter, AdapterBlock
-from coterie.models.architecture import Architecture, Family, explained, family_of, locate
+from coterie.models.architecture import Architecture, Family, explained, family_of, locate, tokenizer
 from coterie.models.mixture import Activation, FrozenMLP
 from coterie.models.routing import Routing
 
@@ -160,16 +160,9 @@ class Backbone:
         Raises:
             ModelError: It has none.
         """
-        from transformers import AutoTokenizer
-
-        remedy = "Put the tokenizer's files (tokenizer.json, tokenizer_config.json) into the base's folder."
         if self._source is None:
-            raise ModelError("this base was made in memory and has no tokenizer", remedy)
-        try:
-            return AutoTokenizer.from_pretrained(self._source)
-        except Exception as error:  # transformers raises whatever its readers happen to
-            reason = str(error).strip().split("\n")[0]
-            raise ModelError(f"base {self._source!r} has no usable tokenizer: {reason}", remedy) from error
+            raise ModelError("this base was made in memory and has no tokenizer", "Load it from a folder or the Hub.")
+        return tokenizer(self._source)
 
     @cached_property
     def head(self) -> tuple[Tensor, Tensor | None] | None:

@@ -10,11 +10,11 @@ from torch.nn.functional import cross_entropy
 from coterie.data.examples import Examples
 from coterie.errors import ModelError
 from coterie.models.lora import LoRA
-from coterie.models.networks import MLP, NetworkShape, build, initial
+from coterie.models.networks import MLP, NetworkShape, Shape, check, statistics
 from coterie.roles import GENERALIST, Role, by_role
 from coterie.tensors import Tensors
 
-__all__ = ["Classifier", "NetworkShape"]
+__all__ = ["Classifier", "NetworkShape", "Shape"]
 
 
 class Classifier:
@@ -25,11 +25,20 @@ class Classifier:
     Args:
         shape: Of the network.
         device: Where its tensors are; on "meta" it has shapes but no values.
+        start: Parameters and running statistics that it starts from, by name, whatever the seed is; None: drawn.
+        statistics: Whether the running statistics are shared too, as values of the GENERALIST.
+
+    Raises:
+        ModelError: `start` is of another network.
     """
 
-    def __init__(self, shape: NetworkShape, device: torch.device | str = "cpu") -> None:
-        self.shape, self.device = shape, torch.device(device)
-        self.network = build(shape, self.device).eval()
+    def __init__(self, shape: Shape, device: torch.device | str = "cpu", start: Tensors | None = None, statistics: bool = False) -> None:
+        self.shape, self.device, self._start = shape, torch.device(device), start
+        self.statistics: Role | None = GENERALIST if statistics else None
+        self.network = shape.build(self.device).eval()
+        if start is not None:
+            check(shape, start, "the values to start from")
+            self.network.load_state_dict(start, strict=False)  # PyTorch misses counts that nothing reads
         self._batch_norms = [module for module in self.network.modules() if isinstance(module, nn.BatchNorm2d)]
 
     def parameters_by_role(self) -> dict[Role, dict[str, nn.Parameter]]:
@@ -38,24 +47,37 @@ class Classifier:
 
     def buffers(self) -> dict[str, Tensor]:
         """The running statistics of batch normalisation, fp32: they belong to one client and are never exchanged."""
-        return dict(self.network.named_buffers())
+        return statistics(self.network)
 
     def initial_buffers(self) -> Tensors:
-        """The statistics of a client that has seen nothing: means 0 and variances 1, on the CPU."""
-        return {name: torch.full(buffer.shape, float(name.endswith("running_var"))) for name, buffer in self.network.named_buffers()}
+        """The statistics of a client that has seen nothing: those to start from, or means 0 and variances 1; on the CPU."""
+        fresh = {name: torch.full(buffer.shape, float(name.endswith("running_var"))) for name, buffer in self.buffers().items()}
+        return self._started(fresh)
 
     @property
     def stacks(self) -> bool:
         """Whether many clients' networks are quicker together than one by one, with the same result: small ones, without statistics."""
         return isinstance(self.network, MLP)
 
+    embed = None
+
+    def places(self) -> list[dict[str, Tensor]]:
+        """None for experts of a pool: it is one network."""
+        return []
+
     def loras(self) -> dict[str, LoRA]:
         """None: the network is trained itself."""
         return {}
 
     def initial(self, role: Role, seed: int) -> Tensors:
-        """Initial values of one role, see `networks.initial`."""
-        return initial(self.network, seed) if role is GENERALIST else {}
+        """Initial values of one role: those to start from, or see the shape's `initial`; with the statistics where these are shared."""
+        if role is not GENERALIST:
+            return {}
+        return self._started(self.shape.initial(seed)) | (self.initial_buffers() if self.statistics else {})
+
+    def _started(self, fresh: Tensors) -> Tensors:
+        """The values to start from, in place of fresh ones if there are any."""
+        return fresh if self._start is None else {name: self._start[name].detach().cpu().clone() for name in fresh}
 
     @property
     def trainable_parameters(self) -> int:
@@ -68,7 +90,7 @@ class Classifier:
         return self.trainable_parameters
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, classes) logits; with running statistics, unless a gradient is being taken."""
+        """(B, C, H, W) images or (B, T) texts -> (B, classes) logits; with running statistics, unless a gradient is being taken."""
         logits: Tensor = self.network(x)
         return logits
 
@@ -93,7 +115,7 @@ class Classifier:
             ModelError: `wrt` is empty or holds a foreign parameter, the batch does not fit the network, or it would be cut where every
                 example counts for the statistics of the batch.
         """
-        x, y = self._checked(batch)
+        x, y = self.checked(batch)
         size = micro_batch or len(y)
         if micro_batch is not None and micro_batch < 1:
             raise ModelError(f"micro_batch is {micro_batch}", "Use at least 1, or None for the whole batch.")
@@ -134,11 +156,11 @@ class Classifier:
             )
         if x.shape[:2] != y.shape:
             raise ModelError(f"{list(x.shape)} inputs for {list(y.shape)} labels", "Give every label an input.")
-        inputs, labels = self._checked(Examples(x.flatten(0, 1), y.flatten()))
+        inputs, labels = self.checked(Examples(x.flatten(0, 1), y.flatten()))
         named = self.parameters_by_role()[GENERALIST]
         pieces = torch.split(points.detach().to(self.device), [parameter.numel() for parameter in named.values()], dim=1)
         stacks = [piece.view(-1, *p.shape).requires_grad_() for piece, p in zip(pieces, named.values(), strict=True)]
-        with self._untracked(), self._batch_statistics():
+        with self._untracked(), self.batch_statistics():
             logits = self._stacked(dict(zip(named, stacks, strict=True)), inputs.view(x.shape))
             losses = cross_entropy(logits.flatten(0, 1), labels, reduction="none").view(y.shape).mean(dim=1)
             found = torch.autograd.grad(losses.sum(), stacks)  # a loss depends on its own point alone
@@ -164,7 +186,7 @@ class Classifier:
         """
         total = torch.zeros(3, dtype=torch.float64, device=self.device)
         for batch in batches:
-            x, y = self._checked(batch)
+            x, y = self.checked(batch)
             logits = self.network(x)
             nll = cross_entropy(logits, y, reduction="none").double().sum()
             total += torch.stack([nll, torch.full_like(nll, len(y)), (logits.argmax(dim=1) == y).double().sum()])
@@ -175,7 +197,7 @@ class Classifier:
         from torch.utils.flop_counter import FlopCounterMode
 
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            self.network(torch.zeros(1, *self.shape.inputs, device=self.device))
+            self.network(self.shape.example().to(self.device))
         return int(counter.get_total_flops())
 
     def _accumulate(self, xs: Sequence[Tensor], ys: Sequence[Tensor], wrt: Sequence[nn.Parameter]) -> tuple[list[Tensor], Tensor, Tensor]:
@@ -191,26 +213,25 @@ class Classifier:
             losses, correct = losses + loss.detach(), correct + (logits.argmax(dim=1) == y).sum()
         return gradients, losses, correct
 
-    def _checked(self, batch: Examples) -> tuple[Tensor, Tensor]:
+    def checked(self, batch: Examples) -> tuple[Tensor, Tensor]:
         """The batch on the network's device.
 
         Raises:
-            ModelError: It is not (B, C, H, W) fp32 and (B,) int64 with B at least 1, an input is not finite, or a label is out of range.
+            ModelError: Its labels are not (B,) int64 with B at least 1, one is out of range, or its inputs do not fit the network.
         """
-        x, y, inputs = batch.x, batch.y, self.shape.inputs
-        if x.dtype != torch.float32 or y.dtype != torch.int64 or len(y) == 0 or x.shape != (*y.shape, *inputs) or y.ndim != 1:
+        x, y = batch.x, batch.y
+        if y.dtype != torch.int64 or y.ndim != 1 or len(y) == 0 or len(x) != len(y):
             raise ModelError(
                 f"a batch of {x.dtype}{list(x.shape)} inputs and {y.dtype}{list(y.shape)} labels",
-                f"Expected float32 [examples, {', '.join(map(str, inputs))}] and int64 [examples], at least one.",
+                "Expected int64 [examples], at least one, and an input for each.",
             )
+        self.shape.check_inputs(x)
         least, most = map(int, y.aminmax())
         if least < 0 or most >= self.shape.classes:
             raise ModelError(
                 f"label {least if least < 0 else most} of a network with {self.shape.classes} classes",
                 f"Labels are 0 to {self.shape.classes - 1}: build the network for more classes, or relabel the data.",
             )
-        if not torch.isfinite(x).all():
-            raise ModelError("a batch has inputs that are not finite", "Repair the data, or check the mean and std that normalise them.")
         return x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
 
     @contextmanager
@@ -227,14 +248,14 @@ class Classifier:
         try:
             for parameter in own:
                 parameter.requires_grad_(id(parameter) in asked)
-            with self._batch_statistics():
+            with self.batch_statistics():
                 yield
         finally:
             for parameter, required in zip(own, before, strict=True):
                 parameter.requires_grad_(required)
 
     @contextmanager
-    def _batch_statistics(self) -> Iterator[None]:
+    def batch_statistics(self) -> Iterator[None]:
         """Within the block batches are normalised by their own statistics.
 
         Raises:

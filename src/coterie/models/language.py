@@ -45,6 +45,12 @@ class LanguageModel:
         return {}
 
     initial_buffers = buffers
+    statistics = None
+    embed = None
+
+    def places(self) -> list[dict[str, Tensor]]:
+        """None for experts of a pool."""
+        return []
 
     def parameters_by_role(self) -> dict[Role, dict[str, nn.Parameter]]:
         """The adapter's parameters by role."""

@@ -107,3 +107,12 @@ class Layout:
         """Whether load balancing moves anything: with k = n all f_j are 1, and sum_j P_j = 1 whatever the router says."""
         equal = len(set(self.balance_coefficients)) <= 1
         return bool(self.balance_coefficients) and self.balance_weight > 0 and not (equal and self.active == self.experts)
+
+
+@dataclass(frozen=True)
+class CommonLayout(Layout):
+    """No adapter and nothing to train: the model is the common expert itself (DDOME)."""
+
+    specialists: int = 0
+    routing: Literal["learned", "equal"] = "equal"
+    balance: Literal["none", "uniform", "generalist"] = "none"

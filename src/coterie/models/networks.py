@@ -1,21 +1,40 @@
-"""Networks that classify images: a multilayer perceptron, a small convolutional network and ResNet-9."""
+"""Networks that classify images: a multilayer perceptron, a small convolutional network, and residual ones of four depths.
+
+Each is a linear `head` on what its `features` make of an image: `network(x) = head(features(x))`, with `head.in_features` of them.
+"""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, cast
+from pathlib import Path
+from typing import ClassVar, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
-from coterie.errors import ModelError
+from coterie.errors import ModelError, TensorError
 from coterie.protocol import mix
 from coterie.roles import GENERALIST, tag
-from coterie.tensors import Tensors
+from coterie.tensors import Named, Tensors, all_finite, check_alike
+from coterie.tensors import load as load_tensors
 
 Norm = Literal["batch", "group", "none"]
 _LARGEST_GROUPS = 32  # of group normalisation, as its authors propose
+
+
+class Shape(Protocol):
+    """All that it takes to build a network, without any data: a `NetworkShape` for images, a `TextShape` for texts."""
+
+    @property
+    def classes(self) -> int: ...
+    @property
+    def title(self) -> str: ...
+    def build(self, device: torch.device | str = "cpu") -> nn.Module: ...
+    def initial(self, seed: int) -> Tensors: ...
+    def check_inputs(self, x: Tensor) -> None: ...
+    def example(self) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -28,23 +47,24 @@ class NetworkShape:
         classes: Width of the output.
         hidden: Widths of the MLP's hidden layers; an MLP has no other settings, and no normalisation.
         norm: What follows each convolution.
-        width: Channels of the first convolution; the others are multiples of it.
+        width: w, channels of the first convolution; the others are multiples of it. None: the network's own, 16 of a ResNet-20 or -56 and
+            64 of the others.
 
     Raises:
         ModelError: A size is not positive, or there is no such network or normalisation.
     """
 
-    network: Literal["mlp", "cnn", "resnet9"]
+    network: Literal["mlp", "cnn", "resnet9", "resnet20", "resnet56", "resnet34"]
     inputs: tuple[int, int, int]
     classes: int
     hidden: tuple[int, ...] = (64, 64)
     norm: Norm = "batch"
-    width: int = 64
+    width: int | None = None
 
     def __post_init__(self) -> None:
-        if len(self.inputs) != 3 or min(*self.inputs, *self.hidden, self.classes, self.width) < 1:
+        if len(self.inputs) != 3 or min(*self.inputs, *self.hidden, self.classes, self.channels) < 1:
             raise ModelError(
-                f"a network of inputs {self.inputs}, hidden {self.hidden}, width {self.width} and {self.classes} classes",
+                f"a network of inputs {self.inputs}, hidden {self.hidden}, width {self.channels} and {self.classes} classes",
                 "Inputs are (channels, height, width), and every size is at least 1.",
             )
         if self.network not in NETWORKS or self.norm not in ("batch", "group", "none"):
@@ -52,6 +72,42 @@ class NetworkShape:
                 f"no network {self.network!r} with norm {self.norm!r}",
                 f"Networks: {', '.join(NETWORKS)}; norms: batch, group, none.",
             )
+
+    @property
+    def channels(self) -> int:
+        """w, given or the network's own."""
+        if self.width is not None:
+            return self.width
+        return 16 if self.network in ("resnet20", "resnet56") else 64
+
+    @property
+    def title(self) -> str:
+        """What it is, in a few words."""
+        return f"a {self.network} for {self.inputs} and {self.classes} classes"
+
+    def build(self, device: torch.device | str = "cpu") -> "Network":
+        """See `networks.build`."""
+        return build(self, device)
+
+    def initial(self, seed: int) -> Tensors:
+        """See `networks.initial`."""
+        return initial(build(self, "meta"), seed)
+
+    def check_inputs(self, x: Tensor) -> None:
+        """Refuse what are not images for this network.
+
+        Raises:
+            ModelError: It is not (B, C, H, W) fp32, or a value is not finite.
+        """
+        if x.dtype != torch.float32 or x.ndim != 4 or x.shape[1:] != self.inputs:
+            expected = f"float32 [examples, {', '.join(map(str, self.inputs))}]"
+            raise ModelError(f"a batch of {x.dtype}{list(x.shape)} images", f"Expected {expected}.")
+        if not torch.isfinite(x).all():
+            raise ModelError("a batch has inputs that are not finite", "Repair the data, or check the mean and std that normalise them.")
+
+    def example(self) -> Tensor:
+        """(1, C, H, W): a black image."""
+        return torch.zeros(1, *self.inputs)
 
 
 class MLP(nn.Sequential):
@@ -61,12 +117,22 @@ class MLP(nn.Sequential):
         widths = [math.prod(shape.inputs), *shape.hidden, shape.classes]
         super().__init__(*(nn.Linear(inputs, outputs) for inputs, outputs in pairwise(widths)))
 
+    @property
+    def head(self) -> nn.Linear:
+        """The last layer."""
+        return cast(nn.Linear, self[-1])
+
+    def features(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, e), the last hidden layer; without one, the flattened image."""
+        x = x.flatten(1)
+        *hidden, _ = self.children()
+        for layer in hidden:
+            x = layer(x).relu()
+        return x
+
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, classes)."""
-        x = x.flatten(1)
-        for depth, layer in enumerate(self):
-            x = layer(x.relu() if depth else x)
-        return x
+        return cast(Tensor, self.head(self.features(x)))
 
     def stacked(self, parameters: Sequence[Tensor], x: Tensor) -> Tensor:
         """The network at m points at once: one batched matrix product a layer.
@@ -95,17 +161,18 @@ class Convolution(nn.Sequential):
     """
 
     def __init__(self, inputs: int, outputs: int, norm: Norm, pool: bool = False) -> None:
-        layers = [nn.Conv2d(inputs, outputs, 3, padding=1, bias=norm == "none"), *_norm(norm, outputs), nn.ReLU()]
+        layers = [nn.Conv2d(inputs, outputs, 3, padding=1, bias=norm == "none"), _norm(norm, outputs), nn.ReLU()]
         super().__init__(*layers, *[nn.MaxPool2d(2)] * pool)
 
 
-def _norm(kind: Norm, channels: int) -> Iterator[nn.Module]:
-    if kind == "batch":
-        layer = nn.BatchNorm2d(channels)
-        layer.num_batches_tracked = None  # momentum is constant, so that nothing reads it
-        yield layer
-    elif kind == "group":
-        yield nn.GroupNorm(math.gcd(_LARGEST_GROUPS, channels), channels)
+def _norm(kind: Norm, channels: int) -> nn.Module:
+    if kind == "none":
+        return nn.Identity()
+    if kind == "group":
+        return nn.GroupNorm(math.gcd(_LARGEST_GROUPS, channels), channels)
+    layer = nn.BatchNorm2d(channels)
+    layer.num_batches_tracked = None  # momentum is constant, so that nothing reads it
+    return layer
 
 
 class Residual(nn.Module):
@@ -126,17 +193,25 @@ class CNN(nn.Module):
     def __init__(self, shape: NetworkShape) -> None:
         super().__init__()
         channels, *size = shape.inputs
-        layers = []
-        for outputs in (shape.width, 2 * shape.width):
+        layers: list[nn.Module] = []
+        for outputs in (shape.channels, 2 * shape.channels):
             pool = min(size) >= 2
             layers.append(Convolution(channels, outputs, shape.norm, pool))
             channels, size = outputs, [side // 2 for side in size] if pool else size
-        self.features = nn.Sequential(*layers)
+        self.features = nn.Sequential(*layers, nn.Flatten())
         self.head = nn.Linear(channels * math.prod(size), shape.classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, classes)."""
-        return cast(Tensor, self.head(self.features(x).flatten(1)))
+        return cast(Tensor, self.head(self.features(x)))
+
+
+class GlobalMax(nn.Module):
+    """The largest value of each channel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, C)."""
+        return x.amax(dim=(2, 3))
 
 
 class ResNet9(nn.Module):
@@ -147,7 +222,7 @@ class ResNet9(nn.Module):
 
     def __init__(self, shape: NetworkShape) -> None:
         super().__init__()
-        w, norm = shape.width, shape.norm
+        w, norm = shape.channels, shape.norm
         side = min(shape.inputs[1:])
         pools = [side >= 2**times for times in (1, 2, 3)]
         self.features = nn.Sequential(
@@ -157,18 +232,127 @@ class ResNet9(nn.Module):
             Convolution(2 * w, 4 * w, norm, pools[1]),
             Convolution(4 * w, 8 * w, norm, pools[2]),
             Residual(8 * w, norm),
+            GlobalMax(),
         )
         self.head = nn.Linear(8 * w, shape.classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, classes)."""
-        return cast(Tensor, self.head(self.features(x).amax(dim=(2, 3))))
+        return cast(Tensor, self.head(self.features(x)))
 
 
-NETWORKS: Mapping[str, type[MLP] | type[CNN] | type[ResNet9]] = {"mlp": MLP, "cnn": CNN, "resnet9": ResNet9}
+class Subsampling(nn.Module):
+    """Every second pixel of each row and column, and `extra` channels of zeros: a shortcut without parameters."""
+
+    def __init__(self, extra: int) -> None:
+        super().__init__()
+        self.before, self.behind = extra // 2, extra - extra // 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, C + extra, ceil(H / 2), ceil(W / 2))."""
+        return pad(x[:, :, ::2, ::2], (0, 0, 0, 0, self.before, self.behind))
 
 
-def build(shape: NetworkShape, device: torch.device | str = "cpu") -> nn.Module:
+class Block(nn.Module):
+    """relu(s(x) + f(x)), f being two convolutions, and s the identity where f keeps the size.
+
+    Args:
+        inputs: Channels in.
+        outputs: Channels out.
+        norm: Which normalisation.
+        halves: Whether f halves height and width; s is then a 1x1 convolution (option B of He et al.), or else subsampling (option A).
+        projects: Which of the two.
+    """
+
+    def __init__(self, inputs: int, outputs: int, norm: Norm, halves: bool, projects: bool) -> None:
+        super().__init__()
+        stride, bias = 2 if halves else 1, norm == "none"
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=bias)
+        self.bn1 = _norm(norm, outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=bias)
+        self.bn2 = _norm(norm, outputs)
+        self.shortcut: nn.Module = nn.Identity()
+        if halves and projects:
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=bias), _norm(norm, outputs))
+        elif halves:
+            self.shortcut = Subsampling(outputs - inputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, inputs, H, W) -> (B, outputs, H', W')."""
+        inner = self.bn1(self.conv1(x)).relu()
+        return cast(Tensor, self.shortcut(x) + self.bn2(self.conv2(inner))).relu()
+
+
+class ResNet(nn.Module):
+    """A convolution of w channels, stages of residual blocks of w, 2w, 4w, ... channels, global average pooling and a linear layer.
+
+    Each stage but the first halves height and width. Modules are named as in akamaster/pytorch_resnet_cifar10 (subsampling) and
+    kuangliu/pytorch-cifar (projections), so that weights of these load as they are.
+    """
+
+    blocks: ClassVar[tuple[int, ...]]  # of each stage
+    projects: ClassVar[bool]
+
+    def __init__(self, shape: NetworkShape) -> None:
+        super().__init__()
+        inputs = shape.channels
+        self.conv1 = nn.Conv2d(shape.inputs[0], inputs, 3, padding=1, bias=shape.norm == "none")
+        self.bn1 = _norm(shape.norm, inputs)
+        self.stages = [f"layer{number}" for number in range(1, len(self.blocks) + 1)]
+        for number, (stage, depth) in enumerate(zip(self.stages, self.blocks, strict=True)):
+            outputs = shape.channels * 2**number
+            first = Block(inputs, outputs, shape.norm, number > 0, self.projects)
+            self.add_module(stage, nn.Sequential(first, *(Block(outputs, outputs, shape.norm, False, False) for _ in range(depth - 1))))
+            inputs = outputs
+        self.linear = nn.Linear(inputs, shape.classes)
+
+    @property
+    def head(self) -> nn.Linear:
+        """The last layer."""
+        return self.linear
+
+    def features(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, e), the mean of each channel behind the last stage."""
+        x = self.bn1(self.conv1(x)).relu()
+        for stage in self.stages:
+            x = self.get_submodule(stage)(x)
+        return x.mean(dim=(2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, classes)."""
+        return cast(Tensor, self.linear(self.features(x)))
+
+
+class ResNet20(ResNet):
+    """ResNet-20 for CIFAR (He et al., 2016, Section 4.2): 0.27 million parameters with w = 16 and ten classes."""
+
+    blocks, projects = (3, 3, 3), False
+
+
+class ResNet56(ResNet):
+    """ResNet-56 for CIFAR: 0.86 million parameters."""
+
+    blocks, projects = (9, 9, 9), False
+
+
+class ResNet34(ResNet):
+    """ResNet-34 for small images, without the first stride and pooling of ImageNet's: 21.3 million parameters."""
+
+    blocks, projects = (3, 4, 6, 3), True
+
+
+Network = MLP | CNN | ResNet9 | ResNet
+NETWORKS: Mapping[str, type[MLP | CNN | ResNet9 | ResNet]] = {
+    "mlp": MLP,
+    "cnn": CNN,
+    "resnet9": ResNet9,
+    "resnet20": ResNet20,
+    "resnet56": ResNet56,
+    "resnet34": ResNet34,
+}
+
+
+def build(shape: NetworkShape, device: torch.device | str = "cpu") -> Network:
     """The network, every parameter a GENERALIST: values of `initial` with seed 0, running means 0 and variances 1.
 
     PyTorch's random generators are left as they were.
@@ -201,3 +385,39 @@ def initial(network: nn.Module, seed: int) -> Tensors:
             else:
                 found[name] = torch.full(parameter.shape, float(own == "weight"))
     return found
+
+
+def load(path: Path, shape: Shape) -> Tensors:
+    """The parameters and running statistics of a trained network, from a file of safetensors.
+
+    How many batches a normalisation has seen, which such files often say, is left aside.
+
+    Raises:
+        CheckpointError: There is no such file, or it is damaged.
+        ModelError: It is of another network.
+    """
+    named, _ = load_tensors(path)
+    found = {name: tensor for name, tensor in named.items() if not name.endswith(".num_batches_tracked")}
+    check(shape, found, str(path))
+    return found
+
+
+def statistics(network: nn.Module) -> dict[str, Tensor]:
+    """The running statistics of batch normalisation, by name; not the constants that some networks hold as buffers."""
+    norms = {prefix: module for prefix, module in network.named_modules() if isinstance(module, nn.BatchNorm2d)}
+    return {f"{prefix}.{own}": buffer for prefix, norm in norms.items() for own, buffer in norm.named_buffers()}
+
+
+def check(shape: Shape, tensors: Named, source: str) -> None:
+    """Refuse tensors that are not all the parameters and running statistics of a network of this shape, fp32 and finite.
+
+    Raises:
+        ModelError: Naming the source and the first tensor that is foreign, missing, of another form, or not finite.
+    """
+    try:
+        network = shape.build("meta")
+        check_alike(dict(network.named_parameters()) | statistics(network), tensors, source)
+    except TensorError as error:
+        raise ModelError(error.problem, f"Name the tensors of {shape.title}.") from None
+    if broken := [name for name, tensor in tensors.items() if not all_finite({name: tensor})]:
+        raise ModelError(f"{source}: {broken[0]!r} holds values that are not finite", "Take an earlier copy, or train it again.")

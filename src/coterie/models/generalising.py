@@ -1,0 +1,334 @@
+"""Classifiers trained to suit clients never seen: FedSR's has a random representation, FedADG's aligns features to a distribution."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, one_hot, softplus
+
+from coterie.models.classifier import Classifier, Shape
+from coterie.models.layout import Layout
+from coterie.models.networks import initial, statistics
+from coterie.roles import BACKBONE, GENERALIST, SPECIALIST, Role, tag
+from coterie.tensors import Tensors
+
+
+@dataclass(frozen=True)
+class StochasticLayout(Layout):
+    """What FedSR's objective has beside the cross-entropy.
+
+    Args:
+        l2: alpha_L2R.
+        cmi: alpha_CMI.
+    """
+
+    specialists: int = 0
+    routing: Literal["learned", "equal"] = "equal"
+    balance: Literal["none", "uniform", "generalist"] = "none"
+    l2: float = 0.01
+    cmi: float = 0.001
+
+
+@dataclass(frozen=True)
+class AdversarialLayout(Layout):
+    """The parts that FedADG trains beside the classifier.
+
+    Args:
+        align: The share of the adversarial loss in the feature extractor's.
+        hidden: Width of the noise, the random projection, and the generator's and discriminator's hidden layers.
+    """
+
+    specialists: int = 0
+    routing: Literal["learned", "equal"] = "equal"
+    balance: Literal["none", "uniform", "generalist"] = "none"
+    align: float = 0.15
+    hidden: int = 128
+
+
+class Extended(nn.Module):
+    """A plain network, as `base`, and what is trained beside it.
+
+    A linear `head` classifies features: the plain network's own, or of a network for texts, whose own sees other features, a new one.
+
+    Args:
+        base: See `networks` and `text`.
+        width: e, of its features.
+        classes: Width of the output.
+    """
+
+    def __init__(self, base: Any, width: int, classes: int) -> None:
+        super().__init__()
+        self.base, self.width, self.classes = base, width, classes
+        if not hasattr(base, "head"):
+            self.outer = nn.Linear(width, classes)
+
+    @property
+    def head(self) -> nn.Linear:
+        """(B, e) -> (B, classes)."""
+        found: nn.Linear = self.outer if hasattr(self, "outer") else self.base.head
+        return found
+
+    @property
+    def beside(self) -> nn.ModuleDict:
+        """All but the plain network."""
+        return nn.ModuleDict({name: module for name, module in self.named_children() if name != "base"})
+
+    def initial(self, seed: int) -> Tensors:
+        """Initial values of what is beside the plain network; see `networks.initial`."""
+        return initial(self.beside, seed)
+
+    def plain(self) -> Tensors:
+        """Parameters and running statistics of a plain network that predicts alike, if the head is its own."""
+        return dict(self.base.named_parameters()) | statistics(self.base)
+
+    def features(self, x: Tensor) -> Tensor:
+        """Inputs -> (B, e)."""
+        found: Tensor = self.base.features(x)
+        return found
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Inputs -> (B, classes)."""
+        logits: Tensor = self.head(self.features(x))
+        return logits
+
+
+class Reference(nn.Module):
+    """R(z|y) = N(mu_y, sigma_y^2) for each class: at first N(0, (log 2)^2).
+
+    Args:
+        classes: How many.
+        width: e, of z.
+    """
+
+    def __init__(self, classes: int, width: int) -> None:
+        super().__init__()
+        self.mean = nn.Parameter(torch.empty(classes, width))
+        self.spread = nn.Parameter(torch.empty(classes, width))  # before the softplus
+
+    def forward(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """(B,) -> mu_y and sigma_y, (B, e) each."""
+        return self.mean[y], softplus(self.spread[y])
+
+
+class Stochastic(Extended):
+    """A network whose head sees z ~ N(mu(x), sigma(x)^2), as wide as its features: mu and softplus^-1(sigma) are linear in these.
+
+    At first mu(x) is the features themselves, so that with mu(x) for z it predicts as the plain network does.
+    """
+
+    def __init__(self, base: Any, width: int, classes: int) -> None:
+        super().__init__(base, width, classes)
+        self.mean, self.spread = nn.Linear(width, width), nn.Linear(width, width)
+        self.reference = Reference(classes, width)
+        tag(self, GENERALIST)
+
+    def initial(self, seed: int) -> Tensors:
+        return super().initial(seed) | {"mean.weight": torch.eye(self.width), "mean.bias": torch.zeros(self.width)}
+
+    def plain(self) -> Tensors:
+        name = next(name for name, module in self.base.named_modules() if module is self.head)
+        weight, bias = self.head.weight @ self.mean.weight, self.head.weight @ self.mean.bias + self.head.bias
+        return super().plain() | {f"{name}.weight": weight, f"{name}.bias": bias}
+
+    def represent(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs -> mu(x) and sigma(x), (B, e) each."""
+        features = self.features(x)
+        return self.mean(features), softplus(self.spread(features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.mean(self.features(x)))
+        return logits
+
+
+class Adversarial(Extended):
+    """A network, a generator of features for a class, and a discriminator of the two behind a random projection, which stays as it is.
+
+    The discriminator is local; the projection is the same for all.
+
+    Args:
+        base: See `Extended`.
+        width: See `Extended`.
+        classes: See `Extended`.
+        hidden: Width of the noise, the projection, and both hidden layers.
+    """
+
+    def __init__(self, base: Any, width: int, classes: int, hidden: int) -> None:
+        super().__init__(base, width, classes)
+        self.noise = hidden
+        self.generator = nn.Sequential(nn.Linear(hidden + classes, hidden), nn.LeakyReLU(), nn.Linear(hidden, width), nn.ReLU())
+        self.projection = nn.Linear(width, hidden, bias=False)
+        self.discriminator = nn.Sequential(nn.Linear(hidden + classes, hidden), nn.LeakyReLU(), nn.Linear(hidden, 1), nn.Sigmoid())
+        for module, role in ((self, GENERALIST), (self.projection, BACKBONE), (self.discriminator, SPECIALIST)):
+            tag(module, role)
+
+    def generate(self, y: Tensor) -> Tensor:
+        """(B,) labels -> (B, e): features drawn from the distribution of each one's class, from uniform noise."""
+        noise = torch.rand(len(y), self.noise, device=y.device)
+        drawn: Tensor = self.generator(torch.cat([noise, self._coded(y)], dim=1))
+        return drawn
+
+    def judge(self, features: Tensor, y: Tensor) -> Tensor:
+        """(B, e) and their labels -> (B, 1) in [0, 1]: how much the features look like generated ones."""
+        judged: Tensor = self.discriminator(torch.cat([self.projection(features), self._coded(y)], dim=1))
+        return judged
+
+    def _coded(self, y: Tensor) -> Tensor:
+        return one_hot(y, self.classes).float()
+
+
+Objective = tuple[Tensor, set[nn.Parameter]]  # a mean loss, and who follows its gradient
+
+
+class ExtendedClassifier(Classifier, ABC):
+    """A classifier with more parts than it predicts with, and more to its objective than the cross-entropy; its figures are of the latter.
+
+    Args:
+        shape: Of the plain network.
+        layout: What the objective has beside the cross-entropy.
+        device: See `Classifier`.
+        start: See `Classifier`; of the plain network, by its own names. Without it that is drawn as the plain network would be.
+        statistics: See `Classifier`.
+    """
+
+    stacks = False
+    network: Extended
+    layout: Layout
+
+    def __init__(
+        self, shape: Shape, layout: Layout, device: torch.device | str = "cpu", start: Tensors | None = None, statistics: bool = False
+    ) -> None:
+        super().__init__(shape, device, start, statistics)
+        self.layout = layout
+        self._start = None if start is None else {f"base.{name}": tensor for name, tensor in start.items()}
+        with torch.no_grad():
+            width = self.network.features(shape.example().to(self.device)).shape[1]
+        with torch.device("meta"):
+            self.network = self.extend(self.network, width).eval()
+        if self.device.type != "meta":
+            self.network.beside.to_empty(device=self.device)
+            self.network.load_state_dict(self.network.initial(0), strict=False)
+
+    @abstractmethod
+    def extend(self, base: nn.Module, width: int) -> Extended:
+        """The network around a plain one with features of this width."""
+
+    @abstractmethod
+    def objectives(self, x: Tensor, y: Tensor, trained: set[nn.Parameter]) -> tuple[Tensor, Sequence[Objective]]:
+        """The logits in training, (B, classes), and what is minimised, of a batch; each parameter follows one objective at most."""
+
+    def initial(self, role: Role, seed: int) -> Tensors:
+        """Initial values of one role, running statistics included where it has them; see `Classifier` and `Extended`."""
+        fresh = self.network.initial(seed)
+        if role is GENERALIST:
+            fresh |= self._started({f"base.{name}": tensor for name, tensor in self.shape.initial(seed).items()})
+        found = {name: fresh[name] for name in self.parameters_by_role()[role]}
+        return found | (self.initial_buffers() if role is self.statistics else {})
+
+    @property
+    def trainable_parameters(self) -> int:
+        """Values that are trained: all that is not frozen."""
+        return _size({p for role, named in self.parameters_by_role().items() if role is not BACKBONE for p in named.values()})
+
+    def plain(self) -> Classifier | None:
+        """A plain classifier that predicts alike; None for texts, where no plain network has our head."""
+        if hasattr(self.network, "outer"):
+            return None
+        return Classifier(self.shape, self.device, {name: tensor.detach() for name, tensor in self.network.plain().items()})
+
+    def _accumulate(self, xs: Sequence[Tensor], ys: Sequence[Tensor], wrt: Sequence[nn.Parameter]) -> tuple[list[Tensor], Tensor, Tensor]:
+        totals = {parameter: torch.zeros_like(parameter) for parameter in wrt}
+        losses = correct = torch.zeros((), device=self.device)
+        count = sum(map(len, ys))
+        for x, y in zip(xs, ys, strict=True):
+            logits, objectives = self.objectives(x, y, set(wrt))
+            for objective, followers in objectives:
+                own = [parameter for parameter in wrt if parameter in followers]
+                if not own:
+                    continue
+                found = torch.autograd.grad(objective * (len(y) / count), own, retain_graph=True, materialize_grads=True)
+                for parameter, gradient in zip(own, found, strict=True):
+                    totals[parameter] += gradient
+            losses = losses + cross_entropy(logits.detach(), y, reduction="sum")
+            correct = correct + (logits.argmax(dim=1) == y).sum()
+        return list(totals.values()), losses, correct
+
+
+class StochasticClassifier(ExtendedClassifier):
+    """FedSR's model: it trains with one sample of z for each example, and predicts with the mean.
+
+    The objective is CE + alpha_L2R E|z|^2 + alpha_CMI KL(N(mu(x), sigma(x)^2) || N(mu_y, sigma_y^2)). The authors' code predicts with the
+    mean probabilities of 20 samples, does not square the norm, and scales z by a learned number in the divergence.
+    """
+
+    network: Stochastic
+    layout: StochasticLayout
+
+    def extend(self, base: nn.Module, width: int) -> Stochastic:
+        return Stochastic(base, width, self.shape.classes)
+
+    @property
+    def active_parameters(self) -> int:
+        """Values that one example uses: of the plain network and mu."""
+        return _size(_parameters(self.network.base, self.network.head, self.network.mean))
+
+    def objectives(self, x: Tensor, y: Tensor, trained: set[nn.Parameter]) -> tuple[Tensor, Sequence[Objective]]:
+        mean, spread = self.network.represent(x)
+        z = mean + spread * torch.randn_like(mean)
+        logits = self.network.head(z)
+        divergence = normal_divergence(mean, spread, *self.network.reference(y)).mean()
+        objective = cross_entropy(logits, y) + self.layout.l2 * z.square().sum(dim=1).mean() + self.layout.cmi * divergence
+        return logits, [(objective, trained)]
+
+
+class AdversarialClassifier(ExtendedClassifier):
+    """FedADG's model: feature extractor F, classifier C, generator G and discriminator D, trained at once, each on its own loss.
+
+    With features h = F(x) and drawn ones h' = G(noise, y), least squares: D minimises (1 - D(h', y))^2 + D(h, y)^2; F and C minimise
+    (1 - align) CE + align (1 - D(h, y))^2, so that features come to look like drawn ones; G minimises D(h', y)^2, so that what it draws
+    stays near the features. Where D is not trained, F and C follow the cross-entropy alone, and G rests.
+    """
+
+    network: Adversarial
+    layout: AdversarialLayout
+
+    def extend(self, base: nn.Module, width: int) -> Adversarial:
+        return Adversarial(base, width, self.shape.classes, self.layout.hidden)
+
+    @property
+    def active_parameters(self) -> int:
+        """Values that one example uses: of F and C."""
+        return _size(_parameters(self.network.base, self.network.head))
+
+    def objectives(self, x: Tensor, y: Tensor, trained: set[nn.Parameter]) -> tuple[Tensor, Sequence[Objective]]:
+        network, align = self.network, self.layout.align
+        h = network.features(x)
+        logits = network.head(h)
+        error = cross_entropy(logits, y)
+        classifier, generator, discriminator = (
+            trained & _parameters(*modules) for modules in ((network.base, network.head), (network.generator,), (network.discriminator,))
+        )
+        if not discriminator:
+            return logits, [(error, classifier)]
+        seen, drawn = network.judge(h, y), network.judge(network.generate(y), y)
+        return logits, [
+            ((1 - drawn).square().mean() + seen.square().mean(), discriminator),
+            ((1 - align) * error + align * (1 - seen).square().mean(), classifier),
+            (drawn.square().mean(), generator),
+        ]
+
+
+def _parameters(*modules: nn.Module) -> set[nn.Parameter]:
+    return {parameter for module in modules for parameter in module.parameters()}
+
+
+def _size(parameters: set[nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def normal_divergence(mean: Tensor, spread: Tensor, other_mean: Tensor, other_spread: Tensor) -> Tensor:
+    """KL(N(mean, spread^2) || N(other_mean, other_spread^2)) of diagonal normal distributions, (B, e) each -> (B,), in nats."""
+    scaled = (spread.square() + (mean - other_mean).square()) / (2 * other_spread.square())
+    return (other_spread.log() - spread.log() + scaled - 0.5).sum(dim=1)

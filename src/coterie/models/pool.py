@@ -1,0 +1,308 @@
+"""A client's share of a server's pool: places for K of its M experts, and the gate that chooses among all M (DDOME, Section 4)."""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, nll_loss
+
+from coterie.data.examples import Examples
+from coterie.errors import ModelError
+from coterie.models.classifier import Classifier, Shape
+from coterie.models.common import CommonExpert
+from coterie.models.layout import Layout
+from coterie.models.lora import LoRA
+from coterie.models.networks import NetworkShape
+from coterie.roles import EXPERT, GATE, Role, tag
+from coterie.tensors import Tensors
+
+Mixture = Literal["logits", "probabilities", "scores", "mean"]
+ABSENT = -1  # the number of an expert in a place where there is none
+
+
+@dataclass(frozen=True)
+class PoolLayout(Layout):
+    """How many experts there are, how many of them a client has, and how their outputs become one.
+
+    Args:
+        specialists: None: a member of the pool is a whole network.
+        pool: M, experts at the server.
+        chosen: K, places at a client.
+        mixture: What a client trains: "logits", sum_i p_i f_i(x) of the experts' logits with p renormalised over those it has;
+            "probabilities", the same of their softmax; "scores", of logits with p as the gate gives it over all M; "mean", equal weights of
+            probabilities, without a gate.
+        answer: How a sample is classified: "best", by the expert with the highest score among those the client has; or by the "mixture".
+        start: Whether experts start at random, each from values of its own, all from the common expert's, or from those where they fit.
+
+    Raises:
+        ModelError: A value is out of its range.
+    """
+
+    specialists: int = 0
+    routing: Literal["learned", "equal"] = "equal"
+    balance: Literal["none", "uniform", "generalist"] = "none"
+    pool: int = 5
+    chosen: int = 2
+    mixture: Mixture = "logits"
+    answer: Literal["best", "mixture"] = "best"
+    start: Literal["random", "common", "auto"] = "random"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.chosen <= self.pool:
+            raise ModelError(f"{self.chosen} experts at a client of a pool of {self.pool}", "Choose at least one, at most all of them.")
+
+    @property
+    def gated(self) -> bool:
+        """Whether a gate says what each expert counts."""
+        return self.mixture != "mean"
+
+
+@dataclass(frozen=True)
+class Towards:
+    """A batch that teaches the gate to recognise an anchor's data.
+
+    Args:
+        embedding: (B, e).
+        expert: The number of the expert that all of it should go to.
+    """
+
+    embedding: Tensor
+    expert: int
+
+    def __len__(self) -> int:
+        return len(self.embedding)
+
+    def split(self, rows: int) -> "list[Towards]":
+        """In order, at most `rows` examples each."""
+        return [Towards(embedding, self.expert) for embedding in torch.split(self.embedding, rows)]
+
+
+class PoolClassifier:
+    """K networks of one architecture and a gate: a two-layer perceptron from a common expert's embeddings to M logits.
+
+    Which experts are in the places says `numbers`, (K,) int64, in ascending order; `ABSENT` behind them where there are fewer.
+
+    Args:
+        shape: Of every expert.
+        layout: How many there are.
+        common: The frozen embedder; None where the mixture needs no gate.
+        start: Initial values of every expert; None for random ones.
+        gate_width: Hidden units of the gate.
+        device: Where its tensors are.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        layout: PoolLayout,
+        common: CommonExpert | None,
+        start: Tensors | None = None,
+        gate_width: int = 64,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.shape, self.layout, self.common, self.device = shape, layout, common, torch.device(device)
+        self.experts = [Classifier(shape, device, start, statistics=True) for _ in range(layout.chosen)]
+        self.numbers = torch.full((layout.chosen,), ABSENT)
+        self.gate: Classifier | None = None
+        if layout.gated:
+            if common is None:
+                raise ModelError("a gate without a common expert", "Say in the recipe what embeds the data: model.common.")
+            self.gate = Classifier(NetworkShape("mlp", (1, 1, common.width), layout.pool, (gate_width,)), device)
+        for expert in self.experts:
+            tag(expert.network, EXPERT)
+        if self.gate is not None:
+            tag(self.gate.network, GATE)
+
+    def parameters_by_role(self) -> dict[Role, dict[str, nn.Parameter]]:
+        """The parameters by role: those of each place, named `<place>.<parameter>`, and the gate's."""
+        found: dict[Role, dict[str, nn.Parameter]] = {role: {} for role in Role}
+        for place, expert in enumerate(self.experts):
+            found[EXPERT] |= {f"{place}.{name}": p for name, p in expert.network.named_parameters()}
+        if self.gate is not None:
+            found[GATE] = {f"gate.{name}": p for name, p in self.gate.network.named_parameters()}
+        return found
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The running statistics of batch normalisation in each place."""
+        return {f"{place}.{name}": buffer for place, expert in enumerate(self.experts) for name, buffer in expert.buffers().items()}
+
+    def initial_buffers(self) -> Tensors:
+        """See `Classifier.initial_buffers`, of each place."""
+        return {f"{place}.{name}": buffer for place, expert in enumerate(self.experts) for name, buffer in expert.initial_buffers().items()}
+
+    def places(self) -> list[dict[str, Tensor]]:
+        """All that travels with the expert in each place: its parameters, then its running statistics."""
+        return [
+            {f"{place}.{name}": t for name, t in [*expert.network.named_parameters(), *expert.buffers().items()]}
+            for place, expert in enumerate(self.experts)
+        ]
+
+    @property
+    def statistics(self) -> None:
+        """Running statistics belong to no role: they travel with their expert."""
+
+    def loras(self) -> dict[str, LoRA]:
+        """None: whole networks are trained."""
+        return {}
+
+    def initial(self, role: Role, seed: int) -> Tensors:
+        """Initial values: of ONE expert, running statistics included, or of the gate."""
+        if role is EXPERT:
+            first = self.experts[0]
+            return first.initial(Role.GENERALIST, seed)
+        return self.gate.initial(Role.GENERALIST, seed) if role is GATE and self.gate is not None else {}
+
+    @property
+    def trainable_parameters(self) -> int:
+        """Values that a client trains: of all its places, and the gate."""
+        return sum(p.numel() for named in self.parameters_by_role().values() for p in named.values())
+
+    @property
+    def active_parameters(self) -> int:
+        """Values that one example uses: of one expert, or of all in a mixture, and the gate."""
+        one = self.experts[0].trainable_parameters
+        return self.trainable_parameters - (one * (self.layout.chosen - 1) if self.layout.answer == "best" else 0)
+
+    def flops(self) -> int:
+        """Floating-point operations of one example: the embedding, the gate, and the experts that answer."""
+        experts = 1 if self.layout.answer == "best" else self.layout.chosen
+        gate = self.gate.flops() + self.common.flops() if self.gate is not None and self.common is not None else 0
+        return experts * self.experts[0].flops() + gate
+
+    @property
+    def embed(self) -> Callable[[Examples], Tensor] | None:
+        """What makes (B, e) embeddings of a batch, on the CPU: the common expert; None where there is no gate to see them."""
+        common = self.common
+        return None if self.gate is None or common is None else lambda batch: common.embed(batch.x.to(self.device)).cpu()
+
+    @torch.no_grad()
+    def affinity(self, embeddings: Tensor) -> Tensor:
+        """sum_i softmax g(x_i), (M,) float64 on the CPU: how much of some data, embedded (N, e), each expert is wanted for."""
+        return self._logits(embeddings).softmax(dim=1).double().sum(dim=0).cpu()
+
+    def gradient(
+        self, batch: Examples | Towards, wrt: Sequence[nn.Parameter], micro_batch: int | None = None
+    ) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """The gradient of the mean cross-entropy of the mixture; or, of a batch `Towards` an expert, of the gate's.
+
+        Args:
+            batch: B examples with embeddings, or without any for a client that has one expert, which is then trained on its own.
+            wrt: Parameters of this model; what the loss does not depend on gets zeros.
+            micro_batch: Examples per forward pass; all at once by default.
+
+        Returns:
+            The gradients in the order of `wrt`, and the detached scalars "loss" and "accuracy" of the batch.
+
+        Raises:
+            ModelError: There is no expert, the batch does not fit, or it would be cut where every example counts for its statistics.
+        """
+        if isinstance(batch, Towards):
+            logits, target = self._logits(batch.embedding), torch.full((len(batch),), batch.expert, device=self.device)
+            loss = cross_entropy(logits, target)
+            return _gradients(loss, wrt), _stats(logits, target, loss)
+        size = micro_batch or len(batch)
+        if size < len(batch) and self.buffers():
+            remedy = "Leave training.micro_batch out, or choose a network with norm 'group' or 'none'."
+            raise ModelError(f"micro_batch {size} would cut a batch of {len(batch)}, but batch normalisation needs all of it", remedy)
+        total: list[Tensor] = []
+        stats: list[tuple[float, dict[str, Tensor]]] = []
+        for part in batch.split(size):
+            share = len(part) / len(batch)
+            with ExitStack() as training:
+                for expert in self._present():
+                    training.enter_context(expert.batch_statistics())
+                outputs, target = self._mixed(part)
+            loss = nll_loss(outputs, target)
+            found = _gradients(share * loss, wrt)
+            total = [a + b for a, b in zip(total, found, strict=True)] if total else found
+            stats.append((share, _stats(outputs, target, loss)))
+        return total, {name: torch.stack([share * part[name] for share, part in stats]).sum() for name in stats[0][1]}
+
+    def gradient_elsewhere(self, batch: Any, wrt: list[nn.Parameter], micro_batch: int | None = None) -> Any:
+        """Refused: experts of a pool are compared by no method. Raises ModelError."""
+        raise ModelError("a pool's experts have no gradient elsewhere", "Use a method of whole models, such as cobo.")
+
+    def score(self, batches: Iterable[Examples]) -> Tensor:
+        """See `Classifier.score`."""
+        return self.judge(batches)[0]
+
+    @torch.no_grad()
+    def judge(self, batches: Iterable[Examples]) -> tuple[Tensor, Tensor]:
+        """Classify examples with embeddings and labels.
+
+        Returns:
+            (3,) float64, see `Classifier.score`; and (2, classes, M) float64: how many examples of each class were given to each expert,
+            and how many of them were then classified right. In a mixture an example counts for the expert with the highest score.
+        """
+        score = torch.zeros(3, dtype=torch.float64)
+        choices = torch.zeros(2, self.shape.classes, self.layout.pool, dtype=torch.float64)
+        for batch in batches:
+            outputs, experts = (found.cpu() for found in self.predict(batch))
+            right = (outputs.argmax(dim=1) == batch.y).double()
+            nll = nll_loss(outputs.double(), batch.y, reduction="sum")
+            score += torch.stack([nll, torch.tensor(len(batch)), right.sum()])
+            for row, counted in zip(choices, (torch.ones_like(right), right), strict=True):
+                row.index_put_((batch.y, experts), counted, accumulate=True)
+        return score, choices
+
+    @torch.no_grad()
+    def predict(self, batch: Examples) -> tuple[Tensor, Tensor]:
+        """(B, classes) log-probabilities of examples with embeddings, and (B,) the number of the expert with the highest score for each.
+
+        Labels must be there, but nothing depends on them.
+        """
+        places = self._weights(batch).argmax(dim=1)
+        if self.layout.answer == "mixture":
+            outputs, _ = self._mixed(batch)
+        else:
+            x, _ = self.experts[0].checked(batch)
+            outputs = torch.empty(len(batch), self.shape.classes, device=self.device)
+            for place, expert in enumerate(self._present()):
+                if (own := places == place).any():
+                    outputs[own] = expert.network(x[own]).log_softmax(dim=1)
+        return outputs, self.numbers.to(self.device)[places]
+
+    def _present(self) -> list[Classifier]:
+        """The experts that the client has."""
+        count = int((self.numbers != ABSENT).sum())
+        if not count:
+            raise ModelError("a client without any expert of the pool", "The server must send some before the client trains or predicts.")
+        return self.experts[:count]
+
+    def _logits(self, embeddings: Tensor) -> Tensor:
+        """(B, e) -> (B, M)."""
+        assert self.gate is not None
+        logits: Tensor = self.gate.network(embeddings.to(self.device))
+        return logits
+
+    def _weights(self, batch: Examples) -> Tensor:
+        """(B, k): what each of the client's experts counts for each example."""
+        k = len(self._present())
+        alone = k == 1 and (batch.embedding is None or self.layout.mixture != "scores")
+        if self.gate is None or alone:
+            return torch.full((len(batch), k), 1 / k, device=self.device)
+        if batch.embedding is None:
+            raise ModelError("a batch without embeddings", "Draw it from the client's own splits, which have them.")
+        scores, own = self._logits(batch.embedding), self.numbers[:k].to(self.device)
+        return scores.softmax(dim=1)[:, own] if self.layout.mixture == "scores" else scores[:, own].softmax(dim=1)
+
+    def _mixed(self, batch: Examples) -> tuple[Tensor, Tensor]:
+        """(B, classes) log-probabilities of the mixture, and the labels."""
+        weights = self._weights(batch)
+        x, target = self.experts[0].checked(batch)
+        outputs = torch.stack([expert.network(x) for expert in self._present()], dim=1)  # (B, k, classes)
+        if self.layout.mixture in ("probabilities", "mean"):
+            return (outputs.log_softmax(dim=2) + weights.log().unsqueeze(2)).logsumexp(dim=1), target
+        return (weights.unsqueeze(2) * outputs).sum(dim=1).log_softmax(dim=1), target
+
+
+def _gradients(loss: Tensor, wrt: Sequence[nn.Parameter]) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, wrt, allow_unused=True, materialize_grads=True))
+
+
+def _stats(outputs: Tensor, target: Tensor, loss: Tensor) -> dict[str, Tensor]:
+    return {"loss": loss.detach(), "accuracy": (outputs.argmax(dim=1) == target).float().mean()}
