@@ -88,4 +88,6 @@ def tiny_pictures():
         return ClientData(name, *splits)
 
     clusters = {"ann": 0, "ben": 0, "cleo": 1}
-    return Federation({i: client(i, k, 40 * place) for place, (i, k) in enumerate(clusters.items())}, "three clients of digits", clusters)
+    return Federation(
+        {i: client(i, k, 40 * place) for place, (i, k) in enumerate(clusters.items())}, "three clients of digits", clusters, ("ann",)
+    )

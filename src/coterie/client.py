@@ -1,6 +1,6 @@
 """The client as a task sees it: its model, its data, its optimisers, its state, and nothing of anybody else's."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -10,18 +10,25 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
+from coterie.data.examples import ExampleSplit
 from coterie.data.federation import ClientData
 from coterie.data.splits import Batch, Split
 from coterie.errors import ClientError, CoterieError, TensorError
 from coterie.models.layout import Layout
 from coterie.models.lora import LoRA
+from coterie.models.pool import ABSENT
 from coterie.optimisers import AdamW, Optimiser
 from coterie.protocol import ClientId, State, find_task, mix
-from coterie.roles import BACKBONE, GENERALIST, ROUTER, SPECIALIST, Role
+from coterie.roles import BACKBONE, EXPERT, GATE, GENERALIST, ROUTER, SPECIALIST, Role
 from coterie.tensors import Named, Tensors, all_finite, check_alike
 
 # What a client owns, in the order of its parameters. Of BACKBONE an adapter has what a method freezes at its initial value.
-OWNED = (GENERALIST, SPECIALIST, ROUTER, BACKBONE)
+OWNED = (GENERALIST, SPECIALIST, ROUTER, EXPERT, GATE, BACKBONE)
+POOLED = (EXPERT, GATE)  # of these a client has nothing until something comes from the server
+UPPER = {ROUTER, GATE}  # what chooses experts
+NUMBERS = "experts"  # which of a pool's experts are in a client's places
+_EXPERT = f"{EXPERT}/"  # what the names of a pool's experts begin with
+_OF_THE_MODEL = ("parameters/", "optimiser/", "buffers", NUMBERS)  # what the keys of a client's state that a stateless one drops begin with
 Metrics = dict[str, object]
 
 
@@ -35,10 +42,13 @@ class Training(BaseModel):
     experts: Annotated[Optimiser, Field(description="lower level: LoRA experts and attention; of an image classifier: everything")] = AdamW(
         schedule="cosine"
     )
-    routers: Annotated[Optimiser, Field(description="upper level: routers")] = AdamW()
+    routers: Annotated[Optimiser, Field(description="upper level: routers, and the gate of a pool")] = AdamW()
+    stateless: Annotated[
+        bool, Field(description="clients keep nothing of the model between rounds: optimisers start afresh, as where many take part seldom")
+    ] = False
 
     def optimiser(self, role: Role) -> Optimiser:
-        return self.routers if role is ROUTER else self.experts
+        return self.routers if role in UPPER else self.experts
 
 
 class Trainable(Protocol):
@@ -61,18 +71,23 @@ class Model(Protocol):
     def parameters_by_role(self) -> Mapping[Role, Mapping[str, nn.Parameter]]: ...
     def buffers(self) -> Mapping[str, Tensor]: ...
     def initial_buffers(self) -> Tensors: ...
+    @property
+    def statistics(self) -> Role | None: ...  # the role with which the buffers travel, if they do
+    def places(self) -> Sequence[Mapping[str, Tensor]]: ...  # for experts of a pool, each with all that travels with one
     def loras(self) -> Mapping[str, LoRA]: ...
     def initial(self, role: Role, seed: int) -> Tensors: ...
     def gradient(self, batch: Any, wrt: list[nn.Parameter], micro_batch: int | None = None) -> tuple[list[Tensor], dict[str, Tensor]]: ...
     def gradient_elsewhere(
         self, batch: Any, wrt: list[nn.Parameter], micro_batch: int | None = None
     ) -> tuple[list[Tensor], dict[str, Tensor]]: ...
+    @property
+    def embed(self) -> Callable[[Any], Tensor] | None: ...  # a batch's embeddings by a common expert, where there is one
     def score(self, batches: Iterator[Any]) -> Tensor: ...
 
 
 def initial_seed(seed: int, role: Role, client: ClientId) -> int:
     """What is shared starts the same everywhere, from the run's seed; what is local starts from the client's own."""
-    return mix(seed, "initial", role, "" if role in (GENERALIST, BACKBONE) else client)
+    return mix(seed, "initial", role, client if role in (SPECIALIST, ROUTER) else "")
 
 
 @dataclass(frozen=True)
@@ -84,12 +99,14 @@ class Blueprint:
         layouts: Of each client.
         seed: The run's seed.
         clusters: The true cluster of each client, where the data tell: for methods that are given it, as an oracle is.
+        anchors: Clients that are tied to an expert each, the q-th to expert q.
     """
 
     trainable: Callable[[Layout], Trainable]
     layouts: Mapping[ClientId, Layout]
     seed: int
     clusters: Mapping[ClientId, int] | None = None
+    anchors: Sequence[ClientId] = ()
 
     def read(self, *roles: Role) -> Tensors:
         """The initial values of the shared tensors."""
@@ -141,8 +158,8 @@ class Client:
 
     All that it must remember lies in `state`, a flat dict of tensors that the engine keeps between tasks:
     `parameters/<role>` and `optimiser/<role>/...`, one flat tensor each of which the model's parameters are views; `buffers`, likewise
-    (running statistics, which never leave the client); `cursor/<split>`, the rows drawn so far; `iteration`, the local iterations done
-    over the whole run.
+    (running statistics); `experts`, which of a pool's experts it has; `cursor/<split>`, the rows drawn so far; `iteration`, the local
+    iterations done over the whole run; `embeddings/<split>`, what a common expert made of its data, once.
 
     Args:
         id: The client's stable name.
@@ -166,6 +183,7 @@ class Client:
 
     def __post_init__(self) -> None:
         self._parameters = self.model.parameters_by_role()
+        self._splits: dict[str, Split] = {}
         self.bind()
 
     def bind(self) -> None:
@@ -174,6 +192,9 @@ class Client:
             if named := self._parameters[role]:
                 self._bind(role, named)
         self._bind_buffers()
+        if places := self.model.places():
+            self.state.setdefault(NUMBERS, torch.full((len(places),), ABSENT))
+            self.model.numbers = self.state[NUMBERS]  # type: ignore[attr-defined]
 
     def _bind_buffers(self) -> None:
         """Make the model's buffers views of this client's."""
@@ -188,7 +209,9 @@ class Client:
         """Make the model's parameters of one role views of this client's flat tensor."""
         device = next(iter(named.values())).device
         key, size = f"parameters/{role}", sum(p.numel() for p in named.values())
-        if key not in self.state:
+        if key not in self.state and role in POOLED:
+            self.state[key] = torch.zeros(size)
+        elif key not in self.state:
             initial = self.model.initial(role, initial_seed(self.seed, role, self.id))
             self.state[key] = torch.cat([initial[name].flatten() for name in named])
         if self.state[key].shape != (size,):
@@ -209,7 +232,7 @@ class Client:
 
     @property
     def train(self) -> Split:
-        return self.data.train
+        return self._embedded(self.data.train)
 
     def again(self, purpose: str) -> Split:
         """The training data in another order and with a cursor of its own, for batches beside those that train the client."""
@@ -217,11 +240,31 @@ class Client:
 
     @property
     def valid(self) -> Split:
-        return self.data.valid
+        return self._embedded(self.data.valid)
 
     @property
     def test(self) -> Split:
-        return self.data.test
+        return self._embedded(self.data.test)
+
+    def _embedded(self, split: Split) -> Split:
+        """A split whose batches hold embeddings, if the model has a common expert."""
+        if split.name not in self._splits:
+            embeds = isinstance(split, ExampleSplit) and self.model.embed is not None
+            self._splits[split.name] = split.embedded(self.embeddings(split)) if embeds else split  # type: ignore[attr-defined]
+        return self._splits[split.name]
+
+    def embeddings(self, split: Split) -> Tensor:
+        """(windows, e): what the common expert makes of a split's rows; computed once, and kept in the client's state."""
+        key, embed = f"embeddings/{split.name}", self.model.embed
+        if key not in self.state:
+            assert embed is not None
+            self.state[key] = torch.cat([embed(batch) for batch in split.scoring(self._rows)])
+        return self.state[key]
+
+    @property
+    def _rows(self) -> int:
+        """Rows at a time where nothing is trained."""
+        return self.training.micro_batch or min(self.training.batch_size, 32)
 
     @property
     def iteration(self) -> int:
@@ -236,32 +279,56 @@ class Client:
         """Take over tensors from the server, by name; an empty dict changes nothing.
 
         Args:
-            tensors: By their own names, or under a role's name all values of that role as one vector, (d,).
+            tensors: By their own names; under a role's name all values of that role as one vector, (d,); or as `expert/<number>`, (d,),
+                all that belongs to one expert of a pool, for the next place in the order of the numbers.
 
         Raises:
             TensorError: A name, shape or dtype that this client's model does not have, or a value that is not finite.
         """
         tensors = self._named(tensors)
-        own = {name: p for role in OWNED for name, p in self._parameters[role].items() if name in tensors}
+        own = {name: t for name, t in self._values(*OWNED).items() if name in tensors}
         check_alike(own, tensors, f"tensors for client {self.id!r}")
         if not all_finite(tensors):
             raise TensorError(f"tensors for client {self.id!r}: not all values are finite", "A client diverged: lower the learning rate.")
-        for name, parameter in own.items():
-            parameter.data.copy_(tensors[name])
+        for name, tensor in own.items():
+            tensor.detach().copy_(tensors[name])
+
+    def _values(self, *roles: Role) -> dict[str, Tensor]:
+        """The client's tensors of these roles by name, running statistics where they travel with one, and a pool's with its experts."""
+        found: dict[str, Tensor] = {name: p for role in roles for name, p in self._parameters[role].items()}
+        if EXPERT in roles and (places := self.model.places()):
+            found |= {name: t for place in places for name, t in place.items()} | {NUMBERS: self.state[NUMBERS]}
+        return found | (dict(self.model.buffers()) if self.model.statistics in roles else {})
 
     def _named(self, tensors: Named) -> Tensors:
-        """The same tensors, those of a role that came as one vector under their own names."""
+        """The same tensors, those that came as one vector under their own names."""
         found = dict(tensors)
         for role in tensors.keys() & set(OWNED):
-            flat, own = found.pop(role), self._parameters[Role(role)]
-            check_alike({role: self.state[f"parameters/{role}"]}, {role: flat}, f"tensors for client {self.id!r}")
-            parts = torch.split(flat, [p.numel() for p in own.values()])
-            found |= {name: part.view_as(p) for (name, p), part in zip(own.items(), parts, strict=True)}
+            found |= self._parted({name: p for name, p in self._parameters[Role(role)].items()}, found.pop(role), role)
+        if numbers := sorted(int(name.removeprefix(_EXPERT)) for name in tensors if name.startswith(_EXPERT)):
+            places = self.model.places()
+            if len(numbers) > len(places):
+                raise TensorError(f"{len(numbers)} experts for client {self.id!r}, which has {len(places)} places", "Send at most K.")
+            for number, place in zip(numbers, places, strict=False):
+                found |= self._parted(place, found.pop(f"{_EXPERT}{number}"), f"{_EXPERT}{number}")
+            found[NUMBERS] = torch.tensor(numbers + [ABSENT] * (len(places) - len(numbers)))
         return found
+
+    def _parted(self, own: Named, flat: Tensor, what: str) -> Tensors:
+        """One vector, (d,), as tensors of these names and shapes. Raises TensorError if its length is another."""
+        sizes = [t.numel() for t in own.values()]
+        check_alike({what: torch.empty(sum(sizes), device="meta")}, {what: flat}, f"tensors for client {self.id!r}")
+        return {name: part.view_as(t) for (name, t), part in zip(own.items(), torch.split(flat, sizes), strict=True)}
 
     def read(self, *roles: Role) -> Tensors:
         """Copies of the client's tensors of these roles, by name."""
-        return {name: p.detach().clone() for role in roles for name, p in self._parameters[role].items()}
+        return {name: t.detach().clone() for name, t in self._values(*roles).items()}
+
+    def experts(self) -> Tensors:
+        """Copies of the experts of a pool that the client has, as `expert/<number>`, (d,) each."""
+        numbers = [number for number in self.state[NUMBERS].tolist() if number != ABSENT]
+        places = zip(numbers, self.model.places(), strict=False)
+        return {f"{_EXPERT}{number}": torch.cat([t.detach().flatten() for t in place.values()]) for number, place in places}
 
     def flat(self, role: Role = GENERALIST, into: Tensor | None = None) -> Tensor:
         """The values of one role as one vector, (d,): a copy, written to `into` if that is given and on the same device."""
@@ -277,7 +344,7 @@ class Client:
     def borrowing(self, tensors: Named) -> Iterator[None]:
         """Within the block the client has `tensors` loaded; afterwards its own are back."""
         tensors = self._named(tensors)
-        before = {name: p.detach().clone() for role in OWNED for name, p in self._parameters[role].items() if name in tensors}
+        before = {name: t.detach().clone() for name, t in self._values(*OWNED).items() if name in tensors}
         self.load(tensors)
         try:
             yield
@@ -292,8 +359,8 @@ class Client:
     def step(self, *roles: Role, on: Split, extra: Callable[[], Named] | None = None) -> None:
         """One optimiser step of the tensors of these roles on the next batch of a split.
 
-        Gradients are taken of these roles alone, so nothing leaks between the levels. A step of anything but the router alone is a
-        local iteration.
+        Gradients are taken of these roles alone, so nothing leaks between the levels. A step of anything but the router or gate alone is
+        a local iteration.
 
         Args:
             roles: Whose tensors are trained.
@@ -310,7 +377,7 @@ class Client:
         """As `step`, on a batch that was drawn before."""
         present = [role for role in roles if self._parameters[role]]
         wrt = [p for role in present for p in self._parameters[role].values()]
-        iteration = self._count("iteration", 0 if set(roles) == {ROUTER} else 1)
+        iteration = self._count("iteration", 0 if UPPER.issuperset(roles) else 1)
         if not wrt:  # a single expert has no router to train
             return
         gradients, stats = self.model.gradient(batch, wrt, self.training.micro_batch)
@@ -324,7 +391,7 @@ class Client:
 
     def _note(self, what: str, batch: Batch, stats: dict[str, Tensor]) -> None:
         self.stats.setdefault(what, []).append(stats)
-        self.tokens += len(batch) * self.train.context
+        self.tokens += len(batch) * self.data.train.context
 
     def descend(self, role: Role, gradient: Tensor, iteration: int | None = None) -> None:
         """One optimiser step of all values of a role along a gradient that is given, (d,).
@@ -371,8 +438,11 @@ class Client:
             (2,) float64: the total negative log-likelihood in nats and the number of predictions; of a classifier (3,), with how many of
             them were right.
         """
-        rows = self.training.micro_batch or min(self.training.batch_size, 32)
-        return self.model.score(islice(split.scoring(rows), batches))
+        return self.model.score(islice(self.batches(split), batches))
+
+    def batches(self, split: Split) -> Iterator[Any]:
+        """All rows of a split once, in order, in batches for scoring."""
+        return split.scoring(self._rows)
 
     def loss(self, batch: Batch) -> float:
         """The mean negative log-likelihood of the client's model on one batch, in nats, without a gradient."""
@@ -430,10 +500,23 @@ class Site:
         """The client `id` with its remembered state."""
         return Client(id, self.model(id), self.data[id], self.training, state, self.seed, self.total_iterations)
 
+    def begin(self, state: State, round: int, method: Any) -> None:
+        """Make a client's state ready for a task: a stateless client is told where the run stands."""
+        if method.forgetful or self.training.stateless:
+            state["iteration"] = torch.tensor(round * method.local_steps)
+
+    def end(self, state: State, method: Any) -> None:
+        """What a client keeps after a task: everything, or of the model nothing."""
+        if method.forgetful or self.training.stateless:
+            for key in [key for key in state if key.startswith(_OF_THE_MODEL)]:
+                del state[key]
+
     def answer(
-        self, method: object, task: str, id: ClientId, tensors: Tensors, state: State, round: int, phase: int
+        self, method: Any, task: str, id: ClientId, tensors: Tensors, state: State, round: int, phase: int
     ) -> tuple[Tensors, Metrics]:
         """Do one task of one client; `state` is updated in place.
+
+        A stateless client forgets the model afterwards, and its learning rates are where the run stands, not where it stands itself.
 
         The global random generators are seeded from (run seed, round, phase, client id) and put back afterwards.
 
@@ -444,6 +527,7 @@ class Site:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(mix(self.seed, round, phase, id))
             try:
+                self.begin(state, round, method)
                 client = self.client(id, state)
                 reply = find_task(method, task)(client, tensors)
                 return reply, client.metrics()
@@ -451,3 +535,5 @@ class Site:
                 raise ClientError(f"client {id!r}, task {task}, round {round + 1}: {error.problem}", error.remedy) from error
             except Exception as error:
                 raise ClientError(f"client {id!r}, task {task}, round {round + 1}: {type(error).__name__}: {error}") from error
+            finally:
+                self.end(state, method)

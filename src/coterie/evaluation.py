@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -52,7 +53,8 @@ class Metric:
 
     def scores(self, score: Mapping[str, Tensor]) -> dict[str, float]:
         """The metric and the loss of each split that was scored: `valid`, `test`, `valid_loss`, `test_loss`."""
-        return {split: self.of(found) for split, found in score.items()} | {f"{split}_loss": loss(found) for split, found in score.items()}
+        splits = {split: score[split] for split in ("valid", "test") if split in score}
+        return {split: self.of(found) for split, found in splits.items()} | {f"{split}_loss": loss(found) for split, found in splits.items()}
 
 
 BOUNDS = {
@@ -62,6 +64,25 @@ BOUNDS = {
 ALONE = "local"  # the method that Imp.% compares with
 PERPLEXITY = Metric("perplexity", "per token", True, perplexity)
 ACCURACY = Metric("accuracy", "%", False, accuracy)
+
+
+def choices(found: Sequence[Tensor], anchored: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Which experts of a pool a gate gave samples to (DDOME, Table 5 and Figure 7).
+
+    Args:
+        found: Of each client (2, classes, M): samples of each class that each expert got, and how many of them it got right.
+        anchored: The classes of each expert's anchor; empty where there are none.
+
+    Returns:
+        `given` and `right`, (classes, M) sums over the clients; and `gate_accuracy`, percent of the samples whose expert's anchor has their
+        class; None where the experts have no anchors.
+    """
+    given, right = (total.long() for total in torch.stack(list(found)).sum(dim=0))
+    gate = None
+    if len(anchored) == given.shape[1]:
+        fitting = sum(int(given[list(classes), m].sum()) for m, classes in enumerate(anchored))
+        gate = 100 * fitting / int(given.sum())
+    return {"given": given.tolist(), "right": right.tolist(), "gate_accuracy": gate}
 
 
 def metric_of(found: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -107,6 +128,13 @@ def worst(values: Iterable[float], metric: Mapping[str, Any]) -> float:
 def change(value: float, reference: float, metric: Mapping[str, Any]) -> tuple[float, str]:
     """How far a value is from another, with its sign and unit: points of a percentage, otherwise percent."""
     return (value - reference, "points") if metric["unit"] == "%" else (100 * (value / reference - 1), "%")
+
+
+def gate_accuracy(result: Mapping[str, Any]) -> float | None:
+    """Percent of the test samples of the headline group that went to an expert whose anchor has their class; None without a gate."""
+    found = (result.get("evaluations") or [{}])[-1].get("choices") or {}
+    first: dict[str, Any] = next(iter(found.values()), {})
+    return first.get("gate_accuracy")
 
 
 def improved(results: Sequence[Mapping[str, Any]], alone: Sequence[Mapping[str, Any]]) -> float | None:
@@ -160,7 +188,7 @@ def row(name: str, results: Sequence[Mapping[str, Any]], alone: Sequence[Mapping
         alone: The results of Local, where there are any: what Imp.% compares with.
     """
     per_seed = [r["mean"] for r in results]
-    clients = [c for r in results for c in r["clients"].values()]
+    clients = [c for r in results for c in (r.get("training") or r["clients"]).values()]
     rounds = max(results[0]["rounds"], 1)
     return {
         "method": name,
@@ -169,6 +197,10 @@ def row(name: str, results: Sequence[Mapping[str, Any]], alone: Sequence[Mapping
         "std": deviation(per_seed),
         "per_seed": per_seed,
         "mean_synced": mean(r["mean_synced"] for r in results),
+        "groups": {group: mean(r["groups"][group] for r in results) for group in results[0].get("groups") or {}} or None,
+        "best": _average([r.get("best") for r in results]),
+        "best_of_last_ten": _average([r.get("best_of_last_ten") for r in results]),
+        "gate_accuracy": _average([gate_accuracy(r) for r in results]),
         "loss": _average([r.get("mean_loss") for r in results]),
         "between_clients": mean(map(between, results)),
         "improved": improved(results, alone) if alone else None,

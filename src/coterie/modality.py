@@ -1,5 +1,6 @@
 """What is learned: everything in which language models and image classifiers differ, behind one surface."""
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,18 +12,27 @@ import torch
 
 from coterie import personal
 from coterie.client import OWNED, Client, Model, Trainable
+from coterie.data.dealing import Dealing
+from coterie.data.examples import ExampleSplit
 from coterie.data.federation import Federation
 from coterie.data.images import Images
+from coterie.data.labelled import LabelledTexts
+from coterie.data.section import Section
 from coterie.errors import ModelError, RecipeError
 from coterie.evaluation import ACCURACY, PERPLEXITY, Metric
 from coterie.models.adapter import Adapter
+from coterie.models.architecture import tokenizer
 from coterie.models.backbone import Backbone
-from coterie.models.classifier import Classifier, NetworkShape
+from coterie.models.classifier import Classifier, NetworkShape, Shape
+from coterie.models.common import CommonExpert, Normalisation, pretrained, trained
 from coterie.models.language import LanguageModel
-from coterie.models.layout import Layout
+from coterie.models.layout import CommonLayout, Layout
+from coterie.models.pool import PoolClassifier, PoolLayout
+from coterie.models.text import TextShape
 from coterie.protocol import ClientId
-from coterie.recipe import ClassifierSection, LanguageSection, Recipe
+from coterie.recipe import ClassifierSection, CommonSection, LanguageSection, Recipe, TextClassifierSection
 from coterie.reports.looking import look
+from coterie.tensors import Tensors
 
 
 class Modality(ABC):
@@ -32,6 +42,11 @@ class Modality(ABC):
     device: torch.device
     dtype: torch.dtype
     federation: Federation
+
+    @property
+    def threads(self) -> int | None:
+        """Threads of PyTorch that suit models so small that waiting for a second one costs more than it does; None for as many as it has."""
+        return None
 
     @property
     @abstractmethod
@@ -53,6 +68,11 @@ class Modality(ABC):
     @abstractmethod
     def flops(self, layout: Layout, trained: bool) -> int:
         """Of one prediction's forward pass; `trained`: whether the method trains anything at all."""
+
+    @property
+    def once_bytes(self) -> int:
+        """What everybody has from the beginning, and not from the server: sent once, if at all."""
+        return 0
 
     @abstractmethod
     def keep(self, folder: Path, client: Client, layout: Layout, origin: personal.Origin) -> None:
@@ -109,12 +129,22 @@ class Language(Modality):
 
 
 @dataclass
-class Pictures(Modality):
-    """Image classifiers: every client has a whole network."""
+class Examples(Modality):
+    """Classifiers of images or of texts: every client has a whole network, or a share of a pool of them.
 
-    shape: NetworkShape
+    Args:
+        shape: Of a network.
+        common: The expert that everybody has, where the recipe names one.
+        section: Of the recipe.
+        names: Of the classes, if they have some.
+    """
+
+    shape: Shape
+    common: CommonExpert | None
+    section: ClassifierSection | TextClassifierSection
     device: torch.device
     federation: Federation
+    names: tuple[str, ...] = ()
     metric = ACCURACY
     dtype = torch.float32
 
@@ -125,22 +155,61 @@ class Pictures(Modality):
     def check(self, method: str, layout: Layout) -> None:
         if not layout.plain:
             raise ModelError(
-                f"method.name: {method} is made of LoRA experts, which an image classifier does not have",
-                "Use a language model (model.kind: language with texts), or a method such as local, fedavg, ditto, ifca or cobo.",
+                f"method.name: {method} is made of LoRA experts, which a classifier does not have",
+                "Use a language model (model.kind: language with texts), or a method such as local, fedavg, ditto, ifca, cobo or ddome.",
             )
+        if self.common is None and isinstance(layout, PoolLayout) and layout.gated:
+            raise ModelError(f"method.name: the gate of {method} needs embeddings", "Say what makes them: model.common.")
+        if self.common is None and isinstance(layout, CommonLayout):
+            raise ModelError(f"method.name: {method} needs a common expert", "Say where it comes from: model.common.")
 
-    def build(self, layout: Layout) -> Classifier:
-        return Classifier(self.shape, self.device)
+    def build(self, layout: Layout) -> Classifier | PoolClassifier:
+        return self._model(layout, self.device)
 
-    def trainable(self, layout: Layout) -> Classifier:
-        return Classifier(self.shape)
+    def trainable(self, layout: Layout) -> Classifier | PoolClassifier:
+        return self._model(layout, torch.device("cpu"))
+
+    def _model(self, layout: Layout, device: torch.device) -> Classifier | PoolClassifier:
+        match layout:
+            case PoolLayout():
+                return PoolClassifier(self.shape, layout, self.common, self._start(layout.start), self.section.gate_width, device)
+            case CommonLayout():
+                assert self.common is not None
+                return self.common.classifier(device)
+            case _:
+                return Classifier(self.shape, device, self._start(self.section.start), self._shared)
+
+    def _start(self, choice: Literal["auto", "random", "common"]) -> Tensors | None:
+        """Where networks start: None for at random. Raises ModelError for a common expert that is there not, or another network."""
+        own = self.common.tensors if self.common is not None and self.common.shape == self.shape else None
+        if choice == "common" and own is None:
+            raise ModelError(
+                "start: common, but the common expert is another network", "Leave model.common.network out, or start at random."
+            )
+        return None if choice == "random" else own
+
+    @property
+    def _shared(self) -> bool:
+        """Whether running statistics travel with the network."""
+        if self.section.statistics == "auto":
+            return bool(self.federation.unseen)
+        return self.section.statistics == "shared"
+
+    @property
+    def threads(self) -> int | None:
+        return 1 if isinstance(self.shape, NetworkShape) and self.shape.network == "mlp" else None
+
+    @property
+    def once_bytes(self) -> int:
+        return self.common.nbytes if self.common is not None else 0
 
     def flops(self, layout: Layout, trained: bool) -> int:
-        return Classifier(self.shape).flops()
+        return self.trainable(layout).flops()
 
     def keep(self, folder: Path, client: Client, layout: Layout, origin: personal.Origin) -> None:
-        buffers = {name: buffer.clone() for name, buffer in client.model.buffers().items()}
-        personal.save_classifier(folder, client.id, self.shape, client.read(*OWNED) | buffers, origin)
+        assert isinstance(client.model, Classifier | PoolClassifier)
+        assert isinstance(client.data.test, ExampleSplit)
+        personal.save_classifier(folder, client.id, client.model, client.data.test, self.names, origin)
 
 
 @lru_cache(maxsize=1)
@@ -175,14 +244,48 @@ def load(recipe: Recipe) -> Modality:
     Raises:
         Refused: The base or the data will not do.
     """
-    section, device = recipe.model, pick_device(recipe.model.device)
-    if isinstance(section, ClassifierSection):
-        assert isinstance(recipe.data, Images)  # the recipe checked it
-        federation = recipe.data.load(order_seed=recipe.seed)
-        return Pictures(section.shape(recipe.data.shape, recipe.data.classes), torch.device(device), federation)
-    assert not isinstance(recipe.data, Images)
-    backbone = load_backbone(section.base, pick_dtype(section.dtype, device), device)
-    if section.context > backbone.context_limit:
-        problem = f"model.context: {section.context} tokens, but {section.base} allows {backbone.context_limit}"
-        raise ModelError(problem, f"Set model.context to at most {backbone.context_limit}.")
-    return Language(section, backbone, recipe.data.load(backbone.tokenizer, section.context, order_seed=recipe.seed))
+    device = pick_device(recipe.model.device)
+    match recipe.model, recipe.data:
+        case ClassifierSection() as section, Images() as data:
+            federation = data.load(order_seed=recipe.seed)
+            shape = section.shape(data.shape, data.classes)
+            common = _common(section.common, section.common_shape(data.shape, data.classes), federation, data, device)
+            return Examples(shape, common, section, torch.device(device), federation, data.names)
+        case TextClassifierSection() as section, LabelledTexts() as data:
+            federation = data.load(tokenizer(section.base), section.length, order_seed=recipe.seed)
+            common = _common(section.common, section.common_shape(data.classes), federation, data, device)
+            return Examples(section.shape(data.classes), common, section, torch.device(device), federation, data.names)
+        case LanguageSection() as section, Section() as data:
+            backbone = load_backbone(section.base, pick_dtype(section.dtype, device), device)
+            if section.context > backbone.context_limit:
+                problem = f"model.context: {section.context} tokens, but {section.base} allows {backbone.context_limit}"
+                raise ModelError(problem, f"Set model.context to at most {backbone.context_limit}.")
+            return Language(section, backbone, data.load(backbone.tokenizer, section.context, order_seed=recipe.seed))
+    raise AssertionError("the recipe checked that data and model fit")
+
+
+def _common(
+    section: CommonSection | None, shape: NetworkShape | TextShape, federation: Federation, data: Dealing, device: str
+) -> CommonExpert | None:
+    """The common expert of a recipe. Raises Refused."""
+    if section is None:
+        return None
+    if section.path is not None:
+        own = Normalisation(section.mean, section.std) if section.mean is not None and section.std is not None else None
+        return pretrained(_below(section.path), shape, device, Normalisation(data.mean, data.std), own)
+    if section.pretraining is None:
+        if isinstance(shape, TextShape):  # its base is pretrained
+            return CommonExpert(shape, shape.initial(0), device)
+        raise ModelError(
+            "model.common: neither a path nor pretraining", "Give model.common.path, or model.common.pretraining with data.public."
+        )
+    if federation.public is None:
+        raise ModelError("model.common.pretraining: there are no public examples", "Set aside some that no client gets: data.public.")
+    assert isinstance(federation.public, ExampleSplit)
+    return trained(shape, federation.public, section.pretraining, device)
+
+
+def _below(path: str) -> Path:
+    """A file by a path that may also start at $COTERIE_DATA, or beside it."""
+    roots = [Path(), *(root for data in [os.environ.get("COTERIE_DATA")] if data for root in (Path(data), Path(data).parent))]
+    return next((root / path for root in roots if (root / path).is_file()), Path(path))

@@ -18,14 +18,18 @@ class Scheduled(BaseModel, ABC):
 
     lr: Annotated[float, Field(gt=0, description="peak learning rate")] = 2e-3
     weight_decay: Annotated[float, Field(ge=0, description="decoupled weight decay")] = 0.0
-    schedule: Annotated[Literal["cosine", "constant"], Field(description="one cosine over the whole run, or constant")] = "constant"
-    final: Annotated[float, Field(ge=0, le=1, description="last learning rate of the cosine, as a share of the peak")] = 0.1
+    schedule: Annotated[
+        Literal["cosine", "exponential", "constant"], Field(description="one cosine or exponential decay over the whole run, or constant")
+    ] = "constant"
+    final: Annotated[float, Field(ge=0, le=1, description="last learning rate of the schedule, as a share of the peak")] = 0.1
 
     def lr_at(self, iteration: int, total: int) -> float:
         """The learning rate of the step after `iteration` of `total` local iterations."""
         if self.schedule == "constant":
             return self.lr
         progress = min(iteration / max(total, 1), 1.0)
+        if self.schedule == "exponential":
+            return self.lr * math.pow(self.final, progress)
         return self.lr * (self.final + (1 - self.final) * (1 + math.cos(math.pi * progress)) / 2)
 
     @abstractmethod
@@ -68,15 +72,23 @@ class AdamW(Scheduled):
 
 
 class SGD(Scheduled):
-    """Gradient descent along an exponential moving average of the gradients, m <- beta m + (1 - beta) g from m = 0 (CoBo's code)."""
+    """Gradient descent with momentum, m <- beta m + (1 - tau) g from m = 0.
+
+    By default tau = beta, which makes m a moving average of the gradients (CoBo's code); with tau = 0 it is the classical form, whose steps
+    are 1 / (1 - beta) times as long.
+    """
 
     optimiser: Annotated[Literal["sgd"], Field(description="gradient descent")]
     momentum: Annotated[float, Field(ge=0, lt=1, description="beta of the moving average of gradients; 0: none")] = 0.0
+    dampening: Annotated[
+        float | None, Field(ge=0, le=1, description="tau, of the gradients in it; null: as momentum; 0: classical momentum")
+    ] = None
 
     def step(self, flat: Tensor, gradient: Tensor, lr: float, memory: State, prefix: str) -> None:
         if self.momentum:
             average = memory.setdefault(f"{prefix}/average", torch.zeros_like(flat)).to(flat.device)
-            memory[f"{prefix}/average"] = gradient = average.mul_(self.momentum).add_(gradient, alpha=1 - self.momentum)
+            share = 1 - (self.momentum if self.dampening is None else self.dampening)
+            memory[f"{prefix}/average"] = gradient = average.mul_(self.momentum).add_(gradient, alpha=share)
         if self.weight_decay:
             flat.mul_(1 - lr * self.weight_decay)
         flat.add_(gradient, alpha=-lr)

@@ -19,6 +19,7 @@ Task = Callable[..., Tensors]
 
 _MARK = "__coterie_task__"
 F = TypeVar("F", bound=Task)
+R = TypeVar("R")
 
 
 def task(function: F) -> F:
@@ -50,6 +51,7 @@ class Ask:
 
 
 Round = Generator[Ask, Replies, State]
+Adaptation = Generator[Ask, Replies, Mapping[ClientId, Tensors]]  # ends in what each new client gets
 
 
 def find_task(method: Any, name: str) -> Task:
@@ -75,15 +77,15 @@ def find_together(method: Any, name: str) -> Callable[..., Replies] | None:
     return None
 
 
-def drive(round: Round, answer: Callable[[Ask, int], Replies]) -> State:
-    """Run one round to its end: pass every Ask, with the number of its phase, to `answer`, and the replies back."""
+def drive(round: Generator[Ask, Replies, R], answer: Callable[[Ask, int], Replies]) -> R:
+    """Run one round, or one adaptation, to its end: pass every Ask, with the number of its phase, to `answer`, and the replies back."""
     try:
         ask, phase = next(round), 0
         while True:
             ask, phase = round.send(answer(ask, phase)), phase + 1
     except StopIteration as end:
-        state: State = end.value
-        return state
+        result: R = end.value
+        return result
 
 
 def mix(seed: int, *parts: int | str) -> int:

@@ -3,10 +3,11 @@
 import dataclasses
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import yaml
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
@@ -14,13 +15,23 @@ from pydantic_core import ErrorDetails
 from coterie import recipes
 from coterie.client import Training
 from coterie.data import Data
+from coterie.data.federation import Federation
 from coterie.data.images import Images
+from coterie.data.labelled import LabelledTexts
+from coterie.data.section import Section
 from coterie.errors import RecipeError
 from coterie.methods import METHODS, Method
+from coterie.models.common import Pretraining
 from coterie.models.layout import Layout
-from coterie.models.networks import NetworkShape
+from coterie.models.networks import NetworkShape, Norm
+from coterie.models.text import TextShape
+from coterie.protocol import mix
 
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto: CUDA where there is one")]
+
+
+class _Mistakes(ValueError):
+    """Mistakes that name their fields already, one a line."""
 
 
 class LanguageSection(BaseModel):
@@ -44,35 +55,148 @@ class LanguageSection(BaseModel):
         return Layout(rank=self.rank, alpha=self.alpha, dropout=self.dropout)
 
 
-class ClassifierSection(BaseModel):
-    """An image classifier, trained from its beginning."""
+Network = Literal["mlp", "cnn", "resnet9", "resnet20", "resnet56", "resnet34"]
+Width = Annotated[
+    int | None, Field(ge=1, description="channels of the first convolution; null: 16 of a resnet20 or resnet56, 64 of the others")
+]
+Hidden = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(description="widths of the hidden layers of an mlp")]
+
+
+Channels = Annotated[
+    tuple[float, ...] | None, Field(description="of images: how it wants them normalised, of each channel; null: as the data are")
+]
+
+
+class CommonSection(BaseModel):
+    """A frozen, pretrained expert that everybody has: it embeds the data for a gate, and networks may start from it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    kind: Annotated[Literal["classifier"], Field(description="an image classifier, for images")]
-    network: Annotated[Literal["mlp", "cnn", "resnet9"], Field(description="its architecture")] = "mlp"
-    hidden: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(description="widths of the hidden layers of an mlp")] = (64, 64)
-    width: Annotated[int, Field(ge=1, description="channels of the first convolution of a cnn or resnet9")] = 64
-    norm: Annotated[Literal["batch", "group", "none"], Field(description="normalisation in a cnn or resnet9")] = "batch"
+    network: Annotated[Network | None, Field(description="of images: its architecture; null: the model's, with its settings")] = None
+    hidden: Hidden = (64, 64)
+    width: Width = None
+    norm: Annotated[Norm, Field(description="normalisation behind convolutions")] = "batch"
+    path: Annotated[str | None, Field(description="of images: a safetensors file with its weights, also below or beside $COTERIE_DATA")] = (
+        None
+    )
+    mean: Channels = None
+    std: Channels = None
+    base: Annotated[str | None, Field(description="of texts: Hub id or local folder of its base; null: the model's")] = None
+    pretraining: Annotated[Pretraining | None, Field(description="how it is trained on data.public; null: not at all")] = None
+
+    @model_validator(mode="after")
+    def _check(self) -> "CommonSection":
+        if (self.mean is None) != (self.std is None):
+            raise _Mistakes("model.common.mean and model.common.std: give both of them, or none")
+        if self.path is not None and self.pretraining is not None:
+            raise _Mistakes("model.common.path and model.common.pretraining: its weights are there, or they are to be trained; give one")
+        return self
+
+
+class _Classifying(BaseModel):
+    """What classifiers of images and of texts have in common."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    common: Annotated[CommonSection | None, Field(description="a pretrained expert that everybody has")] = None
+    start: Annotated[Literal["auto", "random", "common"], Field(description="of one network for all; auto: common where it fits")] = "auto"
+    gate_width: Annotated[int, Field(ge=1, description="hidden units of a pool's gate")] = 64
+    statistics: Annotated[
+        Literal["auto", "local", "shared"],
+        Field(description="whether running statistics are averaged with the network; auto: where there are unseen clients"),
+    ] = "auto"
     device: Device = "auto"
+
+
+class ClassifierSection(_Classifying):
+    """An image classifier."""
+
+    kind: Annotated[Literal["classifier"], Field(description="an image classifier, for images")]
+    network: Annotated[Network, Field(description="its architecture")] = "mlp"
+    hidden: Hidden = (64, 64)
+    width: Width = None
+    norm: Annotated[Norm, Field(description="normalisation behind convolutions")] = "batch"
 
     def shape(self, inputs: tuple[int, int, int], classes: int) -> NetworkShape:
         """The network for images of this (channels, height, width) and so many classes."""
         return NetworkShape(self.network, inputs, classes, self.hidden, self.norm, self.width)
 
+    def common_shape(self, inputs: tuple[int, int, int], classes: int) -> NetworkShape:
+        """The common expert's network."""
+        own = self.common
+        if own is None or own.network is None:
+            return self.shape(inputs, classes)
+        return NetworkShape(own.network, inputs, classes, own.hidden, own.norm, own.width)
+
+
+class TextClassifierSection(_Classifying):
+    """A classifier of texts: any sequence classifier of transformers, all of it trained."""
+
+    kind: Annotated[Literal["text-classifier"], Field(description="a sequence classifier, for labelled texts")]
+    base: Annotated[str, Field(min_length=1, description="Hub id or local folder; `embedded` is the small base in the package")] = (
+        "embedded"
+    )
+    length: Annotated[int, Field(ge=1, description="tokens of a text, at most")] = 64
+
+    def shape(self, classes: int) -> TextShape:
+        """The network for so many classes."""
+        return TextShape(self.base, classes, self.length)
+
+    def common_shape(self, classes: int) -> TextShape:
+        """The common expert's network."""
+        return TextShape((self.common and self.common.base) or self.base, classes, self.length)
+
+
+class Participation(BaseModel):
+    """Who takes part in a round. It depends on the run's seed and the round alone, so that all methods of a comparison see the same."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    clients: Annotated[int | None, Field(ge=1, description="so many clients in each round, drawn anew; null: all")] = None
+    anchors: Annotated[int | None, Field(ge=0, description="so many anchors, besides; null: an anchor is a client like any other here")] = (
+        None
+    )
+    schedule: Annotated[
+        Literal["all", "grow", "turns"],
+        Field(
+            description="grow: one more of the data's clusters comes after `every` rounds; turns: one after the other, only anchors stay"
+        ),
+    ] = "all"
+    every: Annotated[int, Field(ge=1, description="rounds until the next cluster")] = 200
+
+    def of(
+        self, clients: Sequence[str], anchors: Sequence[str], clusters: Mapping[str, int] | None, seed: int, round: int
+    ) -> tuple[str, ...]:
+        """Those of the clients that take part in a round, in their order."""
+        here = set(self._here(clients, anchors, clusters or {}, round))
+        held = set() if self.anchors is None else here & set(anchors)
+        random = np.random.default_rng(mix(seed, "participation", round))
+        active: set[str] = set()
+        for group, most in ((held, self.anchors), (here - held, self.clients)):
+            found = sorted(group)
+            active.update(found if most is None or most >= len(found) else random.choice(found, most, replace=False).tolist())
+        return tuple(i for i in clients if i in active)
+
+    def _here(self, clients: Sequence[str], anchors: Sequence[str], clusters: Mapping[str, int], round: int) -> list[str]:
+        """Who could take part, by the schedule."""
+        if self.schedule == "all":
+            return list(clients)
+        groups, turn = sorted(set(clusters.values())), round // self.every
+        come = groups[: turn + 1]
+        now = come if self.schedule == "grow" else [groups[turn % len(groups)]]
+        return [i for i in clients if clusters[i] in now or (i in anchors and clusters[i] in come)]
+
 
 ModelSection = Annotated[
-    Annotated[LanguageSection, Tag("language")] | Annotated[ClassifierSection, Tag("classifier")],
+    Annotated[LanguageSection, Tag("language")]
+    | Annotated[ClassifierSection, Tag("classifier")]
+    | Annotated[TextClassifierSection, Tag("text-classifier")],
     Discriminator(
         lambda section: section.get("kind", "language") if isinstance(section, dict) else section.kind,
         custom_error_type="kind",
-        custom_error_message="kind should be 'language' or 'classifier'",
+        custom_error_message="kind should be 'language', 'classifier' or 'text-classifier'",
     ),
 ]
-
-
-class _Mistakes(ValueError):
-    """Mistakes that name their fields already, one a line."""
 
 
 class Recipe(BaseModel):
@@ -94,6 +218,7 @@ class Recipe(BaseModel):
         dict[str, tuple[Annotated[int, Field(ge=0)], int | None]],
         Field(description="clients that join late or leave early: the first round, and the first one without it or null"),
     ] = {}
+    participation: Annotated[Participation, Field(description="who of those that are there takes part in a round")] = Participation()
     checkpoint_every: Annotated[int, Field(ge=1, description="rounds between checkpoints")] = 1
     compare_with: Annotated[tuple[str, ...], Field(description="methods that `coterie run` runs beside this one, for its table")] = ()
     samples: Annotated[bool, Field(description="keep beginnings of test texts, coloured by expert, in the report")] = True
@@ -119,15 +244,20 @@ class Recipe(BaseModel):
 
     @model_validator(mode="after")
     def _check_kinds(self) -> "Recipe":
-        images, classifier = isinstance(self.data, Images), isinstance(self.model, ClassifierSection)
-        if images != classifier:
-            kind, needed = ("images", "classifier") if images else ("texts", "language")
-            raise _Mistakes(f"model.kind: data.kind {self.data.kind} holds {kind}, which need {needed}, found {self.model.kind}")
+        kinds = ((Images, "images", "classifier"), (LabelledTexts, "labelled texts", "text-classifier"), (Section, "texts", "language"))
+        held, needed = next((held, needed) for kind, held, needed in kinds if isinstance(self.data, kind))
+        if self.model.kind != needed:
+            raise _Mistakes(f"model.kind: data.kind {self.data.kind} holds {held}, which need {needed}, found {self.model.kind}")
         return self
 
-    def present(self, clients: Sequence[str], round: int) -> tuple[str, ...]:
+    def present(self, clients: Iterable[str], round: int) -> tuple[str, ...]:
         """The clients that are there in a round, counted from 0."""
         return tuple(i for i in clients if _within(round, *self.presence.get(i, (0, None))))
+
+    def active(self, federation: Federation, round: int) -> tuple[str, ...]:
+        """Those of them that take part in it."""
+        there = self.present(federation.clients, round)
+        return self.participation.of(there, federation.anchors, federation.clusters, self.seed, round)
 
     def build_method(self) -> Method:
         return build_method(self.method)
@@ -144,7 +274,7 @@ class Recipe(BaseModel):
         if name == self.method["name"]:
             return self.model_copy(update={"compare_with": ()})
         fields = {f.name for f in dataclasses.fields(entry.method)} - set(entry.fixed) - set(own.fixed)
-        if entry.method is METHODS["pretrained"].method:
+        if issubclass(entry.method, METHODS["pretrained"].method):
             fields.discard("rounds")
         return self.model_copy(
             update={"method": {"name": name} | {k: v for k, v in self.method.items() if k in fields}, "compare_with": ()}

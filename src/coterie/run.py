@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import coterie
@@ -16,7 +17,8 @@ from coterie import modality as modalities
 from coterie import recipe as recipes
 from coterie.aggregation import weights_error
 from coterie.client import Blueprint, Client, Metrics, Site
-from coterie.data.federation import POOL
+from coterie.data.examples import ExampleSplit
+from coterie.data.federation import POOL, Federation
 from coterie.engines import ENGINES, Engine
 from coterie.errors import RecipeError, Refused
 from coterie.methods import METHODS, Method
@@ -45,7 +47,8 @@ class Prepared:
 
     @property
     def blueprint(self) -> Blueprint:
-        return Blueprint(self.modality.trainable, self.site.layouts, self.recipe.seed, self.modality.federation.clusters)
+        federation = self.modality.federation
+        return Blueprint(self.modality.trainable, self.site.layouts, self.recipe.seed, federation.clusters, federation.anchors)
 
 
 def prepare(recipe: Recipe) -> Prepared:
@@ -56,9 +59,10 @@ def prepare(recipe: Recipe) -> Prepared:
     """
     method, modality = recipe.build_method(), modalities.load(recipe)
     federation = modality.federation
-    data, clients = dict(federation.clients), tuple(federation.clients)
+    data, clients = federation.everyone, tuple(federation.clients)
     layouts = _layouts(recipe, method, modality, clients)
-    _check_presence(recipe, method, clients)
+    layouts |= dict.fromkeys(data.keys() - layouts.keys(), method.layout(0, modality.base))
+    _check_presence(recipe, method, federation)
     training = recipe.training
     if method.pooled:
         data[POOL] = federation.pooled()
@@ -87,14 +91,25 @@ def _layouts(recipe: Recipe, method: Method, modality: Modality, clients: Sequen
     return layouts
 
 
-def _check_presence(recipe: Recipe, method: Method, clients: Sequence[ClientId]) -> None:
-    """Refuse a schedule of unknown clients, of one that is never there, or for a method whose clients must all be there."""
+def _check_presence(recipe: Recipe, method: Method, federation: Federation) -> None:
+    """Refuse who cannot take part, and a method that cannot do with a part of its clients, or has nothing for those it never sees."""
+    clients, name, part = tuple(federation.clients), recipe.method["name"], recipe.participation
     mistakes = [f"presence.{i}: there is no such client; there are {', '.join(clients)}" for i in recipe.presence if i not in clients]
     mistakes += [
         f"presence.{i}: from round {a} to before {b} is no round" for i, (a, b) in recipe.presence.items() if b is not None and b <= a
     ]
-    if recipe.presence and not method.elastic:
-        mistakes.append(f"presence: {recipe.method['name']} needs all of its clients in every round; cobo, fedavg and local do not")
+    if part.schedule != "all" and federation.clusters is None:
+        mistakes.append(f"participation.schedule: {part.schedule} goes by clusters, which these data do not have; see data.partition")
+    partly = {"presence": recipe.presence, "participation": part != type(part)()}
+    if not method.elastic:
+        mistakes += [
+            f"{key}: {name} needs all of its clients in every round; cobo, fedavg and local do not" for key in partly if partly[key]
+        ]
+    if not method.universal:
+        needing = {"data.unseen": federation.unseen, "training.stateless": recipe.training.stateless}
+        mistakes += [
+            f"{key}: {name} has no model for clients that bring none of their own; fedavg and ddome do" for key in needing if needing[key]
+        ]
     if mistakes:
         raise RecipeError(f"recipe {recipe.name}", mistakes)
 
@@ -118,14 +133,17 @@ class Execution:
     def __post_init__(self) -> None:
         self.recipe, self.method, self.clients = self.prepared.recipe, self.prepared.method, self.prepared.clients
         self.modality, self.metric = self.prepared.modality, self.prepared.modality.metric
+        self.federation = self.modality.federation
+        self.groups = {i: group for group, members in self.federation.unseen.items() for i in members}
+        self.scored = tuple(self.groups) or self.clients
         self.engine: Engine = ENGINES[self.recipe.engine](self.prepared.site, self.method, self._observe)
         decisive = self.recipe.model_dump(mode="json", exclude={"compare_with", "samples"})
         self.checkpoints = Checkpoints(self.folder / "checkpoints", decisive)
         self._sizes: dict[Layout, dict[str, int]] = {}
         self.round, self.server = 0, self.method.init(self.prepared.blueprint, self.recipe.present(self.clients, 0))
         self.progress: Json = {
-            "up": dict.fromkeys(self.clients, 0),
-            "down": dict.fromkeys(self.clients, 0),
+            "up": dict.fromkeys(self.federation.everyone, 0),
+            "down": dict.fromkeys(self.federation.everyone, 0),
             "evaluations": [],
             "seconds": 0.0,
             "position": 0,
@@ -149,6 +167,8 @@ class Execution:
         """
         self.started = time.monotonic() - self.progress["seconds"]
         self.metrics = MetricsFile(self.folder, self.progress["position"], self.iteration)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(self.modality.threads or threads)
         try:
             self.reporter.begin(self.title, self.method.rounds, self.round, self.clients, self.metric.about)
             while self.round < self.method.rounds:
@@ -160,6 +180,7 @@ class Execution:
             self._look_at_routing()
         finally:
             self.metrics.close()
+            torch.set_num_threads(threads)
         write_json(self.folder / RESULT, result)
         self.reporter.end(result)
         return result
@@ -170,7 +191,7 @@ class Execution:
 
     def _one_round(self) -> None:
         rng = torch.Generator().manual_seed(mix(self.recipe.seed, "round", self.round))
-        self.server = drive(self.method.round(self.server, self.recipe.present(self.clients, self.round), rng), self._exchange)
+        self.server = drive(self.method.round(self.server, self.recipe.active(self.federation, self.round), rng), self._exchange)
         self.round += 1
         every = self.recipe.evaluate_every
         if (every and self.round % every == 0) or self.round == self.method.rounds:
@@ -199,45 +220,67 @@ class Execution:
         """A question outside of the rounds. Its phase is -1: no round has that."""
         return self.engine.answer(Ask(task, to), self.round, -1)
 
+    def _personal(self) -> Mapping[ClientId, Tensors]:
+        """What each client that is scored needs beyond its own state to have its personal model; of one that keeps none: all of it."""
+        if not (self.groups or self.recipe.training.stateless or self.method.forgetful):
+            return self.method.personal(self.server, self.clients)
+        found, up, down = self.adapt(self.scored)
+        for i in self.groups:  # what it takes once, however often it is scored
+            self.progress["up"][i], self.progress["down"][i] = up[i], down[i]
+        return found
+
+    def adapt(self, clients: Sequence[ClientId]) -> tuple[Mapping[ClientId, Tensors], dict[ClientId, int], dict[ClientId, int]]:
+        """What each of these clients gets, which have no model, and how many bytes each sends and gets until it has one."""
+        up, down = (dict.fromkeys(clients, 0) for _ in range(2))
+
+        def exchange(ask: Ask, phase: int) -> Replies:
+            replies = self.engine.answer(ask, self.round, -2 - phase)
+            for counted, messages in ((down, ask.to), (up, replies)):
+                counted.update({i: counted[i] + nbytes(tensors) for i, tensors in messages.items()})
+            return replies
+
+        found = drive(self.method.adapt(self.server, clients), exchange)
+        return found, up, {i: down[i] + nbytes(found[i]) for i in clients}
+
     def _evaluate(self) -> None:
         self.reporter.evaluating(self.round)
-        scores = self._ask(self.method.score, self.method.personal(self.server, self.clients))
-        found = {i: self.metric.scores(score) for i, score in scores.items()}
+        tensors = self._personal()
+        scores = self._ask(self.method.score, tensors)
+        found: dict[ClientId, Json] = {i: dict(self.metric.scores(score)) for i, score in scores.items()}
         for i, values in found.items():
             self.metrics.write("score", self.round, self.iteration, i, values)
-        means = {split: evaluation.mean(values[split] for values in found.values()) for split in ("valid", "test")}
+        members = {group: tuple(of) for group, of in self.federation.unseen.items()} or {"": self.clients}
+        groups = {g: {s: evaluation.mean(found[i][s] for i in of) for s in ("valid", "test")} for g, of in members.items()}
+        means = next(iter(groups.values()))
         entry = {"round": self.round, "iteration": self.iteration, **means, "clients": found}
+        if self.groups:
+            entry["groups"] = {group: values["test"] for group, values in groups.items()}
         if (weights := self.method.collaboration(self.server, self.clients)) is not None:
             entry["weights"] = [[round(w, 5) for w in row] for row in weights.tolist()]
+        if all("choices" in score for score in scores.values()):
+            anchored = [self.federation.labels[q] for q in self.federation.anchors]
+            entry["choices"] = {g: evaluation.choices([scores[i]["choices"] for i in of], anchored) for g, of in members.items()}
+            for i, score in scores.items():
+                found[i]["gate_accuracy"] = evaluation.choices([score["choices"]], anchored)["gate_accuracy"]
+                found[i]["experts"] = sorted(int(n.removeprefix("expert/")) for n in tensors[i] if n.startswith("expert/"))
         self.progress["evaluations"].append(entry)
         self.reporter.evaluated(self.round, means)
 
     def _synced(self) -> dict[ClientId, float]:
         """The test metric of each client after one more synchronisation; nothing is computed where that changes nothing."""
-        down = self.method.download(self.server, self.clients)
         own = self.progress["evaluations"][-1]["clients"]
+        down = {} if self.groups else self.method.download(self.server, self.clients)
         if not any(down.values()):
-            return {i: own[i]["test"] for i in self.clients}
+            return {i: own[i]["test"] for i in self.scored}
         return {i: self.metric.of(score["test"]) for i, score in self._ask(self.method.score_test, down).items()}
 
     def _result(self) -> Json:
         last, synced = self.progress["evaluations"][-1], self._synced()
-        about, states = self.metric.about, self.engine.states()
+        about = self.metric.about
         valid = evaluation.best((e["valid"] for e in self.progress["evaluations"]), about)
         best = next(e for e in self.progress["evaluations"] if e["valid"] == valid)
-        clients = {
-            i: {
-                **last["clients"][i],
-                "test_synced": synced[i],
-                **self._size(self.prepared.site.layouts[i]),
-                "bytes_up": self.progress["up"][i],
-                "bytes_down": self.progress["down"][i],
-                "state_bytes": nbytes(states.get(i, {})) if self.method.total_iterations else 0,
-                "generalists": self.prepared.site.layouts[i].generalists,
-                "specialists": self.prepared.site.layouts[i].specialists,
-            }
-            for i in self.clients
-        }
+        clients = {i: {**last["clients"][i], "test_synced": synced[i], **self._costs(i)} for i in self.scored}
+        tests = [e["test"] for e in self.progress["evaluations"]]
         return {
             "method": self.recipe.method["name"],
             "recipe": self.recipe.name,
@@ -246,10 +289,18 @@ class Execution:
             "metric": about,
             "mean": last["test"],
             "mean_loss": evaluation.mean(found["test_loss"] for found in last["clients"].values()),
-            "mean_synced": evaluation.mean(synced.values()),
+            "mean_synced": evaluation.mean(synced[i] for i in next(iter(self.federation.unseen.values()), self.clients)),
+            "best": evaluation.best(tests, about),
+            "best_of_last_ten": evaluation.best(tests[-10:], about),
             "best_by_valid": {"round": best["round"], "valid": best["valid"], "test": best["test"]},
-            "clients": clients,
-            "clusters": self.modality.federation.clusters,
+            "clients": {i: found | ({"group": self.groups[i]} if self.groups else {}) for i, found in clients.items()},
+            "training": {i: self._costs(i) for i in self.clients} if self.groups else None,
+            "groups": last.get("groups"),
+            "labels": self.federation.labels or None,
+            "label_counts": self._label_counts(),
+            "anchors": self.federation.anchors or None,
+            "once_bytes": self.modality.once_bytes,
+            "clusters": self.federation.clusters,
             "weights_error": self._weights_error(last),
             "evaluations": self.progress["evaluations"],
             "wall_s": time.monotonic() - self.started,
@@ -262,11 +313,29 @@ class Execution:
             },
         }
 
+    def _label_counts(self) -> dict[ClientId, list[int]] | None:
+        """Examples of each class that each client trains on or, if it is unseen, is tested on; None where nobody is unseen."""
+        held = {i: data.test if i in self.groups else data.train for i, data in self.federation.everyone.items()} if self.groups else {}
+        labelled = {i: split for i, split in held.items() if isinstance(split, ExampleSplit)}
+        return {i: np.bincount(s.labels[s.rows], minlength=s.classes).tolist() for i, s in labelled.items()} or None
+
     def _weights_error(self, evaluated: Json) -> float | None:
-        clusters = self.modality.federation.clusters
+        clusters = self.federation.clusters
         if clusters is None or "weights" not in evaluated:
             return None
         return weights_error(evaluated["weights"], [clusters[i] for i in self.clients], self.method.shares)
+
+    def _costs(self, i: ClientId) -> Json:
+        """What a client sends, gets, trains and remembers."""
+        layout = self.prepared.site.layouts[i]
+        return {
+            **self._size(layout),
+            "bytes_up": self.progress["up"][i],
+            "bytes_down": self.progress["down"][i],
+            "state_bytes": nbytes(self.engine.states().get(i, {})) if self.method.total_iterations else 0,
+            "generalists": layout.generalists,
+            "specialists": layout.specialists,
+        }
 
     def _size(self, layout: Layout) -> dict[str, int]:
         """Parameters, and the work of one prediction's forward pass. Layouts repeat, and a model must be built to count."""
@@ -281,15 +350,21 @@ class Execution:
         return self._sizes[layout]
 
     def _owners(self) -> dict[ClientId, Client]:
-        """Every client with its state of now."""
-        return {i: self.prepared.site.client(i, dict(state)) for i, state in self.engine.states().items() if i in self.clients}
+        """Every client that is scored with its state of now."""
+        return {i: self.prepared.site.client(i, dict(state)) for i, state in self.engine.states().items() if i in self.scored}
 
     def _keep_personal_models(self) -> None:
-        self._ask(self.method.keep, self.method.personal(self.server, self.clients))
-        origin = personal.Origin(self.recipe.method["name"], self.recipe.name, self.round, self.recipe.seed)
+        tensors = self._personal()
+        self._ask(self.method.keep, tensors)
         for i, client in self._owners().items():
-            client.bind()
-            self.modality.keep(self.folder / "clients" / i, client, self.prepared.site.layouts[i], origin)
+            self.keep(client, tensors[i], self.folder / "clients" / i)
+
+    def keep(self, client: Client, tensors: Tensors, folder: Path) -> None:
+        """Write a client's personal model to a folder: what it remembers, and `tensors`. Raises SaveError."""
+        client.bind()  # clients of one layout take turns in one model
+        client.load(tensors)  # one that keeps nothing has forgotten it
+        origin = personal.Origin(self.recipe.method["name"], self.recipe.name, self.round, self.recipe.seed)
+        self.modality.keep(folder, client, self.prepared.site.layouts[client.id], origin)
 
     def _look_at_routing(self) -> None:
         """Write `routing.json`: what every client's router does with the beginnings of all test texts, which are all on this machine."""

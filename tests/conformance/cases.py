@@ -32,6 +32,10 @@ CASES: dict[str, dict[str, object]] = {
     "fc": {"rounds": 2, "local_steps": 2},
     "oracle": {"rounds": 2, "local_steps": 2},
     "cobo": {"rounds": 2, "local_steps": 2, "pairs": "all", "gamma": 10},
+    "common-expert": {},
+    "fedmix": {"rounds": 2, "local_steps": 2},
+    "ensemble": {"rounds": 2, "local_steps": 2, "initial": "random"},
+    "ddome": {"rounds": 2, "local_steps": 2, "pool": 3},
 }
 VARIANTS: dict[str, dict[str, object]] = {
     "generalist-favoured": {"name": "comigs", "rounds": 2, "local_steps": 1, "router_every": 1, "specialists": 2, "balance": "generalist"},
@@ -39,11 +43,16 @@ VARIANTS: dict[str, dict[str, object]] = {
     "cobo, its output drawn": {"name": "cobo", "rounds": 2, "pairs": "constant", "output": "uniform"},
     "fc, one model an exchange": {"name": "fc", "rounds": 2, "cluster_size": 2, "exchange_mb": 1e-6},
     "fedavg, one adapter of twice the rank": {"name": "fedavg", "rounds": 2, "local_steps": 2, "budget": "rank"},
+    "fedavg, by samples": {"name": "fedavg", "rounds": 2, "local_epochs": 1, "weighting": "samples"},
+    "ddome, as printed": {"name": "ddome", "rounds": 2, "local_steps": 2, "pool": 3, "mixture": "scores", "answer": "mixture"},
+    "ddome without anchors": {"name": "ddome", "rounds": 2, "local_steps": 2, "pool": 3, "anchors": False, "mixture": "probabilities"},
 }
-# Of all of them, those that can train a whole network.
+# Of all of them, those that only classifiers can have.
+POOLS = ("common-expert", "fedmix", "ensemble", "ddome", "ddome, as printed", "ddome without anchors")
+# Those that can train a whole network too.
 PICTURES = (
     *("pretrained", "centralized", "local", "fedavg", "pcl", "finetuned-fedavg", "ditto", "ifca", "fc", "oracle", "cobo"),
-    *("cobo on the simplex", "cobo, its output drawn", "fc, one model an exchange"),
+    *("fedavg, by samples", "cobo on the simplex", "cobo, its output drawn", "fc, one model an exchange"),
 )
 ALL = {name: {"name": name, **settings} for name, settings in CASES.items()} | VARIANTS
 

@@ -11,9 +11,10 @@ from coterie.aggregation.collaboration import (
     start_weights,
     weights_error,
 )
-from coterie.aggregation.means import uniform_mean, weighted_mean
+from coterie.aggregation.means import SAMPLES, sample_mean, uniform_mean, weighted_mean
 
 __all__ = [
+    "SAMPLES",
     "agreement",
     "ascend_box",
     "ascend_simplex",
@@ -21,6 +22,7 @@ __all__ = [
     "mixtures",
     "pulls",
     "rearranged",
+    "sample_mean",
     "start_weights",
     "uniform_mean",
     "weighted_mean",

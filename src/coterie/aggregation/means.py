@@ -33,3 +33,17 @@ def weighted_mean(replies: Replies, weights: Mapping[ClientId, float]) -> Tensor
     if any(weights[i] < 0 for i in replies) or not total > 0:
         raise ValueError(f"weights {dict(weights)} of {len(replies)} replies: they must be >= 0 with a positive sum")
     return weighted_sum((weights[i] / total, replies[i]) for i in sorted(replies))
+
+
+SAMPLES = "samples"  # how many training examples a client has, in its reply
+
+
+def sample_mean(replies: Replies) -> Tensors:
+    """sum_i n_i theta_i / sum_i n_i, name by name, n_i being the scalar `samples` of each reply, which is not averaged (FedAvg).
+
+    Raises:
+        TensorError: The clients' tensors differ in names, shapes or dtypes.
+        ValueError: No replies, or none of them has a sample.
+    """
+    tensors = {i: {name: t for name, t in reply.items() if name != SAMPLES} for i, reply in replies.items()}
+    return weighted_mean(tensors, {i: float(reply[SAMPLES]) for i, reply in replies.items()})

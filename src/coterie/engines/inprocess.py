@@ -24,12 +24,16 @@ class InProcess:
     _states: dict[ClientId, State] = field(default_factory=dict)
 
     def answer(self, ask: Ask, round: int, phase: int) -> Replies:
-        if (together := find_together(self.method, ask.name)) is not None:
+        if self.method.local_epochs is None and (together := find_together(self.method, ask.name)) is not None:
             states = {i: self._states.setdefault(i, {}) for i in ask.to}
+            for state in states.values():
+                self.site.begin(state, round, self.method)
             if (cohort := Cohort.of(self.site, states)) is not None:
                 replies = together(cohort, ask.to)
                 for i, metrics in cohort.measured.items():
                     self.observe(i, metrics)
+                for state in states.values():
+                    self.site.end(state, self.method)
                 return replies
         return {i: self._one(ask.name, i, tensors, round, phase) for i, tensors in ask.to.items()}
 

@@ -7,11 +7,15 @@ from typing import Any
 from coterie.methods.centralized import Centralized
 from coterie.methods.cobo import CoBo
 from coterie.methods.comigs import CoMiGS
+from coterie.methods.commonexpert import CommonExpert
+from coterie.methods.ddome import DDOME
 from coterie.methods.ditto import Ditto
+from coterie.methods.ensemble import Ensemble
 from coterie.methods.fc import FC
 from coterie.methods.fdlora import FDLoRA
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.fedavgmoe import FedAvgMoE
+from coterie.methods.fedmix import FedMix
 from coterie.methods.fedsalora import FedSALoRA
 from coterie.methods.ffalora import FFALoRA
 from coterie.methods.finetunedfedavg import FinetunedFedAvg
@@ -78,6 +82,10 @@ METHODS: Mapping[str, Entry] = {
     "fc": Entry(FC, "FC", "Werner et al., Provably Personalized and Robust Federated Learning: Federated Clustering"),
     "oracle": Entry(Oracle, "Oracle", "FedAvg inside the true clusters: a bound for methods that must find them"),
     "cobo": Entry(CoBo, "CoBo", "Hashemi et al., CoBo: Collaborative Learning via Bilevel Optimization"),
+    "common-expert": Entry(CommonExpert, "Common expert", "the frozen, pretrained expert that everybody has; a baseline of DDOME"),
+    "fedmix": Entry(FedMix, "FedMix", "Reisser et al., Federated Mixture of Experts: all experts go to everybody"),
+    "ensemble": Entry(Ensemble, "Average ensembles", "Lakshminarayanan et al., Simple and Scalable Predictive Uncertainty Estimation"),
+    "ddome": Entry(DDOME, "DDOME", "Farhat et al., Learning to Specialize: Joint Gating-Expert Training for Adaptive MoEs"),
 }
 
 __all__ = ["METHODS", "Entry", "Method"]

@@ -35,6 +35,6 @@ class Centralized(OneAdapter):
     @task
     def pooled_round(self, client: Client, theta: Tensors) -> Tensors:
         client.load(theta)
-        for _ in range(self.local_steps):
+        for _ in range(self.steps(client)):
             client.step(GENERALIST, on=client.train)
         return client.read(GENERALIST)

@@ -106,7 +106,7 @@ class CoBo(OneAdapter, Comparing):
     @task
     def descend(self, client: Client, pull: Tensors) -> Tensors:
         """x_i <- x_i - eta (g_i(x_i) + rho sum_k w_ik (x_i - x_k)), the pull as the server found it before the round."""
-        for _ in range(self.local_steps):
+        for _ in range(self.steps(client)):
             eta = client.lr if self.pull == "gradient" else 1.0
             client.step(GENERALIST, on=client.train)
             client.shift(-eta * self.rho, pull["pull"])

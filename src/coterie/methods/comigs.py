@@ -94,7 +94,7 @@ class CoMiGS(Routed, Comparing):
     @task
     def local_round(self, client: Client, theta_g: Tensors) -> Tensors:
         client.load(theta_g)
-        for _ in range(self.local_steps):
+        for _ in range(self.steps(client)):
             client.step(GENERALIST, SPECIALIST, on=client.train)  # lower level, eq. 3
             if client.iteration % self.router_every == 0:
                 for _ in range(self.router_steps):

@@ -45,7 +45,7 @@ class Ditto(OneAdapter):
         """w_i <- w_i - eta grad f_i(w_i) and v_i <- v_i - eta (grad f_i(v_i) + lambda (v_i - w)), with w as it came."""
         with client.borrowing(w):
             w_i, received = client.flat(), client.read(GENERALIST)
-        for _ in range(self.local_steps):
+        for _ in range(self.steps(client)):
             batch, eta = client.draw(client.train), client.lr
             gradient = client.gradient_at(w_i, batch)
             client.step_on(batch, GENERALIST, extra=lambda: self._pull(client.read(GENERALIST), received))

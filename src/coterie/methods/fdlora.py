@@ -92,7 +92,7 @@ class FDLoRA(OneAdapter):
         return client.read(GENERALIST)
 
     def _descend(self, client: Client) -> None:
-        for _ in range(self.local_steps):
+        for _ in range(self.steps(client)):
             client.step(GENERALIST, on=client.train)
 
     @task

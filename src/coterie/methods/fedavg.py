@@ -5,6 +5,7 @@ McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentra
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from coterie.client import Client
 from coterie.cohort import Cohort
@@ -16,18 +17,20 @@ from coterie.tensors import Tensors
 
 @dataclass(frozen=True)
 class FedAvg(Averaged, OneAdapter):
-    """All LoRAs averaged uniformly every round."""
+    """All LoRAs, or all of an image classifier, averaged every round."""
+
+    universal: ClassVar[bool] = True
 
     @task
     def local_round(self, client: Client, theta: Tensors) -> Tensors:
         client.load(theta)
-        for _ in range(self.local_steps):
+        for _ in range(self.steps(client)):
             client.step(GENERALIST, on=client.train)
-        return client.read(GENERALIST)
+        return client.read(GENERALIST) | self.size(client.data)
 
     def local_round_together(self, cohort: Cohort, theta: Mapping[ClientId, Tensors]) -> Replies:
         """`local_round` of many clients at once."""
         cohort.load(theta)
         for _ in range(self.local_steps):
             cohort.step()
-        return cohort.read()
+        return {i: theta_i | self.size(cohort.site.data[i]) for i, theta_i in cohort.read().items()}

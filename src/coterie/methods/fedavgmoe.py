@@ -19,6 +19,6 @@ class FedAvgMoE(Averaged, TwoExperts):
     @task
     def local_round(self, client: Client, theta: Tensors) -> Tensors:
         client.load(theta)
-        for _ in range(self.local_steps):
+        for _ in range(self.steps(client)):
             self.iterate(client)
-        return client.read(*self.shared)
+        return client.read(*self.shared) | self.size(client.data)

@@ -4,6 +4,7 @@ Guo et al., "Selective Aggregation for Low-Rank Adaptation in Federated Learning
 """
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from coterie.client import Client
 from coterie.methods.fedavg import FedAvg
@@ -17,12 +18,14 @@ from coterie.tensors import Tensors
 class FedSALoRA(FedAvg):
     """Both matrices are trained; the As, which learn what is general, are averaged, and the Bs stay with their client."""
 
+    universal: ClassVar[bool] = False
+
     def layout(self, position: int, base: Layout) -> Layout:
         return replace(super().layout(position, base), local_b=True)
 
     @task
     def local_round(self, client: Client, theta: Tensors) -> Tensors:
         client.load(theta)
-        for _ in range(self.local_steps):
+        for _ in range(self.steps(client)):
             client.step(GENERALIST, SPECIALIST, on=client.train)
-        return client.read(GENERALIST)
+        return client.read(GENERALIST) | self.size(client.data)

@@ -6,12 +6,11 @@ Hashemi et al., "CoBo: Collaborative Learning via Bilevel Optimization", NeurIPS
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field
 
-from coterie.aggregation import uniform_mean
 from coterie.client import Client
 from coterie.cohort import Cohort
 from coterie.methods.fedavg import FedAvg
@@ -32,6 +31,8 @@ class FinetunedFedAvg(FedAvg):
         start: Of local training, as a share of all rounds (the paper does not say; half of them is our decision).
     """
 
+    universal: ClassVar[bool] = False
+
     start: Annotated[float, Field(ge=0, le=1, description="share of the rounds after which every client trains alone")] = 0.5
 
     def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
@@ -47,7 +48,7 @@ class FinetunedFedAvg(FedAvg):
         then = state | {"round": torch.tensor(t + 1)}
         if t < self.start * self.rounds:
             replies = yield Ask(self.local_round, down)
-            return then | prefixed("mean", uniform_mean(replies)) if replies else then
+            return then | prefixed("mean", self.mean(replies)) if replies else then
         replies = yield Ask(self.finetune, down)
         return then | {f"{i}/alone": torch.tensor(True) for i in replies}
 
@@ -55,7 +56,7 @@ class FinetunedFedAvg(FedAvg):
     def finetune(self, client: Client, mean: Tensors) -> Tensors:
         """L local iterations of a client that is alone, from the last mean if that comes with the request."""
         client.load(mean)
-        for _ in range(self.local_steps):
+        for _ in range(self.steps(client)):
             client.step(GENERALIST, on=client.train)
         return {}
 

@@ -40,7 +40,7 @@ class FlexLoRA(Ranked):
     def local_round(self, client: Client, theta: Tensors) -> Tensors:
         client.load(own_factors(client.loras, theta))
         client.forget(GENERALIST)
-        for _ in range(self.local_steps):
+        for _ in range(self.steps(client)):
             client.step(GENERALIST, on=client.train)
         return read_factors(client.loras) | {"tokens": torch.tensor(float(len(client.train)))}
 

@@ -56,7 +56,7 @@ class HetLoRA(Ranked):
         fewer = {module: max(int(self.prune * rank), 1) for module, rank in kept.items()}
         client.load(own_factors(loras, theta))
         before = tail_norm(loras, fewer)
-        for _ in range(self.local_steps):
+        for _ in range(self.steps(client)):
             client.step(GENERALIST, on=client.train, extra=lambda: self.penalty_gradient(loras, fewer))
             cut(loras, kept)  # pruned ranks stay zero, whatever the old moments of the optimiser say
         if tail_norm(loras, fewer) < before:

@@ -73,7 +73,7 @@ class IFCA(OneAdapter):
             client.forget(GENERALIST)
         client.state[f"ifca/{_CHOICE}"] = choice
         client.load({GENERALIST: centres[str(int(choice))]})
-        for _ in range(self.local_steps):
+        for _ in range(self.steps(client)):
             client.step(GENERALIST, on=client.train)
         return {GENERALIST: client.flat(), _CHOICE: choice}
 

@@ -17,7 +17,7 @@ class Local(Alone, OneAdapter):
 
     @task
     def local_round(self, client: Client, nothing: Tensors) -> Tensors:
-        for _ in range(self.local_steps):
+        for _ in range(self.steps(client)):
             client.step(GENERALIST, on=client.train)
         return {}
 

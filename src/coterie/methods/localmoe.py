@@ -14,6 +14,6 @@ class LocalMoE(Alone, TwoExperts):
 
     @task
     def local_round(self, client: Client, nothing: Tensors) -> Tensors:
-        for _ in range(self.local_steps):
+        for _ in range(self.steps(client)):
             self.iterate(client)
         return {}

@@ -1,5 +1,6 @@
 """What every method is: one file, state in and state out."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,13 +10,14 @@ import torch
 from pydantic import ConfigDict, Field
 from torch import Tensor
 
-from coterie.aggregation import uniform_mean
+from coterie.aggregation import SAMPLES, sample_mean, uniform_mean
 from coterie.aggregation.lowrank import own_factors
 from coterie.client import Client, Training
 from coterie.cohort import Cohort
+from coterie.data.federation import ClientData
 from coterie.models.adapter import Layout
 from coterie.models.lora import LoRA
-from coterie.protocol import Ask, ClientId, Replies, Round, State, task
+from coterie.protocol import Adaptation, Ask, ClientId, Replies, Round, State, task
 from coterie.roles import GENERALIST, ROUTER, Role
 from coterie.tensors import Tensors
 
@@ -29,6 +31,8 @@ class Reader(Protocol):
     @property
     def clusters(self) -> Mapping[ClientId, int] | None: ...
     @property
+    def anchors(self) -> Sequence[ClientId]: ...
+    @property
     def ranks(self) -> Mapping[ClientId, Sequence[int]]: ...
 
 
@@ -39,6 +43,7 @@ class Method(ABC):
     Args:
         rounds: T, communication rounds.
         local_steps: L, local iterations per round.
+        local_epochs: Instead: how often a client goes through its own data in a round, so that clients with more data do more.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -46,9 +51,20 @@ class Method(ABC):
     shared: ClassVar[tuple[Role, ...]] = (GENERALIST,)  # roles whose tensors may leave a client
     per_client: ClassVar[tuple[str, ...]] = ()  # fields that may be lists with one value per client
     elastic: ClassVar[bool] = False  # whether clients may join and leave between rounds
+    universal: ClassVar[bool] = False  # whether the server alone can give a model to anyone, also to clients that it never saw
+    forgetful: ClassVar[bool] = False  # whether clients keep nothing of the model between rounds, whatever the recipe says
 
     rounds: Annotated[int, Field(ge=0, description="T, communication rounds")] = 20
     local_steps: Annotated[int, Field(ge=1, description="L, local iterations per round")] = 10
+    local_epochs: Annotated[
+        int | None, Field(ge=1, description="instead of local_steps: how often a client goes through its own data in a round")
+    ] = None
+
+    def steps(self, client: Client) -> int:
+        """Local iterations of a client in a round."""
+        if self.local_epochs is None:
+            return self.local_steps
+        return math.ceil(self.local_epochs * client.train.windows / client.training.batch_size)
 
     @property
     def total_iterations(self) -> int:
@@ -79,6 +95,11 @@ class Method(ABC):
         """(N, N): row i says how much client i takes from each client, where the method has such weights."""
         return None
 
+    def adapt(self, state: State, clients: Sequence[ClientId]) -> Adaptation:
+        """Give a model to clients that have none: new ones, unlabelled data and all. Returns what each of them gets; see `universal`."""
+        yield from ()
+        return self.download(state, clients)
+
     def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
         """What each client would get from the server now: with it loaded, it is synchronised (`test_synced`)."""
         return {i: {} for i in clients}
@@ -108,9 +129,17 @@ class Method(ABC):
 
 @dataclass(frozen=True)
 class Averaged(Method):
-    """A method whose server sends out the uniform mean of what its clients sent, all tensors of the roles in `shared`, every round."""
+    """A method whose server sends out the mean of what its clients sent, all tensors of the roles in `shared`, every round.
+
+    Args:
+        weighting: Whether all clients count alike in the mean, or each by its number of training samples (McMahan et al., 2017).
+    """
 
     elastic: ClassVar[bool] = True
+
+    weighting: Annotated[
+        Literal["uniform", "samples"], Field(description="of the mean: clients count alike, or by their training samples")
+    ] = "uniform"
 
     def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
         return model.read(*self.shared)
@@ -120,11 +149,19 @@ class Averaged(Method):
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
         replies = yield Ask(self.local_round, self.download(state, clients))
-        return uniform_mean(replies) if replies else state
+        return self.mean(replies) if replies else state
+
+    def mean(self, replies: Replies) -> Tensors:
+        """The mean of what clients sent; by samples they also sent their `size`."""
+        return uniform_mean(replies) if self.weighting == "uniform" else sample_mean(replies)
+
+    def size(self, data: ClientData) -> Tensors:
+        """What a client says of how much it counts."""
+        return {} if self.weighting == "uniform" else {SAMPLES: torch.tensor(data.train.windows)}
 
     @abstractmethod
     def local_round(self, client: Client, theta: Tensors) -> Tensors:
-        """The client's L local iterations from `theta`; what it sends back. A @task."""
+        """The client's L local iterations from `theta`; what it sends back, with its `size`. A @task."""
 
 
 @dataclass(frozen=True)

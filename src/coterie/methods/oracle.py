@@ -5,10 +5,10 @@ Hashemi et al., "CoBo: Collaborative Learning via Bilevel Optimization", NeurIPS
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
-from coterie.aggregation import uniform_mean
 from coterie.client import Training
 from coterie.errors import RecipeError
 from coterie.methods.fedavg import FedAvg
@@ -23,6 +23,8 @@ class Oracle(FedAvg):
 
     The server's state holds `mean-<k>/<tensor>`, the mean of cluster k, and `cluster/<client>`, the number of everybody's cluster.
     """
+
+    universal: ClassVar[bool] = False
 
     def check(self, model: Reader, clients: Sequence[ClientId], training: Training) -> None:
         if model.clusters is None:
@@ -43,7 +45,7 @@ class Oracle(FedAvg):
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
         replies = yield Ask(self.local_round, self.download(state, clients))
         for k in sorted({_cluster(state, i) for i in replies}):
-            state = state | prefixed(f"mean-{k}", uniform_mean({i: theta for i, theta in replies.items() if _cluster(state, i) == k}))
+            state = state | prefixed(f"mean-{k}", self.mean({i: theta for i, theta in replies.items() if _cluster(state, i) == k}))
         return state
 
 

@@ -64,7 +64,7 @@ class PCL(OneAdapter):
     @task
     def local_round(self, client: Client, theta: Tensors) -> Tensors:
         client.load(theta)
-        for _ in range(self.local_steps):
+        for _ in range(self.steps(client)):
             client.step(GENERALIST, on=client.train)
         return client.read(GENERALIST)
 

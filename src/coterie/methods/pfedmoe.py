@@ -24,6 +24,6 @@ class PFedMoE(Averaged, Routed):
     @task
     def local_round(self, client: Client, theta_g: Tensors) -> Tensors:
         client.load(theta_g)
-        for _ in range(self.local_steps):
+        for _ in range(self.steps(client)):
             client.step(GENERALIST, SPECIALIST, ROUTER, on=client.train)
-        return client.read(GENERALIST)
+        return client.read(GENERALIST) | self.size(client.data)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field
@@ -15,6 +15,9 @@ from coterie.protocol import ClientId, Round, State
 @dataclass(frozen=True)
 class Pretrained(Method):
     """No rounds. The fresh adapter of each client changes nothing, since every B is zero."""
+
+    elastic: ClassVar[bool] = True
+    universal: ClassVar[bool] = True
 
     rounds: Annotated[int, Field(ge=0, le=0, description="always 0")] = 0
 

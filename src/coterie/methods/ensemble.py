@@ -1,0 +1,63 @@
+"""Average ensembles: a few models trained as in FedAvg with different seeds, whose probabilities are averaged.
+
+Lakshminarayanan et al., "Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles", NeurIPS 2017, as Farhat et al.
+compare with it (DDOME, Section 5).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+
+from coterie.client import Client
+from coterie.methods.pooling import Pooling
+from coterie.models.layout import Layout
+from coterie.models.pool import PoolLayout
+from coterie.protocol import Adaptation, Ask, ClientId, Round, State, task
+from coterie.roles import EXPERT
+from coterie.tensors import Tensors
+
+
+@dataclass(frozen=True)
+class Ensemble(Pooling):
+    """The models know nothing of each other: each has its own order of the data, and its own initial values unless they are pretrained.
+
+    Args:
+        models: How many.
+    """
+
+    models: Annotated[int, Field(ge=1, description="how many models")] = 2
+    initial: Annotated[
+        Literal["random", "common", "auto"], Field(description="of the models: at random, from the common expert, or that where it fits")
+    ] = "auto"
+
+    @property
+    def size_of_pool(self) -> int:
+        return self.models
+
+    def layout(self, position: int, base: Layout) -> PoolLayout:
+        return PoolLayout(pool=self.models, chosen=self.models, mixture="mean", answer="mixture", start=self.initial)
+
+    def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
+        replies = yield Ask(self.train, dict.fromkeys(clients, state))
+        return self.aggregate(state, replies)
+
+    def adapt(self, state: State, clients: Sequence[ClientId]) -> Adaptation:
+        yield from ()
+        return dict.fromkeys(clients, state)
+
+    @task
+    def train(self, client: Client, received: Tensors) -> Tensors:
+        """The local iterations of a client with each model, one after the other."""
+        reply: Tensors = {}
+        began = client.iteration
+        for name in sorted(received):
+            client.load({name: received[name]})
+            client.forget(EXPERT)
+            client.state["iteration"] = torch.tensor(began)  # all models see the same learning rates
+            for _ in range(self.steps(client)):
+                client.step(EXPERT, on=client.again(name))
+            reply |= self.trained(client)
+        return reply

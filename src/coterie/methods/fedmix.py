@@ -1,0 +1,55 @@
+"""FedMix: a mixture of a few experts, all of which go to everybody.
+
+Reisser et al., "Federated Mixture of Experts", 2021, as Farhat et al. compare with it: its gate sees the same embeddings as DDOME's.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+
+from coterie.client import Client
+from coterie.methods.pooling import Pooling
+from coterie.models.layout import Layout
+from coterie.models.pool import PoolLayout
+from coterie.protocol import Adaptation, Ask, ClientId, Round, State, task
+from coterie.roles import EXPERT, GATE
+from coterie.tensors import Tensors
+
+
+@dataclass(frozen=True)
+class FedMix(Pooling):
+    """M = K: everybody trains all experts and the gate by one joint loss; there are no anchors, and there is nothing to choose.
+
+    Args:
+        experts: M = K.
+        answer: How a sample is classified: by the mixture of all, as in its paper, or by the expert with the highest score.
+    """
+
+    experts: Annotated[int, Field(ge=1, description="M = K, experts that everybody gets")] = 2
+    answer: Annotated[Literal["best", "mixture"], Field(description="who classifies a sample: the best expert, or all")] = "mixture"
+
+    @property
+    def size_of_pool(self) -> int:
+        return self.experts
+
+    def layout(self, position: int, base: Layout) -> PoolLayout:
+        return PoolLayout(pool=self.experts, chosen=self.experts, answer=self.answer, start=self.initial)
+
+    def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
+        replies = yield Ask(self.train, dict.fromkeys(clients, state))
+        return self.aggregate(state, replies)
+
+    def adapt(self, state: State, clients: Sequence[ClientId]) -> Adaptation:
+        yield from ()
+        return dict.fromkeys(clients, state)
+
+    @task
+    def train(self, client: Client, received: Tensors) -> Tensors:
+        """The local iterations of a client, from all experts and the gate."""
+        client.load(received)
+        for _ in range(self.steps(client)):
+            client.step(GATE, EXPERT, on=client.train)
+        return self.trained(client)

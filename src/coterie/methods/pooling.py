@@ -1,0 +1,77 @@
+"""What methods have in common whose server holds a pool of whole models, some or all of which a client trains at once."""
+
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from pydantic import Field
+
+from coterie.aggregation import SAMPLES, sample_mean
+from coterie.client import Client
+from coterie.methods.method import Method, Reader
+from coterie.models.layout import Layout
+from coterie.models.pool import PoolClassifier, PoolLayout
+from coterie.protocol import ClientId, Replies, State, task
+from coterie.roles import EXPERT, GATE, Role
+from coterie.tensors import Tensors
+
+
+@dataclass(frozen=True)
+class Pooling(Method):
+    """A client keeps nothing of the pool between rounds; what it had is averaged over all that had it, weighted by samples.
+
+    The server's state holds `expert/<number>`, (d,) each, running statistics included, and `gate`, (d_g,), if there is one.
+
+    Args:
+        initial: Of the experts: at random, each from values of its own; from the common expert, or the pretrained base of a text classifier;
+            or from that where it fits.
+    """
+
+    elastic: ClassVar[bool] = True
+    universal: ClassVar[bool] = True
+    forgetful: ClassVar[bool] = True
+    shared: ClassVar[tuple[Role, ...]] = (EXPERT, GATE)
+
+    initial: Annotated[
+        Literal["random", "common", "auto"], Field(description="of the experts: at random, from the common expert, or that where it fits")
+    ] = "random"
+
+    @property
+    @abstractmethod
+    def size_of_pool(self) -> int:
+        """M."""
+
+    @abstractmethod
+    def layout(self, position: int, base: Layout) -> PoolLayout: ...
+
+    def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
+        experts = {f"{EXPERT}/{m}": model.flat(EXPERT, m) for m in range(self.size_of_pool)}
+        return experts | ({GATE: model.flat(GATE)} if self.layout(0, Layout()).gated else {})
+
+    def parcel(self, state: State, experts: Iterable[int]) -> Tensors:
+        """What a client gets: the gate, and these experts of the pool alone."""
+        gate = {GATE: state[GATE]} if GATE in state else {}
+        return gate | {f"{EXPERT}/{m}": state[f"{EXPERT}/{m}"] for m in experts}
+
+    def trained(self, client: Client) -> Tensors:
+        """What a client sends back: the gate and the experts that it has, and how much it counts."""
+        gate = {GATE: client.flat(GATE)} if f"parameters/{GATE}" in client.state else {}
+        return client.experts() | gate | {SAMPLES: torch.tensor(client.train.windows)}
+
+    def aggregate(self, state: State, replies: Replies) -> State:
+        """The gate over all clients, each expert over those that had it, weighted by samples; what nobody had stays as it is."""
+        found = dict(state)
+        for name in (GATE, *(f"{EXPERT}/{m}" for m in range(self.size_of_pool))):
+            if holders := {i: {name: reply[name], SAMPLES: reply[SAMPLES]} for i, reply in replies.items() if name in reply}:
+                found |= sample_mean(holders)
+        return found
+
+    @task
+    def score(self, client: Client, tensors: Tensors) -> Tensors:
+        """As any method's, and `choices` of the test set, see `PoolClassifier.judge`."""
+        with client.borrowing(tensors):
+            assert isinstance(client.model, PoolClassifier)
+            test, choices = client.model.judge(client.batches(client.test))
+            return {"valid": client.score(client.valid), "test": test, "choices": choices}

@@ -1,0 +1,99 @@
+"""SCAFFOLD: FedAvg whose clients correct their steps by how their gradients differ from everybody's.
+
+Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", ICML 2020, Algorithm 1.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from pydantic import Field
+
+from coterie.client import Client, Training
+from coterie.errors import RecipeError
+from coterie.methods.fedavg import FedAvg
+from coterie.methods.method import Reader
+from coterie.optimisers import SGD, Optimiser, Scheduled
+from coterie.protocol import Ask, ClientId, Round, State, task
+from coterie.roles import GENERALIST
+from coterie.tensors import Tensors, axpy, prefixed, under, weighted_sum
+
+CONTROL = "control"  # c at the server, c_i at a client
+CHANGE = "change"  # c_i^+ - c_i
+CLIENTS = "clients"  # N
+
+
+@dataclass(frozen=True)
+class Scaffold(FedAvg):
+    """Clients step along g_i(y_i) - c_i + c from x, with control variates c_i of their own, which stay with them, and c of the server.
+
+    c_i becomes the mean gradient of the round, c_i - c + (x - y_i) / (K eta_l) (option II); the server takes
+    x <- x + eta_g mean(y_i - x) and c <- c + |S|/N mean(c_i^+ - c_i). Messages are twice as large as FedAvg's, both ways.
+
+    Steps are plain gradient descent whatever the recipe's momentum is, at the rate that its steps come to: with classical momentum
+    1 / (1 - beta) times the learning rate. With that momentum kept, x - y_i would be as many times what K eta_l says, and control variates,
+    too large by that, blow up; momentum that averages gradients does no harm.
+
+    The server's state holds the model by its names, `control/<name>`, c, and `clients`, N, who were there at the start.
+
+    Args:
+        server_lr: eta_g. The authors' experiments use 1; beyond it, averaged running variances could become negative.
+        momentum: Keep the recipe's momentum in the clients' steps, with eta_l as the recipe has it, to see what it does.
+    """
+
+    server_lr: Annotated[float, Field(gt=0, le=1, description="eta_g, the server's learning rate")] = 1.0
+    momentum: Annotated[bool, Field(description="keep the recipe's momentum; control variates may no longer fit the steps")] = False
+
+    def check(self, model: Reader, clients: Sequence[ClientId], training: Training) -> None:
+        if not isinstance(training.experts, SGD):
+            found = f"training.experts.optimiser: {training.experts.optimiser}, but control variates correct steps of gradient descent"
+            raise RecipeError("method", [f"{found}; use optimiser: sgd with a learning rate for it"])
+
+    def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
+        x = super().init(model, clients)
+        zero = {name: torch.zeros_like(tensor) for name, tensor in x.items()}
+        return x | prefixed(CONTROL, zero) | {CLIENTS: torch.tensor(len(clients))}
+
+    def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
+        x = {name: state[name] for name in under(CONTROL, state)}
+        return dict.fromkeys(clients, x)
+
+    def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
+        asked = {name: tensor for name, tensor in state.items() if name != CLIENTS}
+        replies = yield Ask(self.local_round, dict.fromkeys(clients, asked))
+        if not replies:
+            return state
+        mean = {name: tensor.cpu() for name, tensor in self.mean(replies).items()}  # where the state is
+        change = under(CHANGE, mean)
+        share = min(len(replies) / int(state[CLIENTS]), 1.0)
+        control = {f"{CONTROL}/{name}": state[f"{CONTROL}/{name}"] + share * tensor for name, tensor in change.items()}
+        y = {name: mean[name] for name in under(CONTROL, state)}
+        x = {name: state[name] for name in y}
+        return state | weighted_sum([(1 - self.server_lr, x), (self.server_lr, y)]) | control
+
+    @task
+    def local_round(self, client: Client, received: Tensors) -> Tensors:
+        server, names = under(CONTROL, received), client.model.parameters_by_role()[GENERALIST]
+        client.load({name: received[name] for name in server})
+        if not self.momentum:
+            client.training = client.training.model_copy(update={"experts": plain(client.training.experts)})
+        x = {name: tensor for name, tensor in client.read(GENERALIST).items() if name in names}  # without running statistics
+        own = under(CONTROL, client.state) or {name: torch.zeros_like(tensor) for name, tensor in x.items()}
+        c, c_i = ({name: found[name].to(client.model.device) for name in x} for found in (server, own))
+        correction, travelled = axpy(-1.0, c_i, c), 0.0
+        for _ in range(self.steps(client)):
+            travelled += client.lr  # K eta_l, under a schedule too
+            client.step(GENERALIST, on=client.train, extra=lambda: correction)
+        y = client.read(GENERALIST)
+        change = {name: (x[name] - y[name]) / travelled - c[name] for name in x}
+        client.state |= prefixed(CONTROL, axpy(1.0, change, c_i))
+        return y | prefixed(CHANGE, change) | self.size(client.data)
+
+
+def plain(experts: Optimiser) -> SGD:
+    """Gradient descent without momentum, whose steps are as long as those with it in the end, along a gradient that stays the same."""
+    settings = experts.model_dump(include=set(Scheduled.model_fields))
+    if isinstance(experts, SGD) and experts.dampening is not None:
+        settings["lr"] *= (1 - experts.dampening) / (1 - experts.momentum)
+    return SGD(optimiser="sgd", **settings)
