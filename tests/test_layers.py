@@ -27,7 +27,7 @@ ROOMS = [
     {"recipe"},
     {"modality"},
     {"run"},
-    {"reproduce"},
+    {"adapt", "reproduce"},
     {"cli"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}

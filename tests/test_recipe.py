@@ -29,7 +29,7 @@ def test_choosing_another_method_drops_what_it_does_not_know() -> None:
         ("quickstart", "model.rank=0", "model.rank: input should be greater than or equal to 1, found 0"),
         ("quickstart", "training.experts.lr=x", "training.experts.lr: input should be a valid number"),
         ("quickstart", "training.experts.optimiser=adam", "training.experts: optimiser should be 'adamw' or 'sgd'"),
-        ("quickstart", "model.kind=vision", "model: kind should be 'language' or 'classifier'"),
+        ("quickstart", "model.kind=vision", "model: kind should be 'language', 'classifier' or 'text-classifier'"),
         ("quickstart", "data.kind=none", "data.kind: there is no 'none'; choose among 'stdlib', 'agnews'"),
         ("quickstart", "data={}", "data.kind: missing"),
         ("cobo-digits", "data.clusters=0", "data.clusters: input should be greater than or equal to 1, found 0"),

@@ -14,9 +14,9 @@ from coterie.errors import Refused
 from coterie.evaluation import ACCURACY, PERPLEXITY
 from coterie.recipe import Recipe
 from coterie.reports.reproduction import markdown, terminal, write_page
-from coterie.reproduce import Job, _verdicts, reproduce
-from coterie.reproductions import Better, Improved, Lower, Near, Picture, Reproduction, Routers, Statement, Weights
-from coterie.run import RESULT
+from coterie.reproduce import Job, _shown, _verdicts, reproduce
+from coterie.reproductions import Better, Gate, Improved, Lower, Near, Picture, Reproduction, Routers, Statement, Weights
+from coterie.run import RESULT, prepare
 
 TOY = (
     "method.rounds=2",
@@ -46,9 +46,24 @@ def test_every_cell_of_every_table_and_figure_is_a_valid_recipe(name: str, scale
             assert folder.is_relative_to(tmp_path)
 
 
-def test_the_tables_and_figures_of_the_paper_are_all_there() -> None:
-    paper = {f"comigs/table{k}" for k in (1, 2, 5, 6)} | {f"comigs/figure{k}" for k in range(4, 12)}
-    assert paper <= set(reproductions.names())
+def test_the_tables_and_figures_of_the_papers_are_all_there() -> None:
+    comigs = {f"comigs/table{k}" for k in (1, 2, 5, 6)} | {f"comigs/figure{k}" for k in range(4, 12)}
+    ddome = {f"ddome/table{k}" for k in range(1, 9)} | {f"ddome/figure{k}" for k in range(2, 12)}
+    assert comigs | ddome <= set(reproductions.names())
+
+
+@pytest.mark.parametrize("name", [name for name in reproductions.names() if name.startswith("ddome/")])
+def test_the_data_of_every_table_of_ddome_can_be_dealt(name: str, tmp_path: Path) -> None:
+    job = Job(name, "small", tmp_path)
+    dealt = set()
+    for row, column in job.cells:
+        recipe, _ = job.run(row, column, {key: values[0] for key, values in job.sweep(row, column).items()}, 0)
+        if recipe.data.kind == "digits":  # which are on every machine
+            dealt.add(column)
+            federation = prepare(recipe).modality.federation
+            assert next(iter(federation.unseen)) == ("random" if recipe.data.partition == "dirichlet" else "aligned")
+            assert len(federation.anchors) == recipe.data.anchors > 0
+    assert dealt == {column for column in job.reproduction.columns if column.startswith("digits")}
 
 
 def test_cells_that_are_the_same_run_share_a_folder_and_others_do_not(tmp_path: Path) -> None:
@@ -190,6 +205,17 @@ def test_weights_and_improved_are_judged_where_they_are_known() -> None:
     assert verdict(i, accurate("a", 80, improved=None)) is None
 
 
+def test_statements_about_a_group_or_a_gate() -> None:
+    rows = [accurate(r, 90, groups={"aligned": 90.0, "random": x}, gate_accuracy=g) for r, x, g in (("a", 70.0, 94.0), ("x", 80.0, None))]
+    s = Better(kind="better", says="", source="", columns=("c",), better=("x",), than=("a",))
+    assert not verdict(s, *rows)[0]  # type: ignore[index]
+    assert verdict(s.model_copy(update={"group": "random"}), *rows) == (True, "x 80.00 against a 70.00")
+    gate = Gate(kind="gate", says="", source="", columns=("c",), row="a", at_least=94)
+    assert verdict(gate, *rows) == (True, "gate accuracy of a 94.0 (at least 94)")
+    assert not verdict(gate.model_copy(update={"at_least": 95}), *rows)[0]  # type: ignore[index]
+    assert verdict(gate.model_copy(update={"row": "x"}), *rows) is None
+
+
 @pytest.mark.parametrize(("weights", "falls", "below"), [((0.6, 0.55), True, False), ((0.6, 0.4), True, True), ((0.3, 0.45), False, True)])
 def test_router_statements_read_the_metrics(weights: tuple[float, float], falls: bool, below: bool, tmp_path: Path) -> None:
     run = tmp_path / "run"
@@ -242,6 +268,7 @@ def mixed(tmp_path: Path) -> dict:
         "seeds": [0],
         "overrides": [],
         "part": [],
+        "shows": "mean",
         "scored": "s",
         "columns": {c: c.capitalize() for c in kinds},
         "rows": {"local": "LOCAL", "cobo": "COBO"},
@@ -305,3 +332,52 @@ def test_a_figure_is_drawn(tmp_path: Path, data_root: Path) -> None:
     page = (tmp_path / "comigs-figure4.html").read_text()
     assert page.count("generalist, block 1") >= 8  # two methods, four clients
     assert [s["row"] if "row" in s else s["column"] for s in found["statements"]] == ["agnews"]
+
+
+@pytest.fixture(scope="module")
+def pooled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
+    """Four rounds of a table of DDOME with a figure's pictures, which holds it against the common expert."""
+    folder = tmp_path_factory.mktemp("pooled")
+    overrides = ("method.rounds=4", "evaluate_every=2", "model.common.pretraining.epochs=5")
+    return folder, reproduce(Job("ddome/table6", "small", folder, 1, ("digits",), ("common-expert", "ddome"), overrides))
+
+
+def test_unseen_clients_are_shown_by_group(pooled: tuple[Path, dict]) -> None:
+    folder, found = pooled
+    for cell in found["cells"]:
+        result = json.loads((folder / cell["folders"][0] / RESULT).read_text())
+        assert cell["mean"] == result["groups"]["aligned"] == cell["groups"]["aligned"]
+        assert all("choices" not in e for e in cell["evaluations"])
+    assert "never trained with" in found["scored"]
+    text = (folder / "ddome-table6.md").read_text()
+    assert "| aligned | random |" in text
+    assert "synced" not in text
+    page = (folder / "ddome-table6.html").read_text()
+    for group in ("aligned", "random"):
+        assert f"<figcaption>Digits, {group} (unseen)" in page
+    common = next(cell for cell in found["cells"] if cell["row"] == "common-expert")
+    assert f"Common expert: {common['mean']:.2f} at 4 rounds" in page  # a level line to the end
+
+
+@pytest.mark.parametrize("figure", ["best", "best_of_last_ten", "gate_error"])
+def test_a_table_may_show_another_figure_than_the_last(figure: str, pooled: tuple[Path, dict]) -> None:
+    folder, found = pooled
+    results = [json.loads((folder / cell["folders"][0] / RESULT).read_text()) for cell in found["cells"] if cell["row"] == "ddome"]
+    shown = _shown(results, figure)  # type: ignore[arg-type]
+    tests = [e["groups"]["aligned"] for e in results[0]["evaluations"]]
+    right = results[0]["evaluations"][-1]["choices"]["aligned"]["gate_accuracy"]
+    assert shown["mean"] == pytest.approx(100 - right if figure == "gate_error" else max(tests))
+    assert shown["metric"]["lower_is_better"] is (figure == "gate_error")
+
+
+def test_every_kind_of_picture_of_a_pool_is_drawn(pooled: tuple[Path, dict], tmp_path: Path) -> None:
+    folder, found = pooled
+    kinds = ("labels", "k-means", "experts", "gate")
+    write_page(tmp_path / "t.html", found, [Picture(kind=kind) for kind in kinds], folder)  # type: ignore[arg-type]
+    page = (tmp_path / "t.html").read_text()
+    labels, means, experts, gate = (page[page.index(f'id="picture-{k}"') :].partition("</section>")[0] for k in range(4))
+    assert labels.count("anchor-0") >= 2  # of both rows
+    assert "silhouette" in means
+    assert "Common expert" not in experts  # which has no pool
+    assert "rounds" in experts
+    assert "error rate" in gate

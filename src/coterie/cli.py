@@ -18,7 +18,7 @@ from coterie.errors import CoterieError, Refused
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from coterie.models.backbone import Backbone
+    from coterie.personal import PersonalClassifier, PersonalModel
     from coterie.recipe import Recipe
 
 app = typer.Typer(
@@ -197,22 +197,64 @@ def list_recipes() -> None:
 
 
 @app.command()
+def adapt(
+    run: Annotated[Path, typer.Argument(help="The folder of a run, finished or not.", show_default=False)],
+    data: Annotated[Path, typer.Option("--data", help='The client\'s images, or texts (.txt, or .jsonl with "text"): a folder or a file.')],
+    client: Annotated[str | None, typer.Option("--client", metavar="ID", help="Of the new client; default: the name of --data.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="A new folder; default: clients/ID of the run.")] = None,
+) -> None:
+    """Give a client that the run has never seen a personal model; its data need no labels, and never leave it."""
+    with _stopping("stopped; nothing is kept."):
+        from coterie import adapt as adapting
+
+        found = adapting.adapt(run, data, client, out)
+        about = found.model.about
+        if about.round < found.rounds:
+            print(f"The run has done {about.round} of {found.rounds} rounds: what follows is of what it knows by then.")
+        print(f"{about.client}: {found.samples:,} sample{'s' * (found.samples != 1)}, labels neither needed nor read.")
+        for expert in sorted(found.model.experts, key=lambda m: -found.scores[m]) if found.scores else found.model.experts:
+            print(f"  expert {expert}" + (f": {found.scores[expert]:.1%} of the scores" if found.scores else ""))
+        if rest := [score for m, score in enumerate(found.scores) if m not in found.model.experts]:
+            print(f"  not sent: {len(rest)} others, {sum(rest):.1%} of the scores")
+        if not found.model.experts:
+            print("  the model that everybody gets")
+        sent = f"{found.up:,} bytes (its scores)" if found.up else "nothing"
+        once = f"; and before, as everybody does, {found.once:,} of the common expert" if found.once else ""
+        print(f"It sent {sent} and got {found.down:,} bytes{once}.")
+        print(f"Its model is in {found.folder}. To use it:\n  coterie predict {found.folder} --data {data}")
+
+
+@app.command()
 def predict(
     run: Run,
-    text: Annotated[str, typer.Option("--text", help="What was written so far, e.g. 'In my free time, I like to'.")],
+    text: Annotated[str | None, typer.Option("--text", help="What was written so far, e.g. 'In my free time, I like to'.")] = None,
+    data: Annotated[Path | None, typer.Option("--data", help="Of classifiers: a file or folder of images or texts.")] = None,
     client: Clients = None,
     top: Annotated[int, typer.Option("--top", min=1, max=20, help="How many words.")] = 3,
     base: Base = None,
 ) -> None:
-    """The next words that each client's model would write, side by side."""
+    """What each client's model says, side by side: the next words of a text, or of what class images or texts are."""
     with _stopping():
         from rich.console import Console
 
-        from coterie import personal
+        from coterie.models.text import TextShape
         from coterie.personal import terminal
 
-        models = personal.load_all(run, client, backbone=_backbone(base))
-        terminal.show(Console(), models, {i: model.next_words(text, top) for i, model in models.items()}, text)
+        if (text is None) == (data is None):
+            raise Refused("predict needs either --text or --data", "Give one of them: texts by --text, images or files of texts by --data.")
+        models, classifiers = _personal(run, client, base)
+        if models:
+            if text is None:
+                raise Refused(f"{run} holds language models, which classify nothing", "Give --text instead of --data.")
+            terminal.show(Console(), models, {i: model.next_words(text, top) for i, model in models.items()}, text)
+            return
+        from coterie.personal.samples import as_samples
+
+        shape = next(iter(classifiers.values())).shape
+        if data is None and not isinstance(shape, TextShape):
+            raise Refused(f"{run} holds classifiers of images", "Give --data instead of --text.")
+        samples = as_samples(data or text, shape)
+        terminal.show_classes(Console(), samples.names, {i: model.predict(samples) for i, model in classifiers.items()})
 
 
 @app.command()
@@ -229,9 +271,9 @@ def generate(
     with _stopping():
         import torch
 
-        from coterie import personal
+        from coterie.personal import PersonalModel, folder_of
 
-        model = personal.load(run, client, backbone=_backbone(base))
+        model = PersonalModel.load(folder_of(run, client), base)
         torch.manual_seed(seed)
         chosen = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {"do_sample": False}
         print(model.generate(text, max_new_tokens=tokens, **chosen))
@@ -244,12 +286,12 @@ def serve(
     port: Annotated[int, typer.Option("--port", min=1024, max=65535, help="Of the page, which only this machine can open.")] = 7860,
     base: Base = None,
 ) -> None:
-    """A local page like a phone's keyboard: type, and see each client's suggestions (extra `serve`)."""
+    """A local page like a phone's keyboard: type, and see each client's suggestions; or what its classifier says (extra `serve`)."""
     with _stopping("stopped."):
-        from coterie import personal
-        from coterie.personal import keyboard
+        from coterie.personal import keyboard, sorter
 
-        with keyboard.served(personal.load_all(run, client, backbone=_backbone(base)), port) as address:
+        models, classifiers = _personal(run, client, base)
+        with keyboard.served(models, port) if models else sorter.served(classifiers, port) as address:
             print(f"Open {address} (only this machine can). Ctrl-C stops it.", flush=True)
             threading.Event().wait()
 
@@ -272,13 +314,13 @@ def export(
             print(f"  {sentence}")
 
 
-def _backbone(base: str | None) -> "Backbone | None":
-    """The base that was named, or None for the one that the run names."""
-    if base is None:
-        return None
-    from coterie.models.backbone import Backbone
+def _personal(run: Path, clients: list[str] | None, base: str | None) -> tuple[dict[str, "PersonalModel"], dict[str, "PersonalClassifier"]]:
+    """The language models of a run, and its classifiers: it has one kind."""
+    from coterie import personal
 
-    return Backbone.load(base)
+    models = personal.load_all(run, clients, base=base)
+    language = {i: model for i, model in models.items() if isinstance(model, personal.PersonalModel)}
+    return language, {i: model for i, model in models.items() if isinstance(model, personal.PersonalClassifier)}
 
 
 def _load(recipe: str, overrides: list[str] | None, seed: int | None) -> "Recipe":
@@ -305,11 +347,10 @@ def _show(console: "Console", rows: Sequence[Mapping[str, Any]], title: str, own
     console.print(f"\n{title}", style="bold", highlight=False)
     for table in tables(rows, {name: entry.title for name, entry in METHODS.items()}, console.width):
         console.print(table)
-    console.print(
-        f"{direction(metric_of(rows[0])).capitalize()}. Each client's model right after its last local iteration; "
-        "synced: after one more synchronisation.",
-        highlight=False,
-    )
+    scored = "Each client's model right after its last local iteration; synced: after one more synchronisation."
+    if rows[0].get("groups"):
+        scored = "Clients that never took part, with the model that the server gives them."
+    console.print(f"{direction(metric_of(rows[0])).capitalize()}. {scored}", highlight=False)
     for note in comparability(rows, own):
         console.print(f"- {note}", markup=False, highlight=False)
 

@@ -114,9 +114,14 @@ class Blueprint:
         return {name: t for role in roles for name, t in model.initial(role, initial_seed(self.seed, role, "")).items()}
 
     def flat(self, role: Role = GENERALIST, start: int = 0) -> Tensor:
-        """The initial values of one role as one vector, (d,); `start` 1, 2, ... for others of the same distribution."""
+        """The initial values of one role as one vector, (d,); `start` 1, 2, ... for others of the same distribution.
+
+        Of the experts of a pool it is one expert, with its running statistics; those of others are in no vector.
+        """
         seed = initial_seed(self.seed, role, "") if start == 0 else mix(self.seed, "start", start)
-        return torch.cat([t.flatten() for t in self.trainable(next(iter(self.layouts.values()))).initial(role, seed).values()])
+        model = self.trainable(next(iter(self.layouts.values())))
+        initial = model.initial(role, seed)
+        return torch.cat([initial[name].flatten() for name in (initial if role is EXPERT else model.parameters_by_role()[role])])
 
     @property
     def ranks(self) -> dict[ClientId, list[int]]:
@@ -195,6 +200,7 @@ class Client:
         if places := self.model.places():
             self.state.setdefault(NUMBERS, torch.full((len(places),), ABSENT))
             self.model.numbers = self.state[NUMBERS]  # type: ignore[attr-defined]
+            self.model.embedded = lambda: self.embeddings(self.data.train)  # type: ignore[attr-defined]
 
     def _bind_buffers(self) -> None:
         """Make the model's buffers views of this client's."""

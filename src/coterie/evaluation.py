@@ -154,9 +154,15 @@ def improved(results: Sequence[Mapping[str, Any]], alone: Sequence[Mapping[str, 
     return 100 * mean(wins)
 
 
+def headline(result: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """The clients whom the mean of a result is about: all that are scored, or the first group of those that were never seen."""
+    first = next(iter(result.get("groups") or ()), None)
+    return {i: client for i, client in result["clients"].items() if client.get("group") == first}
+
+
 def between(result: Mapping[str, Any]) -> float:
     """How unlike the clients of a result fare: the standard deviation of the test metric over them, who are all there are."""
-    values = [client["test"] for client in result["clients"].values()]
+    values = [client["test"] for client in headline(result).values()]
     return statistics.pstdev(values) if all(map(math.isfinite, values)) else math.inf
 
 
@@ -213,6 +219,7 @@ def row(name: str, results: Sequence[Mapping[str, Any]], alone: Sequence[Mapping
         "bytes_up_per_round": round(mean(c["bytes_up"] for c in clients) / rounds),
         "bytes_down_per_round": round(mean(c["bytes_down"] for c in clients) / rounds),
         "state_bytes": _known([c.get("state_bytes") for c in clients]),
+        "once_bytes": _known([r.get("once_bytes") for r in results]),
         "peak_memory_bytes": _known([r.get("peak_memory_bytes") for r in results]),
         "wall_s": mean(r["wall_s"] for r in results),
     }

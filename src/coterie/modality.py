@@ -25,6 +25,7 @@ from coterie.models.architecture import tokenizer
 from coterie.models.backbone import Backbone
 from coterie.models.classifier import Classifier, NetworkShape, Shape
 from coterie.models.common import CommonExpert, Normalisation, pretrained, trained
+from coterie.models.generalising import AdversarialClassifier, AdversarialLayout, StochasticClassifier, StochasticLayout
 from coterie.models.language import LanguageModel
 from coterie.models.layout import CommonLayout, Layout
 from coterie.models.pool import PoolClassifier, PoolLayout
@@ -100,7 +101,11 @@ class Language(Modality):
         return self.section.layout()
 
     def check(self, method: str, layout: Layout) -> None:
-        pass
+        if type(layout) is not Layout:
+            raise ModelError(
+                f"method.name: {method} is made of whole networks, which a language model with adapters does not have",
+                "Use a classifier (model.kind: classifier with images, or text-classifier with labelled texts).",
+            )
 
     def build(self, layout: Layout) -> LanguageModel:
         return LanguageModel(self.backbone, layout)
@@ -112,8 +117,9 @@ class Language(Modality):
         return self.backbone.flops_per_token(self.build(layout).adapter if trained else None, self.section.context)
 
     def keep(self, folder: Path, client: Client, layout: Layout, origin: personal.Origin) -> None:
-        about = personal.About(client.id, self.section.base, layout, self.section.context, **vars(origin))
-        personal.save(folder, about, client.read(*OWNED))
+        assert isinstance(client.model, LanguageModel)
+        layout, tensors = client.model.settled()
+        personal.save(folder, personal.About(client.id, self.section.base, layout, self.section.context, **vars(origin)), tensors)
 
     def look(self, clients: Mapping[ClientId, Client]) -> Any | None:
         if not any(isinstance(c.model, LanguageModel) and c.model.layout.routed for c in clients.values()):
@@ -162,6 +168,7 @@ class Examples(Modality):
             raise ModelError(f"method.name: the gate of {method} needs embeddings", "Say what makes them: model.common.")
         if self.common is None and isinstance(layout, CommonLayout):
             raise ModelError(f"method.name: {method} needs a common expert", "Say where it comes from: model.common.")
+        self._start(layout.start if isinstance(layout, PoolLayout) else self.section.start)
 
     def build(self, layout: Layout) -> Classifier | PoolClassifier:
         return self._model(layout, self.device)
@@ -173,6 +180,10 @@ class Examples(Modality):
         match layout:
             case PoolLayout():
                 return PoolClassifier(self.shape, layout, self.common, self._start(layout.start), self.section.gate_width, device)
+            case StochasticLayout():
+                return StochasticClassifier(self.shape, layout, device, self._start(self.section.start), self._shared)
+            case AdversarialLayout():
+                return AdversarialClassifier(self.shape, layout, device, self._start(self.section.start), self._shared)
             case CommonLayout():
                 assert self.common is not None
                 return self.common.classifier(device)

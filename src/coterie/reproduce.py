@@ -23,6 +23,8 @@ from coterie.reports.reproduction import markdown, write_page
 from coterie.reproductions import (
     SCALES,
     Better,
+    Figure,
+    Gate,
     Improved,
     Lower,
     Near,
@@ -39,6 +41,9 @@ from coterie.tensors import write_atomically
 
 Json = dict[str, Any]
 Cell = tuple[str, str]  # a row and a column
+_GATE_ERROR = {"name": "gate error", "unit": "%", "lower_is_better": True}
+_OWN = "each client's model right after its last local iteration"
+_UNSEEN = "clients never trained with are scored, each by the model that it got without labels"
 _BESIDE = {"name", "description", "paper", "seed", "compare_with", "samples"}  # what does not change what a run measures
 
 
@@ -158,7 +163,8 @@ def reproduce(job: Job, reporter: Reporter | None = None) -> Json:
         "seeds": job.numbers,
         "overrides": list(job.overrides),
         "part": [f"--{what} {','.join(names)}" for what, names in (("columns", job.columns), ("rows", job.rows)) if names],
-        "scored": "each client's model right after its last local iteration",
+        "shows": reproduction.shows,
+        "scored": _UNSEEN if cells[0]["groups"] else _OWN,
         "columns": {c: reproduction.columns[c].title for _, c in job.cells},
         "metrics": {cell["column"]: cell["metric"] for cell in cells},
         "rows": {r: reproduction.rows[r].title for r, _ in job.cells},
@@ -220,19 +226,34 @@ def _cell(
     number = job.reproduction.published.get(row, {}).get(column)
     mean, std = number if isinstance(number, tuple) else (number, None)
     recipe = runs[0][0]
-    return evaluation.row(recipe.method["name"], results, alone) | {
-        "row": row,
-        "title": job.reproduction.rows[row].title,
-        "column": column,
-        "published": mean,
-        "published_std": std,
-        "published_improved": job.reproduction.published_improved.get(row, {}).get(column),
-        "valid": evaluation.mean(map(_valid, results)),
-        "choice": dict(choice),
-        "settings": recipe.method,
-        "folders": [path.relative_to(job.folder).as_posix() for _, path in runs],
-        "evaluations": [{key: value for key, value in e.items() if key != "weights"} for e in results[0]["evaluations"]],
-    }
+    return (
+        evaluation.row(recipe.method["name"], results, alone)
+        | _shown(results, job.reproduction.shows)
+        | {
+            "row": row,
+            "title": job.reproduction.rows[row].title,
+            "column": column,
+            "published": mean,
+            "published_std": std,
+            "published_improved": job.reproduction.published_improved.get(row, {}).get(column),
+            "valid": evaluation.mean(map(_valid, results)),
+            "choice": dict(choice),
+            "settings": recipe.method,
+            "folders": [path.relative_to(job.folder).as_posix() for _, path in runs],
+            "evaluations": [
+                {key: value for key, value in e.items() if key not in ("weights", "choices")} for e in results[0]["evaluations"]
+            ],
+        }
+    )
+
+
+def _shown(results: Sequence[Json], figure: Figure) -> Json:
+    """What a table shows of a row: the metric and its values. A row without a gate is never right about one."""
+    if figure == "gate_error":
+        metric, values = _GATE_ERROR, [100 - (evaluation.gate_accuracy(result) or 0) for result in results]
+    else:
+        metric, values = dict(evaluation.metric_of(results[0])), [result[figure] for result in results]
+    return {"metric": metric, "mean": evaluation.mean(values), "std": evaluation.deviation(values), "per_seed": values}
 
 
 def _check_known(what: str, asked: Sequence[str], known: Sequence[str]) -> None:
@@ -262,7 +283,7 @@ def _comparability(cells: Sequence[Json]) -> list[str]:
     for c in dict.fromkeys(cell["column"] for cell in cells):
         own = [cell | {"method": cell["row"]} for cell in cells if cell["column"] == c]
         titles = {cell["row"]: cell["title"] for cell in own}
-        ours = [row for row in titles if row.startswith("comigs")]  # 1G1S where it is among them, otherwise the first
+        ours = [row for row in titles if row.startswith(("comigs", "ddome"))]  # 1G1S where it is among them, otherwise the first
         reference = "comigs-1g1s" if "comigs-1g1s" in ours else next(iter(ours), None)
         found |= dict.fromkeys(evaluation.comparability(own, reference, titles))
     return list(found)
@@ -280,8 +301,10 @@ def _verdicts(statement: Statement, cells: Sequence[Json], folder: Path) -> Iter
         yield {"says": statement.says, "source": statement.source, "column": c, "holds": holds, "detail": detail}
 
 
-def _value(cell: Json, clients: Sequence[str]) -> float:
-    return evaluation.mean(cell["clients"][i] for i in clients) if clients else float(cell["mean"])
+def _value(cell: Json, statement: Lower | Better | Near) -> float:
+    if statement.clients:
+        return evaluation.mean(cell["clients"][i] for i in statement.clients)
+    return float(cell["mean"] if statement.group is None else cell["groups"][statement.group])
 
 
 def _against(cells: Mapping[str, Json], lower: Mapping[str, float], higher: Mapping[str, float], by: float = 0) -> tuple[bool, str]:
@@ -296,15 +319,15 @@ def _told(cells: Mapping[str, Json], *sides: Mapping[str, float]) -> str:
 
 
 def _lower(statement: Lower, cells: Mapping[str, Json], folder: Path) -> tuple[bool, str]:
-    low = {r: _value(cells[r], statement.clients) for r in statement.lower}
-    high = {r: _value(cells[r], statement.clients) for r in statement.than}
+    low = {r: _value(cells[r], statement) for r in statement.lower}
+    high = {r: _value(cells[r], statement) for r in statement.than}
     holds, close = _against(cells, low, high)
     return holds, _told(cells, low, high) + close
 
 
 def _better(statement: Better, cells: Mapping[str, Json], folder: Path) -> tuple[bool, str]:
-    good = {r: _value(cells[r], statement.clients) for r in statement.better}
-    bad = {r: _value(cells[r], statement.clients) for r in statement.than}
+    good = {r: _value(cells[r], statement) for r in statement.better}
+    bad = {r: _value(cells[r], statement) for r in statement.than}
     lower_is_better = _metric(cells)["lower_is_better"]
     holds, close = _against(cells, *((good, bad) if lower_is_better else (bad, good)), by=statement.by)
     return holds, _told(cells, good, bad) + (f" (by at least {statement.by:g})" if statement.by else "") + close
@@ -312,7 +335,7 @@ def _better(statement: Better, cells: Mapping[str, Json], folder: Path) -> tuple
 
 def _near(statement: Near, cells: Mapping[str, Json], folder: Path) -> tuple[bool, str]:
     metric = _metric(cells)
-    values = {r: _value(cells[r], statement.clients) for r in (statement.row, *statement.best_of)}
+    values = {r: _value(cells[r], statement) for r in (statement.row, *statement.best_of)}
     best = min(statement.best_of, key=lambda r: evaluation.badness(values[r], metric))
     difference = values[statement.row] - values[best]
     form, far = ("+.2f", difference) if statement.points else ("+.1%", difference / values[best])
@@ -340,6 +363,13 @@ def _improved(statement: Improved, cells: Mapping[str, Json], folder: Path) -> t
     return share >= statement.at_least, f"Imp.% of {cells[statement.row]['title']} {share:.0f} (at least {statement.at_least:g})"
 
 
+def _gate(statement: Gate, cells: Mapping[str, Json], folder: Path) -> tuple[bool, str] | None:
+    right = cells[statement.row]["gate_accuracy"]
+    if right is None:
+        return None
+    return right >= statement.at_least, f"gate accuracy of {cells[statement.row]['title']} {right:.1f} (at least {statement.at_least:g})"
+
+
 def _routers(statement: Routers, cells: Mapping[str, Json], folder: Path) -> tuple[bool, str]:
     cell = cells[statement.row]
     clients = read_json(folder / cell["folders"][0] / RESULT)["clients"]
@@ -358,5 +388,6 @@ _CHECKS: Mapping[type, Callable[..., tuple[bool, str] | None]] = {
     Near: _near,
     Weights: _weights,
     Improved: _improved,
+    Gate: _gate,
     Routers: _routers,
 }

@@ -105,11 +105,11 @@ def _check_presence(recipe: Recipe, method: Method, federation: Federation) -> N
         mistakes += [
             f"{key}: {name} needs all of its clients in every round; cobo, fedavg and local do not" for key in partly if partly[key]
         ]
-    if not method.universal:
-        needing = {"data.unseen": federation.unseen, "training.stateless": recipe.training.stateless}
-        mistakes += [
-            f"{key}: {name} has no model for clients that bring none of their own; fedavg and ddome do" for key in needing if needing[key]
-        ]
+    lonely = {
+        "data.unseen": bool(federation.unseen) and not method.universal,
+        "training.stateless": recipe.training.stateless and (method.stateful or not method.universal),
+    }
+    mistakes += [f"{key}: {name} has no model for clients that bring none of their own; fedavg and ddome do" for key in lonely if lonely[key]]
     if mistakes:
         raise RecipeError(f"recipe {recipe.name}", mistakes)
 
@@ -279,7 +279,9 @@ class Execution:
         about = self.metric.about
         valid = evaluation.best((e["valid"] for e in self.progress["evaluations"]), about)
         best = next(e for e in self.progress["evaluations"] if e["valid"] == valid)
-        clients = {i: {**last["clients"][i], "test_synced": synced[i], **self._costs(i)} for i in self.scored}
+        about_groups = {i: {"group": group} for i, group in self.groups.items()}
+        clients = {i: {**last["clients"][i], "test_synced": synced[i], **self._costs(i), **about_groups.get(i, {})} for i in self.scored}
+        headline = evaluation.headline({"clients": clients, "groups": last.get("groups")}).values()
         tests = [e["test"] for e in self.progress["evaluations"]]
         return {
             "method": self.recipe.method["name"],
@@ -288,17 +290,17 @@ class Execution:
             "rounds": self.round,
             "metric": about,
             "mean": last["test"],
-            "mean_loss": evaluation.mean(found["test_loss"] for found in last["clients"].values()),
-            "mean_synced": evaluation.mean(synced[i] for i in next(iter(self.federation.unseen.values()), self.clients)),
+            "mean_loss": evaluation.mean(found["test_loss"] for found in headline),
+            "mean_synced": evaluation.mean(found["test_synced"] for found in headline),
             "best": evaluation.best(tests, about),
             "best_of_last_ten": evaluation.best(tests[-10:], about),
             "best_by_valid": {"round": best["round"], "valid": best["valid"], "test": best["test"]},
-            "clients": {i: found | ({"group": self.groups[i]} if self.groups else {}) for i, found in clients.items()},
+            "clients": clients,
             "training": {i: self._costs(i) for i in self.clients} if self.groups else None,
             "groups": last.get("groups"),
-            "labels": self.federation.labels or None,
+            "labels": {i: list(classes) for i, classes in self.federation.labels.items()} or None,
             "label_counts": self._label_counts(),
-            "anchors": self.federation.anchors or None,
+            "anchors": list(self.federation.anchors) or None,
             "once_bytes": self.modality.once_bytes,
             "clusters": self.federation.clusters,
             "weights_error": self._weights_error(last),

@@ -35,6 +35,10 @@ CASES: dict[str, dict[str, object]] = {
     "common-expert": {},
     "fedmix": {"rounds": 2, "local_steps": 2},
     "ensemble": {"rounds": 2, "local_steps": 2, "initial": "random"},
+    "fedprox": {"rounds": 2, "local_steps": 2, "mu": 0.5},
+    "scaffold": {"rounds": 2, "local_steps": 2},
+    "fedsr": {"rounds": 2, "local_steps": 2},
+    "fedadg": {"rounds": 2, "local_steps": 2, "alone": 0.5, "hidden": 6},
     "ddome": {"rounds": 2, "local_steps": 2, "pool": 3},
 }
 VARIANTS: dict[str, dict[str, object]] = {
@@ -47,12 +51,12 @@ VARIANTS: dict[str, dict[str, object]] = {
     "ddome, as printed": {"name": "ddome", "rounds": 2, "local_steps": 2, "pool": 3, "mixture": "scores", "answer": "mixture"},
     "ddome without anchors": {"name": "ddome", "rounds": 2, "local_steps": 2, "pool": 3, "anchors": False, "mixture": "probabilities"},
 }
-# Of all of them, those that only classifiers can have.
-POOLS = ("common-expert", "fedmix", "ensemble", "ddome", "ddome, as printed", "ddome without anchors")
-# Those that can train a whole network too.
+# Of all of them, those that are made of whole networks.
+NETWORKS = ("fedsr", "fedadg", "common-expert", "fedmix", "ensemble", "ddome", "ddome, as printed", "ddome without anchors")
+# Those that can train LoRAs or a whole network.
 PICTURES = (
     *("pretrained", "centralized", "local", "fedavg", "pcl", "finetuned-fedavg", "ditto", "ifca", "fc", "oracle", "cobo"),
-    *("fedavg, by samples", "cobo on the simplex", "cobo, its output drawn", "fc, one model an exchange"),
+    *("fedprox", "scaffold", "fedavg, by samples", "cobo on the simplex", "cobo, its output drawn", "fc, one model an exchange"),
 )
 ALL = {name: {"name": name, **settings} for name, settings in CASES.items()} | VARIANTS
 

@@ -27,7 +27,7 @@ from coterie.recipe import ClassifierSection, Recipe
 from coterie.records import Checkpoint, Checkpoints
 from coterie.tensors import Tensors, all_finite
 
-from .cases import ALL, PICTURES, POOLS, method_of
+from .cases import ALL, PICTURES, NETWORKS, method_of
 
 Answer = Callable[[Ask, int], Replies]
 BASE = Layout(rank=2)
@@ -86,7 +86,7 @@ def pictures(tiny_pictures: Federation) -> World:
 
 
 @pytest.fixture(
-    params=[*(("language", name) for name in ALL if name not in POOLS), *(("pictures", name) for name in PICTURES + POOLS)], ids=" ".join
+    params=[*(("language", name) for name in ALL if name not in NETWORKS), *(("pictures", name) for name in PICTURES + NETWORKS)], ids=" ".join
 )
 def case(request: pytest.FixtureRequest) -> tuple[str, str]:
     """The kind of model, and the method."""

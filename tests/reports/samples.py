@@ -62,6 +62,55 @@ def classified(method: str, shift: float = 0.0, clusters: dict[str, int] | None 
     return found | figures
 
 
+ANCHORS = {"a0": [4, 5], "a1": [0, 1], "a2": [2]}  # nobody's is class 3
+UNSEEN = {"u0": "aligned", "u1": "aligned", "v0": "random"}
+
+
+def pooled(method: str, shift: float = 0.0, rounds: int = 3, gate: bool = True, **figures: object) -> dict:
+    """What is in result.json of a run with clients that nobody has seen: six classes, three anchors, eight normal clients.
+
+    Accuracy rises by one a round, to 90 + `shift` in `aligned` and to 60 - `shift` in `random`. With a gate: in the first evaluation all
+    ten samples of a class go to expert 0, in the others to that of its anchor, but of class 0 five, and of class 3 all, to expert 2. Expert
+    m gets m samples of each class wrong.
+    """
+    counts = {q: [20 * (c in own) for c in range(6)] for q, own in ANCHORS.items()}
+    counts |= {f"n{k}": [10 * (c in (k % 6, (k + 1 + k // 6) % 6)) + k * (c == 0) for c in range(6)] for k in range(8)}
+    counts |= {i: [10] * 6 for i in UNSEEN}
+    home = {c: q for q, own in enumerate(ANCHORS.values()) for c in own} | {3: 2}
+
+    def given(r: int, c: int) -> list[int]:
+        return [10, 0, 0] if r == 1 else [0, 5, 5] if c == 0 else [10 * (m == home[c]) for m in range(3)]
+
+    def choices(r: int) -> dict:
+        matrix = [given(r, c) for c in range(6)]
+        right = [[max(0, n - m) for m, n in enumerate(row)] for row in matrix]
+        return {g: {"given": matrix, "right": right, "gate_accuracy": 100 * 20 / 60 if r == 1 else 75.0} for g in ("aligned", "random")}
+
+    evaluations = []
+    for r in range(1, max(rounds, 1) + 1):
+        tests = {i: (90.0 + shift if group == "aligned" else 60.0 - shift) - max(rounds, 1) + r for i, group in UNSEEN.items()}
+        own = {i: {"valid": x, "test": x} | ({"gate_accuracy": 75.0, "experts": [0, 2]} if gate else {}) for i, x in tests.items()}
+        groups = {"aligned": tests["u0"], "random": tests["v0"]}
+        entry = {"round": r if rounds else 0, "iteration": 5 * r, "test": tests["u0"], "clients": own, "groups": groups}
+        evaluations.append(entry | ({"choices": choices(r)} if gate else {}))
+    found = result(method, rounds, 0.0, dict.fromkeys(UNSEEN, 0.0), metric=ACCURACY, evaluations=evaluations, mean_loss=0.5)
+    last = evaluations[-1]
+    costs = {**found["clients"]["u0"], "bytes_down": 5000}
+    return found | {
+        "mean": last["test"],
+        "best": last["test"] + 2,
+        "best_of_last_ten": last["test"] + 1,
+        "groups": last["groups"],
+        "clients": {i: {**costs, **last["clients"][i], "group": group} for i, group in UNSEEN.items()},
+        "training": {i: found["clients"]["u0"] for i in counts if i not in UNSEEN},
+        "anchors": list(ANCHORS),
+        "labels": {i: [c for c, n in enumerate(own) if n] for i, own in counts.items()},
+        "label_counts": counts,
+        "once_bytes": 7000,
+        **figures,
+    }
+
+
 def routing(clients: Sequence[str] = tuple(CLIENTS), depth: int = 5) -> dict:
     """What is in routing.json: the first block gives every token to the generalist, the last to the specialist, the middle takes turns."""
     first, last = [[0.9, 0.1]] * len(TEXT), [[0.25, 0.75]] * len(TEXT)

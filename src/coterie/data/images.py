@@ -30,6 +30,15 @@ FORMAT = 1  # raise it whenever equal keys would no longer mean equal arrays
 
 _FILES = ("train", "test")
 _OFFLINE = "Without a network: --set data.root=DIR, or the environment variable COTERIE_DATA."
+_THINGS = (  # of CIFAR-100
+    "apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can castle"
+    " caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin elephant flatfish forest"
+    " fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster man maple_tree motorcycle mountain"
+    " mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck pine_tree plain plate poppy porcupine possum rabbit"
+    " raccoon ray road rocket rose sea seal shark shrew skunk skyscraper snail snake spider squirrel streetcar sunflower"
+    " sweet_pepper table tank telephone television tiger tractor train trout tulip turtle wardrobe whale willow_tree wolf woman"
+    " worm"
+)
 
 
 class Images(Dealing):
@@ -140,7 +149,7 @@ class StoredImages(Images):
             if not isinstance(label, int) or not 0 <= label < self.classes:
                 raise DataError(f"{where} has label {label!r}, expected 0 to {self.classes - 1}", remedy)
             try:
-                images[row] = pixels(picture["bytes"], self.shape)
+                images[row] = pixels(BytesIO(picture["bytes"]), self.shape)
             except (OSError, SyntaxError, TypeError, ValueError) as error:  # what PIL raises, no bytes at all, another size
                 channels, height, width = self.shape
                 raise DataError(f"{where} is no image of {channels} x {height} x {width}: {error}", remedy) from error
@@ -161,12 +170,12 @@ def _read(path: Path, columns: Sequence[str]) -> Any:
         raise DataError(f"{path} cannot be read: {error}", "It must be a parquet file; fetch it again.") from error
 
 
-def pixels(data: bytes, shape: tuple[int, int, int]) -> npt.NDArray[np.uint8]:
-    """(C, H, W) of an encoded image. Raises ValueError if it is of another size, and what PIL raises."""
+def pixels(file: Path | BytesIO, shape: tuple[int, int, int]) -> npt.NDArray[np.uint8]:
+    """(C, H, W) of an image file. Raises ValueError if it is of another size, and what PIL raises."""
     from PIL import Image
 
     channels, height, width = shape
-    image = Image.open(BytesIO(data))
+    image = Image.open(file)
     if image.size != (width, height):
         raise ValueError(f"it is {image.height} x {image.width}")
     return np.moveaxis(np.atleast_3d(np.asarray(image.convert("L" if channels == 1 else "RGB"))), 2, 0)
@@ -208,17 +217,7 @@ class Cifar100(StoredImages):
 
     @property
     def _names(self) -> tuple[str, ...]:
-        return tuple(
-            (
-                "apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can castle caterpillar"
-                " cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin elephant flatfish forest fox girl"
-                " hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster man maple_tree motorcycle mountain mouse"
-                " mushroom oak_tree orange orchid otter palm_tree pear pickup_truck pine_tree plain plate poppy porcupine possum rabbit"
-                " raccoon ray road rocket rose sea seal shark shrew skunk skyscraper snail snake spider squirrel streetcar sunflower"
-                " sweet_pepper table tank telephone television tiger tractor train trout tulip turtle wardrobe whale willow_tree wolf woman"
-                " worm"
-            ).split()
-        )
+        return tuple(_THINGS.split())
 
 
 class Cifar10(StoredImages):

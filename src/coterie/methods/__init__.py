@@ -13,10 +13,13 @@ from coterie.methods.ditto import Ditto
 from coterie.methods.ensemble import Ensemble
 from coterie.methods.fc import FC
 from coterie.methods.fdlora import FDLoRA
+from coterie.methods.fedadg import FedADG
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.fedavgmoe import FedAvgMoE
 from coterie.methods.fedmix import FedMix
+from coterie.methods.fedprox import FedProx
 from coterie.methods.fedsalora import FedSALoRA
+from coterie.methods.fedsr import FedSR
 from coterie.methods.ffalora import FFALoRA
 from coterie.methods.finetunedfedavg import FinetunedFedAvg
 from coterie.methods.flexlora import FlexLoRA
@@ -29,6 +32,7 @@ from coterie.methods.oracle import Oracle
 from coterie.methods.pcl import PCL
 from coterie.methods.pfedmoe import PFedMoE
 from coterie.methods.pretrained import Pretrained
+from coterie.methods.scaffold import Scaffold
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,10 @@ METHODS: Mapping[str, Entry] = {
     "common-expert": Entry(CommonExpert, "Common expert", "the frozen, pretrained expert that everybody has; a baseline of DDOME"),
     "fedmix": Entry(FedMix, "FedMix", "Reisser et al., Federated Mixture of Experts: all experts go to everybody"),
     "ensemble": Entry(Ensemble, "Average ensembles", "Lakshminarayanan et al., Simple and Scalable Predictive Uncertainty Estimation"),
+    "fedprox": Entry(FedProx, "FedProx", "Li et al., Federated Optimization in Heterogeneous Networks"),
+    "scaffold": Entry(Scaffold, "SCAFFOLD", "Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning"),
+    "fedsr": Entry(FedSR, "FedSR", "Nguyen et al., FedSR: A Simple and Effective Domain Generalization Method for Federated Learning"),
+    "fedadg": Entry(FedADG, "FedADG", "Zhang et al., Federated Learning with Domain Generalization"),
     "ddome": Entry(DDOME, "DDOME", "Farhat et al., Learning to Specialize: Joint Gating-Expert Training for Adaptive MoEs"),
 }
 

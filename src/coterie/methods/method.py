@@ -52,6 +52,7 @@ class Method(ABC):
     per_client: ClassVar[tuple[str, ...]] = ()  # fields that may be lists with one value per client
     elastic: ClassVar[bool] = False  # whether clients may join and leave between rounds
     universal: ClassVar[bool] = False  # whether the server alone can give a model to anyone, also to clients that it never saw
+    stateful: ClassVar[bool] = False  # whether clients must keep what nobody else has of their model
     forgetful: ClassVar[bool] = False  # whether clients keep nothing of the model between rounds, whatever the recipe says
 
     rounds: Annotated[int, Field(ge=0, description="T, communication rounds")] = 20

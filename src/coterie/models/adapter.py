@@ -9,8 +9,9 @@ from coterie.models.architecture import Architecture, BlockShape
 from coterie.models.layout import Layout
 from coterie.models.lora import LoRA, SingleLoRA
 from coterie.models.mixture import Mixture
+from coterie.models.routing import Gate, Router
 from coterie.protocol import mix
-from coterie.roles import BACKBONE, Role, by_role
+from coterie.roles import BACKBONE, EXPERT, Role, by_role
 from coterie.tensors import Tensors
 
 __all__ = ["Adapter", "AdapterBlock", "Architecture", "Layout"]
@@ -29,7 +30,7 @@ class Adapter(nn.Module):
     """All trainable tensors of one client, without any reference to the backbone. Its values are zero until `initial` is loaded.
 
     Names: `blocks.0.attention.q_proj.A` (1, r, in), `blocks.0.mlp.generalist.up.B` (g, out, r), `blocks.0.mlp.specialist.down.A`
-    (s, r, in), `blocks.0.mlp.router.weight` (n, d_model). Everything is fp32.
+    (s, r, in), `blocks.0.mlp.router.weight` (n, d_model), `gate.first` (64, d_model). Everything is fp32.
 
     Args:
         architecture: What it attaches to.
@@ -40,6 +41,7 @@ class Adapter(nn.Module):
         super().__init__()
         self.architecture, self.layout = architecture, layout
         self.blocks = nn.ModuleList(AdapterBlock(block, layout) for block in architecture.blocks)
+        self.gate = Gate(architecture.blocks[0].mlp.width, layout.members) if layout.members else None
         self.eval()
 
     def parameters_by_role(self) -> dict[Role, dict[str, nn.Parameter]]:
@@ -49,6 +51,16 @@ class Adapter(nn.Module):
     def loras(self) -> dict[str, LoRA]:
         """All low-rank updates by the name of their module."""
         return {name: module for name, module in self.named_modules() if isinstance(module, LoRA)}
+
+    def routers(self) -> list[Router]:
+        """Those of all blocks."""
+        return [module for module in self.modules() if isinstance(module, Router)]
+
+    def places(self) -> list[dict[str, Tensor]]:
+        """For generalists of a pool, each with its share of the stacks of all blocks; [] where they come from none."""
+        stacks = self.parameters_by_role()[EXPERT]
+        count = self.layout.generalists if stacks else 0
+        return [{f"{place}.{name}": stack.data[place : place + 1] for name, stack in stacks.items()} for place in range(count)]
 
     @property
     def trainable_parameters(self) -> int:
@@ -65,19 +77,20 @@ class Adapter(nn.Module):
         return sum(p.numel() for p in self.parameters()) - unused
 
     def initial(self, role: Role, seed: int) -> Tensors:
-        """Initial values of the tensors of one role, fp32 on the CPU.
+        """Initial values of the tensors of one role, fp32 on the CPU; of EXPERT those of ONE member of a pool.
 
         A and the router are Kaiming-uniform with a = sqrt 5, which is U(-1/sqrt(in), 1/sqrt(in)), the default of `nn.Linear`: for the
         router that makes logits of a standard deviation near 0.6 at any width, enough to break the ties of top-k and far from saturation.
-        B is zero. Each tensor is drawn from a stream of its own, named by (seed, role, name): an adapter with more experts of a role
+        B and biases are zero. Each tensor is drawn from a stream of its own, named by (seed, role, name): an adapter with more experts of a role
         starts with the same first experts.
         """
-        return {name: _initial(name, parameter, mix(seed, role, name)) for name, parameter in self.parameters_by_role()[role].items()}
+        own = self.parameters_by_role()[role]
+        return {name: _initial(name, p[:1] if role is EXPERT else p, mix(seed, role, name)) for name, p in own.items()}
 
 
-def _initial(name: str, parameter: nn.Parameter, seed: int) -> Tensor:
+def _initial(name: str, parameter: Tensor, seed: int) -> Tensor:
     values = torch.zeros(parameter.shape)
-    if name.rpartition(".")[2] == "B":
+    if name.rpartition(".")[2] in ("B", "bias"):
         return values
     bound = 1 / math.sqrt(parameter.shape[-1])
     return values.uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed))

@@ -1,7 +1,8 @@
 """A language model of one client: the shared backbone with the client's adapter. What a client trains and scores."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -13,8 +14,9 @@ from coterie.models.backbone import Backbone
 from coterie.models.layout import Layout
 from coterie.models.lora import LoRA
 from coterie.models.loss import head_loss, head_nll
+from coterie.models.pool import ABSENT
 from coterie.models.routing import Routing, balance_loss
-from coterie.roles import Role
+from coterie.roles import EXPERT, Role
 from coterie.tensors import Tensors
 
 
@@ -22,7 +24,12 @@ class LanguageModel:
     """A backbone with one client's adapter.
 
     The adapter's parameters are fp32 on the backbone's device, and cast to its dtype where they are used. They start from
-    `Adapter.initial` with seed 0.
+    `Adapter.initial` with seed 0; generalists of a pool are 0 until some come from it.
+
+    Where they do, `numbers`, (K,) int64, says which members they are, and `embedded` gives the embeddings of the client's own text, (N, e).
+    The router's logit of generalist j gets log(K p_j), with p the gate's `affinity` to that text, renormalised over the K: routers and gate
+    learn by one gradient, and a gate that is undecided changes nothing. p is the same for all tokens: if it depended on the window that is
+    predicted, each token would be told of those behind it.
 
     Args:
         backbone: The frozen base, which other models may share.
@@ -32,9 +39,11 @@ class LanguageModel:
     def __init__(self, backbone: Backbone, layout: Layout) -> None:
         self.backbone, self.layout = backbone, layout
         self.adapter = Adapter(backbone.architecture, layout)
-        for role in Role:
+        for role in set(Role) - {EXPERT}:
             self.adapter.load_state_dict(self.adapter.initial(role, 0), strict=False)
         self.adapter.to(backbone.device)
+        self.numbers = torch.full((layout.generalists,), ABSENT)
+        self.embedded: Callable[[], Tensor] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -46,11 +55,61 @@ class LanguageModel:
 
     initial_buffers = buffers
     statistics = None
-    embed = None
 
     def places(self) -> list[dict[str, Tensor]]:
-        """None for experts of a pool."""
-        return []
+        """See `Adapter.places`."""
+        return self.adapter.places()
+
+    @property
+    def embed(self) -> Callable[[Tensor], Tensor] | None:
+        """What makes (B, e) embeddings of windows, on the CPU: the mean of the base's last hidden states; None without a gate."""
+        return self._embed if self.layout.members else None
+
+    @torch.no_grad()
+    def _embed(self, ids: Tensor) -> Tensor:
+        with self.backbone.using(None):
+            return self.backbone.hidden(self._checked(ids)[:, : self.backbone.context_limit]).float().mean(dim=1).cpu()
+
+    def affinity(self, embeddings: Tensor) -> Tensor:
+        """1/N sum_i softmax g(x_i), (M,): how much some text, embedded (N, e), wants each member of the pool."""
+        assert self.adapter.gate is not None
+        found: Tensor = self.adapter.gate(embeddings.to(self.device)).softmax(dim=1).mean(dim=0)
+        return found
+
+    def settled(self) -> tuple[Layout, Tensors]:
+        """The model without a pool: its layout, and all tensors, among them what the gate says as biases of the routers."""
+        tensors = {name: p.detach().clone() for name, p in self.adapter.named_parameters()}
+        if not self.layout.members:
+            return self.layout, tensors
+        with torch.no_grad():
+            bias = self._bias()
+        layout = replace(self.layout, members=0, biased=bias is not None)
+        own = {name for name, _ in Adapter(self.backbone.architecture, layout).named_parameters()}
+        return layout, {name: tensors[name] if name in tensors else cast(Tensor, bias).clone() for name in own}
+
+    def _bias(self) -> Tensor | None:
+        """(n,) what the gate adds to the routers' logits: log(K p_j) for generalists, 0 for specialists; None where it has no say."""
+        count = self.layout.generalists
+        if not self.layout.members or (self.numbers != ABSENT).sum() == count == 1:
+            return None
+        if self.embedded is None or ABSENT in self.numbers:
+            raise ModelError("a model without the generalists that a gate chose", "The server must send them before it trains or predicts.")
+        scores = self.affinity(self.embedded())[self.numbers.to(self.device)]
+        return torch.cat([(count * scores / scores.sum()).log(), scores.new_zeros(self.layout.specialists)])
+
+    @contextmanager
+    def _using(self, record: list[Routing] | None = None) -> Iterator[None]:
+        """Within the block the backbone has the adapter attached, and the routers what the gate says."""
+        routers, bias = self.adapter.routers(), self._bias()
+        lent = routers if bias is not None else []
+        try:
+            for router in lent:
+                router.bias = bias
+            with self.backbone.using(self.adapter, record):
+                yield
+        finally:
+            for router in lent:
+                router.bias = None
 
     def parameters_by_role(self) -> dict[Role, dict[str, nn.Parameter]]:
         """The adapter's parameters by role."""
@@ -66,7 +125,7 @@ class LanguageModel:
 
     def forward(self, ids: Tensor) -> Tensor:
         """(B, C) int64 -> (B, C, V) logits."""
-        with self.backbone.using(self.adapter):
+        with self._using():
             logits: Tensor = self.backbone.model(self._checked(ids), use_cache=False).logits
         return logits
 
@@ -75,7 +134,7 @@ class LanguageModel:
     @torch.no_grad()
     def generate(self, ids: Tensor, **settings: Any) -> Tensor:
         """Continue (B, C) token ids by transformers' `generate`, with its settings."""
-        with self.backbone.using(self.adapter):
+        with self._using():
             return cast(Tensor, self.backbone.model.generate(ids.to(self.backbone.device), **settings))
 
     @torch.no_grad()
@@ -88,7 +147,7 @@ class LanguageModel:
         if not self.layout.routed:
             raise ModelError("this model has no router", "Token-level routing needs at least two experts and routing 'learned'.")
         record: list[Routing] = []
-        with self.backbone.using(self.adapter, record):
+        with self._using(record):
             self.backbone.hidden(self._checked(ids))
         return torch.stack([decision.weights.view(*ids.shape, -1) for decision in record])
 
@@ -103,7 +162,7 @@ class LanguageModel:
             (2,) float64: its sum in nats, and the number of predicted tokens.
         """
         total, tokens = torch.zeros((), dtype=torch.float64, device=self.backbone.device), 0
-        with self.backbone.using(self.adapter):
+        with self._using():
             for batch in batches:
                 ids = self._checked(batch, predicts=True)
                 total += self._nll(ids).double().sum()
@@ -153,7 +212,7 @@ class LanguageModel:
     def _objective(self, ids: Tensor, totals: "_Totals", load: Tensor | None) -> Tensor:
         """This micro-batch's share of the whole batch's objective; `load` is f of the whole batch, if this is but a part of it."""
         record: list[Routing] = []
-        with self.backbone.using(self.adapter, record):
+        with self._using(record):
             nll = self._nll_sum(ids)
         balance = totals.add(nll, record, load)
         objective = nll / totals.tokens
@@ -172,7 +231,7 @@ class LanguageModel:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             for part in parts:
                 record: list[Routing] = []
-                with self.backbone.using(self.adapter, record):
+                with self._using(record):
                     self.backbone.hidden(part[:, :-1])
                 users.append(torch.stack([decision.users() for decision in record]))
         return torch.stack(users).sum(dim=0) / sum(part[:, 1:].numel() for part in parts)

@@ -15,6 +15,8 @@ class Layout:
     Args:
         generalists: g, shared experts per MLP.
         specialists: s_i, local experts per MLP; g + s_i >= 1.
+        members: M, members of a server's pool, of which the generalists are those g that a gate chose; 0: everybody has the same ones.
+        biased: Whether routers add a constant to their logits: what is left of a gate in a personal model.
         rank: r of the attention LoRAs.
         alpha: LoRA scale; an update is gamma B A with gamma = alpha / sqrt(r) (rank-stabilised).
         mlp_rank: r of the experts; `rank` unless given.
@@ -32,6 +34,8 @@ class Layout:
 
     generalists: int = 1
     specialists: int = 1
+    members: int = 0
+    biased: bool = False
     rank: int = 8
     alpha: float = 16.0
     mlp_rank: int | None = None
@@ -48,6 +52,7 @@ class Layout:
             "generalists": (self.generalists >= 0, "at least 0"),
             "specialists": (self.specialists >= 0, "at least 0"),
             "generalists + specialists": (self.generalists + self.specialists >= 1, "at least 1"),
+            "members": (self.members == 0 or 1 <= self.generalists <= self.members, "0, or as many as generalists, of which there is one"),
             "rank": (self.rank >= 1, "at least 1"),
             "mlp_rank": (self.mlp_rank is None or self.mlp_rank >= 1, "at least 1"),
             "alpha": (math.isfinite(self.alpha), "finite"),
@@ -82,7 +87,7 @@ class Layout:
     @property
     def plain(self) -> bool:
         """Whether it says nothing of experts that only LoRAs can have, so that any model can stand for it."""
-        return not (self.routed or self.specialists or self.frozen_a or self.local_b or self.mlp_rank)
+        return not (self.routed or self.specialists or self.members or self.frozen_a or self.local_b or self.mlp_rank)
 
     @property
     def expert_rank(self) -> int:

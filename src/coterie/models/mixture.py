@@ -225,14 +225,15 @@ class Mixture(nn.Module):
         super().__init__()
         self.layout, self.gamma = layout, gamma(layout.alpha, layout.expert_rank)
         self.first = tuple(linear.name for linear in shape.linears if linear.name != "down")
-        for role, count in ((Role.GENERALIST, layout.generalists), (Role.SPECIALIST, layout.specialists)):
+        shared = Role.EXPERT if layout.members else Role.GENERALIST
+        for name, role, count in (("generalist", shared, layout.generalists), ("specialist", Role.SPECIALIST, layout.specialists)):
             loras = {
                 linear.name: LoRA(layout.factors(role), count, linear.inputs, linear.outputs, layout.expert_rank, layout.alpha)
                 for linear in shape.linears
             }
             if count:
-                self.add_module(role.value, nn.ModuleDict(loras))
-        self.router = Router(shape.width, layout.experts, layout.active) if layout.routed else None
+                self.add_module(name, nn.ModuleDict(loras))
+        self.router = Router(shape.width, layout.experts, layout.active, layout.biased) if layout.routed else None
 
     def _stack(self, linear: str, matrix: str, dtype: torch.dtype) -> Tensor:
         """(n, ., .) one matrix of all experts, generalists first."""

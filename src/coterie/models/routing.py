@@ -31,30 +31,53 @@ class Routing:
 
 
 class Router(nn.Module):
-    """One bias-free linear layer d_model -> n on the MLP's own input; logits and softmax at least in fp32.
+    """One linear layer d_model -> n on the MLP's own input; logits and softmax at least in fp32.
 
     Args:
         width: d_model.
         experts: n.
         active: k.
+        biased: Whether it has a bias of its own; otherwise `bias`, (n,), is what its user lends it.
     """
 
-    def __init__(self, width: int, experts: int, active: int) -> None:
+    def __init__(self, width: int, experts: int, active: int, biased: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(experts, width))
-        self.roles = {"weight": Role.ROUTER}
+        self.bias: Tensor | None = nn.Parameter(torch.zeros(experts)) if biased else None
+        self.roles = {"weight": Role.ROUTER, "bias": Role.ROUTER}
         self.active = active
 
     def forward(self, x: Tensor) -> Routing:
         """(T, d_model) -> the decision for T tokens."""
         precise = torch.promote_types(x.dtype, torch.float32)
-        logits = nn.functional.linear(x.to(precise), self.weight.to(precise))
+        bias = None if self.bias is None else self.bias.to(precise)
+        logits = nn.functional.linear(x.to(precise), self.weight.to(precise), bias)
         probabilities = logits.softmax(dim=-1)
         if self.active == logits.shape[-1]:
             return Routing(probabilities, probabilities, None)
         top, selected = logits.topk(self.active, dim=-1)
         weights = torch.zeros_like(logits).scatter(1, selected, top.softmax(dim=-1))
         return Routing(weights, probabilities, selected)
+
+
+class Gate(nn.Module):
+    """How much a text wants each member of a pool: a two-layer perceptron on its embedding (DDOME, Section 4).
+
+    Args:
+        width: e.
+        members: M.
+    """
+
+    def __init__(self, width: int, members: int) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(64, width))
+        self.bias = nn.Parameter(torch.zeros(64))
+        self.last = nn.Parameter(torch.zeros(members, 64))
+        self.roles = dict.fromkeys(("first", "bias", "last"), Role.GATE)
+
+    def forward(self, embeddings: Tensor) -> Tensor:
+        """(N, e) -> (N, M) logits."""
+        return nn.functional.linear(nn.functional.linear(embeddings, self.first, self.bias).relu(), self.last)
 
 
 def balance_loss(coefficients: Sequence[float], load: Tensor, probabilities: Tensor) -> Tensor:

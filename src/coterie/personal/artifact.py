@@ -1,19 +1,20 @@
-"""A client's folder in a run: its adapter and router as safetensors, and a JSON that names the base. Never pickle."""
+"""A client's folder in a run: what it trained as safetensors, and a JSON that says what it is. Never pickle."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from coterie.errors import CheckpointError, TensorError
-from coterie.models.adapter import Adapter, Layout
-from coterie.models.classifier import NetworkShape
+from coterie.models.adapter import Layout
 from coterie.records import read_json, write_json
 from coterie.roles import GENERALIST, SPECIALIST, Role
 from coterie.tensors import Named, all_finite, check_alike
 from coterie.tensors import save as save_tensors
 
 FORMAT = 1
-WEIGHTS, CLASSIFIER, ABOUT = "adapter.safetensors", "classifier.safetensors", "client.json"
+WEIGHTS, CLASSIFIER_WEIGHTS, ABOUT = "adapter.safetensors", "classifier.safetensors", "client.json"
+CLASSIFIER = "classifier"  # the kind of a client's model that is none of language
+FOREIGN = "It was changed by hand, or written by another version of coterie."
 
 
 @dataclass(frozen=True)
@@ -57,27 +58,28 @@ def save(folder: Path, about: About, tensors: Named) -> None:
     write_json(folder / ABOUT, {"format": FORMAT} | asdict(about))
 
 
-def save_classifier(folder: Path, client: str, shape: NetworkShape, tensors: Named, origin: Origin) -> None:
-    """Write an image classifier of one client to `folder`, running statistics included. Raises SaveError."""
-    save_tensors(folder / CLASSIFIER, tensors, {"format": "pt"})
-    write_json(folder / ABOUT, {"format": FORMAT, "kind": "classifier", "client": client, "network": asdict(shape)} | asdict(origin))
-
-
 def read_about(folder: Path) -> About:
     """What `client.json` in `folder` says of a language model.
 
     Raises:
-        CheckpointError: It is missing, damaged, of a newer format, or of an image classifier.
+        CheckpointError: It is missing, damaged, of a newer format, or of a classifier.
     """
-    found: dict[str, Any] = read_json(folder / ABOUT)
-    if found.get("kind") == "classifier":
-        raise CheckpointError(f"{folder} holds an image classifier, not a language model", f"Its tensors are in {folder / CLASSIFIER}.")
-    if found.pop("format", None) != FORMAT:
-        raise CheckpointError(f"{folder / ABOUT}: not of format {FORMAT}", "It was written by another version of coterie: update.")
+    found = read_about_json(folder)
+    if found.get("kind") == CLASSIFIER:
+        remedy = f"See `coterie predict --data`; other programs read {CLASSIFIER_WEIGHTS} and {ABOUT} in it as they are."
+        raise CheckpointError(f"{folder} holds a classifier, not a language model", remedy)
     try:
         return About(**(found | {"layout": Layout(**found["layout"])}))
     except (KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder / ABOUT}: {error}", "It was changed by hand, or written by another version of coterie.") from None
+        raise CheckpointError(f"{folder / ABOUT}: {error}", FOREIGN) from None
+
+
+def read_about_json(folder: Path) -> dict[str, Any]:
+    """What `client.json` in `folder` says, of whatever kind of model. Raises CheckpointError."""
+    found = read_json(folder / ABOUT)
+    if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
+        raise CheckpointError(f"{folder / ABOUT}: not of format {FORMAT}", "It was written by another version of coterie: update.")
+    return found
 
 
 def expert_names(layout: Layout) -> dict[Role, tuple[str, ...]]:
@@ -86,9 +88,12 @@ def expert_names(layout: Layout) -> dict[Role, tuple[str, ...]]:
     return {role: tuple(n if count == 1 else f"{n}{j}" for j in range(1, count + 1)) for role, (n, count) in counts.items()}
 
 
-def fill(adapter: Adapter, tensors: Named, source: str) -> None:
-    """Give an adapter the tensors of `source`. Raises CheckpointError for foreign or missing names, other shapes, and values like NaN."""
-    own = {name: p for named in adapter.parameters_by_role().values() for name, p in named.items()}
+def fill(own: Named, tensors: Named, source: str) -> None:
+    """Give a model's own tensors the values of `source`.
+
+    Raises:
+        CheckpointError: Names are foreign or missing, shapes are others, or values are not finite; nothing was changed.
+    """
     try:
         check_alike(own, tensors, source)
     except TensorError as error:
@@ -98,5 +103,5 @@ def fill(adapter: Adapter, tensors: Named, source: str) -> None:
             f"{source}: {broken[0]!r} holds values that are not finite ({len(broken)} tensors in all)",
             "The file is damaged, or its client diverged: take an earlier copy, or train it again with a lower learning rate.",
         )
-    for name, parameter in own.items():
-        parameter.data.copy_(tensors[name])
+    for name, tensor in own.items():
+        tensor.data.copy_(tensors[name])

@@ -149,6 +149,7 @@ class _MLP:
         A1 = torch.cat([A for A, _ in first]).flatten(0, 1)  # (linears n r, d)
         self.updates = len(A1)
         self.router = None if mixture.router is None else mixture.router.weight.detach()
+        self.bias = None if mixture.router is None or mixture.router.bias is None else mixture.router.bias.detach()
         self.together = self.router is not None and dtype == self.router.dtype  # otherwise the router is more precise than the rest
         self.codes = (torch.cat([A1, self.router]) if self.together and self.router is not None else A1).to(dtype)
         self.B1 = torch.cat([mixture.gamma * B.mT for _, B in first]).to(dtype).contiguous()  # (linears n, r, f)
@@ -240,6 +241,8 @@ class _MLP:
             return self.equal.expand(len(x), self.n), None
         if not self.together:
             logits = functional.linear(x.to(self.router.dtype), self.router)
+        if self.bias is not None:
+            logits = logits + self.bias
         if self.layout.active == self.n:
             weights = probabilities = logits.softmax(dim=-1)
             selected = None

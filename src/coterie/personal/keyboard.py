@@ -1,28 +1,23 @@
 """A local web page like a phone's keyboard: one types, and sees what each client's model would write next."""
 
 import html
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
-from coterie.errors import Refused
+from coterie.personal import page
 from coterie.personal.model import PersonalModel
 from coterie.reports.parts import COLOURS
 
 START = "In my free time, I like to"
 SHOWN = 3  # suggestions for each client
 STYLE = """
-footer { display: none !important }
-.gradio-container { width: 100%; max-width: 60rem !important; margin: auto !important }
 .word { display: block !important; min-width: 6rem !important; white-space: pre-line !important; line-height: 1.35;
   border: 2px solid #808080; border-left-width: 8px;
   font-size: .8rem; font-weight: 400; padding: .35rem .7rem; color: var(--body-text-color) !important;
   background: var(--block-background-fill) !important }
 .word::first-line { font-size: 1.15rem; font-weight: 600 }
 .word:hover, .word:focus-visible { background: var(--background-fill-secondary) !important; outline: 2px solid var(--body-text-color) }
-.client { min-width: 9rem !important; align-self: center; overflow-wrap: anywhere }
-.client p { font-weight: 600; margin: 0 }
 @media (max-width: 640px) { .client { flex: 1 0 100% !important } .word { flex: 1 1 28% !important; min-width: 28% !important } }
 .legend span { display: inline-block; margin-right: 1.4rem }
 .legend i { display: inline-block; width: .9rem; height: .9rem; border-radius: 2px; margin-right: .45rem; vertical-align: -.12rem }
@@ -40,7 +35,7 @@ def keyboard(models: Mapping[str, PersonalModel]) -> Any:
     Raises:
         Refused: Gradio is not installed.
     """
-    gradio = _gradio()
+    gradio = page.gradio()
 
     def suggest(text: str) -> list[Any]:
         found = {client: model.next_words(text, SHOWN) for client, model in models.items()}
@@ -58,7 +53,7 @@ def keyboard(models: Mapping[str, PersonalModel]) -> Any:
 
         return clicked
 
-    with gradio.Blocks(title="coterie", analytics_enabled=False) as page:
+    with gradio.Blocks(title="coterie", analytics_enabled=False) as blocks:
         gradio.Markdown("## What would each of them write next?\nType, or choose a word.")
         text = gradio.Textbox(START, label="Text", lines=3, autofocus=True, elem_id="text")
         state = gradio.State(("", []))
@@ -69,57 +64,17 @@ def keyboard(models: Mapping[str, PersonalModel]) -> Any:
                 rows.append([gradio.Button("…", elem_classes="word", visible=True) for _ in range(SHOWN)])
         gradio.HTML(_legend(models))
         everything = [state, *(button for row in rows for button in row)]
-        quiet = {"show_progress": "hidden", "concurrency_id": "models", "concurrency_limit": 1, "api_visibility": "private"}
-        page.load(suggest, text, everything, **quiet)
-        text.change(suggest, text, everything, trigger_mode="always_last", **quiet)
+        blocks.load(suggest, text, everything, **page.QUIET)
+        text.change(suggest, text, everything, trigger_mode="always_last", **page.QUIET)
         for i, row in enumerate(rows):
             for place, button in enumerate(row):
-                button.click(append(i, place), [text, state], text, **quiet)
-    return page
+                button.click(append(i, place), [text, state], text, **page.QUIET)
+    return blocks
 
 
-@contextmanager
-def served(models: Mapping[str, PersonalModel], port: int) -> Iterator[str]:
-    """Show the page on this machine only, as long as the block lasts, which is given its address.
-
-    Args:
-        models: See `keyboard`.
-        port: A free port.
-
-    Raises:
-        Refused: Gradio is not installed, or the port is taken.
-    """
-    gradio = _gradio()
-    page = keyboard(models)
-    font = ["system-ui", "sans-serif"]  # names of the machine's own: Gradio's would come from the network
-    theme = gradio.themes.Default(font=font, font_mono=["monospace"])
-    try:
-        page.launch(
-            server_name="127.0.0.1",
-            server_port=port,
-            share=False,
-            quiet=True,
-            prevent_thread_lock=True,
-            theme=theme,
-            css=STYLE,
-            footer_links=[],
-        )
-    except OSError:
-        raise Refused(f"port {port} is taken", f"Give another one, for example --port {port + 1}.") from None
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        page.close(verbose=False)
-
-
-def _gradio() -> Any:
-    """Gradio, which is an optional extra, told not to call home."""
-    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
-    try:
-        import gradio
-    except ImportError:
-        raise Refused("the page needs Gradio, which is not installed", "Install it: pip install 'coterie[serve]'.") from None
-    return gradio
+def served(models: Mapping[str, PersonalModel], port: int) -> AbstractContextManager[str]:
+    """Show the page on this machine only, see `page.served`."""
+    return page.served(keyboard(models), STYLE, port)
 
 
 def _label(model: PersonalModel, word: Any) -> str:

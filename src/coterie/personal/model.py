@@ -1,16 +1,16 @@
 """A personal model in use: it continues text, suggests words, and tells which expert spoke. Used like a transformers model."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
 
-from coterie.errors import CheckpointError, ModelError
+from coterie.errors import ModelError
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
-from coterie.personal.artifact import ABOUT, WEIGHTS, About, expert_names, fill, read_about
+from coterie.personal.artifact import WEIGHTS, About, expert_names, fill, read_about
 from coterie.personal.fast import FastAdapter
 from coterie.personal.words import Word, Words
 from coterie.tensors import load as load_tensors
@@ -133,89 +133,17 @@ class PersonalModel:
         nll, tokens = self.language.score(batches).tolist()
         return nll, int(tokens)
 
-
-def clients_of(run: Path | str) -> list[str]:
-    """The clients that have a personal model in a run's folder.
-
-    Raises:
-        CheckpointError: There is none.
-    """
-    found = sorted(path.parent.name for path in (Path(run) / "clients").glob(f"*/{ABOUT}"))
-    if not found:
-        raise CheckpointError(f"{run} holds no personal models", "Give the folder of a finished run, with clients/ in it (`coterie run`).")
-    return found
-
-
-def load(
-    run: Path | str,
-    client: str | None = None,
-    *,
-    backbone: Backbone | None = None,
-    dtype: Literal["fp32", "bf16"] = "fp32",
-    device: str = "cpu",
-) -> PersonalModel:
-    """The personal model of a client.
-
-    Args:
-        run: A run's folder, or directly a client's (clients/ID in it).
-        client: The client's id; not needed for a client's folder, nor where there is one client only.
-        backbone: A loaded base to share between several personal models; default: the one that the client's JSON names.
-        dtype: Of the base if it is loaded here, "fp32" or "bf16".
-        device: Likewise.
-
-    Raises:
-        CheckpointError: There is no such client, or its files are damaged or do not fit the base.
-        ModelError: The base cannot be loaded.
-    """
-    folder = folder_of(run, client)
-    about = read_about(folder)
-    language = LanguageModel(backbone or Backbone.load(about.base, dtype=dtype, device=device), about.layout)
-    fill(language.adapter, load_tensors(folder / WEIGHTS)[0], str(folder / WEIGHTS))
-    return PersonalModel(language, about)
-
-
-def load_all(
-    run: Path | str,
-    clients: Sequence[str] | None = None,
-    *,
-    backbone: Backbone | None = None,
-    dtype: Literal["fp32", "bf16"] = "fp32",
-    device: str = "cpu",
-) -> dict[str, PersonalModel]:
-    """The personal models of several clients of a run on one backbone: each costs little more than its own adapter.
-
-    Args:
-        run: A run's folder, or directly a client's.
-        clients: Their ids; all clients by default.
-        backbone: A loaded base; default: the one that the first client's JSON names.
-        dtype: Of the base if it is loaded here.
-        device: Likewise.
-
-    Raises:
-        CheckpointError: See `load`.
-        ModelError: Likewise.
-    """
-    if (Path(run) / ABOUT).is_file():
-        model = load(run, None if not clients else clients[0], backbone=backbone, dtype=dtype, device=device)
-        return {model.about.client: model}
-    found: dict[str, PersonalModel] = {}
-    for client in dict.fromkeys(clients or clients_of(run)):
-        found[client] = load(run, client, backbone=backbone, dtype=dtype, device=device)
-        backbone = found[client].backbone
-    return found
-
-
-def folder_of(run: Path | str, client: str | None) -> Path:
-    """The folder of a client, of whom a run's folder or the folder itself is given. Raises CheckpointError."""
-    run = Path(run)
-    if (run / ABOUT).is_file():
-        if client not in (None, own := read_about(run).client):
-            raise CheckpointError(f"{run} is the folder of client {own!r}, not of {client!r}", "Give the run's folder.")
-        return run
-    known = clients_of(run)
-    if client is None and len(known) == 1:
-        return run / "clients" / known[0]
-    if client not in known:
-        problem = f"{run} has several clients" if client is None else f"{run} has no client {client!r}"
-        raise CheckpointError(problem, f"Its clients: {', '.join(known)}.")
-    return run / "clients" / client
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        base: str | None = None,
+        backbone: Backbone | None = None,
+        dtype: Literal["fp32", "bf16"] = "fp32",
+        device: str = "cpu",
+    ) -> "PersonalModel":
+        """The personal model in a client's folder; see `personal.load`."""
+        about = read_about(folder)
+        language = LanguageModel(backbone or Backbone.load(base or about.base, dtype=dtype, device=device), about.layout)
+        fill(dict(language.adapter.named_parameters()), load_tensors(folder / WEIGHTS)[0], str(folder / WEIGHTS))
+        return cls(language, about)

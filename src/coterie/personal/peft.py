@@ -10,7 +10,7 @@ from coterie.models.adapter import Adapter
 from coterie.models.architecture import FAMILIES, Architecture, Family, locate
 from coterie.models.lora import LoRA
 from coterie.personal.artifact import WEIGHTS, About, expert_names, fill, read_about
-from coterie.personal.model import folder_of
+from coterie.personal.loading import folder_of
 from coterie.records import make_folder
 from coterie.tensors import load, save, write_atomically
 
@@ -41,7 +41,7 @@ def export(run: Path | str, client: str | None, out: Path, expert: str | None = 
         raise Refused(f"{out} is not an empty folder", "Give --out a new folder.")
     architecture = Architecture.from_base(about.base)
     adapter = Adapter(architecture, about.layout)
-    fill(adapter, load(folder / WEIGHTS)[0], str(folder / WEIGHTS))
+    fill(dict(adapter.named_parameters()), load(folder / WEIGHTS)[0], str(folder / WEIGHTS))
     family = next(family for family in FAMILIES if family.name == architecture.family)
     tensors: dict[str, Tensor] = {}
     for i, block in enumerate(adapter.blocks):

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from coterie.personal.classifier import Prediction
 from coterie.personal.model import PersonalModel
 from coterie.personal.words import Word
 
@@ -38,3 +39,26 @@ def show(console: Console, models: Mapping[str, PersonalModel], words: Mapping[s
 def _cell(model: PersonalModel, word: Word) -> Text:
     speaker = model.speaker(word)
     return Text.assemble((word.word, "bold"), f" {word.probability:.1%}" + (f" {speaker}" if speaker else ""))
+
+
+def show_classes(console: Console, names: Sequence[str], predictions: Mapping[str, Sequence[Prediction]]) -> None:
+    """Print a table: a row for each sample and client, with the class, its probability, and the expert that the gate wants most.
+
+    Args:
+        console: Where to.
+        names: Of the samples.
+        predictions: By client, in the order of the samples.
+    """
+    table = Table(box=SIMPLE, pad_edge=False)
+    several = len(predictions) > 1
+    gated = any(prediction.expert is not None for found in predictions.values() for prediction in found)
+    for column in ["sample", *["client"] * several, "class"]:
+        table.add_column(column, overflow="fold")
+    for column in ["probability", *["expert"] * gated]:
+        table.add_column(column, justify="right")
+    for k, name in enumerate(names):
+        for client, found in predictions.items():
+            said = found[k]
+            expert = ["" if said.expert is None else str(said.expert)] * gated
+            table.add_row(*map(Text, [name, *[client] * several, said.name, f"{said.probability:.1%}", *expert]))
+    console.print(table)

@@ -1,6 +1,5 @@
 """Collaboration weights as pictures: W as a heat map over training, beside the true clusters, and weights over time (CoBo, Fig. 3 to 5)."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,16 +7,11 @@ from html import escape
 from typing import Any
 
 from coterie.reports import chart
-from coterie.reports.chart import Line, Style
-from coterie.reports.parts import COLOURS, GREY, legend, thinned
+from coterie.reports.chart import Heat, Line, Matrix, Style
+from coterie.reports.parts import COLOURS, GREY, captioned, legend, thinned
 
 Json = Mapping[str, Any]
-Matrix = Sequence[Sequence[float]]
-LEVELS = 10  # steps of the colour scale above 0
-STAGES = 100  # of a slider, at most
-FIELDS = 200_000  # of all stages of a slider, at most: two characters each
 CLIENTS = 8  # that have a panel, and that a panel has lines to, at most
-NAMED = 12  # clients whose names a heat map has room for
 FAINT = 0.45  # the strength of lines to clients of other clusters
 
 
@@ -47,7 +41,7 @@ class Weights:
             return None
         clients, known = list(result["clients"]), result.get("clusters")
         order = sorted(range(len(clients)), key=lambda k: known[clients[k]]) if known else list(range(len(clients)))
-        stages = [(at, [[w[i][j] for j in order] for i in order]) for at, w in thinned(found, _room(len(clients)))]
+        stages = [(at, [[w[i][j] for j in order] for i in order]) for at, w in thinned(found, chart.room(len(clients) ** 2))]
         clusters = [known[clients[k]] for k in order] if known else None
         return cls(title, [clients[k] for k in order], clusters, stages, result.get("weights_error"))
 
@@ -84,11 +78,6 @@ class Weights:
         return [self.stages[k] for k in sorted(found)]
 
 
-def _room(n: int) -> int:
-    """How many stages of (n, n) a page has room for."""
-    return max(5, min(STAGES, FIELDS // n**2))
-
-
 def collaboration(results: Mapping[str, Json]) -> tuple[str, ...]:
     """The parts of the section: heat maps with a slider, the share of weight within true clusters, and weights over time.
 
@@ -122,101 +111,51 @@ def _about(found: Sequence[Weights]) -> str:
 def _maps(found: Sequence[Weights]) -> str:
     """A heat map for each method at the last stage, and the truth. The script moves the stages by what is in `data-stages`."""
     moments = sorted({at for w in found for at, _ in w.stages})
-    slider = (
-        '<label class="stages" hidden>local iterations <input type="range" class="stage" min="0" '
-        f'max="{len(moments) - 1}" value="{len(moments) - 1}" data-moments="{json.dumps(moments, separators=(",", ":"))}">'
-        f"<output>{moments[-1]:,}</output></label>"
-    )
     alike = len({w.top for w in found}) == 1
-    figures = [_figure(w.title, _told(w), heat_map(w, w.stages[-1][1], stages=True) + ("" if alike else scale(w.top))) for w in found]
+    figures = [captioned(w.title, _told(w), heat_map(w, w.stages[-1][1], stages=True) + ("" if alike else scale(w.top))) for w in found]
     if found[0].truth is not None:
-        figures.append(_figure("True clusters", "", heat_map(found[0], found[0].truth)))
-    return f'<div class="collaboration">{slider}{scale(found[0].top) if alike else ""}<div class="maps">{"".join(figures)}</div></div>'
+        figures.append(captioned("True clusters", "", heat_map(found[0], found[0].truth)))
+    slider = chart.slider(moments, "local iterations")
+    return f'<div class="staged">{slider}{scale(found[0].top) if alike else ""}<div class="maps">{"".join(figures)}</div></div>'
 
 
 def _told(weights: Weights) -> str:
     return "" if weights.error is None else f"W error {weights.error:.2f} at the end"
 
 
-def _figure(title: str, told: str, drawn: str) -> str:
-    small = f" <small>{escape(told)}</small>" if told else ""
-    return f"<figure><figcaption>{escape(title)}{small}</figcaption>{drawn}</figure>"
-
-
 def scale(top: float) -> str:
     """The legend of the colours, with numbers."""
-    steps = "".join(f'<i class="w{k}"></i>' for k in range(LEVELS + 1))
-    return f'<div class="scale"><span>weight 0</span><span class="steps" aria-hidden="true">{steps}</span><span>{top:g}</span></div>'
+    return chart.scale("weight 0", f"{top:g}")
 
 
 def heat_map(weights: Weights, matrix: Matrix, stages: bool = False) -> str:
-    """W as an SVG: a path for each level of the scale, so that colours follow the page's scheme.
+    """W as fields of colour.
 
     Args:
         weights: Whose clients, clusters and scale.
         matrix: (n, n), what to draw.
         stages: Whether it is to move with the slider.
     """
-    n, named = len(weights.clients), len(weights.clients) <= NAMED
-    short = [name if len(name) <= 9 else f"{name[:8]}…" for name in weights.clients]
-    size = 26.0 if named else 300 / n  # of a field
-    left = 8 + 5.8 * max(map(len, short)) if named else 4.0
-    names = "".join(
-        f'<text class="tick" x="{left - 5:.1f}" y="{left + (k + 0.5) * size + 3.5:.1f}" text-anchor="end">{escape(name)}</text>'
-        f'<text class="tick" transform="translate({left + (k + 0.5) * size + 3.5:.1f} {left - 5:.1f}) rotate(-90)">{escape(name)}</text>'
-        for k, name in enumerate(short)
-        if named
-    )
-    levels = [round(LEVELS * min(w / weights.top, 1)) for row in matrix for w in row]
-    paths = "".join(f'<path class="w{k}" d="{_fields(levels, n, k)}"/>' for k in range(LEVELS + 1))
-    data = f' data-top="{weights.top:g}" data-clients="{escape(json.dumps(list(weights.clients)))}"'
-    held = [(at, _packed(w, weights.top)) for at, w in (weights.stages if stages else [(0, matrix)])]
-    data += f' data-stages="{escape(json.dumps(held, separators=(",", ":")))}"'
-    edge = left + n * size + 4
-    label = f"{weights.title}: weights of {n} clients for each other"
-    return (
-        f'<svg class="heat{" moving" if stages else ""}" viewBox="0 0 {edge:.1f} {edge:.1f}" role="img" aria-label="{escape(label)}"{data}>'
-        f'{names}<g transform="translate({left:.1f} {left:.1f}) scale({size:.4f})">{paths}<path class="own" d="M0 0L{n} {n}"/>'
-        f'{_blocks(weights)}<rect class="fields" width="{n}" height="{n}"/>'
-        '<rect class="cursor" width="1" height="1" visibility="hidden"/></g></svg>'
-    )
-
-
-def _fields(levels: Sequence[int], n: int, level: int) -> str:
-    """A path over all fields of a level, one piece for neighbours in a row. The diagonal is left out."""
-    pieces = []
-    for i in range(n):
-        start = None
-        for j in range(n + 1):
-            there = j < n and j != i and levels[i * n + j] == level
-            if there and start is None:
-                start = j
-            elif not there and start is not None:
-                pieces.append(f"M{start} {i}h{j - start}v1h{start - j}z")
-                start = None
-    return "".join(pieces)
-
-
-def _packed(matrix: Matrix, top: float) -> str:
-    """Two hexadecimal digits for each weight, row by row; ff is the end of the scale."""
-    return bytes(round(255 * min(w / top, 1)) for row in matrix for w in row).hex()
+    names = weights.clients
+    label = f"{weights.title}: weights of {len(names)} clients for each other"
+    shown = weights.stages if stages else [(0, matrix)]
+    told = "{row} takes {value} from {column}"
+    return chart.heat_map(Heat(names, names, shown, weights.top, label, told, masked=True, frames=_blocks(weights)))
 
 
 def _blocks(weights: Weights) -> str:
     """Frames around the true clusters, which are neighbours."""
-    if weights.clusters is None:
-        return ""
-    sizes = {cluster: weights.clusters.count(cluster) for cluster in dict.fromkeys(weights.clusters)}
-    starts = {cluster: list(weights.clusters).index(cluster) for cluster in sizes}
-    pieces = "".join(f"M{starts[c]} {starts[c]}h{k}v{k}h{-k}z" for c, k in sizes.items())
-    return f'<path class="block" d="{pieces}"/>'
+    clusters = list(weights.clusters or ())
+    starts = {cluster: clusters.index(cluster) for cluster in clusters}
+    sizes = {cluster: clusters.count(cluster) for cluster in starts}
+    return "".join(f"M{starts[c]} {starts[c]}h{k}v{k}h{-k}z" for c, k in sizes.items())
 
 
 def at_stages(weights: Weights, iterations: Sequence[int]) -> str:
     """Heat maps at some stages, and the truth, side by side."""
-    figures = [_figure(f"{at:,} iterations", "", heat_map(weights, matrix)) for at, matrix in weights.nearest(iterations)]
+    figures = [captioned(f"{at:,} iterations", "", heat_map(weights, matrix)) for at, matrix in weights.nearest(iterations)]
     if weights.truth is not None:
-        figures.append(_figure("True clusters", "", heat_map(weights, weights.truth)))
+        figures.append(captioned("True clusters", "", heat_map(weights, weights.truth)))
     return f'<div class="maps small">{"".join(figures)}</div>'
 
 

@@ -15,7 +15,8 @@ from coterie.records import read_json
 from coterie.reports import chart, tokens
 from coterie.reports.chart import Line, Style
 from coterie.reports.collaboration import collaboration
-from coterie.reports.parts import COLOURS, FEW, bars, figure, legend, page, section, size, table, thinned
+from coterie.reports.experts import classes, experts
+from coterie.reports.parts import COLOURS, FEW, bars, figure, legend, page, section, size, table, thinned, unseen
 from coterie.reports.tokens import Expert
 from coterie.tensors import write_atomically
 
@@ -65,11 +66,13 @@ def write_report(folder: Path, results: Sequence[Json], description: str) -> Non
         "scores": section("scores", _heading(metric), _scored(rows), _scores(rows), _notes(comparability(rows, own["method"]))),
         "training": section("training", f"{metric['name'].capitalize()} over training", _curves(results)),
         "weights": _collaboration(results),
+        "labels": _labels(results),
+        "experts": _experts(results),
         "routers": section("routers", "Router scores over training", *router_panels(folder / "metrics.jsonl", own["clients"])),
         "texts": section("texts", "Which expert reads which token", TEXTS, _of_how_many(routing, own), tokens.routing(routing))
         if routing
         else "",
-        "costs": section("costs", "What it cost", COSTS, _costs(rows), PEAK),
+        "costs": section("costs", "What it cost", COSTS, _once(results), _costs(rows, results), PEAK),
     }
     title = f"{own['recipe']}: {METHODS[own['method']].title}"
     write_atomically(folder / "report.html", page(title, _body(title, description, about, _tiles(rows), sections)))
@@ -91,16 +94,21 @@ def write_comparison(folder: Path, comparison: Json, description: str) -> None:
     firsts = [folder / r["method"] / f"seed-{seeds[0]}" / "result.json" for r in rows]
     results = [read_json(path) for path in firsts if path.exists()]
     about = f"{len(seeds)} {'seed' if len(seeds) == 1 else 'seeds'} ({', '.join(map(str, seeds))}), {_made_with(comparison)}"
-    spread = {_title(r): (r["clients"], r["mean"], r["std"]) for r in rows}
+    headline = next(iter(rows[0].get("groups") or {}), None)
+    shown = [i for i in rows[0]["clients"] if not headline or (results and results[-1]["clients"][i]["group"] == headline)]
+    spread = {_title(r): ({i: r["clients"][i] for i in shown}, r["mean"], r["std"]) for r in rows}
     deviation = "<p>± is the sample standard deviation over seeds.</p>" if len(seeds) > 1 else "<p>One seed: no deviation can be given.</p>"
-    between = "<p>Each dot is a client, its mean over seeds; the stroke is the mean over clients, the whisker its deviation over seeds.</p>"
+    whose = f" of {escape(unseen(headline))}" if headline else ""
+    between = f"<p>Each dot is a client{whose}, its mean over seeds; the stroke is their mean, the whisker its deviation over seeds.</p>"
     first = f"<p class=note>Of seed {seeds[0]}.</p>"
     sections = {
         "scores": section("scores", _heading(metric), _scored(rows), deviation, _scores(rows), _notes(comparison["notes"])),
         "clients": section("clients", "Spread between clients", between, chart.strip(spread, label(metric))),
         "training": section("training", f"{metric['name'].capitalize()} over training", first, _curves(results)) if results else "",
         "weights": _collaboration(results, first),
-        "costs": section("costs", "What it cost", COSTS, _costs(rows), PEAK),
+        "labels": _labels(results, first),
+        "experts": _experts(results, first),
+        "costs": section("costs", "What it cost", COSTS, _once(results), _costs(rows, results), PEAK),
     }
     title = f"{comparison['recipe']}: {len(rows)} methods"
     write_atomically(folder / "report.html", page(title, _body(title, description, about, "", sections)))
@@ -119,8 +127,16 @@ def _scored(rows: Sequence[Json]) -> str:
         "weights_error": "<em>W error</em> the share of collaboration weights on the wrong side of a threshold in the end, ",
     }
     beside = "".join(text for key, text in told.items() if _known(rows, key)).removesuffix(", ")
+    which = direction(metric_of(rows[0]))
+    if _known(rows, "groups"):
+        return (
+            f"<p>Over the whole test sets of clients that never take part in training and bring no labels; {which}. A column of means for "
+            "each group of them; methods are ranked by the first, and of that group are also <em>best</em> and <em>best of last ten</em> "
+            "evaluations during training, which are chosen on the test set, as in the paper, and so flatter every method, and "
+            f"<em>gate</em>, the share of samples that went to an expert whose anchor has their class. Over all groups: {beside}.</p>"
+        )
     return (
-        f"<p>Over each client's whole test set; {direction(metric_of(rows[0]))}. <em>mean</em> and the clients' figures score each "
+        f"<p>Over each client's whole test set; {which}. <em>mean</em> and the clients' figures score each "
         f"client's model right after its last local iteration, <em>synced</em> after one more synchronisation. {beside}.</p>"
     )
 
@@ -133,6 +149,24 @@ def _collaboration(results: Sequence[Json], note: str = "") -> str:
     """The section of collaboration weights, the last method first; nothing where no method has any."""
     parts = collaboration({METHODS[r["method"]].title: r for r in [*results[-1:], *results[:-1]]})
     return section("weights", "Collaboration", note, *parts) if parts else ""
+
+
+def _labels(results: Sequence[Json], note: str = "") -> str:
+    """The section of labels; all methods have the same."""
+    parts = classes(results[-1]) if results else ()
+    return section("labels", "Who has which classes", note, *parts) if parts else ""
+
+
+def _experts(results: Sequence[Json], note: str = "") -> str:
+    """The section of pools, the last method first; nothing where no method has any."""
+    parts = experts({METHODS[r["method"]].title: r for r in [*results[-1:], *results[:-1]]})
+    return section("experts", "Which expert is chosen for which class", note, *parts) if parts else ""
+
+
+def _once(results: Sequence[Json]) -> str:
+    """What the common expert costs."""
+    once = max((r.get("once_bytes") or 0 for r in results), default=0)
+    return f"<p>Beside all this, the common expert is sent once to everybody who embeds data by it: {size(once)}.</p>" if once else ""
 
 
 def _of_how_many(routing: Json, own: Json) -> str:
@@ -150,6 +184,8 @@ def _body(title: str, description: str, about: str, tiles: str, sections: Mappin
         "scores": "Scores",
         "training": "Training",
         "weights": "Collaboration",
+        "labels": "Classes",
+        "experts": "Experts",
         "routers": "Routers",
         "texts": "Texts",
         "clients": "Clients",
@@ -170,11 +206,14 @@ def _tiles(rows: Sequence[Json]) -> str:
     """The figures that people look for first, of the run's own method."""
     own, metric = rows[-1], metric_of(rows[-1])
     unit = " %" if metric["unit"] == "%" else ""
-    found = [(f"{figure(own['mean'])}{unit}", f"mean {metric['name']}, one seed")]
+    groups = own.get("groups") or {"": own["mean"]}
+    found = [(f"{figure(x)}{unit}", f"mean {metric['name']}{f' of {unseen(g)}' if g else ''}, one seed") for g, x in groups.items()]
     if others := rows[:-1]:
         best = min(others, key=lambda r: badness(r["mean"], metric))
         far, counted = change(own["mean"], best["mean"], metric)
         found.append((f"{abs(far):.1f} {counted}", f"{'below' if far < 0 else 'above'} {_title(best)}, the best other row"))
+    if own["gate_accuracy"] is not None:
+        found.append((f"{own['gate_accuracy']:.1f} %", "gate accuracy: samples given to an expert whose anchor has their class"))
     if own["improved"] is not None:
         found.append((f"{own['improved']:.0f} %", "of clients do better than alone"))
     if own["weights_error"] is not None:
@@ -188,12 +227,19 @@ def _tiles(rows: Sequence[Json]) -> str:
 def _scores(rows: Sequence[Json]) -> str:
     """Figures over all clients, then a column per client; of many, the best and the worst, and a table of all folded away."""
     clients, metric = list(rows[-1]["clients"]), metric_of(rows[0])
+    first, *others = rows[0].get("groups") or [""]
     columns = {
         "method": [_title(r) for r in rows],
-        "mean": [figure(r["mean"]) + (f" ± {figure(r['std'])}" if len(r["per_seed"]) > 1 else "") for r in rows],
+        unseen(first) if first else "mean": [
+            figure(r["mean"]) + (f" ± {figure(r['std'])}" if len(r["per_seed"]) > 1 else "") for r in rows
+        ],
     }
-    columns["synced"] = [figure(r["mean_synced"]) for r in rows]
+    columns |= {unseen(group): [figure(r["groups"][group]) for r in rows] for group in others}
     beside = {"loss": ("loss", 3), "between_clients": ("± between clients", 2), "improved": ("Imp.%", 0), "weights_error": ("W error", 2)}
+    if first:
+        beside = {"best": ("best", 2), "best_of_last_ten": ("best of last ten", 2), "gate_accuracy": ("gate, %", 1)} | beside
+    else:
+        columns["synced"] = [figure(r["mean_synced"]) for r in rows]
     for key, (name, digits) in beside.items():
         if _known(rows, key):
             columns[name] = ["-" if r.get(key) is None else figure(r[key], digits) for r in rows]
@@ -211,8 +257,10 @@ def _scores(rows: Sequence[Json]) -> str:
     return f"{shown}<details><summary>All {len(clients)} clients</summary>{everyone}</details>"
 
 
-def _costs(rows: Sequence[Json]) -> str:
+def _costs(rows: Sequence[Json], results: Sequence[Json]) -> str:
     what = prediction(metric_of(rows[0]))
+    served = {r["method"]: mean(c["bytes_down"] for c in r["clients"].values()) for r in results if r.get("groups")}
+    unseen_clients = {"kB to an unseen client, once": bars([served.get(r["method"]) for r in rows], ",.1f", 1000)} if served else {}
     columns = {
         "method": [_title(r) for r in rows],
         "trainable parameters": bars([r["trainable_parameters"] for r in rows], ",.0f"),
@@ -220,6 +268,7 @@ def _costs(rows: Sequence[Json]) -> str:
         f"MFLOPs per {what}, forward": bars([r["flops_per_token"] for r in rows], ",.2f", 1e6),
         "kB up per round": bars([r["bytes_up_per_round"] for r in rows], ",.1f", 1000),
         "kB down per round": bars([r["bytes_down_per_round"] for r in rows], ",.1f", 1000),
+        **unseen_clients,
         "kB state of a client": bars([r["state_bytes"] for r in rows], ",.1f", 1000),
         "MB peak of the process": bars([r["peak_memory_bytes"] for r in rows], ",.0f", 1e6),
         "seconds, all clients": bars([r["wall_s"] for r in rows], ",.0f"),
@@ -239,12 +288,14 @@ def _curves(results: Sequence[Json]) -> str:
     own, metric = results[-1], metric_of(results[-1])
     looks = [*range(1, len(results)), 0]  # the run's own method has the first
     styles = [Style(COLOURS[k % len(COLOURS)], k, marked=_marked(r)) for k, r in zip(looks, results, strict=True)]
-    last = max((e["iteration"] for r in results for e in r["evaluations"]), default=0)
-    # Every method starts from the same models, so that all curves begin where those stand.
-    base = next((r for r in results if r["rounds"] == 0), None)
+    groups = own.get("groups") or {}
+    unit, count = ("round", "rounds") if groups else ("iteration", "local iterations")
+    last = max((e[unit] for r in results for e in r["evaluations"]), default=0)
+    # Every method starts from the base, so that all curves begin where it stands.
+    base = next((r for r in results if r["method"] == "pretrained"), None)
 
     def line(result: Json, style: Style, value: Callable[[Json], float]) -> Line:
-        points = [(e["iteration"], value(e)) for e in thinned(result["evaluations"], POINTS)]
+        points = [(e[unit], value(e)) for e in thinned(result["evaluations"], POINTS)]
         start = [(0, value(base["evaluations"][0]))] if base else []
         level = [(0, points[0][1]), (last, points[0][1])]
         return Line(level if result["rounds"] == 0 else start + points, METHODS[result["method"]].title, style)
@@ -252,18 +303,24 @@ def _curves(results: Sequence[Json]) -> str:
     def lines(value: Callable[[Json], float]) -> list[Line]:
         return [line(r, style, value) for r, style in zip(results, styles, strict=True)]
 
-    everyone = lines(mean_test)
+    means = {f"Mean of {unseen(g)}": lines(group_test(g)) for g in groups}
+    means = means or {f"Mean over {len(own['clients'])} clients": lines(mean_test)}
     charts = {i: lines(test_of(i)) for i in list(own["clients"])[:PANELS]}
     samples = legend((style.sample, METHODS[r["method"]].title) for r, style in zip(results, styles, strict=True))
     more = len(own["clients"]) - len(charts)
     left_out = f"<p class=note>The first {len(charts)} of {more + len(charts)} clients.</p>" if more else ""
-    axes = "local iterations", label(metric)
-    whole = chart.panels({f"Mean over {len(own['clients'])} clients": everyone}, *axes, broad=True)
+    axes = count, label(metric)
+    whole = chart.panels(means, *axes, broad=True)
     return f"{samples}{whole}<h3>Client by client</h3>{left_out}{chart.panels(charts, *axes)}"
 
 
 def mean_test(evaluation: Json) -> float:
     return mean(own["test"] for own in evaluation["clients"].values())
+
+
+def group_test(group: str) -> Callable[[Json], float]:
+    """What gives the mean test metric of a group of unseen clients in an evaluation."""
+    return lambda evaluation: float(evaluation["groups"][group])
 
 
 def test_of(client: str) -> Callable[[Json], float]:

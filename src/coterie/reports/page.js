@@ -72,27 +72,28 @@
   document.addEventListener("scroll", () => tip.hidden || place(), true);
   document.addEventListener("keydown", (event) => event.key === "Escape" && hide());
 
-  // Heat maps: the weight of the field under the pointer or, by arrow keys, under the cursor; and a slider through training.
+  // Heat maps: the value of the field under the pointer or, by arrow keys, under the cursor; and a slider through training.
   const LEVELS = 10;
   const keys = { ArrowRight: [0, 1], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowUp: [-1, 0] };
 
   function painter(map) {
-    const clients = JSON.parse(map.dataset.clients);
-    const stages = JSON.parse(map.dataset.stages);
+    const [rows, columns, stages] = ["rows", "columns", "stages"].map((name) => JSON.parse(map.dataset[name]));
+    const { top, told, digits } = map.dataset;
     const fields = map.querySelector(".fields");
     const cursor = map.querySelector(".cursor");
-    const n = clients.length;
-    let row = 0, column = 1, shown = stages.length - 1;
+    const masked = (i, j) => "masked" in map.dataset && i === j;
+    let row = 0, column = masked(0, 0) ? 1 : 0, shown = stages.length - 1;
 
-    const share = (i, j) => parseInt(stages[shown][1].substr(2 * (i * n + j), 2), 16) / 255;
+    const share = (i, j) => parseInt(stages[shown][1].substr(2 * (i * columns.length + j), 2), 16) / 255;
 
     function point(i, j) {
-      if (i === j || Math.min(i, j) < 0 || Math.max(i, j) >= n) return;
+      if (masked(i, j) || Math.min(i, j) < 0 || i >= rows.length || j >= columns.length) return;
       [row, column] = [i, j];
       cursor.setAttribute("x", j);
       cursor.setAttribute("y", i);
       cursor.setAttribute("visibility", "visible");
-      show(cursor, [element("span", `${clients[i]} takes ${(share(i, j) * map.dataset.top).toFixed(2)} from ${clients[j]}`)]);
+      const parts = { row: rows[i], column: columns[j], value: (share(i, j) * top).toFixed(digits) };
+      show(cursor, [element("span", told.replace(/{(\w+)}/g, (_, part) => parts[part]))]);
     }
 
     function leave() {
@@ -102,14 +103,15 @@
 
     function under(event) {
       const box = fields.getBoundingClientRect();
-      point(Math.floor(((event.clientY - box.top) / box.height) * n), Math.floor(((event.clientX - box.left) / box.width) * n));
+      const [down, across] = [(event.clientY - box.top) / box.height, (event.clientX - box.left) / box.width];
+      point(Math.floor(down * rows.length), Math.floor(across * columns.length));
     }
 
     function paint(moment) {
       shown = Math.max(0, stages.findLastIndex(([at]) => at <= moment));
       const pieces = Array.from({ length: LEVELS + 1 }, () => "");
-      for (let i = 0; i < n; i++)
-        for (let j = 0; j < n; j++) if (i !== j) pieces[Math.round(LEVELS * share(i, j))] += `M${j} ${i}h1v1h-1z`;
+      for (let i = 0; i < rows.length; i++)
+        for (let j = 0; j < columns.length; j++) if (!masked(i, j)) pieces[Math.round(LEVELS * share(i, j))] += `M${j} ${i}h1v1h-1z`;
       pieces.forEach((d, k) => map.querySelector(`.w${k}`).setAttribute("d", d));
     }
 
@@ -123,7 +125,7 @@
       if (!step) return;
       event.preventDefault();
       const [i, j] = [row + step[0], column + step[1]];
-      i === j ? point(i + step[0], j + step[1]) : point(i, j);
+      masked(i, j) ? point(i + step[0], j + step[1]) : point(i, j);
     });
     return paint;
   }
@@ -131,13 +133,13 @@
   const painters = new Map([...document.querySelectorAll("svg.heat")].map((map) => [map, painter(map)]));
   for (const slider of document.querySelectorAll("input.stage")) {
     const moments = JSON.parse(slider.dataset.moments);
-    const moving = slider.closest(".collaboration").querySelectorAll(".moving");
+    const moving = slider.closest(".staged").querySelectorAll(".moving");
     slider.parentNode.hidden = moments.length < 2;
     const move = () => {
       const moment = moments[slider.value];
       const text = moment.toLocaleString("en");
       slider.nextElementSibling.textContent = text;
-      slider.setAttribute("aria-valuetext", `${text} local iterations`);
+      slider.setAttribute("aria-valuetext", `${text} ${slider.dataset.unit}`);
       for (const map of moving) painters.get(map)(moment);
     };
     slider.addEventListener("input", move);

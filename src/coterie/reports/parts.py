@@ -66,7 +66,12 @@ def bars(values: Sequence[float | None], form: str, unit: float = 1) -> list[Cel
         unit: What they are divided by before they are shown.
     """
     largest = max((value for value in values if value is not None), default=0) or 1
-    return [Cell("-") if value is None else Cell(format(value / unit, form), value / largest) for value in values]
+    return [Cell("-") if value is None else Cell(rounded(value / unit, form), value / largest) for value in values]
+
+
+def rounded(value: float, form: str) -> str:
+    """A number by a format specification, or with two digits where that would leave nothing of it."""
+    return format(value, form if value == 0 or float(f"{value:{form.replace(',', '')}}") else ".2g")
 
 
 def figure(value: float, digits: int = 2) -> str:
@@ -84,6 +89,17 @@ def thinned(values: Sequence[T], most: int) -> list[T]:
 def size(count: float) -> str:
     """Bytes as people read them."""
     return f"{count / 1000:,.0f} kB" if count < 1e6 else f"{count / 1e6:,.2f} MB"
+
+
+def unseen(group: str) -> str:
+    """What a group of clients is called; "" is that of a federation where nobody is unseen."""
+    return f"{group} (unseen)" if group else "all clients"
+
+
+def captioned(title: str, told: str, drawn: str) -> str:
+    """A picture with its title, and what is told beside it."""
+    small = f" <small>{escape(told)}</small>" if told else ""
+    return f"<figure><figcaption>{escape(title)}{small}</figcaption>{drawn}</figure>"
 
 
 def legend(items: Iterable[tuple[str, str]]) -> str:

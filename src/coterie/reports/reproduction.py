@@ -10,16 +10,24 @@ from rich.table import Table
 
 from coterie.evaluation import badness, direction, label, metric_of, prediction
 from coterie.records import read_json
-from coterie.reports import chart, collaboration
+from coterie.reports import chart, collaboration, experts
 from coterie.reports.chart import Line, Style
 from coterie.reports.collaboration import Weights
-from coterie.reports.html import mean_test, router_panels, test_of
-from coterie.reports.parts import COLOURS, bars, figure, legend, page, section, table, thinned, verdicts
+from coterie.reports.experts import Choices
+from coterie.reports.html import router_panels, test_of
+from coterie.reports.parts import COLOURS, bars, figure, legend, page, section, table, thinned, unseen, verdicts
 from coterie.reproductions import Picture
 from coterie.tensors import write_atomically
 
 Json = Mapping[str, Any]
 POINTS = 120  # of a curve, at most
+_BEST = "chosen by the test data themselves, as in the paper, of the mean"
+_LEADS = {
+    "mean": "Mean",
+    "best": f"Best of all evaluations, {_BEST}",
+    "best_of_last_ten": f"Best of the last ten evaluations, {_BEST}",
+    "gate_error": "Samples whose expert's anchor does not have their class: mean",
+}
 
 
 def plus_minus(mean: float | None, std: float | None, digits: int = 2) -> str:
@@ -80,17 +88,39 @@ def _percent(value: float | None) -> str:
     return "" if value is None else f"{value:.0f}"
 
 
+def _optional(value: float | None) -> str:
+    return "" if value is None else figure(value)
+
+
+def _synced(cells: Sequence[Json]) -> dict[str, list[str]]:
+    """The metric after one more synchronisation; unseen clients have nothing but what the server sent."""
+    return {} if cells[0].get("groups") else {"synced": [figure(cell["mean_synced"]) for cell in cells]}
+
+
+def _lead(found: Json, column: str) -> str:
+    metric = _metric(found, column)
+    return f"{_LEADS[found['shows']]} {label(metric)} over clients; {direction(metric)}."
+
+
 def _beside(cells: Sequence[Json]) -> dict[str, list[str]]:
-    """What is known of the cells of a column beside the metric: Imp.%, measured and the paper's, loss, spread and W error."""
+    """What is known of the cells of a column beside the metric: Imp.%, measured and the paper's, loss, spread, W error, unseen clients."""
     kinds = {
         "Imp.%": ("improved", _percent),
         "Imp.%, paper": ("published_improved", _percent),
         "loss": ("loss", lambda value: "" if value is None else figure(value, 3)),
         "± between clients": ("between_clients", figure),
-        "W error": ("weights_error", lambda value: "" if value is None else figure(value)),
+        "W error": ("weights_error", _optional),
+        "best": ("best", _optional),
+        "best of ten": ("best_of_last_ten", _optional),
+        "gate, %": ("gate_accuracy", _optional),
     }
+    if groups := cells[0].get("groups"):  # the spread would mix them
+        del kinds["± between clients"]
+    else:
+        del kinds["best"], kinds["best of ten"]
     known = {name: (key, form) for name, (key, form) in kinds.items() if any(cell.get(key) is not None for cell in cells)}
-    return {name: [form(cell.get(key)) for cell in cells] for name, (key, form) in known.items()}
+    found = {group: [figure(cell["groups"][group]) for cell in cells] for group in groups or ()}
+    return found | {name: [form(cell.get(key)) for cell in cells] for name, (key, form) in known.items()}
 
 
 def terminal(found: Json) -> list[Table]:
@@ -107,7 +137,7 @@ def terminal(found: Json) -> list[Table]:
             published = (plus_minus(cell["published"], cell["published_std"]),) if paper else ()
             one.add_row(_name(found, cell), _measured(found, cell), *published, size, work, traffic, f"{cell['wall_s']:.0f}")
         shown.append(one)
-        if beside.keys() & {"Imp.%, paper", "W error"} or not _metric(found, c)["lower_is_better"]:
+        if beside.keys() & {"Imp.%, paper", "W error", "gate, %"} or not _metric(found, c)["lower_is_better"]:
             two = _plain(f"{title}, beside the mean", ("row", *beside))
             for cell, *values in zip(cells, *beside.values(), strict=True):
                 two.add_row(_name(found, cell), *values)
@@ -131,7 +161,7 @@ def markdown(found: Json) -> str:
             "row": [_name(found, cell) for cell in cells],
             "measured": [_measured(found, cell) for cell in cells],
             "paper": [plus_minus(cell["published"], cell["published_std"]) for cell in cells],
-            "synced": [figure(cell["mean_synced"]) for cell in cells],
+            **_synced(cells),
             **_beside(cells),
             "parameters": [f"{cell['trainable_parameters']:,}" for cell in cells],
             "active": ["" if cell["active_parameters"] is None else f"{cell['active_parameters']:,}" for cell in cells],
@@ -140,7 +170,7 @@ def markdown(found: Json) -> str:
             "kB down": [f"{cell['bytes_down_per_round'] / 1000:,.0f}" for cell in cells],
             "s": [f"{cell['wall_s']:.0f}" for cell in cells],
         }
-        lines += [f"## {title}", "", f"Mean {label(_metric(found, c))} over clients; {direction(_metric(found, c))}.", ""]
+        lines += [f"## {title}", "", _lead(found, c), ""]
         lines += [f"| {' | '.join(columns)} |", "| --- |" + " ---: |" * (len(columns) - 1)]
         lines += [f"| {' | '.join(cells_)} |" for cells_ in zip(*columns.values(), strict=True)]
         if c in found["order"]:
@@ -190,7 +220,7 @@ def write_page(path: Path, found: Json, pictures: Sequence[Picture], runs: Path)
             "row": [_name(found, cell) for cell in cells],
             "measured": [_measured(found, cell) for cell in cells],
             **({"paper": [plus_minus(cell["published"], cell["published_std"]) for cell in cells]} if _has_published(cells) else {}),
-            "synced": [figure(cell["mean_synced"]) for cell in cells],
+            **_synced(cells),
             **_beside(cells),
             "trainable parameters": bars([cell["trainable_parameters"] for cell in cells], ",.0f"),
             f"MFLOPs per {what}": bars([cell["flops_per_token"] for cell in cells], ",.2f", 1e6),
@@ -198,7 +228,7 @@ def write_page(path: Path, found: Json, pictures: Sequence[Picture], runs: Path)
             "kB down per round": bars([cell["bytes_down_per_round"] for cell in cells], ",.1f", 1000),
             "seconds": bars([cell["wall_s"] for cell in cells], ",.0f"),
         }
-        about = f"<p>Mean {escape(label(metric))} over clients; {direction(metric)}.</p>"
+        about = f"<p>{escape(_lead(found, c))}</p>"
         order = f"<p>Order against the paper's: Kendall's tau {found['order'][c]:.2f}.</p>" if c in found["order"] else ""
         parts.append(section(f"column-{c}", title, about, table(list(columns), list(zip(*columns.values(), strict=True)), best), order))
     if found["statements"]:
@@ -259,6 +289,36 @@ def _domains(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) -
     return (f"Collaboration weights{whose} over training, first seed", *parts)
 
 
+def _labels(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) -> tuple[str, ...]:
+    return ("Who has which classes", *_each(cells, found, runs, lambda title, result: experts.distribution(result)))
+
+
+def _k_means(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) -> tuple[str, ...]:
+    return ("Clients clustered by their classes", *_each(cells, found, runs, lambda title, result: experts.clustering(result)))
+
+
+def _experts(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) -> tuple[str, ...]:
+    def curves(title: str, result: Json) -> str:
+        choices = Choices.of(title, result)
+        return experts.expert_curves(choices) if choices else ""
+
+    return ("Accuracy of each expert over rounds, first seed", *_each(cells, found, runs, curves))
+
+
+def _gate(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) -> tuple[str, ...]:
+    def decided(title: str, result: Json) -> str:
+        choices = Choices.of(title, result)
+        return experts.choice_maps([choices]) + experts.decisions(title, result) if choices else ""
+
+    return ("Decisions of the gate, first seed", *_each(cells, found, runs, decided))
+
+
+def _each(cells: Sequence[Json], found: Json, runs: Path, draw: Callable[[str, Json], str]) -> list[str]:
+    """What is drawn of the result of each cell's first seed, by the title of its row, under the cell's name."""
+    drawn = ((cell, draw(cell["title"], read_json(runs / cell["folders"][0] / "result.json"))) for cell in cells)
+    return [part for cell, shown in drawn for part in _headed(found, cell, shown)]
+
+
 def _styles(cells: Sequence[Json]) -> dict[str, Style]:
     """A look for each row; without markers where there are many points."""
     points = max(len(cell["evaluations"]) for cell in cells)
@@ -267,20 +327,26 @@ def _styles(cells: Sequence[Json]) -> dict[str, Style]:
 
 
 def _curves(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) -> tuple[str, ...]:
-    """The test metric of each client, or its mean over clients, over local iterations; a row that trains nothing is a level line."""
+    """The test metric of each client, or its mean over clients, over training; a row that trains nothing is a level line.
+
+    Training is counted in local iterations, or in rounds where clients are scored that take part in none: a panel for each group of them.
+    """
     styles = _styles(cells)
     charts: dict[str, list[Line]] = {}
-    ends = {cell["column"]: max(c["evaluations"][-1]["iteration"] for c in cells if c["column"] == cell["column"]) for cell in cells}
+    count, axis = ("round", "rounds") if cells[0].get("groups") else ("iteration", "local iterations")
+    ends = {cell["column"]: max(c["evaluations"][-1][count] for c in cells if c["column"] == cell["column"]) for cell in cells}
 
     def line(cell: Json, value: Callable[[Json], float]) -> Line:
-        points = [(e["iteration"], value(e)) for e in thinned(cell["evaluations"], POINTS)]
+        points = [(e[count], value(e)) for e in thinned(cell["evaluations"], POINTS)]
         level = [(0, points[0][1]), (ends[cell["column"]], points[0][1])]
         return Line(points if points[-1][0] else level, found["rows"][cell["row"]], styles[cell["row"]])
 
     for cell in cells:
         title = found["columns"][cell["column"]]
         if picture.kind in ("mean", "curves"):
-            charts.setdefault(title, []).append(line(cell, mean_test))
+            values = {f"{title}, {unseen(group)}": _of_group(group) for group in cell.get("groups") or ()} or {title: _test}
+            for panel, value in values.items():
+                charts.setdefault(panel, []).append(line(cell, value))
             continue
         for i in picture.clients or cell["clients"]:
             charts.setdefault(f"{title}: {i}", []).append(line(cell, test_of(i)))
@@ -288,8 +354,17 @@ def _curves(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) ->
     names = {label(metric_of(cell)): None for cell in cells}
     name = ", ".join(names)
     whose = f" of {', '.join(picture.clients)}" if picture.clients else ""
-    drawn = chart.panels(charts, "local iterations", name, broad=picture.kind == "curves")
+    drawn = chart.panels(charts, axis, name, broad=picture.kind == "curves")
     return (f"{name.capitalize()}{whose} over training, first seed", samples, drawn)
+
+
+def _test(evaluation: Json) -> float:
+    return float(evaluation["test"])
+
+
+def _of_group(group: str) -> Callable[[Json], float]:
+    """What gives the mean of a group of unseen clients in an evaluation."""
+    return lambda evaluation: float(evaluation["groups"][group])
 
 
 def _bars(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) -> tuple[str, ...]:
@@ -328,4 +403,8 @@ _KINDS: Mapping[str, Callable[[Picture, Sequence[Json], Json, Path], tuple[str, 
     "weights": _weights,
     "domains": _domains,
     "bars": _bars,
+    "labels": _labels,
+    "k-means": _k_means,
+    "experts": _experts,
+    "gate": _gate,
 }

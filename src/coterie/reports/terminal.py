@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coterie.evaluation import best, label, metric_of, prediction, worst
+from coterie.reports.parts import rounded, size, unseen
 from coterie.reports.reporter import Reporter
 
 EVERY = 2.0  # seconds between plain lines of progress of a kind
@@ -144,7 +145,8 @@ def tables(rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str], width: 
         titles: Of the methods.
         width: Of the terminal, in characters.
     """
-    return [_scores(rows, titles, width), _beside(rows, titles), _costs(rows, titles)]
+    scores = _groups(rows, titles) if rows[0].get("groups") else _scores(rows, titles, width)
+    return [scores, _beside(rows, titles), _costs(rows, titles)]
 
 
 def _scores(rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str], width: int) -> Table:
@@ -160,6 +162,23 @@ def _scores(rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str], width:
     shown = _plain(label(metric), ("method", "mean", *(clients if few else ("best client", "worst client")), "synced"))
     for row, line in zip(rows, _lines(lines, 1 if few else 2), strict=True):
         shown.add_row(*line, style="bold" if row["mean"] == top else "")
+    _keep_whole(shown)
+    return shown
+
+
+def _groups(rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> Table:
+    """The test metric of each group of unseen clients, and what was best of the first one during training."""
+    metric, (first, *others) = metric_of(rows[0]), rows[0]["groups"]
+    top, gated = best((row["mean"] for row in rows), metric), any(row.get("gate_accuracy") is not None for row in rows)
+    title = f"{label(metric)}; best and best of last ten evaluations: of {first}, chosen on the test set" + "; gate accuracy" * gated
+    names = *(unseen(g).replace(" ", "\n") for g in (first, *others)), "best", "best of\nlast ten"
+    shown = _plain(title, ("method", *names, *("gate %",) * gated))
+    for row in rows:
+        spread = f" ± {row['std']:.2f}" if len(row["per_seed"]) > 1 else ""
+        values = [f"{row[key]:.2f}" for key in ("best", "best_of_last_ten")]
+        gate = ["" if row["gate_accuracy"] is None else f"{row['gate_accuracy']:.1f}"] * gated
+        cells = [f"{row['mean']:.2f}{spread}", *(f"{row['groups'][g]:.2f}" for g in others), *values, *gate]
+        shown.add_row(titles[row["method"]], *cells, style="bold" if row["mean"] == top else "")
     _keep_whole(shown)
     return shown
 
@@ -205,15 +224,16 @@ def _beside(rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> Tab
 
 def _costs(rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> Table:
     what = prediction(metric_of(rows[0]))
+    once = f"; common expert, once: {size(rows[0]['once_bytes'])}" if rows[0].get("once_bytes") else ""
     shown = _plain(
-        f"cost per client: parameters trained, and active per {what}; work of a forward pass; seconds of all clients",
+        f"cost per client: parameters trained, and active per {what}; work of a forward pass; seconds of all clients{once}",
         ("method", "parameters", "active", f"MFLOPs /{what}", "kB up /round", "kB down /round", "s"),
     )
     for row in rows:
-        kilobytes = (f"{row[key] / 1000:,.0f}" for key in ("bytes_up_per_round", "bytes_down_per_round"))
-        size, work = f"{row['trainable_parameters']:,}", f"{row['flops_per_token'] / 1e6:,.2f}"
+        kilobytes = (rounded(row[key] / 1000, ",.0f") for key in ("bytes_up_per_round", "bytes_down_per_round"))
+        parameters, work = f"{row['trainable_parameters']:,}", rounded(row["flops_per_token"] / 1e6, ",.2f")
         active = "" if row["active_parameters"] is None else f"{row['active_parameters']:,}"
-        shown.add_row(titles[row["method"]], size, active, work, *kilobytes, f"{row['wall_s']:.0f}")
+        shown.add_row(titles[row["method"]], parameters, active, work, *kilobytes, f"{row['wall_s']:.0f}")
     return shown
 
 

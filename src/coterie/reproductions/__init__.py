@@ -13,6 +13,7 @@ FOLDER = Path(__file__).parent
 Scale = Literal["small", "paper"]
 SCALES: tuple[Scale, ...] = ("small", "paper")
 Settings = Mapping[str, Any]  # dotted keys of a recipe
+Figure = Literal["mean", "best", "best_of_last_ten", "gate_error"]
 
 
 class _Strict(BaseModel):
@@ -50,6 +51,7 @@ class Lower(_Strict):
     lower: tuple[str, ...]
     than: tuple[str, ...]
     clients: tuple[str, ...] = ()  # of these clients; () for the mean over all
+    group: str | None = None  # of these unseen clients, after the last round
 
 
 class Better(_Strict):
@@ -63,6 +65,7 @@ class Better(_Strict):
     than: tuple[str, ...]
     by: Annotated[float, Field(ge=0)] = 0.0  # at least so much, in the metric's unit
     clients: tuple[str, ...] = ()
+    group: str | None = None
 
 
 class Near(_Strict):
@@ -77,6 +80,7 @@ class Near(_Strict):
     within: Annotated[float, Field(gt=0)]
     points: bool = False
     clients: tuple[str, ...] = ()
+    group: str | None = None
 
 
 class Weights(_Strict):
@@ -101,6 +105,17 @@ class Improved(_Strict):
     at_least: Annotated[float, Field(ge=0, le=100)]
 
 
+class Gate(_Strict):
+    """At least this share of the samples of unseen clients, in percent, goes to an expert whose anchor has their class."""
+
+    kind: Literal["gate"]
+    says: str
+    source: str
+    columns: tuple[str, ...]
+    row: str
+    at_least: Annotated[float, Field(ge=0, le=100)]
+
+
 class Routers(_Strict):
     """How the mean routing weight of the generalist moves over training, averaged over clients and blocks."""
 
@@ -112,7 +127,7 @@ class Routers(_Strict):
     generalist: Literal["falls", "below half at the end"]
 
 
-Statement = Lower | Better | Near | Weights | Improved | Routers
+Statement = Lower | Better | Near | Weights | Improved | Gate | Routers
 
 
 class Picture(_Strict):
@@ -121,10 +136,11 @@ class Picture(_Strict):
     `clients`: test metric over iterations by client; `mean`: the same averaged over clients; `curves`: like `mean`, one broad panel
     for each column; `routers`: router scores; `sweep`: the mean by how often and how long routers learn; `weights`: collaboration weights
     at some iterations beside the true clusters; `domains`: a client's weights for each other client over iterations; `bars`: the mean of
-    rows across columns, which are the values of a sweep.
+    rows across columns, which are the values of a sweep; `labels`: which classes each client has; `k-means`: clusters of these;
+    `experts`: the accuracy of each expert of a pool over rounds; `gate`: which expert gets which class, and the gate's error by client.
     """
 
-    kind: Literal["clients", "mean", "curves", "routers", "sweep", "weights", "domains", "bars"]
+    kind: Literal["clients", "mean", "curves", "routers", "sweep", "weights", "domains", "bars", "labels", "k-means", "experts", "gate"]
     title: str | None = None  # default: what is drawn
     rows: tuple[str, ...] = ()  # () for all
     columns: tuple[str, ...] = ()  # () for all
@@ -138,6 +154,7 @@ class Reproduction(_Strict):
     Args:
         title: What it is, as the paper names it.
         seeds: Runs per cell that the paper averages over.
+        shows: Which figure of a run is in the table. The best evaluation is chosen by the test metric itself, as in the paper.
         set: What is set in every recipe.
         scales: What a scale sets in every recipe.
         columns: By id.
@@ -151,6 +168,7 @@ class Reproduction(_Strict):
 
     title: str
     seeds: Annotated[int, Field(ge=1)] = 3
+    shows: Figure = "mean"
     set: Settings = {}
     scales: Mapping[Scale, Settings] = {}
     columns: Mapping[str, Column]

@@ -1,0 +1,304 @@
+"""A classifier in use: it says of what class a sample is and, of a pool, which of its owner's experts is asked."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
+
+from coterie.data.examples import Examples, ExampleSplit
+from coterie.errors import CheckpointError, ModelError, Refused
+from coterie.models.classifier import Classifier, Shape
+from coterie.models.common import CommonExpert
+from coterie.models.networks import NetworkShape, check
+from coterie.models.pool import ABSENT, Mixture, PoolClassifier, PoolLayout
+from coterie.models.text import TextShape
+from coterie.personal.artifact import ABOUT, CLASSIFIER, CLASSIFIER_WEIGHTS, FOREIGN, FORMAT, Origin, fill, read_about_json
+from coterie.personal.samples import as_samples
+from coterie.records import write_json
+from coterie.roles import EXPERT, GATE
+from coterie.tensors import Named, Tensors, prefixed, under
+from coterie.tensors import load as load_tensors
+from coterie.tensors import save as save_tensors
+
+COMMON = "common"  # what the names of the common expert's tensors begin with
+_ROWS = 32  # samples at a time
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a client has of a pool.
+
+    Args:
+        size: M, experts in the pool.
+        experts: The numbers of those that the client has, in rising order.
+        mixture: What it trained, see `PoolLayout`.
+        answer: Who classifies a sample, likewise.
+        common: The common expert's network; None without a gate.
+        gate_width: Hidden units of the gate; None without one.
+    """
+
+    size: int
+    experts: tuple[int, ...]
+    mixture: Mixture
+    answer: Literal["best", "mixture"]
+    common: NetworkShape | TextShape | None = None
+    gate_width: int | None = None
+
+    def __post_init__(self) -> None:
+        if list(self.experts) != sorted(set(self.experts) & set(range(self.size))):
+            raise ValueError(f"experts {self.experts} of a pool of {self.size}")
+        if not (self.layout.gated == (self.common is not None) == (self.gate_width is not None)):
+            raise ValueError(f"mixture {self.mixture} with the common expert {self.common} and a gate of width {self.gate_width}")
+
+    @property
+    def layout(self) -> PoolLayout:
+        """Of a model with a place for each of these experts."""
+        return PoolLayout(pool=self.size, chosen=len(self.experts), mixture=self.mixture, answer=self.answer)
+
+
+@dataclass(frozen=True)
+class AboutClassifier:
+    """What `client.json` says of a classifier.
+
+    Args:
+        client: The client's id.
+        network: The client's own, or what each of its experts is.
+        pool: Where the experts are from; None for a network of its own.
+        names: Of the classes.
+        mean: Of each channel of images, subtracted.
+        std: Of each channel of images, divided by.
+        method: Name of the method.
+        recipe: Name of the recipe.
+        round: Rounds done.
+        seed: The run's seed.
+    """
+
+    client: str
+    network: NetworkShape | TextShape
+    pool: Share | None
+    names: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    method: str
+    recipe: str
+    round: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if len(self.names) != self.network.classes:
+            raise ValueError(f"{len(self.names)} names of {self.network.classes} classes")
+
+    def at(self, base: str) -> "AboutClassifier":
+        """The same of a base that is somewhere else now. Raises Refused for a classifier of images."""
+        if not isinstance(self.network, TextShape):
+            raise Refused(f"{self.client} has a classifier of images, which has no base", "Leave --base out.")
+        network, pool = replace(self.network, base=base), self.pool
+        if pool is not None and isinstance(pool.common, TextShape) and pool.common.base == self.network.base:
+            pool = replace(pool, common=replace(pool.common, base=base))
+        return replace(self, network=network, pool=pool)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a sample is said to be.
+
+    Args:
+        label: Number of the likeliest class.
+        name: Its name.
+        probability: That it is that.
+        expert: Number in the pool of the expert that the gate wants most, of those that the client has; None without a gate.
+    """
+
+    label: int
+    name: str
+    probability: float
+    expert: int | None
+
+
+class PersonalClassifier:
+    """A client's trained classifier: a network of its own, or experts of a pool with the gate and the common expert that embeds for it.
+
+    Args:
+        model: With the client's values.
+        about: What is known of where it comes from.
+    """
+
+    def __init__(self, model: Classifier | PoolClassifier, about: AboutClassifier) -> None:
+        self.model, self.about = model, about
+
+    def __repr__(self) -> str:
+        own = f", experts={self.experts}" if self.experts else ""
+        return f"PersonalClassifier(client={self.about.client!r}, method={self.about.method!r}, network={self.shape.title!r}{own})"
+
+    @property
+    def shape(self) -> NetworkShape | TextShape:
+        """Of its network, or of each of its experts."""
+        return self.about.network
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def experts(self) -> tuple[int, ...]:
+        """The numbers of its experts in the pool; () for a network of its own."""
+        return self.about.pool.experts if self.about.pool else ()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The log-probability of each class, (B, classes).
+
+        Args:
+            x: (B, C, H, W) float32, normalised by `about.mean` and `about.std`; or (B, T) int64 token ids, -1 behind the end.
+
+        Raises:
+            ModelError: It is not.
+        """
+        return self.answer(x)[0]
+
+    @torch.no_grad()
+    def answer(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """As calling it, with (B,) the number of the expert that the gate wants most of those that the client has; None without a gate."""
+        batch = Examples(x, torch.zeros(len(x), dtype=torch.int64))
+        if isinstance(self.model, Classifier):
+            inputs, _ = self.model.checked(batch)
+            return self.model(inputs).log_softmax(dim=1), None
+        self.shape.check_inputs(x)
+        if self.model.embed is None:
+            return self.model.predict(batch)[0], None
+        return self.model.predict(replace(batch, embedding=self.model.embed(batch)))
+
+    def predict(self, given: Any) -> list[Prediction]:
+        """What each sample is.
+
+        Args:
+            given: A path of a file or folder of images or texts, or several; images as an array or tensor; or a text, or several, as `str`:
+                see `personal.samples`.
+
+        Raises:
+            DataError: There is nothing, or something else.
+        """
+        found: list[Prediction] = []
+        for batch in self.batches(given):
+            outputs, experts = self.answer(batch.x)
+            best, labels = outputs.exp().max(dim=1)
+            numbers = [None] * len(batch) if experts is None else experts.tolist()
+            for label, probability, expert in zip(labels.tolist(), best.tolist(), numbers, strict=True):
+                found.append(Prediction(label, self.about.names[label], probability, expert))
+        return found
+
+    def batches(self, given: Any) -> Iterator[Examples]:
+        """The samples as `answer` takes them, with the label 0; see `predict`."""
+        split = as_samples(given, self.shape).split(self.about.mean, self.about.std, self.shape.classes)
+        return split.scoring(_ROWS)
+
+    @classmethod
+    def load(cls, folder: Path, base: str | None = None, device: str = "cpu") -> "PersonalClassifier":
+        """The classifier in a client's folder.
+
+        Args:
+            folder: Of the client.
+            base: Where the base of a classifier of texts is now, if not where client.json says.
+            device: Where it computes.
+
+        Raises:
+            CheckpointError: A file is missing or damaged, or they do not fit each other.
+            ModelError: The base of a classifier of texts cannot be loaded.
+            Refused: A base of a classifier of images.
+        """
+        about = read_classifier(folder)
+        about = about if base is None else about.at(base)
+        source = folder / CLASSIFIER_WEIGHTS
+        tensors, _ = load_tensors(source)
+        model = _built(about, tensors, str(source), device)
+        common = prefixed(COMMON, under(COMMON, tensors)) if about.pool and about.pool.common else {}
+        fill(_own(model), {name: tensor for name, tensor in tensors.items() if name not in common}, str(source))
+        return cls(model, about)
+
+
+def save_classifier(
+    folder: Path, client: str, model: Classifier | PoolClassifier, data: ExampleSplit, names: Sequence[str], origin: Origin
+) -> None:
+    """Write a client's classifier to `folder`: all that it takes to use it, but the tokenizer of texts, which their base names.
+
+    Args:
+        folder: Made if it is missing.
+        client: The client's id.
+        model: With the client's values.
+        data: Any of its splits, which says how images are normalised.
+        names: Of the classes; their numbers if there are none.
+        origin: Where it comes from.
+
+    Raises:
+        SaveError: It could not be written.
+    """
+    share, tensors = None, _own(model)
+    if isinstance(model, PoolClassifier):
+        layout, gate, common = model.layout, model.gate, model.common if model.gate else None
+        width = cast(NetworkShape, gate.shape).hidden[0] if gate else None
+        network = _known(common.shape) if common else None
+        share = Share(layout.pool, tuple(_present(model)), layout.mixture, layout.answer, network, width)
+        tensors |= prefixed(COMMON, common.tensors) if common else {}
+    called = tuple(names) or tuple(map(str, range(model.shape.classes)))
+    about = AboutClassifier(client, _known(model.shape), share, called, data.mean, data.std, **vars(origin))
+    save_tensors(folder / CLASSIFIER_WEIGHTS, tensors, {"format": "pt"})
+    write_json(folder / ABOUT, {"format": FORMAT, "kind": CLASSIFIER} | asdict(about))
+
+
+def read_classifier(folder: Path) -> AboutClassifier:
+    """What `client.json` in `folder` says of a classifier.
+
+    Raises:
+        CheckpointError: It is missing, damaged, of a newer format, or of a language model.
+    """
+    found = read_about_json(folder)
+    if found.pop("kind", None) != CLASSIFIER:
+        raise CheckpointError(f"{folder} holds a language model, not a classifier", "See `coterie predict --text`.")
+    try:
+        return TypeAdapter(AboutClassifier).validate_python(found)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise CheckpointError(f"{folder / ABOUT}: {where}: {first['msg']}", FOREIGN) from None
+    except ModelError as error:
+        raise CheckpointError(f"{folder / ABOUT}: {error.problem}", FOREIGN) from None
+
+
+def _built(about: AboutClassifier, tensors: Named, source: str, device: str) -> Classifier | PoolClassifier:
+    """A model like the one that was saved, of which only the common expert has its values. Raises CheckpointError, ModelError."""
+    if about.pool is None:
+        return Classifier(about.network, device)
+    common = None
+    if about.pool.common is not None:
+        check(about.pool.common, under(COMMON, tensors), f"{source}, {COMMON}")
+        common = CommonExpert(about.pool.common, under(COMMON, tensors), device)
+    model = PoolClassifier(about.network, about.pool.layout, common, None, about.pool.gate_width or 0, device)
+    model.numbers = torch.tensor(about.pool.experts)
+    return model
+
+
+def _own(model: Classifier | PoolClassifier) -> Tensors:
+    """A client's tensors themselves, by their names in the file: `expert/<number>/...` and `gate/...` where they are of a pool."""
+    if isinstance(model, Classifier):
+        return _values(model)
+    found = prefixed(GATE, _values(model.gate)) if model.gate is not None else {}
+    for number, expert in zip(_present(model), model.experts, strict=False):
+        found |= prefixed(f"{EXPERT}/{number}", _values(expert))
+    return found
+
+
+def _present(model: PoolClassifier) -> list[int]:
+    """The numbers of the experts that are there, in the order of their places."""
+    return [number for number in model.numbers.tolist() if number != ABSENT]
+
+
+def _known(shape: Shape) -> NetworkShape | TextShape:
+    assert isinstance(shape, NetworkShape | TextShape)
+    return shape
+
+
+def _values(classifier: Classifier) -> Tensors:
+    return dict(classifier.network.named_parameters()) | classifier.buffers()

@@ -1,0 +1,105 @@
+"""Personal models by the run and the client that they are of, whatever kind they are."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from coterie.errors import CheckpointError, Refused
+from coterie.models.backbone import Backbone
+from coterie.personal.artifact import ABOUT, CLASSIFIER, read_about_json
+from coterie.personal.classifier import PersonalClassifier
+from coterie.personal.model import PersonalModel
+
+Personal = PersonalModel | PersonalClassifier
+
+
+def load(
+    run: Path | str,
+    client: str | None = None,
+    *,
+    base: str | None = None,
+    backbone: Backbone | None = None,
+    dtype: Literal["fp32", "bf16"] = "fp32",
+    device: str = "cpu",
+) -> Personal:
+    """The personal model of a client.
+
+    Args:
+        run: A run's folder, or directly a client's (clients/ID in it).
+        client: The client's id; not needed for a client's folder, nor where there is one client only.
+        base: Where the base is now; default: where the client's JSON says.
+        backbone: Of language models, instead: a loaded base, to share between several personal models.
+        dtype: Of the base of a language model if it is loaded here, "fp32" or "bf16".
+        device: Where the model is loaded to.
+
+    Raises:
+        CheckpointError: There is no such client, or its files are damaged or do not fit the base.
+        ModelError: The base cannot be loaded.
+        Refused: A base is given for a model that has none.
+    """
+    folder = folder_of(run, client)
+    if read_about_json(folder).get("kind") != CLASSIFIER:
+        return PersonalModel.load(folder, base=base, backbone=backbone, dtype=dtype, device=device)
+    if backbone is not None:
+        raise Refused(f"{folder} holds a classifier, which has no backbone", "Leave it out.")
+    return PersonalClassifier.load(folder, base, device)
+
+
+def load_all(
+    run: Path | str,
+    clients: Sequence[str] | None = None,
+    *,
+    base: str | None = None,
+    backbone: Backbone | None = None,
+    dtype: Literal["fp32", "bf16"] = "fp32",
+    device: str = "cpu",
+) -> dict[str, Personal]:
+    """The personal models of several clients of a run; those of language share a backbone, and each costs little more than its own adapter.
+
+    Args:
+        run: A run's folder, or directly a client's.
+        clients: Their ids; all clients by default.
+        base: See `load`.
+        backbone: Likewise.
+        dtype: Likewise.
+        device: Likewise.
+
+    Raises:
+        Refused: See `load`.
+    """
+    if (Path(run) / ABOUT).is_file():
+        model = load(run, None if not clients else clients[0], base=base, backbone=backbone, dtype=dtype, device=device)
+        return {model.about.client: model}
+    found: dict[str, Personal] = {}
+    for client in dict.fromkeys(clients or clients_of(run)):
+        found[client] = model = load(run, client, base=base, backbone=backbone, dtype=dtype, device=device)
+        backbone = model.backbone if isinstance(model, PersonalModel) else None
+    return found
+
+
+def clients_of(run: Path | str) -> list[str]:
+    """The clients that have a personal model in a run's folder.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    found = sorted(path.parent.name for path in (Path(run) / "clients").glob(f"*/{ABOUT}"))
+    if not found:
+        raise CheckpointError(f"{run} holds no personal models", "Give the folder of a finished run, with clients/ in it (`coterie run`).")
+    return found
+
+
+def folder_of(run: Path | str, client: str | None) -> Path:
+    """The folder of a client, of whom a run's folder or the folder itself is given. Raises CheckpointError."""
+    run = Path(run)
+    if (run / ABOUT).is_file():
+        if client not in (None, own := read_about_json(run).get("client")):
+            raise CheckpointError(f"{run} is the folder of client {own!r}, not of {client!r}", "Give the run's folder.")
+        return run
+    known = clients_of(run)
+    if client is None and len(known) == 1:
+        return run / "clients" / known[0]
+    if client not in known:
+        problem = f"{run} has several clients" if client is None else f"{run} has no client {client!r}"
+        raise CheckpointError(problem, f"Its clients: {', '.join(known)}.")
+    return run / "clients" / client

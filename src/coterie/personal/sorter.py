@@ -1,0 +1,77 @@
+"""A local web page for classifiers: one gives an image or a text, and sees what each client's model says it is."""
+
+import html
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from coterie.errors import DataError
+from coterie.models.networks import NetworkShape
+from coterie.models.text import TextShape
+from coterie.personal import page
+from coterie.personal.classifier import PersonalClassifier
+
+SHOWN = 3  # classes for each client
+STYLE = """
+.expert { min-width: 9rem !important; align-self: center }
+#image img { width: 100%; height: 100%; object-fit: contain; image-rendering: pixelated }
+@media (max-width: 640px) { .client { flex: 1 0 100% !important } }
+"""
+
+
+def sorter(models: Mapping[str, PersonalClassifier]) -> Any:
+    """The page, a Gradio `Blocks` with nothing started yet.
+
+    Args:
+        models: A classifier for each client, in the order of the rows, all of images or all of texts.
+
+    Raises:
+        Refused: Gradio is not installed.
+    """
+    gradio = page.gradio()
+    shape = next(iter(models.values())).shape
+
+    def classify(given: str | None) -> list[Any]:
+        if not given or not given.strip():
+            return [None, ""] * len(models)
+        try:
+            return [shown for model in models.values() for shown in _answer(model, given)]
+        except DataError as error:
+            raise gradio.Error(str(error), print_exception=False) from None
+
+    with gradio.Blocks(title="coterie", analytics_enabled=False) as blocks:
+        gradio.Markdown(f"## What would each of them say it is?\n{_asked(shape)}")
+        if isinstance(shape, TextShape):
+            given = gradio.Textbox(label="Text", lines=3, autofocus=True, elem_id="text")
+        else:
+            # without a mode the file stays as it was sent
+            given = gradio.Image(label="Image", type="filepath", image_mode=None, sources=["upload"], height=220, elem_id="image")
+        answers: list[Any] = []
+        for client in models:
+            with gradio.Row():
+                gradio.Markdown(html.escape(client), elem_classes="client")
+                answers.append(gradio.Label(show_label=False, show_heading=False, num_top_classes=SHOWN, elem_classes="answer", scale=3))
+                answers.append(gradio.Markdown(elem_classes="expert"))
+        given.change(classify, given, answers, trigger_mode="always_last", **page.QUIET)
+    return blocks
+
+
+def served(models: Mapping[str, PersonalClassifier], port: int) -> AbstractContextManager[str]:
+    """Show the page on this machine only, see `page.served`."""
+    return page.served(sorter(models), STYLE, port)
+
+
+def _answer(model: PersonalClassifier, given: str) -> tuple[dict[str, float], str]:
+    """The probability of each class, and the expert that the gate wants most."""
+    (batch,) = model.batches(given)
+    outputs, experts = model.answer(batch.x)
+    shown = "" if experts is None else f"expert **{experts.item()}** of {', '.join(map(str, model.experts))}"
+    return dict(zip(model.about.names, outputs[0].exp().tolist(), strict=True)), shown
+
+
+def _asked(shape: NetworkShape | TextShape) -> str:
+    """What one is to do."""
+    if isinstance(shape, TextShape):
+        return "Type a text."
+    _, height, width = shape.inputs
+    return f"Choose an image of height {height} and width {width} pixels."

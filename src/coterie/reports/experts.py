@@ -1,0 +1,285 @@
+"""A pool of experts as pictures: who has which classes, and which expert a gate gives them to (DDOME, Fig. 2, 7, 11, Table 5)."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from html import escape
+from itertools import groupby
+from math import nan
+from statistics import fmean
+from typing import Any
+
+from coterie.reports import chart
+from coterie.reports.chart import Dot, Heat, Line, Matrix, Style
+from coterie.reports.parts import COLOURS, captioned, legend, table, thinned, unseen
+
+Json = Mapping[str, Any]
+CLUSTERS = 5  # of K-means where there are no anchors
+SUBSTANTIAL = {"no clear groups": 0.25, "weak groups": 0.5, "groups": 1.0}  # mean silhouettes up to: Kaufman and Rousseeuw, 1990
+
+ABOUT_CLASSES = (
+    "<p>Every column is a client, every row a class, every field the class's share of the client's examples: those that it trains on "
+    "or, of unseen clients, those that it is tested on. Classes of one anchor stand together.</p>"
+)
+ABOUT_CHOICES = (
+    "<p>Test samples, {whose}: of each row, the share that the gate gave to each expert (columns).{outlined} Move the slider, or use the "
+    "arrow keys on it, to go through training; hover over a field, tap it, or go there with Tab and the arrow keys, to see its share.</p>"
+)
+ABOUT_GATE = "<p>Gate accuracy: the share of samples that went to an expert whose anchor has their class.</p>"
+
+
+def classes(result: Json) -> tuple[str, ...]:
+    """The parts of the section on labels: who has which, and what K-means makes of them; nothing where nobody knows."""
+    return (ABOUT_CLASSES, distribution(result), clustering(result)) if result.get("label_counts") else ()
+
+
+def distribution(result: Json) -> str:
+    """A heat map of the share of each class for each kind of client: anchors, normal clients, and the groups of unseen ones (Fig. 2)."""
+    shares = {i: _percent(counts) for i, counts in result["label_counts"].items()}
+    order = _order(len(next(iter(shares.values()))), _anchored(result))
+    top = max(map(max, shares.values()))
+    figures = []
+    for kind, members in _kinds(result).items():
+        matrix = [[shares[i][c] for i in members] for c in order]
+        heat = Heat(
+            list(map(str, order)),
+            members,
+            [(0, matrix)],
+            top,
+            f"Shares of classes of {kind}",
+            "{column}: {value} % of class {row}",
+            digits=0,
+        )
+        figures.append(captioned(kind, "", chart.heat_map(heat, 900, 450, field=16)))
+    return f'{chart.scale("0 % of a client", f"{top:.0f} %")}<div class="kinds">{"".join(figures)}</div>'
+
+
+def _kinds(result: Json) -> dict[str, list[str]]:
+    """Who holds examples: anchors, then normal clients, then unseen ones by group; titled by how many they are."""
+    kinds: dict[str, list[str]] = {"anchors": list(result["anchors"] or ()), "normal clients": []}
+    for i in result["label_counts"]:
+        if i not in kinds["anchors"]:
+            kinds.setdefault(unseen(result["clients"][i]["group"]) if i in result["clients"] else "normal clients", []).append(i)
+    return {f"{len(members)} {kind}": members for kind, members in kinds.items() if members}
+
+
+def _anchored(result: Json) -> list[Sequence[int]]:
+    """The classes of each anchor."""
+    return [result["labels"][q] for q in result.get("anchors") or ()]
+
+
+def _order(count: int, anchored: Sequence[Sequence[int]]) -> list[int]:
+    """Classes, those of an anchor beside each other; behind them those that no anchor has."""
+    return list(dict.fromkeys(c for own in (*anchored, range(count)) for c in own))
+
+
+def _percent(counts: Iterable[int]) -> list[float]:
+    """Shares of their sum; of nothing, nothing."""
+    held = list(counts)
+    return [100 * count / (sum(held) or 1) for count in held]
+
+
+def clustering(result: Json) -> str:
+    """K-means on the label shares of the normal clients, in their two principal components (Fig. 11); nothing where they are too few."""
+    from sklearn.cluster import KMeans
+    from sklearn.decomposition import PCA
+    from sklearn.metrics import silhouette_score
+
+    trains = [i for i in result["label_counts"] if i not in result["clients"] and i not in (result["anchors"] or ())]
+    shares = [_percent(result["label_counts"][i]) for i in trains]
+    k = len(result["anchors"] or ()) or CLUSTERS
+    if not 1 < k < len(set(map(tuple, shares))):
+        return ""
+    found = KMeans(k, n_init=10, random_state=0).fit_predict(shares)
+    silhouette = float(silhouette_score(shares, found))
+    components = PCA(2).fit(shares)
+    dots = []
+    for i, own, cluster, (x, y) in zip(trains, shares, found.tolist(), components.transform(shares).tolist(), strict=True):
+        two = sorted(sorted(range(len(own)), key=lambda c: -own[c])[:2])
+        main = "·".join(map(str, two))
+        dots.append(Dot(x, y, main, f"{i}: cluster {cluster + 1}, main classes {main}", _look(cluster)))
+    parts = zip(("first", "second"), components.explained_variance_ratio_.tolist(), strict=True)
+    axes = (f"{name} principal component ({100 * part:.0f} % of the variance)" for name, part in parts)
+    verdict = next(says for says, limit in SUBSTANTIAL.items() if silhouette <= limit)
+    return (
+        f"<h3>K-means on these shares finds {verdict}</h3><p>Each of the {len(trains)} normal clients with its two main classes; colour "
+        f"and shape tell which of {k} clusters it is in. The mean silhouette is {silhouette:.2f}: 1 stands for groups far apart, 0 for "
+        f"groups that touch, and up to 0.25 for no substantial structure.</p><figure>{chart.plane(dots, *axes)}</figure>"
+    )
+
+
+def _look(number: int, marked: bool = True) -> Style:
+    """One of many looks: colours repeat after eight, with other dashes and markers."""
+    return Style(COLOURS[number % len(COLOURS)], number + number // len(COLOURS), marked=marked)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Which experts the gate of a method gave test samples to, at its evaluations.
+
+    Args:
+        title: Of the method.
+        anchors: The anchor of each expert; () where experts have none.
+        anchored: The classes of each anchor.
+        stages: Rounds, and by group of clients, the headline first, what `evaluation.choices` found.
+    """
+
+    title: str
+    anchors: Sequence[str]
+    anchored: Sequence[Sequence[int]]
+    stages: Sequence[tuple[int, Mapping[str, Json]]]
+
+    @classmethod
+    def of(cls, title: str, result: Json) -> "Choices | None":
+        """Those of a result, or None if its method has no gate."""
+        found = [(e["round"], e["choices"]) for e in result["evaluations"] if e.get("choices")]
+        if not found:
+            return None
+        given = next(iter(found[0][1].values()))["given"]
+        stages = thinned(found, chart.room(len(given) * len(given[0])))
+        tied = len(result.get("anchors") or ()) == len(given[0])
+        return cls(title, result["anchors"] if tied else (), _anchored(result) if tied else (), stages)
+
+    @cached_property
+    def groups(self) -> list[str]:
+        """Of clients, the headline first."""
+        return list(self.stages[-1][1])
+
+    @cached_property
+    def size(self) -> tuple[int, int]:
+        """Classes, and experts M."""
+        given = self.stages[-1][1][self.groups[0]]["given"]
+        return len(given), len(given[0])
+
+    @cached_property
+    def marked(self) -> bool:
+        """Whether curves are to have markers."""
+        return len(self.stages) <= chart.MARKED
+
+    @cached_property
+    def order(self) -> list[int]:
+        """Classes, from above."""
+        return _order(self.size[0], self.anchored)
+
+    def shares(self, group: str) -> Heat:
+        """(classes, M): percent of each class that each expert was given."""
+        rows = {str(c): [c] for c in self.order}
+        owned = [[c in own for c in self.order] for own in self.anchored]
+        frames = "".join(f"M{m} {i}h1v{k}h-1z" for m, column in enumerate(owned) for i, k in _runs(column))
+        return self._heat(group, rows, "share of each class by expert", "class {row}: {value} % to expert {column}", frames)
+
+    def confusion(self, group: str) -> Heat:
+        """(M, M): percent of the classes of each anchor that each expert was given; in a last row, of the classes that no anchor has."""
+        orphans = [c for c in self.order if not any(c in own for own in self.anchored)]
+        rows = dict(zip(self.anchors, self.anchored, strict=True)) | ({"no anchor": orphans} if orphans else {})
+        frames = "".join(f"M{m} {m}h1v1h-1z" for m in range(len(self.anchors)))
+        return self._heat(group, rows, "share of each anchor's classes by expert", "classes of {row}: {value} % to expert {column}", frames)
+
+    def _heat(self, group: str, rows: Mapping[str, Sequence[int]], what: str, told: str, frames: str) -> Heat:
+        stages = [(at, _summed(found[group]["given"], rows.values())) for at, found in self.stages]
+        experts = [str(m) for m in range(self.size[1])]
+        return Heat(list(rows), experts, stages, 100, f"{self.title}: {what}", told, digits=0, frames=frames)
+
+    def expert_accuracy(self, group: str) -> list[Line]:
+        """A line for each expert: percent right of the samples that it was given."""
+        return [
+            Line([(at, _rate(found[group], m)) for at, found in self.stages], f"expert {m}", _look(m, self.marked))
+            for m in range(self.size[1])
+        ]
+
+    def gate_accuracy(self, group: str, style: Style) -> Line:
+        """Percent of samples that went to an expert whose anchor has their class. Experts have anchors."""
+        return Line([(at, found[group]["gate_accuracy"]) for at, found in self.stages], self.title, style)
+
+
+def _runs(there: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """Where neighbours that are there begin, and how many they are."""
+    at = 0
+    for is_there, run in groupby(there):
+        count = len(list(run))
+        if is_there:
+            yield at, count
+        at += count
+
+
+def _summed(given: Sequence[Sequence[int]], rows: Iterable[Sequence[int]]) -> Matrix:
+    """Percent of the samples of each row's classes, together, that each expert was given."""
+    return [_percent(map(sum, zip(*(given[c] for c in own), strict=True))) for own in rows]
+
+
+def _rate(found: Json, expert: int) -> float:
+    """Percent of an expert's samples that it got right; nan where it got none."""
+    given, right = (sum(row[expert] for row in found[key]) for key in ("given", "right"))
+    return 100 * right / given if given else nan
+
+
+def experts(results: Mapping[str, Json]) -> tuple[str, ...]:
+    """The parts of the section on a pool: choices over training, accuracy of experts and gate, and the gate's decisions by client.
+
+    Args:
+        results: What is in result.json, by title; of the first with a gate decisions are shown by client.
+
+    Returns:
+        Nothing where no result has a gate.
+    """
+    found = [choices for title, result in results.items() if (choices := Choices.of(title, result))]
+    if not found:
+        return ()
+    tables = (decisions(title, result) for title, result in results.items())
+    return choice_maps(found), gate_curves(found), *map(expert_curves, found), next(filter(None, tables), "")
+
+
+def choice_maps(found: Sequence[Choices]) -> str:
+    """For each method heat maps of the headline group, by class and by anchor, with one slider for all."""
+    group, figures = found[0].groups[0], []
+    for own in found:
+        heats = {"by class": own.shares(group)} | ({"by anchor, its classes together": own.confusion(group)} if own.anchors else {})
+        figures += [captioned(own.title, told, chart.heat_map(heat)) for told, heat in heats.items()]
+    moments = sorted({at for own in found for at, _ in own.stages})
+    outlined = " Outlined are the classes of the expert's own anchor." if any(own.anchors for own in found) else ""
+    return (
+        f'{ABOUT_CHOICES.format(whose=escape(unseen(group)), outlined=outlined)}<div class="staged">{chart.slider(moments, "rounds")}'
+        f'{chart.scale("0 % of the row", "100 %")}<div class="maps owned">{"".join(figures)}</div></div>'
+    )
+
+
+def gate_curves(found: Sequence[Choices]) -> str:
+    """A panel for each group of clients: gate accuracy over rounds, a line for each method; nothing without anchors."""
+    tied = [(own, _look(k, own.marked)) for k, own in enumerate(found) if own.anchors]
+    if not tied:
+        return ""
+    charts = {unseen(group): [own.gate_accuracy(group, style) for own, style in tied] for group in found[0].groups}
+    samples = legend((style.sample, own.title) for own, style in tied) if len(tied) > 1 else ""
+    return f"<h3>Gate accuracy</h3>{ABOUT_GATE}{samples}{chart.panels(charts, 'rounds', 'gate accuracy, %', (0, 100))}"
+
+
+def expert_curves(found: Choices) -> str:
+    """A panel for each group of clients: the accuracy of each expert over rounds (Fig. 7)."""
+    charts = {unseen(group): found.expert_accuracy(group) for group in found.groups}
+    samples = legend((line.style.sample, line.name) for line in charts[unseen(found.groups[0])])
+    about = "<p>Of the test samples that the gate gave to an expert, the share that it got right.</p>"
+    return f"<h3>{escape(found.title)}: accuracy of each expert</h3>{about}{samples}{chart.panels(charts, 'rounds', 'accuracy, %')}"
+
+
+def decisions(title: str, result: Json) -> str:
+    """The gate's decisions for each unseen client, a table for each group, all but the first folded away (Table 5).
+
+    Nothing where experts have no anchors, or nobody is unseen.
+    """
+    counts, groups = result.get("label_counts"), result.get("groups")
+    if not counts or not groups or any(c.get("gate_accuracy") is None for c in result["clients"].values()):
+        return ""
+    tables = []
+    for group in groups:
+        own = {i: c for i, c in result["clients"].items() if c["group"] == group}
+        wrong = {i: 1 - c["gate_accuracy"] / 100 for i, c in own.items()}
+        rows = [
+            [i, ", ".join(map(str, own[i]["experts"])), f"{sum(counts[i]) * w:.0f}", f"{sum(counts[i]) * (1 - w):.0f}", f"{100 * w:.1f} %"]
+            for i, w in wrong.items()
+        ]
+        rows.append(["average", "", "", "", f"{100 * fmean(wrong.values()):.1f} %"])
+        tables.append(table([unseen(group), "experts", "incorrect", "correct", "error rate"], rows, len(wrong)))
+    first, *others = tables
+    folded = "".join(f"<details><summary>{escape(unseen(g))}</summary>{t}</details>" for g, t in zip(list(groups)[1:], others, strict=True))
+    about = "<p>Test samples that the gate gave to an expert whose anchor does not have, or has, their class.</p>"
+    return f"<h3>{escape(title)}: decisions of the gate</h3>{about}{first}{folded}"
