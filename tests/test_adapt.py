@@ -223,7 +223,7 @@ def test_whoever_is_there_already_is_not_new(run: Path, photos: Path, tmp_path: 
     ):
         with pytest.raises(Refused, match=message):
             adapt(run, photos, id)
-    with pytest.raises(DataError, match="client id '../x' is not valid"):
+    with pytest.raises(DataError, match=r"client id '\.\./x' is not valid"):
         adapt(run, photos, "../x")
     elsewhere = adapt(run, photos, "more", tmp_path / "device")
     assert coterie.load(tmp_path / "device").about.client == "more"

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from coterie import personal
-from coterie.client import OWNED, Client, Model, Trainable
+from coterie.client import Client, Model, Trainable
 from coterie.data.dealing import Dealing
 from coterie.data.examples import ExampleSplit
 from coterie.data.federation import Federation

@@ -43,6 +43,8 @@ CASES: dict[str, dict[str, object]] = {
 }
 VARIANTS: dict[str, dict[str, object]] = {
     "generalist-favoured": {"name": "comigs", "rounds": 2, "local_steps": 1, "router_every": 1, "specialists": 2, "balance": "generalist"},
+    "comigs with a pool": {"name": "comigs", "rounds": 2, "local_steps": 2, "router_every": 1, "router_steps": 1, "generalists": "pool"},
+    "comigs, one of a pool": {"name": "comigs", "rounds": 2, "local_steps": 2, "generalists": "pool", "chosen": 1, "load": None},
     "cobo on the simplex": {"name": "cobo", "rounds": 2, "pairs": "all", "gamma": 1, "projection": "simplex", "pull": "decoupled"},
     "cobo, its output drawn": {"name": "cobo", "rounds": 2, "pairs": "constant", "output": "uniform"},
     "fc, one model an exchange": {"name": "fc", "rounds": 2, "cluster_size": 2, "exchange_mb": 1e-6},

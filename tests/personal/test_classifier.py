@@ -1,4 +1,4 @@
-"""Classifiers that are kept and used again, against the models that were trained and against plain matrix products of what is in the files."""
+"""Classifiers that are kept and used again, against those that were trained and against plain matrix products of what is in the files."""
 
 import json
 import re

@@ -5,6 +5,7 @@ import re
 import sysconfig
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -159,12 +160,12 @@ class _OneFile(Corpus):
         """The values of the first column that the recipe asks for."""
 
     @property
-    def clients(self) -> tuple[ClientId, ...]:
-        """The clients: one for each of those, unless a corpus divides them further."""
-        return self.names
+    def cells(self) -> Mapping[str, Sequence[ClientId]]:
+        """What kinds of text there are, and the clients who share the documents of each: one, unless a corpus has more."""
+        return {name: (name,) for name in self.names}
 
-    def parts(self, row: Row) -> Mapping[ClientId, str]:
-        """What of a row's text is whose."""
+    def parts(self, row: Row) -> Mapping[str, str]:
+        """What of a row's text is of which kind."""
         return {row[self.columns[0]]: row["text"]}
 
     @abstractmethod
@@ -181,20 +182,28 @@ class _OneFile(Corpus):
     def _read(self, path: Path) -> Texts:
         rows, owner = read_rows(path, dict.fromkeys(self.columns, str)), self.columns[0]
         choose((row[owner] for row in rows), self.names, f"{owner}s", str(path))
-        documents: dict[ClientId, list[Document]] = {id: [] for id in self.clients}
+        documents: dict[str, list[Document]] = {cell: [] for cell in self.cells}
         for row in (row for row in rows if row[owner] in self.names):
             corpus, document = self.document(row)
             if not (self.exclude_pretraining and seen_in_pretraining(corpus, document.key)):
-                for id, text in self.parts(row).items():
-                    documents[id].append(document._replace(text=text))
-        return {name: split(found, self.fractions, self.seed) for name, found in documents.items()}
+                for cell, text in self.parts(row).items():
+                    documents[cell].append(document._replace(text=text))
+        texts: dict[ClientId, list[list[str]]] = {}
+        for cell, clients in self.cells.items():
+            parts = iter(split(documents[cell], [share / len(clients) for _ in clients for share in self.fractions], self.seed))
+            texts |= {id: list(islice(parts, len(self.fractions))) for id in clients}
+        return texts
 
 
 _SENTENCES = re.compile(r"(?<=[.!?])\s+")  # between them
 
 
 class Multilingual(_OneFile):
-    """Wikipedia sentences, one language per client (CoMiGS; CoBo with languages ca, es, de, nl), or one language and one topic each."""
+    """Wikipedia sentences, one language per client (CoMiGS; CoBo with languages ca, es, de, nl), or one language and one topic each.
+
+    Several users may have text of the same kind, each documents of its own: clients `<language>-<topic>-1`, `-2`, ...; the last ones of each
+    kind may be new, and never train.
+    """
 
     kind: Literal["multilingual"] = "multilingual"
     languages: Annotated[Names, Field(description="one client each")] = ("de", "fr", "it", "nl")
@@ -202,6 +211,8 @@ class Multilingual(_OneFile):
         dict[str, dict[str, str]],
         Field(description="by topic and language, a regular expression of its words: a client `<language>-<topic>` has sentences on it"),
     ] = {}  # noqa: RUF012 - pydantic copies it
+    users: Annotated[int, Field(ge=1, description="clients of each language, or language and topic, who share its documents")] = 1
+    unseen: Annotated[int, Field(ge=0, description="of them, the last ones: they never train, and are the ones that are scored")] = 0
 
     files: ClassVar[tuple[str, ...]] = ("multilingual/train.jsonl.gz",)
     columns: ClassVar[tuple[str, ...]] = ("language", "text")
@@ -215,11 +226,18 @@ class Multilingual(_OneFile):
         return self.languages
 
     @property
-    def clients(self) -> tuple[ClientId, ...]:
-        return tuple(f"{language}-{topic}" for language in self.languages for topic in self.topics) or self.languages
+    def cells(self) -> Mapping[str, Sequence[ClientId]]:
+        kinds = [f"{language}-{topic}" for language in self.languages for topic in self.topics] or self.languages
+        return {kind: [f"{kind}-{k}" for k in range(1, self.users + 1)] if self.users > 1 else [kind] for kind in kinds}
+
+    @property
+    def newcomers(self) -> tuple[ClientId, ...]:
+        return tuple(id for clients in self.cells.values() for id in clients[self.users - self.unseen :])
 
     @model_validator(mode="after")
-    def _check_topics(self) -> "Multilingual":
+    def _check(self) -> "Multilingual":
+        if self.unseen >= self.users:
+            raise ValueError(f"unseen: {self.unseen} of {self.users} users of each kind would leave none to train; give less, or more users")
         for topic, words in self.topics.items():
             if missing := [language for language in self.languages if language not in words]:
                 raise ValueError(f"topic {topic} has no words in {', '.join(missing)}")

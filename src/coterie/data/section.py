@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -77,6 +77,11 @@ class Section(BaseModel, ABC):
     def title(self) -> str:
         """What the data are, in a few words."""
 
+    @property
+    def newcomers(self) -> tuple[ClientId, ...]:
+        """Clients that never train and are only scored."""
+        return ()
+
     def load(self, tokenizer: Tokenizer, context: int, cache: Path | None = None, order_seed: int = 0) -> Federation:
         """The federation: texts split, encoded once per tokenizer, and memory-mapped from the cache from then on.
 
@@ -93,7 +98,11 @@ class Section(BaseModel, ABC):
         source = self.source()
         key = key_of(tokenizer, self.model_dump(mode="json", exclude={"root", "path"}), source.fingerprint)
         arrays = stored(cache or default_cache(), key, dtype_for(tokenizer), lambda: self._streams(source.read(), tokenizer))
-        return federate(arrays, context, order_seed, f"{self.title}: {len(arrays)} client{'s' * (len(arrays) != 1)}")
+        found = federate(arrays, context, order_seed, f"{self.title}: {len(arrays)} client{'s' * (len(arrays) != 1)}")
+        if not self.newcomers:
+            return found
+        groups = [{i: data for i, data in found.clients.items() if (i in self.newcomers) == new} for new in (False, True)]
+        return replace(found, clients=groups[0], unseen={"new": groups[1]}, description=f"{found.description}, {len(groups[1])} of them new")
 
     def _streams(self, texts: Texts, tokenizer: Tokenizer) -> Streams:
         """Token streams of texts, lazily, after all that can be refused without encoding."""

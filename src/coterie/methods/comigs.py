@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Annotated, ClassVar, Literal
 
@@ -12,12 +12,15 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie.aggregation import agreement, ascend_simplex, midpoints, mixtures, uniform_mean
-from coterie.client import Client
+from coterie.aggregation import agreement, ascend_simplex, midpoints, mixtures
+from coterie.client import NUMBERS, Client, Training
+from coterie.errors import RecipeError
+from coterie.methods.comigspool import CHOSEN, PRICES, SCORES, cheapest, chosen, deal, means
 from coterie.methods.method import Comparing, Reader, Routed
 from coterie.models.adapter import Layout
-from coterie.protocol import Ask, ClientId, Round, State, task
-from coterie.roles import GENERALIST, ROUTER, SPECIALIST
+from coterie.models.language import LanguageModel
+from coterie.protocol import Adaptation, Ask, ClientId, Round, State, task
+from coterie.roles import EXPERT, GATE, GENERALIST, ROUTER, SPECIALIST, Role
 from coterie.tensors import Tensors
 
 Count = Annotated[int, Field(ge=0)]
@@ -30,7 +33,8 @@ class CoMiGS(Routed, Comparing):
     A bilevel problem by alternating first-order steps: experts descend on training data (eq. 3), routers on validation data (eq. 4).
 
     Args:
-        generalists: g, shared experts per MLP block.
+        generalists: g, shared experts per MLP block; or "pool", not in the paper: the server has M of them, and each client gets those K that
+            a gate chooses by its text (DDOME). The gate is averaged over all clients, each generalist over those that have it.
         specialists: s_i, local experts per MLP block: one number, or one per client in the order of the federation.
         router_every: tau, local iterations between updates of the router, counted over the whole run.
         router_steps: s, optimiser steps per update of the router, each on a fresh batch.
@@ -39,14 +43,23 @@ class CoMiGS(Routed, Comparing):
             learns on the simplex, from 1/N, by how well gradients agree halfway between two clients' generalists (CoBo, Remark 1), so that
             unlike groups of users need not share one generalist.
         gamma: Step size of W.
+        pool: M, generalists at the server.
+        chosen: K, of them at a client.
+        load: How many clients a generalist of the pool may have, see `deal`.
 
     The server's state is theta^G by its names; with "cobo" it is `<client>/generalist`, (d,) each, and `weights`, (N, N), in the order of
-    the clients' ids.
+    the clients' ids. With a pool theta^G is the attention LoRAs, beside `expert/<number>`, (d,), one of the pool in all blocks; `gate`,
+    (d_g,); `prices`, (M,); and `chosen/<client>`, (K,).
     """
 
     per_client: ClassVar[tuple[str, ...]] = ("specialists",)
+    shared: ClassVar[tuple[Role, ...]] = (GENERALIST, EXPERT, GATE)
+    universal: ClassVar[bool] = True
+    stateful: ClassVar[bool] = True
 
-    generalists: Annotated[int, Field(ge=0, description="g, shared experts per MLP block")] = 1
+    generalists: Annotated[
+        Count | Literal["pool"], Field(description="g, shared experts per MLP block; pool: a gate chooses them among more")
+    ] = 1
     specialists: Annotated[
         Count | tuple[Count, ...], Field(description="s_i, local experts per MLP block, one number or one per client")
     ] = 1
@@ -57,26 +70,72 @@ class CoMiGS(Routed, Comparing):
         Literal["mean", "cobo"], Field(description="generalists: one mean for all, or each client's own by collaboration weights")
     ] = "mean"
     gamma: Annotated[float, Field(ge=0, description="step size of the collaboration weights, with aggregate cobo")] = 0.05
+    pool: Annotated[int, Field(ge=1, description="M, generalists at the server, with generalists: pool")] = 4
+    chosen: Annotated[int, Field(ge=1, description="K, of them at a client")] = 2
+    load: Annotated[
+        float | None, Field(ge=1, description="the most clients of a generalist of the pool, in fair shares; null: as many as want it")
+    ] = 1
+
+    @property
+    def pooling(self) -> bool:
+        """Whether a gate chooses the generalists of each client."""
+        return self.generalists == "pool"
+
+    @property
+    def lower(self) -> tuple[Role, ...]:
+        """What training data train."""
+        return (GENERALIST, EXPERT, SPECIALIST) if self.pooling else (GENERALIST, SPECIALIST)
+
+    @property
+    def upper(self) -> tuple[Role, ...]:
+        """What validation data train: of a single generalist a gate has nothing to say."""
+        return (ROUTER, GATE) if self.pooling and self.chosen > 1 else (ROUTER,)
 
     def layout(self, position: int, base: Layout) -> Layout:
         specialists = self.specialists if isinstance(self.specialists, int) else self.specialists[position]
+        if self.generalists == "pool":
+            return replace(self.mixture(base, self.chosen, specialists), members=self.pool)
         return self.mixture(base, self.generalists, specialists)
 
+    def check(self, model: Reader, clients: Sequence[ClientId], training: Training) -> None:
+        if self.pooling and self.aggregate == "cobo":
+            mistake = "method.aggregate: cobo gives each client generalists of its own, and a pool has those of all; use mean"
+            raise RecipeError("method", [mistake])
+
     def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
+        if self.pooling:
+            first = {f"{CHOSEN}{i}": torch.arange(self.chosen) for i in clients} | {PRICES: torch.zeros(self.pool).double()}
+            pool = {f"{EXPERT}/{m}": model.flat(EXPERT, m) for m in range(self.pool)}
+            return model.read(GENERALIST) | pool | {GATE: model.flat(GATE)} | first
         if self.aggregate == "mean":
             return model.read(GENERALIST)
         n = len(clients)
         return {f"{i}/{GENERALIST}": model.flat(GENERALIST) for i in sorted(clients)} | {"weights": torch.full((n, n), 1 / n).double()}
 
     def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
+        if self.pooling:
+            common = {name: t for name, t in state.items() if name != PRICES and not name.startswith((CHOSEN, f"{EXPERT}/"))}
+            return {i: common | {name: state[name] for name in chosen(state, i)} for i in clients}
         if self.aggregate == "mean":
             return dict.fromkeys(clients, state)
         return {i: {GENERALIST: state[f"{i}/{GENERALIST}"]} for i in clients}
 
+    def adapt(self, state: State, clients: Sequence[ClientId]) -> Adaptation:
+        if self.aggregate == "cobo":  # to all of them a new client is as near
+            theta = [t for name, t in state.items() if name.endswith(f"/{GENERALIST}")]
+            return dict.fromkeys(clients, {GENERALIST: torch.stack(theta).mean(dim=0)})
+        if self.pooling:
+            scores = yield Ask(self.score_generalists, dict.fromkeys(clients, {GATE: state[GATE]}))
+            state, clients = state | cheapest(scores, state[PRICES], self.chosen), tuple(scores)
+        return self.download(state, clients)
+
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
+        if self.pooling:
+            scores = yield Ask(self.score_generalists, dict.fromkeys(clients, {GATE: state[GATE]}))
+            state, clients = state | (deal(scores, self.chosen, self.load) if scores else {}), tuple(scores)
         replies = yield Ask(self.local_round, self.download(state, clients))
         if self.aggregate == "mean":
-            return uniform_mean(replies) if replies else state  # theta^G <- 1/N sum_i theta_i^G
+            return state | means(replies)  # theta^G <- 1/N sum_i theta_i^G
         theta, order = {i: replies[i][GENERALIST] for i in sorted(replies)}, sorted(clients)
         compared = yield Ask(self.midpoint_gradients, midpoints(theta, combinations(theta, 2)))
         weights = ascend_simplex(state["weights"], agreement(order, compared), self.gamma)
@@ -92,13 +151,24 @@ class CoMiGS(Routed, Comparing):
         return state["weights"][places][:, places]
 
     @task
+    def score_generalists(self, client: Client, gate: Tensors) -> Tensors:
+        """How much the client's own text wants each of the pool, (M,): all that the server learns of it before it sends generalists."""
+        with client.borrowing(gate), torch.no_grad():
+            assert isinstance(client.model, LanguageModel)
+            return {SCORES: client.model.affinity(client.embeddings(client.data.train)).double().cpu()}
+
+    @task
     def local_round(self, client: Client, theta_g: Tensors) -> Tensors:
+        held = client.state.get(NUMBERS, torch.empty(0)).tolist()
         client.load(theta_g)
+        if self.pooling and client.state[NUMBERS].tolist() != held:
+            client.forget(EXPERT)
         for _ in range(self.steps(client)):
-            client.step(GENERALIST, SPECIALIST, on=client.train)  # lower level, eq. 3
+            client.step(*self.lower, on=client.train)  # lower level, eq. 3
             if client.iteration % self.router_every == 0:
                 for _ in range(self.router_steps):
-                    client.step(ROUTER, on=client.valid if self.router_data == "valid" else client.train)  # upper level, eq. 4
+                    client.step(*self.upper, on=client.valid if self.router_data == "valid" else client.train)  # upper level, eq. 4
         if self.aggregate == "cobo":
             return {GENERALIST: client.flat(GENERALIST)}
-        return client.read(GENERALIST)  # specialists and router never leave
+        pool = client.experts() | {GATE: client.flat(GATE)} if self.pooling else {}
+        return client.read(GENERALIST) | pool  # specialists and router never leave

@@ -84,7 +84,7 @@ class LanguageModel:
         with torch.no_grad():
             bias = self._bias()
         layout = replace(self.layout, members=0, biased=bias is not None)
-        own = {name for name, _ in Adapter(self.backbone.architecture, layout).named_parameters()}
+        own = [name for name, _ in Adapter(self.backbone.architecture, layout).named_parameters()]
         return layout, {name: tensors[name] if name in tensors else cast(Tensor, bias).clone() for name in own}
 
     def _bias(self) -> Tensor | None:

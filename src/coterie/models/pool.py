@@ -16,7 +16,7 @@ from coterie.models.common import CommonExpert
 from coterie.models.layout import Layout
 from coterie.models.lora import LoRA
 from coterie.models.networks import NetworkShape
-from coterie.roles import EXPERT, GATE, Role, tag
+from coterie.roles import EXPERT, GATE, GENERALIST, Role, tag
 from coterie.tensors import Tensors
 
 Mixture = Literal["logits", "probabilities", "scores", "mean"]
@@ -150,11 +150,12 @@ class PoolClassifier:
         return {}
 
     def initial(self, role: Role, seed: int) -> Tensors:
-        """Initial values: of ONE expert, running statistics included, or of the gate."""
+        """Initial values: of ONE expert, by the names of its network, running statistics included; or of the gate."""
         if role is EXPERT:
-            first = self.experts[0]
-            return first.initial(Role.GENERALIST, seed)
-        return self.gate.initial(Role.GENERALIST, seed) if role is GATE and self.gate is not None else {}
+            return self.experts[0].initial(GENERALIST, seed)
+        if role is GATE and self.gate is not None:
+            return {f"gate.{name}": tensor for name, tensor in self.gate.initial(GENERALIST, seed).items()}
+        return {}
 
     @property
     def trainable_parameters(self) -> int:
