@@ -18,11 +18,14 @@ from pydantic_core import PydanticUndefined
 from coterie import recipes
 from coterie.client import Training
 from coterie.data import AgNews, Folders, Hub, HubClients, Multilingual, Stdlib, Synthetic, Topics
+from coterie.data.dealing import Dealing
 from coterie.data.hub import HubClient
-from coterie.data.images import Cifar10, Cifar100, Digits, Images, Mnist
+from coterie.data.images import Cifar10, Cifar100, Digits, Emnist, Mnist
+from coterie.data.labelled import Clinc150, DBpedia14, YahooAnswers
 from coterie.methods import METHODS
+from coterie.models.common import Pretraining
 from coterie.optimisers import SGD, AdamW
-from coterie.recipe import ClassifierSection, LanguageSection, Recipe
+from coterie.recipe import ClassifierSection, CommonSection, LanguageSection, Participation, Recipe, TextClassifierSection
 
 PAGE = Path(__file__).parents[1] / "docs/recipes.md"
 HEAD = """# Recipes
@@ -76,9 +79,15 @@ def about(section: type[BaseModel]) -> str:
 
 
 def models() -> list[str]:
-    parts = ["## `model`", "Which fields there are depends on `model.kind`: texts need `language`, the default, and images `classifier`."]
-    for section in (LanguageSection, ClassifierSection):
+    parts = [
+        "## `model`",
+        "Which fields there are depends on `model.kind`: texts need `language`, the default, images `classifier`, and labelled texts"
+        " `text-classifier`.",
+    ]
+    for section in (LanguageSection, ClassifierSection, TextClassifierSection):
         parts += [f"### `model.kind: {kind_of(section)}`", about(section), fields_of(section, "model.", skip=("kind",))]
+    for name, common in (("model.common", CommonSection), ("model.common.pretraining", Pretraining)):
+        parts += [f"### `{name}`, of classifiers", about(common), fields_of(common, f"{name}.")]
     return parts
 
 
@@ -98,15 +107,15 @@ def data() -> list[str]:
         parts += [f"### `data.kind: {kind_of(kind)}`", about(kind), fields_of(kind, "data.", skip=("kind",))]
         if kind is HubClients:
             parts += ["Each of `data.clients` has:", fields_of(HubClient)]
-    for images in (Digits, Cifar100, Cifar10, Mnist):
-        parts += [f"### `data.kind: {kind_of(images)}`", about(images)]
-        if images is not Digits:
-            parts += [fields_of(images, "data.", skip=("kind", *Images.model_fields))]
-    partitions = inspect.cleandoc((Images.__doc__ or "").split("Partitions:")[1]).split("\n\n")[0]
+    for examples in (Digits, Cifar100, Cifar10, Mnist, Emnist, Clinc150, DBpedia14, YahooAnswers):
+        parts += [f"### `data.kind: {kind_of(examples)}`", about(examples)]
+        if examples is not Digits:
+            parts += [fields_of(examples, "data.", skip=("kind", *Dealing.model_fields))]
+    partitions = inspect.cleandoc((Dealing.__doc__ or "").split("Partitions:")[1]).split("\n\n")[0]
     entries = re.sub(r"\n +", " ", textwrap.dedent(partitions)).splitlines()
     named = [f"- `{name}`: {text}" for name, _, text in (entry.partition(": ") for entry in entries)]
-    shared = "### Images, of whichever kind"
-    return [*parts, shared, fields_of(Images, "data."), "Of `data.partition`:", "\n".join(named)]
+    shared = "### Images and labelled texts, of whichever kind"
+    return [*parts, shared, fields_of(Dealing, "data."), "Of `data.partition`:", "\n".join(named)]
 
 
 def methods() -> list[str]:
@@ -124,7 +133,8 @@ def methods() -> list[str]:
 
 def page() -> str:
     parts = [HEAD + (recipes.FOLDER / "quickstart.yaml").read_text() + "```"]
-    parts += ["## The recipe itself", fields_of(Recipe, skip=("data", "model", "method", "training"))]
+    parts += ["## The recipe itself", fields_of(Recipe, skip=("data", "model", "method", "training", "participation"))]
+    parts += ["## `participation`", about(Participation), fields_of(Participation, "participation.")]
     parts += models()
     parts += ["## `training`", fields_of(Training, "training.", skip=("experts", "routers")), *optimisers()]
     parts += [*data(), *methods()]
