@@ -1,11 +1,8 @@
 """New clients of a run: what they get, what they send, and what is refused."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from click.testing import Result
 from PIL import Image
+from typer.testing import CliRunner
 
 import coterie
 from coterie import recipe as recipes
 from coterie import run as runs
 from coterie.adapt import Adapted, adapt
+from coterie.cli import app
 from coterie.data.examples import ExampleSplit
 from coterie.engines import ENGINES, InProcess
 from coterie.errors import DataError, Refused
@@ -62,7 +62,7 @@ def photos(digits: tuple[np.ndarray, np.ndarray], tmp_path: Path) -> Path:
 def written(folder: Path, images: np.ndarray) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for k, image in enumerate(images):
-        Image.fromarray(image).save(folder / f"{k:02d}.png")
+        Image.fromarray(image).save(folder / f"{k:03d}.png")
     return folder
 
 
@@ -134,7 +134,7 @@ def test_the_common_expert_needs_no_rounds(tmp_path: Path, photos: Path) -> None
 
 
 def test_a_single_sample_is_enough(run: Path, photos: Path) -> None:
-    found = adapt(run, photos / "07.png", "one")
+    found = adapt(run, photos / "007.png", "one")
     assert (found.samples, len(found.model.experts), sum(found.scores)) == (1, 2, pytest.approx(1))
 
 
@@ -184,7 +184,7 @@ def test_names_of_folders_count_for_nothing(run: Path, digits: tuple[np.ndarray,
     for label in range(4):
         for folder, called in ((right, label), (wrong, 3 - label)):
             for k, image in zip(np.flatnonzero(digits[1] == label), digits[0][digits[1] == label], strict=True):
-                written(folder / str(called), image[None]).joinpath("00.png").rename(folder / str(called) / f"{k}.png")
+                written(folder / str(called), image[None]).joinpath("000.png").rename(folder / str(called) / f"{k}.png")
     found = [adapt(run, folder) for folder in (right, wrong)]
     assert weights(found[0]) == weights(found[1])
     assert found[0].scores == pytest.approx(found[1].scores, rel=1e-6)
@@ -235,8 +235,8 @@ def test_whoever_is_there_already_is_not_new(run: Path, photos: Path, tmp_path: 
     ("recipe", "message"),
     [
         ("cobo-digits", r"cobo has no model for clients that bring none of their own\n  Methods that have: .*fedavg.*ddome"),
-        ("quickstart", "comigs-1g1s has no model"),
-        (("quickstart", "method.name=fedavg"), "holds language models"),
+        (("quickstart", "method.name=local"), "local has no model"),
+        (("quickstart", "method.name=fedavg"), "holds language models, and new clients get classifiers only"),
     ],
 )
 def test_runs_that_have_nothing_for_it_are_refused(recipe: object, message: str, photos: Path, tmp_path: Path) -> None:
@@ -264,15 +264,8 @@ def test_data_that_will_not_do_are_refused_and_nothing_is_kept(run: Path, tmp_pa
 # As it is used in a terminal
 
 
-def command(*words: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "coterie", *map(str, words)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+def command(*words: object) -> Result:
+    return CliRunner().invoke(app, list(map(str, words)), env={"COLUMNS": "120"})
 
 
 def lines(text: str) -> Iterator[list[str]]:
@@ -281,7 +274,7 @@ def lines(text: str) -> Iterator[list[str]]:
 
 def test_a_newcomer_is_told_what_it_got_and_how_to_use_it(run: Path, photos: Path) -> None:
     done = command("adapt", run, "--data", photos)
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     model = coterie.load(run, "photos")
     assert done.stdout.startswith("photos: 36 samples, labels neither needed nor read.\n")
     assert set(re.findall(r"expert (\d): \d+\.\d% of the scores", done.stdout)) == set(map(str, model.experts))
@@ -290,16 +283,17 @@ def test_a_newcomer_is_told_what_it_got_and_how_to_use_it(run: Path, photos: Pat
     words = done.stdout.splitlines()[-1].split()
     assert words[:2] == ["coterie", "predict"]
     said = command(*words[1:])
-    assert said.returncode == 0, said.stderr
+    assert said.exit_code == 0, said.stderr
     rows = [[p.name, f"{p.probability:.1%}", str(p.expert)] for p in model.predict(photos)]
     assert [line[-3:] for line in lines(said.stdout) if line and line[0].endswith(".png")] == rows
 
 
-def test_predict_shows_clients_side_by_side_and_says_what_it_needs(run: Path, photos: Path) -> None:
-    done = command("predict", run, "--data", photos / "00.png")
-    shown = [line for line in lines(done.stdout) if line and line[0].endswith("00.png")]
+def test_predict_shows_clients_side_by_side_and_says_what_it_needs(run: Path, photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(photos.parent)  # paths are short enough for a line
+    done = command("predict", run, "--data", "photos/000.png")
+    shown = [line for line in lines(done.stdout) if line and line[0].endswith("000.png")]
     assert [line[1] for line in shown] == ["aligned-00", "aligned-01"]
-    assert [line[2] for line in shown] == [coterie.load(run, i).predict(photos / "00.png")[0].name for i in ("aligned-00", "aligned-01")]
+    assert [line[2] for line in shown] == [coterie.load(run, i).predict(photos / "000.png")[0].name for i in ("aligned-00", "aligned-01")]
     mistakes = {
         ("predict", run): "either --text or --data",
         ("predict", run, "--text", "a", "--data", photos): "either --text or --data",
@@ -309,6 +303,6 @@ def test_predict_shows_clients_side_by_side_and_says_what_it_needs(run: Path, ph
     }
     for words, message in mistakes.items():
         refused = command(*words)
-        assert refused.returncode == 2
+        assert refused.exit_code == 2
         assert message in refused.stderr
         assert refused.stderr.startswith("coterie: ")

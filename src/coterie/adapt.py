@@ -94,7 +94,7 @@ def _recipe(run: Path) -> Recipe:
             f"{run}: {recipe.method['name']} has no model for clients that bring none of their own", f"Methods that have: {able}."
         )
     if isinstance(recipe.model, LanguageSection):
-        raise Refused(f"{run} holds language models, which choose no experts by data", "Use any client's: coterie predict, coterie serve.")
+        raise Refused(f"{run} holds language models, and new clients get classifiers only", "Use a model that it has: coterie predict.")
     return recipe
 
 

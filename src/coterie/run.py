@@ -109,7 +109,9 @@ def _check_presence(recipe: Recipe, method: Method, federation: Federation) -> N
         "data.unseen": bool(federation.unseen) and not method.universal,
         "training.stateless": recipe.training.stateless and (method.stateful or not method.universal),
     }
-    mistakes += [f"{key}: {name} has no model for clients that bring none of their own; fedavg and ddome do" for key in lonely if lonely[key]]
+    mistakes += [
+        f"{key}: {name} has no model for clients that bring none of their own; fedavg and ddome do" for key in lonely if lonely[key]
+    ]
     if mistakes:
         raise RecipeError(f"recipe {recipe.name}", mistakes)
 

@@ -17,7 +17,7 @@ from coterie.data.images import Cifar10, Cifar100, Digits, Emnist, Images, Mnist
 from coterie.data.labelled import _DOMAIN, INTENTS, Clinc150, DBpedia14, LabelledTexts, YahooAnswers
 from coterie.errors import CheckpointError, DataError, ModelError, Refused
 from coterie.models.classifier import Classifier
-from coterie.models.common import CommonExpert
+from coterie.models.common import CommonExpert, Normalisation
 from coterie.models.networks import NetworkShape
 from coterie.models.pool import PoolClassifier, PoolLayout
 from coterie.models.text import TextShape
@@ -51,11 +51,16 @@ def scrambled(network: nn.Module, seed: int) -> None:
         tensor.copy_(torch.rand(tensor.shape) + 0.5 if tensor.ndim == 1 else torch.randn(tensor.shape))
 
 
-def pool(numbers: tuple[int, ...] = (1, 4), shape: NetworkShape | TextShape = MLP, **layout: object) -> PoolClassifier:
+def pool(
+    numbers: tuple[int, ...] = (1, 4),
+    shape: NetworkShape | TextShape = MLP,
+    wanted: tuple[Normalisation | None, Normalisation | None] = (None, None),
+    **layout: object,
+) -> PoolClassifier:
     common = Classifier(WIDE if isinstance(shape, NetworkShape) and shape is MLP else shape)
     scrambled(common.network, 0)
     tensors = dict(common.network.named_parameters()) | common.buffers()
-    expert = CommonExpert(common.shape, {name: tensor.detach().clone() for name, tensor in tensors.items()})
+    expert = CommonExpert(common.shape, {name: tensor.detach().clone() for name, tensor in tensors.items()}, "cpu", *wanted)
     found = PoolClassifier(shape, PoolLayout(pool=5, **({"chosen": 2} | layout)), expert, gate_width=6)
     for place, number in enumerate(numbers):
         found.numbers[place] = number
@@ -114,6 +119,7 @@ MODELS: dict[str, Callable[[], Model]] = {
     "with running statistics": lambda: single(CNN),
     "the best of two": pool,
     "of two with running statistics": lambda: pool(shape=CNN),
+    "an embedder that wants other images": lambda: pool(wanted=(Normalisation((0.3,), (0.2,)), Normalisation((0.9,), (0.1,)))),
     "a mixture of logits": lambda: pool(answer="mixture"),
     "a mixture of probabilities": lambda: pool(mixture="probabilities", answer="mixture"),
     "scores as printed": lambda: pool(mixture="scores", answer="mixture"),

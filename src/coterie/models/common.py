@@ -75,6 +75,7 @@ class CommonExpert:
         own: Normalisation | None = None,
     ) -> None:
         self.shape, self.device, self.tensors = shape, torch.device(device), tensors
+        self.data, self.own = data, own
         self._change = None if own is None else _change(shape.example().shape[1], data, own)
         self._model = self.classifier(device)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from coterie.data.examples import Examples, ExampleSplit
 from coterie.errors import CheckpointError, ModelError, Refused
 from coterie.models.classifier import Classifier, Shape
-from coterie.models.common import CommonExpert
+from coterie.models.common import CommonExpert, Normalisation
 from coterie.models.networks import NetworkShape, check
 from coterie.models.pool import ABSENT, Mixture, PoolClassifier, PoolLayout
 from coterie.models.text import TextShape
@@ -39,6 +39,8 @@ class Share:
         answer: Who classifies a sample, likewise.
         common: The common expert's network; None without a gate.
         gate_width: Hidden units of the gate; None without one.
+        data: How the common expert is given images; None: as it wants them.
+        own: How it wants them, likewise.
     """
 
     size: int
@@ -47,6 +49,8 @@ class Share:
     answer: Literal["best", "mixture"]
     common: NetworkShape | TextShape | None = None
     gate_width: int | None = None
+    data: Normalisation | None = None
+    own: Normalisation | None = None
 
     def __post_init__(self) -> None:
         if list(self.experts) != sorted(set(self.experts) & set(range(self.size))):
@@ -240,7 +244,8 @@ def save_classifier(
         layout, gate, common = model.layout, model.gate, model.common if model.gate else None
         width = cast(NetworkShape, gate.shape).hidden[0] if gate else None
         network = _known(common.shape) if common else None
-        share = Share(layout.pool, tuple(_present(model)), layout.mixture, layout.answer, network, width)
+        given, wanted = (common.data, common.own) if common else (None, None)
+        share = Share(layout.pool, tuple(_present(model)), layout.mixture, layout.answer, network, width, given, wanted)
         tensors |= prefixed(COMMON, common.tensors) if common else {}
     called = tuple(names) or tuple(map(str, range(model.shape.classes)))
     about = AboutClassifier(client, _known(model.shape), share, called, data.mean, data.std, **vars(origin))
@@ -268,13 +273,13 @@ def read_classifier(folder: Path) -> AboutClassifier:
 
 
 def _built(about: AboutClassifier, tensors: Named, source: str, device: str) -> Classifier | PoolClassifier:
-    """A model like the one that was saved, of which only the common expert has its values. Raises CheckpointError, ModelError."""
+    """A model like the one that was saved, of which only the common expert has its values. Raises ModelError."""
     if about.pool is None:
         return Classifier(about.network, device)
     common = None
     if about.pool.common is not None:
         check(about.pool.common, under(COMMON, tensors), f"{source}, {COMMON}")
-        common = CommonExpert(about.pool.common, under(COMMON, tensors), device)
+        common = CommonExpert(about.pool.common, under(COMMON, tensors), device, about.pool.data, about.pool.own)
     model = PoolClassifier(about.network, about.pool.layout, common, None, about.pool.gate_width or 0, device)
     model.numbers = torch.tensor(about.pool.experts)
     return model

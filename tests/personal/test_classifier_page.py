@@ -1,0 +1,70 @@
+"""The page of classifiers in a real browser: one gives an image, or types a text, and sees what each client's model says."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from browser import opened
+from PIL import Image
+from test_classifier import base, images, kept, pool, single, split  # noqa: F401
+from test_keyboard import free_port
+
+import coterie
+from coterie.models.text import TextShape
+from coterie.personal import PersonalClassifier, save_classifier
+from coterie.personal.artifact import Origin
+from coterie.personal.sorter import served
+
+
+def settled(page, model: PersonalClassifier, given: object) -> None:
+    """Wait until its client's row says what a model says."""
+    (said,) = model.predict(given)
+    row = page.locator("div.row").filter(has_text=model.about.client).last
+    answer = row.locator(".answer").first
+    answer.get_by_text(said.name).first.wait_for()
+    shares = [int(share) for share in re.findall(r"(\d+)%", answer.inner_text())]
+    assert len(shares) == 3
+    assert shares == sorted(shares, reverse=True)
+    assert abs(shares[0] - 100 * said.probability) <= 1
+    assert set(row.locator(".expert").all_inner_texts()) - {""} == ({f"expert {said.expert} of 1, 4"} if model.experts else set())
+
+
+@pytest.fixture
+def photo(tmp_path: Path) -> Path:
+    Image.fromarray(images(1)[0, 0]).save(tmp_path / "photo.png")
+    Image.fromarray(np.zeros((5, 4), np.uint8)).save(tmp_path / "large.png")
+    return tmp_path / "photo.png"
+
+
+def test_one_gives_an_image(tmp_path: Path, photo: Path) -> None:
+    pytest.importorskip("gradio", reason="no gradio (pip install 'coterie[serve]')")
+    kept(tmp_path, pool(), names=("cat", "dog", "ship"))
+    save_classifier(tmp_path / "clients/ben", "ben", single(), split(images(1)), (), Origin("fedavg", "digits", 1, 0))
+    models = coterie.load_all(tmp_path)
+    with served(models, free_port()) as address, opened() as page:
+        page.goto(address)
+        page.get_by_text("height 4 and width 4").wait_for()
+        page.locator("#image input[type=file]").set_input_files(photo)
+        page.locator(".expert strong").first.wait_for()
+        for model in models.values():
+            settled(page, model, photo)
+        page.get_by_label("Remove Image").or_(page.get_by_label("Clear")).first.click()
+        page.locator(".expert strong").first.wait_for(state="detached")
+        page.locator("#image input[type=file]").set_input_files(photo.with_name("large.png"))
+        page.locator(".toast-body").get_by_text("no image of 4 x 4 pixels: it is 5 x 4").wait_for()
+
+
+def test_one_types_a_text(tmp_path: Path, base: Path) -> None:  # noqa: F811
+    pytest.importorskip("gradio", reason="no gradio (pip install 'coterie[serve]')")
+    model = kept(tmp_path, pool(shape=TextShape(str(base), 3, 12)), split(np.array([[5]])), ("yes", "no", "maybe"))
+    with served({"ann": model}, free_port()) as address, opened(dark=True, width=420) as page:
+        page.goto(address)
+        for text in ("abc", "quite another text"):
+            page.locator("#text textarea").fill(text)
+            page.locator(".expert strong").first.wait_for()
+            page.wait_for_timeout(500)
+            settled(page, model, text)
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        page.locator("#text textarea").fill(" ")
+        page.locator(".expert strong").first.wait_for(state="detached")
