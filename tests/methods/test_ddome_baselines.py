@@ -367,9 +367,9 @@ def test_scaffold_takes_plain_steps_unless_it_is_to_keep_the_momentum(federation
     assert apart(Run(Scaffold(momentum=True), federation, descent(0.9)).rounds(2).model, ends[0]) > 1e-3
 
 
-def test_plain_steps_are_as_long_as_those_with_momentum_in_the_end(federation: Federation) -> None:
-    classical = Run(Scaffold(), federation, descent(0.9, lr=LR / 10, dampening=0)).rounds(2)
-    same(classical.model, Run(Scaffold(), federation).rounds(2).model)
+def test_plain_steps_have_the_recipes_rate(federation: Federation) -> None:
+    classical = Run(Scaffold(), federation, descent(0.9, dampening=0)).rounds(2)
+    assert apart(classical.model, Run(Scaffold(), federation, descent()).rounds(2).model) == 0
 
 
 @pytest.mark.parametrize("dampening", [None, 0.0], ids=["averaging", "classical"])
@@ -385,7 +385,8 @@ def test_momentum_blows_control_variates_up_only_where_it_makes_steps_longer_tha
         assert kept > 100
     else:
         assert kept < fedavg + 0.1
-    assert plain < fedavg + 0.1
+        assert plain < fedavg + 0.1
+    assert plain < 2.0  # with classical momentum in the recipe plain steps are a tenth as long, but they go down
 
 
 def test_scaffold_refuses_steps_that_are_not_along_gradients(federation: Federation) -> None:

@@ -31,9 +31,9 @@ class Scaffold(FedAvg):
     c_i becomes the mean gradient of the round, c_i - c + (x - y_i) / (K eta_l) (option II); the server takes
     x <- x + eta_g mean(y_i - x) and c <- c + |S|/N mean(c_i^+ - c_i). Messages are twice as large as FedAvg's, both ways.
 
-    Steps are plain gradient descent whatever the recipe's momentum is, at the rate that its steps come to: with classical momentum
-    1 / (1 - beta) times the learning rate. With that momentum kept, x - y_i would be as many times what K eta_l says, and control variates,
-    too large by that, blow up; momentum that averages gradients does no harm.
+    Steps are plain gradient descent at the recipe's learning rate, whatever its momentum is. With classical momentum x - y_i would be
+    1 / (1 - beta) times what K eta_l says, and control variates, too large by that, blow up; momentum that averages gradients does no harm.
+    Where the other methods have classical momentum, SCAFFOLD's steps are that much shorter: a rate of its own does it justice.
 
     The server's state holds the model by its names, `control/<name>`, c, and `clients`, N, who were there at the start.
 
@@ -92,8 +92,5 @@ class Scaffold(FedAvg):
 
 
 def plain(experts: Optimiser) -> SGD:
-    """Gradient descent without momentum, whose steps are as long as those with it in the end, along a gradient that stays the same."""
-    settings = experts.model_dump(include=set(Scheduled.model_fields))
-    if isinstance(experts, SGD) and experts.dampening is not None:
-        settings["lr"] *= (1 - experts.dampening) / (1 - experts.momentum)
-    return SGD(optimiser="sgd", **settings)
+    """Gradient descent without momentum."""
+    return SGD(optimiser="sgd", **experts.model_dump(include=set(Scheduled.model_fields)))
