@@ -4,7 +4,6 @@ Lakshminarayanan et al., "Simple and Scalable Predictive Uncertainty Estimation 
 compare with it (DDOME, Section 5).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -12,16 +11,16 @@ import torch
 from pydantic import Field
 
 from coterie.client import Client
-from coterie.methods.pooling import Pooling
+from coterie.methods.pooling import WholePool
 from coterie.models.layout import Layout
 from coterie.models.pool import PoolLayout
-from coterie.protocol import Adaptation, Ask, ClientId, Round, State, task
+from coterie.protocol import task
 from coterie.roles import EXPERT
 from coterie.tensors import Tensors
 
 
 @dataclass(frozen=True)
-class Ensemble(Pooling):
+class Ensemble(WholePool):
     """The models know nothing of each other: each has its own order of the data, and its own initial values unless they are pretrained.
 
     Args:
@@ -39,14 +38,6 @@ class Ensemble(Pooling):
 
     def layout(self, position: int, base: Layout) -> PoolLayout:
         return PoolLayout(pool=self.models, chosen=self.models, mixture="mean", answer="mixture", start=self.initial)
-
-    def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
-        replies = yield Ask(self.train, dict.fromkeys(clients, state))
-        return self.aggregate(state, replies)
-
-    def adapt(self, state: State, clients: Sequence[ClientId]) -> Adaptation:
-        yield from ()
-        return dict.fromkeys(clients, state)
 
     @task
     def train(self, client: Client, received: Tensors) -> Tensors:

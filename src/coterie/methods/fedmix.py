@@ -3,24 +3,22 @@
 Reisser et al., "Federated Mixture of Experts", 2021, as Farhat et al. compare with it: its gate sees the same embeddings as DDOME's.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-import torch
 from pydantic import Field
 
 from coterie.client import Client
-from coterie.methods.pooling import Pooling
+from coterie.methods.pooling import WholePool
 from coterie.models.layout import Layout
 from coterie.models.pool import PoolLayout
-from coterie.protocol import Adaptation, Ask, ClientId, Round, State, task
+from coterie.protocol import task
 from coterie.roles import EXPERT, GATE
 from coterie.tensors import Tensors
 
 
 @dataclass(frozen=True)
-class FedMix(Pooling):
+class FedMix(WholePool):
     """M = K: everybody trains all experts and the gate by one joint loss; there are no anchors, and there is nothing to choose.
 
     Args:
@@ -37,14 +35,6 @@ class FedMix(Pooling):
 
     def layout(self, position: int, base: Layout) -> PoolLayout:
         return PoolLayout(pool=self.experts, chosen=self.experts, answer=self.answer, start=self.initial)
-
-    def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
-        replies = yield Ask(self.train, dict.fromkeys(clients, state))
-        return self.aggregate(state, replies)
-
-    def adapt(self, state: State, clients: Sequence[ClientId]) -> Adaptation:
-        yield from ()
-        return dict.fromkeys(clients, state)
 
     @task
     def train(self, client: Client, received: Tensors) -> Tensors:

@@ -1,7 +1,7 @@
 """What methods have in common whose server holds a pool of whole models, some or all of which a client trains at once."""
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -13,7 +13,7 @@ from coterie.client import Client
 from coterie.methods.method import Method, Reader
 from coterie.models.layout import Layout
 from coterie.models.pool import PoolClassifier, PoolLayout
-from coterie.protocol import ClientId, Replies, State, task
+from coterie.protocol import Ask, ClientId, Replies, Round, State, task
 from coterie.roles import EXPERT, GATE, Role
 from coterie.tensors import Tensors
 
@@ -75,3 +75,19 @@ class Pooling(Method):
             assert isinstance(client.model, PoolClassifier)
             test, choices = client.model.judge(client.batches(client.test))
             return {"valid": client.score(client.valid), "test": test, "choices": choices}
+
+
+@dataclass(frozen=True)
+class WholePool(Pooling):
+    """All of the pool goes to everybody, who trains all of it."""
+
+    def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
+        replies = yield Ask(self.train, dict.fromkeys(clients, state))
+        return self.aggregate(state, replies)
+
+    def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
+        return dict.fromkeys(clients, state)
+
+    @abstractmethod
+    def train(self, client: Client, received: Tensors) -> Tensors:
+        """The client's local iterations from the whole pool. A @task that returns `trained`."""
