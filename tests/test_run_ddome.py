@@ -81,6 +81,19 @@ def test_what_cannot_be_is_refused_before_it_starts(settings: list[str], message
     assert not (tmp_path / "run").exists()
 
 
+def test_one_network_for_all_starts_from_the_common_expert_where_it_is_the_same_one() -> None:
+    def starts(*settings: str) -> bool:
+        prepared = run.prepare(load("ddome-digits", ["method.name=fedavg", "compare_with=[]", *settings]))
+        server, common = prepared.method.init(prepared.blueprint, prepared.clients), prepared.modality.common  # type: ignore[attr-defined]
+        return all(tensor.equal(common.tensors[name]) for name, tensor in server.items() if name in common.tensors)
+
+    cnn = ["model.network=cnn", "model.common.network=cnn", "model.common.width=64", "model.common.pretraining.epochs=1"]
+    assert starts()
+    assert starts(*cnn)  # the width that it has by default, and the same one named
+    assert not starts("model.start=random")
+    assert not starts("model.hidden=[9]", "model.common.network=mlp", "model.common.hidden=[8]")
+
+
 def test_participation_draws_anchors_and_others_anew_each_round() -> None:
     part = Participation(clients=2, anchors=1)
     rounds = [part.of([*ANCHORS, *CLIENTS], ANCHORS, None, 3, t) for t in range(40)]

@@ -28,6 +28,7 @@ from coterie.models.common import CommonExpert, Normalisation, pretrained, train
 from coterie.models.generalising import AdversarialClassifier, AdversarialLayout, StochasticClassifier, StochasticLayout
 from coterie.models.language import LanguageModel
 from coterie.models.layout import CommonLayout, Layout
+from coterie.models.networks import statistics
 from coterie.models.pool import PoolClassifier, PoolLayout
 from coterie.models.text import TextShape
 from coterie.protocol import ClientId
@@ -192,12 +193,17 @@ class Examples(Modality):
 
     def _start(self, choice: Literal["auto", "random", "common"]) -> Tensors | None:
         """Where networks start: None for at random. Raises ModelError for a common expert that is there not, or another network."""
-        own = self.common.tensors if self.common is not None and self.common.shape == self.shape else None
+        own = self.common.tensors if choice != "random" and self.common is not None else None
+        if own is not None:
+            network = self.shape.build("meta")
+            needed = dict(network.named_parameters()) | statistics(network)
+            if {name: t.shape for name, t in needed.items()} != {name: t.shape for name, t in own.items()}:
+                own = None
         if choice == "common" and own is None:
             raise ModelError(
                 "start: common, but the common expert is another network", "Leave model.common.network out, or start at random."
             )
-        return None if choice == "random" else own
+        return own
 
     @property
     def _shared(self) -> bool:
