@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 from coterie import personal, run
 from coterie.cli import app
-from coterie.errors import CheckpointError
 from coterie.recipe import load
 from coterie.tensors import load as load_tensors
 

@@ -310,7 +310,7 @@ class Client:
         """The same tensors, those that came as one vector under their own names."""
         found = dict(tensors)
         for role in tensors.keys() & set(OWNED):
-            found |= self._parted({name: p for name, p in self._parameters[Role(role)].items()}, found.pop(role), role)
+            found |= self._parted(dict(self._parameters[Role(role)].items()), found.pop(role), role)
         if numbers := sorted(int(name.removeprefix(_EXPERT)) for name in tensors if name.startswith(_EXPERT)):
             places = self.model.places()
             if len(numbers) > len(places):

@@ -54,7 +54,9 @@ class Metric:
     def scores(self, score: Mapping[str, Tensor]) -> dict[str, float]:
         """The metric and the loss of each split that was scored: `valid`, `test`, `valid_loss`, `test_loss`."""
         splits = {split: score[split] for split in ("valid", "test") if split in score}
-        return {split: self.of(found) for split, found in splits.items()} | {f"{split}_loss": loss(found) for split, found in splits.items()}
+        return {split: self.of(found) for split, found in splits.items()} | {
+            f"{split}_loss": loss(found) for split, found in splits.items()
+        }
 
 
 BOUNDS = {

@@ -47,7 +47,7 @@ class Modality(ABC):
 
     @property
     def threads(self) -> int | None:
-        """Threads of PyTorch that suit models so small that waiting for a second one costs more than it does; None for as many as it has."""
+        """Threads that suit models so small that waiting for a second one costs more than it does; None for as many as PyTorch has."""
         return None
 
     @property

@@ -11,13 +11,16 @@ from coterie.aggregation.collaboration import (
     start_weights,
     weights_error,
 )
-from coterie.aggregation.means import SAMPLES, sample_mean, uniform_mean, weighted_mean
+from coterie.aggregation.dealing import deal
+from coterie.aggregation.means import SAMPLES, holders_mean, sample_mean, uniform_mean, weighted_mean
 
 __all__ = [
     "SAMPLES",
     "agreement",
     "ascend_box",
     "ascend_simplex",
+    "deal",
+    "holders_mean",
     "midpoints",
     "mixtures",
     "pulls",

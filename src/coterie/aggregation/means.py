@@ -35,6 +35,13 @@ def weighted_mean(replies: Replies, weights: Mapping[ClientId, float]) -> Tensor
     return weighted_sum((weights[i] / total, replies[i]) for i in sorted(replies))
 
 
+def holders_mean(replies: Replies) -> Tensors:
+    """The uniform mean of each tensor over the clients that sent it: where they have different members of a pool."""
+    names = dict.fromkeys(name for reply in replies.values() for name in reply)
+    holders = ({i: {name: reply[name]} for i, reply in replies.items() if name in reply} for name in names)
+    return {name: t for held in holders for name, t in uniform_mean(held).items()}
+
+
 SAMPLES = "samples"  # how many training examples a client has, in its reply
 
 

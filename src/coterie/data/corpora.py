@@ -201,8 +201,8 @@ _SENTENCES = re.compile(r"(?<=[.!?])\s+")  # between them
 class Multilingual(_OneFile):
     """Wikipedia sentences, one language per client (CoMiGS; CoBo with languages ca, es, de, nl), or one language and one topic each.
 
-    Several users may have text of the same kind, each documents of its own: clients `<language>-<topic>-1`, `-2`, ...; the last ones of each
-    kind may be new, and never train.
+    Several users may have text of the same kind, each documents of its own: clients `<language>-<topic>-1`, `-2`, ...; the last ones of
+    each kind may be new, and never train.
     """
 
     kind: Literal["multilingual"] = "multilingual"
@@ -235,9 +235,9 @@ class Multilingual(_OneFile):
         return tuple(id for clients in self.cells.values() for id in clients[self.users - self.unseen :])
 
     @model_validator(mode="after")
-    def _check(self) -> "Multilingual":
+    def _check_kinds(self) -> "Multilingual":
         if self.unseen >= self.users:
-            raise ValueError(f"unseen: {self.unseen} of {self.users} users of each kind would leave none to train; give less, or more users")
+            raise ValueError(f"unseen: {self.unseen} of {self.users} users of each kind would leave none to train; give users more")
         for topic, words in self.topics.items():
             if missing := [language for language in self.languages if language not in words]:
                 raise ValueError(f"topic {topic} has no words in {', '.join(missing)}")

@@ -101,8 +101,8 @@ class Section(BaseModel, ABC):
         found = federate(arrays, context, order_seed, f"{self.title}: {len(arrays)} client{'s' * (len(arrays) != 1)}")
         if not self.newcomers:
             return found
-        groups = [{i: data for i, data in found.clients.items() if (i in self.newcomers) == new} for new in (False, True)]
-        return replace(found, clients=groups[0], unseen={"new": groups[1]}, description=f"{found.description}, {len(groups[1])} of them new")
+        seen, new = ({i: data for i, data in found.clients.items() if (i in self.newcomers) == new} for new in (False, True))
+        return replace(found, clients=seen, unseen={"new": new}, description=f"{found.description}, {len(new)} of them new")
 
     def _streams(self, texts: Texts, tokenizer: Tokenizer) -> Streams:
         """Token streams of texts, lazily, after all that can be refused without encoding."""

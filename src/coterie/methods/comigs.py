@@ -3,7 +3,7 @@
 "On-Device Collaborative Language Modeling via a Mixture of Generalists and Specialists", Algorithm 1 (papers/comigs).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Annotated, ClassVar, Literal
@@ -12,18 +12,19 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie.aggregation import agreement, ascend_simplex, midpoints, mixtures
+from coterie.aggregation import agreement, ascend_simplex, deal, holders_mean, midpoints, mixtures
 from coterie.client import NUMBERS, Client, Training
 from coterie.errors import RecipeError
-from coterie.methods.comigspool import CHOSEN, PRICES, SCORES, cheapest, chosen, deal, means
 from coterie.methods.method import Comparing, Reader, Routed
 from coterie.models.adapter import Layout
 from coterie.models.language import LanguageModel
-from coterie.protocol import Adaptation, Ask, ClientId, Round, State, task
+from coterie.protocol import Adaptation, Ask, ClientId, Replies, Round, State, task
 from coterie.roles import EXPERT, GATE, GENERALIST, ROUTER, SPECIALIST, Role
 from coterie.tensors import Tensors
 
 Count = Annotated[int, Field(ge=0)]
+CHOSEN = "chosen/"  # what the names of the clients' choices among a pool begin with
+SCORES = "scores"  # how much a client's text wants each member of the pool
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,10 @@ class CoMiGS(Routed, Comparing):
     A bilevel problem by alternating first-order steps: experts descend on training data (eq. 3), routers on validation data (eq. 4).
 
     Args:
-        generalists: g, shared experts per MLP block; or "pool", not in the paper: the server has M of them, and each client gets those K that
-            a gate chooses by its text (DDOME). The gate is averaged over all clients, each generalist over those that have it.
+        generalists: g, shared experts per MLP block; or "pool", not in the paper: the server has M of them, and each client gets those K
+            that a gate chooses by its text (DDOME). The gate is averaged over all clients, each generalist over those that have it. Beside
+            what routers learn, the gate learns to choose by itself what was dealt (as in self-labelling, Asano et al. 2020), so that it
+            can choose freely for clients that come later.
         specialists: s_i, local experts per MLP block: one number, or one per client in the order of the federation.
         router_every: tau, local iterations between updates of the router, counted over the whole run.
         router_steps: s, optimiser steps per update of the router, each on a fresh batch.
@@ -45,11 +48,11 @@ class CoMiGS(Routed, Comparing):
         gamma: Step size of W.
         pool: M, generalists at the server.
         chosen: K, of them at a client.
-        load: How many clients a generalist of the pool may have, see `deal`.
+        load: How many clients a generalist of the pool may have while they train, see `deal`.
 
     The server's state is theta^G by its names; with "cobo" it is `<client>/generalist`, (d,) each, and `weights`, (N, N), in the order of
     the clients' ids. With a pool theta^G is the attention LoRAs, beside `expert/<number>`, (d,), one of the pool in all blocks; `gate`,
-    (d_g,); `prices`, (M,); and `chosen/<client>`, (K,).
+    (d_g,); and `chosen/<client>`, (K,).
     """
 
     per_client: ClassVar[tuple[str, ...]] = ("specialists",)
@@ -88,8 +91,8 @@ class CoMiGS(Routed, Comparing):
 
     @property
     def upper(self) -> tuple[Role, ...]:
-        """What validation data train: of a single generalist a gate has nothing to say."""
-        return (ROUTER, GATE) if self.pooling and self.chosen > 1 else (ROUTER,)
+        """What validation data train."""
+        return (ROUTER, GATE) if self.pooling else (ROUTER,)
 
     def layout(self, position: int, base: Layout) -> Layout:
         specialists = self.specialists if isinstance(self.specialists, int) else self.specialists[position]
@@ -104,9 +107,8 @@ class CoMiGS(Routed, Comparing):
 
     def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
         if self.pooling:
-            first = {f"{CHOSEN}{i}": torch.arange(self.chosen) for i in clients} | {PRICES: torch.zeros(self.pool).double()}
             pool = {f"{EXPERT}/{m}": model.flat(EXPERT, m) for m in range(self.pool)}
-            return model.read(GENERALIST) | pool | {GATE: model.flat(GATE)} | first
+            return model.read(GENERALIST) | pool | {GATE: model.flat(GATE)} | {f"{CHOSEN}{i}": torch.arange(self.chosen) for i in clients}
         if self.aggregate == "mean":
             return model.read(GENERALIST)
         n = len(clients)
@@ -114,8 +116,9 @@ class CoMiGS(Routed, Comparing):
 
     def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
         if self.pooling:
-            common = {name: t for name, t in state.items() if name != PRICES and not name.startswith((CHOSEN, f"{EXPERT}/"))}
-            return {i: common | {name: state[name] for name in chosen(state, i)} for i in clients}
+            common = {name: t for name, t in state.items() if not name.startswith((CHOSEN, f"{EXPERT}/"))}
+            chosen = {i: [f"{EXPERT}/{m}" for m in state[f"{CHOSEN}{i}"].tolist()] for i in clients}
+            return {i: common | {name: state[name] for name in own} for i, own in chosen.items()}
         if self.aggregate == "mean":
             return dict.fromkeys(clients, state)
         return {i: {GENERALIST: state[f"{i}/{GENERALIST}"]} for i in clients}
@@ -123,19 +126,25 @@ class CoMiGS(Routed, Comparing):
     def adapt(self, state: State, clients: Sequence[ClientId]) -> Adaptation:
         if self.aggregate == "cobo":  # to all of them a new client is as near
             theta = [t for name, t in state.items() if name.endswith(f"/{GENERALIST}")]
-            return dict.fromkeys(clients, {GENERALIST: torch.stack(theta).mean(dim=0)})
+            return {i: {GENERALIST: torch.stack(theta).mean(dim=0)} for i in clients}
         if self.pooling:
-            scores = yield Ask(self.score_generalists, dict.fromkeys(clients, {GATE: state[GATE]}))
-            state, clients = state | cheapest(scores, state[PRICES], self.chosen), tuple(scores)
+            scores = yield Ask(self.score_generalists, {i: {GATE: state[GATE]} for i in clients})
+            state, clients = state | self.choices(scores, None), tuple(scores)
         return self.download(state, clients)
+
+    def choices(self, scores: Replies, load: float | None) -> State:
+        """`chosen/<client>` of those that sent their scores."""
+        order = sorted(scores)
+        found = deal(torch.stack([scores[i][SCORES] for i in order]), self.chosen, load) if order else ()
+        return {f"{CHOSEN}{i}": own for i, own in zip(order, found, strict=True)}
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
         if self.pooling:
-            scores = yield Ask(self.score_generalists, dict.fromkeys(clients, {GATE: state[GATE]}))
-            state, clients = state | (deal(scores, self.chosen, self.load) if scores else {}), tuple(scores)
+            scores = yield Ask(self.score_generalists, {i: {GATE: state[GATE]} for i in clients})
+            state, clients = state | self.choices(scores, self.load), tuple(scores)
         replies = yield Ask(self.local_round, self.download(state, clients))
         if self.aggregate == "mean":
-            return state | means(replies)  # theta^G <- 1/N sum_i theta_i^G
+            return state | holders_mean(replies)  # theta^G <- 1/N sum_i theta_i^G
         theta, order = {i: replies[i][GENERALIST] for i in sorted(replies)}, sorted(clients)
         compared = yield Ask(self.midpoint_gradients, midpoints(theta, combinations(theta, 2)))
         weights = ascend_simplex(state["weights"], agreement(order, compared), self.gamma)
@@ -149,6 +158,10 @@ class CoMiGS(Routed, Comparing):
             return None
         places = torch.tensor([sorted(clients).index(i) for i in clients])
         return state["weights"][places][:, places]
+
+    def towards(self, client: Client) -> Callable[[], Tensors] | None:
+        """With a pool: what the gate learns besides, as the gate of an anchor does in DDOME."""
+        return client.model.towards if self.pooling and isinstance(client.model, LanguageModel) else None
 
     @task
     def score_generalists(self, client: Client, gate: Tensors) -> Tensors:
@@ -167,7 +180,8 @@ class CoMiGS(Routed, Comparing):
             client.step(*self.lower, on=client.train)  # lower level, eq. 3
             if client.iteration % self.router_every == 0:
                 for _ in range(self.router_steps):
-                    client.step(*self.upper, on=client.valid if self.router_data == "valid" else client.train)  # upper level, eq. 4
+                    on = client.valid if self.router_data == "valid" else client.train
+                    client.step(*self.upper, on=on, extra=self.towards(client))  # upper level, eq. 4
         if self.aggregate == "cobo":
             return {GENERALIST: client.flat(GENERALIST)}
         pool = client.experts() | {GATE: client.flat(GATE)} if self.pooling else {}

@@ -76,13 +76,13 @@ class DDOME(Pooling):
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
         own = {q: int(state[f"{ANCHOR}/{q}"]) for q in clients if f"{ANCHOR}/{q}" in state}
         normal = [s for s in clients if s not in own]
-        scores = yield Ask(self.score_experts, dict.fromkeys(normal, {GATE: state[GATE]}))
+        scores = yield Ask(self.score_experts, {key: {GATE: state[GATE]} for key in normal})
         anchors = {q: self.parcel(state, [m]) | {ANCHOR: torch.tensor(True)} for q, m in own.items()}
         replies = yield Ask(self.train, anchors | self.parcels(state, scores))
         return self.aggregate(state, replies)
 
     def adapt(self, state: State, clients: Sequence[ClientId]) -> Adaptation:
-        scores = yield Ask(self.score_experts_unlabelled, dict.fromkeys(clients, {GATE: state[GATE]}))
+        scores = yield Ask(self.score_experts_unlabelled, {key: {GATE: state[GATE]} for key in clients})
         return self.parcels(state, scores)
 
     def parcels(self, state: State, scores: Replies) -> dict[ClientId, Tensors]:

@@ -25,8 +25,8 @@ class Pooling(Method):
     The server's state holds `expert/<number>`, (d,) each, running statistics included, and `gate`, (d_g,), if there is one.
 
     Args:
-        initial: Of the experts: at random, each from values of its own; from the common expert, or the pretrained base of a text classifier;
-            or from that where it fits.
+        initial: Of the experts: at random, each from values of its own; from the common expert; or from that where it fits. Where texts
+            are classified, "at random" is from the pretrained base.
     """
 
     elastic: ClassVar[bool] = True

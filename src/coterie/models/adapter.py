@@ -69,20 +69,20 @@ class Adapter(nn.Module):
 
     @property
     def active_parameters(self) -> int:
-        """Values that one token uses: of the experts of an MLP, those that it is routed to."""
+        """Values that one token uses: of the experts of an MLP, those that it is routed to; a gate sees whole texts."""
         mixtures = [module for module in self.modules() if isinstance(module, Mixture)]
         loras = [lora for mixture in mixtures for lora in mixture.modules() if isinstance(lora, LoRA)]
         experts = sum(p.numel() for lora in loras for p in lora.parameters())
         unused = experts * (self.layout.experts - self.layout.active) // self.layout.experts
-        return sum(p.numel() for p in self.parameters()) - unused
+        return sum(p.numel() for p in self.blocks.parameters()) - unused
 
     def initial(self, role: Role, seed: int) -> Tensors:
         """Initial values of the tensors of one role, fp32 on the CPU; of EXPERT those of ONE member of a pool.
 
         A and the router are Kaiming-uniform with a = sqrt 5, which is U(-1/sqrt(in), 1/sqrt(in)), the default of `nn.Linear`: for the
         router that makes logits of a standard deviation near 0.6 at any width, enough to break the ties of top-k and far from saturation.
-        B and biases are zero. Each tensor is drawn from a stream of its own, named by (seed, role, name): an adapter with more experts of a role
-        starts with the same first experts.
+        B and biases are zero. Each tensor is drawn from a stream of its own, named by (seed, role, name): an adapter with more experts of a
+        role starts with the same first experts.
         """
         own = self.parameters_by_role()[role]
         return {name: _initial(name, p[:1] if role is EXPERT else p, mix(seed, role, name)) for name, p in own.items()}

@@ -16,7 +16,7 @@ from coterie.models.lora import LoRA
 from coterie.models.loss import head_loss, head_nll
 from coterie.models.pool import ABSENT
 from coterie.models.routing import Routing, balance_loss
-from coterie.roles import EXPERT, Role
+from coterie.roles import EXPERT, GATE, Role
 from coterie.tensors import Tensors
 
 
@@ -76,6 +76,15 @@ class LanguageModel:
         found: Tensor = self.adapter.gate(embeddings.to(self.device)).softmax(dim=1).mean(dim=0)
         return found
 
+    def towards(self) -> Tensors:
+        """The gradient, by name, of the gate's cross-entropy towards the members that are here: -1/N sum_i log sum_j softmax g(x_i)_j."""
+        assert self.adapter.gate is not None
+        assert self.embedded is not None
+        logits = self.adapter.gate(self.embedded().to(self.device))
+        loss = (logits.logsumexp(dim=1) - logits[:, self.numbers.to(self.device)].logsumexp(dim=1)).mean()
+        named = self.parameters_by_role()[GATE]
+        return dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
+
     def settled(self) -> tuple[Layout, Tensors]:
         """The model without a pool: its layout, and all tensors, among them what the gate says as biases of the routers."""
         tensors = {name: p.detach().clone() for name, p in self.adapter.named_parameters()}
@@ -100,16 +109,16 @@ class LanguageModel:
     @contextmanager
     def _using(self, record: list[Routing] | None = None) -> Iterator[None]:
         """Within the block the backbone has the adapter attached, and the routers what the gate says."""
-        routers, bias = self.adapter.routers(), self._bias()
-        lent = routers if bias is not None else []
-        try:
-            for router in lent:
-                router.bias = bias
-            with self.backbone.using(self.adapter, record):
+        bias = self._bias()
+        advised = [] if bias is None else self.adapter.routers()
+        with self.backbone.using(self.adapter, record):
+            try:
+                for router in advised:
+                    router.bias = bias
                 yield
-        finally:
-            for router in lent:
-                router.bias = None
+            finally:
+                for router in advised:
+                    router.bias = None
 
     def parameters_by_role(self) -> dict[Role, dict[str, nn.Parameter]]:
         """The adapter's parameters by role."""
@@ -199,7 +208,10 @@ class LanguageModel:
         with self._training(wrt):
             load = self._load(parts) if len(parts) > 1 and self._load_varies else None
             for part in parts:
-                found = torch.autograd.grad(self._objective(part, totals, load), wrt, materialize_grads=True)
+                objective = self._objective(part, totals, load)
+                if not objective.requires_grad:  # a gate that chose a single expert: nothing is weighed
+                    return [torch.zeros_like(p) for p in wrt], totals.statistics()
+                found = torch.autograd.grad(objective, wrt, materialize_grads=True)
                 if not gradients:
                     gradients = list(found)
                     continue
