@@ -236,7 +236,6 @@ def test_whoever_is_there_already_is_not_new(run: Path, photos: Path, tmp_path: 
     [
         ("cobo-digits", r"cobo has no model for clients that bring none of their own\n  Methods that have: .*fedavg.*ddome"),
         (("quickstart", "method.name=local"), "local has no model"),
-        (("quickstart", "method.name=fedavg"), "holds language models, and new clients get classifiers only"),
     ],
 )
 def test_runs_that_have_nothing_for_it_are_refused(recipe: object, message: str, photos: Path, tmp_path: Path) -> None:
@@ -244,6 +243,40 @@ def test_runs_that_have_nothing_for_it_are_refused(recipe: object, message: str,
     (tmp_path / "recipe.yaml").write_text(recipes.dump(recipes.load(name, changes)))
     with pytest.raises(Refused, match=message):
         adapt(tmp_path, photos)
+
+
+@pytest.mark.parametrize("generalists", [1, "pool"])
+def test_a_new_writer_gets_generalists_for_a_folder_of_text(generalists: object, tiny_base: Path, tmp_path: Path) -> None:
+    for name, letters in (("ann", "abc"), ("ben", "xyz"), ("you", "abd")):
+        (tmp_path / name).mkdir()
+        for k in range(12):
+            (tmp_path / name / f"{k}.txt").write_text(" ".join(letters[(k + n) % 3] * (n % 4 + 1) for n in range(20)))
+    clients = tmp_path / "clients"
+    clients.mkdir()
+    for name in ("ann", "ben"):
+        (tmp_path / name).rename(clients / name)
+    method = {"name": "comigs", "rounds": 2, "local_steps": 1, "router_every": 1, "router_steps": 1, "generalists": generalists}
+    changes = [f"method={json.dumps(method | ({'pool': 3, 'chosen': 2} if generalists == 'pool' else {}))}"]
+    model = [f"model.base={tiny_base}", "model.context=16", "training.batch_size=4", "compare_with=[]"]
+    runs.run(recipes.load("folders", [*changes, *model, f"data.path={clients}"]), tmp_path / "run")
+    found = adapt(tmp_path / "run", tmp_path / "you")
+    model_ = coterie.load(tmp_path / "run", "you")
+    assert model_.about.client == "you"
+    assert model_.next_words("a b")
+    assert found.samples > 12
+    server = load(max((tmp_path / "run/checkpoints").rglob("server.safetensors")))[0]
+    if generalists == "pool":
+        assert len(found.experts) == 2
+        assert found.up == nbytes({"scores": torch.zeros(3)}) or found.up == nbytes({"scores": torch.zeros(3).double()})
+        assert sum(found.scores) == pytest.approx(1)
+    else:
+        assert (found.experts, found.scores, found.up, found.down) == ((), (), 0, nbytes(server))
+    (tmp_path / "none").mkdir()
+    with pytest.raises(DataError, match="no text in it"):
+        adapt(tmp_path / "run", tmp_path / "none")
+    (tmp_path / "none/a.txt").write_text("a")
+    with pytest.raises(DataError, match="window"):
+        adapt(tmp_path / "run", tmp_path / "none")
 
 
 def test_data_that_will_not_do_are_refused_and_nothing_is_kept(run: Path, tmp_path: Path) -> None:

@@ -3,19 +3,25 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from coterie import recipe as recipes
 from coterie import run as runs
+from coterie.data.documents import read_many
 from coterie.data.examples import ExampleSplit
 from coterie.data.federation import ClientData, check_id
-from coterie.data.splits import SPLITS
-from coterie.errors import CheckpointError, Refused
+from coterie.data.folders import ENDINGS, text_files
+from coterie.data.splits import SPLITS, TokenSplit
+from coterie.data.store import encode
+from coterie.errors import CheckpointError, DataError, Refused
 from coterie.methods import METHODS
-from coterie.modality import Examples
+from coterie.modality import Examples, Language, Modality
+from coterie.models.language import LanguageModel
 from coterie.models.pool import PoolClassifier
-from coterie.personal import PersonalClassifier
+from coterie.personal import PersonalClassifier, PersonalModel, load
 from coterie.personal.samples import read
 from coterie.protocol import ClientId
-from coterie.recipe import LanguageSection, Recipe
+from coterie.recipe import Recipe
 from coterie.reports import Reporter
 
 
@@ -26,7 +32,8 @@ class Adapted:
     Args:
         model: The personal model.
         folder: Where it is kept.
-        samples: How many the client has.
+        samples: How many images, texts or windows of text the client has.
+        experts: The numbers of those that it got of a pool.
         rounds: Of the run in all; the model is from what it had learned after `model.about.round`.
         scores: For each expert of the pool the share of the client's samples that the gate sends to it; () without a gate.
         up: Bytes that the client sent.
@@ -34,9 +41,10 @@ class Adapted:
         once: Bytes of the common expert besides, which everybody has from the beginning; 0 where the client needs none.
     """
 
-    model: PersonalClassifier
+    model: PersonalClassifier | PersonalModel
     folder: Path
     samples: int
+    experts: tuple[int, ...]
     rounds: int
     scores: tuple[float, ...]
     up: int
@@ -76,11 +84,13 @@ def adapt(run: Path, data: Path, client: ClientId | None = None, out: Path | Non
     tensors, up, down = execution.adapt((id,))
     owner = execution.prepared.site.client(id, dict(execution.engine.states().get(id, {})))
     execution.keep(owner, tensors[id], folder)
-    kept, scores = PersonalClassifier.load(folder), ()
-    if isinstance(owner.model, PoolClassifier) and owner.model.gate is not None:
-        scores = tuple((owner.model.affinity(owner.embeddings(owner.test)) / owner.test.windows).tolist())
+    scores: tuple[float, ...] = ()
+    if isinstance(owner.model, PoolClassifier | LanguageModel) and owner.model.embed is not None:
+        affinity = owner.model.affinity(owner.embeddings(owner.test))
+        scores = tuple((affinity / affinity.sum()).tolist())
     once = execution.modality.once_bytes if scores or not down[id] else 0
-    return Adapted(kept, folder, owner.test.windows, execution.method.rounds, scores, up[id], down[id], once)
+    experts = tuple(sorted(int(name.removeprefix("expert/")) for name in tensors[id] if name.startswith("expert/")))
+    return Adapted(load(folder), folder, owner.test.windows, experts, execution.method.rounds, scores, up[id], down[id], once)
 
 
 def _recipe(run: Path) -> Recipe:
@@ -93,18 +103,26 @@ def _recipe(run: Path) -> Recipe:
         raise Refused(
             f"{run}: {recipe.method['name']} has no model for clients that bring none of their own", f"Methods that have: {able}."
         )
-    if isinstance(recipe.model, LanguageSection):
-        raise Refused(f"{run} holds language models, and new clients get classifiers only", "Use a model that it has: coterie predict.")
     return recipe
 
 
 def _joined(prepared: runs.Prepared, id: ClientId, data: Path) -> runs.Prepared:
     """A run with one client more, which has these data. Raises DataError."""
-    modality, site = prepared.modality, prepared.site
+    site = prepared.site
+    layouts = {**site.layouts, id: prepared.method.layout(0, prepared.modality.base)}
+    return replace(prepared, site=replace(site, data={**site.data, id: _data(prepared.modality, id, data)}, layouts=layouts))
+
+
+def _data(modality: Modality, id: ClientId, data: Path) -> ClientData:
+    """What a client has, alike in all splits: nothing is trained. Raises DataError."""
+    if isinstance(modality, Language):
+        texts = read_many(text_files(data), "text")
+        if not texts:
+            raise DataError(f"{data}: no text in it", f"Name a file that ends in {', '.join(ENDINGS)}, or a folder of such.")
+        tokens = np.concatenate(list(encode(modality.backbone.tokenizer, texts, None)))
+        return ClientData(id, *(TokenSplit(name, tokens, modality.section.context, 0) for name in SPLITS))
     assert isinstance(modality, Examples)
     like = next(iter(modality.federation.clients.values())).test
     assert isinstance(like, ExampleSplit)
     found = read([data], modality.shape)
-    own = ClientData(id, *(found.split(like.mean, like.std, like.classes, name) for name in SPLITS))
-    layouts = {**site.layouts, id: prepared.method.layout(0, modality.base)}
-    return replace(prepared, site=replace(site, data={**site.data, id: own}, layouts=layouts))
+    return ClientData(id, *(found.split(like.mean, like.std, like.classes, name) for name in SPLITS))

@@ -206,22 +206,24 @@ def adapt(
     """Give a client that the run has never seen a personal model; its data need no labels, and never leave it."""
     with _stopping("stopped; nothing is kept."):
         from coterie import adapt as adapting
+        from coterie.personal import PersonalClassifier
 
         found = adapting.adapt(run, data, client, out)
         about = found.model.about
         if about.round < found.rounds:
             print(f"The run has done {about.round} of {found.rounds} rounds: what follows is of what it knows by then.")
         print(f"{about.client}: {found.samples:,} sample{'s' * (found.samples != 1)}, labels neither needed nor read.")
-        for expert in sorted(found.model.experts, key=lambda m: -found.scores[m]) if found.scores else found.model.experts:
+        for expert in sorted(found.experts, key=lambda m: -found.scores[m]) if found.scores else found.experts:
             print(f"  expert {expert}" + (f": {found.scores[expert]:.1%} of the scores" if found.scores else ""))
-        if rest := [score for m, score in enumerate(found.scores) if m not in found.model.experts]:
+        if rest := [score for m, score in enumerate(found.scores) if m not in found.experts]:
             print(f"  not sent: {len(rest)} others, {sum(rest):.1%} of the scores")
-        if not found.model.experts:
+        if not found.experts:
             print("  the model that everybody gets")
         sent = f"{found.up:,} bytes (its scores)" if found.up else "nothing"
         once = f"; and before, as everybody does, {found.once:,} of the common expert" if found.once else ""
         print(f"It sent {sent} and got {found.down:,} bytes{once}.")
-        print(f"Its model is in {found.folder}. To use it:\n  coterie predict {found.folder} --data {data}")
+        given = f"--data {data}" if isinstance(found.model, PersonalClassifier) else '--text "What you would write"'
+        print(f"Its model is in {found.folder}. To use it:\n  coterie predict {found.folder} {given}")
 
 
 @app.command()

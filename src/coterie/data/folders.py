@@ -89,7 +89,7 @@ def _find(folder: Path) -> Files:
     Raises:
         DataError: No text at all, or splits that are incomplete or have other text beside them.
     """
-    entries = {entry: found for entry in sorted(folder.iterdir()) if (found := _texts(entry))}
+    entries = {entry: found for entry in sorted(folder.iterdir()) if (found := text_files(entry))}
     fixed = {name: [path for entry, found in entries.items() if _stem(entry) == name for path in found] for name in SPLITS}
     present = [name for name in SPLITS if fixed[name]]
     every = [path for found in entries.values() for path in found]
@@ -104,12 +104,12 @@ def _find(folder: Path) -> Files:
     return fixed
 
 
-def _texts(entry: Path) -> list[Path]:
-    """The text files that an entry of a folder is or holds."""
+def text_files(entry: Path) -> list[Path]:
+    """The text files that an entry of a folder is or holds; none of those that are hidden."""
     if entry.name.startswith("."):
         return []
     if entry.is_dir():
-        return [path for inner in sorted(entry.iterdir()) for path in _texts(inner)]
+        return [path for inner in sorted(entry.iterdir()) for path in text_files(inner)]
     return [entry] if entry.name.endswith(ENDINGS) else []
 
 
