@@ -300,7 +300,7 @@ def test_a_run_counts_the_labels_that_its_clients_have(tmp_path: Path) -> None:
     (result,) = runs.run(recipes.load("ddome-digits", small), tmp_path / "run")
     counts = result["label_counts"]
     assert counts.keys() == result["labels"].keys()
-    assert {i: tuple(c for c, n in enumerate(own) if n) for i, own in counts.items()} == result["labels"]
+    assert {i: [c for c, n in enumerate(own) if n] for i, own in counts.items()} == result["labels"]
     assert all(sum(own) == 54 for i, own in counts.items() if i not in result["clients"])
     assert len(UNSEEN) == len(result["clients"]) == 3
     given = result["evaluations"][-1]["choices"]["random"]["given"]
