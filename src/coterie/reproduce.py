@@ -240,11 +240,15 @@ def _cell(
             "choice": dict(choice),
             "settings": recipe.method,
             "folders": [path.relative_to(job.folder).as_posix() for _, path in runs],
-            "evaluations": [
-                {key: value for key, value in e.items() if key not in ("weights", "choices")} for e in results[0]["evaluations"]
-            ],
+            "evaluations": [_brief(e) for e in results[0]["evaluations"]],
         }
     )
+
+
+def _brief(evaluated: Json) -> Json:
+    """An evaluation without matrices; and without clients where there are groups of them, as curves then are of groups."""
+    left_out = {"weights", "choices"} | ({"clients"} if evaluated.get("groups") else set())
+    return {key: value for key, value in evaluated.items() if key not in left_out}
 
 
 def _shown(results: Sequence[Json], figure: Figure) -> Json:
