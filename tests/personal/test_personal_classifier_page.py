@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from browser import opened
 from PIL import Image
-from test_classifier import base, images, kept, pool, single, split  # noqa: F401
 from test_keyboard import free_port
+from test_personal_classifier import base, images, kept, pool, single, split  # noqa: F401
 
 import coterie
 from coterie.models.text import TextShape
