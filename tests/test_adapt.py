@@ -245,6 +245,26 @@ def test_runs_that_have_nothing_for_it_are_refused(recipe: object, message: str,
         adapt(tmp_path, photos)
 
 
+@pytest.mark.parametrize("name", ["fedsr", "fedadg", "scaffold", "ensemble"])
+def test_a_kept_model_is_as_good_as_the_result_says(name: str, tmp_path: Path) -> None:
+    run = finished(tmp_path / "run", f"method.name={name}")
+    test = runs.prepare(recipes.resolve(run)).site.data["aligned-00"].test
+    assert isinstance(test, ExampleSplit)
+    right = [p.label for p in coterie.load(run, "aligned-00").predict(test.inputs[test.rows])] == test.labels[test.rows]
+    result = json.loads((run / "result.json").read_text())["clients"]["aligned-00"]["test"]
+    assert 100 * right.mean() == pytest.approx(result)
+
+
+def test_another_common_expert_than_the_runs_is_refused(photos: Path, tmp_path: Path) -> None:
+    run = finished(tmp_path / "run")
+    recipe = (run / "recipe.yaml").read_text()
+    checkpoint = max((run / "checkpoints").rglob("checkpoint.json"))
+    checkpoint.write_text(re.sub(r'"common_expert": "\w+"', '"common_expert": "0"', checkpoint.read_text()))
+    assert "pretraining" in recipe
+    with pytest.raises(Refused, match="common_expert"):
+        adapt(run, photos)
+
+
 @pytest.mark.parametrize("generalists", [1, "pool"])
 def test_a_new_writer_gets_generalists_for_a_folder_of_text(generalists: object, tiny_base: Path, tmp_path: Path) -> None:
     for name, letters in (("ann", "abc"), ("ben", "xyz"), ("you", "abd")):

@@ -506,10 +506,10 @@ class Site:
         """The client `id` with its remembered state."""
         return Client(id, self.model(id), self.data[id], self.training, state, self.seed, self.total_iterations)
 
-    def begin(self, state: State, round: int, method: Any) -> None:
-        """Make a client's state ready for a task: a stateless client is told where the run stands."""
+    def begin(self, state: State, round: int, method: Any, steps: int | None = None) -> None:
+        """Make a client's state ready for a task: a stateless client is told where the run stands, in steps of its own a round."""
         if method.forgetful or self.training.stateless:
-            state["iteration"] = torch.tensor(round * method.local_steps)
+            state["iteration"] = torch.tensor(round * (steps or method.local_steps))
 
     def end(self, state: State, method: Any) -> None:
         """What a client keeps after a task: everything, or of the model nothing."""
@@ -533,8 +533,10 @@ class Site:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(mix(self.seed, round, phase, id))
             try:
-                self.begin(state, round, method)
                 client = self.client(id, state)
+                steps = method.steps(client)
+                client.total_iterations = method.rounds * steps
+                self.begin(state, round, method, steps)
                 reply = find_task(method, task)(client, tensors)
                 return reply, client.metrics()
             except CoterieError as error:

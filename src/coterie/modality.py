@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -25,7 +26,13 @@ from coterie.models.architecture import tokenizer
 from coterie.models.backbone import Backbone
 from coterie.models.classifier import Classifier, NetworkShape, Shape
 from coterie.models.common import CommonExpert, Normalisation, pretrained, trained
-from coterie.models.generalising import AdversarialClassifier, AdversarialLayout, StochasticClassifier, StochasticLayout
+from coterie.models.generalising import (
+    AdversarialClassifier,
+    AdversarialLayout,
+    ExtendedClassifier,
+    StochasticClassifier,
+    StochasticLayout,
+)
 from coterie.models.language import LanguageModel
 from coterie.models.layout import CommonLayout, Layout
 from coterie.models.networks import statistics
@@ -34,7 +41,7 @@ from coterie.models.text import TextShape
 from coterie.protocol import ClientId
 from coterie.recipe import ClassifierSection, CommonSection, LanguageSection, Recipe, TextClassifierSection
 from coterie.reports.looking import look
-from coterie.tensors import Tensors
+from coterie.tensors import Tensors, to_bytes
 
 
 class Modality(ABC):
@@ -70,6 +77,11 @@ class Modality(ABC):
     @abstractmethod
     def flops(self, layout: Layout, trained: bool) -> int:
         """Of one prediction's forward pass; `trained`: whether the method trains anything at all."""
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Of what everybody has from the beginning, where it may become another one without a word in the recipe."""
+        return None
 
     @property
     def once_bytes(self) -> int:
@@ -217,6 +229,10 @@ class Examples(Modality):
         return 1 if isinstance(self.shape, NetworkShape) and self.shape.network == "mlp" else None
 
     @property
+    def fingerprint(self) -> str | None:
+        return None if self.common is None else blake2b(to_bytes(self.common.tensors), digest_size=8).hexdigest()
+
+    @property
     def once_bytes(self) -> int:
         return self.common.nbytes if self.common is not None else 0
 
@@ -226,7 +242,9 @@ class Examples(Modality):
     def keep(self, folder: Path, client: Client, layout: Layout, origin: personal.Origin) -> None:
         assert isinstance(client.model, Classifier | PoolClassifier)
         assert isinstance(client.data.test, ExampleSplit)
-        personal.save_classifier(folder, client.id, client.model, client.data.test, self.names, origin)
+        model = client.model.plain() if isinstance(client.model, ExtendedClassifier) else client.model
+        if model is not None:  # of texts with a head of their own nothing plain predicts alike
+            personal.save_classifier(folder, client.id, model, client.data.test, self.names, origin)
 
 
 @lru_cache(maxsize=1)

@@ -140,6 +140,7 @@ class Execution:
         self.scored = tuple(self.groups) or self.clients
         self.engine: Engine = ENGINES[self.recipe.engine](self.prepared.site, self.method, self._observe)
         decisive = self.recipe.model_dump(mode="json", exclude={"compare_with", "samples"})
+        decisive |= {"common_expert": known} if (known := self.modality.fingerprint) else {}
         self.checkpoints = Checkpoints(self.folder / "checkpoints", decisive)
         self._sizes: dict[Layout, dict[str, int]] = {}
         self.round, self.server = 0, self.method.init(self.prepared.blueprint, self.recipe.present(self.clients, 0))

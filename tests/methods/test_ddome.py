@@ -316,6 +316,28 @@ def test_more_anchors_than_experts_are_refused(tiny_pictures: Federation) -> Non
         DDOME(rounds=1, pool=2).check(run.blueprint, run.clients, run.site.training)
 
 
+@pytest.mark.parametrize("mixture", ["logits", "probabilities", "scores"])
+def test_a_gate_that_is_sure_leaves_gradients_finite(tiny_pictures: Federation, mixture: str) -> None:
+    run = Run(DDOME(rounds=1, local_steps=1, pool=2, anchors=False, mixture=mixture), tiny_pictures)  # type: ignore[arg-type]
+    run.server["gate"][-2:] = torch.tensor([0.0, -300.0])  # its last biases
+    run.rounds(1)
+    assert all(torch.isfinite(tensor).all() for tensor in run.server.values())
+
+
+def test_scores_that_are_no_numbers_choose_nothing(tiny_pictures: Federation) -> None:
+    run = Run(DDOME(rounds=1, pool=3), tiny_pictures)
+    scores = {"ben": {"scores": torch.tensor([1.0, float("nan"), 2.0])}, "cleo": {"scores": torch.tensor([1.0, 3.0, 2.0])}}
+    assert {i: set(found) for i, found in run.method.parcels(run.server, scores).items()} == {"cleo": {"gate", "expert/1", "expert/2"}}  # type: ignore[attr-defined]
+
+
+def test_epochs_of_unlike_clients_end_their_schedules_together(tiny_pictures: Federation) -> None:
+    run = Run(FedAvg(rounds=4, local_epochs=1), uneven(tiny_pictures))
+    sites = {i: run.site.client(i, {}) for i in ("ann", "ben")}
+    assert {i: run.method.steps(client) for i, client in sites.items()} == {"ann": 5, "ben": 4}
+    run.rounds(4)
+    assert {i: int(run.engine.states()[i]["iteration"]) for i in sites} == {"ann": 20, "ben": 16}
+
+
 def test_running_statistics_travel_with_their_expert(tiny_pictures: Federation) -> None:
     """An expert that was trained on data with another mean brings its statistics to who never trained."""
     shape = NetworkShape("cnn", (1, 4, 4), 10, norm="batch", width=2)

@@ -87,7 +87,8 @@ class DDOME(Pooling):
 
     def parcels(self, state: State, scores: Replies) -> dict[ClientId, Tensors]:
         """The gate, and e_s = TopK(sum_i softmax g(x_i)) of each client."""
-        return {s: self.parcel(state, largest(reply["scores"], self.top_k)) for s, reply in scores.items()}
+        finite = {s: reply["scores"] for s, reply in scores.items() if bool(torch.isfinite(reply["scores"]).all())}
+        return {s: self.parcel(state, largest(own, self.top_k)) for s, own in finite.items()}
 
     @task
     def score_experts(self, client: Client, gate: Tensors) -> Tensors:
@@ -106,7 +107,8 @@ class DDOME(Pooling):
         client.load({name: tensor for name, tensor in received.items() if name != ANCHOR})
         for _ in range(self.steps(client)):
             batch = cast(Examples, client.draw(client.train))
-            if anchor and batch.embedding is not None:
+            if anchor:
+                assert batch.embedding is not None
                 client.step_on(Towards(batch.embedding, int(client.state[NUMBERS][0])), GATE)
                 client.step_on(replace(batch, embedding=None), EXPERT)
             else:

@@ -1,5 +1,6 @@
 """A client's share of a server's pool: places for K of its M experts, and the gate that chooses among all M (DDOME, Section 4)."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -281,15 +282,15 @@ class PoolClassifier:
         return logits
 
     def _weights(self, batch: Examples) -> Tensor:
-        """(B, k): what each of the client's experts counts for each example."""
+        """(B, k): the logarithm of what each of the client's experts counts for each example."""
         k = len(self._present())
         alone = k == 1 and (batch.embedding is None or self.layout.mixture != "scores")
         if self.gate is None or alone:
-            return torch.full((len(batch), k), 1 / k, device=self.device)
+            return torch.full((len(batch), k), -math.log(k), device=self.device)
         if batch.embedding is None:
             raise ModelError("a batch without embeddings", "Draw it from the client's own splits, which have them.")
         scores, own = self._logits(batch.embedding), self.numbers[:k].to(self.device)
-        return scores.softmax(dim=1)[:, own] if self.layout.mixture == "scores" else scores[:, own].softmax(dim=1)
+        return scores.log_softmax(dim=1)[:, own] if self.layout.mixture == "scores" else scores[:, own].log_softmax(dim=1)
 
     def _mixed(self, batch: Examples) -> tuple[Tensor, Tensor]:
         """(B, classes) log-probabilities of the mixture, and the labels."""
@@ -297,8 +298,8 @@ class PoolClassifier:
         x, target = self.experts[0].checked(batch)
         outputs = torch.stack([expert.network(x) for expert in self._present()], dim=1)  # (B, k, classes)
         if self.layout.mixture in ("probabilities", "mean"):
-            return (outputs.log_softmax(dim=2) + weights.log().unsqueeze(2)).logsumexp(dim=1), target
-        return (weights.unsqueeze(2) * outputs).sum(dim=1).log_softmax(dim=1), target
+            return (outputs.log_softmax(dim=2) + weights.unsqueeze(2)).logsumexp(dim=1), target
+        return (weights.exp().unsqueeze(2) * outputs).sum(dim=1).log_softmax(dim=1), target
 
 
 def _gradients(loss: Tensor, wrt: Sequence[nn.Parameter]) -> list[Tensor]:

@@ -133,7 +133,7 @@ def _scored(rows: Sequence[Json]) -> str:
             f"<p>Over the whole test sets of clients that never take part in training and bring no labels; {which}. A column of means for "
             "each group of them; methods are ranked by the first, and of that group are also <em>best</em> and <em>best of last ten</em> "
             "evaluations during training, which are chosen on the test set, as in the paper, and so flatter every method, and "
-            f"<em>gate</em>, the share of samples that went to an expert whose anchor has their class. Over all groups: {beside}.</p>"
+            f"<em>gate</em>, the share of samples that went to an expert whose anchor has their class, and {beside}.</p>"
         )
     return (
         f"<p>Over each client's whole test set; {which}. <em>mean</em> and the clients' figures score each "
