@@ -74,6 +74,7 @@ class Model(Protocol):
     @property
     def statistics(self) -> Role | None: ...  # the role with which the buffers travel, if they do
     def places(self) -> Sequence[Mapping[str, Tensor]]: ...  # for experts of a pool, each with all that travels with one
+    def hold(self, numbers: Tensor, embeddings: Callable[[], Tensor]) -> None: ...  # which experts they are, and of what data
     def loras(self) -> Mapping[str, LoRA]: ...
     def initial(self, role: Role, seed: int) -> Tensors: ...
     def gradient(self, batch: Any, wrt: list[nn.Parameter], micro_batch: int | None = None) -> tuple[list[Tensor], dict[str, Tensor]]: ...
@@ -199,8 +200,7 @@ class Client:
         self._bind_buffers()
         if places := self.model.places():
             self.state.setdefault(NUMBERS, torch.full((len(places),), ABSENT))
-            self.model.numbers = self.state[NUMBERS]  # type: ignore[attr-defined]
-            self.model.embedded = lambda: self.embeddings(self.data.train)  # type: ignore[attr-defined]
+            self.model.hold(self.state[NUMBERS], lambda: self.embeddings(self.data.train))
 
     def _bind_buffers(self) -> None:
         """Make the model's buffers views of this client's."""
@@ -254,10 +254,12 @@ class Client:
 
     def _embedded(self, split: Split) -> Split:
         """A split whose batches hold embeddings, if the model has a common expert."""
-        if split.name not in self._splits:
-            embeds = isinstance(split, ExampleSplit) and self.model.embed is not None
-            self._splits[split.name] = split.embedded(self.embeddings(split)) if embeds else split  # type: ignore[attr-defined]
-        return self._splits[split.name]
+        name = split.name
+        if name not in self._splits:
+            if isinstance(split, ExampleSplit) and self.model.embed is not None:
+                split = split.embedded(self.embeddings(split))
+            self._splits[name] = split
+        return self._splits[name]
 
     def embeddings(self, split: Split) -> Tensor:
         """(windows, e): what the common expert makes of a split's rows; computed once, and kept in the client's state."""

@@ -283,7 +283,8 @@ class Execution:
         valid = evaluation.best((e["valid"] for e in self.progress["evaluations"]), about)
         best = next(e for e in self.progress["evaluations"] if e["valid"] == valid)
         about_groups = {i: {"group": group} for i, group in self.groups.items()}
-        clients = {i: {**last["clients"][i], "test_synced": synced[i], **self._costs(i), **about_groups.get(i, {})} for i in self.scored}
+        costs = self._costs()
+        clients = {i: {**last["clients"][i], "test_synced": synced[i], **costs[i], **about_groups.get(i, {})} for i in self.scored}
         headline = evaluation.headline({"clients": clients, "groups": last.get("groups")}).values()
         tests = [e["test"] for e in self.progress["evaluations"]]
         return {
@@ -299,7 +300,7 @@ class Execution:
             "best_of_last_ten": evaluation.best(tests[-10:], about),
             "best_by_valid": {"round": best["round"], "valid": best["valid"], "test": best["test"]},
             "clients": clients,
-            "training": {i: self._costs(i) for i in self.clients} if self.groups else None,
+            "training": {i: costs[i] for i in self.clients} if self.groups else None,
             "groups": last.get("groups"),
             "labels": {i: list(classes) for i, classes in self.federation.labels.items()} or None,
             "label_counts": self._label_counts(),
@@ -330,16 +331,19 @@ class Execution:
             return None
         return weights_error(evaluated["weights"], [clusters[i] for i in self.clients], self.method.shares)
 
-    def _costs(self, i: ClientId) -> Json:
-        """What a client sends, gets, trains and remembers."""
-        layout = self.prepared.site.layouts[i]
+    def _costs(self) -> dict[ClientId, Json]:
+        """What each client sends, gets, trains and remembers."""
+        states, layouts = self.engine.states(), self.prepared.site.layouts
         return {
-            **self._size(layout),
-            "bytes_up": self.progress["up"][i],
-            "bytes_down": self.progress["down"][i],
-            "state_bytes": nbytes(self.engine.states().get(i, {})) if self.method.total_iterations else 0,
-            "generalists": layout.generalists,
-            "specialists": layout.specialists,
+            i: {
+                **self._size(layouts[i]),
+                "bytes_up": self.progress["up"][i],
+                "bytes_down": self.progress["down"][i],
+                "state_bytes": nbytes(states.get(i, {})) if self.method.total_iterations else 0,
+                "generalists": layouts[i].generalists,
+                "specialists": layouts[i].specialists,
+            }
+            for i in self.federation.everyone
         }
 
     def _size(self, layout: Layout) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """A classifier of one client: a network of its own, all of it trained and shared."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -64,6 +64,9 @@ class Classifier:
     def places(self) -> list[dict[str, Tensor]]:
         """None for experts of a pool: it is one network."""
         return []
+
+    def hold(self, numbers: Tensor, embeddings: Callable[[], Tensor]) -> None:
+        """Nothing: it has no places."""
 
     def loras(self) -> dict[str, LoRA]:
         """None: the network is trained itself."""

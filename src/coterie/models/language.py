@@ -60,6 +60,10 @@ class LanguageModel:
         """See `Adapter.places`."""
         return self.adapter.places()
 
+    def hold(self, numbers: Tensor, embeddings: Callable[[], Tensor]) -> None:
+        """Take over the numbers of a client's generalists, (K,) int64, and what gives the embeddings of its training text."""
+        self.numbers, self.embedded = numbers, embeddings
+
     @property
     def embed(self) -> Callable[[Tensor], Tensor] | None:
         """What makes (B, e) embeddings of windows, on the CPU: the mean of the base's last hidden states; None without a gate."""

@@ -142,6 +142,10 @@ class PoolClassifier:
             for place, expert in enumerate(self.experts)
         ]
 
+    def hold(self, numbers: Tensor, embeddings: Callable[[], Tensor]) -> None:
+        """Take over the numbers of a client's experts, (K,) int64; batches bring their embeddings themselves."""
+        self.numbers = numbers
+
     @property
     def statistics(self) -> None:
         """Running statistics belong to no role: they travel with their expert."""
