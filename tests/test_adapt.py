@@ -23,6 +23,7 @@ from coterie.data.examples import ExampleSplit
 from coterie.engines import ENGINES, InProcess
 from coterie.errors import DataError, Refused
 from coterie.personal.samples import Samples
+from coterie.prepared import prepare
 from coterie.protocol import Ask, Replies
 from coterie.tensors import load, nbytes
 
@@ -97,7 +98,7 @@ def test_it_gets_the_experts_that_its_data_want_most(run: Path, photos: Path, di
 def test_the_run_gives_its_own_unseen_clients_the_same(run: Path, tmp_path: Path) -> None:
     """Of digits in 256 shades instead of 17, so that scores are not quite equal, but choices are."""
     result = json.loads((run / "result.json").read_text())
-    unseen = runs.prepare(recipes.resolve(run)).modality.federation.unseen["aligned"]
+    unseen = prepare(recipes.resolve(run)).modality.federation.unseen["aligned"]
     for id, data in unseen.items():
         test = data.test
         assert isinstance(test, ExampleSplit)
@@ -248,7 +249,7 @@ def test_runs_that_have_nothing_for_it_are_refused(recipe: object, message: str,
 @pytest.mark.parametrize("name", ["fedsr", "fedadg", "scaffold", "ensemble"])
 def test_a_kept_model_is_as_good_as_the_result_says(name: str, tmp_path: Path) -> None:
     run = finished(tmp_path / "run", f"method.name={name}")
-    test = runs.prepare(recipes.resolve(run)).site.data["aligned-00"].test
+    test = prepare(recipes.resolve(run)).site.data["aligned-00"].test
     assert isinstance(test, ExampleSplit)
     right = [p.label for p in coterie.load(run, "aligned-00").predict(test.inputs[test.rows])] == test.labels[test.rows]
     result = json.loads((run / "result.json").read_text())["clients"]["aligned-00"]["test"]

@@ -12,11 +12,12 @@ from rich.console import Console
 from coterie import evaluation, reproductions
 from coterie.errors import Refused
 from coterie.evaluation import ACCURACY, PERPLEXITY
+from coterie.prepared import prepare
 from coterie.recipe import Recipe
 from coterie.reports.reproduction import markdown, terminal, write_page
 from coterie.reproduce import Job, _shown, _verdicts, reproduce
 from coterie.reproductions import Better, Gate, Improved, Lower, Near, Picture, Reproduction, Routers, Statement, Weights
-from coterie.run import RESULT, prepare
+from coterie.run import RESULT
 
 TOY = (
     "method.rounds=2",

@@ -124,8 +124,8 @@ def test_baselines_are_beside_it(finished: Path) -> None:
 
 def test_a_personal_model_gives_the_perplexity_of_the_table(finished: Path, tiny_base: Path, options: list[str]) -> None:
     from coterie.evaluation import perplexity
+    from coterie.prepared import prepare
     from coterie.recipe import resolve
-    from coterie.run import prepare
 
     result = json.loads((finished / "result.json").read_text())
     site = prepare(resolve(finished)).site

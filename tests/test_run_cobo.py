@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from coterie import personal, run
 from coterie.cli import app
+from coterie.prepared import prepare
 from coterie.recipe import load
 from coterie.tensors import load as load_tensors
 
@@ -45,7 +46,7 @@ def test_a_run_on_digits_says_accuracy_weights_and_clusters(tmp_path: Path) -> N
 def test_it_goes_on_where_it_was_stopped_and_loopback_changes_nothing_but_rounding(tmp_path: Path) -> None:
     whole = run.run(load("cobo-digits", SHORT), tmp_path / "whole")[-1]
     recipe = load("cobo-digits", SHORT)
-    execution = run.Execution(run.prepare(recipe), tmp_path / "part", run.Reporter(), "CoBo")
+    execution = run.Execution(prepare(recipe), tmp_path / "part", run.Reporter(), "CoBo")
     (tmp_path / "part").mkdir()
     (tmp_path / "part/recipe.yaml").write_text(run.recipes.dump(recipe))
     execution.started, execution.metrics = 0.0, run.MetricsFile(tmp_path / "part")

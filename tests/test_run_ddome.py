@@ -9,6 +9,7 @@ import pytest
 
 from coterie import run
 from coterie.errors import RecipeError, Refused
+from coterie.prepared import prepare
 from coterie.recipe import Participation, load
 from coterie.tensors import load as load_tensors
 
@@ -36,18 +37,18 @@ def test_a_run_scores_clients_that_were_never_seen(tmp_path: Path) -> None:
         assert len(found["experts"]) == 2
     assert sum(found["bytes_up"] > 0 for found in result["training"].values()) < 40  # who never took part sent nothing
     choices = result["evaluations"][-1]["choices"]["aligned"]
-    assert sum(map(sum, choices["given"])) == sum(len(run.prepare(load("ddome-digits")).site.data[i].test) for i in groups if "al" in i)
+    assert sum(map(sum, choices["given"])) == sum(len(prepare(load("ddome-digits")).site.data[i].test) for i in groups if "al" in i)
     correct = sum(map(sum, choices["right"])) / sum(map(sum, choices["given"]))
     assert 0 < correct < 1
 
 
 def test_it_goes_on_where_it_was_stopped_and_loopback_is_the_same(tmp_path: Path) -> None:
     whole = run.run(load("ddome-digits", SHORT), tmp_path / "whole")[-1]
-    part = run.Execution(run.prepare(load("ddome-digits", SHORT)), tmp_path / "part", run.Reporter(), "")
+    part = run.Execution(prepare(load("ddome-digits", SHORT)), tmp_path / "part", run.Reporter(), "")
     part.started, part.metrics = 0.0, run.MetricsFile(run.make_folder(tmp_path / "part") or tmp_path / "part", 0, 0)
     part._one_round(), part._one_round()
     part.metrics.close()
-    resumed = run.Execution(run.prepare(load("ddome-digits", SHORT)), tmp_path / "part", run.Reporter(), "")
+    resumed = run.Execution(prepare(load("ddome-digits", SHORT)), tmp_path / "part", run.Reporter(), "")
     assert resumed.restore()
     assert resumed.round == 2
     again = resumed.execute()
@@ -83,7 +84,7 @@ def test_what_cannot_be_is_refused_before_it_starts(settings: list[str], message
 
 def test_one_network_for_all_starts_from_the_common_expert_where_it_is_the_same_one() -> None:
     def starts(*settings: str) -> bool:
-        prepared = run.prepare(load("ddome-digits", ["method.name=fedavg", "compare_with=[]", *settings]))
+        prepared = prepare(load("ddome-digits", ["method.name=fedavg", "compare_with=[]", *settings]))
         server, common = prepared.method.init(prepared.blueprint, prepared.clients), prepared.modality.common  # type: ignore[attr-defined]
         return all(tensor.equal(common.tensors[name]) for name, tensor in server.items() if name in common.tensors)
 

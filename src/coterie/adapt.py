@@ -20,6 +20,8 @@ from coterie.models.language import LanguageModel
 from coterie.models.pool import PoolClassifier
 from coterie.personal import PersonalClassifier, PersonalModel, load
 from coterie.personal.samples import read
+from coterie.places import OnThisMachine
+from coterie.prepared import Prepared, prepare
 from coterie.protocol import ClientId
 from coterie.recipe import Recipe
 from coterie.reports import Reporter
@@ -74,10 +76,10 @@ def adapt(run: Path, data: Path, client: ClientId | None = None, out: Path | Non
     folder = out or run / "clients" / id
     if folder.exists():
         raise Refused(f"{folder} exists already", "Choose another --client, or another --out.")
-    prepared = runs.prepare(recipe)
+    prepared = prepare(recipe)
     if id in prepared.modality.federation.everyone:
         raise Refused(f"{id!r} is a client of the run itself", "Choose another --client.")
-    execution = runs.Execution(_joined(prepared, id, data), run, Reporter(), "")
+    execution = runs.Execution(_joined(prepared, id, data), run, Reporter(), "", OnThisMachine("inprocess"))
     if not execution.restore() and execution.method.rounds:
         remedy = "Wait for the first one (checkpoint_every), or go on with the run: coterie run --resume."
         raise CheckpointError(f"{run} has no checkpoint yet", remedy)
@@ -106,7 +108,7 @@ def _recipe(run: Path) -> Recipe:
     return recipe
 
 
-def _joined(prepared: runs.Prepared, id: ClientId, data: Path) -> runs.Prepared:
+def _joined(prepared: Prepared, id: ClientId, data: Path) -> Prepared:
     """A run with one client more, which has these data. Raises DataError."""
     site = prepared.site
     layouts = {**site.layouts, id: prepared.method.layout(0, prepared.modality.base)}

@@ -39,12 +39,14 @@ class Metric:
         unit: For people.
         lower_is_better: Whether the least is the best.
         of: Computes it from a client's score.
+        totals: Numbers in a score.
     """
 
     name: str
     unit: str
     lower_is_better: bool
     of: Callable[[Tensor], float]
+    totals: int
 
     @property
     def about(self) -> dict[str, Any]:
@@ -64,8 +66,8 @@ BOUNDS = {
     "oracle": "is told the true clusters, which nobody knows: a bound",
 }
 ALONE = "local"  # the method that Imp.% compares with
-PERPLEXITY = Metric("perplexity", "per token", True, perplexity)
-ACCURACY = Metric("accuracy", "%", False, accuracy)
+PERPLEXITY = Metric("perplexity", "per token", True, perplexity, 2)
+ACCURACY = Metric("accuracy", "%", False, accuracy, 3)
 
 
 def choices(found: Sequence[Tensor], anchored: Sequence[Sequence[int]]) -> dict[str, Any]:

@@ -78,6 +78,11 @@ class Modality(ABC):
     def flops(self, layout: Layout, trained: bool) -> int:
         """Of one prediction's forward pass; `trained`: whether the method trains anything at all."""
 
+    def scores(self, layout: Layout) -> Tensors:
+        """The form of a client's score of a split, see `Client.score`, as its device sends it with the split's name."""
+        score = torch.empty(self.metric.totals, dtype=torch.float64)
+        return {"valid": score, "test": score}
+
     @property
     def fingerprint(self) -> str | None:
         """Of what everybody has from the beginning, where it may become another one without a word in the recipe."""
@@ -239,6 +244,12 @@ class Examples(Modality):
     def flops(self, layout: Layout, trained: bool) -> int:
         return self.trainable(layout).flops()
 
+    def scores(self, layout: Layout) -> Tensors:
+        choices = (
+            {"choices": torch.empty(2, self.shape.classes, layout.pool, dtype=torch.float64)} if isinstance(layout, PoolLayout) else {}
+        )
+        return super().scores(layout) | choices
+
     def keep(self, folder: Path, client: Client, layout: Layout, origin: personal.Origin) -> None:
         assert isinstance(client.model, Classifier | PoolClassifier)
         assert isinstance(client.data.test, ExampleSplit)
@@ -297,6 +308,39 @@ def load(recipe: Recipe) -> Modality:
                 raise ModelError(problem, f"Set model.context to at most {backbone.context_limit}.")
             return Language(section, backbone, data.load(backbone.tokenizer, section.context, order_seed=recipe.seed))
     raise AssertionError("the recipe checked that data and model fit")
+
+
+def distant(recipe: Recipe, federation: Federation) -> Modality:
+    """What a server knows of the base and the data of a recipe: shapes, from configurations, and who the clients are. No weights of a base.
+
+    A common expert is everybody's, and so the server's too: from a file that the recipe names, or trained on the recipe's public examples.
+
+    Args:
+        recipe: Resolved.
+        federation: The clients, whose data are on their devices.
+
+    Raises:
+        Refused: The configuration of the base, the common expert or the public examples will not do.
+    """
+    match recipe.model, recipe.data:
+        case ClassifierSection() as section, Images() as data:
+            shape, wanted = section.shape(data.shape, data.classes), section.common_shape(data.shape, data.classes)
+            public = data.load(order_seed=recipe.seed) if _trained_here(section.common) else federation
+            return Examples(
+                shape, _common(section.common, wanted, public, data, "cpu"), section, torch.device("cpu"), federation, data.names
+            )
+        case TextClassifierSection() as section, LabelledTexts() as data:
+            wide = _trained_here(section.common)
+            public = data.load(tokenizer(section.base), section.length, order_seed=recipe.seed) if wide else federation
+            common = _common(section.common, section.common_shape(data.classes), public, data, "cpu")
+            return Examples(section.shape(data.classes), common, section, torch.device("cpu"), federation, data.names)
+        case LanguageSection() as section, Section():
+            return Language(section, Backbone.outlined(section.base), federation)
+    raise AssertionError("the recipe checked that data and model fit")
+
+
+def _trained_here(section: CommonSection | None) -> bool:
+    return section is not None and section.pretraining is not None
 
 
 def _common(

@@ -9,15 +9,18 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, TypeVar
 
+import torch
+
 from coterie.errors import TensorError
-from coterie.tensors import Tensors
+from coterie.tensors import Named, Tensors, all_finite, check_alike
 
 ClientId = str
 State = Tensors  # the server's state: named tensors, so that checkpoints fall out
 Replies = Mapping[ClientId, Tensors]  # in the order of `Ask.to`, without the clients that failed
 Task = Callable[..., Tensors]
+Form = Callable[[Named], Named]  # by what a client was sent: tensors of the names, shapes and dtypes that it must send back
 
-_MARK = "__coterie_task__"
+_MARK, _TRAINS = "__coterie_task__", "__coterie_trains__"
 F = TypeVar("F", bound=Task)
 R = TypeVar("R")
 
@@ -28,6 +31,27 @@ def task(function: F) -> F:
     return function
 
 
+def training(function: F) -> F:
+    """A `task` that sends the tensors that came back trained: what has the same name in both is the client's update."""
+    setattr(function, _TRAINS, True)
+    return task(function)
+
+
+def trains(function: Task) -> bool:
+    """Whether a task is marked as `training`."""
+    return bool(getattr(function, _TRAINS, False))
+
+
+def same(sent: Named) -> Named:
+    """The form of what was sent."""
+    return sent
+
+
+def nothing(sent: Named) -> Named:
+    """The form of an empty reply."""
+    return {}
+
+
 @dataclass(frozen=True)
 class Ask:
     """A request that the server makes in one exchange.
@@ -35,10 +59,14 @@ class Ask:
     Args:
         task: A bound `@task` of the method that yields this.
         to: What each client gets; the clients asked are its keys, and replies come back in their order.
+        back: The form of what each client sends back. Integers are from 0 to those of the form; its other values say nothing.
+        smaller: Whether tensors may come back smaller than their form says (truncated ranks).
     """
 
     task: Task
     to: Mapping[ClientId, Tensors]
+    back: Form = same
+    smaller: bool = False
 
     def __post_init__(self) -> None:
         if not getattr(self.task, _MARK, False):
@@ -48,6 +76,30 @@ class Ask:
     def name(self) -> str:
         """The name under which the task is found on the client's own copy of the method."""
         return self.task.__name__
+
+    def check(self, client: ClientId, reply: Named) -> None:
+        """Refuse what a client sent unless it is what it was asked for: a server believes nothing that it did not check.
+
+        Raises:
+            TensorError: A foreign, missing or misshapen tensor, a value that is not finite, or an integer out of its range.
+        """
+        form, what = dict(self.back(self.to[client])), f"reply of client {client!r} to {self.name}"
+        if self.smaller:
+            form = {name: _cut(t, reply[name]) if name in reply else t for name, t in form.items()}
+        check_alike(form, reply, what)
+        if not all_finite(reply):
+            bad = next(name for name in sorted(reply) if not all_finite({name: reply[name]}))
+            raise TensorError(f"{what}: not all values of {bad!r} are finite", "Training diverged there: lower the learning rate.")
+        for name, tensor in form.items():
+            found = reply[name]
+            if not found.dtype.is_floating_point and found.numel() and bool(((found < 0) | (found > tensor.to(found.device))).any()):
+                raise TensorError(f"{what}: {name!r} is {found.tolist()}, expected from 0 to {tensor.tolist()}", "")
+
+
+def _cut(form: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """The form with the shape of a tensor that is found, if that fits into it."""
+    fits = form.dim() == found.dim() and all(0 < n <= most for n, most in zip(found.shape, form.shape, strict=True))
+    return form.new_empty(found.shape) if fits else form
 
 
 Round = Generator[Ask, Replies, State]

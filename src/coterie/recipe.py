@@ -191,6 +191,18 @@ class Participation(BaseModel):
         return [i for i in clients if clusters[i] in now or (i in anchors and clusters[i] in come)]
 
 
+class Quorum(BaseModel):
+    """When a server goes on without some of the clients that it asked: they did not answer in time, or not what they were asked for."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    min_clients: Annotated[int, Field(ge=1, description="as many must have answered; all that were asked, where they are fewer")] = 1
+    deadline: Annotated[float, Field(gt=0, description="seconds for the replies of one exchange; only across devices")] = 3600.0
+    otherwise: Annotated[
+        Literal["stop", "wait"], Field(description="with fewer: stop (--resume goes on), or ask the others again; only across devices")
+    ] = "stop"
+
+
 ModelSection = Annotated[
     Annotated[LanguageSection, Tag("language")]
     | Annotated[ClassifierSection, Tag("classifier")]
@@ -215,7 +227,11 @@ class Recipe(BaseModel):
     model: ModelSection = LanguageSection()
     method: dict[str, Any]
     training: Training = Training()
-    engine: Annotated[Literal["inprocess", "loopback"], Field(description="who carries the messages")] = "inprocess"
+    engine: Annotated[
+        Literal["inprocess", "loopback", "flower"],
+        Field(description="who carries the messages; flower: Flower's simulation on this machine, or devices, see docs/deploy.md"),
+    ] = "inprocess"
+    quorum: Annotated[Quorum, Field(description="when the server goes on without some of those that it asked")] = Quorum()
     evaluate_every: Annotated[int, Field(ge=0, description="rounds between evaluations; 0: only after the last")] = 0
     metrics_every: Annotated[int, Field(ge=1, description="rounds between lines of what training measured")] = 1
     presence: Annotated[
@@ -391,7 +407,7 @@ def _readable(error: ErrorDetails, prefix: tuple[str, ...] = ()) -> str:
 
 def _without_kinds(location: list[str]) -> list[str]:
     """The way to a field as it is written, without the kinds that pydantic puts behind sections that have several."""
-    several = {"data", "model", "experts", "routers"}
+    several = {"data", "model", "experts", "routers", "aggregation"}
     return [
         part for k, part in enumerate(location) if k == 0 or location[k - 1] not in several or part in several or k == len(location) - 1
     ]

@@ -49,7 +49,8 @@ _BESIDE = {"name", "description", "paper", "seed", "compare_with", "samples"}  #
 
 def _digest(recipe: Recipe) -> str:
     method = asdict(recipe.build_method())  # defaults too: where one changes, so does what is measured
-    text = json.dumps(recipe.model_dump(mode="json", exclude=_BESIDE) | {"method": method}, sort_keys=True)
+    section = recipe.model_dump(mode="json", exclude=_BESIDE) | {"method": method}
+    text = json.dumps(section, sort_keys=True, default=lambda rule: rule.model_dump(mode="json"))
     return blake2b(text.encode(), digest_size=4).hexdigest()
 
 

@@ -4,7 +4,7 @@ import json
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,17 @@ import torch
 
 import coterie
 from coterie import evaluation, personal
-from coterie import modality as modalities
 from coterie import recipe as recipes
 from coterie.aggregation import weights_error
-from coterie.client import Blueprint, Client, Metrics, Site
+from coterie.client import Client, Metrics
 from coterie.data.examples import ExampleSplit
-from coterie.data.federation import POOL, Federation
-from coterie.engines import ENGINES, Engine
-from coterie.errors import RecipeError, Refused
-from coterie.methods import METHODS, Method
-from coterie.modality import Modality
+from coterie.engines import Engine, Listener
+from coterie.errors import ClientError, Refused, TensorError
+from coterie.methods import METHODS
 from coterie.models.layout import Layout
-from coterie.protocol import Ask, ClientId, Replies, drive, mix
+from coterie.places import OnThisMachine, Place
+from coterie.prepared import Prepared, joined
+from coterie.protocol import Ask, ClientId, Form, Replies, drive, mix, nothing
 from coterie.recipe import Recipe
 from coterie.records import Checkpoint, Checkpoints, MetricsFile, make_folder, read_json, write_json
 from coterie.reports import Reporter
@@ -36,88 +35,7 @@ Json = dict[str, Any]
 
 
 @dataclass
-class Prepared:
-    """A recipe with all that it names loaded and checked: nothing that can be refused is left."""
-
-    recipe: Recipe
-    method: Method
-    modality: Modality
-    site: Site
-    clients: tuple[ClientId, ...]
-
-    @property
-    def blueprint(self) -> Blueprint:
-        federation = self.modality.federation
-        return Blueprint(self.modality.trainable, self.site.layouts, self.recipe.seed, federation.clusters, federation.anchors)
-
-
-def prepare(recipe: Recipe) -> Prepared:
-    """Load the base and the data, and check that they fit the recipe.
-
-    Raises:
-        Refused: The base, the data, or their combination with the method will not do.
-    """
-    method, modality = recipe.build_method(), modalities.load(recipe)
-    federation = modality.federation
-    data, clients = federation.everyone, tuple(federation.clients)
-    layouts = _layouts(recipe, method, modality, clients)
-    layouts |= dict.fromkeys(data.keys() - layouts.keys(), method.layout(0, modality.base))
-    _check_presence(recipe, method, federation)
-    training = recipe.training
-    if method.pooled:
-        data[POOL] = federation.pooled()
-        layouts[POOL] = method.layout(0, modality.base)
-        training = training.model_copy(
-            update={"batch_size": training.batch_size * len(clients), "micro_batch": training.micro_batch or training.batch_size}
-        )
-    site = Site(modality.build, layouts, data, training, recipe.seed, method.total_iterations)
-    prepared = Prepared(recipe, method, modality, site, clients)
-    method.check(prepared.blueprint, clients, training)
-    return prepared
-
-
-def _layouts(recipe: Recipe, method: Method, modality: Modality, clients: Sequence[ClientId]) -> dict[ClientId, Layout]:
-    """The adapter of each client. Raises RecipeError for a list of another length, or an impossible layout."""
-    lists = {field: found for field in method.per_client if isinstance(found := getattr(method, field), tuple)}
-    asked = f"values for {len(clients)} clients ({', '.join(clients)})"
-    if wrong := [f"method.{field}: {len(values)} {asked}" for field, values in lists.items() if len(values) != len(clients)]:
-        raise RecipeError(f"recipe {recipe.name}", wrong)
-    try:
-        layouts = {i: method.layout(position, modality.base) for position, i in enumerate(clients)}
-    except ValueError as error:
-        raise RecipeError(f"recipe {recipe.name}", [f"method: {error}"]) from None
-    for layout in layouts.values():
-        modality.check(recipe.method["name"], layout)
-    return layouts
-
-
-def _check_presence(recipe: Recipe, method: Method, federation: Federation) -> None:
-    """Refuse who cannot take part, and a method that cannot do with a part of its clients, or has nothing for those it never sees."""
-    clients, name, part = tuple(federation.clients), recipe.method["name"], recipe.participation
-    mistakes = [f"presence.{i}: there is no such client; there are {', '.join(clients)}" for i in recipe.presence if i not in clients]
-    mistakes += [
-        f"presence.{i}: from round {a} to before {b} is no round" for i, (a, b) in recipe.presence.items() if b is not None and b <= a
-    ]
-    if part.schedule != "all" and federation.clusters is None:
-        mistakes.append(f"participation.schedule: {part.schedule} goes by clusters, which these data do not have; see data.partition")
-    partly = {"presence": recipe.presence, "participation": part != type(part)()}
-    if not method.elastic:
-        mistakes += [
-            f"{key}: {name} needs all of its clients in every round; cobo, fedavg and local do not" for key in partly if partly[key]
-        ]
-    lonely = {
-        "data.unseen": bool(federation.unseen) and not method.universal,
-        "training.stateless": recipe.training.stateless and (method.stateful or not method.universal),
-    }
-    mistakes += [
-        f"{key}: {name} has no model for clients that bring none of their own; fedavg and ddome do" for key in lonely if lonely[key]
-    ]
-    if mistakes:
-        raise RecipeError(f"recipe {recipe.name}", mistakes)
-
-
-@dataclass
-class Execution:
+class Execution(Listener):
     """One method on one federation, from a checkpoint or from the start, to its result.
 
     Args:
@@ -125,20 +43,20 @@ class Execution:
         folder: The run's folder.
         reporter: Is told of what happens.
         title: What the reporter calls it.
+        place: Where the clients are.
     """
 
     prepared: Prepared
     folder: Path
     reporter: Reporter
     title: str
+    place: Place = field(default_factory=OnThisMachine)
 
     def __post_init__(self) -> None:
-        self.recipe, self.method, self.clients = self.prepared.recipe, self.prepared.method, self.prepared.clients
+        self.recipe, self.method = self.prepared.recipe, self.prepared.method
         self.modality, self.metric = self.prepared.modality, self.prepared.modality.metric
-        self.federation = self.modality.federation
-        self.groups = {i: group for group, members in self.federation.unseen.items() for i in members}
-        self.scored = tuple(self.groups) or self.clients
-        self.engine: Engine = ENGINES[self.recipe.engine](self.prepared.site, self.method, self._observe)
+        self._take_in(self.prepared)
+        self.metrics: MetricsFile | None = None
         decisive = self.recipe.model_dump(mode="json", exclude={"compare_with", "samples"})
         decisive |= {"common_expert": known} if (known := self.modality.fingerprint) else {}
         self.checkpoints = Checkpoints(self.folder / "checkpoints", decisive)
@@ -150,7 +68,15 @@ class Execution:
             "evaluations": [],
             "seconds": 0.0,
             "position": 0,
+            "lost": {},
         }
+        self.engine: Engine = self.place.engine(self.prepared, self.folder, self)
+
+    def _take_in(self, prepared: Prepared) -> None:
+        """Who takes part, and who is scored."""
+        self.prepared, self.clients, self.federation = prepared, prepared.clients, prepared.modality.federation
+        self.groups = {i: group for group, members in self.federation.unseen.items() for i in members}
+        self.scored = tuple(self.groups) or self.clients
 
     def restore(self) -> bool:
         """Go back to the newest checkpoint; whether there was one. Raises CheckpointError."""
@@ -158,7 +84,8 @@ class Execution:
         if found is None:
             return False
         self.round, self.server, self.progress = found.round, found.server, found.progress
-        self.engine.restore(found.clients)
+        self.engine.restore(found.clients, self.progress.pop("engine", {}))
+        self._welcome()
         return True
 
     def execute(self) -> Json:
@@ -194,41 +121,104 @@ class Execution:
 
     def _one_round(self) -> None:
         rng = torch.Generator().manual_seed(mix(self.recipe.seed, "round", self.round))
-        self.server = drive(self.method.round(self.server, self.recipe.active(self.federation, self.round), rng), self._exchange)
+        self._welcome()
+        self.server = drive(self.method.round(self.server, self._active(), rng), self._exchange)
         self.round += 1
         every = self.recipe.evaluate_every
         if (every and self.round % every == 0) or self.round == self.method.rounds:
             self._evaluate()
         if self.round % self.recipe.checkpoint_every == 0 or self.round == self.method.rounds:
-            self.progress |= {"seconds": time.monotonic() - self.started, "position": self.metrics.flush()}
-            self.checkpoints.save(Checkpoint(self.round, self.server, self.engine.states(), self.progress))
+            position = self.metrics.flush() if self.metrics is not None else 0
+            self.progress |= {"seconds": time.monotonic() - self.started, "position": position}
+            progress = self.progress | {"engine": self.engine.memo()}
+            self.checkpoints.save(Checkpoint(self.round, self.server, self.engine.states(), progress))
         self.reporter.round(self.round)
+
+    def _welcome(self) -> None:
+        """Take in clients that came after the start, where the method can do with that."""
+        came = [member for member in self.engine.members() if member.client not in self.federation.everyone]
+        if came and not self.method.elastic:
+            for member in came:
+                self.noted(member.client, f"came after the run began, and {self.recipe.method['name']} needs all clients from the start")
+        elif came:
+            self._take_in(joined(self.prepared, came))
+            for i in self.federation.everyone:
+                self.progress["up"].setdefault(i, 0)
+                self.progress["down"].setdefault(i, 0)
+
+    def _active(self) -> tuple[ClientId, ...]:
+        """Who takes part in the round. A method that can do without some is not told of those that cannot be reached now."""
+        active, present = self.recipe.active(self.federation, self.round), self.engine.present()
+        return active if present is None or not self.method.elastic else tuple(i for i in active if i in present)
+
+    def _answer(self, ask: Ask, phase: int) -> Replies:
+        """What the clients answered of which the server believes something, in the order asked.
+
+        Raises:
+            ClientError: Fewer answered than the recipe wants.
+        """
+        believed: dict[ClientId, Tensors] = {}
+        quorum = self.recipe.quorum
+        needed = min(quorum.min_clients, len(ask.to))
+        while True:
+            open_ = replace(ask, to={i: tensors for i, tensors in ask.to.items() if i not in believed})
+            for i, reply in self.engine.answer(open_, self.round, phase).items():
+                try:
+                    ask.check(i, reply)
+                    believed[i] = reply
+                except TensorError as error:
+                    self.lost(i, ask.name, error.problem)
+            if len(believed) >= needed:
+                return {i: believed[i] for i in ask.to if i in believed}
+            if not self.engine.distant or quorum.otherwise == "stop":
+                break
+        raise ClientError(
+            f"round {self.round + 1}, {ask.name}: {len(believed)} of {len(ask.to)} clients answered, quorum.min_clients is {needed}",
+            f"Why is in {self.folder / METRICS}, lines of kind `lost`. When they are back, --resume goes on from the last checkpoint.",
+        )
 
     def _exchange(self, ask: Ask, phase: int) -> Replies:
         """One exchange of a round, its tensors counted. The pool is no client: it has no line."""
-        replies = self.engine.answer(ask, self.round, phase)
+        replies = self._answer(ask, phase)
         for direction, messages in (("down", ask.to), ("up", replies)):
             for i in self.clients & messages.keys():
                 self.progress[direction][i] += nbytes(messages[i])
         return replies
 
-    def _observe(self, client: ClientId, metrics: Metrics) -> None:
+    def lost(self, client: ClientId, task: str, reason: str) -> None:
+        self.progress["lost"][client] = self.progress["lost"].get(client, 0) + 1
+        self._say("lost", client, {"task": task, "reason": reason})
+
+    def noted(self, client: ClientId, note: str) -> None:
+        self._say("note", client, {"note": note})
+
+    def _say(self, kind: str, client: ClientId, said: Mapping[str, str]) -> None:
+        """A line of metrics.jsonl, and for whoever looks on."""
+        self._write(kind, self.round + 1, self.iteration, client, said)
+        self.reporter.warning(self.round, client, said.get("reason") or said["note"])
+
+    def _write(self, kind: str, round: int, iteration: int, client: ClientId, values: Mapping[str, Any]) -> None:
+        """A line of metrics.jsonl, while that is open."""
+        if self.metrics is not None:
+            self.metrics.write(kind, round, iteration, client, values)
+
+    def measured(self, client: ClientId, metrics: Metrics) -> None:
         if "tokens" not in metrics:
             return
         if self.round % self.recipe.metrics_every == 0:
-            self.metrics.write("train", self.round + 1, self.iteration + self.method.local_steps, client, metrics)
+            self._write("train", self.round + 1, self.iteration + self.method.local_steps, client, metrics)
         self.reporter.client(self.round, client, metrics)
 
-    def _ask(self, task: Callable[..., Tensors], to: Mapping[ClientId, Tensors]) -> Replies:
+    def _ask(self, task: Callable[..., Tensors], to: Mapping[ClientId, Tensors], back: Form) -> Replies:
         """A question outside of the rounds. Its phase is -1: no round has that."""
-        return self.engine.answer(Ask(task, to), self.round, -1)
+        return self._answer(Ask(task, to, back), -1)
 
     def _personal(self) -> Mapping[ClientId, Tensors]:
         """What each client that is scored needs beyond its own state to have its personal model; of one that keeps none: all of it."""
         if not (self.groups or self.recipe.training.stateless or self.method.forgetful):
             return self.method.personal(self.server, self.clients)
         found, up, down = self.adapt(self.scored)
-        for i in self.groups:  # what it takes once, however often it is scored
+        for i in self.groups.keys() & found.keys():  # what it takes once, however often it is scored
             self.progress["up"][i], self.progress["down"][i] = up[i], down[i]
         return found
 
@@ -237,22 +227,27 @@ class Execution:
         up, down = (dict.fromkeys(clients, 0) for _ in range(2))
 
         def exchange(ask: Ask, phase: int) -> Replies:
-            replies = self.engine.answer(ask, self.round, -2 - phase)
+            replies = self._answer(ask, -2 - phase)
             for counted, messages in ((down, ask.to), (up, replies)):
                 counted.update({i: counted[i] + nbytes(tensors) for i, tensors in messages.items()})
             return replies
 
         found = drive(self.method.adapt(self.server, clients), exchange)
-        return found, up, {i: down[i] + nbytes(found[i]) for i in clients}
+        return found, up, {i: down[i] + nbytes(tensors) for i, tensors in found.items()}
 
     def _evaluate(self) -> None:
         self.reporter.evaluating(self.round)
         tensors = self._personal()
-        scores = self._ask(self.method.score, tensors)
+        scores = self._ask(self.method.score, tensors, self._form("valid", "test", "choices"))
         found: dict[ClientId, Json] = {i: dict(self.metric.scores(score)) for i, score in scores.items()}
         for i, values in found.items():
-            self.metrics.write("score", self.round, self.iteration, i, values)
-        members = {group: tuple(of) for group, of in self.federation.unseen.items()} or {"": self.clients}
+            self._write("score", self.round, self.iteration, i, values)
+        everyone = {group: tuple(of) for group, of in self.federation.unseen.items()} or {"": self.clients}
+        members = {group: [i for i in of if i in found] for group, of in everyone.items()}
+        if silent := [group for group, of in members.items() if not of]:
+            raise ClientError(
+                f"after round {self.round}: nobody of {silent[0] or 'the clients'} could be scored", f"See {self.folder / METRICS}."
+            )
         groups = {g: {s: evaluation.mean(found[i][s] for i in of) for s in ("valid", "test")} for g, of in members.items()}
         means = next(iter(groups.values()))
         entry = {"round": self.round, "iteration": self.iteration, **means, "clients": found}
@@ -269,13 +264,19 @@ class Execution:
         self.progress["evaluations"].append(entry)
         self.reporter.evaluated(self.round, means)
 
+    def _form(self, *names: str) -> Form:
+        """The form of what comes back from scoring: these of all that there may be."""
+        scores = self.modality.scores(self.prepared.site.layouts[self.scored[0]])
+        return lambda sent: {name: tensor for name, tensor in scores.items() if name in names}
+
     def _synced(self) -> dict[ClientId, float]:
         """The test metric of each client after one more synchronisation; nothing is computed where that changes nothing."""
         own = self.progress["evaluations"][-1]["clients"]
         down = {} if self.groups else self.method.download(self.server, self.clients)
         if not any(down.values()):
-            return {i: own[i]["test"] for i in self.scored}
-        return {i: self.metric.of(score["test"]) for i, score in self._ask(self.method.score_test, down).items()}
+            return {i: scores["test"] for i, scores in own.items()}
+        scores = self._ask(self.method.score_test, down, self._form("test"))
+        return {i: self.metric.of(score["test"]) for i, score in scores.items()}
 
     def _result(self) -> Json:
         last, synced = self.progress["evaluations"][-1], self._synced()
@@ -284,7 +285,9 @@ class Execution:
         best = next(e for e in self.progress["evaluations"] if e["valid"] == valid)
         about_groups = {i: {"group": group} for i, group in self.groups.items()}
         costs = self._costs()
-        clients = {i: {**last["clients"][i], "test_synced": synced[i], **costs[i], **about_groups.get(i, {})} for i in self.scored}
+        clients = {
+            i: {**scores, "test_synced": synced.get(i), **costs[i], **about_groups.get(i, {})} for i, scores in last["clients"].items()
+        }
         headline = evaluation.headline({"clients": clients, "groups": last.get("groups")}).values()
         tests = [e["test"] for e in self.progress["evaluations"]]
         return {
@@ -295,7 +298,7 @@ class Execution:
             "metric": about,
             "mean": last["test"],
             "mean_loss": evaluation.mean(found["test_loss"] for found in headline),
-            "mean_synced": evaluation.mean(found["test_synced"] for found in headline),
+            "mean_synced": evaluation.mean(found["test_synced"] for found in headline if found["test_synced"] is not None),
             "best": evaluation.best(tests, about),
             "best_of_last_ten": evaluation.best(tests[-10:], about),
             "best_by_valid": {"round": best["round"], "valid": best["valid"], "test": best["test"]},
@@ -309,6 +312,7 @@ class Execution:
             "clusters": self.federation.clusters,
             "weights_error": self._weights_error(last),
             "evaluations": self.progress["evaluations"],
+            "lost": self.progress["lost"],
             "wall_s": time.monotonic() - self.started,
             "peak_memory_bytes": evaluation.peak_memory(),
             "versions": {"coterie": coterie.__version__, "torch": torch.__version__, "python": platform.python_version()},
@@ -333,13 +337,13 @@ class Execution:
 
     def _costs(self) -> dict[ClientId, Json]:
         """What each client sends, gets, trains and remembers."""
-        states, layouts = self.engine.states(), self.prepared.site.layouts
+        remembered, layouts = self.engine.state_bytes(), self.prepared.site.layouts
         return {
             i: {
                 **self._size(layouts[i]),
                 "bytes_up": self.progress["up"][i],
                 "bytes_down": self.progress["down"][i],
-                "state_bytes": nbytes(states.get(i, {})) if self.method.total_iterations else 0,
+                "state_bytes": remembered.get(i, 0) if self.method.total_iterations else 0,
                 "generalists": layouts[i].generalists,
                 "specialists": layouts[i].specialists,
             }
@@ -363,10 +367,8 @@ class Execution:
         return {i: self.prepared.site.client(i, dict(state)) for i, state in self.engine.states().items() if i in self.scored}
 
     def _keep_personal_models(self) -> None:
-        tensors = self._personal()
-        self._ask(self.method.keep, tensors)
-        for i, client in self._owners().items():
-            self.keep(client, tensors[i], self.folder / "clients" / i)
+        ask = Ask(self.method.keep, self._personal(), nothing)
+        self.engine.keep(ask, self.round, lambda client, tensors: self.keep(client, tensors, self.folder / "clients" / client.id))
 
     def keep(self, client: Client, tensors: Tensors, folder: Path) -> None:
         """Write a client's personal model to a folder: what it remembers, and `tensors`. Raises SaveError."""
@@ -381,7 +383,7 @@ class Execution:
             write_atomically(self.folder / ROUTING, json.dumps(found, ensure_ascii=False).encode())
 
 
-def run(recipe: Recipe, folder: Path, *, resume: bool = False, reporter: Reporter | None = None) -> list[Json]:
+def run(recipe: Recipe, folder: Path, *, resume: bool = False, reporter: Reporter | None = None, place: Place | None = None) -> list[Json]:
     """Run a recipe and the methods of its `compare_with` into a folder; what is there already is not done again.
 
     Args:
@@ -389,6 +391,7 @@ def run(recipe: Recipe, folder: Path, *, resume: bool = False, reporter: Reporte
         folder: Made if it is missing. The methods of `compare_with` go to its `baselines/<name>/`.
         resume: Go on with the run that is in `folder`.
         reporter: Is told of what happens; default: nobody.
+        place: Where the clients are; default: on this machine.
 
     Returns:
         The results, the recipe's own method last.
@@ -401,12 +404,14 @@ def run(recipe: Recipe, folder: Path, *, resume: bool = False, reporter: Reporte
     rows.append((recipe, folder))
     if not resume and (folder / RECIPE).exists():
         raise Refused(f"{folder} already holds a run", "Go on with it by --resume, or choose another --out.")
-    results = execute_all(rows, reporter or Reporter())
+    results = execute_all(rows, reporter or Reporter(), place=place)
     write_report(folder, results, recipe.description)
     return results
 
 
-def execute_all(rows: Sequence[tuple[Recipe, Path]], reporter: Reporter, titles: Sequence[str] = ()) -> list[Json]:
+def execute_all(
+    rows: Sequence[tuple[Recipe, Path]], reporter: Reporter, titles: Sequence[str] = (), place: Place | None = None
+) -> list[Json]:
     """Every row in its folder, from where it stands; returns their results.
 
     All are prepared before the first one starts, so that what is refused is refused at once.
@@ -415,14 +420,17 @@ def execute_all(rows: Sequence[tuple[Recipe, Path]], reporter: Reporter, titles:
         rows: Recipes and the folders of their runs.
         reporter: Is told of what happens.
         titles: What the reporter calls each row; default: its method.
+        place: Where the clients are; default: on this machine.
     """
+    place = place or OnThisMachine()
     for recipe, _ in rows:
-        prepare(recipe)
+        place.prepare(recipe)
     for _, folder in rows:
         make_folder(folder)
     results = []
     for k, (recipe, folder) in enumerate(rows):
-        execution = Execution(prepare(recipe), folder, reporter, titles[k] if titles else METHODS[recipe.method["name"]].title)
+        title = titles[k] if titles else METHODS[recipe.method["name"]].title
+        execution = Execution(place.prepare(recipe), folder, reporter, title, place)
         execution.restore()
         if not recipe.samples:
             (folder / ROUTING).unlink(missing_ok=True)

@@ -49,16 +49,23 @@ VARIANTS: dict[str, dict[str, object]] = {
     "cobo, its output drawn": {"name": "cobo", "rounds": 2, "pairs": "constant", "output": "uniform"},
     "fc, one model an exchange": {"name": "fc", "rounds": 2, "cluster_size": 2, "exchange_mb": 1e-6},
     "fedavg, one adapter of twice the rank": {"name": "fedavg", "rounds": 2, "local_steps": 2, "budget": "rank"},
-    "fedavg, by samples": {"name": "fedavg", "rounds": 2, "local_epochs": 1, "weighting": "samples"},
+    "fedavg, by samples": {"name": "fedavg", "rounds": 2, "local_epochs": 1, "aggregation": {"weighting": "samples"}},
+    "fedavg, geometric median": {"name": "fedavg", "rounds": 2, "local_steps": 2, "aggregation": {"rule": "geometric-median"}},
+    "comigs, a pool, clipped": {"name": "comigs", "rounds": 2, "generalists": "pool", "aggregation": {"rule": "clipped-mean"}},
+    "ddome, by medians": {"name": "ddome", "rounds": 2, "local_steps": 2, "pool": 3, "aggregation": {"rule": "median"}},
     "ddome, as printed": {"name": "ddome", "rounds": 2, "local_steps": 2, "pool": 3, "mixture": "scores", "answer": "mixture"},
     "ddome without anchors": {"name": "ddome", "rounds": 2, "local_steps": 2, "pool": 3, "anchors": False, "mixture": "probabilities"},
 }
 # Of all of them, those that are made of whole networks.
-NETWORKS = ("fedsr", "fedadg", "common-expert", "fedmix", "ensemble", "ddome", "ddome, as printed", "ddome without anchors")
+NETWORKS = (
+    *("fedsr", "fedadg", "common-expert", "fedmix", "ensemble"),
+    *("ddome", "ddome, as printed", "ddome without anchors", "ddome, by medians"),
+)
 # Those that can train LoRAs or a whole network.
 PICTURES = (
     *("pretrained", "centralized", "local", "fedavg", "pcl", "finetuned-fedavg", "ditto", "ifca", "fc", "oracle", "cobo"),
-    *("fedprox", "scaffold", "fedavg, by samples", "cobo on the simplex", "cobo, its output drawn", "fc, one model an exchange"),
+    *("fedprox", "scaffold", "fedavg, by samples", "fedavg, geometric median"),
+    *("cobo on the simplex", "cobo, its output drawn", "fc, one model an exchange"),
 )
 ALL = {name: {"name": name, **settings} for name, settings in CASES.items()} | VARIANTS
 

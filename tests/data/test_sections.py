@@ -17,8 +17,9 @@ from coterie.data.corpora import mixtures
 from coterie.data.hub import HubClient
 from coterie.data.pretraining import STDLIB_TOPICS, seen_in_pretraining
 from coterie.errors import DataError
+from coterie.prepared import prepare
 from coterie.recipe import load
-from coterie.run import prepare, run
+from coterie.run import run
 
 SPLITS = ("train", "valid", "test")
 

@@ -151,6 +151,25 @@ def test_an_update_means_the_same_at_every_rank(backbone: Backbone, tiny_federat
             torch.testing.assert_close(lora.gamma * own[f"{module}.B"] @ own[f"{module}.A"], B @ A, rtol=1e-5, atol=1e-5)
 
 
+def ones(**shapes: tuple[int, ...]) -> Tensors:
+    return {f"m/{name}": torch.ones(shape) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize(
+    "broken", [{"A": (1, 1, 2)}, {"B": (1, 2, 1)}, {"A": (1, 2, 1)}, {"B": (1, 1, 2)}, {"A": (0, 2, 2), "B": (0, 2, 2)}]
+)
+def test_hetlora_leaves_out_whose_factors_do_not_fit_each_other(broken: dict[str, tuple[int, ...]]) -> None:
+    """A truncated reply may have smaller tensors; a client that made others of them smaller than its ranks must not stop the server."""
+    good = {"A": (1, 2, 2), "B": (1, 2, 2)}
+    state = ones(A=(1, 3, 2), B=(1, 2, 3)) | {f"ranks/{i}": torch.tensor([2]) for i in NAMES}
+    replies = {"ann": ones(**good), "ben": ones(**(good | broken)), "cleo": ones(A=(1, 1, 2), B=(1, 2, 1))}
+    after = drive(HetLoRA().round(state, NAMES, torch.Generator()), lambda ask, phase: replies)
+    alone = drive(HetLoRA().round(state, NAMES, torch.Generator()), lambda ask, phase: {i: replies[i] for i in ("ann", "cleo")})
+    for name in state:
+        torch.testing.assert_close(after[name], alone[name])
+    assert [int(after[f"ranks/{i}"]) for i in NAMES] == [2, 2, 1]
+
+
 # FlexLoRA
 
 
@@ -175,14 +194,20 @@ def test_flexlora_factors_are_the_truncated_svd(seed: int, ranks: list[int], out
 
 def test_flexlora_weighs_by_data_by_hand() -> None:
     """Client a holds 3 times the tokens of b: the mean of diag(4, 0) and diag(0, 4) is diag(3, 1); rank 1 keeps diag(3, 0)."""
-    a = {"m/A": torch.tensor([[[1.0, 0.0]]]), "m/B": torch.tensor([[[4.0], [0.0]]]), "tokens": torch.tensor(300.0)}
-    b = {"m/A": torch.tensor([[[0.0, 2.0]]]), "m/B": torch.tensor([[[0.0], [2.0]]]), "tokens": torch.tensor(100.0)}
+    a = {"m/A": torch.tensor([[[1.0, 0.0]]]), "m/B": torch.tensor([[[4.0], [0.0]]]), "tokens": torch.tensor(300)}
+    b = {"m/A": torch.tensor([[[0.0, 2.0]]]), "m/B": torch.tensor([[[0.0], [2.0]]]), "tokens": torch.tensor(100)}
     state = {"m/A": torch.zeros(1, 2, 2), "m/B": torch.zeros(1, 2, 2), "ranks/a": torch.tensor([1]), "ranks/b": torch.tensor([2])}
     new = redistribute({"a": a, "b": b}, state)
     torch.testing.assert_close(new["m/B"] @ new["m/A"], torch.diag(torch.tensor([3.0, 1.0]))[None])
     down = FlexLoRA().download(state | new, ["a", "b"])
     torch.testing.assert_close(down["a"]["m/B"] @ down["a"]["m/A"], torch.diag(torch.tensor([3.0, 0.0]))[None])
     torch.testing.assert_close(down["b"]["m/B"] @ down["b"]["m/A"], torch.diag(torch.tensor([3.0, 1.0]))[None])
+
+
+def test_flexlora_takes_all_alike_where_nobody_says_to_have_tokens() -> None:
+    replies = {i: {"m/A": torch.eye(2)[None], "m/B": k * torch.eye(2)[None], "tokens": torch.tensor(0)} for k, i in enumerate(NAMES)}
+    new = redistribute(replies, {"m/A": torch.zeros(1, 2, 2)})
+    torch.testing.assert_close(new["m/B"] @ new["m/A"], torch.eye(2)[None])
 
 
 # FFA-LoRA and FedSA-LoRA
@@ -265,6 +290,26 @@ def test_a_pcl_client_judges_every_model_on_its_own_validation_data(backbone: Ba
         nll, tokens = client.score(client.valid).tolist()
         assert float(found["ann"][j]) == pytest.approx(math.exp(nll / tokens))
     assert {k: v for k, v in found["ann"].items() if k not in NAMES} == {}
+
+
+def test_a_model_that_somebody_broke_gets_no_weight_and_its_judges_still_answer(backbone: Backbone, tiny_federation: Federation) -> None:
+    run = Small(PCL(rounds=1, local_steps=1), backbone, tiny_federation)
+    models = {i: dict(run.client(i).read(GENERALIST)) for i in NAMES}
+    models["ben"] = {name: torch.full_like(tensor, 3e38) for name, tensor in models["ben"].items()}
+    answers: list[Mapping[str, Tensors]] = []
+
+    def answer(ask: Ask, phase: int) -> Mapping[str, Tensors]:
+        answers.append(run.engine.answer(ask, 0, phase) if phase else models)
+        for i, reply in answers[-1].items():
+            ask.check(i, reply)
+        return answers[-1]
+
+    state = drive(run.method.round(run.server, NAMES, torch.Generator()), answer)
+    assert all(float(verdict["ben"]) == torch.finfo(torch.float64).max for verdict in answers[1].values())
+    for i in NAMES:
+        weights = state[f"{i}/weights"].tolist()
+        assert weights[1] == 0
+        assert sum(weights) == pytest.approx(1)
 
 
 # FDLoRA

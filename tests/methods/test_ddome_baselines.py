@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.distributions import Normal, kl_divergence
 from torch.nn.functional import cross_entropy, leaky_relu, softplus
 
 from coterie import run
+from coterie.aggregation import Mean
 from coterie.client import Blueprint, Client, Site, Training
 from coterie.data.examples import Examples
 from coterie.data.federation import ClientData, Federation
@@ -202,8 +204,8 @@ def mean(models: Sequence[Tensors], weights: Sequence[float] | None = None) -> T
 
 @pytest.mark.parametrize("weighting", ["uniform", "samples"])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_fedprox_is_fedavg_with_a_proximal_term(federation: Federation, momentum: float, weighting: str) -> None:
-    run = Run(FedProx(rounds=3, local_steps=4, mu=0.7, weighting=weighting), federation, descent(momentum)).rounds(3)  # type: ignore[arg-type]
+def test_fedprox_is_fedavg_with_a_proximal_term(federation: Federation, momentum: float, weighting: Literal["uniform", "samples"]) -> None:
+    run = Run(FedProx(rounds=3, local_steps=4, mu=0.7, aggregation=Mean(weighting=weighting)), federation, descent(momentum)).rounds(3)
     w, walks, steps = run.initial(GENERALIST), {i: Walk(run.site.data[i]) for i in run.ids}, {i: Steps(momentum) for i in run.ids}
     for _ in range(3):
         sent = []
@@ -269,9 +271,11 @@ def test_the_larger_mu_the_less_a_client_moves(federation: Federation) -> None:
 @pytest.mark.parametrize("stateless", [False, True])
 @pytest.mark.parametrize(("server_lr", "weighting"), [(1.0, "uniform"), (0.5, "samples")])
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])
-def test_scaffold_is_its_algorithm_1(federation: Federation, stateless: bool, server_lr: float, weighting: str, schedule: str) -> None:
+def test_scaffold_is_its_algorithm_1(
+    federation: Federation, stateless: bool, server_lr: float, weighting: Literal["uniform", "samples"], schedule: str
+) -> None:
     """c_i is computed here as what it is, the mean gradient of the round; who is active changes."""
-    method = Scaffold(rounds=4, local_steps=3, server_lr=server_lr, weighting=weighting)  # type: ignore[arg-type]
+    method = Scaffold(rounds=4, local_steps=3, server_lr=server_lr, aggregation=Mean(weighting=weighting))
     experts = descent(0.9, schedule=schedule, final=0.2)
     run = Run(method, federation, experts, stateless=stateless)
     active = [("ann", "ben", "cleo"), ("cleo",), ("ben", "ann"), ("ann", "cleo")]
@@ -317,8 +321,8 @@ def test_one_client_alone_has_nothing_to_correct(federation: Federation) -> None
 
 
 @pytest.mark.parametrize("weighting", ["uniform", "samples"])
-def test_where_all_take_part_c_is_the_mean_of_the_clients(federation: Federation, weighting: str) -> None:
-    run = Run(Scaffold(local_steps=2, weighting=weighting), federation).rounds(3)  # type: ignore[arg-type]
+def test_where_all_take_part_c_is_the_mean_of_the_clients(federation: Federation, weighting: Literal["uniform", "samples"]) -> None:
+    run = Run(Scaffold(local_steps=2, aggregation=Mean(weighting=weighting)), federation).rounds(3)
     own = [under("control", run.engine.states()[i]) for i in run.ids]
     same(under("control", run.state), mean(own, None if weighting == "uniform" else [20, 8, 14]))
 

@@ -12,20 +12,30 @@ from coterie.aggregation.collaboration import (
     weights_error,
 )
 from coterie.aggregation.dealing import deal
-from coterie.aggregation.means import SAMPLES, holders_mean, sample_mean, uniform_mean, weighted_mean
+from coterie.aggregation.means import MOST_SAMPLES, SAMPLES, Combining, Mean, by_holders, uniform_mean, weighted_mean
+from coterie.aggregation.robust import ClippedMean, GeometricMedian, Krum, Median, MultiKrum, Rule, TrimmedMean
 
 __all__ = [
+    "MOST_SAMPLES",
     "SAMPLES",
+    "ClippedMean",
+    "Combining",
+    "GeometricMedian",
+    "Krum",
+    "Mean",
+    "Median",
+    "MultiKrum",
+    "Rule",
+    "TrimmedMean",
     "agreement",
     "ascend_box",
     "ascend_simplex",
+    "by_holders",
     "deal",
-    "holders_mean",
     "midpoints",
     "mixtures",
     "pulls",
     "rearranged",
-    "sample_mean",
     "start_weights",
     "uniform_mean",
     "weighted_mean",

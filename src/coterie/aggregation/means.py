@@ -1,12 +1,19 @@
-"""Means of the tensors that clients sent.
+"""Means of the tensors that clients sent, and what every rule is that makes one set of tensors of many.
 
 Sums run in the order of the client ids, so that neither the order of the federation nor that of arrival changes a bit.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from coterie.protocol import ClientId, Replies
-from coterie.tensors import Tensors, weighted_sum
+from coterie.tensors import Named, Tensors, check_alike, weighted_sum
+
+SAMPLES = "samples"  # how many training examples a client has, in its reply
+MOST_SAMPLES = 1 << 40  # that a server believes
 
 
 def uniform_mean(replies: Replies) -> Tensors:
@@ -35,22 +42,89 @@ def weighted_mean(replies: Replies, weights: Mapping[ClientId, float]) -> Tensor
     return weighted_sum((weights[i] / total, replies[i]) for i in sorted(replies))
 
 
-def holders_mean(replies: Replies) -> Tensors:
-    """The uniform mean of each tensor over the clients that sent it: where they have different members of a pool."""
-    names = dict.fromkeys(name for reply in replies.values() for name in reply)
-    holders = ({i: {name: reply[name]} for i, reply in replies.items() if name in reply} for name in names)
-    return {name: t for held in holders for name, t in uniform_mean(held).items()}
+class Combining(BaseModel, ABC):
+    """A rule by which a server makes one set of tensors of those that clients sent."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @property
+    def counts(self) -> bool:
+        """Whether clients must say how many samples they have, as the scalar `samples` of their replies. Otherwise it is ignored."""
+        return False
+
+    @property
+    def sums(self) -> bool:
+        """Whether it needs nothing but the sum of what clients sent, and their number."""
+        return False
+
+    def check(self, clients: int) -> None:
+        """Refuse a number of clients for which the rule is not made. Raises RecipeError."""
+
+    @abstractmethod
+    def combine(self, replies: Replies, around: Named) -> Tensors:
+        """One set of tensors, without `samples`. Of one client: exactly its tensors.
+
+        Args:
+            replies: Tensors by client, at least of one; all of one client's are one vector.
+            around: What they were sent, of which theirs is an update; where it lacks a name, that is relative to zero.
+
+        Raises:
+            TensorError: The clients' tensors differ in names, shapes or dtypes.
+            ValueError: No replies.
+        """
 
 
-SAMPLES = "samples"  # how many training examples a client has, in its reply
+class Mean(Combining):
+    """The mean: sum_i w_i theta_i / sum_i w_i (McMahan et al. 2017). A single client can move it anywhere: its breakdown point is 0."""
+
+    rule: Annotated[Literal["mean"], Field(description="the mean")] = "mean"
+    weighting: Annotated[
+        Literal["uniform", "samples"], Field(description="clients count alike, or by the training samples that they say they have")
+    ] = "uniform"
+
+    @property
+    def counts(self) -> bool:
+        return self.weighting == "samples"
+
+    @property
+    def sums(self) -> bool:
+        return self.weighting == "uniform"
+
+    def combine(self, replies: Replies, around: Named) -> Tensors:
+        weights = {i: float(reply[SAMPLES]) for i, reply in replies.items()} if self.counts else {}
+        if not any(weights.values()):  # clients that all say they have none count alike
+            weights = dict.fromkeys(replies, 1.0)
+        return weighted_mean(ordered(replies), weights)
 
 
-def sample_mean(replies: Replies) -> Tensors:
-    """sum_i n_i theta_i / sum_i n_i, name by name, n_i being the scalar `samples` of each reply, which is not averaged (FedAvg).
+def ordered(replies: Replies) -> dict[ClientId, Tensors]:
+    """What clients sent beside `samples`, in the order of their ids.
 
     Raises:
         TensorError: The clients' tensors differ in names, shapes or dtypes.
-        ValueError: No replies, or none of them has a sample.
+        ValueError: No replies.
     """
-    tensors = {i: {name: t for name, t in reply.items() if name != SAMPLES} for i, reply in replies.items()}
-    return weighted_mean(tensors, {i: float(reply[SAMPLES]) for i, reply in replies.items()})
+    found = {i: {name: tensor for name, tensor in replies[i].items() if name != SAMPLES} for i in sorted(replies)}
+    if not found:
+        raise ValueError("no replies: there is nothing to combine")
+    for i, tensors in found.items():
+        check_alike(next(iter(found.values())), tensors, f"tensors of client {i!r}")
+    return found
+
+
+def by_holders(rule: Combining, replies: Replies, around: Named) -> Tensors:
+    """What a rule makes of each tensor for the clients that sent it: of a pool, clients have different members.
+
+    Tensors that the same clients sent are one vector to the rule. Of no replies: the empty dict.
+
+    Raises:
+        TensorError: The clients' tensors differ in shapes or dtypes.
+    """
+    groups: dict[tuple[ClientId, ...], list[str]] = {}
+    for name in dict.fromkeys(name for reply in replies.values() for name in reply if name != SAMPLES):
+        groups.setdefault(tuple(i for i in replies if name in replies[i]), []).append(name)
+    found: Tensors = {}
+    for holders, names in groups.items():
+        held = {i: {name: replies[i][name] for name in (*names, SAMPLES) if name in replies[i]} for i in holders}
+        found |= rule.combine(held, around)
+    return found

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol, Self
+from typing import Any, NoReturn, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -205,3 +205,33 @@ class PooledSplit(Walk):
         """Each part's scoring in turn."""
         for part in self.parts:
             yield from part.scoring(rows)
+
+
+@dataclass(frozen=True, eq=False)
+class Elsewhere(Walk):
+    """A split that is on its client's device: here only its size is known.
+
+    Args:
+        name: "train", "valid" or "test".
+        windows: Rows of one epoch.
+    """
+
+    name: str
+    windows: int  # type: ignore[misc]  # a field where others compute it
+    seed: int = 0
+    context: int = 1
+
+    def __len__(self) -> int:
+        return self.windows
+
+    def _refuse(self) -> NoReturn:
+        raise DataError(f"{self.name}: these data are on their client's device", "They never leave it.")
+
+    def take(self, numbers: Numbers) -> Any:
+        self._refuse()
+
+    def join(self, batches: Sequence[Any], order: Numbers) -> Any:
+        self._refuse()
+
+    def scoring(self, rows: int) -> Iterator[Any]:
+        self._refuse()

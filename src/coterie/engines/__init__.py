@@ -1,9 +1,19 @@
-"""The engines by name: what `engine` of a recipe may be."""
+"""Who carries the messages. Names are imported when asked for: the program of a device that hands its messages on needs no torch."""
 
-from coterie.engines.engine import Engine, Observe
-from coterie.engines.inprocess import InProcess
-from coterie.engines.loopback import Loopback
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-ENGINES = {"inprocess": InProcess, "loopback": Loopback}
+if TYPE_CHECKING:
+    from coterie.engines.engine import Engine, Listener
+    from coterie.engines.inprocess import InProcess
+    from coterie.engines.local import ENGINES
+    from coterie.engines.loopback import Loopback
 
-__all__ = ["ENGINES", "Engine", "Observe"]
+__all__ = ["ENGINES", "Engine", "InProcess", "Listener", "Loopback"]
+_HOMES = {"ENGINES": "local", "InProcess": "inprocess", "Loopback": "loopback"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"coterie.engines.{_HOMES.get(name, 'engine')}"), name)

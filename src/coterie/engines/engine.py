@@ -1,29 +1,77 @@
 """What an engine is: `answer`, and the keeping of the clients' states between tasks."""
 
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any, ClassVar, Protocol
 
-from coterie.client import Metrics
+from coterie.client import Client, Metrics
+from coterie.engines.wire import Member
 from coterie.protocol import Ask, ClientId, Replies, State
+from coterie.tensors import Tensors
 
-Observe = Callable[[ClientId, Metrics], None]  # called as each client's reply arrives, with what it measured
+Write = Callable[[Client, Tensors], None]  # writes a client's personal model, which needs these tensors besides
+
+
+class Listener:
+    """Is told of what happens between server and clients, and looks away: the base of those that listen."""
+
+    def measured(self, client: ClientId, metrics: Metrics) -> None:
+        """A client's reply arrived, with what its task measured."""
+
+    def lost(self, client: ClientId, task: str, reason: str) -> None:
+        """A client did not answer."""
+
+    def noted(self, client: ClientId, note: str) -> None:
+        """A client said something that stops nothing: that it starts afresh, say."""
 
 
 class Engine(Protocol):
     """Carries Asks to clients and replies back."""
 
+    distant: ClassVar[bool]  # whether clients are on devices of their own, where their states and models stay
+
     def answer(self, ask: Ask, round: int, phase: int) -> Replies:
-        """Have every client in `ask.to` do the task. Replies come in the order asked, without the clients that failed."""
+        """Have every client in `ask.to` do the task. Replies come in the order asked, without the clients that failed; unchecked."""
+        ...
+
+    def keep(self, ask: Ask, round: int, write: Write) -> None:
+        """Have every client in `ask.to` make its tensors part of its personal model, and that model written; devices write their own."""
+        ...
+
+    def members(self) -> Sequence[Member]:
+        """Clients that have come since this was asked last; none where all are here from the beginning."""
+        ...
+
+    def present(self) -> Set[ClientId] | None:
+        """The clients that can be reached now; None where all can."""
         ...
 
     def states(self) -> Mapping[ClientId, State]:
-        """The clients' states, for a checkpoint. Not to be changed."""
+        """The clients' states, for a checkpoint; none where devices keep them. Not to be changed."""
         ...
 
-    def restore(self, states: Mapping[ClientId, State]) -> None:
-        """Take over the clients' states from a checkpoint."""
+    def memo(self) -> dict[str, Any]:
+        """What else the engine wants back after a resumption; JSON values."""
+        ...
+
+    def restore(self, states: Mapping[ClientId, State], memo: Mapping[str, Any] = {}) -> None:
+        """Take over the clients' states and the memo from a checkpoint."""
+        ...
+
+    def state_bytes(self) -> Mapping[ClientId, int]:
+        """What each client remembers, as far as it is known."""
         ...
 
 
-def unobserved(client: ClientId, metrics: Metrics) -> None:
-    """An `Observe` that looks away."""
+class Here:
+    """What engines have in common whose clients are all in this process."""
+
+    distant: ClassVar[bool] = False
+
+    def members(self) -> Sequence[Member]:
+        return ()
+
+    def present(self) -> Set[ClientId] | None:
+        return None
+
+    def memo(self) -> dict[str, Any]:
+        return {}

@@ -6,21 +6,23 @@ A failing client stops the run with a ClientError that names it; the cause is ch
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from coterie.client import Site
 from coterie.cohort import Cohort
-from coterie.engines.engine import Observe, unobserved
+from coterie.engines.engine import Here, Listener, Write
 from coterie.methods import Method
 from coterie.protocol import Ask, ClientId, Replies, State, find_together
+from coterie.tensors import nbytes
 
 
 @dataclass
-class InProcess:
+class InProcess(Here):
     """States are dicts of tensors that stay where they are; nothing is copied."""
 
     site: Site
     method: Method
-    observe: Observe = unobserved
+    listener: Listener = field(default_factory=Listener)
     _states: dict[ClientId, State] = field(default_factory=dict)
 
     def answer(self, ask: Ask, round: int, phase: int) -> Replies:
@@ -31,7 +33,7 @@ class InProcess:
             if (cohort := Cohort.of(self.site, states)) is not None:
                 replies = together(cohort, ask.to)
                 for i, metrics in cohort.measured.items():
-                    self.observe(i, metrics)
+                    self.listener.measured(i, metrics)
                 for state in states.values():
                     self.site.end(state, self.method)
                 return replies
@@ -40,11 +42,19 @@ class InProcess:
     def _one(self, task: str, client: ClientId, tensors: State, round: int, phase: int) -> State:
         state = self._states.setdefault(client, {})
         reply, metrics = self.site.answer(self.method, task, client, tensors, state, round, phase)
-        self.observe(client, metrics)
+        self.listener.measured(client, metrics)
         return reply
+
+    def keep(self, ask: Ask, round: int, write: Write) -> None:
+        self.answer(ask, round, -1)
+        for i, tensors in ask.to.items():
+            write(self.site.client(i, dict(self._states[i])), tensors)
 
     def states(self) -> Mapping[ClientId, State]:
         return self._states
 
-    def restore(self, states: Mapping[ClientId, State]) -> None:
+    def restore(self, states: Mapping[ClientId, State], memo: Mapping[str, Any] = {}) -> None:
         self._states = {i: dict(state) for i, state in states.items()}
+
+    def state_bytes(self) -> Mapping[ClientId, int]:
+        return {i: nbytes(state) for i, state in self._states.items()}

@@ -5,21 +5,22 @@ Whatever a method or a client keeps outside its state is lost between two tasks 
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from coterie.client import Site
-from coterie.engines.engine import Observe, unobserved
+from coterie.engines.engine import Here, Listener, Write
 from coterie.methods import Method
 from coterie.protocol import Ask, ClientId, Replies, State
-from coterie.tensors import from_bytes, to_bytes
+from coterie.tensors import from_bytes, nbytes, to_bytes
 
 
 @dataclass
-class Loopback:
+class Loopback(Here):
     """The client's half of the method is a copy, rebuilt from its hyperparameters for every task."""
 
     site: Site
     method: Method
-    observe: Observe = unobserved
+    listener: Listener = field(default_factory=Listener)
     _states: dict[ClientId, bytes] = field(default_factory=dict)
 
     def answer(self, ask: Ask, round: int, phase: int) -> Replies:
@@ -32,11 +33,19 @@ class Loopback:
         state = from_bytes(self._states[client], f"state of client {client!r}") if client in self._states else {}
         reply, metrics = self.site.answer(method, task, client, from_bytes(request), state, round, phase)
         self._states[client] = to_bytes(state)
-        self.observe(client, metrics)
+        self.listener.measured(client, metrics)
         return to_bytes(reply)
+
+    def keep(self, ask: Ask, round: int, write: Write) -> None:
+        self.answer(ask, round, -1)
+        for i, tensors in ask.to.items():
+            write(self.site.client(i, from_bytes(self._states[i])), tensors)
 
     def states(self) -> Mapping[ClientId, State]:
         return {i: from_bytes(state) for i, state in self._states.items()}
 
-    def restore(self, states: Mapping[ClientId, State]) -> None:
+    def restore(self, states: Mapping[ClientId, State], memo: Mapping[str, Any] = {}) -> None:
         self._states = {i: to_bytes(state) for i, state in states.items()}
+
+    def state_bytes(self) -> Mapping[ClientId, int]:
+        return {i: nbytes(state) for i, state in self.states().items()}

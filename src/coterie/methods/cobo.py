@@ -18,7 +18,7 @@ from coterie.client import Client, Training
 from coterie.cohort import Cohort
 from coterie.errors import RecipeError
 from coterie.methods.method import Comparing, OneAdapter, Reader
-from coterie.protocol import Ask, ClientId, Replies, Round, State, task
+from coterie.protocol import Ask, ClientId, Replies, Round, State, nothing, task
 from coterie.roles import GENERALIST
 from coterie.tensors import Tensors
 
@@ -84,7 +84,7 @@ class CoBo(OneAdapter, Comparing):
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
         order, x, weights, newcomers = self._present(state, sorted(clients))
         if newcomers:
-            yield Ask(self.start, {i: {GENERALIST: x[i]} for i in newcomers})
+            yield Ask(self.start, {i: {GENERALIST: x[i]} for i in newcomers}, nothing)
         t = int(state["round"])
         scores = torch.zeros_like(weights)  # lines 9 to 17, Client-Selection
         for pairs in self._exchanges(self._sample(t, order, rng), x):
@@ -92,7 +92,7 @@ class CoBo(OneAdapter, Comparing):
         if self.gamma:
             weights = self._ascend(weights, scores)
         pull = dict(zip(order, pulls([x[i] for i in order], weights), strict=True))  # lines 3 to 5, Model-Training
-        replies = yield Ask(self.descend, {i: {"pull": pull[i]} for i in clients})
+        replies = yield Ask(self.descend, {i: {"pull": pull[i]} for i in clients}, lambda sent: {GENERALIST: sent["pull"]})
         x = {i: replies[i][GENERALIST] if i in replies else x[i] for i in order}
         models = {f"{i}/{GENERALIST}": x[i] for i in order}
         return models | self._output(state, t, x, rng) | {"weights": weights, "round": torch.tensor(t + 1)}

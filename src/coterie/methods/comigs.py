@@ -12,13 +12,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie.aggregation import agreement, ascend_simplex, deal, holders_mean, midpoints, mixtures
+from coterie.aggregation import Mean, agreement, ascend_simplex, deal, midpoints, mixtures
 from coterie.client import NUMBERS, Client, Training
 from coterie.errors import RecipeError
-from coterie.methods.method import Comparing, Reader, Routed
+from coterie.methods.method import Aggregating, Comparing, Reader, Routed
 from coterie.models.adapter import Layout
 from coterie.models.language import LanguageModel
-from coterie.protocol import Adaptation, Ask, ClientId, Replies, Round, State, task
+from coterie.protocol import Adaptation, Ask, ClientId, Replies, Round, State, task, training
 from coterie.roles import EXPERT, GATE, GENERALIST, ROUTER, SPECIALIST, Role
 from coterie.tensors import Tensors
 
@@ -28,7 +28,7 @@ SCORES = "scores"  # how much a client's text wants each member of the pool
 
 
 @dataclass(frozen=True)
-class CoMiGS(Routed, Comparing):
+class CoMiGS(Routed, Comparing, Aggregating):
     """Generalists and attention LoRAs are averaged; specialists and token-level routers never leave their client.
 
     A bilevel problem by alternating first-order steps: experts descend on training data (eq. 3), routers on validation data (eq. 4).
@@ -42,9 +42,9 @@ class CoMiGS(Routed, Comparing):
         router_every: tau, local iterations between updates of the router, counted over the whole run.
         router_steps: s, optimiser steps per update of the router, each on a fresh batch.
         router_data: Where those batches come from; "train" draws fresh training batches (the rows "-tr").
-        aggregate: "mean": theta^G <- 1/N sum_i theta_i^G. "cobo", not in the paper: theta_i^G <- sum_j w_ij theta_j^G, where each row of W
-            learns on the simplex, from 1/N, by how well gradients agree halfway between two clients' generalists (CoBo, Remark 1), so that
-            unlike groups of users need not share one generalist.
+        aggregate: "mean": theta^G <- 1/N sum_i theta_i^G, or what another `aggregation` makes of them. "cobo", not in the paper:
+            theta_i^G <- sum_j w_ij theta_j^G, where each row of W learns on the simplex, from 1/N, by how well gradients agree halfway
+            between two clients' generalists (CoBo, Remark 1), so that unlike groups of users need not share one generalist.
         gamma: Step size of W.
         pool: M, generalists at the server.
         chosen: K, of them at a client.
@@ -94,6 +94,10 @@ class CoMiGS(Routed, Comparing):
         """What validation data train."""
         return (ROUTER, GATE) if self.pooling else (ROUTER,)
 
+    @property
+    def sums(self) -> bool:
+        return self.aggregate == "mean" and not self.pooling and self.aggregation.sums
+
     def layout(self, position: int, base: Layout) -> Layout:
         specialists = self.specialists if isinstance(self.specialists, int) else self.specialists[position]
         if self.generalists == "pool":
@@ -101,6 +105,10 @@ class CoMiGS(Routed, Comparing):
         return self.mixture(base, self.generalists, specialists)
 
     def check(self, model: Reader, clients: Sequence[ClientId], training: Training) -> None:
+        super().check(model, clients, training)
+        if self.aggregate == "cobo" and self.aggregation != Mean():
+            mistake = "method.aggregation: with aggregate: cobo each client's generalists have weights of their own; use aggregate: mean"
+            raise RecipeError("method", [mistake])
         if self.pooling and self.aggregate == "cobo":
             mistake = "method.aggregate: cobo gives each client generalists of its own, and a pool has those of all; use mean"
             raise RecipeError("method", [mistake])
@@ -128,9 +136,14 @@ class CoMiGS(Routed, Comparing):
             theta = [t for name, t in state.items() if name.endswith(f"/{GENERALIST}")]
             return {i: {GENERALIST: torch.stack(theta).mean(dim=0)} for i in clients}
         if self.pooling:
-            scores = yield Ask(self.score_generalists, {i: {GATE: state[GATE]} for i in clients})
+            scores = yield self.scoring(state, clients)
             state, clients = state | self.choices(scores, None), tuple(scores)
         return self.download(state, clients)
+
+    def scoring(self, state: State, clients: Sequence[ClientId]) -> Ask:
+        """With a pool: the question how much each client wants each of it."""
+        form = {SCORES: torch.empty(self.pool, dtype=torch.float64, device="meta")}
+        return Ask(self.score_generalists, {i: {GATE: state[GATE]} for i in clients}, lambda sent: form)
 
     def choices(self, scores: Replies, load: float | None) -> State:
         """`chosen/<client>` of those that sent their scores."""
@@ -140,11 +153,11 @@ class CoMiGS(Routed, Comparing):
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
         if self.pooling:
-            scores = yield Ask(self.score_generalists, {i: {GATE: state[GATE]} for i in clients})
+            scores = yield self.scoring(state, clients)
             state, clients = state | self.choices(scores, self.load), tuple(scores)
-        replies = yield Ask(self.local_round, self.download(state, clients))
+        replies = yield Ask(self.local_round, self.download(state, clients), self.back)
         if self.aggregate == "mean":
-            return state | holders_mean(replies)  # theta^G <- 1/N sum_i theta_i^G
+            return state | self.combine(replies, state)  # theta^G <- 1/N sum_i theta_i^G
         theta, order = {i: replies[i][GENERALIST] for i in sorted(replies)}, sorted(clients)
         compared = yield Ask(self.midpoint_gradients, midpoints(theta, combinations(theta, 2)))
         weights = ascend_simplex(state["weights"], agreement(order, compared), self.gamma)
@@ -170,7 +183,7 @@ class CoMiGS(Routed, Comparing):
             assert isinstance(client.model, LanguageModel)
             return {SCORES: client.model.affinity(client.embeddings(client.data.train)).double().cpu()}
 
-    @task
+    @training
     def local_round(self, client: Client, theta_g: Tensors) -> Tensors:
         held = client.state.get(NUMBERS, torch.empty(0)).tolist()
         client.load(theta_g)
@@ -185,4 +198,4 @@ class CoMiGS(Routed, Comparing):
         if self.aggregate == "cobo":
             return {GENERALIST: client.flat(GENERALIST)}
         pool = client.experts() | {GATE: client.flat(GATE)} if self.pooling else {}
-        return client.read(GENERALIST) | pool  # specialists and router never leave
+        return client.read(GENERALIST) | pool | self.size(client.data)  # specialists and router never leave

@@ -19,11 +19,12 @@ from coterie.methods.method import Reader
 from coterie.methods.pooling import Pooling
 from coterie.models.layout import Layout
 from coterie.models.pool import PoolClassifier, PoolLayout, Towards
-from coterie.protocol import Adaptation, Ask, ClientId, Replies, Round, State, task
+from coterie.protocol import Adaptation, Ask, ClientId, Replies, Round, State, Task, task, training
 from coterie.roles import EXPERT, GATE
-from coterie.tensors import Tensors
+from coterie.tensors import Named, Tensors
 
 ANCHOR = "anchor"  # tells a client that it is the anchor of the one expert that it gets
+SCORES = "scores"  # how much a client's data want each expert of the pool
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class DDOME(Pooling):
         return PoolLayout(pool=self.pool, chosen=self.top_k, mixture=self.mixture, answer=self.answer, start=self.initial)
 
     def check(self, model: Reader, clients: Sequence[ClientId], training: Training) -> None:
+        super().check(model, clients, training)
         if self.anchors and len(model.anchors) > self.pool:
             mistake = f"method.pool: {self.pool} experts for {len(model.anchors)} anchors (data.anchors), each of which has one of its own"
             raise RecipeError("method", [f"{mistake}; use as many, or method.anchors: false"])
@@ -76,19 +78,27 @@ class DDOME(Pooling):
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
         own = {q: int(state[f"{ANCHOR}/{q}"]) for q in clients if f"{ANCHOR}/{q}" in state}
         normal = [s for s in clients if s not in own]
-        scores = yield Ask(self.score_experts, {key: {GATE: state[GATE]} for key in normal})
+        scores = yield self.scoring(self.score_experts, state, normal)
         anchors = {q: self.parcel(state, [m]) | {ANCHOR: torch.tensor(True)} for q, m in own.items()}
-        replies = yield Ask(self.train, anchors | self.parcels(state, scores))
-        return self.aggregate(state, replies)
+        replies = yield Ask(self.train, anchors | self.parcels(state, scores), self.back)
+        return state | self.combine(replies, state)  # what nobody had stays as it is
 
     def adapt(self, state: State, clients: Sequence[ClientId]) -> Adaptation:
-        scores = yield Ask(self.score_experts_unlabelled, {key: {GATE: state[GATE]} for key in clients})
+        scores = yield self.scoring(self.score_experts_unlabelled, state, clients)
         return self.parcels(state, scores)
+
+    def scoring(self, question: Task, state: State, clients: Sequence[ClientId]) -> Ask:
+        """The question how much each client's data want each expert."""
+        form = {SCORES: torch.empty(self.pool, dtype=torch.float64, device="meta")}
+        return Ask(question, {i: {GATE: state[GATE]} for i in clients}, lambda sent: form)
+
+    def back(self, sent: Named) -> Named:
+        """As any pool's; an anchor does not repeat that it is one."""
+        return super().back({name: tensor for name, tensor in sent.items() if name != ANCHOR})
 
     def parcels(self, state: State, scores: Replies) -> dict[ClientId, Tensors]:
         """The gate, and e_s = TopK(sum_i softmax g(x_i)) of each client."""
-        finite = {s: reply["scores"] for s, reply in scores.items() if bool(torch.isfinite(reply["scores"]).all())}
-        return {s: self.parcel(state, largest(own, self.top_k)) for s, own in finite.items()}
+        return {s: self.parcel(state, largest(reply[SCORES], self.top_k)) for s, reply in scores.items()}
 
     @task
     def score_experts(self, client: Client, gate: Tensors) -> Tensors:
@@ -100,7 +110,7 @@ class DDOME(Pooling):
         """The same over the data that a new client wants classified."""
         return _scores(client, gate, client.test)
 
-    @task
+    @training
     def train(self, client: Client, received: Tensors) -> Tensors:
         """The local iterations of an anchor, on two independent losses, or of a normal client, on one."""
         anchor = ANCHOR in received
@@ -124,4 +134,4 @@ def largest(scores: Tensor, k: int) -> list[int]:
 def _scores(client: Client, gate: Tensors, data: Split) -> Tensors:
     with client.borrowing(gate):
         assert isinstance(client.model, PoolClassifier)
-        return {"scores": client.model.affinity(client.embeddings(data))}
+        return {SCORES: client.model.affinity(client.embeddings(data))}

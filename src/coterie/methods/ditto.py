@@ -10,16 +10,15 @@ from typing import Annotated, ClassVar
 import torch
 from pydantic import Field
 
-from coterie.aggregation import uniform_mean
 from coterie.client import Client
-from coterie.methods.method import OneAdapter, Reader
-from coterie.protocol import Ask, ClientId, Round, State, task
+from coterie.methods.method import Aggregating, OneAdapter, Reader
+from coterie.protocol import Ask, ClientId, Round, State, training
 from coterie.roles import GENERALIST
 from coterie.tensors import Tensors
 
 
 @dataclass(frozen=True)
-class Ditto(OneAdapter):
+class Ditto(OneAdapter, Aggregating):
     """The global w is FedAvg's; each client's own v_i minimises f_i(v_i) + lambda/2 |v_i - w|^2 on the same batches.
 
     v_i is the client's model: it never leaves, and it is what is scored. The server's state holds `generalist`, (d,), w; a client's own
@@ -33,14 +32,18 @@ class Ditto(OneAdapter):
 
     prox: Annotated[float, Field(ge=0, description="lambda, how strongly a personal model is held near the global one")] = 1.0
 
+    @property
+    def sums(self) -> bool:
+        return self.aggregation.sums
+
     def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
         return {GENERALIST: model.flat(GENERALIST)}
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
-        replies = yield Ask(self.local_round, dict.fromkeys(clients, state))
-        return uniform_mean(replies) if replies else state
+        replies = yield Ask(self.local_round, dict.fromkeys(clients, state), self.back)
+        return state | self.combine(replies, state)
 
-    @task
+    @training
     def local_round(self, client: Client, w: Tensors) -> Tensors:
         """w_i <- w_i - eta grad f_i(w_i) and v_i <- v_i - eta (grad f_i(v_i) + lambda (v_i - w)), with w as it came."""
         with client.borrowing(w):
@@ -50,7 +53,7 @@ class Ditto(OneAdapter):
             gradient = client.gradient_at(w_i, batch)
             client.step_on(batch, GENERALIST, extra=lambda: self._pull(client.read(GENERALIST), received))
             client.training.experts.step(w_i, gradient, eta, client.state, "ditto/optimiser")
-        return {GENERALIST: w_i}
+        return {GENERALIST: w_i} | self.size(client.data)
 
     def _pull(self, v: Tensors, w: Tensors) -> Tensors:
         """Lambda (v - w), name by name."""

@@ -70,7 +70,9 @@ class FC(OneAdapter):
                 models = {i: state[f"{i}/{GENERALIST}"] for i in part}
                 gradients = yield Ask(self.gradients, dict.fromkeys(clients, models))
                 found = {i: self._centre(i, state, gradients, order) for i in part if i in gradients}
-                replies = yield Ask(self.descend, {i: {"direction": v} for i, (v, _) in found.items()})
+                replies = yield Ask(
+                    self.descend, {i: {"direction": v} for i, (v, _) in found.items()}, lambda sent: {GENERALIST: sent["direction"]}
+                )
                 state = state | {f"{i}/{GENERALIST}": replies[i][GENERALIST] for i in replies}
                 state |= {f"{i}/weights": found[i][1] for i in replies}
         return state

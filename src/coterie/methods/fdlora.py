@@ -10,16 +10,15 @@ from typing import Annotated
 import torch
 from pydantic import Field
 
-from coterie.aggregation import uniform_mean
 from coterie.client import Client
-from coterie.methods.method import OneAdapter, Reader
-from coterie.protocol import Ask, ClientId, Round, State, task
+from coterie.methods.method import Aggregating, OneAdapter, Reader
+from coterie.protocol import Ask, ClientId, Round, State, task, training
 from coterie.roles import GENERALIST
 from coterie.tensors import Named, Tensors, axpy, prefixed, under, weighted_sum
 
 
 @dataclass(frozen=True)
-class FDLoRA(OneAdapter):
+class FDLoRA(OneAdapter, Aggregating):
     """A personal LoRA theta_p for every client and a global one theta_s, in three stages.
 
     1: Every client trains theta_p alone; the mean is the first theta_s. 2: Inner AdamW steps from theta_s on the clients, an outer Nesterov
@@ -64,32 +63,37 @@ class FDLoRA(OneAdapter):
         momentum, done = under("momentum", state), int(state["round"]) + 1
         theta = {name: state[name] for name in momentum}
         if done <= self.rounds_alone:
-            replies = yield Ask(self.local_round, {i: {"send": torch.tensor(done == self.rounds_alone)} for i in clients})
+            replies = yield Ask(
+                self.local_round,
+                {i: {"send": torch.tensor(done == self.rounds_alone)} for i in clients},
+                lambda sent: self.back(theta) if sent["send"] else {},
+            )
             theirs = {i: reply for i, reply in replies.items() if reply}
-            theta = uniform_mean(theirs) if theirs else theta
+            theta = theta | self.combine(theirs, theta)
         else:
             sync = {"sync": torch.tensor((done - self.rounds_alone) % self.sync_every == 0)}
-            replies = yield Ask(self.federated_round, dict.fromkeys(clients, theta | sync))
+            replies = yield Ask(self.federated_round, dict.fromkeys(clients, theta | sync), lambda sent: self.back(theta))
             if replies:
-                gradient = axpy(-1.0, uniform_mean(replies), theta)  # theta - mean theta_i
+                gradient = axpy(-1.0, self.combine(replies, theta), theta)  # theta - mean theta_i
                 theta, momentum = nesterov(theta, momentum, gradient, self.outer_lr, self.outer_momentum)
         if done == self.rounds:
-            yield Ask(self.fuse, dict.fromkeys(clients, theta))
+            weights = {"fusion": torch.empty(2, dtype=torch.float64, device="meta")}
+            yield Ask(self.fuse, dict.fromkeys(clients, theta), lambda sent: weights)
         return theta | prefixed("momentum", momentum) | {"round": torch.tensor(done)}
 
     @task
     def local_round(self, client: Client, asked: Tensors) -> Tensors:
         self._descend(client)
         client.state |= prefixed("personal", client.read(GENERALIST))
-        return client.read(GENERALIST) if asked["send"] else {}
+        return client.read(GENERALIST) | self.size(client.data) if asked["send"] else {}
 
-    @task
+    @training
     def federated_round(self, client: Client, asked: Tensors) -> Tensors:
         client.load({name: tensor for name, tensor in asked.items() if name != "sync"})
         self._descend(client)
         if asked["sync"]:
             client.state |= prefixed("personal", client.read(GENERALIST))
-        return client.read(GENERALIST)
+        return client.read(GENERALIST) | self.size(client.data)
 
     def _descend(self, client: Client) -> None:
         for _ in range(self.steps(client)):

@@ -15,7 +15,7 @@ from coterie.client import Client
 from coterie.cohort import Cohort
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.method import Reader
-from coterie.protocol import Ask, ClientId, Replies, Round, State, task
+from coterie.protocol import Ask, ClientId, Replies, Round, State, nothing, task
 from coterie.roles import GENERALIST
 from coterie.tensors import Tensors, prefixed, under
 
@@ -47,9 +47,9 @@ class FinetunedFedAvg(FedAvg):
         t, down = int(state["round"]), self.download(state, clients)
         then = state | {"round": torch.tensor(t + 1)}
         if t < self.start * self.rounds:
-            replies = yield Ask(self.local_round, down)
-            return then | prefixed("mean", self.mean(replies)) if replies else then
-        replies = yield Ask(self.finetune, down)
+            replies = yield Ask(self.local_round, down, self.back)
+            return then | prefixed("mean", self.combine(replies, under("mean", state)))
+        replies = yield Ask(self.finetune, down, nothing)
         return then | {f"{i}/alone": torch.tensor(True) for i in replies}
 
     @task

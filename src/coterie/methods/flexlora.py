@@ -8,12 +8,15 @@ from dataclasses import dataclass
 
 import torch
 
+from coterie.aggregation import MOST_SAMPLES
 from coterie.aggregation.lowrank import factors, modules, own_factors, read_factors, svd_of_sum, truncated
 from coterie.client import Client
 from coterie.methods.method import Ranked, Reader
-from coterie.protocol import Ask, ClientId, Replies, Round, State, task
+from coterie.protocol import Ask, ClientId, Replies, Round, State, training
 from coterie.roles import GENERALIST
 from coterie.tensors import Named, Tensors, prefixed, under
+
+TOKENS = "tokens"  # how much a client counts, in its reply
 
 
 @dataclass(frozen=True)
@@ -33,25 +36,34 @@ class FlexLoRA(Ranked):
         return {i: truncated(theta, ranks[i].tolist()) for i in clients}
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
-        replies = yield Ask(self.local_round, self.download(state, clients))
+        replies = yield Ask(self.local_round, self.download(state, clients), self.back)
         return state | redistribute(replies, state)
 
-    @task
+    def back(self, sent: Named) -> Named:
+        """The form of a client's factors and of the number of its tokens."""
+        return {**sent, TOKENS: torch.tensor(MOST_SAMPLES)}
+
+    @training
     def local_round(self, client: Client, theta: Tensors) -> Tensors:
         client.load(own_factors(client.loras, theta))
         client.forget(GENERALIST)
         for _ in range(self.steps(client)):
             client.step(GENERALIST, on=client.train)
-        return read_factors(client.loras) | {"tokens": torch.tensor(float(len(client.train)))}
+        return read_factors(client.loras) | {TOKENS: torch.tensor(len(client.train))}
 
 
 def redistribute(replies: Replies, state: Named) -> Tensors:
-    """The singular value decomposition of sum_i n_i gamma_i B_i A_i / sum_i n_i, module by module, n_i the tokens of client i."""
+    """The singular value decomposition of sum_i n_i gamma_i B_i A_i / sum_i n_i, module by module, n_i the tokens of client i.
+
+    Clients that all say they have none count alike.
+    """
     found: Tensors = {}
     order = sorted(replies)
-    total = sum(float(replies[i]["tokens"]) for i in order)
+    tokens = [float(replies[i][TOKENS]) for i in order]
+    total = sum(tokens)
+    shares = [n / total if total > 0 else 1 / len(order) for n in tokens]
     for module in modules(replies[order[0]]) if order else ():
-        terms = [(float(replies[i]["tokens"]) / total, factors(module, replies[i])) for i in order]
+        terms = [(share, factors(module, replies[i])) for share, i in zip(shares, order, strict=True)]
         A, B = svd_of_sum(terms, state[f"{module}/A"].shape[1])
         found |= {f"{module}/A": A, f"{module}/B": B}
     return found

@@ -14,7 +14,7 @@ from coterie.aggregation.lowrank import factors, modules, own_factors, product_n
 from coterie.client import Client
 from coterie.methods.method import Ranked, Reader
 from coterie.models.lora import LoRA
-from coterie.protocol import Ask, ClientId, Replies, Round, State, task
+from coterie.protocol import Ask, ClientId, Replies, Round, State, training
 from coterie.roles import GENERALIST
 from coterie.tensors import Named, Tensors, prefixed, under, weighted_sum
 
@@ -46,11 +46,12 @@ class HetLoRA(Ranked):
         return {i: truncated(theta, left[i].tolist()) for i in clients}
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
-        replies = yield Ask(self.local_round, self.download(state, clients))
+        replies = yield Ask(self.local_round, self.download(state, clients), smaller=True)
+        replies = {i: reply for i, reply in replies.items() if whole(reply, state)}
         left = {i: torch.tensor(ranks(reply)) for i, reply in replies.items()}
         return state | norm_weighted_mean(replies, state) | prefixed("ranks", left)
 
-    @task
+    @training
     def local_round(self, client: Client, theta: Tensors) -> Tensors:
         loras, kept = client.loras, dict(zip(modules(theta), ranks(theta), strict=True))
         fewer = {module: max(int(self.prune * rank), 1) for module, rank in kept.items()}
@@ -75,6 +76,12 @@ class HetLoRA(Ranked):
             B[..., fewer[module] :] = B_tail * (self.regularisation * a / b.clamp(min=1e-12))
             found |= {f"{module}.A": A, f"{module}.B": B}
         return found
+
+
+def whole(reply: Named, state: Named) -> bool:
+    """Whether both factors of each pair have one rank, and the server's sizes but for it: a truncated reply may have any smaller ones."""
+    pairs = [(*factors(module, reply), *factors(module, state)) for module in modules(reply)]
+    return all(A.shape[1] == B.shape[2] and A.shape[::2] == S.shape[::2] and B.shape[:2] == T.shape[:2] for A, B, S, T in pairs)
 
 
 def norm_weighted_mean(replies: Replies, state: Named) -> Tensors:

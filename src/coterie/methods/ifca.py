@@ -11,19 +11,18 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie.aggregation import uniform_mean
 from coterie.client import Client, Training
 from coterie.errors import RecipeError
-from coterie.methods.method import OneAdapter, Reader
+from coterie.methods.method import Aggregating, OneAdapter, Reader
 from coterie.protocol import Ask, ClientId, Round, State, task
 from coterie.roles import GENERALIST
-from coterie.tensors import Tensors, under
+from coterie.tensors import Named, Tensors, under
 
 _CENTRE, _CHOICE, _UNDECIDED = "centre", "choice", -1
 
 
 @dataclass(frozen=True)
-class IFCA(OneAdapter):
+class IFCA(OneAdapter, Aggregating):
     """Of K models, the centres, each client trains the one that has the least loss on its data; a centre becomes its members' mean.
 
     Centres start at different random values of one distribution. On a language model the B of every LoRA starts at zero, so that centres
@@ -40,6 +39,7 @@ class IFCA(OneAdapter):
     centres: Annotated[int | None, Field(ge=1, description="K, number of models; null: the true number of clusters")] = None
 
     def check(self, model: Reader, clients: Sequence[ClientId], training: Training) -> None:
+        super().check(model, clients, training)
         if self.centres is None and model.clusters is None:
             mistake = "method.centres: null stands for the true number of clusters, which these data do not tell"
             raise RecipeError("method", [f"{mistake}; give a number"])
@@ -54,11 +54,16 @@ class IFCA(OneAdapter):
         return {i: {} if k == _UNDECIDED else {GENERALIST: state[f"{_CENTRE}/{int(k)}"]} for i, k in chosen.items()}
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
-        replies = yield Ask(self.local_round, dict.fromkeys(clients, under(_CENTRE, state)))
+        replies = yield Ask(self.local_round, dict.fromkeys(clients, under(_CENTRE, state)), self.back)
         for k in sorted({int(reply[_CHOICE]) for reply in replies.values()}):  # a centre without members stays
-            members = {i: {f"{_CENTRE}/{k}": reply[GENERALIST]} for i, reply in replies.items() if reply[_CHOICE] == k}
-            state = state | uniform_mean(members)
+            centre = f"{_CENTRE}/{k}"
+            members = {i: {n: t for n, t in reply.items() if n != _CHOICE} for i, reply in replies.items() if reply[_CHOICE] == k}
+            state = state | {centre: self.combine(members, {GENERALIST: state[centre]})[GENERALIST]}
         return state | {f"{_CHOICE}/{i}": reply[_CHOICE] for i, reply in replies.items()}
+
+    def back(self, sent: Named) -> Named:
+        """The form of the centre that a client chose, trained, and of its number."""
+        return super().back({GENERALIST: sent["0"], _CHOICE: torch.tensor(len(sent) - 1)})
 
     @task
     def local_round(self, client: Client, centres: Tensors) -> Tensors:
@@ -75,7 +80,7 @@ class IFCA(OneAdapter):
         client.load({GENERALIST: centres[str(int(choice))]})
         for _ in range(self.steps(client)):
             client.step(GENERALIST, on=client.train)
-        return {GENERALIST: client.flat(), _CHOICE: choice}
+        return {GENERALIST: client.flat(), _CHOICE: choice} | self.size(client.data)
 
     def collaboration(self, state: State, clients: Sequence[ClientId]) -> Tensor:
         chosen = torch.stack([state.get(f"{_CHOICE}/{i}", torch.tensor(_UNDECIDED)) for i in clients])

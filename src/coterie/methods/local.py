@@ -16,12 +16,12 @@ class Local(Alone, OneAdapter):
     """Each client trains its own LoRAs on its own data; nothing is ever sent."""
 
     @task
-    def local_round(self, client: Client, nothing: Tensors) -> Tensors:
+    def local_round(self, client: Client, empty: Tensors) -> Tensors:
         for _ in range(self.steps(client)):
             client.step(GENERALIST, on=client.train)
         return {}
 
-    def local_round_together(self, cohort: Cohort, nothing: Mapping[ClientId, Tensors]) -> Replies:
+    def local_round_together(self, cohort: Cohort, empty: Mapping[ClientId, Tensors]) -> Replies:
         """`local_round` of many clients at once."""
         for _ in range(self.local_steps):
             cohort.step()

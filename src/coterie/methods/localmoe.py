@@ -13,7 +13,7 @@ class LocalMoE(Alone, TwoExperts):
     """Nothing is ever sent."""
 
     @task
-    def local_round(self, client: Client, nothing: Tensors) -> Tensors:
+    def local_round(self, client: Client, empty: Tensors) -> Tensors:
         for _ in range(self.steps(client)):
             self.iterate(client)
         return {}

@@ -10,16 +10,16 @@ import torch
 from pydantic import ConfigDict, Field
 from torch import Tensor
 
-from coterie.aggregation import SAMPLES, sample_mean, uniform_mean
+from coterie.aggregation import MOST_SAMPLES, SAMPLES, Mean, Rule, by_holders
 from coterie.aggregation.lowrank import own_factors
 from coterie.client import Client, Training
 from coterie.cohort import Cohort
 from coterie.data.federation import ClientData
 from coterie.models.adapter import Layout
 from coterie.models.lora import LoRA
-from coterie.protocol import Adaptation, Ask, ClientId, Replies, Round, State, task
+from coterie.protocol import Adaptation, Ask, ClientId, Replies, Round, State, nothing, task
 from coterie.roles import GENERALIST, ROUTER, Role
-from coterie.tensors import Tensors
+from coterie.tensors import Named, Tensors
 
 
 class Reader(Protocol):
@@ -88,6 +88,11 @@ class Method(ABC):
         """Refuse, before anything starts, a combination that cannot work. Raises RecipeError."""
 
     @property
+    def sums(self) -> bool:
+        """Whether all that the server ever needs of the replies to what is `training` is their uniform mean."""
+        return False
+
+    @property
     def shares(self) -> bool:
         """Whether each row of `collaboration` is shares of one; otherwise its weights lie in [0, 1] each."""
         return True
@@ -129,18 +134,46 @@ class Method(ABC):
 
 
 @dataclass(frozen=True)
-class Averaged(Method):
-    """A method whose server sends out the mean of what its clients sent, all tensors of the roles in `shared`, every round.
+class Aggregating(Method):
+    """A method whose server makes one set of tensors of those that its clients sent: their mean, or by a rule that withstands attackers.
 
     Args:
-        weighting: Whether all clients count alike in the mean, or each by its number of training samples (McMahan et al., 2017).
+        aggregation: The rule, see `coterie.aggregation`.
     """
+
+    aggregation: Annotated[
+        Rule,
+        Field(
+            description="how what clients send becomes one: `rule` mean (`weighting` uniform or samples), median, trimmed-mean (`trim`), "
+            "krum (`attackers`), multi-krum (`attackers`, `keep`), geometric-median or clipped-mean (`norm`)"
+        ),
+    ] = Mean()  # noqa: RUF009 - rules are frozen
+
+    def check(self, model: Reader, clients: Sequence[ClientId], training: Training) -> None:
+        self.aggregation.check(len(clients))
+
+    def combine(self, replies: Replies, around: Named) -> Tensors:
+        """What the rule makes of the replies, see `by_holders`, which are updates of `around`; of none the empty dict."""
+        return by_holders(self.aggregation, replies, around)
+
+    def size(self, data: ClientData) -> Tensors:
+        """What a client says of how much it counts, beside its tensors, if the rule needs it."""
+        return {SAMPLES: torch.tensor(data.train.windows)} if self.aggregation.counts else {}
+
+    def back(self, sent: Named) -> Named:
+        """The form of what a client sends back of what it was sent: the same, and its `size`."""
+        return {**sent, SAMPLES: torch.tensor(MOST_SAMPLES)} if self.aggregation.counts else sent
+
+
+@dataclass(frozen=True)
+class Averaged(Aggregating):
+    """A method whose server sends out what it makes of what its clients sent, all tensors of the roles in `shared`, every round."""
 
     elastic: ClassVar[bool] = True
 
-    weighting: Annotated[
-        Literal["uniform", "samples"], Field(description="of the mean: clients count alike, or by their training samples")
-    ] = "uniform"
+    @property
+    def sums(self) -> bool:
+        return self.aggregation.sums
 
     def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
         return model.read(*self.shared)
@@ -149,16 +182,8 @@ class Averaged(Method):
         return dict.fromkeys(clients, state)
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
-        replies = yield Ask(self.local_round, self.download(state, clients))
-        return self.mean(replies) if replies else state
-
-    def mean(self, replies: Replies) -> Tensors:
-        """The mean of what clients sent; by samples they also sent their `size`."""
-        return uniform_mean(replies) if self.weighting == "uniform" else sample_mean(replies)
-
-    def size(self, data: ClientData) -> Tensors:
-        """What a client says of how much it counts."""
-        return {} if self.weighting == "uniform" else {SAMPLES: torch.tensor(data.train.windows)}
+        replies = yield Ask(self.local_round, self.download(state, clients), self.back)
+        return state | self.combine(replies, state)
 
     @abstractmethod
     def local_round(self, client: Client, theta: Tensors) -> Tensors:
@@ -175,11 +200,11 @@ class Alone(Method):
         return {}
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
-        yield Ask(self.local_round, {i: {} for i in clients})
+        yield Ask(self.local_round, {i: {} for i in clients}, nothing)
         return state
 
     @abstractmethod
-    def local_round(self, client: Client, nothing: Tensors) -> Tensors:
+    def local_round(self, client: Client, empty: Tensors) -> Tensors:
         """The client's L local iterations. A @task that returns {}."""
 
 

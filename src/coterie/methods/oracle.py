@@ -3,6 +3,7 @@
 Hashemi et al., "CoBo: Collaborative Learning via Bilevel Optimization", NeurIPS 2024, Section 4.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -19,7 +20,7 @@ from coterie.tensors import Tensors, prefixed, under
 
 @dataclass(frozen=True)
 class Oracle(FedAvg):
-    """All tensors averaged uniformly every round, inside each of the data's true clusters.
+    """All tensors averaged every round, inside each of the data's true clusters.
 
     The server's state holds `mean-<k>/<tensor>`, the mean of cluster k, and `cluster/<client>`, the number of everybody's cluster.
     """
@@ -30,6 +31,12 @@ class Oracle(FedAvg):
         if model.clusters is None:
             mistake = "method.name: oracle needs the true cluster of each client, which these data do not tell"
             raise RecipeError("method", [f"{mistake}; use a data.partition with clusters, or a method that finds them, such as cobo"])
+        for members in Counter(model.clusters[i] for i in clients).values():
+            self.aggregation.check(members)
+
+    @property
+    def sums(self) -> bool:
+        return False  # but one mean for each cluster
 
     def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
         theta, clusters = super().init(model, clients), model.clusters or {}
@@ -43,9 +50,10 @@ class Oracle(FedAvg):
         return {i: means[_cluster(state, i)] for i in clients}
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
-        replies = yield Ask(self.local_round, self.download(state, clients))
+        replies = yield Ask(self.local_round, self.download(state, clients), self.back)
         for k in sorted({_cluster(state, i) for i in replies}):
-            state = state | prefixed(f"mean-{k}", self.mean({i: theta for i, theta in replies.items() if _cluster(state, i) == k}))
+            members = {i: theta for i, theta in replies.items() if _cluster(state, i) == k}
+            state = state | prefixed(f"mean-{k}", self.combine(members, under(f"mean-{k}", state)))
         return state
 
 

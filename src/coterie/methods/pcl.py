@@ -15,9 +15,11 @@ from torch import Tensor
 from coterie.aggregation import weighted_mean
 from coterie.client import Client
 from coterie.methods.method import OneAdapter, Reader
-from coterie.protocol import Ask, ClientId, Replies, Round, State, task
+from coterie.protocol import Ask, ClientId, Replies, Round, State, task, training
 from coterie.roles import GENERALIST
 from coterie.tensors import Tensors, prefixed, under
+
+_WORST = torch.finfo(torch.float64).max  # a perplexity that leaves a model no weight, whoever broke it
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ class PCL(OneAdapter):
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
         models = yield Ask(self.local_round, self.download(state, clients))
         everyone = {k: v for j in sorted(models) for k, v in prefixed(j, models[j]).items()}
-        judged = yield Ask(self.judge, dict.fromkeys(models, everyone))
+        verdict = {j: torch.empty((), dtype=torch.float64, device="meta") for j in models}
+        judged = yield Ask(self.judge, dict.fromkeys(models, everyone), lambda sent: verdict)
         return state | self.collaborate(models, judged, sorted(clients))
 
     def collaborate(self, models: Replies, judged: Replies, order: Sequence[ClientId]) -> State:
@@ -61,7 +64,7 @@ class PCL(OneAdapter):
             state |= prefixed(i, weighted_mean(models, weights) | {"weights": row})
         return state
 
-    @task
+    @training
     def local_round(self, client: Client, theta: Tensors) -> Tensors:
         client.load(theta)
         for _ in range(self.steps(client)):
@@ -70,12 +73,12 @@ class PCL(OneAdapter):
 
     @task
     def judge(self, client: Client, models: Tensors) -> Tensors:
-        """The perplexity of every model on this client's validation data, by the id of its owner."""
+        """The perplexity of every model on this client's validation data, by the id of its owner; of a broken one the largest number."""
         found: Tensors = {}
         for j in dict.fromkeys(name.partition("/")[0] for name in models):
             with client.borrowing(under(j, models)):
                 nll, predictions, *_ = client.score(client.valid, self.validation_batches)
-            found[j] = (nll / predictions).exp()
+            found[j] = (nll / predictions).exp().nan_to_num(nan=_WORST, posinf=_WORST)
         return found
 
 

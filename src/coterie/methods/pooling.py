@@ -8,25 +8,26 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from pydantic import Field
 
-from coterie.aggregation import SAMPLES, sample_mean
+from coterie.aggregation import Mean, Rule
 from coterie.client import Client
-from coterie.methods.method import Method, Reader
+from coterie.methods.method import Aggregating, Reader
 from coterie.models.layout import Layout
 from coterie.models.pool import PoolClassifier, PoolLayout
-from coterie.protocol import Ask, ClientId, Replies, Round, State, task
+from coterie.protocol import Ask, ClientId, Round, State, task
 from coterie.roles import EXPERT, GATE, Role
 from coterie.tensors import Tensors
 
 
 @dataclass(frozen=True)
-class Pooling(Method):
-    """A client keeps nothing of the pool between rounds; what it had is averaged over all that had it, weighted by samples.
+class Pooling(Aggregating):
+    """A client keeps nothing of the pool between rounds; what it had is averaged over all that had it.
 
     The server's state holds `expert/<number>`, (d,) each, running statistics included, and `gate`, (d_g,), if there is one.
 
     Args:
         initial: Of the experts: at random, each from values of its own; from the common expert; or from that where it fits. Where texts
             are classified, "at random" is from the pretrained base.
+        aggregation: The rule, for each member of the pool over the clients that had it; by default clients count by their samples.
     """
 
     elastic: ClassVar[bool] = True
@@ -37,6 +38,9 @@ class Pooling(Method):
     initial: Annotated[
         Literal["random", "common", "auto"], Field(description="of the experts: at random, from the common expert, or that where it fits")
     ] = "random"
+    aggregation: Annotated[
+        Rule, Field(description="as of fedavg, for each member of the pool over the clients that had it; by default a mean by samples")
+    ] = Mean(weighting="samples")  # noqa: RUF009 - rules are frozen
 
     @property
     @abstractmethod
@@ -58,15 +62,7 @@ class Pooling(Method):
     def trained(self, client: Client) -> Tensors:
         """What a client sends back: the gate and the experts that it has, and how much it counts."""
         gate = {GATE: client.flat(GATE)} if f"parameters/{GATE}" in client.state else {}
-        return client.experts() | gate | {SAMPLES: torch.tensor(client.train.windows)}
-
-    def aggregate(self, state: State, replies: Replies) -> State:
-        """The gate over all clients, each expert over those that had it, weighted by samples; what nobody had stays as it is."""
-        found = dict(state)
-        for name in (GATE, *(f"{EXPERT}/{m}" for m in range(self.size_of_pool))):
-            if holders := {i: {name: reply[name], SAMPLES: reply[SAMPLES]} for i, reply in replies.items() if name in reply}:
-                found |= sample_mean(holders)
-        return found
+        return client.experts() | gate | self.size(client.data)
 
     @task
     def score(self, client: Client, tensors: Tensors) -> Tensors:
@@ -82,8 +78,8 @@ class WholePool(Pooling):
     """All of the pool goes to everybody, who trains all of it."""
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
-        replies = yield Ask(self.train, dict.fromkeys(clients, state))
-        return self.aggregate(state, replies)
+        replies = yield Ask(self.train, dict.fromkeys(clients, state), self.back)
+        return state | self.combine(replies, state)
 
     def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
         return dict.fromkeys(clients, state)

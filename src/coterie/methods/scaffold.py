@@ -15,9 +15,9 @@ from coterie.errors import RecipeError
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.method import Reader
 from coterie.optimisers import SGD, Optimiser, Scheduled
-from coterie.protocol import Ask, ClientId, Round, State, task
+from coterie.protocol import Ask, ClientId, Round, State, training
 from coterie.roles import GENERALIST
-from coterie.tensors import Tensors, axpy, prefixed, under, weighted_sum
+from coterie.tensors import Named, Tensors, axpy, prefixed, under, weighted_sum
 
 CONTROL = "control"  # c at the server, c_i at a client
 CHANGE = "change"  # c_i^+ - c_i
@@ -45,7 +45,12 @@ class Scaffold(FedAvg):
     server_lr: Annotated[float, Field(gt=0, le=1, description="eta_g, the server's learning rate")] = 1.0
     momentum: Annotated[bool, Field(description="keep the recipe's momentum; control variates may no longer fit the steps")] = False
 
+    @property
+    def sums(self) -> bool:
+        return False  # the server takes steps of its own, and clients also send control variates
+
     def check(self, model: Reader, clients: Sequence[ClientId], training: Training) -> None:
+        super().check(model, clients, training)
         if not isinstance(training.experts, SGD):
             found = f"training.experts.optimiser: {training.experts.optimiser}, but control variates correct steps of gradient descent"
             raise RecipeError("method", [f"{found}; use optimiser: sgd with a learning rate for it"])
@@ -61,10 +66,10 @@ class Scaffold(FedAvg):
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
         asked = {name: tensor for name, tensor in state.items() if name != CLIENTS}
-        replies = yield Ask(self.local_round, dict.fromkeys(clients, asked))
+        replies = yield Ask(self.local_round, dict.fromkeys(clients, asked), self.back)
         if not replies:
             return state
-        mean = {name: tensor.cpu() for name, tensor in self.mean(replies).items()}  # where the state is
+        mean = {name: tensor.cpu() for name, tensor in self.combine(replies, asked).items()}  # where the state is
         change = under(CHANGE, mean)
         share = min(len(replies) / int(state[CLIENTS]), 1.0)
         control = {f"{CONTROL}/{name}": state[f"{CONTROL}/{name}"] + share * tensor for name, tensor in change.items()}
@@ -72,7 +77,11 @@ class Scaffold(FedAvg):
         x = {name: state[name] for name in y}
         return state | weighted_sum([(1 - self.server_lr, x), (self.server_lr, y)]) | control
 
-    @task
+    def back(self, sent: Named) -> Named:
+        x = {name: sent[name] for name in under(CONTROL, sent)}
+        return super().back(x | prefixed(CHANGE, x))
+
+    @training
     def local_round(self, client: Client, received: Tensors) -> Tensors:
         server, names = under(CONTROL, received), client.model.parameters_by_role()[GENERALIST]
         client.load({name: received[name] for name in server})
@@ -88,7 +97,8 @@ class Scaffold(FedAvg):
         y = client.read(GENERALIST)
         change = {name: (x[name] - y[name]) / travelled - c[name] for name in x}
         client.state |= prefixed(CONTROL, axpy(1.0, change, c_i))
-        return y | prefixed(CHANGE, change) | self.size(client.data)
+        sent = {name: change.get(name, torch.zeros_like(tensor)) for name, tensor in y.items()}  # running statistics have no gradients
+        return y | prefixed(CHANGE, sent) | self.size(client.data)
 
 
 def plain(experts: Optimiser) -> SGD:

@@ -121,13 +121,18 @@ class Architecture:
         Raises:
             ModelError: The base is missing or unsupported.
         """
-        from transformers import AutoConfig, AutoModelForCausalLM
+        return cls.of(outline(base))
 
-        with explained(base):
-            config = AutoConfig.from_pretrained(locate(base))
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config)
-        return cls.of(model)
+
+def outline(base: str | Path) -> nn.Module:
+    """A base from its configuration alone, on the meta device. Raises ModelError where it is missing or unknown to transformers."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with explained(base):
+        config = AutoConfig.from_pretrained(locate(base))
+        with torch.device("meta"):
+            model: nn.Module = AutoModelForCausalLM.from_config(config)
+    return model
 
 
 def family_of(model: nn.Module) -> Family:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from coterie.errors import ModelError
 from coterie.models.adapter import Adapter, AdapterBlock
-from coterie.models.architecture import Architecture, Family, explained, family_of, locate, tokenizer
+from coterie.models.architecture import Architecture, Family, explained, family_of, locate, outline, tokenizer
 from coterie.models.mixture import Activation, FrozenMLP
 from coterie.models.routing import Routing
 
@@ -139,6 +139,15 @@ class Backbone:
                 "The files are incomplete or belong to another configuration: get the base again.",
             )
         return cls(model.to(device), source)
+
+    @classmethod
+    def outlined(cls, base: str | Path) -> "Backbone":
+        """A base from its configuration alone, on the meta device: shapes without values, for who only has to know those.
+
+        Raises:
+            ModelError: The base is missing or unsupported.
+        """
+        return cls(outline(base), locate(base))
 
     @property
     def device(self) -> torch.device:

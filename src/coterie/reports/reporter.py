@@ -13,6 +13,9 @@ class Reporter:
     def client(self, round: int, client: str, metrics: Mapping[str, Any]) -> None:
         """A client finished a training task of the round that is going on."""
 
+    def warning(self, round: int, client: str, text: str) -> None:
+        """Something about a client that stops nothing: it did not answer, or not what it was asked for."""
+
     def evaluating(self, round: int) -> None:
         """The clients' models are about to be scored."""
 

@@ -90,6 +90,9 @@ class Terminal(Reporter, AbstractContextManager["Terminal"]):
         loss = f"loss {sum(self.losses.values()) / len(self.losses):.3f}  " if self.losses else ""
         return f"{loss}{speed:,.0f} {prediction(self.metric)}s/s  {note}".rstrip()
 
+    def warning(self, round: int, client: str, text: str) -> None:
+        self.progress.console.print(f"  round {round + 1}, {client}: {text}", markup=False, highlight=False, style="yellow")
+
     def evaluating(self, round: int) -> None:
         self.progress.update(self.task, status=self._status("scoring"))
 

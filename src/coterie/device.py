@@ -1,0 +1,240 @@
+"""A device: the machine of one client. It has the client's data, and keeps the client's state and personal model in a folder of its own."""
+
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coterie import modality as modalities
+from coterie import personal
+from coterie import recipe as recipes
+from coterie.client import Site
+from coterie.engines.wire import Member, Reply, Request, parsed
+from coterie.errors import CoterieError, DataError, Refused, TensorError
+from coterie.prepared import Prepared, prepare
+from coterie.protocol import ClientId, State
+from coterie.tensors import Tensors, from_bytes, load, nbytes, save, to_bytes
+
+_STATE = re.compile(r"round-(\d{5,})-(\d{3,})\.safetensors")
+Turn = tuple[int, int]  # round, and number of the exchange in it
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A client's states on its device, one file per exchange, each written atomically.
+
+    A request of turn t is answered from the newest state before t. So a device that was killed goes on from its last whole state, a
+    request that is repeated is answered alike, and a server that went back to a checkpoint finds clients that go back with it.
+
+    Args:
+        folder: Of one client in one run.
+    """
+
+    folder: Path
+
+    def turns(self) -> dict[Turn, Path]:
+        """The states that there are, from the oldest."""
+        found = {(int(m[1]), int(m[2])): path for path in self.folder.glob("round-*") if (m := _STATE.fullmatch(path.name))}
+        return dict(sorted(found.items()))
+
+    def before(self, turn: Turn, expects: Turn | None) -> tuple[State, str]:
+        """The newest whole state before a turn, and what the server should know of it; {} for a client that starts.
+
+        Args:
+            turn: That is to be done.
+            expects: The last one that the server has a reply of.
+
+        Raises:
+            TensorError: There are only later states: the server went back further than devices keep.
+        """
+        turns, note = self.turns(), ""
+        for then in sorted((then for then in turns if then < turn), reverse=True):
+            try:
+                state, _ = load(turns[then])
+            except CoterieError as error:
+                note = f"left out a damaged state ({error.problem}); "
+                continue
+            older = expects is not None and then < expects
+            return state, (f"{note}goes on from its state of round {then[0] + 1}" if note or older else "")
+        if turns and not note:
+            oldest = next(iter(turns))[0] + 1
+            raise TensorError(
+                f"the server is in round {turn[0] + 1}, this device has states from round {oldest} on",
+                "Resume the run from its newest checkpoint, or start it afresh with another --out.",
+            )
+        return {}, (f"{note}starts afresh: it has no state of this run" if note or expects is not None else "")
+
+    def commit(self, turn: Turn, state: State, kept: int) -> None:
+        """Write the state after a turn; what is later is no more, and what is older than a server may go back to is let go of.
+
+        Args:
+            turn: Just done.
+            state: After it.
+            kept: Rounds since this one may be asked for again.
+        """
+        save(self.folder / f"round-{turn[0]:05d}-{turn[1]:03d}.safetensors", state)
+        turns = self.turns()
+        for then in [then for then in turns if then > turn]:
+            turns.pop(then).unlink()
+        old = [then for then in turns if then < (kept, 0)]
+        for then in old[:-1]:
+            turns[then].unlink()
+
+
+@lru_cache(maxsize=2)
+def _loaded(section: str, data: str | None, base: str | None, alone: bool) -> Prepared:
+    """A server's recipe with what is on this machine; the last ones stay, where a process lives on.
+
+    Args:
+        section: The recipe, as JSON.
+        data: Where the data are here.
+        base: Where the base model is here.
+        alone: Whether it is a device, with one client's layout at a time; otherwise one of many that are simulated here.
+    """
+    found = json.loads(section)
+    if not alone:
+        return prepare(recipes.validate(found, "of the server"))
+    recipe = recipes.validate(_own(found, data, base), "of the server")
+    modality, method = modalities.load(recipe), recipe.build_method()
+    site = Site(modality.build, {}, modality.federation.everyone, recipe.training, recipe.seed, method.total_iterations)
+    return Prepared(recipe, method, modality, site, tuple(modality.federation.clients))
+
+
+def _own(section: dict[str, Any], data: str | None, base: str | None) -> dict[str, Any]:
+    """A server's recipe with the device's own places in the place of the server's."""
+    places = {key: value for key, value in section["data"].items() if key not in ("root", "path")}
+    if data is not None:
+        places["path" if "path" in section["data"] else "root"] = data
+    model = section["model"] | ({"base": base} if base is not None else {})
+    return section | {"data": places, "model": model}
+
+
+@dataclass(frozen=True)
+class Device:
+    """One client's side of runs.
+
+    Args:
+        home: Its folder: `<run>/states/<client>/` and `<run>/clients/<client>/`, the personal model, as in the folder of a run.
+        client: Which client of its data it is; None: the only one.
+        data: Where its data are: what `data.path` or `data.root` is on this machine; None: $COTERIE_DATA.
+        base: Where the base model is on this machine; None: where the recipe says.
+        place: In a simulation, in the place of `client`: its place among all clients of the recipe's data, which are all here.
+    """
+
+    home: Path
+    client: ClientId | None = None
+    data: Path | None = None
+    base: str | None = None
+    place: int | None = None
+
+    def answer(self, text: str, body: bytes) -> tuple[str, bytes]:
+        """Do what a request asks. There always is a reply; one with a `problem` has no tensors.
+
+        Args:
+            text: A `Request`.
+            body: Its tensors, as safetensors bytes; may be empty.
+        """
+        request: Request | None = None
+        try:
+            request = parsed(Request, text)
+            reply, tensors = self._answered(request, body)
+            return reply.model_dump_json(), tensors
+        except CoterieError as error:
+            problem, remedy = error.problem, error.remedy
+        except Exception as error:  # a server must hear of it, whatever it is
+            problem, remedy = f"{type(error).__name__}: {error}", ""
+        asked = {} if request is None else {"task": request.task, "round": request.round, "number": request.number}
+        return Reply(client=self.client, problem=problem[:20000], remedy=remedy[:20000], **asked).model_dump_json(), b""
+
+    def _answered(self, request: Request, body: bytes) -> tuple[Reply, bytes]:
+        prepared = self._prepared(request)
+        client = self._client(list(prepared.site.data))
+        if request.action == "hello":
+            return Reply(client=client, member=_member(prepared, client)), b""
+        if request.client != client:
+            raise Refused(f"asked for client {request.client!r}, this device is {client!r}", "")
+        folder, turn = self._folder(request), (request.round, request.number)
+        memory = Memory(folder / "states" / client)
+        state, note = memory.before(turn, request.expects)
+        tensors = from_bytes(body, f"request to {client!r}") if body else {}
+        with _threads(request.threads or prepared.modality.threads):
+            found, metrics = prepared.site.answer(prepared.method, request.task, client, dict(tensors), state, request.round, request.phase)
+            encoded = to_bytes(found) if found else b""
+            memory.commit(turn, state, request.rounds_kept)
+            if request.action == "keep":
+                _keep(prepared, client, dict(state), tensors, request.round, folder / "clients" / client)
+        done = {"task": request.task, "round": request.round, "number": request.number}
+        return Reply(client=client, metrics=metrics, state_bytes=nbytes(state), note=note, **done), encoded
+
+    def _prepared(self, request: Request) -> Prepared:
+        section = json.dumps(request.recipe, sort_keys=True)
+        if self.place is not None:
+            return _loaded(section, None, None, alone=False)
+        prepared = _loaded(section, None if self.data is None else str(self.data), self.base, alone=True)
+        layout = prepared.method.layout(request.position, prepared.modality.base)
+        return replace(prepared, site=replace(prepared.site, layouts=dict.fromkeys(prepared.site.data, layout)))
+
+    def _client(self, known: Sequence[ClientId]) -> ClientId:
+        """Which client this is. Raises DataError where the data do not tell, or do not have it."""
+        if self.place is not None:
+            return known[self.place]
+        if self.client is None and len(known) == 1:
+            return known[0]
+        if self.client is None or self.client not in known:
+            asked = "which client this device is was not said" if self.client is None else f"the data here have no client {self.client!r}"
+            remedy = "Name it: --client ID, or client=ID in the node's configuration."
+            raise DataError(f"{asked}; they have {', '.join(known[:10])}", remedy)
+        return self.client
+
+    def _folder(self, request: Request) -> Path:
+        """Where everything of this run is."""
+        return Path(request.folder) if self.place is not None and request.folder else self.home / request.run
+
+
+def _keep(prepared: Prepared, client: ClientId, state: State, tensors: Tensors, round: int, folder: Path) -> None:
+    """Write the personal model that a client has with these tensors."""
+    owner = prepared.site.client(client, state)
+    owner.load(tensors)
+    recipe = prepared.recipe
+    origin = personal.Origin(recipe.method["name"], recipe.name, round, recipe.seed)
+    prepared.modality.keep(folder, owner, prepared.site.layouts[client], origin)
+
+
+def _member(prepared: Prepared, client: ClientId) -> Member:
+    """What the server is told of a client."""
+    federation, data = prepared.modality.federation, prepared.site.data[client]
+    group = next((name for name, members in federation.unseen.items() if client in members), "")
+    train, valid, test = (split.windows for split in data.splits)
+    return Member(
+        client=client,
+        position=list(prepared.site.data).index(client),
+        windows=(train, valid, test),
+        group=group,
+        cluster=(federation.clusters or {}).get(client),
+        anchor=federation.anchors.index(client) if client in federation.anchors else None,
+        labels=federation.labels.get(client),
+    )
+
+
+@contextmanager
+def _threads(number: int | None) -> Iterator[None]:
+    """Within the block PyTorch computes with so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def default_home() -> Path:
+    """Where a device keeps everything if nobody says: $COTERIE_HOME, else $XDG_DATA_HOME/coterie, else ~/.local/share/coterie."""
+    own, data = os.environ.get("COTERIE_HOME"), os.environ.get("XDG_DATA_HOME")
+    return Path(own) if own else (Path(data) if data else Path.home() / ".local/share") / "coterie"

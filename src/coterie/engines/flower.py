@@ -1,0 +1,356 @@
+"""Flower as the engine: the only file that imports `flwr`. The same code runs under its simulation and on a SuperLink with SuperNodes.
+
+One message carries one `Request` or `Reply` as text, and its tensors as one array of safetensors bytes: Flower transfers every array by
+itself, so that hundreds of small ones would take ten times as long.
+"""
+
+import atexit
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from coterie.engines.wire import Member, Reply, Request, parsed
+from coterie.errors import ClientError, Refused, TensorError
+
+try:
+    from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+    from flwr.clientapp import ClientApp
+    from flwr.serverapp import Grid, ServerApp
+except ImportError:  # pragma: no cover - the extra is not installed
+    raise Refused("Flower is not installed", "Install the extra: pip install 'coterie[flower]'.") from None
+
+if TYPE_CHECKING:
+    from coterie.engines.engine import Listener, Write
+    from coterie.protocol import Ask, ClientId, Replies, State
+
+__all__ = ["Flower", "Grid", "client_app", "gathered", "server_app", "simulated"]
+Handle = Callable[[Mapping[str, Any], str, bytes], tuple[str, bytes]]  # (node's configuration, request, tensors) -> (reply, tensors)
+Main = Callable[[Grid, Mapping[str, Any]], None]  # (grid, run's configuration)
+QUERY = "query.coterie"  # one kind of message: what is asked is in the request
+HELLO_S = 120.0  # seconds for a node to say who it is
+_TEXT, _TENSORS, _STYPE = "text", "tensors", "safetensors"
+_SLACK, _PER_TENSOR = 4096, 512  # bytes that a reply may have beside the values of its tensors
+_LATE_S = 60.0  # seconds that Flower keeps a message beyond its deadline
+_QUICK_S, _SLOW_S = 0.02, 0.5  # seconds between looks for replies: right after one came, and at most
+
+
+def client_app(handle: Handle) -> ClientApp:
+    """The program of a device. Whatever happens it answers with a message: without one a SuperNode would wait for good."""
+    app = ClientApp()
+
+    @app.query("coterie")
+    def answer(message: Message, context: Context) -> Message:
+        try:
+            text, body = handle(dict(context.node_config), *_unpacked(message.content))
+        except Exception as error:
+            text, body = Reply(problem=f"{type(error).__name__}: {error}"[:20000]).model_dump_json(), b""
+        return Message(_packed(text, body), reply_to=message)
+
+    return app
+
+
+def server_app(main: Main) -> ServerApp:
+    """The program of a server."""
+    app = ServerApp()
+
+    @app.main()
+    def run(grid: Grid, context: Context) -> None:
+        main(grid, dict(context.run_config))
+
+    return app
+
+
+def _packed(text: str, body: bytes) -> RecordDict:
+    """The content of a message."""
+    array = Array(dtype="uint8", shape=(len(body),), stype=_STYPE, data=body)
+    return RecordDict({_TEXT: ConfigRecord({_TEXT: text}), _TENSORS: ArrayRecord({_TENSORS: array})})
+
+
+def _unpacked(content: RecordDict, most: int | None = None) -> tuple[str, bytes]:
+    """The inverse of `_packed`.
+
+    Raises:
+        TensorError: It has other records, or more than `most` bytes of tensors.
+    """
+    text, arrays = content.get(_TEXT), content.get(_TENSORS)
+    if set(content) != {_TEXT, _TENSORS} or not isinstance(text, ConfigRecord) or not isinstance(arrays, ArrayRecord):
+        raise TensorError(f"a message with records {sorted(content)[:5]}, expected {_TEXT} and {_TENSORS}", "It is not of coterie.")
+    if set(text) != {_TEXT} or not isinstance(text[_TEXT], str) or set(arrays) != {_TENSORS} or arrays[_TENSORS].stype != _STYPE:
+        raise TensorError("a message whose records hold something else than one text and one array of safetensors", "It is not of coterie.")
+    body = arrays[_TENSORS].data
+    if most is not None and len(body) > most:
+        raise TensorError(f"a message with {len(body):,} bytes of tensors, expected at most {most:,}", "")
+    return str(text[_TEXT]), body
+
+
+def _listener() -> "Listener":
+    from coterie.engines.engine import Listener
+
+    return Listener()
+
+
+def _bodies(ask: "Ask", clients: "Iterable[ClientId]", nodes: "Mapping[ClientId, int]") -> dict[int, bytes]:
+    """The tensors of an Ask as bytes, by node; what goes to everybody is encoded once."""
+    from coterie.tensors import to_bytes
+
+    encoded: dict[int, bytes] = {}
+    for i in clients:
+        if id(ask.to[i]) not in encoded:
+            encoded[id(ask.to[i])] = to_bytes(ask.to[i]) if ask.to[i] else b""
+    return {nodes[i]: encoded[id(ask.to[i])] for i in clients}
+
+
+@dataclass
+class Flower:
+    """Clients on the nodes of a grid. A client is known by its own id, which its node says when it is asked for the first time.
+
+    Args:
+        grid: Flower's, of one run.
+        run: The run's own name, under which devices keep their states; a run that is resumed has its former one.
+        recipe: The resolved recipe, JSON values.
+        deadline: Seconds for the replies of one exchange.
+        kept: Gives, by the rounds done, the round that the server may go back to.
+        positions: Of clients in the federation; whoever comes later is behind them.
+        threads: With how many devices compute; None: as many as suit them.
+        folder: Of a simulated run: where devices keep everything.
+    """
+
+    distant: ClassVar[bool] = True
+
+    grid: Grid
+    run: str
+    recipe: Mapping[str, Any]
+    deadline: float
+    kept: Callable[[int], int] = lambda round: 0
+    threads: int | None = None
+    folder: str | None = None
+    listener: "Listener" = field(default_factory=_listener)
+    positions: "dict[ClientId, int]" = field(default_factory=dict)
+    turns: "dict[ClientId, tuple[int, int]]" = field(default_factory=dict)  # of the last reply of each client
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+    def __post_init__(self) -> None:
+        self._nodes: dict[ClientId, int] = {}
+        self._strangers: dict[int, float] = {}  # nodes that did not say who they are, and when they are asked again
+        self._state_bytes: dict[ClientId, int] = {}
+        self._asked_last: tuple[int, int, str] | None = None
+        self._number = 0
+
+    def members(self) -> list[Member]:
+        """Who has come since this was asked last: nodes that are new are asked who they are."""
+        alive, now = set(self.grid.get_node_ids()), time.monotonic()
+        known = {node: client for client, node in self._nodes.items()}
+        new = [node for node in sorted(alive - known.keys()) if self._strangers.get(node, 0.0) <= now]
+        if not new:
+            return []
+        request = Request(action="hello", run=self.run, recipe=dict(self.recipe), folder=self.folder)
+        found: list[Member] = []
+        answered = self._exchange(dict.fromkeys(new, request), {}, HELLO_S)
+        for node in new:
+            try:
+                member = self._introduced(node, answered.get(node), alive)
+            except TensorError as error:
+                self._strangers[node] = now + HELLO_S
+                self.listener.lost(f"node {node}", "hello", f"{error.problem}\n  {error.remedy}" if error.remedy else error.problem)
+                continue
+            self._nodes[member.client] = node
+            self.positions.setdefault(member.client, len(self.positions))
+            found.append(member)
+        return found
+
+    def _introduced(self, node: int, answered: Message | None, alive: Collection[int]) -> Member:
+        """Who a node says that it is. Raises TensorError if it does not say, or is not believed."""
+        if answered is None:
+            raise TensorError(f"did not say within {HELLO_S:g} s who it is", "")
+        reply, _ = self._read(answered, _SLACK)
+        if reply.problem or reply.member is None:
+            raise TensorError(reply.problem or "did not say who it is", reply.remedy)
+        held = self._nodes.get(reply.member.client)
+        if held is not None and held != node and held in alive:
+            raise TensorError(f"says that it is {reply.member.client}; node {held} is, and that one is there", "Two devices have one name.")
+        return reply.member
+
+    def present(self) -> "set[ClientId]":
+        """The clients whose nodes are there now."""
+        alive = set(self.grid.get_node_ids())
+        return {client for client, node in self._nodes.items() if node in alive}
+
+    def answer(self, ask: "Ask", round: int, phase: int) -> "Replies":
+        return self._asked("task", ask, round, phase)
+
+    def keep(self, ask: "Ask", round: int, write: "Write") -> None:
+        self._asked("keep", ask, round, -1)
+
+    def _asked(self, action: Any, ask: "Ask", round: int, phase: int) -> "Replies":
+        if self._asked_last != (round, phase, ask.name):  # what is asked again has its former number
+            self._number = self._number + 1 if self._asked_last is not None and self._asked_last[0] == round else 0
+            self._asked_last = (round, phase, ask.name)
+        here = self.present()
+        for i in ask.to.keys() - here:
+            self.listener.lost(i, ask.name, "its device is not there")
+        asked = [i for i in ask.to if i in here]
+        requests = {i: self._request(action, ask.name, i, round, phase) for i in asked}
+        answered = self._exchange({self._nodes[i]: requests[i] for i in asked}, _bodies(ask, asked, self._nodes), self.deadline)
+        found: dict[ClientId, State] = {}
+        for i in asked:
+            try:
+                reply, found[i] = self._believed(ask, i, requests[i], answered.get(self._nodes[i]))
+            except TensorError as error:
+                self.listener.lost(i, ask.name, f"{error.problem}\n  {error.remedy}" if error.remedy else error.problem)
+                continue
+            self.turns[i], self._state_bytes[i] = (round, self._number), reply.state_bytes
+            if reply.note:
+                self.listener.noted(i, reply.note)
+            self.listener.measured(i, reply.metrics)
+        return found
+
+    def _believed(self, ask: "Ask", client: "ClientId", request: Request, answered: Message | None) -> "tuple[Reply, State]":
+        """What a client answered. Raises TensorError if there is nothing, a problem, or something that it was not asked for."""
+        from coterie.tensors import from_bytes, nbytes
+
+        if answered is None:
+            raise TensorError(f"no reply within {self.deadline:g} s", "")
+        form = ask.back(ask.to[client])
+        reply, body = self._read(answered, nbytes(form) + _PER_TENSOR * len(form) + _SLACK)
+        if reply.problem:
+            raise TensorError(reply.problem, reply.remedy)
+        if (reply.client, reply.task, reply.round, reply.number) != (client, request.task, request.round, request.number):
+            raise TensorError(f"a reply of {reply.client!r} to {reply.task}, round {reply.round + 1}, that nobody asked for", "")
+        return reply, from_bytes(body, f"reply of client {client!r}") if body else {}
+
+    def _request(self, action: Any, task: str, client: "ClientId", round: int, phase: int) -> Request:
+        return Request(
+            action=action,
+            run=self.run,
+            recipe=dict(self.recipe),
+            client=client,
+            task=task,
+            round=round,
+            phase=phase,
+            number=self._number,
+            position=self.positions.get(client, 0),
+            expects=self.turns.get(client),
+            rounds_kept=self.kept(round),
+            threads=self.threads,
+            folder=self.folder,
+        )
+
+    def _exchange(self, requests: Mapping[int, Request], bodies: Mapping[int, bytes], seconds: float) -> dict[int, Message]:
+        """Ask nodes, and wait until all have answered, or long enough. What each answered, by node."""
+        sent: dict[str, int] = {}
+        for node, request in requests.items():
+            text, body = request.model_dump_json(), bodies.get(node, b"")
+            for id in self.grid.push_messages([Message(_packed(text, body), node, QUERY, ttl=seconds + _LATE_S)]):
+                sent[id] = node
+            self.bytes_sent += len(text) + len(body)
+        found: dict[int, Message] = {}
+        end, pause = time.monotonic() + seconds, _QUICK_S
+        while sent and time.monotonic() < end:
+            arrived = list(self.grid.pull_messages(sent))
+            for message in arrived:
+                if (node := sent.pop(message.metadata.reply_to_message_id, -1)) >= 0:
+                    found[node] = message
+            pause = _QUICK_S if arrived else min(pause * 1.5, _SLOW_S)
+            if sent:
+                time.sleep(pause)
+        return found
+
+    def _read(self, message: Message, most: int) -> tuple[Reply, bytes]:
+        """A reply and its tensors. Raises TensorError for a node that is lost, a program that died, and something that is no reply."""
+        if message.has_error():
+            reason = message.error.reason or "no reason"
+            raise TensorError(f"Flower says: {reason} (code {message.error.code})", "Look at the log of its SuperNode.")
+        try:
+            text, body = _unpacked(message.content, most)
+        except TensorError:
+            raise
+        except Exception as error:  # whatever a foreign node managed to send
+            raise TensorError(f"unreadable: {type(error).__name__}: {error}"[:2000], "It is not of coterie.") from None
+        self.bytes_received += len(text) + len(body)
+        return parsed(Reply, text), body
+
+    def states(self) -> "Mapping[ClientId, State]":
+        return {}
+
+    def memo(self) -> dict[str, Any]:
+        return {"run": self.run, "turns": self.turns}
+
+    def restore(self, states: "Mapping[ClientId, State]", memo: Mapping[str, Any] = {}) -> None:
+        """Devices have their states, and go back with the server by themselves."""
+        self.run = memo.get("run", self.run)
+        self.turns = {client: (turn[0], turn[1]) for client, turn in memo.get("turns", {}).items()}
+
+    def state_bytes(self) -> "Mapping[ClientId, int]":
+        return self._state_bytes
+
+
+@lru_cache(maxsize=1)
+def simulated(clients: int, threads: int, handle: Handle) -> Grid:
+    """The grid of a simulation with so many nodes, in a thread of its own; it ends with the process.
+
+    Args:
+        clients: Nodes; the i-th has `partition-id` i.
+        threads: Cores for each program; as many run at once as the machine has cores for.
+        handle: What each does; must be picklable.
+
+    Raises:
+        ClientError: Flower's simulation could not be started.
+    """
+    for name, value in {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "RAY_USAGE_STATS_ENABLED": "0"}.items():
+        os.environ.setdefault(name, value)
+    from flwr.simulation import run_simulation
+
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    grids: queue.Queue[Grid | BaseException] = queue.Queue()
+    done = threading.Event()
+
+    def main(grid: Grid, config: Mapping[str, Any]) -> None:
+        grids.put(grid)
+        done.wait()
+
+    def simulate() -> None:
+        resources: dict[str, Any] = {"client_resources": {"num_cpus": threads, "num_gpus": 0.0}}
+        try:
+            run_simulation(server_app(main), client_app(handle), num_supernodes=clients, backend_config=resources)
+        except BaseException as error:
+            grids.put(error)
+
+    thread = threading.Thread(target=simulate, name="flower-simulation", daemon=True)
+    thread.start()
+
+    def stop() -> None:
+        done.set()
+        thread.join(timeout=30)
+
+    atexit.register(stop)
+    found = grids.get()
+    if isinstance(found, BaseException):
+        raise ClientError(f"Flower's simulation could not be started: {found}", "Is the extra complete? pip install 'coterie[flower]'.")
+    return found
+
+
+def gathered(engine: Flower, enough: Callable[[Sequence[Member]], bool], patience: float) -> list[Member]:
+    """Wait until enough clients have said who they are.
+
+    Raises:
+        ClientError: They did not within `patience` seconds.
+    """
+    found: list[Member] = []
+    end = time.monotonic() + patience
+    while True:
+        found += engine.members()
+        if enough(found):
+            return found
+        if time.monotonic() > end:
+            raise ClientError(
+                f"{len(found)} clients came within {patience:g} s: {', '.join(m.client for m in found) or 'none'}",
+                "Are the SuperNodes running and do they know this SuperLink? Then start again, or with a smaller --clients.",
+            )
+        time.sleep(1.0)

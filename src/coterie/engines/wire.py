@@ -1,0 +1,128 @@
+"""What server and devices say to each other beside tensors. One request, one reply; tensors travel behind it as safetensors bytes.
+
+Nothing here needs torch: the program of a device may only hand a request on to the process that does the work.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from coterie import __version__
+from coterie.errors import TensorError
+
+MOST_HEADER = 1 << 20  # bytes of a request or reply without its tensors
+Id = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")]  # may name a folder
+
+
+class Said(BaseModel):
+    """What both directions have in common."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    version: Annotated[str, Field(max_length=50)] = __version__
+
+
+class Request(Said):
+    """What a device is asked.
+
+    Args:
+        action: "hello": who it is; "task": one task of the recipe's method; "keep": a last task, after which its personal model is written.
+        run: The run's own name: a device keeps its states by it.
+        recipe: The resolved recipe, JSON values. The device puts its own data in the place of the recipe's paths.
+        client: Whom the server takes the device for; None in a hello.
+        task: Name of the task.
+        round: Rounds done before.
+        phase: Which exchange of the round it is to the method.
+        number: Which exchange of the round it is: of two requests of a round the later one has the greater number.
+        position: The client's place in the federation, for per-client lists.
+        expects: Round and number of the last exchange that the server has this client's reply of; None for one that is new to it.
+        rounds_kept: The server may resume from here: states of the rounds since are kept.
+        threads: With how many the arithmetic is to be done, so that results are the same to the bit; None: as many as suit the device.
+        folder: Where a simulated device keeps everything. A real one does not let itself be told.
+    """
+
+    action: Literal["hello", "task", "keep"]
+    run: Id
+    recipe: dict[str, Any]
+    client: Id | None = None
+    task: str = ""
+    round: Annotated[int, Field(ge=0)] = 0
+    phase: int = 0
+    number: Annotated[int, Field(ge=0)] = 0
+    position: Annotated[int, Field(ge=0)] = 0
+    expects: tuple[int, int] | None = None
+    rounds_kept: Annotated[int, Field(ge=0)] = 0
+    threads: Annotated[int | None, Field(ge=1)] = None
+    folder: str | None = None
+
+
+class Member(BaseModel):
+    """What a server knows of a client: who it is, and how much data it has. Of the data themselves nothing.
+
+    Args:
+        client: Its id.
+        position: Its place among those that the device's data hold: 0 where it holds its own data alone.
+        windows: Rows of its training, validation and test data.
+        group: The group of unseen clients that it belongs to; empty for one that trains.
+        cluster: Its true cluster, where the data tell.
+        anchor: The number of the expert that it is tied to, where the data have anchors.
+        labels: The classes that it has, where the data tell.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    client: Id
+    position: Annotated[int, Field(ge=0)]
+    windows: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]]
+    group: Annotated[str, Field(max_length=200)] = ""
+    cluster: int | None = None
+    anchor: Annotated[int | None, Field(ge=0)] = None
+    labels: tuple[int, ...] | None = None
+
+
+class Reply(Said):
+    """What a device answers.
+
+    Args:
+        client: Who it is.
+        task: The task that was done.
+        round: Of the request.
+        number: Likewise.
+        member: In answer to a hello.
+        metrics: What the task measured.
+        state_bytes: What the client remembers.
+        note: What the server should know and does not stop anything: a client that starts afresh, say.
+        problem: What went wrong, if something did.
+        remedy: What to do about it.
+    """
+
+    client: Id | None = None
+    task: str = ""
+    round: int = 0
+    number: int = 0
+    member: Member | None = None
+    metrics: dict[str, Any] = {}
+    state_bytes: Annotated[int, Field(ge=0)] = 0
+    note: Annotated[str, Field(max_length=2000)] = ""
+    problem: Annotated[str, Field(max_length=20000)] = ""
+    remedy: Annotated[str, Field(max_length=20000)] = ""
+
+
+def parsed(kind: type[Request] | type[Reply], text: str) -> Any:
+    """A request or a reply from its text.
+
+    Raises:
+        TensorError: It is too long, no JSON, has unknown or missing fields, or is of another version of coterie.
+    """
+    what = kind.__name__.lower()
+    if len(text) > MOST_HEADER:
+        raise TensorError(f"{what} of {len(text):,} characters, at most {MOST_HEADER:,}", "It was damaged, or is not of coterie.")
+    try:
+        found = kind.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "it"
+        raise TensorError(f"{what}: {where}: {first['msg']}", "Install the same version of coterie on server and devices.") from None
+    if found.version != __version__:
+        raise TensorError(f"{what} of coterie {found.version}, here is {__version__}", "Install the same version on server and devices.")
+    return found

@@ -1,0 +1,109 @@
+"""Where a run's clients are: in this process, in a simulation on this machine, or on devices that a grid of Flower's reaches."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+from uuid import uuid4
+
+import torch
+
+from coterie.device import Device
+from coterie.engines import ENGINES, Engine, Listener
+from coterie.engines.wire import Member
+from coterie.prepared import Prepared, prepare, seen_from_afar
+from coterie.recipe import Recipe
+from coterie.records import KEPT
+
+if TYPE_CHECKING:
+    from coterie.engines.flower import Flower, Grid
+
+
+class Place(Protocol):
+    """Where clients are: what a server can prepare, and who carries its messages."""
+
+    def prepare(self, recipe: Recipe) -> Prepared:
+        """All that can be checked before work starts. Raises Refused."""
+        ...
+
+    def engine(self, prepared: Prepared, folder: Path, listener: Listener) -> Engine:
+        """The engine of one run. Raises ClientError where clients cannot be reached."""
+        ...
+
+
+@dataclass(frozen=True)
+class OnThisMachine:
+    """All clients on this machine: in this process, or under Flower's simulation.
+
+    Args:
+        carrier: The engine's name; None for the recipe's.
+    """
+
+    carrier: str | None = None
+
+    def prepare(self, recipe: Recipe) -> Prepared:
+        if self._carrier(recipe) == "flower":
+            from coterie.engines import flower  # noqa: F401 - refused at once where it is not installed
+        return prepare(recipe)
+
+    def engine(self, prepared: Prepared, folder: Path, listener: Listener) -> Engine:
+        if (name := self._carrier(prepared.recipe)) != "flower":
+            return ENGINES[name](prepared.site, prepared.method, listener)
+        from coterie.engines.flower import gathered, simulated
+
+        clients, threads = len(prepared.site.data), prepared.modality.threads or torch.get_num_threads()
+        engine = flower_engine(prepared, simulated(clients, threads, simulated_device), listener, threads, folder)
+        gathered(engine, lambda found: len(found) == clients, patience=600)
+        return engine
+
+    def _carrier(self, recipe: Recipe) -> str:
+        return self.carrier or recipe.engine
+
+
+def simulated_device(node: Mapping[str, Any], text: str, body: bytes) -> tuple[str, bytes]:
+    """What a simulated node does: its number is its place among the clients of the recipe's data."""
+    return Device(Path(), place=int(node["partition-id"])).answer(text, body)
+
+
+@dataclass
+class OnDevices:
+    """Clients on devices of their own.
+
+    Args:
+        grid: Flower's.
+        members: Those that have come.
+    """
+
+    grid: "Grid"
+    members: Sequence[Member] = field(default_factory=list)
+
+    def prepare(self, recipe: Recipe) -> Prepared:
+        return seen_from_afar(recipe, self.members)
+
+    def engine(self, prepared: Prepared, folder: Path, listener: Listener) -> Engine:
+        engine = flower_engine(prepared, self.grid, listener)
+        engine.members()
+        return engine
+
+
+def flower_engine(prepared: Prepared, grid: "Grid", listener: Listener, threads: int | None = None, folder: Path | None = None) -> "Flower":
+    """An engine on a grid."""
+    from coterie.engines.flower import Flower
+
+    recipe = prepared.recipe
+    return Flower(
+        grid,
+        run=uuid4().hex,
+        recipe=recipe.model_dump(mode="json", exclude={"compare_with", "description", "paper"}),
+        deadline=recipe.quorum.deadline,
+        kept=lambda round: kept(round, recipe.checkpoint_every),
+        threads=threads,
+        folder=None if folder is None else str(folder.resolve()),
+        listener=listener,
+        positions={i: k for k, i in enumerate(prepared.site.data)},
+    )
+
+
+def kept(round: int, every: int) -> int:
+    """The oldest round that a server which has done `round` rounds may go back to: that of the older of its checkpoints."""
+    return max((round // every - KEPT + 1) * every, 0)

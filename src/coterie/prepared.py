@@ -1,0 +1,147 @@
+"""A recipe with all that it names loaded and checked, on this machine or seen from a server whose clients are elsewhere."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from coterie import modality as modalities
+from coterie.client import Blueprint, Site
+from coterie.data.federation import POOL, ClientData, Federation
+from coterie.data.splits import SPLITS, Elsewhere
+from coterie.engines.wire import Member
+from coterie.errors import RecipeError, Refused
+from coterie.methods import Method
+from coterie.modality import Modality
+from coterie.models.layout import Layout
+from coterie.protocol import ClientId
+from coterie.recipe import Recipe
+
+
+@dataclass
+class Prepared:
+    """A recipe with all that it names loaded and checked: nothing that can be refused is left."""
+
+    recipe: Recipe
+    method: Method
+    modality: Modality
+    site: Site
+    clients: tuple[ClientId, ...]
+
+    @property
+    def blueprint(self) -> Blueprint:
+        federation = self.modality.federation
+        return Blueprint(self.modality.trainable, self.site.layouts, self.recipe.seed, federation.clusters, federation.anchors)
+
+
+def prepare(recipe: Recipe) -> Prepared:
+    """Load the base and the data, and check that they fit the recipe.
+
+    Raises:
+        Refused: The base, the data, or their combination with the method will not do.
+    """
+    return assembled(recipe, modalities.load(recipe))
+
+
+def assembled(recipe: Recipe, modality: Modality) -> Prepared:
+    """A recipe with its base and data, checked to fit. Raises Refused."""
+    method, federation = recipe.build_method(), modality.federation
+    data, clients = federation.everyone, tuple(federation.clients)
+    layouts = _layouts(recipe, method, modality, clients)
+    layouts |= dict.fromkeys(data.keys() - layouts.keys(), method.layout(0, modality.base))
+    _check_presence(recipe, method, federation)
+    training = recipe.training
+    if method.pooled:
+        data[POOL] = federation.pooled()
+        layouts[POOL] = method.layout(0, modality.base)
+        training = training.model_copy(
+            update={"batch_size": training.batch_size * len(clients), "micro_batch": training.micro_batch or training.batch_size}
+        )
+    site = Site(modality.build, layouts, data, training, recipe.seed, method.total_iterations)
+    prepared = Prepared(recipe, method, modality, site, clients)
+    method.check(prepared.blueprint, clients, training)
+    return prepared
+
+
+def _layouts(recipe: Recipe, method: Method, modality: Modality, clients: Sequence[ClientId]) -> dict[ClientId, Layout]:
+    """The adapter of each client. Raises RecipeError for a list of another length, or an impossible layout."""
+    lists = {field: found for field in method.per_client if isinstance(found := getattr(method, field), tuple)}
+    asked = f"values for {len(clients)} clients ({', '.join(clients)})"
+    if wrong := [f"method.{field}: {len(values)} {asked}" for field, values in lists.items() if len(values) != len(clients)]:
+        raise RecipeError(f"recipe {recipe.name}", wrong)
+    try:
+        layouts = {i: method.layout(position, modality.base) for position, i in enumerate(clients)}
+    except ValueError as error:
+        raise RecipeError(f"recipe {recipe.name}", [f"method: {error}"]) from None
+    for layout in layouts.values():
+        modality.check(recipe.method["name"], layout)
+    return layouts
+
+
+def _check_presence(recipe: Recipe, method: Method, federation: Federation) -> None:
+    """Refuse who cannot take part, and a method that cannot do with a part of its clients, or has nothing for those it never sees."""
+    clients, name, part = tuple(federation.clients), recipe.method["name"], recipe.participation
+    mistakes = [f"presence.{i}: there is no such client; there are {', '.join(clients)}" for i in recipe.presence if i not in clients]
+    mistakes += [
+        f"presence.{i}: from round {a} to before {b} is no round" for i, (a, b) in recipe.presence.items() if b is not None and b <= a
+    ]
+    if part.schedule != "all" and federation.clusters is None:
+        mistakes.append(f"participation.schedule: {part.schedule} goes by clusters, which these data do not have; see data.partition")
+    partly = {"presence": recipe.presence, "participation": part != type(part)()}
+    if not method.elastic:
+        mistakes += [
+            f"{key}: {name} needs all of its clients in every round; cobo, fedavg and local do not" for key in partly if partly[key]
+        ]
+    lonely = {
+        "data.unseen": bool(federation.unseen) and not method.universal,
+        "training.stateless": recipe.training.stateless and (method.stateful or not method.universal),
+    }
+    mistakes += [
+        f"{key}: {name} has no model for clients that bring none of their own; fedavg and ddome do" for key in lonely if lonely[key]
+    ]
+    if mistakes:
+        raise RecipeError(f"recipe {recipe.name}", mistakes)
+
+
+def seen_from_afar(recipe: Recipe, members: Sequence[Member]) -> Prepared:
+    """What a server has: the recipe, who the clients are, and the shapes of their models.
+
+    Raises:
+        Refused: They do not fit, or the method needs all data in one place.
+    """
+    federation = federated(members)
+    if recipe.build_method().pooled:
+        problem = f"method.name: {recipe.method['name']} trains on the data of all clients in one place"
+        raise RecipeError(f"recipe {recipe.name}", [f"{problem}; use engine: inprocess"])
+    return assembled(recipe, modalities.distant(recipe, federation))
+
+
+def federated(members: Sequence[Member]) -> Federation:
+    """The federation of clients whose data are elsewhere, in the order of the data where one machine has all, else of their ids.
+
+    Raises:
+        Refused: None of them trains.
+    """
+    ordered = sorted(members, key=lambda m: (m.position, m.client))
+    data = {m.client: ClientData(m.client, *map(Elsewhere, SPLITS, m.windows)) for m in ordered}
+    training = [m for m in ordered if not m.group]
+    if not training:
+        raise Refused(f"of {len(members)} clients none trains", "Start devices of clients that are not held out by the recipe's data.")
+    clusters = {m.client: m.cluster for m in training if m.cluster is not None}
+    anchors = sorted((m for m in ordered if m.anchor is not None), key=lambda m: m.anchor or 0)
+    return Federation(
+        {m.client: data[m.client] for m in training},
+        f"{len(ordered)} clients on devices of their own",
+        clusters=clusters if len(clusters) == len(training) else None,
+        anchors=tuple(m.client for m in anchors),
+        labels={m.client: m.labels for m in ordered if m.labels is not None},
+        unseen={g: {m.client: data[m.client] for m in ordered if m.group == g} for g in dict.fromkeys(m.group for m in ordered if m.group)},
+    )
+
+
+def joined(prepared: Prepared, members: Sequence[Member]) -> Prepared:
+    """The same with clients more, behind those that were there. Raises Refused where they do not fit."""
+    more, federation = federated(members), prepared.modality.federation
+    clusters = None if federation.clusters is None or more.clusters is None else {**federation.clusters, **more.clusters}
+    prepared.modality.federation = replace(
+        federation, clients={**federation.clients, **more.clients}, clusters=clusters, labels={**federation.labels, **more.labels}
+    )
+    return assembled(prepared.recipe, prepared.modality)
