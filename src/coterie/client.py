@@ -4,12 +4,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
+from secrets import randbits
 from typing import Annotated, Any, Protocol
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
+from coterie.aggregation.privacy import Privacy, local
+from coterie.attackers import Attack, poisoned
 from coterie.data.examples import ExampleSplit
 from coterie.data.federation import ClientData
 from coterie.data.splits import Batch, Split
@@ -18,7 +21,7 @@ from coterie.models.layout import Layout
 from coterie.models.lora import LoRA
 from coterie.models.pool import ABSENT
 from coterie.optimisers import AdamW, Optimiser
-from coterie.protocol import ClientId, State, find_task, mix
+from coterie.protocol import ClientId, State, Task, find_task, mix, trains
 from coterie.roles import BACKBONE, EXPERT, GATE, GENERALIST, ROUTER, SPECIALIST, Role
 from coterie.tensors import Named, Tensors, all_finite, check_alike
 
@@ -476,6 +479,42 @@ class Client:
         return found
 
 
+@dataclass(frozen=True)
+class Outbound:
+    """What becomes of a reply before it leaves a client.
+
+    Args:
+        seed: The run's seed.
+        privacy: Clips updates and adds noise, where that is a client's own business.
+        attack: What attackers make of their replies.
+        attackers: Who they are.
+        secret: Whether noise is drawn from what only this machine knows, as it must be on devices: whoever has the seed of a run could
+            take its noise away. In a simulation it is drawn from the run's seed.
+    """
+
+    seed: int
+    privacy: Privacy | None = None
+    attack: Attack | None = None
+    attackers: frozenset[ClientId] = frozenset()
+    secret: bool = False
+
+    def __call__(self, task: Task, id: ClientId, sent: Named, reply: Tensors, round: int, phase: int) -> Tensors:
+        """What leaves the client `id`; scores and the like, whose phases are negative, leave as they are."""
+        if phase < 0:
+            return reply
+        update = trains(task)
+        if self.attack is not None and id in self.attackers:
+            alike = update and all(name not in sent or sent[name].shape == t.shape for name, t in reply.items())
+            return poisoned(reply, sent, alike, self.attack, self.generator("attack", round, phase, id))
+        if self.privacy is not None and self.privacy.where == "local" and update:
+            return local(reply, sent, self.privacy, self.generator("noise", round, phase, id))
+        return reply
+
+    def generator(self, *purpose: int | str) -> torch.Generator:
+        """Random numbers for one purpose."""
+        return torch.Generator().manual_seed(randbits(63) if self.secret else mix(self.seed, *purpose))
+
+
 @dataclass
 class Site:
     """What a process needs to be any client of a run: how models are built (on one backbone for all), their data, and how they train.
@@ -487,6 +526,7 @@ class Site:
         training: Batch size and optimisers.
         seed: The run's seed.
         total_iterations: T * L.
+        outbound: What becomes of replies; None: they leave as they are.
     """
 
     build: Callable[[Layout], Model]
@@ -495,6 +535,7 @@ class Site:
     training: Training
     seed: int
     total_iterations: int
+    outbound: Outbound | None = None
     models: dict[Layout, Model] = field(default_factory=dict)
 
     def model(self, id: ClientId) -> Model:
@@ -519,6 +560,10 @@ class Site:
             for key in [key for key in state if key.startswith(_OF_THE_MODEL)]:
                 del state[key]
 
+    def leaving(self, method: Any, task: str, id: ClientId, sent: Named, reply: Tensors, round: int, phase: int) -> Tensors:
+        """A reply as it leaves the client."""
+        return reply if self.outbound is None else self.outbound(find_task(method, task), id, sent, reply, round, phase)
+
     def answer(
         self, method: Any, task: str, id: ClientId, tensors: Tensors, state: State, round: int, phase: int
     ) -> tuple[Tensors, Metrics]:
@@ -539,10 +584,11 @@ class Site:
                 steps = method.steps(client)
                 client.total_iterations = method.rounds * steps
                 self.begin(state, round, method, steps)
-                reply = find_task(method, task)(client, tensors)
+                reply = self.leaving(method, task, id, tensors, find_task(method, task)(client, tensors), round, phase)
                 return reply, client.metrics()
             except CoterieError as error:
-                raise ClientError(f"client {id!r}, task {task}, round {round + 1}: {error.problem}", error.remedy) from error
+                problem = error.problem.removeprefix(f"client {id!r}: ")
+                raise ClientError(f"client {id!r}, task {task}, round {round + 1}: {problem}", error.remedy) from error
             except Exception as error:
                 raise ClientError(f"client {id!r}, task {task}, round {round + 1}: {type(error).__name__}: {error}") from error
             finally:

@@ -18,7 +18,7 @@ from coterie import recipe as recipes
 from coterie.client import Site
 from coterie.engines.wire import Member, Reply, Request, parsed
 from coterie.errors import CoterieError, DataError, Refused, TensorError
-from coterie.prepared import Prepared, prepare
+from coterie.prepared import Prepared, outbound, prepare
 from coterie.protocol import ClientId, State
 from coterie.tensors import Tensors, from_bytes, load, nbytes, save, to_bytes
 
@@ -103,7 +103,8 @@ def _loaded(section: str, data: str | None, base: str | None, alone: bool) -> Pr
         return prepare(recipes.validate(found, "of the server"))
     recipe = recipes.validate(_own(found, data, base), "of the server")
     modality, method = modalities.load(recipe), recipe.build_method()
-    site = Site(modality.build, {}, modality.federation.everyone, recipe.training, recipe.seed, method.total_iterations)
+    leaving = outbound(recipe.model_copy(update={"attack": None}), (), secret=True)  # a device does not let itself be told to lie
+    site = Site(modality.build, {}, modality.federation.everyone, recipe.training, recipe.seed, method.total_iterations, leaving)
     return Prepared(recipe, method, modality, site, tuple(modality.federation.clients))
 
 

@@ -3,14 +3,17 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from coterie import modality as modalities
-from coterie.client import Blueprint, Site
+from coterie.client import Blueprint, Outbound, Site
 from coterie.data.federation import POOL, ClientData, Federation
 from coterie.data.splits import SPLITS, Elsewhere
 from coterie.engines.wire import Member
 from coterie.errors import RecipeError, Refused
 from coterie.methods import Method
 from coterie.modality import Modality
+from coterie.models.classifier import Classifier
 from coterie.models.layout import Layout
 from coterie.protocol import ClientId
 from coterie.recipe import Recipe
@@ -30,6 +33,10 @@ class Prepared:
     def blueprint(self) -> Blueprint:
         federation = self.modality.federation
         return Blueprint(self.modality.trainable, self.site.layouts, self.recipe.seed, federation.clusters, federation.anchors)
+
+    def noise(self, secret: bool, round: int, phase: int) -> torch.Generator:
+        """For the server's noise: from the run's seed, or from what only this machine knows."""
+        return outbound(self.recipe, self.clients, secret).generator("noise", round, phase, "")
 
 
 def prepare(recipe: Recipe) -> Prepared:
@@ -55,7 +62,8 @@ def assembled(recipe: Recipe, modality: Modality) -> Prepared:
         training = training.model_copy(
             update={"batch_size": training.batch_size * len(clients), "micro_batch": training.micro_batch or training.batch_size}
         )
-    site = Site(modality.build, layouts, data, training, recipe.seed, method.total_iterations)
+    _check_privacy(recipe, method, modality, layouts[clients[0]])
+    site = Site(modality.build, layouts, data, training, recipe.seed, method.total_iterations, outbound(recipe, clients))
     prepared = Prepared(recipe, method, modality, site, clients)
     method.check(prepared.blueprint, clients, training)
     return prepared
@@ -74,6 +82,27 @@ def _layouts(recipe: Recipe, method: Method, modality: Modality, clients: Sequen
     for layout in layouts.values():
         modality.check(recipe.method["name"], layout)
     return layouts
+
+
+def outbound(recipe: Recipe, clients: Sequence[ClientId], secret: bool = False) -> Outbound:
+    """What becomes of replies by a recipe. Raises RecipeError for attackers that are not there."""
+    attackers = recipe.attack.attackers(clients) if recipe.attack is not None else frozenset[ClientId]()
+    return Outbound(recipe.seed, recipe.privacy, recipe.attack, attackers, secret)
+
+
+def _check_privacy(recipe: Recipe, method: Method, modality: Modality, layout: Layout) -> None:
+    """Refuse privacy for what it would not protect. Raises RecipeError."""
+    if recipe.privacy is None:
+        return
+    name, model = recipe.method["name"], modality.trainable(layout)
+    mistakes = []
+    if not method.sums:
+        able = "fedavg, comigs-1g1s and ditto with aggregation rule mean, weighting uniform"
+        mistakes.append(f"privacy: {name} needs more of its clients than the uniform mean of their updates; possible with {able}")
+    if isinstance(model, Classifier) and model.statistics is not None and model.buffers():
+        mistakes.append("privacy: running statistics travel with the network, and noise would break them; use model.norm group or local")
+    if mistakes:
+        raise RecipeError(f"recipe {recipe.name}", mistakes)
 
 
 def _check_presence(recipe: Recipe, method: Method, federation: Federation) -> None:

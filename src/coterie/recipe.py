@@ -13,6 +13,8 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, TypeAdapt
 from pydantic_core import ErrorDetails
 
 from coterie import recipes
+from coterie.aggregation.privacy import Privacy
+from coterie.attackers import Attack
 from coterie.client import Training
 from coterie.data import Data
 from coterie.data.federation import Federation
@@ -238,6 +240,8 @@ class Recipe(BaseModel):
         dict[str, tuple[Annotated[int, Field(ge=0)], int | None]],
         Field(description="clients that join late or leave early: the first round, and the first one without it or null"),
     ] = {}
+    privacy: Annotated[Privacy | None, Field(description="differential privacy of what clients share; null: none")] = None
+    attack: Annotated[Attack | None, Field(description="clients that lie, to try method.aggregation; null: nobody does")] = None
     participation: Annotated[Participation, Field(description="who of those that are there takes part in a round")] = Participation()
     checkpoint_every: Annotated[int, Field(ge=1, description="rounds between checkpoints")] = 1
     compare_with: Annotated[tuple[str, ...], Field(description="methods that `coterie run` runs beside this one, for its table")] = ()
@@ -278,6 +282,13 @@ class Recipe(BaseModel):
         """Those of them that take part in it."""
         there = self.present(federation.clients, round)
         return self.participation.of(there, federation.anchors, federation.clusters, self.seed, round)
+
+    def drawn_from(self, federation: Federation, round: int) -> int | None:
+        """Of how many clients those of a round are drawn, every set of them as likely as any other; None where they are not drawn so."""
+        part = self.participation
+        if part.clients is None or part.anchors is not None or part.schedule != "all":
+            return None
+        return len(self.present(federation.clients, round))
 
     def build_method(self) -> Method:
         return build_method(self.method)

@@ -1,6 +1,7 @@
 """A recipe, executed: rounds, records, results. The only place that knows methods, engines and files at once."""
 
 import json
+import math
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ import coterie
 from coterie import evaluation, personal
 from coterie import recipe as recipes
 from coterie.aggregation import weights_error
+from coterie.aggregation.privacy import Accountant, central
 from coterie.client import Client, Metrics
 from coterie.data.examples import ExampleSplit
 from coterie.engines import Engine, Listener
@@ -23,7 +25,7 @@ from coterie.methods import METHODS
 from coterie.models.layout import Layout
 from coterie.places import OnThisMachine, Place
 from coterie.prepared import Prepared, joined
-from coterie.protocol import Ask, ClientId, Form, Replies, drive, mix, nothing
+from coterie.protocol import Ask, ClientId, Form, Replies, drive, mix, nothing, trains
 from coterie.recipe import Recipe
 from coterie.records import Checkpoint, Checkpoints, MetricsFile, make_folder, read_json, write_json
 from coterie.reports import Reporter
@@ -70,6 +72,10 @@ class Execution(Listener):
             "position": 0,
             "lost": {},
         }
+        privacy = self.recipe.privacy
+        self.accountant = None if privacy is None else Accountant(privacy, len(self.clients))
+        if privacy is not None:
+            self.progress |= {"clip": privacy.clip, "spent": []}
         self.engine: Engine = self.place.engine(self.prepared, self.folder, self)
 
     def _take_in(self, prepared: Prepared) -> None:
@@ -84,6 +90,8 @@ class Execution(Listener):
         if found is None:
             return False
         self.round, self.server, self.progress = found.round, found.server, found.progress
+        if self.accountant is not None:
+            self.accountant.runs = [(count, rate) for count, rate in self.progress["spent"]]
         self.engine.restore(found.clients, self.progress.pop("engine", {}))
         self._welcome()
         return True
@@ -179,10 +187,25 @@ class Execution(Listener):
 
     def _exchange(self, ask: Ask, phase: int) -> Replies:
         """One exchange of a round, its tensors counted. The pool is no client: it has no line."""
-        replies = self._answer(ask, phase)
+        replies = self._protected(ask, self._answer(ask, phase), phase)
         for direction, messages in (("down", ask.to), ("up", replies)):
             for i in self.clients & messages.keys():
                 self.progress[direction][i] += nbytes(messages[i])
+        return replies
+
+    def _protected(self, ask: Ask, replies: Replies, phase: int) -> Replies:
+        """The replies as the method gets them, and what privacy that spends."""
+        if self.accountant is None or not trains(ask.task):
+            return replies
+        privacy = self.accountant.privacy
+        self.accountant.spend(len(ask.to), self.recipe.drawn_from(self.federation, self.round) or len(ask.to))
+        if privacy.where == "central":
+            generator = self.prepared.noise(self.engine.distant, self.round, phase)
+            replies, self.progress["clip"] = central(replies, ask.to, privacy, self.progress["clip"], generator)
+        self.progress["spent"] = self.accountant.runs
+        spent = {"epsilon": self.accountant.epsilon(self.accountant.delta), "delta": self.accountant.delta, "clip": self.progress["clip"]}
+        self._write("privacy", self.round + 1, self.iteration, "", {k: v for k, v in spent.items() if math.isfinite(v)})
+        self.reporter.spent(self.round, spent["epsilon"], spent["delta"])
         return replies
 
     def lost(self, client: ClientId, task: str, reason: str) -> None:
@@ -313,6 +336,7 @@ class Execution(Listener):
             "weights_error": self._weights_error(last),
             "evaluations": self.progress["evaluations"],
             "lost": self.progress["lost"],
+            "privacy": None if self.accountant is None else self.accountant.summary(),
             "wall_s": time.monotonic() - self.started,
             "peak_memory_bytes": evaluation.peak_memory(),
             "versions": {"coterie": coterie.__version__, "torch": torch.__version__, "python": platform.python_version()},

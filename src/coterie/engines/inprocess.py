@@ -36,7 +36,7 @@ class InProcess(Here):
                     self.listener.measured(i, metrics)
                 for state in states.values():
                     self.site.end(state, self.method)
-                return replies
+                return {i: self.site.leaving(self.method, ask.name, i, ask.to[i], r, round, phase) for i, r in replies.items()}
         return {i: self._one(ask.name, i, tensors, round, phase) for i, tensors in ask.to.items()}
 
     def _one(self, task: str, client: ClientId, tensors: State, round: int, phase: int) -> State:

@@ -13,6 +13,9 @@ class Reporter:
     def client(self, round: int, client: str, metrics: Mapping[str, Any]) -> None:
         """A client finished a training task of the round that is going on."""
 
+    def spent(self, round: int, epsilon: float, delta: float) -> None:
+        """What privacy has been spent so far."""
+
     def warning(self, round: int, client: str, text: str) -> None:
         """Something about a client that stops nothing: it did not answer, or not what it was asked for."""
 

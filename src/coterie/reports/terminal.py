@@ -61,6 +61,7 @@ class Terminal(Reporter, AbstractContextManager["Terminal"]):
         self.first, self.started, self.tokens = done, time.monotonic(), 0
         self.said = dict.fromkeys(("round", "score"), self.started)  # when the last line of each kind was
         self.losses: dict[str, float] = {}
+        self.privacy = ""
         self.task = self.progress.add_task(
             self._escape(self.heading),
             total=max(rounds, 1) * len(clients),
@@ -88,7 +89,10 @@ class Terminal(Reporter, AbstractContextManager["Terminal"]):
     def _status(self, note: str = "") -> str:
         speed = self.tokens / max(time.monotonic() - self.started, 1e-9)
         loss = f"loss {sum(self.losses.values()) / len(self.losses):.3f}  " if self.losses else ""
-        return f"{loss}{speed:,.0f} {prediction(self.metric)}s/s  {note}".rstrip()
+        return f"{loss}{self.privacy}{speed:,.0f} {prediction(self.metric)}s/s  {note}".rstrip()
+
+    def spent(self, round: int, epsilon: float, delta: float) -> None:
+        self.privacy = f"epsilon {epsilon:.2f} at delta {delta:.1g}  "
 
     def warning(self, round: int, client: str, text: str) -> None:
         self.progress.console.print(f"  round {round + 1}, {client}: {text}", markup=False, highlight=False, style="yellow")
