@@ -12,6 +12,7 @@ from coterie.device import Device
 from coterie.engines import ENGINES, Engine, Listener
 from coterie.engines.wire import Member
 from coterie.prepared import Prepared, prepare, seen_from_afar
+from coterie.protocol import ClientId
 from coterie.recipe import Recipe
 from coterie.records import KEPT
 
@@ -52,7 +53,8 @@ class OnThisMachine:
         from coterie.engines.flower import gathered, simulated
 
         clients, threads = len(prepared.site.data), prepared.modality.threads or torch.get_num_threads()
-        engine = flower_engine(prepared, simulated(clients, threads, simulated_device), listener, threads, folder)
+        grid = simulated(clients, threads, simulated_device)
+        engine = flower_engine(prepared.recipe, grid, listener, tuple(prepared.site.data), threads, folder)
         gathered(engine, lambda found: len(found) == clients, patience=600)
         return engine
 
@@ -77,20 +79,33 @@ class OnDevices:
     grid: "Grid"
     members: Sequence[Member] = field(default_factory=list)
 
+    @classmethod
+    def found(cls, grid: "Grid", recipe: Recipe, least: int, patience: float, listener: Listener) -> "OnDevices":
+        """The place with the clients that are there, as soon as there are enough. Raises ClientError if there are not in time."""
+        from coterie.engines.flower import gathered
+
+        return cls(grid, gathered(flower_engine(recipe, grid, listener), lambda found: len(found) >= least, patience))
+
     def prepare(self, recipe: Recipe) -> Prepared:
         return seen_from_afar(recipe, self.members)
 
     def engine(self, prepared: Prepared, folder: Path, listener: Listener) -> Engine:
-        engine = flower_engine(prepared, self.grid, listener)
+        engine = flower_engine(prepared.recipe, self.grid, listener, tuple(prepared.site.data))
         engine.members()
         return engine
 
 
-def flower_engine(prepared: Prepared, grid: "Grid", listener: Listener, threads: int | None = None, folder: Path | None = None) -> "Flower":
-    """An engine on a grid."""
+def flower_engine(
+    recipe: Recipe,
+    grid: "Grid",
+    listener: Listener,
+    clients: Sequence[ClientId] = (),
+    threads: int | None = None,
+    folder: Path | None = None,
+) -> "Flower":
+    """An engine on a grid, whose federation has these clients, in their order."""
     from coterie.engines.flower import Flower
 
-    recipe = prepared.recipe
     return Flower(
         grid,
         run=uuid4().hex,
@@ -100,7 +115,7 @@ def flower_engine(prepared: Prepared, grid: "Grid", listener: Listener, threads:
         threads=threads,
         folder=None if folder is None else str(folder.resolve()),
         listener=listener,
-        positions={i: k for k, i in enumerate(prepared.site.data)},
+        positions={i: k for k, i in enumerate(clients)},
     )
 
 
