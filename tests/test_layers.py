@@ -32,6 +32,8 @@ ROOMS = [
     {"places"},
     {"run"},
     {"adapt", "reproduce"},
+    {"apps"},
+    {"keys", "deploy"},
     {"cli"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}

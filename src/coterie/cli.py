@@ -316,6 +316,140 @@ def export(
             print(f"  {sentence}")
 
 
+Server = Annotated[str, typer.Option("--server", metavar="HOST:PORT", help="Where the server listens.")]
+Authority = Annotated[Path | None, typer.Option("--ca", help="The certificate of the server's authority (ca.crt).")]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Without encryption and keys: only for trying things out.")]
+Home = Annotated[Path | None, typer.Option("--home", help="Folder for everything that is kept.")]
+
+
+@app.command()
+def keys(
+    folder: Annotated[Path, typer.Argument(help="Where they go; of those that are there, none is made again.", show_default=False)],
+    host: Annotated[list[str] | None, typer.Option("--host", help="By which devices reach the server. Repeatable.")] = None,
+    client: Clients = None,
+) -> None:
+    """Make a certificate for a server and a key for each client's device (extra `flower`)."""
+    with _stopping("stopped."):
+        from coterie import keys as making
+
+        making.make(folder, host or [], client or [])
+        print(f"The server needs {folder}; a device {folder}/{making.CA} and its own {folder}/{making.CLIENTS}/ID, and nothing else of it.")
+
+
+@app.command()
+def server(
+    keys: Annotated[Path | None, typer.Option("--keys", help="The folder that `coterie keys` made.")] = None,
+    host: Annotated[str, typer.Option("--host", help="Address to listen at; 0.0.0.0: all of this machine's.")] = "0.0.0.0",
+    port: Annotated[int, typer.Option("--port", min=1, max=65535)] = 9500,
+    home: Home = None,
+    insecure: Insecure = False,
+) -> None:
+    """Start a server that devices connect to: Flower's SuperLink (extra `flower`). Runs are given to it by `coterie submit`."""
+    with _stopping("stopped."):
+        from coterie import deploy
+
+        if (keys is None) != insecure:
+            raise Refused("give either --keys or --insecure", "Keys are made by: coterie keys DIR --host HOST --client ID ...")
+        folder = home or Path("coterie-server")
+        with deploy.server(keys, folder, host, port) as link:
+            print(f"Listening at {host}:{port}{' WITHOUT encryption and keys' if insecure else ''}; its log is {folder}/superlink.log.")
+            print(f"Give it a run: coterie submit quickstart --server {link.address}{f' --ca {link.ca}' if link.ca else ' --insecure'}")
+            print("Ctrl-C stops it.", flush=True)
+            threading.Event().wait()
+
+
+@app.command()
+def client(
+    server: Server,
+    id: Annotated[str | None, typer.Option("--client", metavar="ID", help="Who this is; default: the only client of --data.")] = None,
+    data: Annotated[Path | None, typer.Option("--data", help="This client's data: data.path or data.root of recipes, here.")] = None,
+    base: Base = None,
+    ca: Authority = None,
+    key: Annotated[Path | None, typer.Option("--key", help="This device's private key (clients/ID of `coterie keys`).")] = None,
+    home: Home = None,
+    resident: Annotated[bool, typer.Option(help="Keep the base model loaded in a process between messages.")] = True,
+    insecure: Insecure = False,
+) -> None:
+    """Make this machine the device of a client: Flower's SuperNode, and a process that keeps the base model loaded (extra `flower`)."""
+    with _stopping("stopped. What this client has learned is kept."):
+        from coterie import apps, deploy
+
+        if (ca is None and key is None) != insecure:
+            raise Refused("give --ca and --key, or --insecure alone", "They are made where the server is: coterie keys.")
+        folder = home or apps.default_home()
+        node = deploy.Node(deploy.Link(server, ca), folder, id, data, base, key, resident)
+        with deploy.device(node) as supervisor:
+            print(
+                f"{id or 'This device'} takes part in the runs of {server}. All that it keeps is in {folder}. Ctrl-C stops it.", flush=True
+            )
+            for started in supervisor.watch():
+                print(f"started again: {', '.join(started)}; see the logs in {folder}", flush=True)
+
+
+@app.command(hidden=True)
+def resident(configuration: str) -> None:
+    """The process of a device that keeps the base loaded; `coterie client` starts it."""
+    with _stopping("stopped."):
+        import json
+
+        from coterie import apps
+        from coterie.engines import resident as serving
+
+        node = json.loads(configuration)
+        device = apps.device(node)
+        serving.serve(device.home, device.answer, lambda: print("ready", flush=True))
+
+
+@app.command()
+def submit(
+    recipe: Annotated[str, typer.Argument(help="A shipped recipe or a YAML file.")],
+    server: Server,
+    set_: Set = None,
+    seed: Seed = None,
+    out: Annotated[str, typer.Option("--out", help="Folder of the run, on the server's machine; default: a new one.")] = "",
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out from its last checkpoint.")] = False,
+    clients: Annotated[int, typer.Option("--clients", min=1, help="Start when so many have come.")] = 2,
+    ca: Authority = None,
+    home: Home = None,
+    insecure: Insecure = False,
+) -> None:
+    """Give a server a run, and show what happens; `flwr run` does the same (extra `flower`)."""
+    with _stopping("left. The run goes on where the server is."):
+        from coterie import deploy
+
+        if (ca is None) != insecure:
+            raise Refused("give either --ca or --insecure", "ca.crt is among the server's keys.")
+        if resume and not out:
+            raise Refused("--resume needs the run's folder", "Give its --out, as it was on the server's machine.")
+        loaded = _load(recipe, set_, seed)
+        config = {"recipe": loaded.model_dump_json(), "out": out, "resume": resume, "clients": clients}
+        deploy.submit(deploy.Link(server, ca), home or Path("coterie-server"), config)
+
+
+@app.command("deploy")
+def deploy_(
+    demo: Annotated[bool, typer.Option("--demo", help="A server and devices on this machine, encrypted and with keys.")] = False,
+    recipe: Annotated[str, typer.Option("--recipe", help="A shipped recipe or a YAML file.")] = "quickstart",
+    clients: Annotated[int | None, typer.Option("--clients", min=1, help="Devices; default: all clients of the recipe's data.")] = None,
+    set_: Set = None,
+    seed: Seed = None,
+    out: Out = None,
+) -> None:
+    """Try it all on this machine: a real server, real devices and a run on them; nothing is left running (extra `flower`)."""
+    with _stopping("stopped; nothing is left running."):
+        if not demo:
+            raise Refused("only the demonstration is one command", "coterie deploy --demo; for real machines see docs/deploy.md.")
+        from coterie import deploy, modality
+
+        loaded = _load(recipe, set_, seed)
+        folder = out or _folder(f"deploy-{loaded.name}", False)
+        if (folder / "recipe.yaml").exists():
+            raise Refused(f"{folder} already holds a run", "Choose another --out.")
+        ids = list(modality.load(loaded).federation.everyone)[:clients]
+        deploy.demo(loaded, ids, folder, lambda line: print(line, flush=True))
+        print(f"The server's side is in {folder}: open {folder}/report.html. Each device keeps its own: {folder}/devices/ID.")
+
+
 def _personal(run: Path, clients: list[str] | None, base: str | None) -> tuple[dict[str, "PersonalModel"], dict[str, "PersonalClassifier"]]:
     """The language models of a run, and its classifiers: it has one kind."""
     from coterie import personal

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from itertools import islice
 from secrets import randbits
 from typing import Annotated, Any, Protocol
@@ -23,7 +24,7 @@ from coterie.models.pool import ABSENT
 from coterie.optimisers import AdamW, Optimiser
 from coterie.protocol import ClientId, State, Task, find_task, mix, trains
 from coterie.roles import BACKBONE, EXPERT, GATE, GENERALIST, ROUTER, SPECIALIST, Role
-from coterie.tensors import Named, Tensors, all_finite, check_alike
+from coterie.tensors import Named, Tensors, all_finite, check_alike, to_bytes
 
 # What a client owns, in the order of its parameters. Of BACKBONE an adapter has what a method freezes at its initial value.
 OWNED = (GENERALIST, SPECIALIST, ROUTER, EXPERT, GATE, BACKBONE)
@@ -490,6 +491,8 @@ class Outbound:
         attackers: Who they are.
         secret: Whether noise is drawn from what only this machine knows, as it must be on devices: whoever has the seed of a run could
             take its noise away. In a simulation it is drawn from the run's seed.
+        key: What only this machine knows, and keeps: the same reply to the same request then leaves with the same noise. Otherwise whoever
+            asks often enough could average it away.
     """
 
     seed: int
@@ -497,6 +500,7 @@ class Outbound:
     attack: Attack | None = None
     attackers: frozenset[ClientId] = frozenset()
     secret: bool = False
+    key: bytes = b""
 
     def __call__(self, task: Task, id: ClientId, sent: Named, reply: Tensors, round: int, phase: int) -> Tensors:
         """What leaves the client `id`; scores and the like, whose phases are negative, leave as they are."""
@@ -507,11 +511,15 @@ class Outbound:
             alike = update and all(name not in sent or sent[name].shape == t.shape for name, t in reply.items())
             return poisoned(reply, sent, alike, self.attack, self.generator("attack", round, phase, id))
         if self.privacy is not None and self.privacy.where == "local" and update:
-            return local(reply, sent, self.privacy, self.generator("noise", round, phase, id))
+            contents = [blake2b(to_bytes(named)).hexdigest() for named in (sent, reply)] if self.key else []
+            return local(reply, sent, self.privacy, self.generator("noise", round, phase, id, *contents))
         return reply
 
     def generator(self, *purpose: int | str) -> torch.Generator:
         """Random numbers for one purpose."""
+        if self.key:
+            text = "/".join(map(str, (self.seed, *purpose)))
+            return torch.Generator().manual_seed(int.from_bytes(blake2b(text.encode(), digest_size=8, key=self.key).digest()) >> 1)
         return torch.Generator().manual_seed(randbits(63) if self.secret else mix(self.seed, *purpose))
 
 

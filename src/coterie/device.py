@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 
 from coterie import modality as modalities
 from coterie import personal
@@ -23,6 +24,7 @@ from coterie.protocol import ClientId, State
 from coterie.tensors import Tensors, from_bytes, load, nbytes, save, to_bytes
 
 _STATE = re.compile(r"round-(\d{5,})-(\d{3,})\.safetensors")
+_MOST_NOTE = 2000  # characters, see `Reply`
 Turn = tuple[int, int]  # round, and number of the exchange in it
 
 
@@ -32,12 +34,20 @@ class Memory:
 
     A request of turn t is answered from the newest state before t. So a device that was killed goes on from its last whole state, a
     request that is repeated is answered alike, and a server that went back to a checkpoint finds clients that go back with it.
+    From `before` to `commit` nobody else may use it: that is what `alone` is for.
 
     Args:
         folder: Of one client in one run.
     """
 
     folder: Path
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Within the block no other process has this memory: one that is late with a former request would undo what came after it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(self.folder / "lock"):
+            yield
 
     def turns(self) -> dict[Turn, Path]:
         """The states that there are, from the oldest."""
@@ -49,7 +59,8 @@ class Memory:
 
         Args:
             turn: That is to be done.
-            expects: The last one that the server has a reply of.
+            expects: The last one that the server has a reply of; None for a client that it has none of. Such a client may have done this
+                turn already, and nothing before it: its reply was lost, or the server went back.
 
         Raises:
             TensorError: There are only later states: the server went back further than devices keep.
@@ -62,14 +73,14 @@ class Memory:
                 note = f"left out a damaged state ({error.problem}); "
                 continue
             older = expects is not None and then < expects
-            return state, (f"{note}goes on from its state of round {then[0] + 1}" if note or older else "")
-        if turns and not note:
+            return state, (f"{note}goes on from its state of round {then[0] + 1}"[-_MOST_NOTE:] if note or older else "")
+        if turns and not note and expects is not None:
             oldest = next(iter(turns))[0] + 1
             raise TensorError(
                 f"the server is in round {turn[0] + 1}, this device has states from round {oldest} on",
                 "Resume the run from its newest checkpoint, or start it afresh with another --out.",
             )
-        return {}, (f"{note}starts afresh: it has no state of this run" if note or expects is not None else "")
+        return {}, (f"{note}starts afresh: it has no state of this run"[-_MOST_NOTE:] if note or expects is not None else "")
 
     def commit(self, turn: Turn, state: State, kept: int) -> None:
         """Write the state after a turn; what is later is no more, and what is older than a server may go back to is let go of.
@@ -84,8 +95,8 @@ class Memory:
         for then in [then for then in turns if then > turn]:
             turns.pop(then).unlink()
         old = [then for then in turns if then < (kept, 0)]
-        for then in old[:-1]:
-            turns[then].unlink()
+        for path in [*(turns[then] for then in old[:-1]), *self.folder.glob("round-*.new")]:  # those of a process that was killed, too
+            path.unlink()
 
 
 @lru_cache(maxsize=2)
@@ -102,7 +113,10 @@ def _loaded(section: str, data: str | None, base: str | None, alone: bool) -> Pr
     if not alone:
         return prepare(recipes.validate(found, "of the server"))
     recipe = recipes.validate(_own(found, data, base), "of the server")
-    modality, method = modalities.load(recipe), recipe.build_method()
+    method = recipe.build_method()
+    if method.pooled:
+        raise Refused(f"{recipe.method['name']} trains on the data of all clients in one place", "The data of this device never leave it.")
+    modality = modalities.load(recipe)
     leaving = outbound(recipe.model_copy(update={"attack": None}), (), secret=True)  # a device does not let itself be told to lie
     site = Site(modality.build, {}, modality.federation.everyone, recipe.training, recipe.seed, method.total_iterations, leaving)
     return Prepared(recipe, method, modality, site, tuple(modality.federation.clients))
@@ -163,9 +177,9 @@ class Device:
             raise Refused(f"asked for client {request.client!r}, this device is {client!r}", "")
         folder, turn = self._folder(request), (request.round, request.number)
         memory = Memory(folder / "states" / client)
-        state, note = memory.before(turn, request.expects)
         tensors = from_bytes(body, f"request to {client!r}") if body else {}
-        with _threads(request.threads or prepared.modality.threads):
+        with memory.alone(), _threads(request.threads or prepared.modality.threads):
+            state, note = memory.before(turn, request.expects)
             found, metrics = prepared.site.answer(prepared.method, request.task, client, dict(tensors), state, request.round, request.phase)
             encoded = to_bytes(found) if found else b""
             memory.commit(turn, state, request.rounds_kept)
@@ -180,7 +194,21 @@ class Device:
             return _loaded(section, None, None, alone=False)
         prepared = _loaded(section, None if self.data is None else str(self.data), self.base, alone=True)
         layout = prepared.method.layout(request.position, prepared.modality.base)
-        return replace(prepared, site=replace(prepared.site, layouts=dict.fromkeys(prepared.site.data, layout)))
+        site = replace(prepared.site, layouts=dict.fromkeys(prepared.site.data, layout))
+        if site.outbound is not None and site.outbound.privacy is not None:
+            site.outbound = replace(site.outbound, key=self._key())
+        return replace(prepared, site=site)
+
+    def _key(self) -> bytes:
+        """What only this device knows: 32 random bytes, made once, that nobody else may read."""
+        path, new = self.home / "secret", self.home / "secret.new"
+        self.home.mkdir(parents=True, exist_ok=True)
+        with FileLock(self.home / "secret.lock"):
+            if not path.exists():
+                with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                    file.write(os.urandom(32))
+                new.replace(path)
+            return path.read_bytes()
 
     def _client(self, known: Sequence[ClientId]) -> ClientId:
         """Which client this is. Raises DataError where the data do not tell, or do not have it."""
@@ -233,9 +261,3 @@ def _threads(number: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def default_home() -> Path:
-    """Where a device keeps everything if nobody says: $COTERIE_HOME, else $XDG_DATA_HOME/coterie, else ~/.local/share/coterie."""
-    own, data = os.environ.get("COTERIE_HOME"), os.environ.get("XDG_DATA_HOME")
-    return Path(own) if own else (Path(data) if data else Path.home() / ".local/share") / "coterie"

@@ -66,6 +66,7 @@ BOUNDS = {
     "oracle": "is told the true clusters, which nobody knows: a bound",
 }
 ALONE = "local"  # the method that Imp.% compares with
+NAMED = 8  # clients in a sentence, at most
 PERPLEXITY = Metric("perplexity", "per token", True, perplexity, 2)
 ACCURACY = Metric("accuracy", "%", False, accuracy, 3)
 
@@ -226,7 +227,18 @@ def row(name: str, results: Sequence[Mapping[str, Any]], alone: Sequence[Mapping
         "once_bytes": _known([r.get("once_bytes") for r in results]),
         "peak_memory_bytes": _known([r.get("peak_memory_bytes") for r in results]),
         "wall_s": mean(r["wall_s"] for r in results),
+        "lost": _lost(results),
+        "privacy": results[0].get("privacy"),
     }
+
+
+def _lost(results: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Replies by client that were dropped or did not come, over all seeds; of clients that lost any."""
+    found: dict[str, int] = {}
+    for result in results:
+        for client, count in (result.get("lost") or {}).items():
+            found[client] = found.get(client, 0) + count
+    return dict(sorted(found.items()))
 
 
 def rows(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -238,31 +250,65 @@ def rows(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def comparability(rows: Sequence[Mapping[str, Any]], own: str | None = None, titles: Mapping[str, str] | None = None) -> list[str]:
-    """What makes rows of a table unlike in budget, a sentence each: more than 5 % in parameters, more than 10 % in work.
+    """What a reader of a table must know, a sentence each: unlike budgets, bounds, replies that were lost, and privacy.
+
+    Budgets are unlike by more than 5 % in parameters, or more than 10 % in work.
 
     Args:
         rows: As `row` makes them.
         own: The method that the others are measured against; default, and where it is missing: the first row that trains anything.
         titles: What to call a method; default: its name.
     """
+    called = {r["method"]: r["method"] for r in rows} | dict(titles or {})
     trained = [r for r in rows if r["trainable_parameters"]]
-    if not trained:
-        return []
-    reference = next((r for r in trained if r["method"] == own), trained[0])
-    found, called = [], titles or {}
-    for r in trained:
-        name, other = (called.get(row["method"], row["method"]) for row in (r, reference))
-        kinds = (("trainable_parameters", "trainable parameters", 0.05), ("active_parameters", "active parameters", 0.05))
-        unlike = []
-        works = (("flops_per_token", f"work per {prediction(metric_of(r))}", 0.1), ("iterations", "local iterations", 0.1))
-        for key, what, limit in (*kinds, *works):
-            if r.get(key) and reference.get(key) and abs(share := r[key] / reference[key] - 1) > limit:
-                unlike.append(f"{share:+.0%} {what}")
-        if unlike:
-            found.append(f"{name}: {', '.join(unlike)} against {other}: not an equal budget.")
-        if r["method"] in BOUNDS:
-            found.append(f"{name}: {BOUNDS[r['method']]}.")
+    references = [r for r in trained if r["method"] == own] + trained
+    found = [sentence for r in trained for sentence in _budget(r, references[0], called)]
+    found += [f"{called[r['method']]}: {lost(r['lost'])}" for r in rows if r.get("lost")]
+    spent: dict[str, list[str]] = {}  # rows that spend alike share a sentence
+    for r in rows:
+        if r.get("privacy"):
+            spent.setdefault(protected(r["privacy"]), []).append(called[r["method"]])
+    return found + [f"{', '.join(names)}: {sentence}" for sentence, names in spent.items()]
+
+
+def _budget(row: Mapping[str, Any], reference: Mapping[str, Any], called: Mapping[str, str]) -> list[str]:
+    """How a row's budget differs from another's, and whether it is a bound."""
+    kinds = (
+        ("trainable_parameters", "trainable parameters", 0.05),
+        ("active_parameters", "active parameters", 0.05),
+        ("flops_per_token", f"work per {prediction(metric_of(row))}", 0.1),
+        ("iterations", "local iterations", 0.1),
+    )
+    name, other, unlike, found = called[row["method"]], called[reference["method"]], [], []
+    for key, what, limit in kinds:
+        if row.get(key) and reference.get(key) and abs(share := row[key] / reference[key] - 1) > limit:
+            unlike.append(f"{share:+.0%} {what}")
+    if unlike:
+        found.append(f"{name}: {', '.join(unlike)} against {other}: not an equal budget.")
+    if row["method"] in BOUNDS:
+        found.append(f"{name}: {BOUNDS[row['method']]}.")
     return found
+
+
+def lost(counts: Mapping[str, int]) -> str:
+    """A sentence on replies that were dropped or did not come.
+
+    Args:
+        counts: By client, of those that lost any; only those with the most are named.
+    """
+    total, most = sum(counts.values()), sorted(counts, key=lambda i: -counts[i])[:NAMED]
+    named = ", ".join(f"{i} {counts[i]}" for i in most) + (f" and {len(counts) - NAMED} other clients" if len(counts) > NAMED else "")
+    replies = "1 reply was" if total == 1 else f"{total:,} replies were"
+    return f"{replies} lost, dropped as unfit or missing ({named}); why is in metrics.jsonl, lines of kind lost."
+
+
+def protected(privacy: Mapping[str, Any]) -> str:
+    """A sentence on the privacy that a result has spent, from its `privacy`: how much, by what reckoning, and what it is for."""
+    epsilon = "no finite epsilon, nobody is protected" if privacy["epsilon"] is None else f"epsilon {privacy['epsilon']:.2f}"
+    return (
+        f"{epsilon}, delta {privacy['delta']:.2g} ({privacy['where']}, noise z = {privacy['noise']:g}, clip C = {privacy['clip']:g}): "
+        f"{privacy['sampling']}. It covers {privacy['covers']}."
+    )
 
 
 def _average(values: Sequence[float | None]) -> float | None:

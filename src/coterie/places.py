@@ -19,6 +19,8 @@ from coterie.records import KEPT
 if TYPE_CHECKING:
     from coterie.engines.flower import Flower, Grid
 
+ARRIVAL_S = 60.0  # seconds for devices that were there a moment ago
+
 
 class Place(Protocol):
     """Where clients are: what a server can prepare, and who carries its messages."""
@@ -91,7 +93,7 @@ class OnDevices:
 
     def engine(self, prepared: Prepared, folder: Path, listener: Listener) -> Engine:
         engine = flower_engine(prepared.recipe, self.grid, listener, tuple(prepared.site.data))
-        engine.members()
+        engine.await_clients([member.client for member in self.members], ARRIVAL_S)
         return engine
 
 
@@ -120,5 +122,8 @@ def flower_engine(
 
 
 def kept(round: int, every: int) -> int:
-    """The oldest round that a server which has done `round` rounds may go back to: that of the older of its checkpoints."""
-    return max((round // every - KEPT + 1) * every, 0)
+    """The oldest round that a server which has done `round` rounds may go back to: that of the older of its checkpoints.
+
+    The evaluation after a round comes before its checkpoint, which is therefore not counted on yet.
+    """
+    return max(((round - 1) // every - KEPT + 1) * every, 0)

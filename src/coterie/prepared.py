@@ -1,13 +1,14 @@
 """A recipe with all that it names loaded and checked, on this machine or seen from a server whose clients are elsewhere."""
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 
 import torch
 
 from coterie import modality as modalities
 from coterie.client import Blueprint, Outbound, Site
-from coterie.data.federation import POOL, ClientData, Federation
+from coterie.data.federation import POOL, ClientData, Federation, check_id
 from coterie.data.splits import SPLITS, Elsewhere
 from coterie.engines.wire import Member
 from coterie.errors import RecipeError, Refused
@@ -147,8 +148,10 @@ def federated(members: Sequence[Member]) -> Federation:
     """The federation of clients whose data are elsewhere, in the order of the data where one machine has all, else of their ids.
 
     Raises:
-        Refused: None of them trains.
+        Refused: None of them trains, or one has the name of the pool.
     """
+    for member in members:
+        check_id(member.client)
     ordered = sorted(members, key=lambda m: (m.position, m.client))
     data = {m.client: ClientData(m.client, *map(Elsewhere, SPLITS, m.windows)) for m in ordered}
     training = [m for m in ordered if not m.group]
@@ -166,11 +169,22 @@ def federated(members: Sequence[Member]) -> Federation:
     )
 
 
-def joined(prepared: Prepared, members: Sequence[Member]) -> Prepared:
-    """The same with clients more, behind those that were there. Raises Refused where they do not fit."""
-    more, federation = federated(members), prepared.modality.federation
+def joined(prepared: Prepared, member: Member) -> Prepared:
+    """The same with a client more, behind those that were there.
+
+    Raises:
+        Refused: It does not fit, it is held out by its data, or the method needs all of its clients from the start.
+    """
+    name, modality = prepared.recipe.method["name"], copy(prepared.modality)
+    if not prepared.method.elastic:
+        raise Refused(f"came after the run began, and {name} needs all clients from the start", "")
+    if member.group:
+        raise Refused(
+            f"came after the run began, and is held out (group {member.group}): those are scored from the start or not at all", ""
+        )
+    more, federation = federated([member]), modality.federation
     clusters = None if federation.clusters is None or more.clusters is None else {**federation.clusters, **more.clusters}
-    prepared.modality.federation = replace(
+    modality.federation = replace(
         federation, clients={**federation.clients, **more.clients}, clusters=clusters, labels={**federation.labels, **more.labels}
     )
-    return assembled(prepared.recipe, prepared.modality)
+    return assembled(prepared.recipe, modality)

@@ -4,7 +4,7 @@ import json
 import math
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,18 @@ from coterie.reports.html import write_comparison, write_report
 from coterie.tensors import Tensors, nbytes, write_atomically
 
 RECIPE, RESULT, COMPARISON, METRICS, ROUTING = "recipe.yaml", "result.json", "comparison.json", "metrics.jsonl", "routing.json"
+AGAIN_S = 10.0  # seconds until clients are asked again, where a quorum is waited for
 Json = dict[str, Any]
+
+
+@dataclass
+class Doorman(Listener):
+    """Says who was not let in while a server waits for its clients."""
+
+    reporter: Reporter
+
+    def lost(self, client: ClientId, task: str, reason: str) -> None:
+        self.reporter.warning(0, client, reason)
 
 
 @dataclass
@@ -85,7 +96,12 @@ class Execution(Listener):
         self.scored = tuple(self.groups) or self.clients
 
     def restore(self) -> bool:
-        """Go back to the newest checkpoint; whether there was one. Raises CheckpointError."""
+        """Go back to the newest checkpoint; whether there was one.
+
+        Raises:
+            CheckpointError: It is damaged, or of another recipe.
+            Refused: It is of other clients, and the method needs all of them from the start.
+        """
         found = self.checkpoints.latest()
         if found is None:
             return False
@@ -93,8 +109,28 @@ class Execution(Listener):
         if self.accountant is not None:
             self.accountant.runs = [(count, rate) for count, rate in self.progress["spent"]]
         self.engine.restore(found.clients, self.progress.pop("engine", {}))
+        self._check_clients(self.progress["up"])
+        self._count_traffic()
         self._welcome()
         return True
+
+    def _check_clients(self, before: Mapping[ClientId, int]) -> None:
+        """Refuse to go on with other clients than before where that cannot be."""
+        gone, new = before.keys() - self.federation.everyone.keys(), self.federation.everyone.keys() - before.keys()
+        if not self.engine.distant or self.method.elastic or not gone | new:
+            return
+        problem = f"{self.recipe.method['name']} needs the clients that it started with: "
+        lacking = [f"{', '.join(sorted(gone))} not there"] if gone else []
+        raise Refused(
+            problem + "; ".join(lacking + ([f"{', '.join(sorted(new))} new"] if new else [])),
+            "Start the devices of those that are not there, and those that are new after the run has begun.",
+        )
+
+    def _count_traffic(self) -> None:
+        """Have a place for the bytes of every client."""
+        for i in self.federation.everyone:
+            self.progress["up"].setdefault(i, 0)
+            self.progress["down"].setdefault(i, 0)
 
     def execute(self) -> Json:
         """Run the rounds that are left; returns what is in result.json.
@@ -144,20 +180,25 @@ class Execution(Listener):
 
     def _welcome(self) -> None:
         """Take in clients that came after the start, where the method can do with that."""
-        came = [member for member in self.engine.members() if member.client not in self.federation.everyone]
-        if came and not self.method.elastic:
-            for member in came:
-                self.noted(member.client, f"came after the run began, and {self.recipe.method['name']} needs all clients from the start")
-        elif came:
-            self._take_in(joined(self.prepared, came))
-            for i in self.federation.everyone:
-                self.progress["up"].setdefault(i, 0)
-                self.progress["down"].setdefault(i, 0)
+        for member in self.engine.members():
+            if member.client in self.federation.everyone:
+                continue
+            try:
+                self._take_in(joined(self.prepared, member))
+            except Refused as error:
+                self.noted(member.client, error.problem)
+        self._count_traffic()
 
     def _active(self) -> tuple[ClientId, ...]:
-        """Who takes part in the round. A method that can do without some is not told of those that cannot be reached now."""
+        """Who takes part in the round.
+
+        A method that can do without some is not told of those that cannot be reached now; unless so few can that the quorum must decide.
+        """
         active, present = self.recipe.active(self.federation, self.round), self.engine.present()
-        return active if present is None or not self.method.elastic else tuple(i for i in active if i in present)
+        if present is None or not self.method.elastic:
+            return active
+        here = tuple(i for i in active if i in present)
+        return here if len(here) >= min(self.recipe.quorum.min_clients, len(active)) else active
 
     def _answer(self, ask: Ask, phase: int) -> Replies:
         """What the clients answered of which the server believes something, in the order asked.
@@ -167,10 +208,9 @@ class Execution(Listener):
         """
         believed: dict[ClientId, Tensors] = {}
         quorum = self.recipe.quorum
-        needed = min(quorum.min_clients, len(ask.to))
+        needed, asked = min(quorum.min_clients, len(ask.to)), ask
         while True:
-            open_ = replace(ask, to={i: tensors for i, tensors in ask.to.items() if i not in believed})
-            for i, reply in self.engine.answer(open_, self.round, phase).items():
+            for i, reply in self.engine.answer(asked, self.round, phase).items():
                 try:
                     ask.check(i, reply)
                     believed[i] = reply
@@ -180,10 +220,20 @@ class Execution(Listener):
                 return {i: believed[i] for i in ask.to if i in believed}
             if not self.engine.distant or quorum.otherwise == "stop":
                 break
+            back = self._awaited(ask.to.keys() - believed.keys())
+            asked = replace(ask, to={i: tensors for i, tensors in ask.to.items() if i in back})
         raise ClientError(
             f"round {self.round + 1}, {ask.name}: {len(believed)} of {len(ask.to)} clients answered, quorum.min_clients is {needed}",
             f"Why is in {self.folder / METRICS}, lines of kind `lost`. When they are back, --resume goes on from the last checkpoint.",
         )
+
+    def _awaited(self, clients: Set[ClientId]) -> Set[ClientId]:
+        """Those of the clients that are there after a while; somebody is."""
+        while True:
+            time.sleep(AGAIN_S)
+            present = self.engine.present()
+            if back := clients if present is None else clients & present:
+                return back
 
     def _exchange(self, ask: Ask, phase: int) -> Replies:
         """One exchange of a round, its tensors counted. The pool is no client: it has no line."""
@@ -210,7 +260,8 @@ class Execution(Listener):
 
     def lost(self, client: ClientId, task: str, reason: str) -> None:
         self.progress["lost"][client] = self.progress["lost"].get(client, 0) + 1
-        self._say("lost", client, {"task": task, "reason": reason})
+        why = reason.removeprefix(f"reply of client {client!r}").removeprefix(f" to {task}").removeprefix(": ")  # said beside it
+        self._say("lost", client, {"task": task, "reason": why})
 
     def noted(self, client: ClientId, note: str) -> None:
         self._say("note", client, {"note": note})
@@ -295,7 +346,7 @@ class Execution(Listener):
     def _synced(self) -> dict[ClientId, float]:
         """The test metric of each client after one more synchronisation; nothing is computed where that changes nothing."""
         own = self.progress["evaluations"][-1]["clients"]
-        down = {} if self.groups else self.method.download(self.server, self.clients)
+        down = {} if self.groups else {i: t for i, t in self.method.download(self.server, self.clients).items() if i in own}
         if not any(down.values()):
             return {i: scores["test"] for i, scores in own.items()}
         scores = self._ask(self.method.score_test, down, self._form("test"))

@@ -213,16 +213,20 @@ class Elsewhere(Walk):
 
     Args:
         name: "train", "valid" or "test".
-        windows: Rows of one epoch.
+        rows: Of one epoch.
     """
 
     name: str
-    windows: int  # type: ignore[misc]  # a field where others compute it
+    rows: int
     seed: int = 0
     context: int = 1
 
+    @property
+    def windows(self) -> int:
+        return self.rows
+
     def __len__(self) -> int:
-        return self.windows
+        return self.rows
 
     def _refuse(self) -> NoReturn:
         raise DataError(f"{self.name}: these data are on their client's device", "They never leave it.")

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from coterie.engines.wire import Member, Reply, Request, parsed
@@ -34,6 +33,7 @@ Handle = Callable[[Mapping[str, Any], str, bytes], tuple[str, bytes]]  # (node's
 Main = Callable[[Grid, Mapping[str, Any]], None]  # (grid, run's configuration)
 QUERY = "query.coterie"  # one kind of message: what is asked is in the request
 HELLO_S = 120.0  # seconds for a node to say who it is
+WELCOME_S = 20.0  # of them, those that a server waits for a node that it has not seen before
 _TEXT, _TENSORS, _STYPE = "text", "tensors", "safetensors"
 _SLACK, _PER_TENSOR = 4096, 512  # bytes that a reply may have beside the values of its tensors
 _LATE_S = 60.0  # seconds that Flower keeps a message beyond its deadline
@@ -133,37 +133,72 @@ class Flower:
     listener: "Listener" = field(default_factory=_listener)
     positions: "dict[ClientId, int]" = field(default_factory=dict)
     turns: "dict[ClientId, tuple[int, int]]" = field(default_factory=dict)  # of the last reply of each client
-    bytes_sent: int = 0
-    bytes_received: int = 0
 
     def __post_init__(self) -> None:
         self._nodes: dict[ClientId, int] = {}
-        self._strangers: dict[int, float] = {}  # nodes that did not say who they are, and when they are asked again
+        self._came: list[Member] = []  # since `members` was asked last
+        self._greeted: dict[str, tuple[int, float]] = {}  # hellos without an answer, and until when one is waited for
+        self._strangers: dict[int, _Stranger] = {}
         self._state_bytes: dict[ClientId, int] = {}
         self._asked_last: tuple[int, int, str] | None = None
         self._number = 0
 
     def members(self) -> list[Member]:
-        """Who has come since this was asked last: nodes that are new are asked who they are."""
+        """Who has come since this was asked last. Nodes that are new get a moment to say who they are; what is later comes next time."""
+        end = time.monotonic() + WELCOME_S
+        fresh = self._meet()
+        while fresh & self._greeted.keys() and time.monotonic() < end:
+            time.sleep(_QUICK_S)
+            fresh |= self._meet()
+        came, self._came = self._came, []
+        return came
+
+    def await_clients(self, clients: "Collection[ClientId]", patience: float) -> None:
+        """Give these clients so many seconds to say who they are; whoever does not is not there."""
+        end = time.monotonic() + patience
+        while not self._nodes.keys() >= set(clients) and time.monotonic() < end:
+            self._meet()
+            time.sleep(_QUICK_S)
+
+    def present(self) -> "set[ClientId]":
+        """The clients whose nodes are there now."""
+        self._meet()
+        alive = set(self.grid.get_node_ids())
+        return {client for client, node in self._nodes.items() if node in alive}
+
+    def _meet(self) -> set[str]:
+        """Ask new nodes who they are, and hear those that have answered; nobody is waited for. The hellos to nodes never seen before."""
         alive, now = set(self.grid.get_node_ids()), time.monotonic()
-        known = {node: client for client, node in self._nodes.items()}
-        new = [node for node in sorted(alive - known.keys()) if self._strangers.get(node, 0.0) <= now]
-        if not new:
-            return []
-        request = Request(action="hello", run=self.run, recipe=dict(self.recipe), folder=self.folder)
-        found: list[Member] = []
-        answered = self._exchange(dict.fromkeys(new, request), {}, HELLO_S)
-        for node in new:
-            try:
-                member = self._introduced(node, answered.get(node), alive)
-            except TensorError as error:
-                self._strangers[node] = now + HELLO_S
-                self.listener.lost(f"node {node}", "hello", f"{error.problem}\n  {error.remedy}" if error.remedy else error.problem)
-                continue
-            self._nodes[member.client] = node
-            self.positions.setdefault(member.client, len(self.positions))
-            found.append(member)
-        return found
+        waiting = {node for node, _ in self._greeted.values()}
+        new = [
+            n
+            for n in sorted(alive - waiting - set(self._nodes.values()))
+            if n not in self._strangers or self._strangers[n].again(now, alive)
+        ]
+        hello = Request(action="hello", run=self.run, recipe=dict(self.recipe), folder=self.folder)
+        sent = self._send(dict.fromkeys(new, hello), {}, HELLO_S)
+        self._greeted |= {id: (node, now + HELLO_S) for id, node in sent.items()}
+        for id, message in self._arrived(self._greeted).items():
+            self._introduce(self._greeted.pop(id)[0], message, alive)
+        for id, (node, end) in list(self._greeted.items()):
+            if end <= time.monotonic():
+                del self._greeted[id]
+                self._introduce(node, None, alive)
+        return {id for id, node in sent.items() if node not in self._strangers}
+
+    def _introduce(self, node: int, answered: Message | None, alive: Collection[int]) -> None:
+        """Take down who a node says that it is, if that is believed."""
+        try:
+            member = self._introduced(node, answered, alive)
+        except TensorError as error:
+            problem, before = _told(error), self._strangers.get(node)
+            self._strangers[node] = _Stranger(problem, time.monotonic() + HELLO_S, error.holder if isinstance(error, _Taken) else None)
+            if before is None or before.problem != problem:  # it is asked again and again
+                self.listener.lost(f"node {node}", "hello", problem)
+            return
+        self._nodes[member.client] = node
+        self.positions.setdefault(member.client, len(self.positions))
+        self._came.append(member)
 
     def _introduced(self, node: int, answered: Message | None, alive: Collection[int]) -> Member:
         """Who a node says that it is. Raises TensorError if it does not say, or is not believed."""
@@ -174,13 +209,8 @@ class Flower:
             raise TensorError(reply.problem or "did not say who it is", reply.remedy)
         held = self._nodes.get(reply.member.client)
         if held is not None and held != node and held in alive:
-            raise TensorError(f"says that it is {reply.member.client}; node {held} is, and that one is there", "Two devices have one name.")
+            raise _Taken(reply.member.client, held)
         return reply.member
-
-    def present(self) -> "set[ClientId]":
-        """The clients whose nodes are there now."""
-        alive = set(self.grid.get_node_ids())
-        return {client for client, node in self._nodes.items() if node in alive}
 
     def answer(self, ask: "Ask", round: int, phase: int) -> "Replies":
         return self._asked("task", ask, round, phase)
@@ -189,27 +219,31 @@ class Flower:
         self._asked("keep", ask, round, -1)
 
     def _asked(self, action: Any, ask: "Ask", round: int, phase: int) -> "Replies":
-        if self._asked_last != (round, phase, ask.name):  # what is asked again has its former number
-            self._number = self._number + 1 if self._asked_last is not None and self._asked_last[0] == round else 0
-            self._asked_last = (round, phase, ask.name)
+        self._count(round, phase, ask.name)
         here = self.present()
         for i in ask.to.keys() - here:
             self.listener.lost(i, ask.name, "its device is not there")
         asked = [i for i in ask.to if i in here]
         requests = {i: self._request(action, ask.name, i, round, phase) for i in asked}
-        answered = self._exchange({self._nodes[i]: requests[i] for i in asked}, _bodies(ask, asked, self._nodes), self.deadline)
+        answered = self._exchange({self._nodes[i]: requests[i] for i in asked}, _bodies(ask, asked, self._nodes))
         found: dict[ClientId, State] = {}
         for i in asked:
             try:
                 reply, found[i] = self._believed(ask, i, requests[i], answered.get(self._nodes[i]))
             except TensorError as error:
-                self.listener.lost(i, ask.name, f"{error.problem}\n  {error.remedy}" if error.remedy else error.problem)
+                self.listener.lost(i, ask.name, _told(error))
                 continue
             self.turns[i], self._state_bytes[i] = (round, self._number), reply.state_bytes
             if reply.note:
                 self.listener.noted(i, reply.note)
-            self.listener.measured(i, reply.metrics)
+            self.listener.measured(i, dict(reply.metrics))
         return found
+
+    def _count(self, round: int, phase: int, task: str) -> None:
+        """Number the exchanges of a round; what is asked again has its former number."""
+        if self._asked_last != (round, phase, task):
+            self._number = self._number + 1 if self._asked_last is not None and self._asked_last[0] == round else 0
+            self._asked_last = (round, phase, task)
 
     def _believed(self, ask: "Ask", client: "ClientId", request: Request, answered: Message | None) -> "tuple[Reply, State]":
         """What a client answered. Raises TensorError if there is nothing, a problem, or something that it was not asked for."""
@@ -223,7 +257,12 @@ class Flower:
             raise TensorError(reply.problem, reply.remedy)
         if (reply.client, reply.task, reply.round, reply.number) != (client, request.task, request.round, request.number):
             raise TensorError(f"a reply of {reply.client!r} to {reply.task}, round {reply.round + 1}, that nobody asked for", "")
-        return reply, from_bytes(body, f"reply of client {client!r}") if body else {}
+        try:
+            return reply, from_bytes(body, f"reply of client {client!r}") if body else {}
+        except TensorError:
+            raise
+        except Exception as error:  # a dtype that PyTorch does not know, say
+            raise TensorError(f"unreadable tensors: {type(error).__name__}: {error}"[:2000], "") from None
 
     def _request(self, action: Any, task: str, client: "ClientId", round: int, phase: int) -> Request:
         return Request(
@@ -242,25 +281,33 @@ class Flower:
             folder=self.folder,
         )
 
-    def _exchange(self, requests: Mapping[int, Request], bodies: Mapping[int, bytes], seconds: float) -> dict[int, Message]:
-        """Ask nodes, and wait until all have answered, or long enough. What each answered, by node."""
+    def _exchange(self, requests: Mapping[int, Request], bodies: Mapping[int, bytes]) -> dict[int, Message]:
+        """Ask nodes, and wait until all have answered, or as long as the deadline lets. What each answered, by node."""
+        end, pause = time.monotonic() + self.deadline, _QUICK_S
+        sent = self._send(requests, bodies, self.deadline)
+        found: dict[int, Message] = {}
+        while sent:
+            arrived = self._arrived(sent)
+            found |= {sent.pop(id): message for id, message in arrived.items()}
+            if time.monotonic() >= end:
+                break
+            pause = _QUICK_S if arrived else min(pause * 1.5, _SLOW_S)
+            if sent:
+                time.sleep(max(0.0, min(pause, end - time.monotonic())))
+        return found
+
+    def _send(self, requests: Mapping[int, Request], bodies: Mapping[int, bytes], seconds: float) -> dict[str, int]:
+        """Send requests, and their tensors, to nodes. The node of each message; of one that Flower does not take there is none."""
         sent: dict[str, int] = {}
         for node, request in requests.items():
             text, body = request.model_dump_json(), bodies.get(node, b"")
-            for id in self.grid.push_messages([Message(_packed(text, body), node, QUERY, ttl=seconds + _LATE_S)]):
-                sent[id] = node
-            self.bytes_sent += len(text) + len(body)
-        found: dict[int, Message] = {}
-        end, pause = time.monotonic() + seconds, _QUICK_S
-        while sent and time.monotonic() < end:
-            arrived = list(self.grid.pull_messages(sent))
-            for message in arrived:
-                if (node := sent.pop(message.metadata.reply_to_message_id, -1)) >= 0:
-                    found[node] = message
-            pause = _QUICK_S if arrived else min(pause * 1.5, _SLOW_S)
-            if sent:
-                time.sleep(pause)
-        return found
+            sent |= dict.fromkeys(self.grid.push_messages([Message(_packed(text, body), node, QUERY, ttl=seconds + _LATE_S)]), node)
+        return sent
+
+    def _arrived(self, sent: Collection[str]) -> dict[str, Message]:
+        """What has arrived in answer to these messages, by their ids."""
+        found = {message.metadata.reply_to_message_id: message for message in self.grid.pull_messages(list(sent))} if sent else {}
+        return {id: message for id, message in found.items() if id in sent}
 
     def _read(self, message: Message, most: int) -> tuple[Reply, bytes]:
         """A reply and its tensors. Raises TensorError for a node that is lost, a program that died, and something that is no reply."""
@@ -273,27 +320,70 @@ class Flower:
             raise
         except Exception as error:  # whatever a foreign node managed to send
             raise TensorError(f"unreadable: {type(error).__name__}: {error}"[:2000], "It is not of coterie.") from None
-        self.bytes_received += len(text) + len(body)
         return parsed(Reply, text), body
 
     def states(self) -> "Mapping[ClientId, State]":
         return {}
 
     def memo(self) -> dict[str, Any]:
-        return {"run": self.run, "turns": self.turns}
+        return {"run": self.run, "turns": self.turns, "last": self._asked_last, "number": self._number}
 
     def restore(self, states: "Mapping[ClientId, State]", memo: Mapping[str, Any] = {}) -> None:
         """Devices have their states, and go back with the server by themselves."""
         self.run = memo.get("run", self.run)
         self.turns = {client: (turn[0], turn[1]) for client, turn in memo.get("turns", {}).items()}
+        if (last := memo.get("last")) is not None:  # numbers go on, so that an evaluation before the checkpoint is not taken for the future
+            self._asked_last, self._number = (last[0], last[1], last[2]), memo["number"]
 
     def state_bytes(self) -> "Mapping[ClientId, int]":
         return self._state_bytes
 
 
-@lru_cache(maxsize=1)
+@dataclass(frozen=True)
+class _Stranger:
+    """A node that did not say who it is, or was not believed.
+
+    Args:
+        problem: Why.
+        until: When it is asked again, on the clock of `time.monotonic`.
+        holder: The node that has the name which it claims; it is asked again as soon as that one has gone.
+    """
+
+    problem: str
+    until: float
+    holder: int | None
+
+    def again(self, now: float, alive: Collection[int]) -> bool:
+        """Whether it is asked again."""
+        return now >= self.until or (self.holder is not None and self.holder not in alive)
+
+
+class _Taken(TensorError):
+    """A node claims the name of another one that is there."""
+
+    def __init__(self, client: "ClientId", holder: int) -> None:
+        self.holder = holder
+        super().__init__(f"says that it is {client}; node {holder} is, and that one is there", "Two devices have one name.")
+
+
+def _told(error: TensorError) -> str:
+    return f"{error.problem}\n  {error.remedy}" if error.remedy else error.problem
+
+
+@dataclass(frozen=True)
+class _Simulation:
+    """A simulation that goes on in a thread of its own."""
+
+    about: tuple[int, int, Handle]
+    grid: Grid
+    stop: Callable[[], None]
+
+
+_going_on: list[_Simulation] = []  # at most one: Ray is started once in a process
+
+
 def simulated(clients: int, threads: int, handle: Handle) -> Grid:
-    """The grid of a simulation with so many nodes, in a thread of its own; it ends with the process.
+    """The grid of a simulation with so many nodes; that of the last call if it was for the same. It ends with the process, or the next one.
 
     Args:
         clients: Nodes; the i-th has `partition-id` i.
@@ -303,6 +393,16 @@ def simulated(clients: int, threads: int, handle: Handle) -> Grid:
     Raises:
         ClientError: Flower's simulation could not be started.
     """
+    about = (clients, threads, handle)
+    if _going_on and _going_on[0].about != about:
+        _going_on.pop().stop()
+    if not _going_on:
+        _going_on.append(_simulation(*about))
+    return _going_on[0].grid
+
+
+def _simulation(clients: int, threads: int, handle: Handle) -> _Simulation:
+    """Start a simulation. Raises ClientError."""
     for name, value in {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "RAY_USAGE_STATS_ENABLED": "0"}.items():
         os.environ.setdefault(name, value)
     from flwr.simulation import run_simulation
@@ -319,6 +419,7 @@ def simulated(clients: int, threads: int, handle: Handle) -> Grid:
         resources: dict[str, Any] = {"client_resources": {"num_cpus": threads, "num_gpus": 0.0}}
         try:
             run_simulation(server_app(main), client_app(handle), num_supernodes=clients, backend_config=resources)
+            grids.put(RuntimeError("it ended"))  # nobody looks, if it ended because we wanted it to
         except BaseException as error:
             grids.put(error)
 
@@ -332,8 +433,8 @@ def simulated(clients: int, threads: int, handle: Handle) -> Grid:
     atexit.register(stop)
     found = grids.get()
     if isinstance(found, BaseException):
-        raise ClientError(f"Flower's simulation could not be started: {found}", "Is the extra complete? pip install 'coterie[flower]'.")
-    return found
+        raise ClientError(f"Flower's simulation could not be started: {found}", "Is the extra complete? pip install 'coterie[simulation]'.")
+    return _Simulation((clients, threads, handle), found, stop)
 
 
 def gathered(engine: Flower, enough: Callable[[Sequence[Member]], bool], patience: float) -> list[Member]:
@@ -342,15 +443,15 @@ def gathered(engine: Flower, enough: Callable[[Sequence[Member]], bool], patienc
     Raises:
         ClientError: They did not within `patience` seconds.
     """
-    found: list[Member] = []
+    known: dict[ClientId, Member] = {}
     end = time.monotonic() + patience
     while True:
-        found += engine.members()
-        if enough(found):
+        known |= {member.client: member for member in engine.members()}  # a device that was started again counts once
+        if enough(found := list(known.values())):
             return found
         if time.monotonic() > end:
             raise ClientError(
                 f"{len(found)} clients came within {patience:g} s: {', '.join(m.client for m in found) or 'none'}",
                 "Are the SuperNodes running and do they know this SuperLink? Then start again, or with a smaller --clients.",
             )
-        time.sleep(1.0)
+        time.sleep(_SLOW_S)

@@ -5,13 +5,17 @@ Nothing here needs torch: the program of a device may only hand a request on to 
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, field_validator
 
 from coterie import __version__
 from coterie.errors import TensorError
 
 MOST_HEADER = 1 << 20  # bytes of a request or reply without its tensors
+MOST_THREADS = 1024
 Id = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")]  # may name a folder
+Count = Annotated[int, Field(ge=0, le=1 << 53)]  # as large as other programs read numbers of JSON without loss
+Measured = Count | FiniteFloat | list[FiniteFloat] | list[list[FiniteFloat]]
+_OF_LINES = {"kind", "round", "iteration", "client"}  # what a line of metrics.jsonl says itself
 
 
 class Said(BaseModel):
@@ -46,13 +50,13 @@ class Request(Said):
     recipe: dict[str, Any]
     client: Id | None = None
     task: str = ""
-    round: Annotated[int, Field(ge=0)] = 0
+    round: Count = 0
     phase: int = 0
-    number: Annotated[int, Field(ge=0)] = 0
-    position: Annotated[int, Field(ge=0)] = 0
-    expects: tuple[int, int] | None = None
-    rounds_kept: Annotated[int, Field(ge=0)] = 0
-    threads: Annotated[int | None, Field(ge=1)] = None
+    number: Count = 0
+    position: Count = 0
+    expects: tuple[Count, Count] | None = None
+    rounds_kept: Count = 0
+    threads: Annotated[int | None, Field(ge=1, le=MOST_THREADS)] = None
     folder: str | None = None
 
 
@@ -72,12 +76,12 @@ class Member(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     client: Id
-    position: Annotated[int, Field(ge=0)]
-    windows: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]]
+    position: Count
+    windows: tuple[Count, Count, Count]
     group: Annotated[str, Field(max_length=200)] = ""
-    cluster: int | None = None
-    anchor: Annotated[int | None, Field(ge=0)] = None
-    labels: tuple[int, ...] | None = None
+    cluster: Count | None = None
+    anchor: Count | None = None
+    labels: tuple[Count, ...] | None = None
 
 
 class Reply(Said):
@@ -89,7 +93,7 @@ class Reply(Said):
         round: Of the request.
         number: Likewise.
         member: In answer to a hello.
-        metrics: What the task measured.
+        metrics: What the task measured: `tokens`, losses and mean routing weights; finite.
         state_bytes: What the client remembers.
         note: What the server should know and does not stop anything: a client that starts afresh, say.
         problem: What went wrong, if something did.
@@ -97,15 +101,27 @@ class Reply(Said):
     """
 
     client: Id | None = None
-    task: str = ""
-    round: int = 0
-    number: int = 0
+    task: Annotated[str, Field(max_length=200)] = ""
+    round: Count = 0
+    number: Count = 0
     member: Member | None = None
-    metrics: dict[str, Any] = {}
-    state_bytes: Annotated[int, Field(ge=0)] = 0
+    metrics: dict[Annotated[str, Field(max_length=200)], Measured] = {}
+    state_bytes: Count = 0
     note: Annotated[str, Field(max_length=2000)] = ""
     problem: Annotated[str, Field(max_length=20000)] = ""
     remedy: Annotated[str, Field(max_length=20000)] = ""
+
+    @field_validator("metrics")
+    @classmethod
+    def _check_metrics(cls, metrics: dict[str, Measured]) -> dict[str, Measured]:
+        """What a server counts and adds up must be numbers, and no client may speak of another one's round."""
+        if taken := _OF_LINES & metrics.keys():
+            raise ValueError(f"{min(taken)} is not measured")
+        if not isinstance(metrics.get("tokens", 0), int):
+            raise ValueError("tokens must be a number of them")
+        if lists := [name for name, value in metrics.items() if name.startswith("loss/") and isinstance(value, list)]:
+            raise ValueError(f"{lists[0]} must be one number")
+        return metrics
 
 
 def parsed(kind: type[Request] | type[Reply], text: str) -> Any:

@@ -192,11 +192,14 @@ class Backbone:
     @torch.no_grad()
     def flops_per_token(self, adapter: Adapter | None, context: int) -> int:
         """Floating-point operations of one forward pass over a window of `context` tokens, per token, counted by torch as it runs."""
+        from torch.nn.attention import SDPBackend, sdpa_kernel
         from torch.utils.flop_counter import FlopCounterMode
 
         ids = torch.zeros((1, context), dtype=torch.int64, device=self.device)
-        with self.using(adapter), FlopCounterMode(display=False) as counter:
-            self.model(ids, use_cache=False)
+        mask = torch.zeros((1, 1, context, context), dtype=self.dtype, device=self.device)  # given: transformers would look at values for it
+        # Of fused attention on a CPU the counter knows nothing.
+        with self.using(adapter), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            self.model(ids, attention_mask=mask, use_cache=False)
         return int(counter.get_total_flops()) // context
 
     @contextmanager

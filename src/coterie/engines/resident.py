@@ -1,0 +1,94 @@
+"""A process on a device that keeps the backbone loaded, and the way to hand it a request.
+
+Flower starts a program for every message. Loading torch, transformers and a base each time takes longer than most tasks: the program only
+hands the request on to this process, over a socket in a folder of the device's own that nobody else may enter.
+"""
+
+import os
+import socket
+import stat
+from collections.abc import Callable
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+
+from coterie.errors import Refused, TensorError
+
+SOCKET = "resident.sock"
+_KEY = "resident.key"  # who can read it may ask
+_MOST = 1 << 20  # bytes of a request or reply without its tensors
+
+Answer = Callable[[str, bytes], tuple[str, bytes]]  # (request, tensors) -> (reply, tensors)
+
+
+def serve(home: Path, answer: Answer, ready: Callable[[], None]) -> None:
+    """Answer requests one after the other, for as long as the process lives.
+
+    Args:
+        home: The device's folder; gets the socket, and the key that who asks must know.
+        answer: What a device does.
+        ready: Is called once requests can come.
+
+    Raises:
+        Refused: Another process serves this folder already, or the folder cannot be had.
+    """
+    home.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path = home / SOCKET
+    if _alive(path):
+        raise Refused(f"{home} is served by another process already", "One client has one folder: choose another --home, or stop that one.")
+    path.unlink(missing_ok=True)
+    key = _new_key(home / _KEY)
+    with Listener(str(path), "AF_UNIX", authkey=key) as listener:
+        path.chmod(stat.S_IRUSR | stat.S_IWUSR)
+        ready()
+        while True:
+            try:
+                connection = listener.accept()
+            except (OSError, EOFError):  # whoever it was did not know the key, or went away
+                continue
+            with connection:
+                _serve_one(connection, answer)
+
+
+def _serve_one(connection: Connection, answer: Answer) -> None:
+    """One request. Who asked may be gone by then: its SuperNode was killed, say; the state is on disk all the same."""
+    try:
+        text, body = connection.recv_bytes(_MOST).decode(), connection.recv_bytes()
+        for part in answer(text, body):
+            connection.send_bytes(part.encode() if isinstance(part, str) else part)
+    except (OSError, EOFError, UnicodeDecodeError):
+        return
+
+
+def ask(home: Path, text: str, body: bytes) -> tuple[str, bytes]:
+    """Hand a request on, and wait for the reply.
+
+    Raises:
+        TensorError: Nobody serves there, or the process ended while it worked.
+    """
+    try:
+        with Client(str(home / SOCKET), "AF_UNIX", authkey=(home / _KEY).read_bytes()) as connection:
+            connection.send_bytes(text.encode())
+            connection.send_bytes(body)
+            return connection.recv_bytes(_MOST).decode(), connection.recv_bytes()
+    except (OSError, EOFError) as error:
+        raise TensorError(
+            f"the process of this device does not answer: {error or 'it ended'}", "Start it again: coterie client ..."
+        ) from None
+
+
+def _alive(path: Path) -> bool:
+    """Whether somebody listens."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+    return True
+
+
+def _new_key(path: Path) -> bytes:
+    key = os.urandom(32)
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(key)
+    return key
