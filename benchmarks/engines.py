@@ -2,9 +2,9 @@
 
     python benchmarks/engines.py [--clients 4 32 100] [--rounds 6] [--deployed 4] [--json FILE]
 
-FedAvg on the embedded base, each client with a folder of text of its own. Every engine runs the whole of `coterie run`: checks, checkpoints,
-metrics. The bare loop takes the same steps on the same batches with nothing around them. Deployed means a SuperLink and SuperNodes on this
-machine with TLS and keys, a resident process each; `--deployed 0` leaves that out, `--without-resident` measures it without such processes.
+FedAvg on the embedded base, each client with a folder of text of its own. Every engine does all that `coterie run` does: checks, metrics,
+checkpoints. The bare loop takes the same steps on the same batches with nothing around them. Deployed means a SuperLink and SuperNodes on
+this machine with TLS and keys, and a resident process each; `--deployed 0` leaves that out, `--without-resident` those processes.
 """
 
 import argparse
@@ -126,7 +126,7 @@ def whole(chosen: Recipe, folder: Path) -> dict[str, Any]:
 def wire(folder: Path, result: dict[str, Any]) -> dict[str, Any]:
     """Bytes that Flower's messages had, and those of the tensors that the method shared, over all rounds."""
     newest = sorted((folder / "checkpoints").glob("round-*"))[-1]
-    sent = json.loads((newest / "checkpoint.json").read_text())["progress"].get("engine", {}).get("bytes")
+    sent = json.loads((newest / "checkpoint.json").read_text())["progress"].get("engine", {}).get("traffic")
     shared = sum(client[key] for client in result["clients"].values() for key in ("bytes_up", "bytes_down"))
     return {} if sent is None else {"bytes": sum(sent), "tensor_bytes": shared}
 

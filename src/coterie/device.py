@@ -16,11 +16,12 @@ from filelock import FileLock
 from coterie import modality as modalities
 from coterie import personal
 from coterie import recipe as recipes
+from coterie.aggregation import secure
 from coterie.client import Site
-from coterie.engines.wire import Member, Reply, Request, parsed
+from coterie.engines.wire import Member, Reply, Request, failed, parsed
 from coterie.errors import CoterieError, DataError, Refused, TensorError
 from coterie.prepared import Prepared, outbound, prepare
-from coterie.protocol import ClientId, State
+from coterie.protocol import ClientId, State, find_task, trains
 from coterie.tensors import Tensors, from_bytes, load, nbytes, save, to_bytes
 
 _STATE = re.compile(r"round-(\d{5,})-(\d{3,})\.safetensors")
@@ -141,6 +142,7 @@ class Device:
         data: Where its data are: what `data.path` or `data.root` is on this machine; None: $COTERIE_DATA.
         base: Where the base model is on this machine; None: where the recipe says.
         place: In a simulation, in the place of `client`: its place among all clients of the recipe's data, which are all here.
+        secure: Whether it lets nothing that was trained leave but by secure aggregation, whatever a recipe says.
     """
 
     home: Path
@@ -148,6 +150,7 @@ class Device:
     data: Path | None = None
     base: str | None = None
     place: int | None = None
+    secure: bool = False
 
     def answer(self, text: str, body: bytes) -> tuple[str, bytes]:
         """Do what a request asks. There always is a reply; one with a `problem` has no tensors.
@@ -166,7 +169,7 @@ class Device:
         except Exception as error:  # a server must hear of it, whatever it is
             problem, remedy = f"{type(error).__name__}: {error}", ""
         asked = {} if request is None else {"task": request.task, "round": request.round, "number": request.number}
-        return Reply(client=self.client, problem=problem[:20000], remedy=remedy[:20000], **asked).model_dump_json(), b""
+        return failed(problem, remedy, client=self.client, **asked).model_dump_json(), b""
 
     def _answered(self, request: Request, body: bytes) -> tuple[Reply, bytes]:
         prepared = self._prepared(request)
@@ -175,18 +178,29 @@ class Device:
             return Reply(client=client, member=_member(prepared, client)), b""
         if request.client != client:
             raise Refused(f"asked for client {request.client!r}, this device is {client!r}", "")
+        self._check_masked(prepared, request)
         folder, turn = self._folder(request), (request.round, request.number)
         memory = Memory(folder / "states" / client)
         tensors = from_bytes(body, f"request to {client!r}") if body else {}
         with memory.alone(), _threads(request.threads or prepared.modality.threads):
             state, note = memory.before(turn, request.expects)
             found, metrics = prepared.site.answer(prepared.method, request.task, client, dict(tensors), state, request.round, request.phase)
+            found = {secure.UPDATE: secure.update(tensors, found)} if request.masked else found
             encoded = to_bytes(found) if found else b""
             memory.commit(turn, state, request.rounds_kept)
             if request.action == "keep":
                 _keep(prepared, client, dict(state), tensors, request.round, folder / "clients" / client)
         done = {"task": request.task, "round": request.round, "number": request.number}
         return Reply(client=client, metrics=metrics, state_bytes=nbytes(state), note=note, **done), encoded
+
+    def _check_masked(self, prepared: Prepared, request: Request) -> None:
+        """Refuse to send in the clear what is to be masked, or the other way about. Raises Refused."""
+        training = trains(find_task(prepared.method, request.task))
+        if self.secure and training and not prepared.recipe.secure:
+            raise Refused("this device lets its updates leave by secure aggregation only", "Run the recipe with --set secure=true.")
+        if request.masked != (training and prepared.recipe.secure):
+            how = "under masks" if request.masked else "in the clear"
+            raise Refused(f"{request.task} of a recipe with secure: {prepared.recipe.secure} was asked for {how}", "It was not done.")
 
     def _prepared(self, request: Request) -> Prepared:
         section = json.dumps(request.recipe, sort_keys=True)

@@ -116,6 +116,7 @@ def flower_engine(
         kept=lambda round: kept(round, recipe.checkpoint_every),
         threads=threads,
         folder=None if folder is None else str(folder.resolve()),
+        secure=recipe.secure,
         listener=listener,
         positions={i: k for k, i in enumerate(clients)},
     )

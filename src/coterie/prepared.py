@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from coterie import modality as modalities
+from coterie.aggregation.secure import FEWEST
 from coterie.client import Blueprint, Outbound, Site
 from coterie.data.federation import POOL, ClientData, Federation, check_id
 from coterie.data.splits import SPLITS, Elsewhere
@@ -64,6 +65,7 @@ def assembled(recipe: Recipe, modality: Modality) -> Prepared:
             update={"batch_size": training.batch_size * len(clients), "micro_batch": training.micro_batch or training.batch_size}
         )
     _check_privacy(recipe, method, modality, layouts[clients[0]])
+    _check_secure(recipe, method, clients)
     site = Site(modality.build, layouts, data, training, recipe.seed, method.total_iterations, outbound(recipe, clients))
     prepared = Prepared(recipe, method, modality, site, clients)
     method.check(prepared.blueprint, clients, training)
@@ -102,6 +104,26 @@ def _check_privacy(recipe: Recipe, method: Method, modality: Modality, layout: L
         mistakes.append(f"privacy: {name} needs more of its clients than the uniform mean of their updates; possible with {able}")
     if isinstance(model, Classifier) and model.statistics is not None and model.buffers():
         mistakes.append("privacy: running statistics travel with the network, and noise would break them; use model.norm group or local")
+    if mistakes:
+        raise RecipeError(f"recipe {recipe.name}", mistakes)
+
+
+def _check_secure(recipe: Recipe, method: Method, clients: Sequence[ClientId]) -> None:
+    """Refuse secure aggregation where the server needs more than a sum, or nobody would carry it. Raises RecipeError."""
+    if not recipe.secure:
+        return
+    name, mistakes = recipe.method["name"], []
+    if not method.sums:
+        able = "fedavg, comigs-1g1s and ditto with aggregation rule mean, weighting uniform"
+        mistakes.append(f"secure: {name} needs more of its clients than the uniform mean of their updates; possible with {able}")
+    if recipe.engine != "flower":
+        mistakes.append(f"secure: engine {recipe.engine} has no secure aggregation; use engine: flower")
+    if recipe.privacy is not None and recipe.privacy.where == "central":
+        mistakes.append("secure: for privacy.where central the server has to see and clip each update; use where: local, or secure: false")
+    if recipe.quorum.otherwise == "wait":
+        mistakes.append("quorum.otherwise: with secure: true the few that are asked again would have a sum of their own; use stop")
+    if len(clients) < FEWEST:
+        mistakes.append(f"secure: {len(clients)} clients; of fewer than {FEWEST} the sum would tell")
     if mistakes:
         raise RecipeError(f"recipe {recipe.name}", mistakes)
 

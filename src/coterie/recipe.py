@@ -241,6 +241,9 @@ class Recipe(BaseModel):
         Field(description="clients that join late or leave early: the first round, and the first one without it or null"),
     ] = {}
     privacy: Annotated[Privacy | None, Field(description="differential privacy of what clients share; null: none")] = None
+    secure: Annotated[
+        bool, Field(description="the server learns only the sum of the updates (Flower's SecAgg+): needs engine flower and three clients")
+    ] = False
     attack: Annotated[Attack | None, Field(description="clients that lie, to try method.aggregation; null: nobody does")] = None
     participation: Annotated[Participation, Field(description="who of those that are there takes part in a round")] = Participation()
     checkpoint_every: Annotated[int, Field(ge=1, description="rounds between checkpoints")] = 1

@@ -360,7 +360,9 @@ class Execution(Listener):
         about_groups = {i: {"group": group} for i, group in self.groups.items()}
         costs = self._costs()
         clients = {
-            i: {**scores, "test_synced": synced.get(i), **costs[i], **about_groups.get(i, {})} for i, scores in last["clients"].items()
+            i: {**scores, "test_synced": synced.get(i), **costs[i], **about_groups.get(i, {})}
+            for i, scores in last["clients"].items()
+            if i in costs  # one that was scored before a resumption may not be there now
         }
         headline = evaluation.headline({"clients": clients, "groups": last.get("groups")}).values()
         tests = [e["test"] for e in self.progress["evaluations"]]
@@ -392,7 +394,7 @@ class Execution(Listener):
             "peak_memory_bytes": evaluation.peak_memory(),
             "versions": {"coterie": coterie.__version__, "torch": torch.__version__, "python": platform.python_version()},
             "machine": {
-                "device": str(self.modality.device),
+                "device": "elsewhere" if self.modality.device.type == "meta" else str(self.modality.device),
                 "dtype": str(self.modality.dtype).removeprefix("torch."),
                 "threads": torch.get_num_threads(),
             },

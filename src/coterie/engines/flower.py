@@ -1,10 +1,9 @@
-"""Flower as the engine: the only file that imports `flwr`. The same code runs under its simulation and on a SuperLink with SuperNodes.
+"""Flower as the engine, under its simulation or on a SuperLink with SuperNodes. But for `secagg`, no other file imports `flwr`.
 
 One message carries one `Request` or `Reply` as text, and its tensors as one array of safetensors bytes: Flower transfers every array by
 itself, so that hundreds of small ones would take ten times as long.
 """
 
-import atexit
 import logging
 import os
 import queue
@@ -14,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from coterie.engines.wire import Member, Reply, Request, parsed
+from coterie.engines.wire import Member, Reply, Request, failed, parsed
 from coterie.errors import ClientError, Refused, TensorError
 
 try:
@@ -47,10 +46,19 @@ def client_app(handle: Handle) -> ClientApp:
     @app.query("coterie")
     def answer(message: Message, context: Context) -> Message:
         try:
-            text, body = handle(dict(context.node_config), *_unpacked(message.content))
+            text, body = _unpacked(message.content)
+            if parsed(Request, text).masked:
+                raise TensorError("asked in the clear for a reply that is to be masked", "Install the same version of coterie everywhere.")
+            text, body = handle(dict(context.node_config), text, body)
         except Exception as error:
-            text, body = Reply(problem=f"{type(error).__name__}: {error}"[:20000]).model_dump_json(), b""
+            text, body = failed(f"{type(error).__name__}: {error}").model_dump_json(), b""
         return Message(_packed(text, body), reply_to=message)
+
+    @app.train()
+    def answer_masked(message: Message, context: Context) -> Message:
+        from coterie.engines.secagg import masked
+
+        return masked(handle, message, context)
 
     return app
 
@@ -95,6 +103,14 @@ def _listener() -> "Listener":
     return Listener()
 
 
+def _size(content: RecordDict) -> int:
+    """Bytes of the values of a message."""
+    arrays = sum(len(array.data) for record in content.array_records.values() for array in record.values())
+    values = [value for record in content.config_records.values() for value in record.values()]
+    parts = [part for value in values for part in (value if isinstance(value, list) else [value])]
+    return arrays + sum(len(part) if isinstance(part, str | bytes) else 8 for part in parts)
+
+
 def _bodies(ask: "Ask", clients: "Iterable[ClientId]", nodes: "Mapping[ClientId, int]") -> dict[int, bytes]:
     """The tensors of an Ask as bytes, by node; what goes to everybody is encoded once."""
     from coterie.tensors import to_bytes
@@ -119,6 +135,7 @@ class Flower:
         positions: Of clients in the federation; whoever comes later is behind them.
         threads: With how many devices compute; None: as many as suit them.
         folder: Of a simulated run: where devices keep everything.
+        secure: Whether of what is trained only the sum is seen.
     """
 
     distant: ClassVar[bool] = True
@@ -130,7 +147,9 @@ class Flower:
     kept: Callable[[int], int] = lambda round: 0
     threads: int | None = None
     folder: str | None = None
+    secure: bool = False
     listener: "Listener" = field(default_factory=_listener)
+    traffic: list[int] = field(default_factory=lambda: [0, 0])  # bytes to devices and from them, whatever they hold
     positions: "dict[ClientId, int]" = field(default_factory=dict)
     turns: "dict[ClientId, tuple[int, int]]" = field(default_factory=dict)  # of the last reply of each client
 
@@ -178,8 +197,9 @@ class Flower:
         hello = Request(action="hello", run=self.run, recipe=dict(self.recipe), folder=self.folder)
         sent = self._send(dict.fromkeys(new, hello), {}, HELLO_S)
         self._greeted |= {id: (node, now + HELLO_S) for id, node in sent.items()}
-        for id, message in self._arrived(self._greeted).items():
-            self._introduce(self._greeted.pop(id)[0], message, alive)
+        arrived = self._arrived(self._greeted)
+        for id in sorted(arrived, key=self._greeted.__getitem__):  # by node: who is before whom must not depend on the network
+            self._introduce(self._greeted.pop(id)[0], arrived[id], alive)
         for id, (node, end) in list(self._greeted.items()):
             if end <= time.monotonic():
                 del self._greeted[id]
@@ -213,17 +233,16 @@ class Flower:
         return reply.member
 
     def answer(self, ask: "Ask", round: int, phase: int) -> "Replies":
-        return self._asked("task", ask, round, phase)
+        from coterie.protocol import trains
+
+        secure = self.secure and trains(ask.task)
+        return self._summed(ask, round, phase) if secure else self._asked("task", ask, round, phase)
 
     def keep(self, ask: "Ask", round: int, write: "Write") -> None:
         self._asked("keep", ask, round, -1)
 
     def _asked(self, action: Any, ask: "Ask", round: int, phase: int) -> "Replies":
-        self._count(round, phase, ask.name)
-        here = self.present()
-        for i in ask.to.keys() - here:
-            self.listener.lost(i, ask.name, "its device is not there")
-        asked = [i for i in ask.to if i in here]
+        asked = self._reachable(ask, round, phase)
         requests = {i: self._request(action, ask.name, i, round, phase) for i in asked}
         answered = self._exchange({self._nodes[i]: requests[i] for i in asked}, _bodies(ask, asked, self._nodes))
         found: dict[ClientId, State] = {}
@@ -233,11 +252,47 @@ class Flower:
             except TensorError as error:
                 self.listener.lost(i, ask.name, _told(error))
                 continue
-            self.turns[i], self._state_bytes[i] = (round, self._number), reply.state_bytes
-            if reply.note:
-                self.listener.noted(i, reply.note)
-            self.listener.measured(i, dict(reply.metrics))
+            self._heard(i, reply, round)
         return found
+
+    def _reachable(self, ask: "Ask", round: int, phase: int) -> "list[ClientId]":
+        """Whom to ask in an exchange, which gets its number; the others are lost."""
+        self._count(round, phase, ask.name)
+        here = self.present()
+        for i in ask.to.keys() - here:
+            self.listener.lost(i, ask.name, "its device is not there")
+        return [i for i in ask.to if i in here]
+
+    def _heard(self, client: "ClientId", reply: Reply, round: int) -> None:
+        """Take note of what a client said beside its tensors."""
+        self.turns[client], self._state_bytes[client] = (round, self._number), reply.state_bytes
+        if reply.note:
+            self.listener.noted(client, reply.note)
+        self.listener.measured(client, dict(reply.metrics))
+
+    def _summed(self, ask: "Ask", round: int, phase: int) -> "Replies":
+        """An exchange of which only the sum is seen: the replies of all that are in it are their mean.
+
+        Raises:
+            TensorError: It has no sum: clients are sent unlike tensors, or others are expected back. Nobody was asked.
+        """
+        from coterie.aggregation import secure
+        from coterie.engines.secagg import summed
+
+        asked = self._reachable(ask, round, phase)
+        for i in asked:
+            secure.check_form(ask.to[asked[0]], ask.to[i], ask.back(ask.to[i]))
+        size = sum(tensor.numel() for tensor in ask.to[asked[0]].values()) if asked else 0
+        requests = {self._nodes[i]: self._request("task", ask.name, i, round, phase, masked=True) for i in asked}
+        bodies = _bodies(ask, asked, self._nodes)
+        found = summed(lambda messages: self._collected(self._post(messages, self.deadline)), requests, bodies, size)
+        held = [i for i in asked if self._nodes[i] in found.replies]
+        for i in asked:
+            if i in held:
+                self._heard(i, found.replies[self._nodes[i]], round)
+            else:
+                self.listener.lost(i, ask.name, found.problems[self._nodes[i]])
+        return {} if found.mean is None else dict.fromkeys(held, secure.moved([ask.to[i] for i in held], found.mean))
 
     def _count(self, round: int, phase: int, task: str) -> None:
         """Number the exchanges of a round; what is asked again has its former number."""
@@ -264,7 +319,7 @@ class Flower:
         except Exception as error:  # a dtype that PyTorch does not know, say
             raise TensorError(f"unreadable tensors: {type(error).__name__}: {error}"[:2000], "") from None
 
-    def _request(self, action: Any, task: str, client: "ClientId", round: int, phase: int) -> Request:
+    def _request(self, action: Any, task: str, client: "ClientId", round: int, phase: int, masked: bool = False) -> Request:
         return Request(
             action=action,
             run=self.run,
@@ -279,12 +334,16 @@ class Flower:
             rounds_kept=self.kept(round),
             threads=self.threads,
             folder=self.folder,
+            masked=masked,
         )
 
     def _exchange(self, requests: Mapping[int, Request], bodies: Mapping[int, bytes]) -> dict[int, Message]:
         """Ask nodes, and wait until all have answered, or as long as the deadline lets. What each answered, by node."""
+        return self._collected(self._send(requests, bodies, self.deadline))
+
+    def _collected(self, sent: dict[str, int]) -> dict[int, Message]:
+        """Wait until all messages are answered, or as long as the deadline lets. What each node answered."""
         end, pause = time.monotonic() + self.deadline, _QUICK_S
-        sent = self._send(requests, bodies, self.deadline)
         found: dict[int, Message] = {}
         while sent:
             arrived = self._arrived(sent)
@@ -298,16 +357,24 @@ class Flower:
 
     def _send(self, requests: Mapping[int, Request], bodies: Mapping[int, bytes], seconds: float) -> dict[str, int]:
         """Send requests, and their tensors, to nodes. The node of each message; of one that Flower does not take there is none."""
+        packed = {node: _packed(request.model_dump_json(), bodies.get(node, b"")) for node, request in requests.items()}
+        return self._post({node: Message(content, node, QUERY) for node, content in packed.items()}, seconds)
+
+    def _post(self, messages: Mapping[int, Message], seconds: float) -> dict[str, int]:
+        """Send messages to nodes. The node of each; of one that Flower does not take there is none."""
         sent: dict[str, int] = {}
-        for node, request in requests.items():
-            text, body = request.model_dump_json(), bodies.get(node, b"")
-            sent |= dict.fromkeys(self.grid.push_messages([Message(_packed(text, body), node, QUERY, ttl=seconds + _LATE_S)]), node)
+        for node, message in messages.items():
+            message.metadata.ttl = seconds + _LATE_S
+            self.traffic[0] += _size(message.content)
+            sent |= dict.fromkeys(self.grid.push_messages([message]), node)
         return sent
 
     def _arrived(self, sent: Collection[str]) -> dict[str, Message]:
         """What has arrived in answer to these messages, by their ids."""
-        found = {message.metadata.reply_to_message_id: message for message in self.grid.pull_messages(list(sent))} if sent else {}
-        return {id: message for id, message in found.items() if id in sent}
+        pulled = list(self.grid.pull_messages(list(sent))) if sent else []
+        found = {id: message for message in pulled if (id := message.metadata.reply_to_message_id) in sent}
+        self.traffic[1] += sum(_size(message.content) for message in found.values() if message.has_content())
+        return found
 
     def _read(self, message: Message, most: int) -> tuple[Reply, bytes]:
         """A reply and its tensors. Raises TensorError for a node that is lost, a program that died, and something that is no reply."""
@@ -326,11 +393,11 @@ class Flower:
         return {}
 
     def memo(self) -> dict[str, Any]:
-        return {"run": self.run, "turns": self.turns, "last": self._asked_last, "number": self._number}
+        return {"run": self.run, "turns": self.turns, "last": self._asked_last, "number": self._number, "traffic": self.traffic}
 
     def restore(self, states: "Mapping[ClientId, State]", memo: Mapping[str, Any] = {}) -> None:
         """Devices have their states, and go back with the server by themselves."""
-        self.run = memo.get("run", self.run)
+        self.run, self.traffic = memo.get("run", self.run), list(memo.get("traffic", self.traffic))
         self.turns = {client: (turn[0], turn[1]) for client, turn in memo.get("turns", {}).items()}
         if (last := memo.get("last")) is not None:  # numbers go on, so that an evaluation before the checkpoint is not taken for the future
             self._asked_last, self._number = (last[0], last[1], last[2]), memo["number"]
@@ -430,7 +497,8 @@ def _simulation(clients: int, threads: int, handle: Handle) -> _Simulation:
         done.set()
         thread.join(timeout=30)
 
-    atexit.register(stop)
+    # Flower's simulation works in a thread pool, which Python waits for before it calls what `atexit` knows: it would wait for good.
+    threading._register_atexit(stop)  # type: ignore[attr-defined]
     found = grids.get()
     if isinstance(found, BaseException):
         raise ClientError(f"Flower's simulation could not be started: {found}", "Is the extra complete? pip install 'coterie[simulation]'.")

@@ -8,6 +8,7 @@ import os
 import socket
 import stat
 from collections.abc import Callable
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def serve(home: Path, answer: Answer, ready: Callable[[], None]) -> None:
         while True:
             try:
                 connection = listener.accept()
-            except (OSError, EOFError):  # whoever it was did not know the key, or went away
+            except (OSError, EOFError, AuthenticationError):  # whoever it was did not know the key, or went away
                 continue
             with connection:
                 _serve_one(connection, answer)
@@ -63,14 +64,14 @@ def ask(home: Path, text: str, body: bytes) -> tuple[str, bytes]:
     """Hand a request on, and wait for the reply.
 
     Raises:
-        TensorError: Nobody serves there, or the process ended while it worked.
+        TensorError: Nobody serves there, the process ended while it worked, or was started again with another key at this moment.
     """
     try:
         with Client(str(home / SOCKET), "AF_UNIX", authkey=(home / _KEY).read_bytes()) as connection:
             connection.send_bytes(text.encode())
             connection.send_bytes(body)
             return connection.recv_bytes(_MOST).decode(), connection.recv_bytes()
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, AuthenticationError) as error:
         raise TensorError(
             f"the process of this device does not answer: {error or 'it ended'}", "Start it again: coterie client ..."
         ) from None

@@ -12,6 +12,7 @@ from coterie.errors import TensorError
 
 MOST_HEADER = 1 << 20  # bytes of a request or reply without its tensors
 MOST_THREADS = 1024
+MOST_SAID = 20000  # characters of a problem or a remedy
 Id = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")]  # may name a folder
 Count = Annotated[int, Field(ge=0, le=1 << 53)]  # as large as other programs read numbers of JSON without loss
 Measured = Count | FiniteFloat | list[FiniteFloat] | list[list[FiniteFloat]]
@@ -43,6 +44,7 @@ class Request(Said):
         rounds_kept: The server may resume from here: states of the rounds since are kept.
         threads: With how many the arithmetic is to be done, so that results are the same to the bit; None: as many as suit the device.
         folder: Where a simulated device keeps everything. A real one does not let itself be told.
+        masked: Whether the reply leaves the device under the masks of secure aggregation only.
     """
 
     action: Literal["hello", "task", "keep"]
@@ -58,6 +60,7 @@ class Request(Said):
     rounds_kept: Count = 0
     threads: Annotated[int | None, Field(ge=1, le=MOST_THREADS)] = None
     folder: str | None = None
+    masked: bool = False
 
 
 class Member(BaseModel):
@@ -108,8 +111,8 @@ class Reply(Said):
     metrics: dict[Annotated[str, Field(max_length=200)], Measured] = {}
     state_bytes: Count = 0
     note: Annotated[str, Field(max_length=2000)] = ""
-    problem: Annotated[str, Field(max_length=20000)] = ""
-    remedy: Annotated[str, Field(max_length=20000)] = ""
+    problem: Annotated[str, Field(max_length=MOST_SAID)] = ""
+    remedy: Annotated[str, Field(max_length=MOST_SAID)] = ""
 
     @field_validator("metrics")
     @classmethod
@@ -122,6 +125,12 @@ class Reply(Said):
         if lists := [name for name, value in metrics.items() if name.startswith("loss/") and isinstance(value, list)]:
             raise ValueError(f"{lists[0]} must be one number")
         return metrics
+
+
+def failed(problem: str, remedy: str = "", **asked: Any) -> Reply:
+    """The reply of a device that could not do what it was asked, whatever characters the problem is made of, and however many."""
+    problem, remedy = (text.encode(errors="replace").decode()[:MOST_SAID] for text in (problem, remedy))
+    return Reply(problem=problem, remedy=remedy, **asked)
 
 
 def parsed(kind: type[Request] | type[Reply], text: str) -> Any:

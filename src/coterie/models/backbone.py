@@ -196,7 +196,7 @@ class Backbone:
         from torch.utils.flop_counter import FlopCounterMode
 
         ids = torch.zeros((1, context), dtype=torch.int64, device=self.device)
-        mask = torch.zeros((1, 1, context, context), dtype=self.dtype, device=self.device)  # given: transformers would look at values for it
+        mask = torch.zeros((1, 1, context, context), dtype=self.dtype, device=self.device)  # transformers would look at values for one
         # Of fused attention on a CPU the counter knows nothing.
         with self.using(adapter), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             self.model(ids, attention_mask=mask, use_cache=False)

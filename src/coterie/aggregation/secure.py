@@ -1,0 +1,82 @@
+"""Secure aggregation: what clients and a server agree on, so that the server learns the mean of the updates and no single one.
+
+A client sends its update, reply - sent, as integers modulo 2^32 under masks that cancel in the sum: Bonawitz et al., "Practical Secure
+Aggregation for Privacy-Preserving Machine Learning", CCS 2017; Bell et al., "Secure Single-Server Aggregation with (Poly)Logarithmic
+Overhead", CCS 2020 (SecAgg+). The protocol is the engine's; its numbers are here, because a client takes none of them from a server.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coterie.errors import TensorError
+from coterie.tensors import Named, Tensors, check_alike
+
+FEWEST = 3  # of two clients, each would learn the other's update from the sum
+RANGE = 8.0  # no value of an update may be beyond
+MODULUS = 1 << 32
+UPDATE = "update"  # the one tensor of a reply that is to be masked
+
+
+def levels(clients: int) -> int:
+    """Integers that values are rounded to: the greatest power of two of which `clients` sum to less than 2^32, but at most 2^30."""
+    return 1 << min(30, ((MODULUS - 1) // clients).bit_length() - 1)
+
+
+def step(clients: int) -> float:
+    """Between two of the `levels`. Rounding is random, right on average: the mean's error is below it, its deviation step / 2 sqrt(n)."""
+    return 2 * RANGE / levels(clients)
+
+
+def threshold(clients: int) -> int:
+    """Clients that must stay to the end: more than two thirds, so that no server gets both masks of one from different halves."""
+    return max(FEWEST, 2 * clients // 3 + 1)
+
+
+def check_form(first: Named, sent: Named, back: Named) -> None:
+    """Refuse an exchange that has no sum of updates: one client is sent other tensors than the first, or is to send others back.
+
+    Raises:
+        TensorError: Naming a tensor. The exchange must not be done in the clear instead.
+    """
+    check_alike(first, sent, "secure aggregation: sent to two clients")
+    check_alike(sent, back, "secure aggregation: sent and expected back")
+    if foreign := [name for name in sorted(sent) if not sent[name].is_floating_point()]:
+        raise TensorError(f"secure aggregation: {foreign[0]!r} holds integers", "It carries floating-point numbers only.")
+
+
+def update(sent: Named, reply: Named) -> Tensor:
+    """The update, reply - sent, as one vector, (d,) float64, tensors in the order of their names.
+
+    Raises:
+        TensorError: The reply is not of the form of what was sent, or holds integers, or a value of the update is not within `RANGE`.
+    """
+    check_form(sent, sent, reply)
+    parts = [(reply[name].double() - sent[name].to(reply[name].device).double()).flatten() for name in sorted(sent)]
+    found = torch.cat(parts).cpu() if parts else torch.empty(0, dtype=torch.float64)
+    if not bool((found.abs() <= RANGE).all()):  # of NaN: not true
+        raise TensorError(
+            f"reply to be masked: an update with values up to {float(found.abs().max()):g}; secure aggregation carries up to {RANGE:g}",
+            "Training diverged there: lower the learning rate.",
+        )
+    return found
+
+
+def moved(sent: Sequence[Named], mean: np.ndarray) -> Tensors:
+    """The mean of what was sent plus the mean update: the mean of the replies.
+
+    Args:
+        sent: What each client had got that is in the sum.
+        mean: Of their updates, (d,), see `update`.
+    """
+    found: Tensors = {}
+    vector, start = torch.from_numpy(mean), 0
+    for name in sorted(sent[0]):
+        form = sent[0][name]
+        part = vector[start : start + form.numel()].view(form.shape)
+        origin = torch.stack([tensors[name].double().cpu() for tensors in sent]).mean(dim=0)
+        found[name] = (origin + part).to(form.device, form.dtype)
+        start += form.numel()
+    return found

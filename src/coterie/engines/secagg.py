@@ -1,0 +1,347 @@
+"""Secure aggregation through Flower's SecAgg+. It is of Flower's older interface: a file of its own, imported only by runs that ask for it.
+
+Device: `masked` is what `client_app` registers for messages of type "train". Server: `summed` has one exchange done so that only the sum of
+the clients' updates is seen. Flower's own workflow and modifier run; what is here decides who may say what, and refuses the rest.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
+from flwr.client.mod.secure_aggregation import secaggplus_mod
+from flwr.common import Code, FitIns, FitRes, Parameters, Status, bytes_to_ndarray, ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, RECORD_KEY_STATE, Key, Stage
+from flwr.compat.common import recorddict_compat as compat
+from flwr.server.compat.legacy_context import LegacyContext
+from flwr.server.strategy import FedAvg
+from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECORD
+from flwr.server.workflow.constant import Key as WorkflowKey
+from flwr.server.workflow.secure_aggregation.secaggplus_workflow import SecAggPlusWorkflow, WorkflowState
+from flwr.serverapp import Grid
+
+from coterie.aggregation.secure import FEWEST, MODULUS, RANGE, UPDATE, levels, step, threshold
+from coterie.engines.wire import Reply, Request, parsed
+from coterie.errors import CoterieError, Refused, TensorError
+
+Handle = Callable[[Mapping[str, Any], str, bytes], tuple[str, bytes]]
+Carry = Callable[[Mapping[int, Message]], Mapping[int, Message]]  # messages by node -> what nodes answered in time
+TRAIN = "train"  # the only type of message that Flower's modifier does not pass through as it is
+_TEXT, _FITRES = "text", "fitres"
+_SAME = "Install the same version of coterie on server and devices."
+_RAISED = 2  # Flower's code of an error of the program
+_REPLY = {f"{_FITRES}.metrics", f"{_FITRES}.status", RECORD_KEY_CONFIGS}
+
+
+def _expanded(seed: bytes, modulus: int, shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
+    """A mask: AES-256 in counter mode, keyed with SHA-256 of the seed. A seed is of one exchange, and one mask is made of it.
+
+    Flower's own function folds the seed to 32 bits (28 for a pair of clients) for a Mersenne Twister: with three clients a server finds
+    both of a client's masks in minutes.
+    """
+    if modulus != MODULUS:
+        raise TensorError(f"masks modulo {modulus}, expected {MODULUS}", _SAME)
+    sizes = [math.prod(shape) for shape in shapes]
+    stream = Cipher(algorithms.AES256(sha256(seed).digest()), modes.CTR(bytes(16))).encryptor().update(bytes(4 * sum(sizes)))
+    parts = np.split(np.frombuffer(stream, "<u4").astype(np.int64), np.cumsum(sizes)[:-1])
+    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+for _user in (secaggplus_mod, SecAggPlusWorkflow.unmask_stage):
+    if "pseudo_rand_gen" not in _user.__globals__:  # pragma: no cover - another release of Flower
+        raise Refused(f"this release of Flower makes masks otherwise ({_user.__module__})", "Install flwr 1.41.")
+    _user.__globals__["pseudo_rand_gen"] = _expanded
+
+
+def _terms(clients: int) -> dict[str, int | float]:
+    """What Flower says to so many clients in the first stage, without the name of the stage."""
+    return {
+        Key.SAMPLE_NUMBER: clients,
+        Key.SHARE_NUMBER: clients,
+        Key.THRESHOLD: threshold(clients),
+        Key.CLIPPING_RANGE: RANGE,
+        Key.TARGET_RANGE: levels(clients),
+        Key.MOD_RANGE: MODULUS,
+        Key.MAX_WEIGHT: 1.0,
+    }
+
+
+def masked(handle: Handle, message: Message, context: Context) -> Message:
+    """One stage of SecAgg+ on a device: keys, shares of keys, the masked update, shares that take masks from the sum.
+
+    Whatever goes wrong it answers with an error, which says no more than what went wrong, and forgets its keys.
+    """
+    try:
+        stage = _admitted(message, context)
+        reply = secaggplus_mod(message, context, lambda message, context: _trained(handle, message, context))
+        _refuse_open(reply, stage)
+    except Exception as error:
+        context.state.config_records.pop(RECORD_KEY_STATE, None)
+        said = f"{error.problem}\n  {error.remedy}" if isinstance(error, CoterieError) else f"{type(error).__name__}: {error}"
+        return Message(Error(_RAISED, said[:20000]), reply_to=message)
+    if stage == Stage.UNMASK:
+        context.state.config_records.pop(RECORD_KEY_STATE, None)
+    return reply
+
+
+def _admitted(message: Message, context: Context) -> str:
+    """The stage of a message that a device goes along with.
+
+    Raises:
+        TensorError: Flower would not mask the reply, or the server has terms of its own, or asks for both masks of a client.
+    """
+    if message.metadata.message_type != TRAIN:
+        raise TensorError(f"a message of type {message.metadata.message_type!r}, whose reply would not be masked", "It is not of coterie.")
+    configs = message.content.config_records.get(RECORD_KEY_CONFIGS, ConfigRecord())
+    stage = str(configs.get(Key.STAGE))
+    if stage not in Stage.all():
+        raise TensorError("a training message that is of no stage of secure aggregation", "It is not of coterie.")
+    said = {key: value for key, value in configs.items() if key != Key.STAGE}
+    if stage == Stage.SETUP:
+        clients = said.get(Key.SAMPLE_NUMBER)
+        if not isinstance(clients, int) or clients < FEWEST or said != _terms(clients):
+            expected = f"at least {FEWEST} clients" if not isinstance(clients, int) or clients < FEWEST else f"{_terms(clients)}"
+            raise TensorError(f"secure aggregation on the terms {said}, expected {expected}", "")
+    if stage == Stage.COLLECT_MASKED_VECTORS:
+        _refuse_twice(said.get(Key.SOURCE_LIST), "sources")
+    if stage == Stage.UNMASK:
+        active, dead = said.get(Key.ACTIVE_NODE_ID_LIST), said.get(Key.DEAD_NODE_ID_LIST)
+        _refuse_twice([*cast(list[int], active), *cast(list[int], dead)], "clients that sent and clients that did not")
+        if message.metadata.dst_node_id not in cast(list[int], active):
+            raise TensorError("asked to take masks from a sum that this client is not in", "")
+    return stage
+
+
+def _refuse_twice(nodes: Any, what: str) -> None:
+    if not isinstance(nodes, list) or len(set(nodes)) != len(nodes):
+        raise TensorError(f"secure aggregation: {what}, some of them twice", "A server that asks so could see a single client's update.")
+
+
+def _trained(handle: Handle, message: Message, context: Context) -> Message:
+    """The update, still open: for Flower's modifier in this process, and nobody else. Raises TensorError with the task's problem."""
+    from safetensors.numpy import load
+
+    ins = compat.recorddict_to_fitins(message.content, keep_input=True)
+    text = str(ins.config[_TEXT])
+    if not parsed(Request, text).masked:
+        raise TensorError("asked by secure aggregation for a reply that is not to be masked", "")
+    text, body = handle(dict(context.node_config), text, ins.parameters.tensors[0])
+    reply = parsed(Reply, text)
+    if reply.problem:
+        raise TensorError(reply.problem, reply.remedy)
+    update = load(body)[UPDATE]
+    if update.dtype != np.float64 or update.ndim != 1 or not (np.abs(update) <= RANGE).all():
+        raise TensorError(f"an update of {update.dtype}{list(update.shape)} that cannot be masked", "")
+    done = FitRes(Status(Code.OK, ""), ndarrays_to_parameters([update]), num_examples=1, metrics={_TEXT: text})
+    return Message(compat.fitres_to_recorddict(done, keep_input=True), reply_to=message)
+
+
+def _refuse_open(reply: Message, stage: str) -> None:
+    """Raises TensorError for a message that would carry tensors which are not masked."""
+    content = reply.content
+    if any(record for record in content.array_records.values()):
+        raise TensorError("Flower left the update in the clear", "This release of Flower cannot be used.")
+    if (Key.MASKED_PARAMETERS in content.config_records[RECORD_KEY_CONFIGS]) != (stage == Stage.COLLECT_MASKED_VECTORS):
+        raise TensorError("Flower did not mask the update", "This release of Flower cannot be used.")
+
+
+@dataclass
+class Sum:
+    """What a server learns of one exchange.
+
+    Args:
+        mean: Of the updates, (d,) float64; None where there is none.
+        replies: What those said beside it that are in the sum, by node.
+        problems: Why the others are not, by node.
+    """
+
+    mean: np.ndarray | None = None
+    replies: dict[int, Reply] = field(default_factory=dict)
+    problems: dict[int, str] = field(default_factory=dict)
+
+
+def summed(carry: Carry, requests: Mapping[int, Request], bodies: Mapping[int, bytes], size: int) -> Sum:
+    """One exchange by SecAgg+.
+
+    Args:
+        carry: Brings the messages of one of the four stages to nodes, and back what they answered in time.
+        requests: By node; their replies are to be masked.
+        bodies: The tensors that go with them, by node.
+        size: d, values of an update.
+
+    Returns:
+        The mean of those that answered the third stage; without a mean, `problems` has everybody.
+    """
+    found = Sum()
+    if len(requests) < FEWEST:
+        few = f"{len(requests)} clients are there, and secure aggregation needs at least {FEWEST}: of fewer, the sum would tell"
+        found.problems = dict.fromkeys(requests, few)
+        return found
+    plan = _Plan(requests, bodies)
+    grid = _Checked(carry, requests, size, found.problems)
+    workflow = _Workflow(1.0, threshold(len(requests)), max_weight=1.0, clipping_range=RANGE, quantization_range=levels(len(requests)))
+    try:
+        workflow(cast(Grid, grid), _context(plan))
+        problem = _disbelieved(plan.mean, len(requests))
+    except ValueError as error:  # shares that are not of one key
+        problem = f"the sum could not be had: {error}"
+    if problem is None:
+        found.mean = plan.mean
+        found.replies = {node: grid.replies[node] for node in plan.summed}
+    else:
+        found.problems |= {node: f"{problem}; {_why(found.problems)}" for node in requests if node not in found.problems}
+    return found
+
+
+def _disbelieved(mean: np.ndarray | None, clients: int) -> str | None:
+    """What is wrong with a mean, if something is: with a share or a mask that is not right, values come out anywhere modulo 2^32."""
+    if mean is None:
+        return f"the sum could not be had: fewer than {threshold(clients)} of {clients} clients stayed to the end"
+    if not (np.abs(mean) <= RANGE + step(clients)).all():
+        return "the sum makes no sense: a client did not keep to the protocol"
+    return None
+
+
+def _why(problems: Mapping[int, str]) -> str:
+    return "the others: " + "; ".join(dict.fromkeys(problem.splitlines()[0] for problem in problems.values())) if problems else "no reason"
+
+
+class _Workflow(SecAggPlusWorkflow):
+    """Flower's, mended: who leaves before it sent shares is no longer asked about.
+
+    Otherwise the last stage asks everybody for shares of keys that were never shared, and nobody answers.
+    """
+
+    def share_keys_stage(self, grid: Grid, context: LegacyContext, state: WorkflowState) -> bool:
+        enough: bool = super().share_keys_stage(grid, context, state)
+        state.sampled_node_ids = set(state.active_node_ids)
+        state.nid_to_neighbours = {node: state.nid_to_neighbours[node] & state.active_node_ids for node in state.active_node_ids}
+        return enough
+
+
+class _Plan(FedAvg):
+    """Whom the workflow asks what, and what it came to."""
+
+    def __init__(self, requests: Mapping[int, Request], bodies: Mapping[int, bytes]) -> None:
+        super().__init__()
+        self.requests, self.bodies = requests, bodies
+        self.mean: np.ndarray | None = None
+        self.summed: list[int] = []
+
+    def configure_fit(self, server_round: int, parameters: Parameters, client_manager: Any) -> list[Any]:
+        return [(SimpleNamespace(node_id=node), self._instructions(node)) for node in self.requests]
+
+    def _instructions(self, node: int) -> FitIns:
+        return FitIns(Parameters([self.bodies.get(node, b"")], "safetensors"), {_TEXT: self.requests[node].model_dump_json()})
+
+    def aggregate_fit(self, server_round: int, results: Any, failures: Any) -> tuple[None, dict[str, Any]]:
+        self.summed = sorted(proxy.node_id for proxy, _ in results)
+        (self.mean,) = parameters_to_ndarrays(results[0][1].parameters)
+        return None, {}
+
+
+def _context(plan: _Plan) -> LegacyContext:
+    """What the workflow wants to have of a run."""
+    context = LegacyContext(Context(0, 0, {}, RecordDict(), {}), strategy=plan)
+    context.state.config_records[MAIN_CONFIGS_RECORD] = ConfigRecord({WorkflowKey.CURRENT_ROUND: 0})
+    context.state.array_records[MAIN_PARAMS_RECORD] = compat.parameters_to_arrayrecord(Parameters([], ""), keep_input=True)
+    return context
+
+
+@dataclass
+class _Checked:
+    """The grid that the workflow sees: a reply that is not what the stage wants never comes to it, and its node counts as gone.
+
+    Args:
+        carry: As in `summed`.
+        requests: Likewise.
+        size: Likewise.
+        problems: Gets, by node, why a reply did not come to the workflow.
+    """
+
+    carry: Carry
+    requests: Mapping[int, Request]
+    size: int
+    problems: dict[int, str]
+    replies: dict[int, Reply] = field(default_factory=dict)
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        """One stage."""
+        sent = {message.metadata.dst_node_id: message for message in messages}
+        stages = {node: str(message.content.config_records[RECORD_KEY_CONFIGS][Key.STAGE]) for node, message in sent.items()}
+        answered = self.carry(sent)
+        believed = []
+        for node in sent:
+            try:
+                believed.append(self._believed(node, stages[node], answered.get(node)))
+            except CoterieError as error:
+                said = f"{error.problem}\n  {error.remedy}" if error.remedy else error.problem
+            except Exception as error:  # whatever a foreign node managed to send
+                said = f"unreadable: {type(error).__name__}: {error}"[:2000]
+            else:
+                continue
+            self.problems[node] = said
+        return believed
+
+    def _believed(self, node: int, stage: str, answered: Message | None) -> Message:
+        """A reply that is what the stage wants. Raises TensorError, and whatever an impossible message leads to."""
+        if answered is None:
+            raise TensorError(f"no reply in time ({stage})", "")
+        if answered.has_error():
+            raise TensorError(answered.error.reason or f"no reason (code {answered.error.code})", "")
+        if answered.metadata.src_node_id != node:
+            raise TensorError(f"node {answered.metadata.src_node_id} answered in its place", "")
+        configs = answered.content.config_records[RECORD_KEY_CONFIGS]
+        if stage == Stage.COLLECT_MASKED_VECTORS:
+            self.replies[node] = self._described(node, answered.content)
+            _check_masked(configs, self.size, levels(len(self.requests)))
+        elif set(answered.content) != {RECORD_KEY_CONFIGS}:
+            raise TensorError(f"records {sorted(answered.content)[:5]} where only keys were asked for ({stage})", "It is not of coterie.")
+        elif stage == Stage.SETUP:
+            _check_lists(configs, {}, (Key.PUBLIC_KEY_1, Key.PUBLIC_KEY_2))
+        elif stage == Stage.SHARE_KEYS:
+            _check_lists(configs, {Key.DESTINATION_LIST: int, Key.CIPHERTEXT_LIST: bytes})
+        else:
+            _check_lists(configs, {Key.NODE_ID_LIST: int, Key.SHARE_LIST: bytes})
+            if not set(cast(list[int], configs[Key.NODE_ID_LIST])) <= set(self.requests):
+                raise TensorError("shares of keys of clients that are not there", "It is not of coterie.")
+        return answered
+
+    def _described(self, node: int, content: RecordDict) -> Reply:
+        """What a client says beside its masked update. Raises TensorError for anything that is not masked."""
+        arrays = content.array_records
+        if set(arrays) != {f"{_FITRES}.parameters"} or any(record for record in arrays.values()):
+            raise TensorError("tensors that are not masked", _SAME)
+        if set(content.config_records) != _REPLY or dict(content.metric_records[f"{_FITRES}.num_examples"]) != {"num_examples": 1}:
+            raise TensorError(f"records {sorted(content.config_records)[:5]}, or another weight than 1", "It is not of coterie.")
+        reply: Reply = parsed(Reply, str(content.config_records[f"{_FITRES}.metrics"][_TEXT]))
+        request = self.requests[node]
+        if (reply.client, reply.task, reply.round, reply.number) != (request.client, request.task, request.round, request.number):
+            raise TensorError(f"a reply of {reply.client!r} to {reply.task}, round {reply.round + 1}, that nobody asked for", "")
+        return reply
+
+
+def _check_lists(configs: ConfigRecord, kinds: Mapping[str, type], texts: Sequence[str] = ()) -> None:
+    """Raises TensorError unless there are exactly these lists, all of one length, and these bytes."""
+    lists = [cast(list[Any], configs.get(key)) for key in kinds]
+    alike = all(isinstance(found, list) and len(found) == len(lists[0]) for found in lists)
+    typed = alike and all(isinstance(value, kind) for found, kind in zip(lists, kinds.values(), strict=True) for value in found)
+    if set(configs) != {*kinds, *texts} or not typed or not all(isinstance(configs[key], bytes) for key in texts):
+        raise TensorError(f"a reply with {sorted(configs)[:5]}, expected {[*kinds, *texts]}", "It is not of coterie.")
+
+
+def _check_masked(configs: ConfigRecord, size: int, weight: int) -> None:
+    """Raises TensorError unless it is a weight and an update of this size, integers modulo 2^32, and the weight is not in the clear."""
+    _check_lists(configs, {Key.MASKED_PARAMETERS: bytes})
+    values = [bytes_to_ndarray(value) for value in cast(list[bytes], configs[Key.MASKED_PARAMETERS])]
+    if [(value.dtype, value.shape) for value in values] != [(np.dtype(np.int64), (1,)), (np.dtype(np.int64), (size,))]:
+        raise TensorError(f"a masked update of {[f'{v.dtype}{list(v.shape)}' for v in values]}, expected int64[1] and int64[{size}]", "")
+    if any(((value < 0) | (value >= MODULUS)).any() for value in values):
+        raise TensorError("a masked update with values that are not of the integers modulo 2^32", "")
+    if int(values[0][0]) == weight:  # under a mask: with a chance of 2^-32
+        raise TensorError("an update that is quantised, but not masked", _SAME)

@@ -1,0 +1,233 @@
+"""What goes through Flower's messages, to devices that keep their own states, comes to the bit to what one process computes."""
+
+import json
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conformance.cases import ALL, NETWORKS, PICTURES, method_of
+from conformance.test_methods import BASE, Run, World, classifiers, one_by_one
+from nodes import Nodes, devices, on_device, simulated_nodes
+
+from coterie import device as devices_module
+from coterie import modality, run
+from coterie.device import Memory
+from coterie.engines.flower import Flower
+from coterie.models.adapter import Adapter
+from coterie.models.backbone import Backbone
+from coterie.models.language import LanguageModel
+from coterie.places import OnThisMachine
+from coterie.prepared import Prepared
+from coterie.recipe import Recipe, load
+from coterie.tensors import Tensors
+from coterie.tensors import load as load_tensors
+
+WORDS = {
+    "ann": "the cat sat on a warm mat and slept while the dog looked for its bone",
+    "ben": "add two numbers then divide by three to find the mean value of this list",
+    "cleo": "sail north until the wind turns and drop the anchor near the stone wall",
+}
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of short documents for each of three clients, one below the other: `<root>/<client>/<client>/00.txt`, and `<root>/all`."""
+    root = tmp_path_factory.mktemp("texts")
+    for name, words in WORDS.items():
+        rng = random.Random(name)
+        for folder in (root / name / name, root / "all" / name):
+            folder.mkdir(parents=True)
+        for k in range(30):
+            text = " ".join(rng.choices(words.split(), k=12)) + ".\n"
+            (root / name / name / f"{k:02d}.txt").write_text(text)
+            (root / "all" / name / f"{k:02d}.txt").write_text(text)
+    return root
+
+
+def text_recipe(path: Path, base: Path, *more: str) -> Recipe:
+    settings = ["model.context=16", "training.batch_size=4", "method.rounds=3", "method.local_steps=2", "method.router_every=2"]
+    settings += ["method.router_steps=1", "evaluate_every=2", "compare_with=[]", f"data.path={path}", f"model.base={base}", "seed=3"]
+    return load("folders", [*settings, *more])
+
+
+def figures(result: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in result.items() if key not in ("wall_s", "peak_memory_bytes")}
+
+
+def lines(folder: Path, *kinds: str) -> list[str]:
+    return [line for line in (folder / "metrics.jsonl").read_text().splitlines() if json.loads(line)["kind"] in kinds]
+
+
+def kept(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def server_state(folder: Path) -> Tensors:
+    return load_tensors(max((folder / "checkpoints").iterdir()) / "server.safetensors")[0]
+
+
+def assert_same(expected: Tensors, found: Tensors) -> None:
+    assert expected.keys() == found.keys()
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+
+
+def assert_same_run(here: Path, there: Path, differing: tuple[str, ...] = ()) -> None:
+    """The same result, server, training and scores; what is `differing` aside."""
+    ours, theirs = (figures(json.loads((folder / "result.json").read_text())) for folder in (here, there))
+    assert {k: v for k, v in theirs.items() if k not in differing} == {k: v for k, v in ours.items() if k not in differing}
+    assert_same(server_state(here), server_state(there))
+    assert lines(there, "train", "score") == lines(here, "train", "score")
+    assert lines(here, "train", "score")
+    assert lines(there, "lost", "note") == []
+
+
+def simulated(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run under a simulation whose nodes are in this process."""
+    monkeypatch.setattr("coterie.engines.flower.simulated", lambda clients, threads, handle: simulated_nodes(clients))
+    run.run(recipe, folder, place=OnThisMachine("flower"))
+
+
+@contextmanager
+def only_devices_load(grid: Nodes, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Whoever loads a base or data outside of a device fails. Yields which of the forbidden things devices did."""
+    here: list[bool] = []
+    done: list[str] = []
+
+    def guarded(name: str, original: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            assert here, f"the server called {name}"
+            done.append(name)
+            return original(*arguments, **named)
+
+        return call
+
+    def on_a_device(node: Any, text: str, body: bytes) -> tuple[str, bytes]:
+        here.append(True)
+        try:
+            return on_device(node, text, body)
+        finally:
+            here.pop()
+
+    for node in grid.nodes.values():
+        node.handle = on_a_device
+    devices_module._loaded.cache_clear()
+    modality.load_backbone.cache_clear()
+    with monkeypatch.context() as patch:
+        for owner, name in ((modality, "load"), (modality, "load_backbone"), (Backbone, "load")):
+            patch.setattr(owner, name, guarded(name, getattr(owner, name)))
+        yield done
+
+
+def test_texts_in_a_simulation(texts: Path, tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = text_recipe(texts / "all", tiny_base)
+    run.run(recipe, tmp_path / "here")
+    simulated(recipe, tmp_path / "there", monkeypatch)
+    assert_same_run(tmp_path / "here", tmp_path / "there")
+    assert kept(tmp_path / "there/clients") == kept(tmp_path / "here/clients") != {}
+
+
+def test_texts_on_devices_of_a_server_that_has_neither_data_nor_weights(
+    texts: Path, tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.run(text_recipe(texts / "all", tiny_base), tmp_path / "here")
+    grid = Nodes()
+    for client in reversed(WORDS):  # whoever comes first, the order is that of the ids
+        grid.add({"home": str(tmp_path / client), "data": str(texts / client)} | ({} if client == "ben" else {"client": client}))
+    recipe = text_recipe(Path("/nowhere/at/all"), tiny_base, "engine=flower")
+    with only_devices_load(grid, monkeypatch) as done:
+        place = devices(grid, recipe, 3)
+        run.run(recipe, tmp_path / "there", place=place)
+    assert {"load", "load_backbone"} <= set(done)
+    assert_same_run(tmp_path / "here", tmp_path / "there", differing=("machine",))
+    run_name = next(iter(grid.nodes.values())).requests[-1].run
+    for client in WORDS:
+        assert kept(tmp_path / client / run_name / "clients") == {
+            name: found for name, found in kept(tmp_path / "here/clients").items() if name.startswith(f"{client}/")
+        }
+    assert not (tmp_path / "there/clients").exists()
+
+
+COBO = ["method.rounds=4", "evaluate_every=2", "checkpoint_every=2", "compare_with=[]", "method.pairs=all", "data.clusters=2"]
+
+
+@pytest.mark.parametrize("exchange", [256.0, 1e-6])
+def test_cobo_with_its_exchanges(exchange: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On devices and in a simulation. One process asks many of them at once, and rounds otherwise: `loopback` does not."""
+    settings = [*COBO, f"method.exchange_mb={exchange}"]
+    run.run(load("cobo-digits", [*settings, "engine=loopback"]), tmp_path / "here")
+    recipe = load("cobo-digits", [*settings, "engine=flower"])
+    simulated(recipe, tmp_path / "there", monkeypatch)
+    assert_same_run(tmp_path / "here", tmp_path / "there")
+    grid = Nodes()
+    for client in ("c0-0", "c0-1", "c1-0", "c1-1"):
+        grid.add({"home": str(tmp_path / client), "client": client})
+    run.run(recipe, tmp_path / "far", place=devices(grid, recipe, 4))
+    assert_same_run(tmp_path / "here", tmp_path / "far")
+    numbers = [(r.round, r.number) for r in grid.of("c0-0").requests if r.action != "hello"]
+    assert len(set(numbers)) == len(numbers)
+    assert numbers == sorted(numbers)
+    assert (max(number for round, number in numbers if round == 1) > 2) == (exchange < 1)
+
+
+def test_ddome_with_anchors_participation_and_clients_never_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ["method.rounds=3", "evaluate_every=2", "checkpoint_every=2", "compare_with=[]", "data.clients=6", "data.anchors=3"]
+    settings += ["data.unseen={aligned: 2, random: 2}", "participation={anchors: 2, clients: 3}", "method.pool=3"]
+    run.run(load("ddome-digits", [*settings, "engine=loopback"]), tmp_path / "here")
+    recipe = load("ddome-digits", [*settings, "engine=flower"])
+    simulated(recipe, tmp_path / "there", monkeypatch)
+    assert_same_run(tmp_path / "here", tmp_path / "there")
+    grid = Nodes()
+    everyone = tuple(json.loads((tmp_path / "here/result.json").read_text())[key] for key in ("clients", "training"))
+    for client in sorted({i for found in everyone for i in found}):
+        grid.add({"home": str(tmp_path / client), "client": client})
+    run.run(recipe, tmp_path / "far", place=devices(grid, recipe, len(grid.nodes)))
+    assert_same_run(tmp_path / "here", tmp_path / "far", differing=("label_counts",))  # that is in the data, which are elsewhere
+
+
+@pytest.fixture(scope="module")
+def language(tiny_base: Path, tiny_federation: Any) -> World:
+    backbone = Backbone.load(tiny_base)
+    return World(tiny_federation, partial(LanguageModel, backbone), partial(Adapter, backbone.architecture))
+
+
+@pytest.fixture(scope="module")
+def pictures(tiny_pictures: Any) -> World:
+    from coterie.models.classifier import Classifier
+
+    return classifiers(Classifier, tiny_pictures)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [*(("language", name) for name in ALL if name not in NETWORKS), *(("pictures", name) for name in PICTURES + NETWORKS)],
+)
+def test_every_method_over_messages(
+    kind: str, name: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = one_by_one(request.getfixturevalue(kind))
+    method = method_of(name)
+    here = Run(method, world).rounds(method.rounds)
+    there = Run(method, world)
+    site = replace(there.site, models={})
+
+    def loaded(*recipe: object, **kind: object) -> Prepared:
+        own: Any = SimpleNamespace(threads=1, base=BASE, federation=world.federation)
+        return Prepared(None, method_of(name), own, site, there.clients)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(devices_module, "_loaded", loaded)
+    grid = simulated_nodes(len(site.data))
+    engine = Flower(grid, "run", {}, deadline=10, folder=str(tmp_path))
+    there.engine = engine
+    assert {member.client for member in engine.members()} == set(site.data)
+    there.rounds(method.rounds)
+    assert_same(here.server, there.server)
+    for client, state in here.engine.states().items():
+        turns = Memory(tmp_path / "states" / client).turns()
+        assert_same(dict(state), load_tensors(max(turns.items())[1])[0])
