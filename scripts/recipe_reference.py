@@ -16,6 +16,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from coterie import recipes
+from coterie.aggregation import ClippedMean, GeometricMedian, Krum, Mean, Median, MultiKrum, TrimmedMean
+from coterie.aggregation.privacy import Adaptive, Privacy
+from coterie.attackers import Attack
 from coterie.client import Training
 from coterie.data import AgNews, Folders, Hub, HubClients, Multilingual, Stdlib, Synthetic, Topics
 from coterie.data.dealing import Dealing
@@ -25,7 +28,7 @@ from coterie.data.labelled import Clinc150, DBpedia14, YahooAnswers
 from coterie.methods import METHODS
 from coterie.models.common import Pretraining
 from coterie.optimisers import SGD, AdamW
-from coterie.recipe import ClassifierSection, CommonSection, LanguageSection, Participation, Recipe, TextClassifierSection
+from coterie.recipe import ClassifierSection, CommonSection, LanguageSection, Participation, Quorum, Recipe, TextClassifierSection
 
 PAGE = Path(__file__).parents[1] / "docs/recipes.md"
 HEAD = """# Recipes
@@ -101,6 +104,26 @@ def optimisers() -> list[str]:
     return parts
 
 
+def rules() -> list[str]:
+    parts = [
+        "## `method.aggregation`",
+        "How a method that averages what clients send makes one of many: a `rule`, `mean` if none, and its fields. Each method's default is"
+        " among its fields above. What rules withstand is also in [privacy.md](privacy.md).",
+    ]
+    for rule in (Mean, Median, TrimmedMean, Krum, MultiKrum, GeometricMedian, ClippedMean):
+        own = fields_of(rule, "method.aggregation.", skip=("rule",)) if len(rule.model_fields) > 1 else "No fields."
+        parts += [f"### `rule: {kind_of(rule, 'rule')}`", inspect.cleandoc(rule.__doc__ or ""), own]
+    return parts
+
+
+def trust() -> list[str]:
+    """The sections on clients that fail, that lie, and that share no more than they must."""
+    parts = []
+    for name, section in (("quorum", Quorum), ("privacy", Privacy), ("privacy.adaptive", Adaptive), ("attack", Attack)):
+        parts += [f"## `{name}`", about(section), fields_of(section, f"{name}.")]
+    return parts
+
+
 def data() -> list[str]:
     parts = ["## `data`", "Which fields there are depends on `data.kind`."]
     for kind in (Stdlib, AgNews, Multilingual, Topics, Folders, Hub, HubClients, Synthetic):
@@ -133,11 +156,11 @@ def methods() -> list[str]:
 
 def page() -> str:
     parts = [HEAD + (recipes.FOLDER / "quickstart.yaml").read_text() + "```"]
-    parts += ["## The recipe itself", fields_of(Recipe, skip=("data", "model", "method", "training", "participation"))]
-    parts += ["## `participation`", about(Participation), fields_of(Participation, "participation.")]
+    parts += ["## The recipe itself", fields_of(Recipe, skip=("data", "model", "method", "training", "participation", "quorum"))]
+    parts += ["## `participation`", about(Participation), fields_of(Participation, "participation."), *trust()]
     parts += models()
     parts += ["## `training`", fields_of(Training, "training.", skip=("experts", "routers")), *optimisers()]
-    parts += [*data(), *methods()]
+    parts += [*data(), *methods(), *rules()]
     return "\n\n".join(parts) + "\n"
 
 

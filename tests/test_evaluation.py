@@ -16,6 +16,7 @@ from coterie.evaluation import (
     deviation,
     improved,
     label,
+    lost,
     perplexity,
     prediction,
     row,
@@ -120,3 +121,40 @@ def test_the_oracle_is_called_a_bound() -> None:
     assert comparability([line("oracle", 10), line("cobo", 10)], "cobo") == [
         "oracle: is told the true clusters, which nobody knows: a bound."
     ]
+
+
+def test_lost_replies_are_counted_over_seeds_and_told_by_client() -> None:
+    results = [scored("fedavg", k, None, ann=1, ben=1) | {"lost": own} for k, own in enumerate(({"ben": 2}, {}, {"ann": 1, "ben": 3}))]
+    found = row("fedavg", results)
+    assert found["lost"] == {"ann": 1, "ben": 5}
+    assert row("local", [scored("local", 0, None, ann=1)])["lost"] == {}  # an older result does not say
+    assert comparability([line("local", 10) | {"lost": {}}, line("fedavg", 10) | {"lost": found["lost"]}]) == [
+        "fedavg: 6 replies were lost, dropped as unfit or missing (ben 5, ann 1); why is in metrics.jsonl, lines of kind lost."
+    ]
+
+
+def test_of_many_clients_only_those_that_lost_most_are_named() -> None:
+    sentence = lost({f"c{k:02}": 1 + (k == 30) for k in range(40)})
+    assert sentence.startswith("41 replies were lost")
+    assert "(c30 2, c00 1, c01 1, c02 1, c03 1, c04 1, c05 1, c06 1 and 32 other clients)" in sentence
+    assert lost({"ann": 1}).startswith("1 reply was lost")
+
+
+def test_what_privacy_was_spent_is_said_once_of_rows_that_spent_alike() -> None:
+    spent = {
+        "epsilon": 3.912,
+        "delta": 1e-5,
+        "where": "central",
+        "noise": 6.0,
+        "clip": 8.0,
+        "sampling": "30 exchanges",
+        "covers": "this; not that",
+    }
+    rows = [line("pretrained", 0), *(line(m, 10) | {"privacy": spent} for m in ("fedavg", "ditto"))]
+    rows.append(line("comigs-1g1s", 10) | {"privacy": spent | {"epsilon": None, "noise": 0.0}})
+    assert comparability(rows, titles={"ditto": "Ditto"}) == [
+        "fedavg, Ditto: epsilon 3.91, delta 1e-05 (central, noise z = 6, clip C = 8): 30 exchanges. It covers this; not that.",
+        "comigs-1g1s: no finite epsilon, nobody is protected, delta 1e-05 (central, noise z = 0, clip C = 8): 30 exchanges. "
+        "It covers this; not that.",
+    ]
+    assert row("fedavg", [scored("fedavg", 0, None, ann=1) | {"privacy": spent}])["privacy"] == spent

@@ -155,7 +155,8 @@ def improved(results: Sequence[Mapping[str, Any]], alone: Sequence[Mapping[str, 
     local = {result["seed"]: result["clients"] for result in alone}
     if any(result["seed"] not in local or result["method"] == ALONE for result in results):
         return None
-    wins = [better(own["test"], local[r["seed"]][i]["test"], metric_of(r)) for r in results for i, own in r["clients"].items()]
+    pairs = [(own["test"], local[r["seed"]].get(i), metric_of(r)) for r in results for i, own in r["clients"].items()]
+    wins = [better(own, other["test"], metric) for own, other, metric in pairs if other is not None]
     return 100 * mean(wins)
 
 
@@ -217,7 +218,7 @@ def row(name: str, results: Sequence[Mapping[str, Any]], alone: Sequence[Mapping
         "improved": improved(results, alone) if alone else None,
         "weights_error": _average([r.get("weights_error") for r in results]),
         "iterations": results[0]["evaluations"][-1]["iteration"] if results[0].get("evaluations") else None,
-        "clients": {i: mean(r["clients"][i]["test"] for r in results) for i in results[0]["clients"]},
+        "clients": {i: mean(r["clients"][i]["test"] for r in results if i in r["clients"]) for i in results[0]["clients"]},
         "trainable_parameters": round(mean(c["trainable_parameters"] for c in clients)),
         "active_parameters": _known([c.get("active_parameters") for c in clients]),
         "flops_per_token": round(mean(c["flops_per_token"] for c in clients)),
@@ -242,11 +243,16 @@ def _lost(results: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def rows(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The lines of several methods, in the order of their first results: each over its seeds, with Imp.% where Local is among them."""
+    """The lines of several methods, in the order of their first results: each over its seeds, with Imp.% where Local is among them.
+
+    A client that some run could not reach to score it has no column.
+    """
+    common = [i for i in results[0]["clients"] if all(i in result["clients"] for result in results)] if results else []
     by_method: dict[str, list[Mapping[str, Any]]] = {}
     for result in results:
         by_method.setdefault(result["method"], []).append(result)
-    return [row(name, found, by_method.get(ALONE, ())) for name, found in by_method.items()]
+    lines = [row(name, found, by_method.get(ALONE, ())) for name, found in by_method.items()]
+    return [line | {"clients": {i: line["clients"][i] for i in common if i in line["clients"]}} for line in lines]
 
 
 def comparability(rows: Sequence[Mapping[str, Any]], own: str | None = None, titles: Mapping[str, str] | None = None) -> list[str]:

@@ -126,7 +126,7 @@ def _around(values: Sequence[float]) -> Point:
 def _axes(horizontal: _Scale, vertical: _Scale, x: str, y: str) -> str:
     rows = "".join(
         f'<path class="rule" d="M{LEFT} {vertical(v):.1f}H{WIDTH - RIGHT}"/>'
-        f'<text class="tick" x="{LEFT - 6}" y="{vertical(v) + 3.5:.1f}" text-anchor="end">{v:.6g}</text>'
+        f'<text class="tick" x="{LEFT - 6}" y="{vertical(v) + 3.5:.1f}" text-anchor="end">{_tick(v)}</text>'
         for v in vertical.ticks()
     )
     columns = "".join(
@@ -141,6 +141,13 @@ def _axes(horizontal: _Scale, vertical: _Scale, x: str, y: str) -> str:
         f'<text class="label" x="{middle}" y="{HEIGHT - 5}" text-anchor="middle">{escape(x)}</text>'
         f'<text class="label" transform="translate(11 {height}) rotate(-90)" text-anchor="middle">{escape(y)}</text>'
     )
+
+
+def _tick(value: float) -> str:
+    """A tick's number in at most five or six characters, which is the room beside an axis."""
+    units = ((1e9, 1.0, ""), (1e6, 1e6, "M"), (1e4, 1e3, "k"))
+    unit, sign = next(((unit, sign) for least, unit, sign in units if abs(value) >= least), (1.0, ""))
+    return f"{value / unit:.6g}{sign}"
 
 
 def _line(line: Line, horizontal: _Scale, vertical: _Scale, x: str) -> str:
@@ -229,7 +236,7 @@ def bars(groups: Mapping[str, Sequence[Bar]], y: str) -> str:
     vertical = _Scale(0, 1.04 * top, height - BOTTOM, TOP)
     rules = "".join(
         f'<path class="rule" d="M{LEFT} {vertical(v):.1f}H{width - RIGHT:.1f}"/>'
-        f'<text class="tick" x="{LEFT - 6}" y="{vertical(v) + 3.5:.1f}" text-anchor="end">{v:.6g}</text>'
+        f'<text class="tick" x="{LEFT - 6}" y="{vertical(v) + 3.5:.1f}" text-anchor="end">{_tick(v)}</text>'
         for v in vertical.ticks()
     )
     drawn, left = [], LEFT + gap / 2

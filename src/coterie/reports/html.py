@@ -1,6 +1,7 @@
 """`report.html` of a run or of a comparison: one self-contained file that works offline."""
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -16,7 +17,7 @@ from coterie.reports import chart, tokens
 from coterie.reports.chart import Line, Style
 from coterie.reports.collaboration import collaboration
 from coterie.reports.experts import classes, experts
-from coterie.reports.parts import COLOURS, FEW, bars, figure, legend, page, section, size, table, thinned, unseen
+from coterie.reports.parts import BLUE, COLOURS, FEW, bars, captioned, figure, legend, page, section, size, table, thinned, unseen
 from coterie.reports.tokens import Expert
 from coterie.tensors import write_atomically
 
@@ -45,6 +46,9 @@ ROUTERS = (
     "<p>The mean weight that the tokens of the training batches give each kind of expert in each round, one line per block: the fuller its "
     "colour, the deeper the block.</p>"
 )
+SPENT = (
+    "<p>What all training exchanges up to a round have spent together. By what reckoning, and what it is for, is said under the scores.</p>"
+)
 
 
 def write_report(folder: Path, results: Sequence[Json], description: str) -> None:
@@ -69,6 +73,7 @@ def write_report(folder: Path, results: Sequence[Json], description: str) -> Non
         "labels": _labels(results),
         "experts": _experts(results),
         "routers": section("routers", "Router scores over training", *router_panels(folder / "metrics.jsonl", own["clients"])),
+        "privacy": section("privacy", "Privacy over training", *_privacy(folder / "metrics.jsonl", own)),
         "texts": section("texts", "Which expert reads which token", TEXTS, _of_how_many(routing, own), tokens.routing(routing))
         if routing
         else "",
@@ -187,6 +192,7 @@ def _body(title: str, description: str, about: str, tiles: str, sections: Mappin
         "labels": "Classes",
         "experts": "Experts",
         "routers": "Routers",
+        "privacy": "Privacy",
         "texts": "Texts",
         "clients": "Clients",
         "costs": "Costs",
@@ -212,6 +218,8 @@ def _tiles(rows: Sequence[Json]) -> str:
         best = min(others, key=lambda r: badness(r["mean"], metric))
         far, counted = change(own["mean"], best["mean"], metric)
         found.append((f"{abs(far):.1f} {counted}", f"{'below' if far < 0 else 'above'} {_title(best)}, the best other row"))
+    if (privacy := own["privacy"]) and privacy["epsilon"] is not None:
+        found.append((f"{privacy['epsilon']:.2f}", f"epsilon at delta {privacy['delta']:.2g}, {privacy['where']}"))
     if own["gate_accuracy"] is not None:
         found.append((f"{own['gate_accuracy']:.1f} %", "gate accuracy: samples given to an expert whose anchor has their class"))
     if own["improved"] is not None:
@@ -324,8 +332,8 @@ def group_test(group: str) -> Callable[[Json], float]:
 
 
 def test_of(client: str) -> Callable[[Json], float]:
-    """What gives the test metric of a client in an evaluation."""
-    return lambda evaluation: float(evaluation["clients"][client]["test"])
+    """What gives the test metric of a client in an evaluation; NaN where it was not there."""
+    return lambda evaluation: float(evaluation["clients"].get(client, {"test": math.nan})["test"])
 
 
 def _marked(result: Json) -> bool:
@@ -343,15 +351,37 @@ def router_panels(path: Path, clients: Mapping[str, Json]) -> tuple[str, ...]:
     return ROUTERS, samples, chart.panels(charts, "local iterations", "mean routing weight", (0, 1))
 
 
+def _privacy(path: Path, own: Json) -> tuple[str, ...]:
+    """What was spent by each round, and the norm C if it adapts, from metrics.jsonl; nothing of a run without privacy."""
+    if not own.get("privacy"):
+        return ()
+    lines, style, drawn = _of_kind(path, "privacy"), Style(BLUE, marked=own["rounds"] <= chart.MARKED), ""
+    curves = {
+        "epsilon": ("epsilon", f"Epsilon at delta {own['privacy']['delta']:.2g}", 0.0),
+        "clip": ("C", "Clipping norm C", own["privacy"]["clip"]),
+    }
+    for key, (axis, title, start) in curves.items():
+        values = {0: start} | {line["round"]: line[key] for line in lines if key in line}  # of a round's exchanges the last one
+        if len(set(values.values())) > 1:
+            line, limits = Line(list(values.items()), title, style), (0, 1.06 * max(values.values()))
+            drawn += captioned(title, "", chart.panel(title, [line], "rounds", axis, limits))
+    return (SPENT, f'<div class="panels">{drawn}</div>') if drawn else ()
+
+
 def router_series(path: Path) -> dict[str, list[tuple[int, list[list[float]]]]]:
     """By client: local iterations, and (blocks, experts) mean weights in the steps that trained the experts."""
     found: dict[str, list[tuple[int, list[list[float]]]]] = {}
-    if path.exists():
-        for line in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
-            weights = next((value for name, value in line.items() if name.startswith("router/") and name != "router/router"), None)
-            if line["kind"] == "train" and weights is not None:
-                found.setdefault(line["client"], []).append((line["iteration"], weights))
+    for line in _of_kind(path, "train"):
+        weights = next((value for name, value in line.items() if name.startswith("router/") and name != "router/router"), None)
+        if weights is not None:
+            found.setdefault(line["client"], []).append((line["iteration"], weights))
     return found
+
+
+def _of_kind(path: Path, kind: str) -> list[Json]:
+    """The lines of one kind in metrics.jsonl; none where there is no such file."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [line for line in map(json.loads, lines) if line["kind"] == kind]
 
 
 def _depths(series: Sequence[tuple[int, list[list[float]]]], mixture: Sequence[Expert]) -> list[Line]:
