@@ -24,8 +24,8 @@ def answer(node: Mapping[str, Any], text: str, body: bytes) -> tuple[str, bytes]
     """What a device does with a request.
 
     Args:
-        node: The node's own configuration: `client`, `data`, `base` and `home`, see `Device`; `resident: true` where a process serves the
-            folder `home`; in Flower's simulation `partition-id`.
+        node: The node's own configuration: `client`, `data`, `base`, `home` and `secure`, see `Device`; `resident: true` where a process
+            serves the folder `home`; in Flower's simulation `partition-id`.
         text: The request.
         body: Its tensors.
     """
@@ -42,7 +42,7 @@ def device(node: Mapping[str, Any]) -> "Device":
     home = Path(str(node["home"])) if "home" in node else default_home()
     if client is None and "partition-id" in node:
         return Device(home, place=int(node["partition-id"]))
-    return Device(home, client, None if data is None else Path(data), base)
+    return Device(home, client, None if data is None else Path(data), base, secure=bool(node.get("secure")))
 
 
 def serve(grid: Grid, config: Mapping[str, Any]) -> None:

@@ -340,7 +340,10 @@ def keys(
 def server(
     keys: Annotated[Path | None, typer.Option("--keys", help="The folder that `coterie keys` made.")] = None,
     host: Annotated[str, typer.Option("--host", help="Address to listen at; 0.0.0.0: all of this machine's.")] = "0.0.0.0",
-    port: Annotated[int, typer.Option("--port", min=1, max=65535)] = 9500,
+    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="For devices.")] = 9500,
+    runs_port: Annotated[
+        int | None, typer.Option("--runs-port", min=1, max=65535, help="For `coterie submit`, on this machine only; default: the next one.")
+    ] = None,
     home: Home = None,
     insecure: Insecure = False,
 ) -> None:
@@ -351,11 +354,13 @@ def server(
         if (keys is None) != insecure:
             raise Refused("give either --keys or --insecure", "Keys are made by: coterie keys DIR --host HOST --client ID ...")
         folder = home or Path("coterie-server")
-        with deploy.server(keys, folder, host, port) as link:
-            print(f"Listening at {host}:{port}{' WITHOUT encryption and keys' if insecure else ''}; its log is {folder}/superlink.log.")
+        with deploy.server(keys, folder, host, port, runs_port or port + 1) as serving:
+            print(f"Devices come to {host}:{port}{' WITHOUT encryption and keys' if insecure else ''}. Its log is {folder}/{deploy.LOG}.")
+            link = serving.runs
             print(f"Give it a run: coterie submit quickstart --server {link.address}{f' --ca {link.ca}' if link.ca else ' --insecure'}")
             print("Ctrl-C stops it.", flush=True)
-            threading.Event().wait()
+            for line in serving.watch():
+                print(line, flush=True)
 
 
 @app.command()
@@ -368,6 +373,7 @@ def client(
     key: Annotated[Path | None, typer.Option("--key", help="This device's private key (clients/ID of `coterie keys`).")] = None,
     home: Home = None,
     resident: Annotated[bool, typer.Option(help="Keep the base model loaded in a process between messages.")] = True,
+    secure: Annotated[bool, typer.Option("--secure", help="Let nothing that was trained leave but by secure aggregation.")] = False,
     insecure: Insecure = False,
 ) -> None:
     """Make this machine the device of a client: Flower's SuperNode, and a process that keeps the base model loaded (extra `flower`)."""
@@ -377,13 +383,14 @@ def client(
         if (ca is None and key is None) != insecure:
             raise Refused("give --ca and --key, or --insecure alone", "They are made where the server is: coterie keys.")
         folder = home or apps.default_home()
-        node = deploy.Node(deploy.Link(server, ca), folder, id, data, base, key, resident)
+        node = deploy.Node(deploy.Link(server, ca), folder, id, data, base, key, resident, secure)
+        node.check()
+        if not node.link.answers("fleet"):
+            print(f"Nobody answers at {server} yet; this device asks again and again.")
         with deploy.device(node) as supervisor:
-            print(
-                f"{id or 'This device'} takes part in the runs of {server}. All that it keeps is in {folder}. Ctrl-C stops it.", flush=True
-            )
-            for started in supervisor.watch():
-                print(f"started again: {', '.join(started)}; see the logs in {folder}", flush=True)
+            print(f"The device of {id or 'a client'} asks {server} for work. It keeps everything in {folder}. Ctrl-C stops it.", flush=True)
+            for line in supervisor.watch():
+                print(line, flush=True)
 
 
 @app.command(hidden=True)
@@ -422,8 +429,9 @@ def submit(
         if resume and not out:
             raise Refused("--resume needs the run's folder", "Give its --out, as it was on the server's machine.")
         loaded = _load(recipe, set_, seed)
-        config = {"recipe": loaded.model_dump_json(), "out": out, "resume": resume, "clients": clients}
-        deploy.submit(deploy.Link(server, ca), home or Path("coterie-server"), config)
+        folder = out or str(_folder(loaded.name, False))
+        config = {"recipe": loaded.model_dump_json(), "out": folder, "resume": resume, "clients": clients}
+        deploy.submit(deploy.Link(server, ca), home or Path("coterie-server"), config, lambda line: print(line, flush=True))
 
 
 @app.command("deploy")

@@ -5,27 +5,33 @@ here are only the command lines of its programs.
 """
 
 import ctypes
+import http.client
 import json
 import os
+import re
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from coterie.errors import ClientError, Refused
+from coterie.front import front
 
 if TYPE_CHECKING:
     from coterie.recipe import Recipe
 
 NAME = "coterie"  # of the connection in the configuration of Flower's command line
+LOG, DATABASE, NODES = "superlink.log", "flwr.db", "nodes.json"
 APP = """[project]
 name = "coterie"
 version = "0.1.0"
@@ -52,9 +58,17 @@ _QUIET = {  # nothing is sent to anybody, nothing is installed, and new messages
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
 }
+_ANSWER_S = 10.0  # seconds for a server to show that it is there
 _UP_S = 60.0  # seconds for a program to come up
+_LOOK_S = 2.0  # seconds between looks at what runs
 _AGAIN_S = 5.0  # seconds before a program that ended is started again
+_LAST_PORT = (1 << 16) - 1
+_TELL_AGAIN_S = 600.0  # seconds until the same thing is told again
+_MARK = "COTERIE_PROGRAM"
 _PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_CHATTER = re.compile(r"INFO +:|Using SuperLink|Successfully installed|$")  # of Flower's, between the lines of a run
 
 
 @dataclass(frozen=True)
@@ -81,6 +95,50 @@ class Link:
         if self.ca is not None:
             _there(self.ca, "the certificate of the server's authority", "Copy ca.crt from the server's keys, or ask for --insecure.")
 
+    def answers(self, api: str) -> bool:
+        """Whether a server is there.
+
+        Args:
+            api: What is wanted of it: `fleet`, by devices, or `control`, by whoever submits runs.
+
+        Raises:
+            Refused: It is another one than this link describes, or takes no runs here.
+        """
+        connection, host = self._connection(), self.address.rpartition(":")[0]
+        try:
+            connection.request("POST", f"/v1/{api}/hello", b"")
+            status = connection.getresponse().status
+        except ssl.SSLCertVerificationError as error:
+            remedy = f"Is it the ca.crt of this server's keys, and were they made with --host {host}?"
+            raise Refused(f"{self.address} has no certificate that {self.ca} vouches for: {error.verify_message}", remedy) from None
+        except ssl.SSLError:
+            raise Refused(
+                f"{self.address} speaks no TLS", "Is it the right port? A server that runs with --insecure wants that here."
+            ) from None
+        except (http.client.HTTPException, ConnectionResetError):
+            if self.ca is None:
+                raise Refused(f"{self.address} wants TLS, or is no server", "Give --ca (and, for a device, --key).") from None
+            return False
+        except OSError:
+            return False
+        finally:
+            connection.close()
+        if status == http.HTTPStatus.FORBIDDEN:
+            raise Refused(
+                f"{self.address} is for devices", "Runs go to the server's --runs-port, from its own machine or through a tunnel."
+            )
+        return status != http.HTTPStatus.SERVICE_UNAVAILABLE
+
+    def _connection(self) -> http.client.HTTPConnection:
+        host, _, port = self.address.rpartition(":")
+        if self.ca is None:
+            return http.client.HTTPConnection(host, int(port), timeout=_ANSWER_S)
+        try:
+            context = ssl.create_default_context(cafile=self.ca)
+        except ssl.SSLError:
+            raise Refused(f"{self.ca} is no certificate", "Copy ca.crt from the server's keys.") from None
+        return http.client.HTTPSConnection(host, int(port), timeout=_ANSWER_S, context=context)
+
 
 def _there(path: Path, what: str, remedy: str) -> None:
     if not path.is_file():
@@ -103,49 +161,66 @@ def program(name: str) -> str:
     return found
 
 
-def start(arguments: Sequence[str], home: Path, log: Path) -> "subprocess.Popen[bytes]":
-    """Start a program in a group of its own that ends when we do, its output going to a file."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with open(log, "ab") as out:
-        return subprocess.Popen(
-            arguments,
-            env=environment(home),
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            start_new_session=True,
-            preexec_fn=_with_us,  # noqa: PLW1509 - it makes one system call, and no other thread of ours holds a lock
-        )
+class Program(subprocess.Popen[bytes]):
+    """A program in a group of its own that ends when we do, its output going to a file.
+
+    Flower's programs start others, in groups of their own. All of them have the program's mark in their environment.
+    """
+
+    def __init__(self, arguments: Sequence[str], home: Path, log: Path) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._mark = uuid4().hex
+        with open(log, "ab") as out:
+            super().__init__(
+                arguments,
+                env=environment(home) | {_MARK: self._mark},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+                preexec_fn=_with_us,  # it makes one system call, and takes no lock that another thread may hold
+            )
+
+    def stop(self, patience: float = 10.0) -> None:
+        """End it and all that it has started: as they please, and after so many seconds at once."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGTERM)
+        end = time.monotonic() + patience
+        while (self.poll() is None or self._family()) and time.monotonic() < end:
+            time.sleep(0.1)
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        while family := self._family():
+            for process in family:
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            time.sleep(0.02)
+        self.wait()
+
+    def _family(self) -> list[int]:
+        """The processes with its mark. Where the system does not tell (not on Linux) they end by themselves when their parent is gone."""
+        mark, found = f"{_MARK}={self._mark}".encode(), []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                if mark in path.read_bytes():
+                    found.append(int(path.parent.name))
+        return found
 
 
 def _with_us() -> None:
     """In a new process: end when the one that started it ends, however that comes about (Linux; elsewhere only when it is stopped)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def stop(process: "subprocess.Popen[bytes]", patience: float = 10.0) -> None:
-    """End a program and all that it has started."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)
-        except ProcessLookupError:
-            break
-        try:
-            process.wait(timeout=patience)
-        except subprocess.TimeoutExpired:
-            continue
-    process.wait()
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 @contextmanager
-def running(arguments: Sequence[str], home: Path, log: Path) -> Iterator["subprocess.Popen[bytes]"]:
+def running(arguments: Sequence[str], home: Path, log: Path) -> Iterator[Program]:
     """A program for as long as the block lasts."""
-    process = start(arguments, home, log)
+    process = Program(arguments, home, log)
     try:
         yield process
     finally:
-        stop(process)
+        process.stop()
 
 
 def listening(address: str) -> bool:
@@ -166,53 +241,130 @@ def free_port() -> int:
         return port
 
 
+@dataclass(frozen=True)
+class Server:
+    """A server that runs.
+
+    Args:
+        devices: How devices on this machine reach it; others by its name, at the same port.
+        runs: How runs are given to it, from this machine alone.
+        keys: The folder with its keys; None: without.
+        home: For its database, logs and runs.
+        process: The SuperLink.
+        nodes: Devices that it knows: client and number of the node, by their public keys.
+    """
+
+    devices: Link
+    runs: Link
+    keys: Path | None
+    home: Path
+    process: Program
+    nodes: dict[str, tuple[str, str]]
+    _refused: set[str] = field(default_factory=set)
+
+    def look(self) -> Iterator[str]:
+        """Make devices known whose public keys have come, and forget those whose keys have gone; yields what is to be told."""
+        from coterie.keys import CLIENTS, PUBLIC
+
+        paths = [] if self.keys is None else sorted((self.keys / CLIENTS).glob(f"*{PUBLIC}"))
+        found = {path.read_text(errors="replace"): path for path in paths}
+        for key, path in found.items():
+            if key in self.nodes or key in self._refused:
+                continue
+            try:
+                self.nodes[key] = (path.stem, register(path, self.home))
+            except ClientError as error:
+                self._refused.add(key)
+                yield f"{path} was refused. {error.problem}"
+                continue
+            self._write()
+            yield f"The device of {path.stem} is known now."
+        for key in self.nodes.keys() - found.keys():
+            client, node = self.nodes.pop(key)
+            self._write()
+            try:
+                flwr(["supernode", "unregister", node, NAME], self.home)
+                yield f"The device of {client} is shut out: its public key has gone."
+            except ClientError as error:
+                yield f"The device of {client} could not be shut out. {error.problem}"
+
+    def _write(self) -> None:
+        new = self.home / f"{NODES}.new"
+        new.write_text(json.dumps(self.nodes))
+        new.replace(self.home / NODES)
+
+    def watch(self) -> Iterator[str]:
+        """Look again and again; yields what is to be told. Raises ClientError when the SuperLink ends by itself."""
+        while self.process.poll() is None:
+            yield from self.look()
+            time.sleep(_LOOK_S)
+        raise _ended(self.home / LOG)
+
+
 @contextmanager
-def server(keys: Path | None, home: Path, host: str, port: int) -> Iterator[Link]:
-    """A SuperLink, with the devices registered whose keys are known.
+def server(keys: Path | None, home: Path, host: str, port: int, runs_port: int) -> Iterator[Server]:
+    """A SuperLink, with the devices registered whose keys are known. It listens to this machine; devices come by `front`.
 
     Args:
         keys: The folder that `keys.make` made; None: neither encryption nor keys.
         home: For its database, logs and runs.
-        host: That it listens at; 0.0.0.0 for all of this machine's addresses.
+        host: That devices come to; 0.0.0.0 for all of this machine's addresses.
         port: Likewise.
-
-    Yields:
-        How this machine reaches it.
+        runs_port: For whoever submits runs, on this machine.
 
     Raises:
-        Refused: Keys are missing, or the port is taken.
+        Refused: Keys are missing, or a port is taken.
         ClientError: It did not come up.
     """
-    from coterie.keys import CA, CERTIFICATE, CLIENTS, KEY
+    from coterie.keys import CA, CERTIFICATE, KEY
 
-    here = Link(f"{'127.0.0.1' if host == '0.0.0.0' else host}:{port}", None if keys is None else keys / CA)
-    if listening(here.address):
-        raise Refused(f"port {port} is taken", "Choose another --port.")
-    arguments = [program("flower-superlink"), "--host", host, "--port", str(port), "--database", str(home / "flwr.db")]
-    if keys is None:
-        arguments.append("--insecure")
-    else:
-        for name in (CA, CERTIFICATE, KEY):
-            _there(keys / name, "a key of the server", "Make the keys first: coterie keys DIR --host HOST --client ID ...")
-        files = ("--ssl-ca-certfile", CA), ("--ssl-certfile", CERTIFICATE), ("--ssl-keyfile", KEY)
-        arguments += [part for flag, name in files for part in (flag, str(keys / name))] + ["--enable-supernode-auth"]
+    ca, certificate, key = (None, None, None) if keys is None else (keys / CA, keys / CERTIFICATE, keys / KEY)
+    for path in (ca, certificate, key):
+        if path is not None:
+            _there(path, "a key of the server", "Make the keys first: coterie keys DIR --host HOST --client ID ...")
+    devices, runs = (
+        Link(f"{'127.0.0.1' if where == '0.0.0.0' else where}:{p}", ca) for where, p in ((host, port), ("127.0.0.1", runs_port))
+    )
+    if port == runs_port or runs_port > _LAST_PORT:
+        raise Refused(f"port {runs_port} cannot be the one for runs", "Give --port and --runs-port, and not the same.")
+    for link, option in ((devices, "--port"), (runs, "--runs-port")):
+        if listening(link.address):
+            raise Refused(f"port {link.address.rpartition(':')[2]} is taken", f"Choose another {option}.")
     home.mkdir(parents=True, exist_ok=True)
-    log = home / "superlink.log"
-    with running(arguments, home, log) as process:
-        _wait_for(lambda: listening(here.address), process, log)
-        for key in sorted((keys / CLIENTS).glob("*.pub")) if keys is not None else ():
-            register(key, here, home)
-        yield here
+    kept = keys is not None and (home / NODES).exists() and (home / DATABASE).exists()
+    nodes = {key: (client, node) for key, (client, node) in json.loads((home / NODES).read_text()).items()} if kept else {}
+    with running(_superlink(ca, certificate, key, home, runs_port), home, home / LOG) as process, ExitStack() as stack:
+        _wait_for(lambda: listening(runs.address), process, home / LOG)
+        configure(runs, home)
+        found = Server(devices, runs, keys, home, process, nodes)
+        try:
+            stack.enter_context(front((host, port), ("127.0.0.1", runs_port), certificate, key, ca))
+        except OSError as error:
+            raise Refused(f"cannot listen at {host}:{port}: {error.strerror}", "Choose another --host or --port.") from None
+        yield found
 
 
-def _wait_for(ready: Callable[[], bool], process: "subprocess.Popen[bytes]", log: Path) -> None:
+def _superlink(ca: Path | None, certificate: Path | None, key: Path | None, home: Path, port: int) -> list[str]:
+    """The command line of a SuperLink."""
+    listen = [program("flower-superlink"), "--host", "127.0.0.1", "--port", str(port), "--database", str(home / DATABASE)]
+    if ca is None:
+        return [*listen, "--insecure"]
+    files = ("--ssl-ca-certfile", ca), ("--ssl-certfile", certificate), ("--ssl-keyfile", key)
+    return listen + [part for flag, path in files for part in (flag, str(path))] + ["--enable-supernode-auth"]
+
+
+def _wait_for(ready: Callable[[], bool], process: Program, log: Path) -> None:
     """Wait until a program is ready. Raises ClientError with the end of its log if it ends before, or takes too long."""
     end = time.monotonic() + _UP_S
     while not ready():
         if process.poll() is not None or time.monotonic() > end:
-            tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-            raise ClientError(f"{log.stem} did not come up; its log ends:\n{tail}", f"The whole log is {log}.")
+            raise _ended(log)
         time.sleep(0.2)
+
+
+def _ended(log: Path) -> ClientError:
+    tail = "\n".join(_COLOUR.sub("", log.read_text(errors="replace")).splitlines()[-15:])
+    return ClientError(f"{log.stem} does not run; its log ends:\n{tail}", f"The whole log is {log}.")
 
 
 def configure(link: Link, home: Path) -> None:
@@ -231,14 +383,17 @@ def flwr(arguments: Sequence[str], home: Path) -> str:
     return done.stdout
 
 
-def register(key: Path, link: Link, home: Path) -> None:
-    """Make a device's public key known to the server. One that is known already stays so."""
-    configure(link, home)
-    try:
-        flwr(["supernode", "register", str(key), NAME], home)
-    except ClientError as error:
-        if "already" not in error.problem:
-            raise
+def _flwr_json(arguments: Sequence[str], home: Path) -> dict[str, Any]:
+    """The same as JSON. With that, a command that fails says so in its output and exits with 0. Raises ClientError likewise."""
+    found: dict[str, Any] = json.loads(flwr([*arguments, "--format", "json"], home))
+    if not found.get("success", True):
+        raise ClientError(f"flwr {' '.join(arguments[:2])} failed:\n{found.get('error-message', found)}", "")
+    return found
+
+
+def register(key: Path, home: Path) -> str:
+    """Make a device's public key known to the server; the number of its node. Raises ClientError: it is no key, or had a node before."""
+    return str(_flwr_json(["supernode", "register", str(key), NAME], home)["node-id"])
 
 
 @dataclass(frozen=True)
@@ -253,6 +408,7 @@ class Node:
         base: Where the base model is.
         key: Its private key; None: without.
         resident: Whether a process keeps the base loaded between messages.
+        secure: Whether it lets nothing that was trained leave but by secure aggregation.
     """
 
     link: Link
@@ -262,6 +418,7 @@ class Node:
     base: str | None = None
     key: Path | None = None
     resident: bool = True
+    secure: bool = False
 
     def check(self) -> None:
         """Refuse what cannot work. Raises Refused."""
@@ -277,7 +434,8 @@ class Node:
     def configuration(self) -> dict[str, Any]:
         """What the programs that Flower starts are told of the node."""
         found = {"home": str(self.home.resolve()), "client": self.client, "data": self.data and str(self.data.resolve()), "base": self.base}
-        return {k: v for k, v in found.items() if v is not None} | ({"resident": True} if self.resident else {})
+        switches = {"resident": self.resident, "secure": self.secure}
+        return {k: v for k, v in found.items() if v is not None} | {k: True for k, on in switches.items() if on}
 
     def supernode(self) -> list[str]:
         """The command line of its SuperNode."""
@@ -298,7 +456,7 @@ def device(node: Node) -> Iterator["Supervisor"]:
         yield supervisor
     finally:
         for process in supervisor.processes.values():
-            stop(process)
+            process.stop()
 
 
 @dataclass
@@ -306,71 +464,103 @@ class Supervisor:
     """Starts the programs of a device, and again whenever one has ended."""
 
     node: Node
-    processes: dict[str, "subprocess.Popen[bytes]"]
+    processes: dict[str, Program]
 
     def look(self) -> list[str]:
         """Start what does not run; returns what that was."""
         ended = [name for name in self._names if name not in self.processes or self.processes[name].poll() is not None]
         for name in ended:
+            if name in self.processes:
+                self.processes[name].stop()  # what it had started itself
             own = [sys.executable, "-m", "coterie", "resident", json.dumps(self.node.configuration)]
-            self.processes[name] = start(
-                own if name == "resident" else self.node.supernode(), self.node.home, self.node.home / f"{name}.log"
-            )
+            command = own if name == "resident" else self.node.supernode()
+            self.processes[name] = Program(command, self.node.home, self.node.home / f"{name}.log")
         return ended
 
     @property
     def _names(self) -> list[str]:
         return ["resident", "supernode"] if self.node.resident else ["supernode"]
 
-    def watch(self) -> Iterator[list[str]]:
-        """Look again and again; yields what had to be started."""
+    def watch(self) -> Iterator[str]:
+        """Look again and again; yields what is to be told: each thing once in ten minutes, for some happen every few seconds."""
+        told: dict[str, float] = {}
         while True:
             time.sleep(_AGAIN_S)
-            if started := self.look():
-                yield started
+            for name in self.look():
+                line, now = self._why(name), time.monotonic()
+                if now - told.get(line, -_TELL_AGAIN_S) >= _TELL_AGAIN_S:
+                    told[line] = now
+                    yield line
+
+    def _why(self, name: str) -> str:
+        log = self.node.home / f"{name}.log"
+        lines = _COLOUR.sub("", log.read_text(errors="replace")).splitlines()[-15:]
+        reason = next((line for line in reversed(lines) if line.startswith(("[code", "coterie: "))), "")
+        if reason.startswith("[code: 2004]"):
+            reason += " The server does not know its key, or takes its predecessor for alive, for a minute at most."
+        return f"The {name} ended and is started again. {reason or f'Its log is {log}.'}"
 
 
-def submit(link: Link, home: Path, config: Mapping[str, Any], follow: bool = True) -> str:
-    """Have a server run a recipe on its devices.
+def submit(link: Link, home: Path, config: Mapping[str, Any], say: Callable[[str], None]) -> str:
+    """Have a server run a recipe on its devices, and wait for its end.
 
     Args:
         link: To the server.
         home: For Flower's files.
         config: Keys of `[tool.flwr.app.config]`.
-        follow: Show what the run prints, until it ends.
+        say: Is told line by line what the run prints.
 
     Returns:
         The run's id.
 
     Raises:
         Refused: The server is not there.
-        ClientError: Flower refused the run, or it failed.
+        ClientError: Flower refused the run, it failed, or the server went away.
     """
     link.check()
-    if not listening(link.address):
-        raise Refused(f"nobody answers at {link.address}", "Start the server: coterie server ...; is the port open?")
+    if not link.answers("control"):
+        raise Refused(f"nobody answers at {link.address}", "Is `coterie server` running? It takes runs from its own machine only.")
     configure(link, home)
     with tempfile.TemporaryDirectory() as folder:
         app = Path(folder)
         (app / "pyproject.toml").write_text(APP)
         (app / "run.toml").write_text("\n".join(f"{key} = {json.dumps(value)}" for key, value in config.items()))
-        told = json.loads(flwr(["run", str(app), NAME, "--run-config", str(app / "run.toml"), "--format", "json"], home))
-    run = str(told["run-id"])
-    if follow:
-        subprocess.run([program("flwr"), "log", run, NAME, "--stream"], env=environment(home), check=False)
-        finish(run, home)
+        run = str(_flwr_json(["run", str(app), NAME, "--run-config", str(app / "run.toml")], home)["run-id"])
+    say(
+        f"The server has it as run {run}, in the folder {config['out']} there. To stop it: FLWR_HOME={home / 'flwr'} flwr stop {run} {NAME}"
+    )
+    try:
+        _follow(run, home, say)
+        _finish(run, home)
+    except ClientError:
+        if listening(link.address):
+            raise
+        raise ClientError(
+            "the server went away", "Start it again, then the run: the same command with --resume, and --out with the run's folder."
+        ) from None
     return run
 
 
-def status(run: str, home: Path) -> str:
+def _follow(run: str, home: Path, say: Callable[[str], None]) -> None:
+    """Say what a run prints, until it ends or nothing more is heard of it."""
+    arguments, env = [program("flwr"), "log", run, NAME, "--stream"], environment(home) | {"PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(arguments, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace") as log:
+        try:
+            for line in log.stdout or ():
+                if not _CHATTER.match(plain := _COLOUR.sub("", line.rstrip())):
+                    say(plain)
+        finally:
+            log.terminate()
+
+
+def _status(run: str, home: Path) -> str:
     """Where a run stands: `running`, `finished:completed`, `finished:failed`, ..."""
-    found = json.loads(flwr(["list", NAME, "--run-id", run, "--format", "json"], home))
-    return str(found["runs"][0]["status"])
+    return str(_flwr_json(["list", NAME, "--run-id", run], home)["runs"][0]["status"])
 
 
-def finish(run: str, home: Path) -> None:
+def _finish(run: str, home: Path) -> None:
     """Wait until a run has ended. Raises ClientError if it failed."""
-    while not (found := status(run, home)).startswith("finished"):
+    while not (found := _status(run, home)).startswith("finished"):
         time.sleep(1.0)
     if found != "finished:completed":
         remedy = f"What it said: FLWR_HOME={home / 'flwr'} flwr log {run} {NAME} --show"
@@ -393,16 +583,28 @@ def demo(recipe: "Recipe", clients: Sequence[str], out: Path, say: Callable[[str
     from coterie import keys
 
     folder = out.resolve()
-    place = getattr(recipe.data, "path", None) or getattr(recipe.data, "root", None)
     with ExitStack() as stack:
         own = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="coterie-")))
         keys.make(own, [], clients)
-        link = stack.enter_context(server(own, folder / "server", "127.0.0.1", free_port()))
-        say(f"A SuperLink listens at {link.address}, with TLS. It knows {len(clients)} devices by their keys.")
+        port, runs_port = free_port(), free_port()
+        found = stack.enter_context(server(own, folder / "server", "127.0.0.1", port, runs_port))
+        say("A SuperLink is up, with TLS.")
+        for line in found.look():
+            say(line)
         for client in clients:
-            key = own / keys.CLIENTS / client
-            stack.enter_context(device(Node(link, folder / "devices" / client, client, place, key=key)))
+            home, key = folder / "devices" / client, own / keys.CLIENTS / client
+            stack.enter_context(device(Node(found.devices, home, client, _data(recipe, client, home), key=key)))
         say(f"{len(clients)} SuperNodes are coming up, each with a process that keeps the base model loaded.")
         config = {"recipe": recipe.model_dump_json(), "out": str(folder), "clients": len(clients)}
-        submit(link, folder / "server", config)
+        submit(found.runs, folder / "server", config, say)
     say("Everything is stopped.")
+
+
+def _data(recipe: "Recipe", client: str, home: Path) -> Path | None:
+    """Where a device of the demonstration finds its data; of folders of clients it has its own alone."""
+    path: Path | None = getattr(recipe.data, "path", None)
+    if recipe.data.kind != "folders" or path is None:
+        return path or getattr(recipe.data, "root", None)
+    (home / "data").mkdir(parents=True, exist_ok=True)
+    (home / "data" / client).symlink_to((path / client).resolve())
+    return home / "data"

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+from pydantic import TypeAdapter, ValidationError
+
+from coterie.engines.wire import Id
 from coterie.errors import Refused
 
 try:
@@ -13,11 +16,12 @@ try:
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
-    from cryptography.x509.oid import NameOID
+    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 except ImportError:  # pragma: no cover - it comes with Flower
     raise Refused("Flower is not installed", "Install the extra: pip install 'coterie[flower]'.") from None
 
 CA, CA_KEY, CERTIFICATE, KEY, CLIENTS = "ca.crt", "ca.key", "server.crt", "server.key", "clients"
+PUBLIC = ".pub"
 _ALWAYS = ("localhost", "127.0.0.1")  # the server's own machine, where runs are submitted
 _DAYS = 3 * 365
 _AUTHORITY = "coterie certificate authority"
@@ -26,7 +30,8 @@ _AUTHORITY = "coterie certificate authority"
 def make(folder: Path, hosts: Sequence[str], clients: Sequence[str]) -> None:
     """Make what is missing in a folder: a certificate authority, the server's certificate, and a key pair for each client.
 
-    Only `ca.crt` and a client's own private key go to its device; `ca.key` and `server.key` never leave the server.
+    Only `ca.crt` and a client's own private key go to its device, after which the latter is not needed here: a client whose public key is
+    there has its pair. `ca.key` and `server.key` never leave the server.
 
     Args:
         folder: Gets `ca.crt`, `ca.key`, `server.crt`, `server.key`, `clients/<id>` and `clients/<id>.pub`.
@@ -34,14 +39,16 @@ def make(folder: Path, hosts: Sequence[str], clients: Sequence[str]) -> None:
         clients: Ids.
 
     Raises:
-        Refused: The folder has a certificate for other hosts already, or is not writable.
+        Refused: An id cannot be one, the folder has a certificate for other hosts already, or is not writable.
     """
+    for client in clients:
+        _check(client)
     try:
         (folder / CLIENTS).mkdir(parents=True, exist_ok=True, mode=0o700)
         if not (folder / CERTIFICATE).exists():
             _make_certificates(folder, sorted({*hosts, *_ALWAYS}))
         for client in clients:
-            if not (folder / CLIENTS / client).exists():
+            if not (folder / CLIENTS / (client + PUBLIC)).exists():
                 _make_pair(folder / CLIENTS / client)
     except OSError as error:
         raise Refused(f"cannot write keys to {folder}: {error.strerror}", "Choose another folder.") from None
@@ -50,20 +57,38 @@ def make(folder: Path, hosts: Sequence[str], clients: Sequence[str]) -> None:
         raise Refused(problem, "Choose another folder, or delete its certificates: devices then need the new ca.crt.")
 
 
+def _check(client: str) -> None:
+    """Refuse an id that is none, or whose private key would look like a public one."""
+    try:
+        TypeAdapter(Id).validate_python(client)
+    except ValidationError:
+        raise Refused(f"--client {client!r}", "An id has letters, digits, '.', '_' and '-' only, and does not start with '.'.") from None
+    if client.endswith(PUBLIC):
+        raise Refused(f"--client {client!r}", f"That is how the file with a public key is called: choose an id without {PUBLIC}.")
+
+
 def _make_certificates(folder: Path, hosts: Sequence[str]) -> None:
     authority, own = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
-    root = _certificate(_AUTHORITY, authority.public_key()).add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-    leaf = _certificate("coterie server", own.public_key()).add_extension(
-        x509.SubjectAlternativeName(list(map(_name, hosts))), critical=False
+    root = (
+        _certificate(_AUTHORITY, authority.public_key(), authority.public_key())
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(signs=True), critical=True)
     )
-    leaf = leaf.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    leaf = (
+        _certificate("coterie server", own.public_key(), authority.public_key())
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(signs=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.SubjectAlternativeName(list(map(_name, hosts))), critical=False)
+    )
     for key, name in ((authority, CA_KEY), (own, KEY)):
         _write_private(folder / name, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
     for builder, name in ((root, CA), (leaf, CERTIFICATE)):
         (folder / name).write_bytes(builder.sign(authority, hashes.SHA384()).public_bytes(Encoding.PEM))
 
 
-def _certificate(name: str, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
+def _certificate(name: str, key: ec.EllipticCurvePublicKey, authority: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
+    """With the identifiers of keys that RFC 5280 wants, and Python since 3.13 insists on."""
     now = datetime.now(UTC)
     return (
         x509.CertificateBuilder()
@@ -73,7 +98,17 @@ def _certificate(name: str, key: ec.EllipticCurvePublicKey) -> x509.CertificateB
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - timedelta(hours=1))  # clocks differ
         .not_valid_after(now + timedelta(days=_DAYS))
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority), critical=False)
     )
+
+
+def _usage(signs: bool) -> x509.KeyUsage:
+    """What a key is for: signing certificates, or the server's part of TLS."""
+    no = dict.fromkeys(
+        ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "encipher_only", "decipher_only"), False
+    )
+    return x509.KeyUsage(digital_signature=not signs, key_cert_sign=signs, crl_sign=signs, **no)
 
 
 def _name(host: str) -> x509.GeneralName:
@@ -92,8 +127,9 @@ def _hosts(path: Path) -> list[str]:
 def _make_pair(path: Path) -> None:
     """A key pair as `ssh-keygen -t ecdsa -b 384` makes it: Flower knows no other kind."""
     key = ec.generate_private_key(ec.SECP384R1())
-    path.with_name(f"{path.name}.pub").write_bytes(key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n")
+    path.unlink(missing_ok=True)  # of a former pair, whose public key was taken away
     _write_private(path, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
+    path.with_name(path.name + PUBLIC).write_bytes(key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n")
 
 
 def _write_private(path: Path, content: bytes) -> None:

@@ -7,7 +7,9 @@ hands the request on to this process, over a socket in a folder of the device's 
 import os
 import socket
 import stat
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -16,6 +18,7 @@ from coterie.errors import Refused, TensorError
 
 SOCKET = "resident.sock"
 _KEY = "resident.key"  # who can read it may ask
+_LONGEST = 100  # bytes of the path of a socket; Linux takes 107, macOS 103
 _MOST = 1 << 20  # bytes of a request or reply without its tensors
 
 Answer = Callable[[str, bytes], tuple[str, bytes]]  # (request, tensors) -> (reply, tensors)
@@ -33,13 +36,12 @@ def serve(home: Path, answer: Answer, ready: Callable[[], None]) -> None:
         Refused: Another process serves this folder already, or the folder cannot be had.
     """
     home.mkdir(parents=True, exist_ok=True, mode=0o700)
-    path = home / SOCKET
-    if _alive(path):
+    if _alive(home):
         raise Refused(f"{home} is served by another process already", "One client has one folder: choose another --home, or stop that one.")
-    path.unlink(missing_ok=True)
+    (home / SOCKET).unlink(missing_ok=True)
     key = _new_key(home / _KEY)
-    with Listener(str(path), "AF_UNIX", authkey=key) as listener:
-        path.chmod(stat.S_IRUSR | stat.S_IWUSR)
+    with _address(home) as address, Listener(address, "AF_UNIX", authkey=key) as listener:
+        (home / SOCKET).chmod(stat.S_IRUSR | stat.S_IWUSR)
         ready()
         while True:
             try:
@@ -67,7 +69,7 @@ def ask(home: Path, text: str, body: bytes) -> tuple[str, bytes]:
         TensorError: Nobody serves there, the process ended while it worked, or was started again with another key at this moment.
     """
     try:
-        with Client(str(home / SOCKET), "AF_UNIX", authkey=(home / _KEY).read_bytes()) as connection:
+        with _address(home) as address, Client(address, "AF_UNIX", authkey=(home / _KEY).read_bytes()) as connection:
             connection.send_bytes(text.encode())
             connection.send_bytes(body)
             return connection.recv_bytes(_MOST).decode(), connection.recv_bytes()
@@ -77,11 +79,22 @@ def ask(home: Path, text: str, body: bytes) -> tuple[str, bytes]:
         ) from None
 
 
-def _alive(path: Path) -> bool:
+@contextmanager
+def _address(home: Path) -> Iterator[str]:
+    """The path of the socket; by a detour where systems would find it too long."""
+    if len(os.fsencode(home / SOCKET)) <= _LONGEST:
+        yield str(home / SOCKET)
+        return
+    with tempfile.TemporaryDirectory(prefix="coterie-") as short:
+        (Path(short) / "home").symlink_to(home.resolve())
+        yield f"{short}/home/{SOCKET}"
+
+
+def _alive(home: Path) -> bool:
     """Whether somebody listens."""
-    with socket.socket(socket.AF_UNIX) as probe:
+    with _address(home) as address, socket.socket(socket.AF_UNIX) as probe:
         try:
-            probe.connect(str(path))
+            probe.connect(address)
         except OSError:
             return False
     return True

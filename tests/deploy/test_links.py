@@ -1,0 +1,193 @@
+"""What a device and a server refuse before anything starts, and that imports stay light."""
+
+import json
+import re
+import socket
+import subprocess
+import sys
+import threading
+import tomllib
+from pathlib import Path
+from typing import cast
+
+import pytest
+from terminals import left, until
+from typer.testing import CliRunner
+
+from coterie import deploy, keys
+from coterie.cli import app
+from coterie.deploy import Link, Node, Supervisor
+from coterie.errors import Refused
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def refused(*arguments: str) -> str:
+    """What the command line says to arguments that it refuses."""
+    done = CliRunner().invoke(app, list(arguments))
+    assert done.exit_code == 2, done.output
+    return done.output
+
+
+@pytest.mark.parametrize("address", ["localhost", ":9500", "localhost:", "localhost:http", ""])
+def test_an_address_is_a_host_and_a_port(address: str) -> None:
+    with pytest.raises(Refused, match="HOST:PORT"):
+        Link(address, None).check()
+
+
+def test_what_a_device_needs(tmp_path: Path) -> None:
+    keys.make(tmp_path, [], ["ann"])
+    link, key = Link("127.0.0.1:9", tmp_path / "ca.crt"), tmp_path / "clients/ann"
+    Node(link, tmp_path / "home", key=key, data=tmp_path).check()
+    for node, problem in (
+        (Node(Link(link.address, tmp_path / "other.crt"), tmp_path, key=key), r"other\.crt.*authority"),
+        (Node(link, tmp_path), "needs its private key"),
+        (Node(link, tmp_path, key=tmp_path / "bob"), "bob.*private key is not there"),
+        (Node(link, tmp_path, key=key, data=tmp_path / "nothing"), "--data.*nothing does not exist"),
+    ):
+        with pytest.raises(Refused, match=problem):
+            node.check()
+
+
+def test_nobody_may_be_there_and_that_is_no_mistake(tmp_path: Path) -> None:
+    keys.make(tmp_path, [], [])
+    for ca in (None, tmp_path / "ca.crt"):
+        assert not Link(f"127.0.0.1:{deploy.free_port()}", ca).answers("fleet")
+
+
+def test_the_configuration_of_a_node_survives_flowers_parser(tmp_path: Path) -> None:
+    from flwr.common.config import parse_config_args
+
+    home = tmp_path / "a b='c'"
+    node = Node(Link("127.0.0.1:9", None), home, "ann", tmp_path)
+    command = node.supernode()
+    assert parse_config_args([command[command.index("--node-config") + 1]]) == {
+        "home": str(home),
+        "client": "ann",
+        "data": str(tmp_path),
+        "resident": True,
+    }
+
+
+def test_the_project_is_the_app_that_is_submitted() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
+    assert {key: project[key] for key in ("publisher", "components", "config")} == tomllib.loads(deploy.APP)["tool"]["flwr"]["app"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["server"], "--keys"),
+        (["server", "--keys", "nowhere"], "coterie keys"),
+        (["server", "--keys", "nowhere", "--insecure"], "--insecure"),
+        (["client", "--server", "localhost:9"], "--ca and --key"),
+        (["client", "--server", "localhost:9", "--ca", "pyproject.toml"], "authority"),
+        (["client", "--server", "localhost:9", "--ca", "a", "--insecure"], "--insecure"),
+        (["client", "--server", "localhost", "--insecure"], "HOST:PORT"),
+        (["client", "--server", "localhost:9", "--insecure", "--data", "nowhere"], "--data"),
+        (["submit", "quickstart", "--server", "localhost:9"], "--ca or --insecure"),
+        (["submit", "quickstart", "--server", "localhost:9", "--insecure", "--resume"], "--out"),
+        (["submit", "quickstart", "--server", "localhost:9", "--insecure", "--set", "method.rounds=x"], "method.rounds"),
+        (["submit", "quickstart", "--server", "localhost:9", "--insecure"], "nobody answers"),
+        (["deploy"], "--demo"),
+        (["deploy", "--demo", "--recipe", "nothing"], "nothing"),
+    ],
+)
+def test_the_command_line_says_which_option_is_wrong(
+    arguments: list[str], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert named in refused(*arguments)
+    assert not list(tmp_path.iterdir())
+
+
+def test_ports_that_are_taken_are_refused(tmp_path: Path) -> None:
+    keys.make(tmp_path / "keys", [], ["ann"])
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port, free = str(taken.getsockname()[1]), str(deploy.free_port())
+        common = ["server", "--keys", str(tmp_path / "keys"), "--host", "127.0.0.1", "--home", str(tmp_path / "home")]
+        assert f"port {port} is taken\n  Choose another --port." in refused(*common, "--port", port, "--runs-port", free)
+        assert "Choose another --runs-port." in refused(*common, "--port", free, "--runs-port", port)
+    assert "--port and --runs-port" in refused(*common, "--port", free, "--runs-port", free)
+    assert "--runs-port" in refused(*common, "--port", "65535")
+
+
+@pytest.mark.parametrize(
+    ("code", "without"),
+    [
+        ("from coterie.cli import app; app(['--help'], standalone_mode=False)", ("torch", "flwr", "cryptography")),
+        ("import coterie.apps", ("torch", "transformers")),
+        ("import coterie.deploy", ("torch", "flwr")),
+    ],
+)
+def test_heavy_libraries_wait_until_they_are_needed(code: str, without: tuple[str, ...]) -> None:
+    told = f"{code}\nimport sys; print('loaded', *(name for name in {without!r} if name in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
+    assert re.search(r"^loaded\n\Z", done.stdout, re.MULTILINE), done.stdout[-500:]
+
+
+def test_what_a_program_starts_in_groups_of_their_own_ends_with_it(tmp_path: Path) -> None:
+    """Flower's programs start others like that, and some do not end when they are asked to."""
+    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    parent = (
+        f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {stubborn!r}], start_new_session=True); time.sleep(600)"
+    )
+    for dies_before in (False, True):
+        log = tmp_path / f"{dies_before}.log"
+        program = deploy.Program([sys.executable, "-c", parent], tmp_path, log)
+        until(lambda log=log: "up" in log.read_text(), "the grandchild")
+        assert len(left(tmp_path)) == 2
+        if dies_before:
+            program.kill()
+        program.stop(patience=0.5)
+        assert not left(tmp_path)
+
+
+def test_a_supervisor_starts_again_what_has_ended_and_says_why_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Node, "supernode", lambda node: ["sh", "-c", "echo '[code: 2004] Failed to activate SuperNode.'"])
+    monkeypatch.setattr(deploy, "_AGAIN_S", 0.05)
+    said: list[str] = []
+    with deploy.device(Node(Link("127.0.0.1:9", None), tmp_path, resident=False)) as supervisor:
+        threading.Thread(target=lambda: said.extend(supervisor.watch()), daemon=True).start()  # extend takes each line as it comes
+        until(lambda: (tmp_path / "supernode.log").read_text().count("2004") >= 4, "it was started again and again")
+        monkeypatch.setattr(Supervisor, "look", lambda self: [])
+    assert said == [
+        "The supernode ended and is started again. [code: 2004] Failed to activate SuperNode."
+        " The server does not know its key, or takes its predecessor for alive, for a minute at most."
+    ]
+    assert not left(tmp_path)
+
+
+def test_a_server_knows_the_devices_whose_keys_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what Flower's commands answer written down: a key that had a node once is refused for good."""
+    seen: list[str] = []
+
+    def flower(arguments: list[str], home: Path) -> str:
+        action, what = arguments[1:3]
+        if action == "unregister":
+            seen.append(f"- {what}")
+            return ""
+        key = Path(what).read_text()
+        if key in used:
+            return json.dumps({"success": False, "error-message": "Public key already in use"})
+        used[key] = f"node of {Path(what).stem}"
+        seen.append(f"+ {used[key]}")
+        return json.dumps({"success": True, "node-id": used[key]})
+
+    used: dict[str, str] = {}
+    monkeypatch.setattr(deploy, "flwr", flower)
+    keys.make(tmp_path, [], ["ann", "ben"])
+    link, process = Link("127.0.0.1:9", None), cast("deploy.Program", None)
+    first = deploy.Server(link, link, tmp_path, tmp_path, process, {})
+    assert list(first.look()) == ["The device of ann is known now.", "The device of ben is known now."]
+    assert list(first.look()) == []
+    (tmp_path / "clients/ann.pub").rename(tmp_path / "ann.pub")
+    assert list(first.look()) == ["The device of ann is shut out: its public key has gone."]
+    (tmp_path / "ann.pub").rename(tmp_path / "clients/ann.pub")
+    assert [line.partition(" was refused")[1] for line in first.look()] == [" was refused"]
+    assert list(first.look()) == []
+    second = deploy.Server(link, link, tmp_path, tmp_path, process, json.loads((tmp_path / deploy.NODES).read_text()))
+    (tmp_path / "clients/ann.pub").unlink()
+    assert list(second.look()) == []
+    assert seen == ["+ node of ann", "+ node of ben", "- node of ann"]
+    assert list(deploy.Server(link, link, None, tmp_path, process, {}).look()) == []
