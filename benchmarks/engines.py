@@ -42,14 +42,14 @@ def folders(root: Path, clients: int) -> Path:
     return root
 
 
-def the_recipe(data: Path, rounds: int, engine: str) -> Recipe:
+def the_recipe(data: Path, rounds: int, engine: str, steps: int = 5, batch: int = 8) -> Recipe:
     return recipe.validate(
         {
             "name": "engines",
             "data": {"kind": "folders", "path": str(data), "valid_tokens": 200, "test_tokens": 200},
             "model": {"base": "embedded", "context": 64},
-            "method": {"name": "fedavg", "rounds": rounds, "local_steps": 5},
-            "training": {"batch_size": 8},
+            "method": {"name": "fedavg", "rounds": rounds, "local_steps": steps},
+            "training": {"batch_size": batch},
             "engine": engine,
             "samples": False,
         },
@@ -100,7 +100,7 @@ def bare(chosen: Recipe) -> Callable[[], None]:
     return one_round
 
 
-def beside_the_bare_loop(chosen: Recipe, folder: Path) -> dict[str, float]:
+def beside_the_bare_loop(chosen: Recipe, folder: Path) -> dict[str, Any]:
     """Seconds of a round, bare and in process with all that a run does; rounds alternate, for the machine is never the same twice."""
     loop = bare(chosen)
     execution = run.Execution(prepare(chosen), folder, Reporter(), "", OnThisMachine("inprocess"))
@@ -113,7 +113,8 @@ def beside_the_bare_loop(chosen: Recipe, folder: Path) -> dict[str, float]:
             one_round()
             times[name].append(time.perf_counter() - start)
     execution.metrics.close()
-    return {name: statistics.median(found[1:]) for name, found in times.items()}
+    found = {name: {"seconds_per_round": statistics.median(own[1:])} for name, own in times.items()}
+    return found | {"ratio": statistics.median(ours / bare for ours, bare in zip(times["inprocess"][1:], times["bare"][1:], strict=True))}
 
 
 def whole(chosen: Recipe, folder: Path) -> dict[str, Any]:
@@ -144,6 +145,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, nargs="+", default=[4, 32, 100])
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=5, help="local steps of a client in a round")
+    parser.add_argument("--batch", type=int, default=8, help="windows of a step")
     parser.add_argument("--deployed", type=int, default=4, help="at most so many clients are deployed")
     parser.add_argument("--without-resident", action="store_true")
     parser.add_argument("--json", type=Path)
@@ -153,11 +156,12 @@ def main() -> None:
         for n in args.clients:
             root = Path(folder) / str(n)
             data = folders(root / "data", n)
-            row: dict[str, Any] = {"seconds_per_round": beside_the_bare_loop(the_recipe(data, args.rounds, "inprocess"), root / "pair")}
+            work = {"steps": args.steps, "batch": args.batch}
+            row: dict[str, Any] = beside_the_bare_loop(the_recipe(data, args.rounds, "inprocess", **work), root / "pair")
             for engine in ("loopback", "flower"):
-                row[engine] = whole(the_recipe(data, args.rounds, engine), root / engine)
+                row[engine] = whole(the_recipe(data, args.rounds, engine, **work), root / engine)
             if n <= args.deployed:
-                spread = recipe.changed(the_recipe(data, args.rounds, "flower"), {"checkpoint_every": args.rounds // 2})
+                spread = recipe.changed(the_recipe(data, args.rounds, "flower", **work), {"checkpoint_every": args.rounds // 2})
                 row["deployed"] = deployed(spread, root / "deployed", not args.without_resident)
             found[str(n)] = row
             print(json.dumps({n: row}), flush=True)

@@ -68,6 +68,7 @@ _MARK = "COTERIE_PROGRAM"
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_ERROR = re.compile(r"ERROR +:")
 _CHATTER = re.compile(r"INFO +:|Using SuperLink|Successfully installed|$")  # of Flower's, between the lines of a run
 
 
@@ -546,8 +547,13 @@ def _follow(run: str, home: Path, say: Callable[[str], None]) -> None:
     arguments, env = [program("flwr"), "log", run, NAME, "--stream"], environment(home) | {"PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(arguments, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace") as log:
         try:
+            failed = False
             for line in log.stdout or ():
-                if not _CHATTER.match(plain := _COLOUR.sub("", line.rstrip())):
+                plain = _COLOUR.sub("", line.rstrip())
+                failed = failed or plain.startswith("coterie: ")
+                if failed and _ERROR.match(plain):  # the same again, with the way that it took through Flower
+                    return
+                if not _CHATTER.match(plain):
                     say(plain)
         finally:
             log.terminate()
@@ -567,7 +573,7 @@ def _finish(run: str, home: Path) -> None:
         raise ClientError(f"the run ended as {found.removeprefix('finished:')}", remedy)
 
 
-def demo(recipe: "Recipe", clients: Sequence[str], out: Path, say: Callable[[str], None]) -> None:
+def demo(recipe: "Recipe", clients: Sequence[str], out: Path, say: Callable[[str], None], resident: bool = True) -> None:
     """A server and real devices on this machine, encrypted and with keys; a recipe runs on them, and nothing is left running.
 
     Args:
@@ -575,6 +581,7 @@ def demo(recipe: "Recipe", clients: Sequence[str], out: Path, say: Callable[[str
         clients: Of its data, all of which are on this machine.
         out: The run's folder; what devices keep goes to `devices/<id>` in it.
         say: Is told in a line what happens.
+        resident: Whether each device has a process that keeps the base model loaded.
 
     Raises:
         Refused: As `server` and `submit`.
@@ -593,8 +600,9 @@ def demo(recipe: "Recipe", clients: Sequence[str], out: Path, say: Callable[[str
             say(line)
         for client in clients:
             home, key = folder / "devices" / client, own / keys.CLIENTS / client
-            stack.enter_context(device(Node(found.devices, home, client, _data(recipe, client, home), key=key)))
-        say(f"{len(clients)} SuperNodes are coming up, each with a process that keeps the base model loaded.")
+            node = Node(found.devices, home, client, _data(recipe, client, home), key=key, resident=resident)
+            stack.enter_context(device(node))
+        say(f"{len(clients)} SuperNodes are coming up{', each with a process that keeps the base model loaded' * resident}.")
         config = {"recipe": recipe.model_dump_json(), "out": str(folder), "clients": len(clients)}
         submit(found.runs, folder / "server", config, say)
     say("Everything is stopped.")

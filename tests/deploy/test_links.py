@@ -191,3 +191,19 @@ def test_a_server_knows_the_devices_whose_keys_are_there(tmp_path: Path, monkeyp
     assert list(second.look()) == []
     assert seen == ["+ node of ann", "+ node of ben", "- node of ann"]
     assert list(deploy.Server(link, link, None, tmp_path, process, {}).look()) == []
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_what_a_run_prints_is_shown_without_flowers_own_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed: bool) -> None:
+    problem = "coterie: runs/a already holds a run\n  Choose another --out.\n"
+    lines = "Using SuperLink: coterie (127.0.0.1:9)\n"
+    lines += "\x1b[92mINFO \x1b[0m:      Starting\n  round 1/2  loss 3.1\n\n\x1b[93mWARNING \x1b[0m:   odd\n"
+    error = "\x1b[91mERROR \x1b[0m:     ServerApp raised an exception\nTraceback (most recent call last):\n"
+    log = tmp_path / "flwr"
+    log.write_text(f"#!/bin/sh\ncat <<'END'\n{lines}{problem if failed else ''}{error}END\n")
+    log.chmod(0o755)
+    monkeypatch.setattr(deploy, "program", lambda name: str(log))
+    said: list[str] = []
+    deploy._follow("1", tmp_path, said.append)
+    last = problem.splitlines() if failed else ["ERROR :     ServerApp raised an exception", "Traceback (most recent call last):"]
+    assert said == ["  round 1/2  loss 3.1", "WARNING :   odd", *last]
