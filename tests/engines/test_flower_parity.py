@@ -219,7 +219,8 @@ def test_every_method_over_messages(
 
     def loaded(*recipe: object, **kind: object) -> Prepared:
         own: Any = SimpleNamespace(threads=1, base=BASE, federation=world.federation)
-        return Prepared(None, method_of(name), own, site, there.clients)  # type: ignore[arg-type]
+        asked: Any = SimpleNamespace(secure=False)
+        return Prepared(asked, method_of(name), own, site, there.clients)
 
     monkeypatch.setattr(devices_module, "_loaded", loaded)
     grid = simulated_nodes(len(site.data))
