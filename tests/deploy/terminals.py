@@ -120,6 +120,9 @@ def terminals(folder: Path) -> Iterator[Callable[..., Terminal]]:
         for terminal in reversed(opened):
             if terminal.process.poll() is None:
                 terminal.stop()
+    end = time.monotonic() + MINUTE  # what Flower's own programs started looks every few seconds whether they are still there
+    while left(folder) and time.monotonic() < end:
+        time.sleep(0.5)
     assert not left(folder), left(folder)
 
 
