@@ -38,7 +38,7 @@ class Prepared:
 
     def noise(self, secret: bool, round: int, phase: int) -> torch.Generator:
         """For the server's noise: from the run's seed, or from what only this machine knows."""
-        return outbound(self.recipe, self.clients, secret).generator("noise", round, phase, "")
+        return Outbound(self.recipe.seed, secret=secret).generator("noise", round, phase, "")
 
 
 def prepare(recipe: Recipe) -> Prepared:
@@ -93,15 +93,19 @@ def outbound(recipe: Recipe, clients: Sequence[ClientId], secret: bool = False) 
     return Outbound(recipe.seed, recipe.privacy, recipe.attack, attackers, secret)
 
 
+def _beyond_sums(field: str, recipe: Recipe, method: Method) -> list[str]:
+    """What is wrong with a field that is for methods whose server needs sums alone, by `Method.sums`."""
+    if method.sums:
+        return []
+    able = "fedavg, comigs-1g1s and ditto with aggregation rule mean, weighting uniform"
+    return [f"{field}: {recipe.method['name']} needs more of its clients than the uniform mean of their updates; possible with {able}"]
+
+
 def _check_privacy(recipe: Recipe, method: Method, modality: Modality, layout: Layout) -> None:
     """Refuse privacy for what it would not protect. Raises RecipeError."""
     if recipe.privacy is None:
         return
-    name, model = recipe.method["name"], modality.trainable(layout)
-    mistakes = []
-    if not method.sums:
-        able = "fedavg, comigs-1g1s and ditto with aggregation rule mean, weighting uniform"
-        mistakes.append(f"privacy: {name} needs more of its clients than the uniform mean of their updates; possible with {able}")
+    model, mistakes = modality.trainable(layout), _beyond_sums("privacy", recipe, method)
     if isinstance(model, Classifier) and model.statistics is not None and model.buffers():
         mistakes.append("privacy: running statistics travel with the network, and noise would break them; use model.norm group or local")
     if mistakes:
@@ -112,10 +116,7 @@ def _check_secure(recipe: Recipe, method: Method, clients: Sequence[ClientId]) -
     """Refuse secure aggregation where the server needs more than a sum, or nobody would carry it. Raises RecipeError."""
     if not recipe.secure:
         return
-    name, mistakes = recipe.method["name"], []
-    if not method.sums:
-        able = "fedavg, comigs-1g1s and ditto with aggregation rule mean, weighting uniform"
-        mistakes.append(f"secure: {name} needs more of its clients than the uniform mean of their updates; possible with {able}")
+    mistakes = _beyond_sums("secure", recipe, method)
     if recipe.engine != "flower":
         mistakes.append(f"secure: engine {recipe.engine} has no secure aggregation; use engine: flower")
     if recipe.privacy is not None and recipe.privacy.where == "central":
