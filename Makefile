@@ -23,9 +23,8 @@ format: $(INSTALLED)  ## let ruff rewrite the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-benchmarks: $(INSTALLED)  ## measure the local step and the memory of clients on this machine
-	$(BIN)/python benchmarks/local_step.py
-	$(BIN)/python benchmarks/clients.py
+benchmarks: $(INSTALLED)  ## measure speed, memory and scale on this machine, and compare with what was aimed at (hours)
+	$(BIN)/python benchmarks/suite.py
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "coterie needs Python 3.11 or newer: make PYTHON=python3.12 ..."; exit 1; }

@@ -10,9 +10,7 @@ this machine with TLS and keys, and a resident process each; `--deployed 0` leav
 import argparse
 import json
 import os
-import platform
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import in_turns, ratios, report
 
 from coterie import deploy, recipe, run
 from coterie.client import Client
@@ -106,22 +105,16 @@ def beside_the_bare_loop(chosen: Recipe, folder: Path) -> dict[str, Any]:
     execution = run.Execution(prepare(chosen), folder, Reporter(), "", OnThisMachine("inprocess"))
     folder.mkdir(parents=True)
     execution.started, execution.metrics = time.monotonic(), run.MetricsFile(folder)
-    times: dict[str, list[float]] = {"bare": [], "inprocess": []}
-    for _ in range(chosen.method["rounds"] - 1):
-        for name, one_round in (("bare", loop), ("inprocess", execution._one_round)):
-            start = time.perf_counter()
-            one_round()
-            times[name].append(time.perf_counter() - start)
+    found = ratios(in_turns({"bare": loop, "inprocess": execution._one_round}, chosen.method["rounds"] - 2), "bare")
     execution.metrics.close()
-    found = {name: {"seconds_per_round": statistics.median(own[1:])} for name, own in times.items()}
-    return found | {"ratio": statistics.median(ours / bare for ours, bare in zip(times["inprocess"][1:], times["bare"][1:], strict=True))}
+    return {f"{name}_s": own["seconds"] for name, own in found.items()} | {"ratio": found["inprocess"]["ratio"]}
 
 
 def whole(chosen: Recipe, folder: Path) -> dict[str, Any]:
     """Seconds of a round in a whole run, and bytes on the wire beside those of the tensors."""
     watch = Stopwatch()
     result = run.run(chosen, folder, reporter=watch)[-1]
-    return {"seconds_per_round": statistics.median(watch.seconds)} | wire(folder, result)
+    return {f"{chosen.engine}_s": statistics.median(watch.seconds)} | wire(folder, result)
 
 
 def wire(folder: Path, result: dict[str, Any]) -> dict[str, Any]:
@@ -129,7 +122,7 @@ def wire(folder: Path, result: dict[str, Any]) -> dict[str, Any]:
     newest = sorted((folder / "checkpoints").glob("round-*"))[-1]
     sent = json.loads((newest / "checkpoint.json").read_text())["progress"].get("engine", {}).get("traffic")
     shared = sum(client[key] for client in result["clients"].values() for key in ("bytes_up", "bytes_down"))
-    return {} if sent is None else {"bytes": sum(sent), "tensor_bytes": shared}
+    return {} if sent is None else {"bytes": sum(sent), "tensor_bytes": shared, "bytes_ratio": sum(sent) / shared}
 
 
 def deployed(chosen: Recipe, folder: Path, resident: bool) -> dict[str, Any]:
@@ -138,7 +131,7 @@ def deployed(chosen: Recipe, folder: Path, resident: bool) -> dict[str, Any]:
     deploy.demo(chosen, clients, folder, lambda line: print(f"  {line}", flush=True), resident=resident)
     before, after = (path.stat().st_mtime for path in sorted((folder / "checkpoints").glob("round-*")))
     every = chosen.checkpoint_every
-    return {"seconds_per_round": (after - before) / every} | wire(folder, json.loads((folder / "result.json").read_text()))
+    return {"deployed_s": (after - before) / every} | wire(folder, json.loads((folder / "result.json").read_text()))
 
 
 def main() -> None:
@@ -151,27 +144,21 @@ def main() -> None:
     parser.add_argument("--without-resident", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    found: dict[str, Any] = {}
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         for n in args.clients:
             root = Path(folder) / str(n)
             data = folders(root / "data", n)
             work = {"steps": args.steps, "batch": args.batch}
-            row: dict[str, Any] = beside_the_bare_loop(the_recipe(data, args.rounds, "inprocess", **work), root / "pair")
+            row: dict[str, Any] = {"clients": n} | beside_the_bare_loop(the_recipe(data, args.rounds, "inprocess", **work), root / "pair")
             for engine in ("loopback", "flower"):
-                row[engine] = whole(the_recipe(data, args.rounds, engine, **work), root / engine)
+                row |= whole(the_recipe(data, args.rounds, engine, **work), root / engine)
+            row["deployed_s"] = None
             if n <= args.deployed:
                 spread = recipe.changed(the_recipe(data, args.rounds, "flower", **work), {"checkpoint_every": args.rounds // 2})
-                row["deployed"] = deployed(spread, root / "deployed", not args.without_resident)
-            found[str(n)] = row
-            print(json.dumps({n: row}), flush=True)
-    about = {
-        "command": f"python benchmarks/engines.py {' '.join(sys.argv[1:])}",
-        "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count(), "threads": torch.get_num_threads()},
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
-    }
-    if args.json:
-        args.json.write_text(json.dumps(about | {"clients": found}, indent=2) + "\n")
+                row |= deployed(spread, root / "deployed", not args.without_resident)
+            rows.append(row)
+    report(rows, args.json, work=work, resident=not args.without_resident)
 
 
 if __name__ == "__main__":

@@ -1,52 +1,62 @@
-"""What a mixture of experts costs: one local expert step's gradient (without the optimiser), against a single LoRA of equal active rank.
+"""What a mixture of experts costs: the gradient of a local expert step, without the optimiser, against a single LoRA of equal active rank.
 
-    python benchmarks/local_step.py [--shape embedded|gpt2] [--threads 1] [--device cpu] [--dtype fp32] [--json FILE]
+    python benchmarks/local_step.py [--shape embedded|gpt2|llama1b] [--blocks N] [--threads 1] [--device cpu] [--dtype fp32] [--json FILE]
 
-Random weights; only the shapes matter. Medians of interleaved repeats in one process, ratios taken within each repeat, since the machine
-may be shared (`best`: of the fastest repeats, which neighbours disturbed least); memory is what the forward pass keeps for the backward
-pass, parameters apart, and on CUDA the peak that the allocator saw.
+Random weights; only the shapes matter. `step`: the whole model, head and loss included. `layer`: the MLP of one block with its experts,
+forward and backward, which is where the naive formula differs. Everything takes turns in one process, and ratios are taken within each
+repeat, since the machine may be shared (`best_ratio`: of the fastest repeats, which neighbours disturbed least). `kept_mb` is what the
+forward pass keeps for the backward pass, `peak_mb` the most that a step has allocated at once, both without parameters. The floor is the
+frozen base alone: forward, and backward to the activations.
 """
 
 import argparse
-import json
-import statistics
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
+from common import RESULTS, in_turns, ratios, report
 from torch import Tensor, nn
 
-from coterie.models.adapter import Layout
 from coterie.models.backbone import DTYPES, Backbone
 from coterie.models.language import LanguageModel
+from coterie.models.layout import Layout
+from coterie.models.loss import head_loss
 from coterie.models.mixture import FrozenMLP, Mixture
 from coterie.models.routing import Routing
 from coterie.roles import GENERALIST, SPECIALIST
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-SHAPES = {"embedded": (16, 128), "gpt2": (2, 128)}  # batch size, context
+SHAPES = {"embedded": (16, 128, 4), "gpt2": (2, 128, 12), "llama1b": (1, 128, 2)}  # batch size, context, blocks
 REFERENCE = "single LoRA, rank 16"
+FLOOR = "frozen base (floor)"
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+Forward = Callable[[Tensor, FrozenMLP, list[Routing] | None], Tensor]
 
 
-def base(shape: str, blocks: int | None) -> nn.Module:
+def base(shape: str, blocks: int) -> nn.Module:
     """The base model of one shape, with random weights."""
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     if shape == "gpt2":
-        return GPT2LMHeadModel(GPT2Config(n_layer=blocks or 2))
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=4096,
-            hidden_size=256,
-            intermediate_size=688,
-            num_hidden_layers=blocks or 4,
-            num_attention_heads=4,
-            max_position_embeddings=256,
-        )
-    )
+        return GPT2LMHeadModel(GPT2Config(n_layer=blocks))
+    sizes = {
+        "embedded": {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 4},
+        "llama1b": {  # Llama 3.2 1B
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "tie_word_embeddings": True,
+        },
+    }
+    return LlamaForCausalLM(LlamaConfig(**sizes[shape], num_hidden_layers=blocks, max_position_embeddings=256))
 
 
 def experts(module: Mixture) -> list[dict[str, tuple[Tensor, Tensor]]]:
@@ -54,24 +64,25 @@ def experts(module: Mixture) -> list[dict[str, tuple[Tensor, Tensor]]]:
     return [{name: (lora.A[j], lora.B[j]) for name, lora in stack.items()} for stack in stacks for j in range(len(stack["down"].A))]
 
 
-def weight(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
-    return (layer.weight.T if hasattr(layer, "nf") else layer.weight), layer.bias  # type: ignore[return-value,union-attr]
+def weight(layer: Any) -> tuple[Tensor, Tensor | None]:
+    return (layer.weight.T if hasattr(layer, "nf") else layer.weight), layer.bias
 
 
-def naive(module: Mixture) -> Callable[[Tensor, FrozenMLP, list[Routing] | None], Tensor]:
-    """The oracle in the place of the cheap evaluation: every expert runs the full MLP."""
+def naive(module: Mixture) -> Forward:
+    """The oracle in the place of the cheap evaluation: every expert runs the full MLP, as the published code does."""
     from oracle import mixture as oracle
 
     def forward(x: Tensor, frozen: FrozenMLP, record: list[Routing] | None = None) -> Tensor:
         tokens = x.flatten(0, -2)
-        weights = module.router(tokens).weights.to(x.dtype)
+        weights = module.router(tokens).weights.to(x.dtype)  # type: ignore[misc]
         layers = dict(zip((*module.first, "down"), map(weight, (*frozen.first, frozen.down)), strict=True))
-        return oracle.mixture(tokens, layers, experts(module), weights, module.gamma, frozen.activation.forward).view_as(x)
+        y: Tensor = oracle.mixture(tokens, layers, experts(module), weights, module.gamma, frozen.activation.forward)
+        return y.view_as(x)
 
     return forward
 
 
-def autograd(module: Mixture) -> Callable[[Tensor, FrozenMLP, list[Routing] | None], Tensor]:
+def autograd(module: Mixture) -> Forward:
     """One LoRA beside each layer, as every LoRA library writes it: nothing is recomputed, everything is kept."""
 
     def forward(x: Tensor, frozen: FrozenMLP, record: list[Routing] | None = None) -> Tensor:
@@ -79,7 +90,8 @@ def autograd(module: Mixture) -> Callable[[Tensor, FrozenMLP, list[Routing] | No
 
         def layer(frozen: nn.Module, name: str, x: Tensor) -> Tensor:
             A, B = loras[name]
-            return frozen(x) + module.gamma * nn.functional.linear(nn.functional.linear(x, A.to(x.dtype)), B.to(x.dtype))
+            y: Tensor = frozen(x) + module.gamma * nn.functional.linear(nn.functional.linear(x, A.to(x.dtype)), B.to(x.dtype))
+            return y
 
         h = [layer(frozen, name, x) for frozen, name in zip(frozen.first, module.first, strict=True)]
         hidden = frozen.activation.forward(h[0])
@@ -88,43 +100,75 @@ def autograd(module: Mixture) -> Callable[[Tensor, FrozenMLP, list[Routing] | No
     return forward
 
 
-def variants(backbone: Backbone) -> dict[str, LanguageModel]:
-    single = Layout(generalists=1, specialists=0, mlp_rank=16)
-    layouts = {
-        REFERENCE: (single, None),
-        "the same by plain autograd": (single, autograd),
-        "1G1S": (Layout(), None),
-        "1G3S, top 2": (Layout(specialists=3), None),
-        "1G3S, top 4": (Layout(specialists=3, top_k=4), None),
-        "1G1S, naive formula": (Layout(), naive),
-    }
-    models = {}
-    for name, (layout, replaced) in layouts.items():
-        models[name] = model = LanguageModel(backbone, layout)
-        for parameter in model.adapter.parameters():
-            nn.init.normal_(parameter, std=0.02)
-        for module in model.adapter.modules():
-            if isinstance(module, Mixture) and replaced is not None:
-                module.forward = replaced(module)  # type: ignore[method-assign]
-    return models
+LAYOUTS: dict[str, tuple[Layout, Callable[[Mixture], Forward] | None]] = {
+    REFERENCE: (Layout(generalists=1, specialists=0, mlp_rank=16), None),
+    "the same by plain autograd": (Layout(generalists=1, specialists=0, mlp_rank=16), autograd),
+    "1G1S": (Layout(), None),
+    "1G3S, top 2": (Layout(specialists=3), None),
+    "1G7S, top 2": (Layout(specialists=7), None),
+    "1G3S, top 4": (Layout(specialists=3, top_k=4), None),
+    "1G1S, naive formula": (Layout(), naive),
+    "1G3S, top 4, naive formula": (Layout(specialists=3, top_k=4), naive),
+}
 
 
-def step(model: LanguageModel, batch: Tensor) -> None:
-    roles = model.parameters_by_role()
-    model.gradient(batch, [*roles[GENERALIST].values(), *roles[SPECIALIST].values()])
-    if batch.is_cuda:
-        torch.cuda.synchronize()
+@dataclass(frozen=True)
+class Work:
+    """Something to measure, and whether its parameters count as its own memory."""
+
+    go: Callable[[], object]
+    parameters: Sequence[Tensor]
 
 
-def seconds(model: LanguageModel, batch: Tensor) -> float:
-    start = time.perf_counter()
-    step(model, batch)
-    return time.perf_counter() - start
+def prepare(module: nn.Module, replaced: Callable[[Mixture], Forward] | None) -> None:
+    """Random values, and another forward pass of the mixtures where one is given."""
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    for mixture in module.modules():
+        if isinstance(mixture, Mixture) and replaced is not None:
+            mixture.forward = replaced(mixture)  # type: ignore[method-assign,assignment]
 
 
-def kept(model: LanguageModel, batch: Tensor) -> int:
+def steps(backbone: Backbone, batch: Tensor) -> Iterator[tuple[str, Work]]:
+    """Expert steps of the whole model, by variant."""
+    frozen = list(backbone.model.parameters())
+
+    def floor() -> None:
+        embeddings = backbone.model.get_input_embeddings()(batch[:, :-1]).detach().requires_grad_()
+        hidden = backbone.model.base_model(inputs_embeds=embeddings, use_cache=False).last_hidden_state.flatten(0, 1)
+        assert backbone.head is not None
+        torch.autograd.grad(head_loss(hidden, *backbone.head, batch[:, 1:].flatten()), embeddings)
+
+    yield FLOOR, Work(floor, frozen)
+    for name, (layout, replaced) in LAYOUTS.items():
+        model = LanguageModel(backbone, layout)
+        prepare(model.adapter, replaced)
+        roles = model.parameters_by_role()
+        own = [*roles[GENERALIST].values(), *roles[SPECIALIST].values()]
+        yield name, Work(lambda model=model, own=own: model.gradient(batch, own), [*frozen, *model.adapter.parameters()])  # type: ignore[misc]
+
+
+def layers(backbone: Backbone, tokens: int) -> Iterator[tuple[str, Work]]:
+    """One MLP with its experts, forward and backward, by variant."""
+    slot = next(module for module in backbone.model.modules() if isinstance(getattr(module, "frozen", None), FrozenMLP))
+    shape = backbone.architecture.blocks[0].mlp
+    x, grad = (torch.randn(tokens, shape.width, device=backbone.device, dtype=backbone.dtype) for _ in range(2))
+    x.requires_grad_()
+    yield FLOOR, Work(lambda: torch.autograd.grad(slot.base(x), x, grad), list(backbone.model.parameters()))
+    for name, (layout, replaced) in LAYOUTS.items():
+        mixture = Mixture(shape, layout).to(backbone.device).eval()
+        prepare(mixture, replaced)
+        trained = [p for name, p in mixture.named_parameters() if not name.startswith("router")]
+
+        def go(mixture: Mixture = mixture, trained: Sequence[Tensor] = trained) -> None:
+            torch.autograd.grad(mixture(x, slot.frozen), [x, *trained], grad)
+
+        yield name, Work(go, [*backbone.model.parameters(), *mixture.parameters()])
+
+
+def kept(work: Work) -> int:
     """Bytes that autograd keeps, parameters apart."""
-    own = {p.untyped_storage().data_ptr() for p in (*model.adapter.parameters(), *model.backbone.model.parameters())}
+    own = {p.untyped_storage().data_ptr() for p in work.parameters}
     seen: dict[int, int] = {}
     alive = []
 
@@ -134,70 +178,80 @@ def kept(model: LanguageModel, batch: Tensor) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        step(model, batch)
+        work.go()
     return sum(size for address, size in seen.items() if address not in own)
 
 
-def peak(model: LanguageModel, batch: Tensor) -> int | None:
-    if not batch.is_cuda:
-        return None
-    torch.cuda.reset_peak_memory_stats()
-    step(model, batch)
-    return torch.cuda.max_memory_allocated()
+def profiled(work: Work) -> tuple[int, int]:
+    """The most bytes that one call has allocated at once beyond what was there, and operations of its matrix products."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.profiler.profile(profile_memory=True, record_shapes=True, with_flops=True) as profiler:
+        work.go()
+    events = profiler.events() or ()
+    operations = sum(event.flops or 0 for event in events if event.name in PRODUCTS)
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() - before, operations
+    found = profiler.profiler.kineto_results.events() if profiler.profiler else ()  # the public list lacks what operators allocate
+    allocated = sorted((event.start_ns(), event.nbytes()) for event in found if event.name() == "[memory]")
+    return max(accumulate(size for _, size in allocated)), operations
 
 
-def measure(args: argparse.Namespace, threads: int) -> list[dict[str, object]]:
-    torch.set_num_threads(threads)
-    torch.manual_seed(0)
-    backbone = Backbone(base(args.shape, args.blocks).to(args.device, DTYPES[args.dtype]))
-    rows, context = SHAPES[args.shape]
-    batch = torch.randint(backbone.architecture.vocabulary, (args.rows or rows, context + 1), device=args.device)
-    models = variants(backbone)
-    times: dict[str, list[float]] = {name: [] for name in models}
-    for repeat in range(args.repeats + 1):
-        for name, model in models.items():
-            elapsed = seconds(model, batch)
-            if repeat:  # the first warms up
-                times[name].append(elapsed)
-    memory = {name: kept(model, batch) for name, model in models.items()}
+@contextmanager
+def matrix_peak(backbone: Backbone) -> Iterator[Callable[[], object] | None]:
+    """A product of large matrices in the base's dtype, whose speed is taken for the GPU's peak; None on a CPU."""
+    if backbone.device.type != "cuda":
+        yield None
+        return
+    a, b = (torch.randn(8192, 8192, device=backbone.device, dtype=backbone.dtype) for _ in range(2))
+    yield lambda: a @ b
+
+
+def compare(what: str, work: dict[str, Work], repeats: int, speed: float | None) -> list[dict[str, Any]]:
+    """The rows of one kind of work; speed: of the GPU's matrix products, operations per second."""
+    found = ratios(in_turns({name: w.go for name, w in work.items()}, repeats, warm=2), REFERENCE)
+    memory, profiles = {name: kept(w) for name, w in work.items()}, {name: profiled(w) for name, w in work.items()}
     return [
         {
             "variant": name,
-            "shape": args.shape,
-            "device": args.device,
-            "dtype": args.dtype,
-            "threads": threads,
-            "seconds": statistics.median(taken),
-            "ratio": statistics.median(a / b for a, b in zip(taken, times[REFERENCE], strict=True)),
-            "best_ratio": min(taken) / min(times[REFERENCE]),
-            "kept_bytes": memory[name],
+            "work": what,
+            **row,
+            "kept_mb": memory[name] / 1e6,
             "kept_ratio": memory[name] / memory[REFERENCE],
-            "peak_bytes": peak(models[name], batch),
+            "peak_mb": profiles[name][0] / 1e6,
+            "peak_ratio": profiles[name][0] / profiles[REFERENCE][0],
+            "gflop": profiles[name][1] / 1e9,
+            "share_of_peak": None if speed is None else profiles[name][1] / row["seconds"] / speed,
         }
-        for name, taken in times.items()
+        for name, row in found.items()
     ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="embedded")
-    parser.add_argument("--blocks", type=int, help="transformer blocks (embedded 4, gpt2 2 of its 12)")
+    parser.add_argument("--blocks", type=int, help="transformer blocks (embedded 4, gpt2 12, llama1b 2 of its 16)")
     parser.add_argument("--rows", type=int, help="sequences per batch")
-    parser.add_argument("--threads", type=int, nargs="+", default=[1])
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="default: results/local_step_SHAPE_DEVICE_THREADS.json")
     args = parser.parse_args()
-    rows = [row for threads in args.threads for row in measure(args, threads)]
-    print(f"{'variant':28} {'threads':>7} {'ms':>8} {'ratio':>6} {'best':>6} {'kept MB':>8} {'ratio':>6}")
-    for row in rows:
-        numbers = f"{row['threads']:>7} {row['seconds'] * 1e3:>8.0f} {row['ratio']:>6.2f} {row['best_ratio']:>6.2f}"  # type: ignore[operator]
-        memory = f"{row['kept_bytes'] / 1e6:>8.1f} {row['kept_ratio']:>6.2f}"  # type: ignore[operator]
-        peak_memory = f"  peak {row['peak_bytes'] / 1e6:.0f} MB" if row["peak_bytes"] else ""  # type: ignore[operator]
-        print(f"{row['variant']:28} {numbers} {memory}{peak_memory}")
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=2) + "\n")
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    rows, context, blocks = SHAPES[args.shape]
+    with torch.device(args.device):
+        model = base(args.shape, args.blocks or blocks)
+    backbone = Backbone(model.to(DTYPES[args.dtype]))
+    batch = torch.randint(backbone.architecture.vocabulary, (args.rows or rows, context + 1), device=args.device)
+    with matrix_peak(backbone) as product:
+        speed = None if product is None else 2 * 8192**3 / min(in_turns({"": product}, 10)[""])
+    found = compare("step", dict(steps(backbone, batch)), args.repeats, speed)
+    found += compare("layer", dict(layers(backbone, batch[:, 1:].numel())), 2 * args.repeats, speed)
+    about = {"shape": args.shape, "blocks": args.blocks or blocks, "batch": list(batch.shape), "device": args.device, "dtype": args.dtype}
+    report(found, args.json or RESULTS / f"local_step_{args.shape}_{args.device}_{args.threads}.json", **about)
 
 
 if __name__ == "__main__":

@@ -1,123 +1,146 @@
-"""What a personal model costs in use: one next token with a cache, and the prefill of a batch, against the base alone.
+"""What personal models cost in use: next tokens with a cache, and the first pass over prompts, against the base alone; one model, or many.
 
-    python benchmarks/next_token.py [--shape embedded gpt2] [--threads 1] [--repeats 30] [--json FILE]
+    python benchmarks/next_token.py [--shape embedded gpt2] [--threads 1] [--repeats 30] [--many 64] [--json FILE]
 
 The embedded base, and a GPT-2 of 124M parameters with random weights; adapters are random, only the shapes matter. The variants take turns
-within one process, and ratios are taken within each turn, since the machine may be shared. `ratio` is to transformers' own model,
-`strict` to the base within the backbone, whose activations are fused: on GPT-2 that one is the faster of the two.
+within one process, and ratios are taken within each turn, since the machine may be shared.
+
+Without --many, one personal model: `ratio` is to transformers' own model, `strict ratio` to the base within the backbone, whose activations
+are fused: on GPT-2 that one is the faster of the two. With --many N, N rows of N personal models: `throughput` is that of transformers' own
+model for as many rows.
 """
 
 import argparse
 import copy
-import json
-import platform
-import statistics
-import time
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+from common import RESULTS, in_turns, ratios, report
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, GPT2LMHeadModel
 
+import coterie.personal
 from coterie.models.architecture import EMBEDDED, locate
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
 from coterie.models.layout import Layout
 from coterie.personal import About, PersonalModel
 
+ManyModels: Any = getattr(coterie.personal, "ManyModels", None)  # None: as it was before there were batches of many models
 LAYOUTS = {"1G1S": Layout(), "1G3S, top 2": Layout(specialists=3)}
 PLAIN, BARE = "the base alone", "the base within the backbone"
 PREFILL = {"embedded": (8, 128), "gpt2": (2, 128)}  # batch size, tokens
 CONTEXT, STEPS = 64, 8  # tokens in the cache, next tokens for each figure
-RESULTS = Path(__file__).parent / "results/next_token.json"
-Model = Callable[..., Any]
+MANY_CONTEXT, MANY_STEPS = 32, 4  # likewise, and the tokens of a prefill
+Model = Any  # called as transformers' models are
 
 
 def base(shape: str) -> nn.Module:
     """The base model of one shape."""
-    if shape == "gpt2":
-        return GPT2LMHeadModel(GPT2Config()).eval()
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(locate(EMBEDDED), dtype=torch.float32).eval()
-    return model
+    made: nn.Module = (
+        GPT2LMHeadModel(GPT2Config()) if shape == "gpt2" else AutoModelForCausalLM.from_pretrained(locate(EMBEDDED), dtype=torch.float32)
+    )
+    return made.eval()
+
+
+def plain_and_backbone(shape: str) -> tuple[nn.Module, Backbone]:
+    """The base as transformers has it, and as a backbone; they share the weights."""
+    model = base(shape)
+    plain = copy.deepcopy(model, memo={id(p): p for p in model.parameters()})
+    return plain, Backbone(model)
+
+
+def personal(backbone: Backbone, client: str, layout: Layout, **settings: Any) -> PersonalModel:
+    """A random personal model."""
+    language = LanguageModel(backbone, layout)
+    for parameter in language.adapter.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    return PersonalModel(language, About(client, "base", layout, CONTEXT, "comigs-1g1s", "benchmark", 0, 0), **settings)
 
 
 def variants(shape: str) -> dict[str, Model]:
-    """The base as transformers has it, the backbone with nothing attached, and personal models on that backbone; all share the weights."""
-    model = base(shape)
-    plain = copy.deepcopy(model, memo={id(p): p for p in model.parameters()})
-    backbone = Backbone(model)
+    """The base as transformers has it, the backbone with nothing attached, and personal models on that backbone."""
+    plain, backbone = plain_and_backbone(shape)
     found: dict[str, Model] = {PLAIN: plain, BARE: backbone.model}
     for name, layout in LAYOUTS.items():
-        language = LanguageModel(backbone, layout)
-        for parameter in language.adapter.parameters():
-            nn.init.normal_(parameter, std=0.02)
-        found[name] = PersonalModel(language, About(name, shape, layout, CONTEXT, "comigs-1g1s", "benchmark", 0, 0))
+        found[name] = personal(backbone, name, layout)
+        if "merged" in inspect.signature(PersonalModel).parameters:
+            found[f"{name}, merged"] = personal(backbone, name, layout, merged=True)
     return found
 
 
-def seconds(work: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
-def next_tokens(model: Model, vocabulary: int) -> Callable[[], float]:
-    """A function that measures one next token after `CONTEXT` others: the median of some."""
+def next_tokens(model: Model, ids: torch.Tensor, steps: int) -> Callable[[], None]:
+    """Some next tokens of every row, each after (B, C) others and the ones before it."""
     cache = DynamicCache()
-    model(torch.randint(vocabulary, (1, CONTEXT)), past_key_values=cache, use_cache=True, logits_to_keep=1)
-    token = torch.randint(vocabulary, (1, 1))
+    model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    token = ids[:, :1]
 
-    def measure() -> float:
-        taken = [seconds(lambda: model(token, past_key_values=cache, use_cache=True)) for _ in range(STEPS)]
-        cache.crop(-STEPS)
-        return statistics.median(taken)
+    def work() -> None:
+        for _ in range(steps):
+            model(token, past_key_values=cache, use_cache=True)
+        cache.crop(-steps)
 
-    return measure
-
-
-def prefill(model: Model, vocabulary: int, shape: tuple[int, int]) -> Callable[[], float]:
-    """A function that measures the first pass over a batch of prompts."""
-    ids = torch.randint(vocabulary, shape)
-    return lambda: seconds(lambda: model(ids, use_cache=True, logits_to_keep=1))
+    return work
 
 
-def compare(measures: dict[str, Callable[[], float]], repeats: int) -> dict[str, dict[str, float]]:
-    """Medians of interleaved repeats, and the medians of the ratios within each repeat."""
-    taken: dict[str, list[float]] = {name: [] for name in measures}
-    for repeat in range(repeats + 2):
-        order = list(measures)
-        for name in order[repeat % len(order) :] + order[: repeat % len(order)]:  # nobody is always first
-            elapsed = measures[name]()
-            if repeat > 1:  # the first two warm up
-                taken[name].append(elapsed)
-    return {
-        name: {
-            "seconds": statistics.median(own),
-            "ratio": statistics.median(a / b for a, b in zip(own, taken[PLAIN], strict=True)),
-            "strict_ratio": statistics.median(a / b for a, b in zip(own, taken[BARE], strict=True)),
-        }
-        for name, own in taken.items()
-    }
+def prefill(model: Model, ids: torch.Tensor) -> Callable[[], Any]:
+    """The first pass over a batch of prompts."""
+    return lambda: model(ids, use_cache=True, logits_to_keep=1)
 
 
 @torch.no_grad()
-def measure(shape: str, repeats: int) -> list[dict[str, Any]]:
-    torch.manual_seed(0)
+def one(shape: str, repeats: int) -> list[dict[str, Any]]:
+    """Rows for one personal model."""
     models = variants(shape)
     vocabulary = int(models[PLAIN].config.vocab_size)
+    context, prompts = torch.randint(vocabulary, (1, CONTEXT)), torch.randint(vocabulary, PREFILL[shape])
     work = {
-        "next token": {name: next_tokens(model, vocabulary) for name, model in models.items()},
-        "prefill": {name: prefill(model, vocabulary, PREFILL[shape]) for name, model in models.items()},
+        "next token": ({name: next_tokens(model, context, STEPS) for name, model in models.items()}, repeats, STEPS),
+        "prefill": ({name: prefill(model, prompts) for name, model in models.items()}, max(repeats // 2, 5), 1),
     }
-    turns = {"next token": repeats, "prefill": max(repeats // 2, 5)}
-    return [
-        {"shape": shape, "work": what, "variant": name, **row}
-        for what, measures in work.items()
-        for name, row in compare(measures, turns[what]).items()
-    ]
+    rows = []
+    for what, (calls, turns, steps) in work.items():
+        taken = in_turns(calls, turns, warm=2)
+        strict = ratios(taken, BARE)
+        for name, found in ratios(taken, PLAIN).items():
+            figures = {"ms": found["seconds"] / steps * 1e3, "ratio": found["ratio"], "strict ratio": strict[name]["ratio"]}
+            rows.append({"shape": shape, "work": what, "variant": name, **figures})
+    return rows
+
+
+@torch.no_grad()
+def many(shape: str, count: int, repeats: int) -> list[dict[str, Any]]:
+    """Rows for as many personal models as there are rows in a batch."""
+    plain, backbone = plain_and_backbone(shape)
+    ids = torch.randint(int(backbone.config.vocab_size), (count, MANY_CONTEXT))
+    rows = []
+    for layout_name, layout in LAYOUTS.items():
+        models = {str(i): personal(backbone, str(i), layout) for i in range(count)}
+        next_work, first_work = {PLAIN: next_tokens(plain, ids, MANY_STEPS)}, {PLAIN: prefill(plain, ids)}
+        if ManyModels is not None:
+            together, clients = ManyModels(models), list(models)
+            batch = lambda ids, together=together, clients=clients, **inputs: together(ids, clients, **inputs)  # noqa: E731
+            next_work["in one batch"], first_work["in one batch"] = next_tokens(batch, ids, MANY_STEPS), prefill(batch, ids)
+        after = "one after the other"
+        singles = [(model, row[None]) for model, row in zip(models.values(), ids, strict=True)]
+        next_work[after] = _in_sequence([next_tokens(*single, MANY_STEPS) for single in singles])
+        first_work[after] = _in_sequence([prefill(*single) for single in singles])
+        for what, calls, tokens in (("next token", next_work, MANY_STEPS), ("prefill", first_work, MANY_CONTEXT)):
+            for name, found in ratios(in_turns(calls, repeats), PLAIN).items():
+                figures = {"tokens/s": count * tokens / found["seconds"], "throughput": 1 / found["ratio"]}
+                rows.append({"shape": shape, "layout": layout_name, "work": what, "variant": name, "models": count, **figures})
+    return rows
+
+
+def _in_sequence(calls: list[Callable[[], Any]]) -> Callable[[], None]:
+    def work() -> None:
+        for call in calls:
+            call()
+
+    return work
 
 
 def main() -> None:
@@ -125,18 +148,14 @@ def main() -> None:
     parser.add_argument("--shape", choices=PREFILL, nargs="+", default=list(PREFILL))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--json", type=Path, default=RESULTS)
+    parser.add_argument("--many", type=int, default=0, metavar="N", help="measure N personal models in a batch of N rows instead of one")
+    parser.add_argument("--json", type=Path, help="default: results/next_token.json, or results/many_models.json")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    rows = [row for shape in args.shape for row in measure(shape, args.repeats)]
-    print(f"{'shape':10} {'work':11} {'variant':28} {'ms':>8} {'ratio':>6} {'strict':>6}")
-    for row in rows:
-        numbers = f"{row['seconds'] * 1e3:>8.2f} {row['ratio']:>6.2f} {row['strict_ratio']:>6.2f}"
-        print(f"{row['shape']:10} {row['work']:11} {row['variant']:28} {numbers}")
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    machine = {"processor": platform.machine(), "threads": args.threads} | versions
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps({"machine": machine, "repeats": args.repeats, "rows": rows}, indent=2) + "\n")
+    torch.manual_seed(0)
+    found = [many(shape, args.many, max(args.repeats // 5, 3)) if args.many else one(shape, args.repeats) for shape in args.shape]
+    path = args.json or RESULTS / ("many_models.json" if args.many else "next_token.json")
+    report([row for rows in found for row in rows], path, repeats=args.repeats)
 
 
 if __name__ == "__main__":

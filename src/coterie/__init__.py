@@ -3,15 +3,15 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from coterie.personal import load, load_all
+    from coterie.personal import load, load_all, load_many
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "load", "load_all"]
+__all__ = ["__version__", "load", "load_all", "load_many"]
 
 
 def __getattr__(name: str) -> Any:
-    """`load` and `load_all` of `coterie.personal`, imported when asked for: torch takes seconds."""
-    if name in ("load", "load_all"):
+    """What is loaded by `coterie.personal`, imported when asked for: torch takes seconds."""
+    if name in ("load", "load_all", "load_many"):
         from coterie import personal
 
         return getattr(personal, name)

@@ -61,22 +61,27 @@ def run(
     seed: Seed = None,
     out: Out = None,
     resume: Resume = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Record a few steps of the second round: a trace for PyTorch's tools.")
+    ] = False,
 ) -> None:
     """Run a recipe: train, score, and keep every client's personal model."""
     with _stopping():
+        loaded = _load(recipe, set_, seed)  # first: what is refused needs nothing of the rest
         from rich.console import Console
 
         from coterie import evaluation
         from coterie import run as runs
+        from coterie.profiling import Profile
+        from coterie.reports.terminal import Terminal, profiled
 
-        loaded = _load(recipe, set_, seed)
         folder = out or _folder(loaded.name, resume)
-        console = Console()
-        from coterie.reports.terminal import Terminal
-
+        console, trace = Console(), Profile(folder / "profile" / "trace.json.gz" if profile else None)
         with Terminal(console, len(loaded.compare_with) + 1) as terminal:
-            results = runs.run(loaded, folder, resume=resume, reporter=terminal)
+            results = runs.run(loaded, folder, resume=resume, reporter=terminal, profile=trace)
         _show(console, evaluation.rows(results), loaded.name, loaded.method["name"])
+        if profile:
+            profiled(console, trace, elsewhere=loaded.engine == "flower")
         console.print(
             f"Everything is in {folder}: open {folder}/report.html, or `tensorboard --logdir {folder}`.",
             markup=False,
@@ -97,12 +102,12 @@ def compare(
 ) -> None:
     """One table: methods on the same data, base and budget, mean and deviation over seeds."""
     with _stopping():
+        loaded = _load(recipe, set_, seed)
         from rich.console import Console
 
         from coterie import run as runs
         from coterie.reports.terminal import Terminal
 
-        loaded = _load(recipe, set_, seed)
         folder = out or _folder(f"compare-{loaded.name}", resume)
         console = Console()
         with Terminal(console, len(set(methods)) * seeds) as terminal:
@@ -240,7 +245,7 @@ def predict(
         from rich.console import Console
 
         from coterie.models.text import TextShape
-        from coterie.personal import terminal
+        from coterie.personal import ManyModels, terminal
 
         if (text is None) == (data is None):
             raise Refused("predict needs either --text or --data", "Give one of them: texts by --text, images or files of texts by --data.")
@@ -248,7 +253,7 @@ def predict(
         if models:
             if text is None:
                 raise Refused(f"{run} holds language models, which classify nothing", "Give --text instead of --data.")
-            terminal.show(Console(), models, {i: model.next_words(text, top) for i, model in models.items()}, text)
+            terminal.show(Console(), models, ManyModels(models).next_words(text, top), text)
             return
         from coterie.personal.samples import as_samples
 

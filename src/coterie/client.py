@@ -22,6 +22,7 @@ from coterie.models.layout import Layout
 from coterie.models.lora import LoRA
 from coterie.models.pool import ABSENT
 from coterie.optimisers import AdamW, Optimiser
+from coterie.profiling import STEP, span
 from coterie.protocol import ClientId, State, Task, find_task, mix, trains
 from coterie.roles import BACKBONE, EXPERT, GATE, GENERALIST, ROUTER, SPECIALIST, Role
 from coterie.tensors import Named, Tensors, all_finite, check_alike, to_bytes
@@ -392,14 +393,15 @@ class Client:
         iteration = self._count("iteration", 0 if UPPER.issuperset(roles) else 1)
         if not wrt:  # a single expert has no router to train
             return
-        gradients, stats = self.model.gradient(batch, wrt, self.training.micro_batch)
-        self._note("+".join(roles), batch, stats)
-        beside = extra() if extra else {}
-        remaining = iter(gradients)
-        for role in present:
-            terms = ((next(remaining), beside.get(name)) for name in self._parameters[role])
-            flat = torch.cat([(own if other is None else own + other).flatten() for own, other in terms])
-            self.descend(role, flat.float(), iteration)
+        with span(f"{STEP} {'+'.join(roles)}"):
+            gradients, stats = self.model.gradient(batch, wrt, self.training.micro_batch)
+            self._note("+".join(roles), batch, stats)
+            beside = extra() if extra else {}
+            remaining = iter(gradients)
+            for role in present:
+                terms = ((next(remaining), beside.get(name)) for name in self._parameters[role])
+                flat = torch.cat([(own if other is None else own + other).flatten() for own, other in terms])
+                self.descend(role, flat.float(), iteration)
 
     def _note(self, what: str, batch: Batch, stats: dict[str, Tensor]) -> None:
         self.stats.setdefault(what, []).append(stats)
@@ -523,6 +525,13 @@ class Outbound:
         return torch.Generator().manual_seed(randbits(63) if self.secret else mix(self.seed, *purpose))
 
 
+def _seed(seed: int, device: torch.device) -> None:
+    """`torch.manual_seed` for the device in use only: for others, which may still come, it would note at length where it was called."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+
+
 @dataclass
 class Site:
     """What a process needs to be any client of a run: how models are built (on one backbone for all), their data, and how they train.
@@ -585,8 +594,8 @@ class Site:
             ClientError: The task failed; it names the client, the task and the round.
         """
         device = self.model(id).device
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(mix(self.seed, round, phase, id))
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), span(f"{task} {id}"):
+            _seed(mix(self.seed, round, phase, id), device)
             try:
                 client = self.client(id, state)
                 steps = method.steps(client)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -40,7 +41,7 @@ from coterie.models.pool import PoolClassifier, PoolLayout
 from coterie.models.text import TextShape
 from coterie.protocol import ClientId
 from coterie.recipe import ClassifierSection, CommonSection, LanguageSection, Recipe, TextClassifierSection
-from coterie.reports.looking import look
+from coterie.reports.looking import CLIENTS, look
 from coterie.tensors import Tensors, to_bytes
 
 
@@ -140,16 +141,17 @@ class Language(Modality):
         personal.save(folder, personal.About(client.id, self.section.base, layout, self.section.context, **vars(origin)), tensors)
 
     def look(self, clients: Mapping[ClientId, Client]) -> Any | None:
-        if not any(isinstance(c.model, LanguageModel) and c.model.layout.routed for c in clients.values()):
+        shown = {i: clients[i] for i in islice(clients, CLIENTS)}
+        if not any(isinstance(c.model, LanguageModel) and c.model.layout.routed for c in shown.values()):
             return None
 
         def model(id: ClientId) -> LanguageModel:
-            client = clients[id]
+            client = shown[id]
             client.bind()  # clients of one layout take turns in one model
             assert isinstance(client.model, LanguageModel)
             return client.model
 
-        return look(tuple(clients), model, {i: client.test for i, client in clients.items()}, self.backbone.tokenizer)
+        return look(tuple(shown), model, {i: client.test for i, client in shown.items()}, self.backbone.tokenizer)
 
 
 @dataclass

@@ -59,8 +59,7 @@ class AdamW(Scheduled):
         return self
 
     def step(self, flat: Tensor, gradient: Tensor, lr: float, memory: State, prefix: str) -> None:
-        first = memory.setdefault(f"{prefix}/first", torch.zeros_like(flat))
-        second = memory.setdefault(f"{prefix}/second", torch.zeros_like(flat))
+        first, second = (_started(memory, f"{prefix}/{moment}", flat) for moment in ("first", "second"))
         step = memory.setdefault(f"{prefix}/step", torch.zeros((), dtype=torch.float32))
         adamw = torch.optim.AdamW([flat], lr=lr, betas=self.betas, weight_decay=self.weight_decay, fused=True)
         moments = {"exp_avg": first.to(flat.device), "exp_avg_sq": second.to(flat.device), "step": step.to(flat.device)}
@@ -86,12 +85,19 @@ class SGD(Scheduled):
 
     def step(self, flat: Tensor, gradient: Tensor, lr: float, memory: State, prefix: str) -> None:
         if self.momentum:
-            average = memory.setdefault(f"{prefix}/average", torch.zeros_like(flat)).to(flat.device)
+            average = _started(memory, f"{prefix}/average", flat).to(flat.device)
             share = 1 - (self.momentum if self.dampening is None else self.dampening)
             memory[f"{prefix}/average"] = gradient = average.mul_(self.momentum).add_(gradient, alpha=share)
         if self.weight_decay:
             flat.mul_(1 - lr * self.weight_decay)
         flat.add_(gradient, alpha=-lr)
+
+
+def _started(memory: State, key: str, like: Tensor) -> Tensor:
+    """What is remembered under a key; zeros at first."""
+    if key not in memory:
+        memory[key] = torch.zeros_like(like)
+    return memory[key]
 
 
 def _kind(settings: Any) -> str:

@@ -9,7 +9,8 @@ from uuid import uuid4
 import torch
 
 from coterie.device import Device
-from coterie.engines import ENGINES, Engine, Listener
+from coterie.engines import ENGINES, Engine, InProcess, Listener
+from coterie.engines.states import States, half_of_memory
 from coterie.engines.wire import Member
 from coterie.prepared import Prepared, prepare, seen_from_afar
 from coterie.protocol import ClientId
@@ -51,7 +52,11 @@ class OnThisMachine:
 
     def engine(self, prepared: Prepared, folder: Path, listener: Listener) -> Engine:
         if (name := self._carrier(prepared.recipe)) != "flower":
-            return ENGINES[name](prepared.site, prepared.method, listener)
+            kind, memory = ENGINES[name], prepared.recipe.memory
+            if not issubclass(kind, InProcess):
+                return kind(prepared.site, prepared.method, listener)
+            most = half_of_memory(prepared.modality.device) if memory is None else memory * 2**30
+            return kind(prepared.site, prepared.method, listener, States(folder, most))
         from coterie.engines.flower import gathered, simulated
 
         clients, threads = len(prepared.site.data), prepared.modality.threads or torch.get_num_threads()

@@ -247,6 +247,14 @@ class Recipe(BaseModel):
     attack: Annotated[Attack | None, Field(description="clients that lie, to try method.aggregation; null: nobody does")] = None
     participation: Annotated[Participation, Field(description="who of those that are there takes part in a round")] = Participation()
     checkpoint_every: Annotated[int, Field(ge=1, description="rounds between checkpoints")] = 1
+    memory: Annotated[
+        float | None,
+        Field(
+            ge=0,
+            description="GiB of clients' states that stay in memory, with engine inprocess; the others lie in files of the run's folder; "
+            "null: half of this machine's memory, or of its GPU's where the model is there",
+        ),
+    ] = None
     compare_with: Annotated[tuple[str, ...], Field(description="methods that `coterie run` runs beside this one, for its table")] = ()
     samples: Annotated[bool, Field(description="keep beginnings of test texts, coloured by expert, in the report")] = True
     seed: Annotated[int, Field(ge=0, description="of everything but the splits of the data")] = 0

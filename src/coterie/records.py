@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from coterie.engines.states import Stored, link
 from coterie.errors import CheckpointError, Refused, SaveError
 from coterie.protocol import ClientId, State
-from coterie.tensors import load, save, write_atomically
+from coterie.tensors import check_file, load, save, write_atomically
 
 KEPT = 2  # checkpoints: the newest, and the one before it
 
@@ -91,7 +92,7 @@ class Checkpoint:
     Args:
         round: Rounds done.
         server: The server's state.
-        clients: The clients' states.
+        clients: The clients' states. Those that are in files are linked to, or read when they are asked for.
         progress: What else the run carries on: traffic, curves, seconds. JSON values.
     """
 
@@ -122,8 +123,10 @@ class Checkpoints:
             shutil.rmtree(new, ignore_errors=True)
             new.mkdir(parents=True)
             save(new / "server.safetensors", checkpoint.server)
-            for client, state in checkpoint.clients.items():
-                save(new / "clients" / f"{client}.safetensors", state)
+            for client in checkpoint.clients:
+                _keep(new / "clients" / f"{client}.safetensors", checkpoint.clients, client)
+            if checkpoint.clients:
+                _sync(new / "clients")
             about = {"round": checkpoint.round, "clients": list(checkpoint.clients), "recipe": self.recipe, "progress": checkpoint.progress}
             write_json(new / "checkpoint.json", about)
             if final.exists():
@@ -144,7 +147,7 @@ class Checkpoints:
         return sorted(path for path in self.folder.glob("round-*") if path.is_dir() and path.suffix != ".new")
 
     def latest(self) -> Checkpoint | None:
-        """The newest checkpoint, or None if there is none.
+        """The newest checkpoint, or None if there is none. Clients' states are read when they are asked for.
 
         Raises:
             CheckpointError: It is truncated, or of another recipe; the message names the first field that differs.
@@ -157,11 +160,13 @@ class Checkpoints:
         self._check_recipe(folder, about["recipe"])
         try:
             server = load(folder / "server.safetensors")[0]
-            clients = {i: load(folder / "clients" / f"{i}.safetensors")[0] for i in about["clients"]}
+            clients = {i: folder / "clients" / f"{i}.safetensors" for i in about["clients"]}
+            for path in clients.values():
+                check_file(path)
         except CheckpointError as error:
             former = f"Delete {folder} to resume from {found[-2].name}." if len(found) > 1 else "Start the run afresh, with another --out."
             raise CheckpointError(f"checkpoint {folder.name}: {error.problem}", former) from None
-        return Checkpoint(about["round"], server, clients, about["progress"])
+        return Checkpoint(about["round"], server, Stored(clients), about["progress"])
 
     def _check_recipe(self, folder: Path, found: Mapping[str, Any]) -> None:
         if differing := sorted(_differences(self.recipe, found)):
@@ -180,9 +185,19 @@ def _differences(ours: Any, theirs: Any, prefix: str = "") -> list[tuple[str, st
     return [] if ours == theirs else [(prefix, repr(ours), repr(theirs))]
 
 
-def _sync(folder: Path) -> None:
-    """Bring a folder's entries to disk, so that a rename survives a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def _keep(path: Path, states: Mapping[ClientId, State], client: ClientId) -> None:
+    """Write a client's state. One that is in a file is there already: all it needs is to be on the disk, and another name."""
+    file = states.file(client) if isinstance(states, Stored) else None
+    if file is None:
+        save(path, states[client])
+    else:
+        link(file, path)
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    """Bring a file, or a folder's entries, to disk, so that it, or a rename, survives a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -4,7 +4,7 @@ import json
 import math
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from coterie import evaluation, personal
 from coterie import recipe as recipes
 from coterie.aggregation import weights_error
 from coterie.aggregation.privacy import Accountant, central
-from coterie.client import Client, Metrics
+from coterie.client import Client, Metrics, Site
 from coterie.data.examples import ExampleSplit
 from coterie.engines import Engine, Listener
 from coterie.errors import ClientError, Refused, TensorError
@@ -25,7 +25,8 @@ from coterie.methods import METHODS
 from coterie.models.layout import Layout
 from coterie.places import OnThisMachine, Place
 from coterie.prepared import Prepared, joined
-from coterie.protocol import Ask, ClientId, Form, Replies, drive, mix, nothing, trains
+from coterie.profiling import Profile
+from coterie.protocol import Ask, ClientId, Form, Replies, State, drive, mix, nothing, trains
 from coterie.recipe import Recipe
 from coterie.records import Checkpoint, Checkpoints, MetricsFile, make_folder, read_json, write_json
 from coterie.reports import Reporter
@@ -47,6 +48,31 @@ class Doorman(Listener):
         self.reporter.warning(0, client, reason)
 
 
+class Owners(Mapping[ClientId, Client]):
+    """Clients with their states, each made anew when it is asked for: together they may be too large.
+
+    Args:
+        site: Makes them.
+        states: All there are, in order.
+        among: Whose count.
+    """
+
+    def __init__(self, site: Site, states: Mapping[ClientId, State], among: Collection[ClientId]) -> None:
+        self._site, self._states, chosen = site, states, set(among)
+        self._clients = dict.fromkeys(i for i in states if i in chosen)
+
+    def __getitem__(self, client: ClientId) -> Client:
+        if client not in self._clients:
+            raise KeyError(client)
+        return self._site.client(client, dict(self._states[client]))
+
+    def __iter__(self) -> Iterator[ClientId]:
+        return iter(self._clients)
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+
 @dataclass
 class Execution(Listener):
     """One method on one federation, from a checkpoint or from the start, to its result.
@@ -57,6 +83,7 @@ class Execution(Listener):
         reporter: Is told of what happens.
         title: What the reporter calls it.
         place: Where the clients are.
+        profile: Records one round of it, see `execute`.
     """
 
     prepared: Prepared
@@ -64,13 +91,14 @@ class Execution(Listener):
     reporter: Reporter
     title: str
     place: Place = field(default_factory=OnThisMachine)
+    profile: Profile = field(default_factory=Profile)
 
     def __post_init__(self) -> None:
         self.recipe, self.method = self.prepared.recipe, self.prepared.method
         self.modality, self.metric = self.prepared.modality, self.prepared.modality.metric
         self._take_in(self.prepared)
         self.metrics: MetricsFile | None = None
-        decisive = self.recipe.model_dump(mode="json", exclude={"compare_with", "samples"})
+        decisive = self.recipe.model_dump(mode="json", exclude={"compare_with", "samples", "memory"})
         decisive |= {"common_expert": known} if (known := self.modality.fingerprint) else {}
         self.checkpoints = Checkpoints(self.folder / "checkpoints", decisive)
         self._sizes: dict[Layout, dict[str, int]] = {}
@@ -135,6 +163,8 @@ class Execution(Listener):
     def execute(self) -> Json:
         """Run the rounds that are left; returns what is in result.json.
 
+        What is profiled is the second of them, as the first one warms up; else the only one; else the scoring of a method without rounds.
+
         Raises:
             ClientError: A client failed; the last checkpoint can be resumed.
             SaveError: Something could not be written; likewise.
@@ -145,14 +175,19 @@ class Execution(Listener):
         torch.set_num_threads(self.modality.threads or threads)
         try:
             self.reporter.begin(self.title, self.method.rounds, self.round, self.clients, self.metric.about)
+            recorded = min(self.round + 1, self.method.rounds - 1)
             while self.round < self.method.rounds:
+                self.profile.begin(self.round == recorded)
                 self._one_round()
             if not self.progress["evaluations"] or self.progress["evaluations"][-1]["round"] != self.round:
+                self.profile.begin(True)
                 self._evaluate()
+                self.profile.end()
             result = self._result()
             self._keep_personal_models()
             self._look_at_routing()
         finally:
+            self.profile.leave()
             self.metrics.close()
             torch.set_num_threads(threads)
         write_json(self.folder / RESULT, result)
@@ -172,10 +207,12 @@ class Execution(Listener):
         if (every and self.round % every == 0) or self.round == self.method.rounds:
             self._evaluate()
         if self.round % self.recipe.checkpoint_every == 0 or self.round == self.method.rounds:
+            self.profile.enter("checkpoint")
             position = self.metrics.flush() if self.metrics is not None else 0
             self.progress |= {"seconds": time.monotonic() - self.started, "position": position}
             progress = self.progress | {"engine": self.engine.memo()}
             self.checkpoints.save(Checkpoint(self.round, self.server, self.engine.states(), progress))
+        self.profile.end()
         self.reporter.round(self.round)
 
     def _welcome(self) -> None:
@@ -209,6 +246,7 @@ class Execution(Listener):
         believed: dict[ClientId, Tensors] = {}
         quorum = self.recipe.quorum
         needed, asked = min(quorum.min_clients, len(ask.to)), ask
+        self.reporter.asking(ask.name, len(ask.to))
         while True:
             for i, reply in self.engine.answer(asked, self.round, phase).items():
                 try:
@@ -237,7 +275,10 @@ class Execution(Listener):
 
     def _exchange(self, ask: Ask, phase: int) -> Replies:
         """One exchange of a round, its tensors counted. The pool is no client: it has no line."""
-        replies = self._protected(ask, self._answer(ask, phase), phase)
+        self.profile.enter(ask.name)
+        answers = self._answer(ask, phase)
+        self.profile.enter("aggregation")
+        replies = self._protected(ask, answers, phase)
         for direction, messages in (("down", ask.to), ("up", replies)):
             for i in self.clients & messages.keys():
                 self.progress[direction][i] += nbytes(messages[i])
@@ -278,6 +319,7 @@ class Execution(Listener):
 
     def measured(self, client: ClientId, metrics: Metrics) -> None:
         if "tokens" not in metrics:
+            self.reporter.answered(client)
             return
         if self.round % self.recipe.metrics_every == 0:
             self._write("train", self.round + 1, self.iteration + self.method.local_steps, client, metrics)
@@ -310,6 +352,7 @@ class Execution(Listener):
         return found, up, {i: down[i] + nbytes(tensors) for i, tensors in found.items()}
 
     def _evaluate(self) -> None:
+        self.profile.enter("evaluation")
         self.reporter.evaluating(self.round)
         tensors = self._personal()
         scores = self._ask(self.method.score, tensors, self._form("valid", "test", "choices"))
@@ -439,9 +482,9 @@ class Execution(Listener):
             }
         return self._sizes[layout]
 
-    def _owners(self) -> dict[ClientId, Client]:
+    def _owners(self) -> Mapping[ClientId, Client]:
         """Every client that is scored with its state of now."""
-        return {i: self.prepared.site.client(i, dict(state)) for i, state in self.engine.states().items() if i in self.scored}
+        return Owners(self.prepared.site, self.engine.states(), self.scored)
 
     def _keep_personal_models(self) -> None:
         ask = Ask(self.method.keep, self._personal(), nothing)
@@ -460,7 +503,15 @@ class Execution(Listener):
             write_atomically(self.folder / ROUTING, json.dumps(found, ensure_ascii=False).encode())
 
 
-def run(recipe: Recipe, folder: Path, *, resume: bool = False, reporter: Reporter | None = None, place: Place | None = None) -> list[Json]:
+def run(
+    recipe: Recipe,
+    folder: Path,
+    *,
+    resume: bool = False,
+    reporter: Reporter | None = None,
+    place: Place | None = None,
+    profile: Profile | None = None,
+) -> list[Json]:
     """Run a recipe and the methods of its `compare_with` into a folder; what is there already is not done again.
 
     Args:
@@ -469,6 +520,7 @@ def run(recipe: Recipe, folder: Path, *, resume: bool = False, reporter: Reporte
         resume: Go on with the run that is in `folder`.
         reporter: Is told of what happens; default: nobody.
         place: Where the clients are; default: on this machine.
+        profile: Records a round of the recipe's own method; default: nothing.
 
     Returns:
         The results, the recipe's own method last.
@@ -481,13 +533,17 @@ def run(recipe: Recipe, folder: Path, *, resume: bool = False, reporter: Reporte
     rows.append((recipe, folder))
     if not resume and (folder / RECIPE).exists():
         raise Refused(f"{folder} already holds a run", "Go on with it by --resume, or choose another --out.")
-    results = execute_all(rows, reporter or Reporter(), place=place)
+    results = execute_all(rows, reporter or Reporter(), place=place, profile=profile)
     write_report(folder, results, recipe.description)
     return results
 
 
 def execute_all(
-    rows: Sequence[tuple[Recipe, Path]], reporter: Reporter, titles: Sequence[str] = (), place: Place | None = None
+    rows: Sequence[tuple[Recipe, Path]],
+    reporter: Reporter,
+    titles: Sequence[str] = (),
+    place: Place | None = None,
+    profile: Profile | None = None,
 ) -> list[Json]:
     """Every row in its folder, from where it stands; returns their results.
 
@@ -498,8 +554,10 @@ def execute_all(
         reporter: Is told of what happens.
         titles: What the reporter calls each row; default: its method.
         place: Where the clients are; default: on this machine.
+        profile: Records a round of the last row; default: nothing.
     """
     place = place or OnThisMachine()
+    reporter.preparing()
     for recipe, _ in rows:
         place.prepare(recipe)
     for _, folder in rows:
@@ -507,11 +565,13 @@ def execute_all(
     results = []
     for k, (recipe, folder) in enumerate(rows):
         title = titles[k] if titles else METHODS[recipe.method["name"]].title
-        execution = Execution(place.prepare(recipe), folder, reporter, title, place)
+        recorder = profile if profile is not None and k == len(rows) - 1 else Profile()
+        execution = Execution(place.prepare(recipe), folder, reporter, title, place, recorder)
         execution.restore()
         if not recipe.samples:
             (folder / ROUTING).unlink(missing_ok=True)
         if (folder / RESULT).exists():
+            reporter.known(title)
             results.append(read_json(folder / RESULT))
             continue
         (folder / RECIPE).write_text(recipes.dump(recipe), encoding="utf-8")

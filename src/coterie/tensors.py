@@ -3,13 +3,16 @@
 import errno
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as _decode
 from safetensors.torch import save as _encode
+from safetensors.torch import save_file as _encode_file
 from torch import Tensor
 
 from coterie.errors import CheckpointError, SaveError, TensorError
@@ -105,19 +108,23 @@ def nbytes(named: Named) -> int:
 
 def to_bytes(named: Named, metadata: Mapping[str, str] | None = None) -> bytes:
     """Safetensors bytes: a manifest of names, shapes and dtypes, then one flat array."""
-    values = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
-    encoded: bytes = _encode(values, metadata=dict(metadata or {}) or None)
+    encoded: bytes = _encode(_dense(named), metadata=dict(metadata or {}) or None)
     return encoded
 
 
+def _dense(named: Named) -> Tensors:
+    """The tensors as they can be written down."""
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
+
+
 def from_bytes(data: bytes, what: str = "message") -> Tensors:
-    """The inverse of `to_bytes`; the tensors own their memory.
+    """The inverse of `to_bytes`; the tensors own their memory, see `_owned`.
 
     Raises:
         TensorError: The bytes are truncated or not safetensors.
     """
     try:
-        decoded: Tensors = _decode(data)
+        decoded = {name: _owned(tensor) for name, tensor in _decode(data).items()}
     except SafetensorError as error:
         raise TensorError(
             f"{what}: not valid safetensors bytes ({error})", "It was truncated or damaged on the way: send it again."
@@ -125,40 +132,79 @@ def from_bytes(data: bytes, what: str = "message") -> Tensors:
     return decoded
 
 
-def write_atomically(path: Path, data: bytes) -> None:
+def _owned(tensor: Tensor) -> Tensor:
+    """A copy, which begins where PyTorch's tensors begin: where values begin decides how products of them are rounded."""
+    return tensor.clone()
+
+
+def write_atomically(path: Path, data: bytes, lasting: bool = True) -> None:
     """Write a file so that after a crash or on a full disk either the old or the new content is there, never a part.
+
+    Args:
+        path: The file; the folders above it are made.
+        data: Its content.
+        lasting: Whether it must outlive a power cut: wait until it is on the disk. Otherwise it outlives the process.
 
     Raises:
         SaveError: It could not be written; a former file of that name is unchanged.
     """
+    _replace(path, lambda new: new.write_bytes(data), lasting)
+
+
+def _replace(path: Path, write: Callable[[Path], object], lasting: bool) -> None:
+    """Have `write` make a file of another name, and put it in the place of this one. Raises SaveError, see `write_atomically`."""
     new = path.with_name(path.name + ".new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(new, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        write(new)
+        if lasting:
+            with open(new, "rb") as file:
+                os.fsync(file.fileno())
         os.replace(new, path)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         new.unlink(missing_ok=True)
-        remedy = "Free some space and resume." if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Check the folder's permissions."
-        raise SaveError(f"cannot write {path}: {error.strerror}; what was there before is unchanged", remedy) from error
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        full = isinstance(error, SafetensorError) or error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "Free some space and resume." if full else "Check the folder's permissions."
+        raise SaveError(f"cannot write {path}: {reason}; what was there before is unchanged", remedy) from error
 
 
-def save(path: Path, named: Named, metadata: Mapping[str, str] | None = None) -> None:
-    """Write a safetensors file atomically. Raises SaveError, see `write_atomically`."""
-    write_atomically(path, to_bytes(named, metadata))
+def save(path: Path, named: Named, metadata: Mapping[str, str] | None = None, lasting: bool = True) -> None:
+    """Write a safetensors file atomically, without a second copy in memory. Raises SaveError, see `write_atomically`."""
+    _replace(path, lambda new: _encode_file(_dense(named), new, metadata=dict(metadata or {}) or None), lasting)
 
 
 def load(path: Path) -> tuple[Tensors, dict[str, str]]:
-    """Tensors and metadata of a safetensors file.
+    """Tensors, which own their memory, and metadata of a safetensors file.
 
     Raises:
         CheckpointError: The file is missing, truncated or not safetensors.
     """
+    with _opened(path) as file:
+        return {name: _owned(file.get_tensor(name)) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+
+
+def check_file(path: Path) -> None:
+    """Refuse a file that `load` would refuse, by its header and its length: no value is read.
+
+    Raises:
+        CheckpointError: As `load`.
+    """
+    with _opened(path):
+        pass
+
+
+def nbytes_of_file(path: Path) -> int:
+    """`nbytes` of the tensors in a safetensors file: what is behind the header and its length, 8 bytes."""
+    with open(path, "rb") as file:
+        return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+            yield file
     except (FileNotFoundError, IsADirectoryError):
         raise CheckpointError(f"no tensors at {path}: the file does not exist", "Check the path.") from None
     except (SafetensorError, OSError) as error:

@@ -232,7 +232,8 @@ def test_many_points_at_once_are_the_points_one_by_one(shape, count, size, seed)
     model = Classifier(shape)
     points, batches = points_near(model, count, seed), [batch_of(shape, size, seed + i) for i in range(count)]
     before, parameters = snapshot(model), flat(own(model)).detach().clone()
-    gradients, losses = model.vectorised(points, torch.stack([b.x for b in batches]), torch.stack([b.y for b in batches]))
+    gradients, stats = model.vectorised(points, torch.stack([b.x for b in batches]), torch.stack([b.y for b in batches]))
+    losses = stats["loss"]
     assert gradients.shape == points.shape
     assert losses.shape == (count,)
     assert not gradients.requires_grad

@@ -73,14 +73,16 @@ def layouts(draw: st.DrawFn) -> Layout:
     dtype=st.sampled_from(list(TOLERANCE)),
     tokens=st.integers(1, 9),
     cached=st.sampled_from([16 * F, 2**16]),
+    per_set=st.sampled_from([1, 1000]),
     seed=st.integers(0, 2**16),
 )
-def test_equals_the_naive_formula_with_all_gradients(layout, kind, activation, dtype, tokens, cached, seed):
+def test_equals_the_naive_formula_with_all_gradients(layout, kind, activation, dtype, tokens, cached, per_set, seed):
     torch.manual_seed(seed)
     module, base = build(kind, layout, ACTIVATIONS[activation], dtype)
     x = torch.randn(tokens * 4, D).to(dtype).requires_grad_()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mixture, "CACHED_VALUES", cached)  # 16 tokens a chunk, or all at once
+        patch.setattr(mixture, "TOKENS_PER_SET", per_set)  # tokens sorted by their experts, or gathered expert by expert
         y = module(x, base)
     expected = naive(module, base, x, ACTIVATIONS[activation])
     assert y.dtype == dtype

@@ -11,7 +11,7 @@ import torch
 import coterie
 from coterie.errors import CheckpointError, ModelError
 from coterie.models.adapter import Layout
-from coterie.personal.fast import by_experts
+from coterie.models.routing import by_experts
 
 LAYOUTS = {
     "1G1S": Layout(rank=2),
@@ -60,7 +60,7 @@ def test_any_number_of_tokens_gives_the_trained_models_logits_and_routing(family
     torch.testing.assert_close(model(ids).logits, model.language.forward(ids).detach(), rtol=1e-4, atol=1e-4)
     if layout.routed:
         record = []
-        with torch.no_grad(), model.backbone.using(model._fast, record):
+        with torch.no_grad(), model.backbone.using(model.fast, record):
             model.backbone.hidden(ids)
         torch.testing.assert_close(torch.stack([decision.weights for decision in record]), model.routing(ids).flatten(1, 2))
 

@@ -18,7 +18,6 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
-from scipy.special import gammaln, logsumexp
 
 from coterie.errors import Refused
 from coterie.protocol import ClientId, Replies
@@ -304,6 +303,8 @@ def rdp_of_drawn(rate: float, multiplier: float, order: float) -> float:
 
 def _log_moment(rate: float, multiplier: float, order: int) -> float:
     """(alpha - 1) times the bound, for a whole alpha: log(1 + sum_{j=2}^alpha binom(alpha, j) rate^j c_j)."""
+    from scipy.special import gammaln, logsumexp
+
     if order == 1:
         return 0.0
     j = np.arange(2, order + 1)

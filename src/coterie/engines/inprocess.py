@@ -11,6 +11,7 @@ from typing import Any
 from coterie.client import Site
 from coterie.cohort import Cohort
 from coterie.engines.engine import Here, Listener, Write
+from coterie.engines.states import States
 from coterie.methods import Method
 from coterie.protocol import Ask, ClientId, Replies, State, find_together
 from coterie.tensors import nbytes
@@ -18,43 +19,49 @@ from coterie.tensors import nbytes
 
 @dataclass
 class InProcess(Here):
-    """States are dicts of tensors that stay where they are; nothing is copied."""
+    """States are dicts of tensors that stay where they are, and nothing is copied, as long as the keeper has room for them."""
 
     site: Site
     method: Method
     listener: Listener = field(default_factory=Listener)
-    _states: dict[ClientId, State] = field(default_factory=dict)
+    kept: States = field(default_factory=States)
 
     def answer(self, ask: Ask, round: int, phase: int) -> Replies:
-        if self.method.local_epochs is None and (together := find_together(self.method, ask.name)) is not None:
-            states = {i: self._states.setdefault(i, {}) for i in ask.to}
+        together = find_together(self.method, ask.name) if self.method.local_epochs is None else None
+        if together is not None and (states := self.kept.together(list(ask.to), self._most)) is not None:
             for state in states.values():
                 self.site.begin(state, round, self.method)
             if (cohort := Cohort.of(self.site, states)) is not None:
                 replies = together(cohort, ask.to)
                 for i, metrics in cohort.measured.items():
                     self.listener.measured(i, metrics)
-                for state in states.values():
+                for i, state in states.items():
                     self.site.end(state, self.method)
+                    self.kept.put(i, state)
                 return {i: self.site.leaving(self.method, ask.name, i, ask.to[i], r, round, phase) for i, r in replies.items()}
         return {i: self._one(ask.name, i, tensors, round, phase) for i, tensors in ask.to.items()}
 
     def _one(self, task: str, client: ClientId, tensors: State, round: int, phase: int) -> State:
-        state = self._states.setdefault(client, {})
+        state = self.kept.take(client)
         reply, metrics = self.site.answer(self.method, task, client, tensors, state, round, phase)
+        self.kept.put(client, state)
         self.listener.measured(client, metrics)
         return reply
+
+    def _most(self, client: ClientId) -> int:
+        """Bytes of a client's state during a task, at most: its values, two moments of an optimiser, and as much for all else."""
+        return 4 * sum(nbytes(named) for named in self.site.model(client).parameters_by_role().values())
 
     def keep(self, ask: Ask, round: int, write: Write) -> None:
         self.answer(ask, round, -1)
         for i, tensors in ask.to.items():
-            write(self.site.client(i, dict(self._states[i])), tensors)
+            write(self.site.client(i, dict(self.kept[i])), tensors)
 
     def states(self) -> Mapping[ClientId, State]:
-        return self._states
+        return self.kept
 
     def restore(self, states: Mapping[ClientId, State], memo: Mapping[str, Any] = {}) -> None:
-        self._states = {i: dict(state) for i, state in states.items()}
+        self.kept.restore(states)
 
     def state_bytes(self) -> Mapping[ClientId, int]:
-        return {i: nbytes(state) for i, state in self._states.items()}
+        return {i: self.kept.nbytes(i) for i in self.kept}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from coterie.aggregation import agreement, ascend_box, ascend_simplex, midpoints, pulls, rearranged, start_weights
 from coterie.client import Client, Training
-from coterie.cohort import Cohort
+from coterie.cohort import Cohort, stacked
 from coterie.errors import RecipeError
 from coterie.methods.method import Comparing, OneAdapter, Reader
 from coterie.protocol import Ask, ClientId, Replies, Round, State, nothing, task
@@ -114,12 +114,12 @@ class CoBo(OneAdapter, Comparing):
 
     def descend_together(self, cohort: Cohort, pull: Mapping[ClientId, Tensors]) -> Replies:
         """`descend` of many clients at once."""
-        together = torch.stack([pull[i]["pull"] for i in cohort.ids])
+        together = stacked([pull[i]["pull"] for i in cohort.ids]).to(cohort.x.device)
         for _ in range(self.local_steps):
             eta = cohort.lr if self.pull == "gradient" else 1.0
             cohort.step()
             cohort.shift(-eta * self.rho, together)
-        return {i: {GENERALIST: x} for i, x in zip(cohort.ids, together.copy_(cohort.x), strict=True)}
+        return {i: {GENERALIST: x} for i, x in zip(cohort.ids, together.copy_(cohort.x), strict=True)}  # the pulls' memory is free now
 
     def collaboration(self, state: State, clients: Sequence[ClientId]) -> Tensor:
         known = _known(state)

@@ -1,7 +1,10 @@
 """A classifier of one client: a network of its own, all of it trained and shared."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
+from statistics import mean
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,11 +13,28 @@ from torch.nn.functional import cross_entropy
 from coterie.data.examples import Examples
 from coterie.errors import ModelError
 from coterie.models.lora import LoRA
-from coterie.models.networks import MLP, NetworkShape, Shape, check, statistics
+from coterie.models.networks import MLP, Network, NetworkShape, Shape, check, statistics
 from coterie.roles import GENERALIST, Role, by_role
-from coterie.tensors import Tensors
+from coterie.tensors import Named, Tensors
 
 __all__ = ["Classifier", "NetworkShape", "Shape"]
+
+
+class Bounds(NamedTuple):
+    """What many networks at once may take on a device, in bytes.
+
+    Args:
+        map: What a layer puts out for one batch, averaged over a network's layers: where it is more, networks are not quicker together.
+        at_once: Values of parameters and maps of those that are computed at once; more of them take turns.
+    """
+
+    map: int
+    at_once: int
+
+
+# On a CPU as measured with benchmarks/cobo.py. Elsewhere an estimate: a layer that puts out 4 MiB takes a GPU a few times as long as its
+# calls do, which are all that can be saved. `speed --device cuda` of that benchmark says what is so.
+_ON_CPU, _ELSEWHERE = Bounds(1 << 17, 1 << 28), Bounds(1 << 22, 1 << 32)
 
 
 class Classifier:
@@ -43,10 +63,18 @@ class Classifier:
 
     def parameters_by_role(self) -> dict[Role, dict[str, nn.Parameter]]:
         """The parameters by role, in the order of `named_parameters`."""
+        return self._parameters
+
+    @cached_property
+    def _parameters(self) -> dict[Role, dict[str, nn.Parameter]]:
         return by_role(self.network)
 
     def buffers(self) -> dict[str, Tensor]:
         """The running statistics of batch normalisation, fp32: they belong to one client and are never exchanged."""
+        return self._buffers
+
+    @cached_property
+    def _buffers(self) -> dict[str, Tensor]:
         return statistics(self.network)
 
     def initial_buffers(self) -> Tensors:
@@ -56,8 +84,31 @@ class Classifier:
 
     @property
     def stacks(self) -> bool:
-        """Whether many clients' networks are quicker together than one by one, with the same result: small ones, without statistics."""
-        return isinstance(self.network, MLP)
+        """Whether many clients' networks can be computed at once, with the same result: those for images can."""
+        return isinstance(self.network, Network)
+
+    def gains(self, examples: int) -> bool:
+        """Whether many clients' networks are quicker together than one by one, each with a batch of so many examples.
+
+        Perceptrons are: a layer of all of them is one batched product. Convolutions become one in groups, which saves the cost of calls,
+        not of computing, so that it depends on how large a layer's output is.
+        """
+        return isinstance(self.network, MLP) or examples * mean(self._maps) <= self._bounds.map
+
+    @property
+    def _bounds(self) -> Bounds:
+        return _ON_CPU if self.device.type == "cpu" else _ELSEWHERE
+
+    @cached_property
+    def _maps(self) -> list[int]:
+        """Bytes that each layer puts out for one example."""
+        found: list[int] = []
+        network = self.shape.build("meta").eval()
+        for layer in network.modules():
+            if not list(layer.children()):
+                layer.register_forward_hook(lambda _, inputs, output: found.append(output.nbytes))
+        network(self.shape.example().to("meta"))
+        return found
 
     embed = None
 
@@ -138,16 +189,18 @@ class Classifier:
         with self._untracked():
             return self.gradient(batch, wrt, micro_batch)
 
-    def vectorised(self, points: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """`gradient_elsewhere` at many points at once, each with a batch of its own.
+    def vectorised(self, points: Tensor, x: Tensor, y: Tensor, running: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+        """`gradient` at many points at once, each with a batch and running statistics of its own; or `gradient_elsewhere`.
 
         Args:
             points: (m, d) fp32: at each row all parameters, flat, in the order of `parameters_by_role()[GENERALIST]`.
             x: (m, B, C, H, W) fp32.
             y: (m, B) int64.
+            running: (m, s) fp32 on the network's device: at each row all running statistics, flat, in the order of `buffers`. They follow
+                the batches, in place. None: it is elsewhere.
 
         Returns:
-            Gradients (m, d) and losses (m,), detached.
+            Gradients (m, d), and the detached "loss" (m,) and "accuracy" (m,) of the batches.
 
         Raises:
             ModelError: The points or the batches do not fit the network.
@@ -160,17 +213,35 @@ class Classifier:
         if x.shape[:2] != y.shape:
             raise ModelError(f"{list(x.shape)} inputs for {list(y.shape)} labels", "Give every label an input.")
         inputs, labels = self.checked(Examples(x.flatten(0, 1), y.flatten()))
-        named = self.parameters_by_role()[GENERALIST]
-        pieces = torch.split(points.detach().to(self.device), [parameter.numel() for parameter in named.values()], dim=1)
-        stacks = [piece.view(-1, *p.shape).requires_grad_() for piece, p in zip(pieces, named.values(), strict=True)]
-        with self._untracked(), self.batch_statistics():
-            logits = self._stacked(dict(zip(named, stacks, strict=True)), inputs.view(x.shape))
-            losses = cross_entropy(logits.flatten(0, 1), labels, reduction="none").view(y.shape).mean(dim=1)
-            found = torch.autograd.grad(losses.sum(), stacks)  # a loss depends on its own point alone
-        return torch.cat([gradient.flatten(1) for gradient in found], dim=1), losses.detach()
+        gradients, stats = torch.empty(points.shape, device=self.device), []
+        size = self._at_once(y.shape[1])
+        with nullcontext() if running is not None else self._untracked(), self.batch_statistics():
+            for start in range(0, len(points), size):
+                part = slice(start, start + size)
+                own = None if running is None else running[part]
+                stats.append(self._at(points[part], inputs.view(x.shape)[part], labels.view(y.shape)[part], own, gradients[part]))
+        return gradients, {name: torch.cat([found[name] for found in stats]) for name in stats[0]}
 
-    def _stacked(self, stacks: Tensors, x: Tensor) -> Tensor:
-        """(m, B, C, H, W) -> (m, B, classes), at m points, each parameter of which is (m, ...)."""
+    def _at_once(self, examples: int) -> int:
+        """How many points are computed at once: of each there are its parameters, a copy, their gradient, and maps with theirs."""
+        return max(1, self._bounds.at_once // (3 * 4 * self.trainable_parameters + 2 * examples * sum(self._maps)))
+
+    def _at(self, points: Tensor, x: Tensor, y: Tensor, running: Tensor | None, into: Tensor) -> dict[str, Tensor]:
+        """`vectorised` of so few points that they are computed at once; gradients are written `into` (m, d)."""
+        own = parted(points.detach().to(self.device), self.parameters_by_role()[GENERALIST])
+        stacks = {name: stack.requires_grad_() for name, stack in own.items()}
+        parts = {} if running is None else parted(running, self.buffers())
+        buffers = {name: t.clone(memory_format=torch.contiguous_format) for name, t in parts.items()}  # PyTorch changes no others in place
+        logits = self._stacked(stacks, buffers, x)
+        losses = cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none").view(y.shape).mean(dim=1)
+        found = torch.autograd.grad(losses.sum(), list(stacks.values()))  # a loss depends on its own point alone
+        torch.cat([gradient.flatten(1) for gradient in found], dim=1, out=into)
+        if running is not None and buffers:
+            torch.cat([buffer.flatten(1) for buffer in buffers.values()], dim=1, out=running)
+        return {"loss": losses.detach(), "accuracy": (logits.argmax(dim=2) == y).float().mean(dim=1)}
+
+    def _stacked(self, stacks: Tensors, buffers: Tensors, x: Tensor) -> Tensor:
+        """(m, B, C, H, W) -> (m, B, classes), at m points, each parameter of which is (m, ...); the buffers, likewise, follow in place."""
         if isinstance(self.network, MLP):
             return self.network.stacked(list(stacks.values()), x)
 
@@ -178,7 +249,7 @@ class Classifier:
             logits: Tensor = torch.func.functional_call(self.network, point, (batch,))
             return logits
 
-        return torch.vmap(at)(stacks, x)
+        return torch.vmap(at)(stacks | buffers, x)
 
     @torch.no_grad()
     def score(self, batches: Iterable[Examples]) -> Tensor:
@@ -264,7 +335,9 @@ class Classifier:
         Raises:
             ModelError: A batch is too small to have any.
         """
-        self.network.train()
+        modal: Sequence[nn.Module] = self._batch_norms if isinstance(self.network, Network) else [self.network]
+        for module in modal:
+            module.train()
         try:
             yield
         except ValueError as error:  # of PyTorch's batch normalisation, the only one here that looks at values per channel
@@ -273,7 +346,8 @@ class Classifier:
             remedy = "Use a larger training.batch_size, or a network with norm 'group' or 'none'."
             raise ModelError("a batch of one example has no statistics to normalise it by", remedy) from error
         finally:
-            self.network.eval()
+            for module in modal:
+                module.eval()
 
     @contextmanager
     def _untracked(self) -> Iterator[None]:
@@ -285,3 +359,9 @@ class Classifier:
         finally:
             for norm in self._batch_norms:
                 norm.track_running_stats = True
+
+
+def parted(rows: Tensor, named: Named) -> Tensors:
+    """(m, d) -> views (m, ...) of the values of each tensor, by name."""
+    pieces = torch.split(rows, [tensor.numel() for tensor in named.values()], dim=1)
+    return {name: piece.view(-1, *t.shape) for (name, t), piece in zip(named.items(), pieces, strict=True)}

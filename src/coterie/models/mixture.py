@@ -6,9 +6,12 @@ are shared by all experts: the first is applied once per token, and because the 
     y = W2 m + b2 + gamma sum_j B2_j c_j,    m = sum_j w_j h_j,    c_j = w_j A2_j h_j,
     h_j = act(p_j)  or, gated,  act(p_j) * r_j,    p_j = b + gamma B1_j z_j,    b = W1 x + b1,    z_j = A1_j x,
 
-so is it. Only b, the codes z and the weights w are kept for the backward pass; p_j and h_j are computed again there.
+so is it. Only b, the codes z and the weights w are kept for the backward pass; p_j and h_j are computed again there. Tensors as wide as
+the hidden layer are what costs, so they are few, and live in a scratch that stays in the cache; codes lie with the tokens last, since thin
+products are up to three times as fast that way round.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,36 +23,54 @@ from torch.autograd.function import once_differentiable
 from coterie.models.architecture import MLPShape
 from coterie.models.layout import Layout
 from coterie.models.lora import LoRA, gamma, project
-from coterie.models.routing import Router, Routing
+from coterie.models.routing import Router, Routing, by_experts
 from coterie.roles import Role
 
 Rows = slice | Tensor  # which tokens: consecutive ones, or (t,) indices
 # Of one piece's hidden-width tensor: on a CPU tokens are taken in chunks, so that the pieces of a chunk stay in its cache.
-CACHED_VALUES = 2**18
+CACHED_VALUES = 2**17
+TOKENS_PER_SET = 8  # on average, from which on a CPU sorts tokens by the set of their experts
+PADDING = 16  # values behind each row of the scratch: rows that are a multiple of 4 KiB apart would share the same few places of a cache
 
 
 @dataclass(frozen=True)
 class Activation:
-    """An elementwise function, and (dL/da, p) -> dL/dp for a = act(p)."""
+    """An elementwise function, and (dL/da, p) -> dL/dp for a = act(p); both may write to `out`, which may be one of the inputs."""
 
-    forward: Callable[[Tensor], Tensor]
-    backward: Callable[[Tensor, Tensor], Tensor]
+    forward: Callable[..., Tensor]
+    backward: Callable[..., Tensor]
 
     @classmethod
     def of(cls, module: nn.Module) -> "Activation":
         """The fused derivative where torch has one, otherwise autograd's."""
         if isinstance(module, nn.SiLU):
-            return cls(nn.functional.silu, torch.ops.aten.silu_backward)
+            return cls._fused(torch.ops.aten.silu, torch.ops.aten.silu_backward)
         if isinstance(module, nn.GELU):
-            how = module.approximate
-            return cls(module.forward, lambda grad, p: torch.ops.aten.gelu_backward(grad, p, approximate=how))
+            return cls._fused(torch.ops.aten.gelu, torch.ops.aten.gelu_backward, approximate=module.approximate)
 
-        def derive(grad: Tensor, p: Tensor) -> Tensor:
+        def forward(p: Tensor, out: Tensor | None = None) -> Tensor:
+            a: Tensor = module(p)
+            return a if out is None else out.copy_(a)
+
+        def derive(grad: Tensor, p: Tensor, out: Tensor | None = None) -> Tensor:
             with torch.enable_grad():
                 p = p.detach().requires_grad_()
-                return torch.autograd.grad(module(p), p, grad)[0]
+                (found,) = torch.autograd.grad(module(p), p, grad)
+            return found if out is None else out.copy_(found)
 
-        return cls(module, derive)
+        return cls(forward, derive)
+
+    @classmethod
+    def _fused(cls, forward: Any, backward: Any, **how: Any) -> "Activation":
+        def apply(p: Tensor, out: Tensor | None = None) -> Tensor:
+            found: Tensor = forward(p, **how) if out is None else forward.out(p, **how, out=out)
+            return found
+
+        def derive(grad: Tensor, p: Tensor, out: Tensor | None = None) -> Tensor:
+            found: Tensor = backward(grad, p, **how) if out is None else backward.grad_input(grad, p, **how, grad_input=out)
+            return found
+
+        return cls(apply, derive)
 
 
 @dataclass(frozen=True)
@@ -69,33 +90,44 @@ class FrozenMLP:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which (expert, tokens) pairs to compute, in which order.
+    """Which experts to compute for which tokens, in which order.
 
     Args:
-        pieces: Expert and tokens; all pieces of a chunk of tokens follow each other.
+        pieces: Experts that the same tokens meet one after the other, and those tokens. If they are consecutive, the experts are all that
+            they use, and the pieces together reach every token.
         activation: The MLP's.
         gamma: The scale of the updates.
-        dense: Whether every token meets every expert, in order.
     """
 
-    pieces: tuple[tuple[int, Rows], ...]
+    pieces: tuple[tuple[Sequence[int], Rows], ...]
     activation: Activation
     gamma: float
-    dense: bool
 
-    def empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """A contiguous tensor that the pieces fill: they reach all of it if they are dense."""
-        return (like.new_empty if self.dense else like.new_zeros)(shape)
+    def sums(self, like: Tensor) -> Tensor:
+        """What `_accumulate` fills, of the shape of `like`: where tokens are consecutive, the first of their experts writes."""
+        return torch.empty_like(like) if all(isinstance(rows, slice) for _, rows in self.pieces) else torch.zeros_like(like)
+
+    def scratch(self, like: Tensor, count: int) -> Callable[[int], list[Tensor]]:
+        """For t tokens of a piece, `count` tensors (t, f) that every piece overwrites."""
+        longest = max((_length(rows) for _, rows in self.pieces), default=0)
+        whole = like.new_empty((count, longest, like.shape[1] + PADDING))
+        return lambda tokens: list(whole[:, :tokens, : like.shape[1]])
 
 
-def dense_pieces(tokens: int, experts: int, chunk: int) -> Iterator[tuple[int, Rows]]:
+def dense_pieces(tokens: int, experts: int, chunk: int) -> Iterator[tuple[Sequence[int], Rows]]:
     """Every token with every expert."""
     for start in range(0, tokens, chunk):
-        for j in range(experts):
-            yield j, slice(start, min(start + chunk, tokens))
+        yield range(experts), slice(start, min(start + chunk, tokens))
 
 
-def grouped_pieces(selected: Tensor, experts: int, chunk: int) -> Iterator[tuple[int, Rows]]:
+def sorted_pieces(sets: Sequence[tuple[list[int], int, int]], chunk: int) -> Iterator[tuple[Sequence[int], Rows]]:
+    """Tokens that were sorted by the set of their experts, see `by_experts`."""
+    for experts, first, last in sets:
+        for start in range(first, last, chunk):
+            yield experts, slice(start, min(start + chunk, last))
+
+
+def grouped_pieces(selected: Tensor, experts: int, chunk: int) -> Iterator[tuple[Sequence[int], Rows]]:
     """The selected pairs only, (T, k): tokens sorted by chunk, then by expert. On a GPU this waits for the group sizes."""
     tokens, active = selected.shape
     chunks = -(-tokens // chunk)
@@ -105,80 +137,104 @@ def grouped_pieces(selected: Tensor, experts: int, chunk: int) -> Iterator[tuple
     rows = torch.split(order // active, torch.bincount(key, minlength=chunks * experts).tolist())
     for i, group in enumerate(rows):
         if len(group):
-            yield i % experts, group
+            yield (i % experts,), group
 
 
 class _Hidden(torch.autograd.Function):
-    """(b, z, w, B1, A2) -> (m, A2 h): everything between the frozen projections. Keeps its inputs only."""
+    """(b, z, w, B1, A2) -> (m, c): everything between the frozen projections. Keeps its inputs only."""
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, weights: Tensor | None, codes: Tensor, A2: Tensor, *bases_and_B1: Tensor) -> tuple[Tensor, Tensor]:
-        """One or two bases b (T, f) and as many B1 (n, f, r), codes (T, linears n, r), weights (T, n, 1) or None for 1, A2 (n, r, f).
+        """One or two bases b (T, f) and as many B1 (n, r, f), codes (linears, n, r, T), weights (n, T) or None for 1, A2 (n, r, f).
 
         Returns:
-            m (T, f) and the codes of the last layer before they are weighted, A2_j h_j, (T, n, r), 0 where a token does not use j.
+            m (T, f), and the codes of the last layer c_j = w_j A2_j h_j, (n, r, T), 0 where a token does not use j.
         """
         ctx.plan = plan
         ctx.save_for_backward(weights, codes, A2, *bases_and_B1)
         half = len(bases_and_B1) // 2
         bases, B1 = bases_and_B1[:half], bases_and_B1[half:]
-        m = plan.empty(bases[0].shape, codes)
-        c = plan.empty((len(codes), *A2.shape[:2]), codes)
-        for j, rows in plan.pieces:
-            p = _first(plan, j, rows, bases, codes, B1)
-            h = plan.activation.forward(p[0])
-            if half == 2:
-                h.mul_(p[1])
-            _put_column(c, rows, j, h @ A2[j].T)
-            _accumulate(m, j, rows, h, None if weights is None else _column(weights, rows, j))
-        return m, c
+        m, c = plan.sums(bases[0]), codes.new_zeros((*A2.shape[:2], codes.shape[-1]))
+        scratch = plan.scratch(m, half)
+        for experts, rows in plan.pieces:
+            b, p = [_rows(base, rows) for base in bases], scratch(_length(rows))
+            for k, j in enumerate(experts):
+                _first(plan.gamma, b, codes[:, j], rows, [B[j] for B in B1], p)
+                h = plan.activation.forward(p[0], out=p[0])
+                if half == 2:
+                    h.mul_(p[1])
+                _put(c[j], rows, A2[j] @ h.T)
+                _accumulate(m, rows, h, None if weights is None else _columns(weights[j], rows), k == 0)
+        return m, c if weights is None else c.mul_(weights[:, None])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dm: Tensor, dc: Tensor) -> tuple[Tensor | None, ...]:
-        """q_j = dL/dh_j * act'(p_j), with dL/dh_j = w_j dm + A2_j^T dL/d(A2_j h_j), and dL/dw_j = <dm, h_j>; autograd does the rest."""
+        """With u_j = dm + A2_j^T dL/dc_j: dL/dh_j = w_j u_j, dL/dw_j = <u_j, h_j>, and q_j = u_j * act'(p_j) is dL/dp_j / w_j."""
         plan: Plan = ctx.plan
         weights, codes, A2, *bases_and_B1 = ctx.saved_tensors
         half = len(bases_and_B1) // 2
         bases, B1 = bases_and_B1[:half], bases_and_B1[half:]
         _, of_weights, of_codes, of_A2, *of_first = ctx.needs_input_grad
-        d_weights = plan.empty(weights.shape, weights) if of_weights else None
-        d_codes = plan.empty(codes.shape, codes) if of_codes else None
+        d_weights = torch.zeros_like(weights) if of_weights else None
+        d_codes = torch.zeros_like(codes) if of_codes else None
         d_A2 = torch.zeros_like(A2) if of_A2 else None
-        d_bases = [plan.empty(b.shape, b) if needed else None for b, needed in zip(bases, of_first[:half], strict=True)]
-        # (n, r, f): a product with so narrow a matrix is more than twice as fast with the long side last
-        d_B1 = [B.new_zeros(B.mT.shape) if needed else None for B, needed in zip(B1, of_first[half:], strict=True)]
-        dc = dc.contiguous()
-        for j, rows in plan.pieces:
-            p = _first(plan, j, rows, bases, codes, B1)
-            a = plan.activation.forward(p[0])
-            h = a * p[1] if half == 2 else a  # its memory is used again below
-            dm_j, dc_j = _rows(dm, rows), _column(dc, rows, j)
-            if d_A2 is not None:
-                d_A2[j].addmm_(dc_j.T, h)
-            if d_weights is not None:
-                _put_column(d_weights, rows, j, h.mul_(dm_j).sum(dim=1, keepdim=True))
-            dh = torch.addmm(dm_j, dc_j, A2[j]) if weights is None else (dm_j * _column(weights, rows, j)).addmm_(dc_j, A2[j])
-            q = [plan.activation.backward(dh if half == 1 else torch.mul(dh, p[1], out=h), p[0])]
-            if half == 2:
-                q.append(dh.mul_(a))
-            for i, q_i in enumerate(q):
-                column = i * len(A2) + j
-                if (d_B := d_B1[i]) is not None:
-                    d_B[j].addmm_(_column(codes, rows, column).T, q_i, alpha=plan.gamma)
-                if d_codes is not None:
-                    _put_column(d_codes, rows, column, (q_i @ B1[i][j]).mul_(plan.gamma))
-                if (d_base := d_bases[i]) is not None:
-                    _accumulate(d_base, j, rows, q_i)
-        return None, d_weights, d_codes, d_A2, *d_bases, *(None if d_B is None else d_B.mT for d_B in d_B1)
+        d_bases = [plan.sums(b) if needed else None for b, needed in zip(bases, of_first[:half], strict=True)]
+        d_B1 = [torch.zeros_like(B) if needed else None for B, needed in zip(B1, of_first[half:], strict=True)]
+        weighted_codes, weighted_dc = (codes, dc) if weights is None else (codes * weights[:, None], dc * weights[:, None])
+        scratch = plan.scratch(bases[0], half + 4)
+        for experts, rows in plan.pieces:
+            b, dm_rows = [_rows(base, rows) for base in bases], _rows(dm, rows)
+            *p, a, h, u, product = scratch(_length(rows))
+            for k, j in enumerate(experts):
+                _first(plan.gamma, b, codes[:, j], rows, [B[j] for B in B1], p)
+                plan.activation.forward(p[0], out=a)
+                h = a if half == 1 else torch.mul(a, p[1], out=h)
+                torch.addmm(dm_rows, _columns(dc[j], rows).T, A2[j], out=u)
+                if d_weights is not None:
+                    _put(d_weights[j], rows, torch.mul(u, h, out=product).sum(dim=1))
+                if d_A2 is not None:
+                    d_A2[j].addmm_(_columns(weighted_dc[j], rows), h)
+                q = [plan.activation.backward(u if half == 1 else torch.mul(u, p[1], out=product), p[0], out=product)]
+                if half == 2:
+                    q.append(u.mul_(a))
+                w = None if weights is None else _columns(weights[j], rows)
+                for i, q_i in enumerate(q):
+                    if (d_B := d_B1[i]) is not None:
+                        d_B[j].addmm_(_columns(weighted_codes[i, j], rows), q_i, alpha=plan.gamma)
+                    if d_codes is not None:
+                        _put(d_codes[i, j], rows, B1[i][j] @ q_i.T)
+                    if (d_base := d_bases[i]) is not None:
+                        _accumulate(d_base, rows, q_i, w, k == 0)
+        if d_codes is not None:
+            d_codes.mul_(plan.gamma if weights is None else plan.gamma * weights[:, None])
+        return None, d_weights, d_codes, d_A2, *d_bases, *d_B1
 
 
-def _first(plan: Plan, j: int, rows: Rows, bases: Sequence[Tensor], codes: Tensor, B1: Sequence[Tensor]) -> list[Tensor]:
-    """The pre-activations b + gamma B1_j z_j of one piece, (t, f) for each first layer."""
-    updates = [(_column(codes, rows, i * len(B) + j), B[j].T) for i, B in enumerate(B1)]
-    if isinstance(rows, slice):
-        return [torch.addmm(b[rows], z, B, alpha=plan.gamma) for b, (z, B) in zip(bases, updates, strict=True)]
-    return [b.index_select(0, rows).addmm_(z, B, alpha=plan.gamma) for b, (z, B) in zip(bases, updates, strict=True)]
+class _Reordered(torch.autograd.Function):
+    """Rows in another order: (T, ...), (T,) -> (T, ...)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        return x.index_select(0, order)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """The inverse; autograd would add up what it does not know to be a permutation."""
+        (order,) = ctx.saved_tensors
+        return grad.index_select(0, order.argsort()), None
+
+
+def _first(gamma: float, bases: Sequence[Tensor], codes: Tensor, rows: Rows, B1: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+    """The pre-activations b + gamma B1_j z_j of one piece, (t, f) for each first layer, of all codes of its expert, (linears, r, T)."""
+    for b, z, B, p in zip(bases, _columns(codes, rows), B1, out, strict=True):
+        torch.addmm(b, z.T, B, alpha=gamma, out=p)
+
+
+def _length(rows: Rows) -> int:
+    return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
 
 
 def _rows(tensor: Tensor, rows: Rows) -> Tensor:
@@ -186,31 +242,32 @@ def _rows(tensor: Tensor, rows: Rows) -> Tensor:
     return tensor[rows] if isinstance(rows, slice) else tensor.index_select(0, rows)
 
 
-def _column(tensor: Tensor, rows: Rows, column: int) -> Tensor:
-    """`tensor[rows, column]` of a contiguous (T, columns, r): selecting from its strided columns would be slow as well."""
-    if isinstance(rows, slice):
-        return tensor[rows, column]
-    return tensor.flatten(0, 1).index_select(0, rows * tensor.shape[1] + column)
+def _columns(tensor: Tensor, rows: Rows) -> Tensor:
+    """`tensor[..., rows]`."""
+    return tensor[..., rows] if isinstance(rows, slice) else tensor.index_select(-1, rows)
 
 
-def _put_column(tensor: Tensor, rows: Rows, column: int, values: Tensor) -> None:
-    """`tensor[rows, column] = values`."""
+def _put(tensor: Tensor, rows: Rows, values: Tensor) -> None:
+    """`tensor[..., rows] = values`."""
     if isinstance(rows, slice):
-        tensor[rows, column] = values
+        tensor[..., rows] = values
     else:
-        tensor.flatten(0, 1).index_copy_(0, rows * tensor.shape[1] + column, values)
+        tensor.index_copy_(-1, rows, values)
 
 
-def _accumulate(total: Tensor, j: int, rows: Rows, term: Tensor, weight: Tensor | None = None) -> None:
-    """total[rows] += weight * term, where the first of all experts of consecutive rows writes instead. May overwrite `term`."""
+def _accumulate(total: Tensor, rows: Rows, term: Tensor, weight: Tensor | None, first: bool) -> None:
+    """total[rows] += weight * term, with a weight (t,) for each row; the first of all experts of consecutive rows writes instead.
+
+    May overwrite `term`.
+    """
     if not isinstance(rows, slice):
-        total.index_add_(0, rows, term if weight is None else term.mul_(weight))
-        return
-    target = total[rows]
-    if j == 0:
-        target.copy_(term) if weight is None else torch.mul(term, weight, out=target)
+        total.index_add_(0, rows, term if weight is None else term.mul_(weight[:, None]))
+    elif weight is None:
+        total[rows] = term
+    elif first:
+        torch.mul(term, weight[:, None], out=total[rows])
     else:
-        target.add_(term) if weight is None else target.addcmul_(term, weight)
+        total[rows].addcmul_(term, weight[:, None])
 
 
 class Mixture(nn.Module):
@@ -247,47 +304,67 @@ class Mixture(nn.Module):
         if record is not None and routing is not None:
             record.append(routing)
         weights = self._weights(tokens, routing)
-        bases = [project(linear, tokens) for linear in base.first]
-        B1 = [self._stack(name, "B", x.dtype) for name in self.first]
+        plan, order = self._plan(tokens, None if routing is None else routing.selected, base.activation)
+        if order is not None:
+            tokens, weights = _reordered(tokens, order), None if weights is None else _reordered(weights, order)
+        y = self._experts(tokens, None if weights is None else weights.T.contiguous(), base, plan)
+        return (y if order is None else _reordered(y, order.argsort())).view_as(x)
+
+    def _experts(self, x: Tensor, weights: Tensor | None, base: FrozenMLP, plan: Plan) -> Tensor:
+        """(T, d_model) -> (T, d_model), with weights (n, T), or None for 1."""
+        bases = [project(linear, x) for linear in base.first]
         A1 = torch.stack([self._stack(name, "A", x.dtype) for name in self.first])  # (linears, n, r, d_model)
+        B1 = [self._stack(name, "B", x.dtype).mT.contiguous() for name in self.first]
         A2, B2 = self._stack("down", "A", x.dtype), self._stack("down", "B", x.dtype)
         if self.training and self.layout.dropout > 0:
-            m, c = self._with_dropout(tokens, bases, weights, A1, B1, A2, base.activation)
+            m, c = self._with_dropout(x, bases, weights, A1, B1, A2, base.activation)
         else:
-            codes = nn.functional.linear(tokens, A1.flatten(0, 2)).view(len(tokens), len(A1) * self.layout.experts, A1.shape[2])
-            plan = self._plan(bases[0], routing, base.activation)
+            codes = (A1.flatten(0, 2) @ x.T).view(*A1.shape[:3], len(x))
             m, c = _Hidden.apply(plan, weights, codes, A2, *bases, *B1)  # type: ignore[no-untyped-call]
-        if weights is not None:
-            c = c * weights
-        y = project(base.down, m).addmm_(c.flatten(1), B2.transpose(1, 2).flatten(0, 1), alpha=self.gamma)
-        return y.view_as(x)
+        return project(base.down, m).addmm_(c.flatten(0, 1).T, B2.mT.flatten(0, 1), alpha=self.gamma)
 
     def _weights(self, x: Tensor, routing: Routing | None) -> Tensor | None:
-        """(T, n, 1) in the dtype of x; None for a single expert."""
+        """(T, n) in the dtype of x; None for a single expert."""
         if routing is not None:
-            return routing.weights.to(x.dtype)[..., None]
+            return routing.weights.to(x.dtype)
         n = self.layout.experts
-        return None if n == 1 else x.new_full((1, n, 1), 1 / n).expand(len(x), n, 1)
+        return None if n == 1 else x.new_full((1, n), 1 / n).expand(len(x), n)
 
-    def _plan(self, b: Tensor, routing: Routing | None, activation: Activation) -> Plan:
-        n, selected = self.layout.experts, None if routing is None else routing.selected
-        cached = CACHED_VALUES * torch.get_num_threads()  # each thread has a cache of its own
-        chunk = max(len(b), 1) if b.is_cuda else max(cached // b.shape[1], 16) * n // self.layout.active
+    def _plan(self, x: Tensor, selected: Tensor | None, activation: Activation) -> tuple[Plan, Tensor | None]:
+        """The plan for T tokens that use the selected experts, (T, k), or all; and the order of the tokens that it is made for, if another.
+
+        Sorted by the set of their experts, tokens are consecutive, and nothing as wide as the hidden layer is gathered or scattered. A GPU
+        would have too little to do for each of so many sets, and has fewer but larger groups.
+        """
+        n, active = self.layout.experts, self.layout.active
+        width = getattr(self, "generalist" if hasattr(self, "generalist") else "specialist")["down"].A.shape[2]
+        chunk = (
+            max(len(x), 1) if x.is_cuda else max(CACHED_VALUES * torch.get_num_threads() // width, 16)
+        )  # each thread has a cache of its own
         if selected is None:
-            return Plan(tuple(dense_pieces(len(b), n, chunk)), activation, self.gamma, dense=True)
-        return Plan(tuple(grouped_pieces(selected, n, chunk)), activation, self.gamma, dense=False)
+            return Plan(tuple(dense_pieces(len(x), n, chunk)), activation, self.gamma), None
+        if not x.is_cuda and n < 63 and math.comb(n, active) * TOKENS_PER_SET <= len(x):
+            order, sets = by_experts(selected)
+            return Plan(tuple(sorted_pieces(sets, chunk)), activation, self.gamma), order
+        return Plan(tuple(grouped_pieces(selected, n, chunk * n // active)), activation, self.gamma), None
 
     def _with_dropout(
         self, x: Tensor, bases: list[Tensor], weights: Tensor | None, A1: Tensor, B1: list[Tensor], A2: Tensor, activation: Activation
     ) -> tuple[Tensor, Tensor]:
-        """The same m and A2 h with a dropout mask of its own on the input of every LoRA: by autograd, all experts for all tokens."""
+        """The same m and c with a dropout mask of its own on the input of every LoRA: by autograd, all experts for all tokens."""
         m, c = torch.zeros_like(bases[0]), []
         for j in range(self.layout.experts):
             p = [
-                b + self.gamma * nn.functional.linear(nn.functional.linear(nn.functional.dropout(x, self.layout.dropout), A[j]), B[j])
+                b + self.gamma * nn.functional.linear(nn.functional.dropout(x, self.layout.dropout), A[j]) @ B[j]
                 for b, A, B in zip(bases, A1, B1, strict=True)
             ]
             h = activation.forward(p[0]) * p[1] if len(p) == 2 else activation.forward(p[0])
-            m = m + (h if weights is None else weights[:, j] * h)
-            c.append(nn.functional.linear(nn.functional.dropout(h, self.layout.dropout), A2[j]))
-        return m, torch.stack(c, dim=1)
+            codes = nn.functional.linear(nn.functional.dropout(h, self.layout.dropout), A2[j]).T
+            m = m + (h if weights is None else weights[j, :, None] * h)
+            c.append(codes if weights is None else weights[j] * codes)
+        return m, torch.stack(c)
+
+
+def _reordered(x: Tensor, order: Tensor) -> Tensor:
+    found: Tensor = _Reordered.apply(x, order)  # type: ignore[no-untyped-call]
+    return found

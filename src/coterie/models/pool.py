@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -120,6 +121,10 @@ class PoolClassifier:
 
     def parameters_by_role(self) -> dict[Role, dict[str, nn.Parameter]]:
         """The parameters by role: those of each place, named `<place>.<parameter>`, and the gate's."""
+        return self._parameters
+
+    @cached_property
+    def _parameters(self) -> dict[Role, dict[str, nn.Parameter]]:
         found: dict[Role, dict[str, nn.Parameter]] = {role: {} for role in Role}
         for place, expert in enumerate(self.experts):
             found[EXPERT] |= {f"{place}.{name}": p for name, p in expert.network.named_parameters()}
@@ -129,6 +134,10 @@ class PoolClassifier:
 
     def buffers(self) -> dict[str, Tensor]:
         """The running statistics of batch normalisation in each place."""
+        return self._buffers
+
+    @cached_property
+    def _buffers(self) -> dict[str, Tensor]:
         return {f"{place}.{name}": buffer for place, expert in enumerate(self.experts) for name, buffer in expert.buffers().items()}
 
     def initial_buffers(self) -> Tensors:
@@ -137,6 +146,10 @@ class PoolClassifier:
 
     def places(self) -> list[dict[str, Tensor]]:
         """All that travels with the expert in each place: its parameters, then its running statistics."""
+        return self._places
+
+    @cached_property
+    def _places(self) -> list[dict[str, Tensor]]:
         return [
             {f"{place}.{name}": t for name, t in [*expert.network.named_parameters(), *expert.buffers().items()]}
             for place, expert in enumerate(self.experts)

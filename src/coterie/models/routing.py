@@ -60,6 +60,17 @@ class Router(nn.Module):
         return Routing(weights, probabilities, selected)
 
 
+def by_experts(selected: Tensor) -> tuple[Tensor, list[tuple[list[int], int, int]]]:
+    """An order of the tokens in which those with the same experts follow each other, and each set with its first token and its end.
+
+    selected: (T, k). On a GPU this waits for the sets.
+    """
+    key, order = (1 << selected).sum(dim=-1).sort()
+    ends = torch.unique_consecutive(key, return_counts=True)[1].cumsum(0)
+    sets = selected[order[ends - 1]].sort(dim=-1).values.tolist()
+    return order, list(zip(sets, [0, *ends[:-1].tolist()], ends.tolist(), strict=True))
+
+
 class Gate(nn.Module):
     """How much a text wants each member of a pool: a two-layer perceptron on its embedding (DDOME, Section 4).
 

@@ -2,12 +2,14 @@
 
 from coterie.personal.artifact import About, Origin, read_about, save
 from coterie.personal.classifier import PersonalClassifier, Prediction, save_classifier
-from coterie.personal.loading import clients_of, folder_of, load, load_all
+from coterie.personal.loading import clients_of, folder_of, load, load_all, load_many
+from coterie.personal.many import ManyModels
 from coterie.personal.model import PersonalModel
 from coterie.personal.words import Word
 
 __all__ = [
     "About",
+    "ManyModels",
     "Origin",
     "PersonalClassifier",
     "PersonalModel",
@@ -17,6 +19,7 @@ __all__ = [
     "folder_of",
     "load",
     "load_all",
+    "load_many",
     "read_about",
     "save",
     "save_classifier",

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from coterie.personal import page
+from coterie.personal.many import ManyModels
 from coterie.personal.model import PersonalModel
 from coterie.reports.parts import COLOURS
 
@@ -36,9 +37,10 @@ def keyboard(models: Mapping[str, PersonalModel]) -> Any:
         Refused: Gradio is not installed.
     """
     gradio = page.gradio()
+    together = ManyModels(models)
 
     def suggest(text: str) -> list[Any]:
-        found = {client: model.next_words(text, SHOWN) for client, model in models.items()}
+        found = together.next_words(text, SHOWN)
         inserts = [[word.insert for word in words] for words in found.values()]
         return [(text, inserts), *(button for client, words in found.items() for button in buttons(models[client], words))]
 

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from coterie.errors import CheckpointError, Refused
 from coterie.models.backbone import Backbone
 from coterie.personal.artifact import ABOUT, CLASSIFIER, read_about_json
 from coterie.personal.classifier import PersonalClassifier
+from coterie.personal.many import ManyModels
 from coterie.personal.model import PersonalModel
 
 Personal = PersonalModel | PersonalClassifier
@@ -21,6 +22,7 @@ def load(
     backbone: Backbone | None = None,
     dtype: Literal["fp32", "bf16"] = "fp32",
     device: str = "cpu",
+    merged: bool = False,
 ) -> Personal:
     """The personal model of a client.
 
@@ -31,17 +33,20 @@ def load(
         backbone: Of language models, instead: a loaded base, to share between several personal models.
         dtype: Of the base of a language model if it is loaded here, "fp32" or "bf16".
         device: Where the model is loaded to.
+        merged: Of language models: whether next tokens shall take less time at the price of memory, see `PersonalModel`.
 
     Raises:
         CheckpointError: There is no such client, or its files are damaged or do not fit the base.
         ModelError: The base cannot be loaded.
-        Refused: A base is given for a model that has none.
+        Refused: A base is given for a model that has none, or one without updates is to be merged.
     """
     folder = folder_of(run, client)
     if read_about_json(folder).get("kind") != CLASSIFIER:
-        return PersonalModel.load(folder, base=base, backbone=backbone, dtype=dtype, device=device)
-    if backbone is not None:
-        raise Refused(f"{folder} holds a classifier, which has no backbone", "Leave it out.")
+        return PersonalModel.load(folder, base=base, backbone=backbone, dtype=dtype, device=device, merged=merged)
+    if backbone is not None or merged:
+        raise Refused(
+            f"{folder} holds a classifier, which has no {'backbone' if backbone is not None else 'updates to merge'}", "Leave it out."
+        )
     return PersonalClassifier.load(folder, base, device)
 
 
@@ -75,6 +80,34 @@ def load_all(
         found[client] = model = load(run, client, base=base, backbone=backbone, dtype=dtype, device=device)
         backbone = model.backbone if isinstance(model, PersonalModel) else None
     return found
+
+
+def load_many(
+    run: Path | str,
+    clients: Sequence[str] | None = None,
+    *,
+    base: str | None = None,
+    backbone: Backbone | None = None,
+    dtype: Literal["fp32", "bf16"] = "fp32",
+    device: str = "cpu",
+) -> ManyModels:
+    """The personal models of several clients of a run of language models, as one that answers for all of them in one batch.
+
+    Args:
+        run: See `load_all`.
+        clients: Likewise.
+        base: Likewise.
+        backbone: Likewise.
+        dtype: Likewise.
+        device: Likewise.
+
+    Raises:
+        Refused: The run's models are classifiers.
+    """
+    found = load_all(run, clients, base=base, backbone=backbone, dtype=dtype, device=device)
+    if classifiers := [client for client, model in found.items() if not isinstance(model, PersonalModel)]:
+        raise Refused(f"{run} holds classifiers (of {classifiers[0]}), which share no backbone", "Load them by load_all.")
+    return ManyModels({client: cast(PersonalModel, model) for client, model in found.items()})
 
 
 def clients_of(run: Path | str) -> list[str]:

@@ -52,6 +52,31 @@ class _Beginning:
     experts: Tensor | None  # (n,) summed over the positions that chose `ids`
 
 
+class _Search:
+    """What is found so far for one text.
+
+    Args:
+        text: What was written so far.
+        k: How many words are wanted at most.
+    """
+
+    def __init__(self, text: str, k: int) -> None:
+        self.text, self.head, self.k = text, text.rstrip(), k
+        self.beam = max(BEAM, 2 * k)
+        self.level: list[_Beginning] = []
+        self.found: dict[str, tuple[float, Tensor | None, int]] = {}
+
+    def prune(self) -> int:
+        """Keep the beginnings that may still be among the best words. Returns how many."""
+        least = sorted((p for p, _, _ in self.found.values()), reverse=True)[self.k - 1] if len(self.found) >= self.k else 0.0
+        self.level = [b for b in self.level if b.p > least][: self.beam]
+        return len(self.level)
+
+    def ids(self, rows: int, filling: list[int]) -> list[list[int]]:
+        """The beginnings' tokens, and up to so many rows something else."""
+        return [list(b.ids) for b in self.level] + [filling] * (rows - len(self.level))
+
+
 class Words:
     """The search for words in one vocabulary.
 
@@ -80,52 +105,84 @@ class Words:
         self.anchor_text: str = self.tokenizer.decode([self.anchor])
 
     @torch.no_grad()
-    def next(self, adapter: Attachable, text: str, k: int) -> list[Word]:
-        """The k most likely next words of `text` for one adapter, best first."""
-        head = text.rstrip()
-        prompt = self._prompt(head)
-        with self.backbone.using(adapter):
-            output, experts = self._forward(adapter, prompt, None)
-            cache = output.past_key_values
-            p = output.logits[0, -1].float().softmax(dim=-1)
-            may_go_on = head == text  # after a space a new word begins
-            allowed = self.starts | self.inside if may_go_on else self.starts if head else self.starts | self.inside
-            beam = max(BEAM, 2 * k)
-            level = _best([_Beginning((), 1.0, None)], (p * allowed)[None], [experts[0] if experts is not None else None], beam)
-            found: dict[str, tuple[float, Tensor | None, int]] = {}
-            for _ in range(LONGEST):
-                level = [b for b in level if b.p > _kth(found, k)][:beam]
-                if not level:
-                    break
-                ids = torch.tensor([b.ids for b in level], device=self.backbone.device)
-                output, experts = self._forward(adapter, ids, cache)
-                p = output.logits[:, -1].float().softmax(dim=-1)
-                goes_on = p * self.inside
-                ended = 1 - goes_on.sum(dim=-1)
-                for b, end in zip(level, ended.tolist(), strict=True):
-                    self._note(found, b, b.p * max(end, 0.0))
-                level = _best(level, goes_on, list(experts) if experts is not None else [None] * len(level), beam)
-        best = sorted(found.items(), key=lambda item: -item[1][0])[:k]
-        return [self._word(text, head, piece, *values) for piece, values in best]
+    def of(self, adapter: Attachable, texts: Sequence[str], k: int) -> list[list[Word]]:
+        """The k most likely next words of each text, best first. All are searched in one batch.
 
-    def _prompt(self, head: str) -> Tensor:
-        """(1, C) the ids of the text, or its end; of no text, the token that begins or ends documents."""
+        Args:
+            adapter: Of one model, or of many, each for one text: every text has as many rows as the others, in the order of the texts.
+            texts: What was written so far.
+            k: How many words at most.
+        """
+        searches = [_Search(text, k) for text in texts]
+        prompts, present = left_padded([self._prompt(search.head) for search in searches], self.anchor)
+        mask = None if present.all() else present.to(self.backbone.device)
+        with self.backbone.using(adapter):
+            cache, p, experts = self._forward(adapter, prompts[:, None].to(self.backbone.device), mask=mask)
+            for search, of_prompt, e in zip(searches, p, experts, strict=True):
+                search.level = _best([_Beginning((), 1.0, None)], (of_prompt * self._allowed(search))[None], [e], search.beam)
+            for length in range(1, LONGEST + 1):
+                if not (rows := max(search.prune() for search in searches)):
+                    break
+                ids = torch.tensor([search.ids(rows, [self.anchor] * length) for search in searches], device=self.backbone.device)
+                _, p, experts = self._forward(adapter, ids, cache, mask)
+                for first, search in zip(range(0, len(p), rows), searches, strict=True):
+                    own = slice(first, first + len(search.level))
+                    self._go_on(search, p[own], experts[own])
+        return [self._best_words(search) for search in searches]
+
+    def _allowed(self, search: "_Search") -> Tensor:
+        """(V,) what may follow the text: after a space a new word begins."""
+        if search.head == search.text:
+            return self.starts | self.inside
+        return self.starts if search.head else self.starts | self.inside
+
+    def _go_on(self, search: "_Search", p: Tensor, experts: Sequence[Tensor | None]) -> None:
+        """Note the words that end, and go on with the others: p (beginnings, V) of the next token of each."""
+        goes_on = p * self.inside
+        ended = 1 - goes_on.sum(dim=-1)
+        for b, end in zip(search.level, ended.tolist(), strict=True):
+            self._note(search.found, b, b.p * max(end, 0.0))
+        search.level = _best(search.level, goes_on, experts, search.beam) if search.level else []
+
+    def _best_words(self, search: "_Search") -> list[Word]:
+        best = sorted(search.found.items(), key=lambda item: -item[1][0])[: search.k]
+        return [self._word(search.text, search.head, piece, *values) for piece, values in best]
+
+    def _prompt(self, head: str) -> list[int]:
+        """The ids of the text, or its end; of no text, the token that begins or ends documents."""
         ids: list[int] = self.tokenizer(head)["input_ids"] if head else []
         ids = ids[-(self.backbone.context_limit - LONGEST) :]
         first = self.tokenizer.bos_token_id if self.tokenizer.bos_token_id is not None else self.tokenizer.eos_token_id
-        return torch.tensor([ids or [first or 0]], device=self.backbone.device)
+        return ids or [first or 0]
 
-    def _forward(self, adapter: Attachable, ids: Tensor, cache: Any) -> tuple[Any, Tensor | None]:
-        """(B, C) after the cached prompt -> the base's output, and (B, n) the experts' weights at the last position."""
+    def _forward(
+        self, adapter: Attachable, ids: Tensor, cache: Any = None, mask: Tensor | None = None
+    ) -> tuple[Any, Tensor, Sequence[Tensor | None]]:
+        """One pass over `rows` pieces of text behind each cached prompt, or over the prompts.
+
+        Args:
+            adapter: See `of`.
+            ids: (prompts, rows, C).
+            cache: Of the prompts, which stays as it is.
+            mask: (prompts, C) of the prompts; None without padding.
+
+        Returns:
+            The cache behind `ids`; and of each row (V,) the next token's probabilities and (n,) the experts' weights at the last position.
+        """
+        prompts, rows, length = ids.shape
         if cache is not None:
             cache = copy.deepcopy(cache)
-            cache.batch_repeat_interleave(len(ids))
+            cache.batch_repeat_interleave(rows)
+            mask = None if mask is None else torch.cat([mask, mask.new_ones(prompts, length)], dim=1).repeat_interleave(rows, dim=0)
+        padding = {} if mask is None else {"attention_mask": mask, "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -length:]}
         record: list[Routing] = []
         with self.backbone.using(adapter, record):
-            output = self.backbone.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            output = self.backbone.model(ids.flatten(0, 1), past_key_values=cache, use_cache=True, logits_to_keep=1, **padding)
+        p = output.logits[:, -1].float().softmax(dim=-1)
         if not record:
-            return output, None
-        return output, torch.stack([r.weights.view(*ids.shape, -1)[:, -1] for r in record]).mean(dim=0)
+            return output.past_key_values, p, [None] * len(p)
+        weights = torch.stack([r.weights.view(len(p), length, -1)[:, -1] for r in record]).mean(dim=0)
+        return output.past_key_values, p, list(weights)
 
     def _note(self, found: dict[str, tuple[float, Tensor | None, int]], beginning: _Beginning, p: float) -> None:
         """Add a complete word, or another spelling of one."""
@@ -157,6 +214,8 @@ def _best(level: Sequence[_Beginning], p: Tensor, experts: Sequence[Tensor | Non
     return sorted(longer, key=lambda b: -b.p)
 
 
-def _kth(found: dict[str, tuple[float, Tensor | None, int]], k: int) -> float:
-    """The probability that a word must exceed to be among the k best found so far."""
-    return sorted((p for p, _, _ in found.values()), reverse=True)[k - 1] if len(found) >= k else 0.0
+def left_padded(prompts: Sequence[Sequence[int]], filling: int) -> tuple[Tensor, Tensor]:
+    """(B, C) ids that end together, and (B, C) a mask that is 0 where there is padding."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[filling] * (width - len(own)) + list(own) for own in prompts])
+    return ids, torch.tensor([[0] * (width - len(own)) + [1] * len(own) for own in prompts])

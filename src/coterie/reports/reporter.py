@@ -7,8 +7,20 @@ from typing import Any
 class Reporter:
     """Told of what happens, and does nothing: the base of those that show it."""
 
+    def preparing(self) -> None:
+        """Base and data are about to be loaded, and what everybody begins with trained."""
+
+    def known(self, title: str) -> None:
+        """A method was done before: its result is there."""
+
     def begin(self, title: str, rounds: int, done: int, clients: Sequence[str], metric: Mapping[str, Any] | None = None) -> None:
         """A method starts; `done` of its `rounds` were done before. `metric` is that of its result, by default perplexity."""
+
+    def asking(self, task: str, clients: int) -> None:
+        """An exchange begins, of a round or outside of one: so many clients are asked to do a task."""
+
+    def answered(self, client: str) -> None:
+        """A client finished a task that trains nothing: its models were scored, say."""
 
     def client(self, round: int, client: str, metrics: Mapping[str, Any]) -> None:
         """A client finished a training task of the round that is going on."""

@@ -1,6 +1,8 @@
 """What a terminal shows: progress while a run goes on, and tables at its end. Plain lines where there is no terminal."""
 
+import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -8,16 +10,21 @@ from typing import Any
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.padding import Padding
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 from coterie.evaluation import best, label, metric_of, prediction, worst
+from coterie.profiling import Profile
 from coterie.reports.parts import rounded, size, unseen
 from coterie.reports.reporter import Reporter
 
 EVERY = 2.0  # seconds between plain lines of progress of a kind
+SILENCE = 30.0  # seconds after which a plain line says how far a round, the scoring or the preparation has come
+WINDOW = 60.0  # seconds of training that predictions per second are of
 W_ERROR = "W\u00a0error"  # which stays on one line
+PREPARING = "preparing base and data"
+BROAD = 100  # characters of a terminal that has room for a bar
 FEW = 8  # clients that a table has a column for, if it has room for all of them
 
 
@@ -26,8 +33,111 @@ def loss_of(metrics: Mapping[str, Any]) -> float | None:
     return next((value for name, value in metrics.items() if name.startswith("loss/") and name != "loss/router"), None)
 
 
+class Pace:
+    """Predictions per second while clients train, over the last `WINDOW` seconds of that: scoring and checkpoints are no part of it."""
+
+    def __init__(self) -> None:
+        self._spans: deque[tuple[float, int]] = deque()  # seconds of training, predictions
+        self._seconds, self._predictions = 0.0, 0
+
+    def add(self, seconds: float, predictions: int) -> None:
+        self._spans.append((seconds, predictions))
+        self._seconds, self._predictions = self._seconds + seconds, self._predictions + predictions
+        while self._seconds - self._spans[0][0] >= WINDOW:
+            seconds, predictions = self._spans.popleft()
+            self._seconds, self._predictions = self._seconds - seconds, self._predictions - predictions
+
+    @property
+    def known(self) -> bool:
+        return bool(self._spans)
+
+    @property
+    def per_second(self) -> float:
+        return self._predictions / max(self._seconds, 1e-9)
+
+
+class Stretch:
+    """How far the rounds of one method have come in this session, and how long the rest will take.
+
+    A round is as far as the share of its clients' replies that are there, of as many as the round before had; of the first one, as many as
+    have been asked. Time left is by the mean round of this session, scoring and checkpoints included, as of the last reply.
+
+    Args:
+        rounds: Of the method.
+        done: Of them, before this session.
+    """
+
+    def __init__(self, rounds: int, done: int) -> None:
+        self.rounds, self.done = rounds, done
+        self.started = time.monotonic()
+        self._first, self._usual = done, 0
+        self._replies = self._expected = self.asked = self.got = 0
+        self._estimate: tuple[float, float] | None = None  # when it was made, seconds left then
+        self._exchange = self.started
+
+    def ask(self, clients: int, training: bool) -> None:
+        """An exchange begins, of a round or outside of one."""
+        self.asked, self.got, self._exchange = clients, 0, time.monotonic()
+        if training:
+            self._expected = max(self._usual, self._replies + clients)
+
+    def reply(self) -> None:
+        """A client's reply to an exchange of a round is there."""
+        self.got += 1
+        self._replies += 1
+        self._guess()
+
+    def score(self) -> None:
+        """A client's reply to something else is there."""
+        self.got += 1
+        if self.rounds_done >= self.rounds:  # what is left is this
+            now = time.monotonic()
+            self._estimate = now, (now - self._exchange) / self.got * max(self.asked - self.got, 0)
+
+    def round(self, done: int) -> None:
+        self.done, self._usual = done, self._replies
+        self._replies = self._expected = self.asked = self.got = 0
+        self._guess()
+
+    @property
+    def rounds_done(self) -> float:
+        """With the share of the round that is going on."""
+        return min(self.done + self._replies / max(self._expected, self._replies, 1), self.rounds)
+
+    def _guess(self) -> None:
+        now = time.monotonic()
+        if (here := self.rounds_done - self._first) > 0:
+            self._estimate = now, (now - self.started) / here * (self.rounds - self.rounds_done)
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self.started
+
+    @property
+    def left(self) -> float | None:
+        """Seconds; None as long as nobody can know."""
+        if self._estimate is None:
+            return None
+        made, seconds = self._estimate
+        return max(seconds - (time.monotonic() - made), 0.0)
+
+    def __str__(self) -> str:
+        return f"{_clock(self.elapsed)} so far" if self.left is None else f"{_clock(self.left)} left"
+
+
+class _Time(ProgressColumn):
+    """Time left of what goes on, or how long it took. A method is as long as its rounds, and one more for scoring at the end."""
+
+    max_refresh = 0.5
+
+    def render(self, task: Task) -> Text:
+        return Text(f"in {_clock(task.finished_time or 0)}" if task.finished else str(task.fields["stretch"]), style="cyan")
+
+
 class Terminal(Reporter, AbstractContextManager["Terminal"]):
-    """Rounds, clients, loss, predictions per second and time left: a live display, or a line a round, but one every `EVERY` seconds.
+    """Rounds, clients, loss, predictions per second (see `Pace`) and time left (see `Stretch`): a live display, or plain lines.
+
+    There is a plain line a round, but one every `EVERY` seconds; and after `SILENCE` seconds without one, another says what goes on.
 
     Args:
         console: Where to.
@@ -39,57 +149,122 @@ class Terminal(Reporter, AbstractContextManager["Terminal"]):
         self.live = console.is_terminal
         self.progress = Progress(
             TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            TextColumn("round {task.fields[round]}/{task.fields[rounds]}  {task.fields[status]}"),
-            TimeRemainingColumn(elapsed_when_finished=True),
+            *([BarColumn(bar_width=16)] if console.width >= BROAD else []),
+            TextColumn("{task.fields[where]}"),
+            _Time(),
+            TextColumn("{task.fields[status]}"),
             console=console,
             disable=not self.live,
         )
+        self.task: TaskID | None = None
+        self.stage, self.stretch, self.pace = "", Stretch(0, 0), Pace()
+        self.losses: dict[str, float] = {}
+        self.metric, self.privacy = metric_of({"metric": None}), ""
+        self.spoke = time.monotonic()  # when the last plain line was
+        self._closing = threading.Event()
+        self._watch = threading.Thread(target=self._keep_talking, daemon=True)
 
     def __enter__(self) -> "Terminal":
         self.progress.start()
+        if not self.live:
+            self._watch.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._closing.set()
+        self._prepared()
         self.progress.stop()
 
-    def begin(self, title: str, rounds: int, done: int, clients: Sequence[str], metric: Mapping[str, Any] | None = None) -> None:
+    def _keep_talking(self) -> None:
+        while not self._closing.wait(1.0):
+            self.beat()
+
+    def beat(self) -> None:
+        """Say what goes on if nothing was said for a while."""
+        if self.live or not self.stage or time.monotonic() - self.spoke < SILENCE:
+            return
+        stretch = self.stretch
+        training = self.stage == "training"
+        where = f"round {stretch.done + 1} of {stretch.rounds}" if training else self.stage
+        clients = f": {stretch.got} of {stretch.asked} clients" if stretch.asked else ""
+        parts = (f"  {where}{clients}", self._figures() if training else "", str(stretch))
+        self._line("  ".join(part for part in parts if part))
+
+    def _line(self, text: str) -> None:
+        """A plain line."""
+        self.spoke = time.monotonic()
+        self.console.print(text, markup=False, highlight=False)
+
+    def preparing(self) -> None:
+        self.stage, self.stretch = PREPARING, Stretch(0, 0)
+        if self.live:
+            self.task = self.progress.add_task(self.stage, total=None, where="", status="", stretch=self.stretch)
+
+    def _prepared(self) -> None:
+        """Take the line about the preparation away."""
+        if self.live and self.stage == PREPARING and self.task is not None:
+            self.progress.remove_task(self.task)
+        self.stage = ""
+
+    def known(self, title: str) -> None:
+        self._prepared()
+        self._next(title)
+        self.progress.console.print(f"{self.heading}: done before", markup=False, highlight=False)
+
+    def _next(self, title: str) -> None:
         self.row += 1
-        self.title, self.rounds, self.clients = title, rounds, clients
-        self.metric = metric_of({"metric": metric})
         self.heading = f"[{self.row}/{self.rows}] {title}" if self.rows > 1 else title
-        self.first, self.started, self.tokens = done, time.monotonic(), 0
-        self.said = dict.fromkeys(("round", "score"), self.started)  # when the last line of each kind was
-        self.losses: dict[str, float] = {}
-        self.privacy = ""
+
+    def begin(self, title: str, rounds: int, done: int, clients: Sequence[str], metric: Mapping[str, Any] | None = None) -> None:
+        self._prepared()
+        self._next(title)
+        self.metric, self.stretch, self.pace = metric_of({"metric": metric}), Stretch(rounds, done), Pace()
+        self.stage, self.training_since = "training" if done < rounds else "finishing", time.monotonic()
+        self.said = dict.fromkeys(("round", "score"), self.training_since)  # when the last line of each kind was
+        self.losses, self.privacy = {}, ""
         self.task = self.progress.add_task(
-            self._escape(self.heading),
-            total=max(rounds, 1) * len(clients),
-            completed=done * len(clients),
-            round=done,
-            rounds=rounds,
-            status="",
+            self.heading.replace("[", r"\["), total=rounds + 1, completed=done, where="", status="", stretch=self.stretch
         )
+        self._show()
         if not self.live:
             resumed = f", going on after round {done}" if done else ""
-            self.console.print(f"{self.heading}: {rounds} rounds, {len(clients)} clients{resumed}", markup=False)
+            self._line(f"{self.heading}: {rounds} rounds, {len(clients)} clients{resumed}")
 
-    @staticmethod
-    def _escape(text: str) -> str:
-        return text.replace("[", r"\[")
+    def asking(self, task: str, clients: int) -> None:
+        self.stretch.ask(clients, self.stage == "training")
 
     def client(self, round: int, client: str, metrics: Mapping[str, Any]) -> None:
-        self.tokens += int(metrics.get("tokens", 0))
+        now = time.monotonic()
+        self.pace.add(now - self.training_since, int(metrics.get("tokens", 0)))
+        self.training_since = now
         if (loss := loss_of(metrics)) is not None:
             self.losses[client] = loss
-        if client in self.clients:
-            self.progress.advance(self.task)
-        self.progress.update(self.task, status=self._status(client))
+        self.stretch.reply()
+        self._show()
 
-    def _status(self, note: str = "") -> str:
-        speed = self.tokens / max(time.monotonic() - self.started, 1e-9)
+    def answered(self, client: str) -> None:
+        self.training_since = time.monotonic()
+        if self.stage == "training":
+            self.stretch.reply()
+        else:
+            self.stretch.score()
+        self._show()
+
+    def _show(self) -> None:
+        """Bring the live display up to date."""
+        if not self.live or self.task is None:
+            return
+        stretch = self.stretch
+        clients = f"{stretch.got}/{stretch.asked} clients" if stretch.asked else ""
+        status = f"{self._figures()}  {clients}" if self.stage == "training" else f"{self.stage}  {clients}"
+        where = f"round {stretch.done}/{stretch.rounds}"
+        self.progress.update(self.task, completed=stretch.rounds_done, where=where, status=status)
+
+    def _figures(self) -> str:
+        """Loss, privacy and pace."""
         loss = f"loss {sum(self.losses.values()) / len(self.losses):.3f}  " if self.losses else ""
-        return f"{loss}{self.privacy}{speed:,.0f} {prediction(self.metric)}s/s  {note}".rstrip()
+        pace = f"{self.pace.per_second:,.0f} {prediction(self.metric)}s/s" if self.pace.known else ""
+        return f"{loss}{self.privacy}{pace}".rstrip()
 
     def spent(self, round: int, epsilon: float, delta: float) -> None:
         self.privacy = f"epsilon {epsilon:.2f} at delta {delta:.1g}  "
@@ -98,24 +273,30 @@ class Terminal(Reporter, AbstractContextManager["Terminal"]):
         self.progress.console.print(f"  round {round + 1}, {client}: {text}", markup=False, highlight=False, style="yellow")
 
     def evaluating(self, round: int) -> None:
-        self.progress.update(self.task, status=self._status("scoring"))
+        self.stage = "scoring"
+        self.stretch.ask(0, training=False)
+        self._show()
 
     def evaluated(self, round: int, means: Mapping[str, float]) -> None:
+        self.stage, self.training_since = "training" if round < self.stretch.rounds else "finishing", time.monotonic()
+        self.stretch.ask(0, training=False)
         if self._speaks("score", round):
             name = self.metric["name"].removeprefix("test ")
             scores = ", ".join(f"{split} {name} {value:.2f}{self._unit}" for split, value in means.items())
-            self.console.print(f"  after round {round}: {scores}", markup=False)
+            self._line(f"  after round {round}: {scores}")
 
     def round(self, done: int) -> None:
-        self.progress.update(self.task, round=done, completed=done * len(self.clients), status=self._status())
+        self.stretch.round(done)
+        self.training_since = time.monotonic()
+        self.stage = "training" if done < self.stretch.rounds else "finishing"
+        self._show()
         if self._speaks("round", done):
-            left = (time.monotonic() - self.started) / (done - self.first) * (self.rounds - done)
-            self.console.print(f"  round {done}/{self.rounds}  {self._status()}  {_clock(left)} left", markup=False, highlight=False)
+            self._line(f"  round {done}/{self.stretch.rounds}  {self._figures()}  {self.stretch}")
 
     def _speaks(self, kind: str, done: int) -> bool:
         """Whether a plain line of a kind is due: the last of a method is, and any other a while after the one before."""
         now = time.monotonic()
-        due = not self.live and (done == self.rounds or now - self.said[kind] >= EVERY)
+        due = not self.live and (done == self.stretch.rounds or now - self.said[kind] >= EVERY)
         if due:
             self.said[kind] = now
         return due
@@ -125,14 +306,43 @@ class Terminal(Reporter, AbstractContextManager["Terminal"]):
         return " %" if self.metric["unit"] == "%" else ""
 
     def end(self, result: Mapping[str, Any]) -> None:
+        self.stage = ""
         status = f"{self.metric['name']} {result['mean']:.2f}{self._unit}"
-        self.progress.update(self.task, completed=max(self.rounds, 1) * len(self.clients), status=status, refresh=True)
+        if self.task is not None:
+            self.progress.update(self.task, completed=self.stretch.rounds + 1, status=status, refresh=True)
 
 
 def _clock(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+def profiled(console: Console, profile: Profile, elsewhere: bool, most: int = 10) -> None:
+    """Print the operators that cost most by themselves in a trace, and how it is opened.
+
+    Args:
+        console: Where to.
+        profile: The trace.
+        elsewhere: Whether clients were in other processes, where it saw nothing.
+        most: So many operators.
+    """
+    if not profile.written or profile.path is None:
+        console.print("There is no trace: nothing was left to run.")
+        return
+    title = f"dearest operators in what was recorded; {profile.device} milliseconds, without what they called"
+    shown = _plain(title, ("operator", "calls", "ms"))
+    for name, cost in list(profile.costs.items())[:most]:
+        shown.add_row(name, f"{cost.calls:,}", f"{cost.ms:,.1f}")
+    console.print(shown)
+    if elsewhere:
+        console.print("Clients were in processes of their own: this is of the server alone. With --set engine=inprocess it is of both.")
+    console.print(
+        f"The trace is {profile.path}: open it at https://ui.perfetto.dev, or in chrome://tracing.",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def verdicts(console: Console, items: Iterable[tuple[bool, str, str]]) -> None:

@@ -1,0 +1,105 @@
+"""What all benchmarks share: the machine that figures are of, measures that take turns, and results as JSON and as a table."""
+
+import json
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def machine() -> dict[str, Any]:
+    """The hardware and the versions that figures are of."""
+    import transformers
+
+    found: dict[str, Any] = {"processor": _processor(), "threads": torch.get_num_threads()}
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+    return found | {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    names = (
+        [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        if info.is_file()
+        else []
+    )
+    return f"{len(names)} x {names[0]}" if names else platform.processor() or platform.machine()
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """How long one call takes, until the GPU is done where there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def in_turns(work: Mapping[str, Callable[[], object]], repeats: int, warm: int = 1) -> dict[str, list[float]]:
+    """Seconds of each call in each repeat; nobody is always first, so that a noisy machine disturbs all alike.
+
+    Args:
+        work: What is measured, by name.
+        repeats: That count.
+        warm: Repeats before them.
+    """
+    taken: dict[str, list[float]] = {name: [] for name in work}
+    names = list(work)
+    for repeat in range(-warm, repeats):
+        first = repeat % len(names)
+        for name in names[first:] + names[:first]:
+            elapsed = seconds(work[name])
+            if repeat >= 0:
+                taken[name].append(elapsed)
+    return taken
+
+
+def ratios(taken: Mapping[str, Sequence[float]], reference: str) -> dict[str, dict[str, float]]:
+    """Of each: `seconds`, the median; `ratio`, the median of the ratios within each repeat; `best_ratio`, of the fastest repeats."""
+    return {
+        name: {
+            "seconds": statistics.median(own),
+            "ratio": statistics.median(a / b for a, b in zip(own, taken[reference], strict=True)),
+            "best_ratio": min(own) / min(taken[reference]),
+        }
+        for name, own in taken.items()
+    }
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as a Markdown table, with the columns of the first one."""
+    columns = list(rows[0])
+    lines = [columns, ["---"] + ["---:"] * (len(columns) - 1), *([_cell(row.get(column)) for column in columns] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def report(rows: Sequence[Mapping[str, Any]], path: Path | None, **about: Any) -> None:
+    """Print the rows as a table and, with a path, write them as JSON with the command and the machine.
+
+    Args:
+        rows: All with the same keys.
+        path: Of the JSON.
+        about: What else the JSON says.
+    """
+    print(table(rows), flush=True)
+    if path is not None:
+        command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"command": command, "machine": machine(), **about, "rows": list(rows)}, indent=2) + "\n")

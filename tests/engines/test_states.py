@@ -1,0 +1,355 @@
+"""Clients' states within a bound of memory: what lies where, what a file and a checkpoint of it are, and that no result depends on it."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from coterie import run, tensors
+from coterie.client import Blueprint, Site, Training
+from coterie.data.federation import Federation
+from coterie.engines import InProcess
+from coterie.engines.states import States, Stored, half_of_memory
+from coterie.errors import CheckpointError, ClientError, SaveError
+from coterie.methods.cobo import CoBo
+from coterie.methods.comigs import CoMiGS
+from coterie.methods.method import Method
+from coterie.models.adapter import Adapter, Layout
+from coterie.models.backbone import Backbone
+from coterie.models.classifier import Classifier
+from coterie.models.language import LanguageModel
+from coterie.models.networks import NetworkShape
+from coterie.prepared import prepare
+from coterie.protocol import Ask, ClientId, State, drive
+from coterie.recipe import load
+from coterie.records import Checkpoint, Checkpoints, MetricsFile, make_folder
+from coterie.reports import Reporter
+
+METHOD = CoMiGS(rounds=3, local_steps=2, router_every=2, router_steps=1)
+SIZE = 40  # bytes of `state`
+
+
+def state(value: float, values: int = 8) -> State:
+    return {"x": torch.full((values,), float(value)), "n": torch.tensor(int(value))}
+
+
+def filled(within: Path, clients: str, most: float) -> States:
+    """A keeper to which each client's letter came, in order, with its place as its value."""
+    keeper = States(within, most)
+    for k, client in enumerate(clients):
+        keeper.put(client, state(k))
+    return keeper
+
+
+def in_files(keeper: Stored) -> set[ClientId]:
+    return {i for i in keeper if keeper.file(i) is not None}
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the files whose values were read."""
+    seen: list[str] = []
+
+    def seeing(path: Path) -> object:
+        seen.append(path.stem)
+        return tensors.load(path)
+
+    monkeypatch.setattr("coterie.engines.states.load", seeing)
+    return seen
+
+
+# The keeper
+
+
+def test_whoever_is_in_memory_stays_there_and_nothing_of_it_is_copied(tmp_path: Path) -> None:
+    keeper = filled(tmp_path, "dabc", most=2 * SIZE + 39)
+    assert list(keeper) == list("dabc")  # as they came
+    assert in_files(keeper) == {"b", "c"}
+    kept = {i: keeper[i] for i in "da"}
+    for _ in range(3):
+        for client in keeper:
+            own = keeper.take(client)
+            own["x"] += 1
+            own["n"] += 1
+            keeper.put(client, own)
+        assert in_files(keeper) == {"b", "c"}
+    for k, client in enumerate("dabc"):
+        assert {name: t.tolist() for name, t in keeper[client].items()} == {"x": [k + 3.0] * 8, "n": k + 3}
+        assert keeper.nbytes(client) == SIZE
+    assert all(keeper[i] is own for i, own in kept.items())
+
+
+def test_without_a_bound_there_are_no_files(tmp_path: Path) -> None:
+    assert in_files(filled(tmp_path, "abc", most=float("inf"))) == set()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_that_grows_leaves_and_one_that_shrinks_makes_room(tmp_path: Path) -> None:
+    keeper = filled(tmp_path, "abc", most=2 * SIZE)
+    keeper.put("a", state(0, values=16))
+    assert in_files(keeper) == {"a", "c"}
+    keeper.put("c", keeper.take("c"))
+    assert in_files(keeper) == {"a"}
+    assert not list(tmp_path.rglob("c.safetensors"))
+    assert keeper["c"]["x"].tolist() == [2.0] * 8
+    assert keeper["a"]["x"].tolist() == [0.0] * 16
+
+
+def test_a_file_is_replaced_never_changed_and_only_if_something_changed(tmp_path: Path) -> None:
+    keeper = filled(tmp_path, "a", most=0)
+    file = keeper.file("a")
+    assert file is not None
+    os.link(file, tmp_path / "other")
+    inode = file.stat().st_ino
+    keeper.put("a", keeper.take("a"))
+    assert file.stat().st_ino == inode
+    for changed in (state(0) | {"n": torch.tensor(1)}, state(0) | {"more": torch.zeros(1)}, {"x": torch.zeros(9)}, {}):
+        keeper.put("a", changed)
+        assert {name: t.tolist() for name, t in keeper["a"].items()} == {name: t.tolist() for name, t in changed.items()}
+    assert Stored({"a": tmp_path / "other"})["a"]["n"] == 0
+
+
+def test_many_at_once_only_where_all_of_them_fit(tmp_path: Path) -> None:
+    keeper = filled(tmp_path, "ab", most=4 * SIZE)
+    found = keeper.together(["b", "c"], lambda i: SIZE)
+    assert found is not None
+    assert found["b"] is keeper["b"]
+    assert list(found) == ["b", "c"]
+    assert found["c"] == {}
+    assert keeper.together(["a", "b", "c", "d"], lambda i: SIZE) is not None
+    assert keeper.together(["c", "d", "e"], lambda i: SIZE) is None
+    assert keeper.together(["a", "b"], lambda i: 3 * SIZE) is None
+    for client in "cde":
+        keeper.put(client, state(0))
+    assert in_files(keeper) == {"e"}
+    assert keeper.together(["e"], lambda i: 0) is None
+
+
+def test_a_full_disk_is_an_error_and_the_former_file_is_whole(tmp_path: Path) -> None:
+    keeper = filled(tmp_path, "a", most=0)
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+        with pytest.raises(SaveError, match=r"cannot write .*a\.safetensors"):
+            keeper.put("a", state(1, values=1_000_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert keeper["a"]["x"].tolist() == [0.0] * 8
+
+
+def test_a_folder_that_cannot_be_had_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(SaveError, match=r"cannot make a folder for states in .*taken"):
+        filled(tmp_path / "taken", "a", most=0)
+
+
+def test_a_file_that_is_gone_or_damaged_is_named(tmp_path: Path) -> None:
+    keeper = filled(tmp_path, "ab", most=0)
+    for client, spoil in (("a", Path.unlink), ("b", lambda path: os.truncate(path, 50))):
+        file = keeper.file(client)
+        assert file is not None
+        spoil(file)
+        with pytest.raises(CheckpointError, match=rf"(?s)state of client '{client}'.*--resume"):
+            keeper.take(client)
+
+
+def test_the_folder_goes_with_its_keeper_and_what_a_killed_process_left_with_the_next(tmp_path: Path) -> None:
+    code = f"""
+import os, signal, torch
+from pathlib import Path
+from coterie.engines.states import States
+keeper = States(Path({str(tmp_path)!r}), 0)
+keeper.put("a", {{"x": torch.zeros(8)}})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+    (left,) = tmp_path.glob("states-*")
+    assert {path.name for path in left.iterdir()} == {"a.safetensors", "lock"}
+    first = filled(tmp_path, "b", most=0)
+    (own,) = tmp_path.glob("states-*")
+    assert own != left
+    second = filled(tmp_path, "b", most=0)  # another process that looks at the same run leaves the living alone
+    assert first["b"]["n"] == second["b"]["n"] == 0
+    assert first.file("b") != second.file("b")
+    del first, second
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_bound_that_is_there_without_one_is_half_of_the_memory() -> None:
+    total = next(int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
+    assert half_of_memory(torch.device("cpu")) == total * 1024 / 2
+
+
+# Checkpoints
+
+
+def test_a_checkpoint_of_a_file_is_a_link_that_later_tasks_leave_alone(tmp_path: Path) -> None:
+    keeper, checkpoints = filled(tmp_path, "abc", most=SIZE), Checkpoints(tmp_path / "checkpoints", {})
+    checkpoints.save(Checkpoint(1, {}, keeper, {}))
+    folder = tmp_path / "checkpoints/round-00001/clients"
+    for client in "bc":
+        file = keeper.file(client)
+        assert file is not None
+        assert os.path.samefile(file, folder / f"{client}.safetensors")
+    for client in "abc":
+        own = keeper.take(client)
+        own["x"] += 10
+        keeper.put(client, own)
+    found = checkpoints.latest()
+    assert found is not None
+    assert {i: own["x"].tolist() for i, own in found.clients.items()} == {i: [float(k)] * 8 for k, i in enumerate("abc")}
+    assert [float(own["x"][0]) for own in keeper.values()] == [10, 11, 12]
+    del keeper
+    assert found.clients["c"]["x"].tolist() == [2.0] * 8
+
+
+def test_where_there_are_no_links_a_checkpoint_is_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("Operation not permitted")
+
+    monkeypatch.setattr("os.link", refuse)
+    keeper, checkpoints = filled(tmp_path, "ab", most=0), Checkpoints(tmp_path / "checkpoints", {})
+    checkpoints.save(Checkpoint(1, {}, keeper, {}))
+    file = keeper.file("b")
+    assert file is not None
+    copied = tmp_path / "checkpoints/round-00001/clients/b.safetensors"
+    assert copied.read_bytes() == file.read_bytes()
+    assert not os.path.samefile(file, copied)
+
+
+def test_what_does_not_fit_is_taken_over_unread(tmp_path: Path, reads: list[str]) -> None:
+    checkpoints = Checkpoints(tmp_path / "checkpoints", {})
+    checkpoints.save(Checkpoint(1, {}, {i: state(k) for k, i in enumerate("abcd")}, {}))
+    found = checkpoints.latest()
+    assert found is not None
+    keeper = States(tmp_path, 2 * SIZE)
+    keeper.restore(found.clients)
+    keeper.restore(found.clients)  # again: nothing is in the way
+    assert reads == list("abab")
+    assert in_files(keeper) == {"c", "d"}
+    assert [keeper.nbytes(i) for i in keeper] == [SIZE] * 4
+    checkpoints.save(Checkpoint(2, {}, keeper, {}))
+    checkpoints.save(Checkpoint(3, {}, keeper, {}))  # the one that was taken over is no more
+    assert [float(own["x"][0]) for own in keeper.values()] == [0, 1, 2, 3]
+
+
+def test_states_are_taken_over_from_memory_too(tmp_path: Path) -> None:
+    keeper = States(tmp_path, SIZE)
+    keeper.restore({"a": state(1), "b": state(2)})
+    assert in_files(keeper) == {"b"}
+    assert [float(own["x"][0]) for own in keeper.values()] == [1, 2]
+
+
+@pytest.mark.parametrize("spoil", [Path.unlink, lambda path: os.truncate(path, 100), lambda path: path.write_bytes(b"\xff" * 200)])
+def test_a_damaged_state_is_refused_before_it_is_needed(spoil: object, tmp_path: Path, reads: list[str]) -> None:
+    checkpoints = Checkpoints(tmp_path, {})
+    checkpoints.save(Checkpoint(1, {}, {"a": state(0), "b": state(1)}, {}))
+    assert checkpoints.latest() is not None
+    spoil(tmp_path / "round-00001/clients/b.safetensors")  # type: ignore[operator]
+    with pytest.raises(CheckpointError, match=r"checkpoint round-00001: .*b\.safetensors"):
+        checkpoints.latest()
+    assert reads == []
+
+
+# Runs
+
+
+@pytest.fixture(scope="module")
+def site(tiny_base: Path, tiny_federation: Federation) -> Site:
+    backbone = Backbone.load(tiny_base)
+    layouts = dict.fromkeys(tiny_federation.clients, METHOD.layout(0, Layout(rank=2)))
+    return Site(
+        partial(LanguageModel, backbone), layouts, dict(tiny_federation.clients), Training(batch_size=4), 7, METHOD.total_iterations
+    )
+
+
+def rounds(site: Site, method: Method, server: State, keeper: States, last: int | None = None) -> tuple[State, InProcess]:
+    """Rounds, each followed by scoring; the server's state with the last scores, and the engine."""
+    engine, clients, scores = InProcess(site, method, kept=keeper), tuple(site.data), {}
+    for t in range(method.rounds if last is None else last):
+        server = drive(method.round(server, clients, torch.Generator()), lambda ask, phase, t=t: engine.answer(ask, t, phase))  # type: ignore[misc]
+        scores = {f"score/{i}": found["test"] for i, found in engine.answer(Ask(method.score, {i: {} for i in clients}), t, -1).items()}
+    return server | scores, engine
+
+
+def alike(a: State, b: State) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_where_states_lie_changes_no_bit(share: float, site: Site, tmp_path: Path) -> None:
+    initial = Blueprint(partial(Adapter, site.model("ann").backbone.architecture), site.layouts, 7).read("generalist")  # type: ignore[attr-defined,arg-type]
+    server, whole = rounds(site, METHOD, initial, States())
+    most = share * sum(whole.state_bytes().values())
+    found, bounded = rounds(site, METHOD, initial, States(tmp_path, most))
+    assert len(in_files(bounded.kept)) == (3 if share == 0 else 2)
+    assert alike(server, found)
+    assert list(whole.states()) == list(bounded.states())
+    assert all(alike(own, bounded.states()[i]) for i, own in whole.states().items())
+    assert whole.state_bytes() == bounded.state_bytes()
+
+
+def test_clients_that_could_be_asked_at_once_are_asked_one_by_one_where_that_would_not_fit(
+    tiny_pictures: Federation, tmp_path: Path
+) -> None:
+    method, shape = CoBo(rounds=3, rho=0.1, gamma=0.05, pairs="all"), NetworkShape("mlp", (1, 4, 4), 10, (6,))
+    layouts = dict.fromkeys(tiny_pictures.clients, Layout())
+    site = Site(lambda layout: Classifier(shape), layouts, dict(tiny_pictures.clients), Training(batch_size=4), 7, 3)
+    initial = method.init(Blueprint(lambda layout: Classifier(shape), layouts, 7, tiny_pictures.clusters), tuple(layouts))
+    server, whole = rounds(site, method, initial, States())
+    (most,) = {2 * size for size in whole.state_bytes().values()}
+    found, bounded = rounds(site, method, initial, States(tmp_path, most))
+    assert len(in_files(bounded.kept)) == 1
+    torch.testing.assert_close(found, server, rtol=1e-4, atol=1e-6)
+    for i, own in whole.states().items():
+        torch.testing.assert_close(dict(bounded.states()[i]), own, rtol=1e-4, atol=1e-6)
+
+
+def test_a_task_that_fails_leaves_the_file_as_it_was(site: Site, tmp_path: Path) -> None:
+    initial = Blueprint(partial(Adapter, site.model("ann").backbone.architecture), site.layouts, 7).read("generalist")  # type: ignore[attr-defined,arg-type]
+    _, engine = rounds(site, METHOD, initial, States(tmp_path, 0), last=1)
+    before = engine.states()["ann"]
+    with pytest.raises(ClientError):
+        engine.answer(Ask(METHOD.local_round, {"ann": {"foreign": torch.zeros(1)}}), 1, 0)
+    assert alike(before, engine.states()["ann"])
+
+
+SHORT = ["method.name=local", "method.rounds=3", "method.local_steps=2", "compare_with=[]"]
+
+
+def test_a_run_in_files_resumed_in_memory_ends_as_one_in_memory(tmp_path: Path) -> None:
+    whole = run.run(load("cobo-digits", SHORT), tmp_path / "whole")[-1]
+    part = run.Execution(prepare(load("cobo-digits", [*SHORT, "memory=0"])), tmp_path / "part", Reporter(), "")
+    make_folder(tmp_path / "part")
+    part.started, part.metrics = 0.0, MetricsFile(tmp_path / "part", 0, 0)
+    part._one_round()
+    part._one_round()
+    part.metrics.close()
+    kept = part.engine.states()
+    assert isinstance(kept, Stored)
+    assert in_files(kept) == set(part.clients)
+    again = run.run(load("cobo-digits", SHORT), tmp_path / "part", resume=True)[-1]
+    assert again["evaluations"] == whole["evaluations"]
+    for i, found in whole["clients"].items():
+        assert found["state_bytes"] == again["clients"][i]["state_bytes"] > 0
+        weights = [(tmp_path / name / "clients" / i / "classifier.safetensors").read_bytes() for name in ("whole", "part")]
+        assert weights[0] == weights[1]
+
+
+def test_owners_are_made_when_they_are_asked_for(site: Site, tmp_path: Path, reads: list[str]) -> None:
+    for i in site.data:
+        tensors.save(tmp_path / f"{i}.safetensors", {"iteration": torch.tensor(len(i))})
+    owners = run.Owners(site, Stored({i: tmp_path / f"{i}.safetensors" for i in site.data}), ["cleo", "ann"])
+    assert list(owners) == ["ann", "cleo"]
+    assert reads == []
+    assert owners["cleo"].iteration == 4
+    assert reads == ["cleo"]
+    with pytest.raises(KeyError):
+        owners["ben"]
