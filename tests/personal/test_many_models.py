@@ -184,7 +184,7 @@ def test_mistakes_are_named(make_run):
     with pytest.raises(ModelError, match="exceed the base's context of 64"):
         together.generate({"ann": "a", "ben": "b" * 60}, max_new_tokens=10)
     apart = {client: coterie.load(run, client) for client in ("ann", "ben")}
-    with pytest.raises(ModelError, match=r"2 models on 2 backbones cannot be one batch\n  Load them by personal.load_many"):
+    with pytest.raises(ModelError, match=r"2 models on 2 backbones cannot be one batch\n  Load them by coterie.load_many"):
         ManyModels(apart)
     with pytest.raises(CoterieError, match="0 models"):
         ManyModels({})

@@ -46,7 +46,7 @@ class ManyModels:
         if len(backbones) != 1:
             raise ModelError(
                 f"{len(self.models)} models on {len(backbones)} backbones cannot be one batch",
-                "Load them by personal.load_many, or give each the same backbone=.",
+                "Load them by coterie.load_many, or give each the same backbone=.",
             )
         (self.backbone,) = backbones.values()
         self._places = {client: place for place, client in enumerate(self.models)}
