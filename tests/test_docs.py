@@ -1,6 +1,7 @@
 """Documentation that can go stale is checked against the code."""
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -29,3 +30,12 @@ def test_files_that_the_paper_index_names_exist() -> None:
     assert len(paths) > 10
     for path in paths:
         assert any((root / path).exists() for root in (REPOSITORY, Path(coterie.__file__).parent)), path
+
+
+def test_the_table_of_aims_is_of_the_results_beside_it(tmp_path: Path) -> None:
+    results = REPOSITORY / "benchmarks/results"
+    for path in results.glob("*.json"):
+        shutil.copy(path, tmp_path)
+    command = [sys.executable, "benchmarks/suite.py", "--table", "--folder", str(tmp_path)]
+    subprocess.run(command, cwd=REPOSITORY, capture_output=True, check=True)
+    assert (tmp_path / "suite.md").read_text() == (results / "suite.md").read_text()

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 LOGITS_AT_ONCE = {"cpu": 2**20, "cuda": 2**27}  # values; on a CPU about what its last cache holds
+TOKENS_AT_ONCE = 128  # but at least, of a large vocabulary: fewer would read the whole head, far more than a cache holds, for little work
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -35,7 +36,7 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _parts(hidden: Tensor, weight: Tensor) -> list[slice]:
-    rows = max(LOGITS_AT_ONCE.get(hidden.device.type, 2**20) // weight.shape[0], 1)
+    rows = max(LOGITS_AT_ONCE.get(hidden.device.type, 2**20) // weight.shape[0], TOKENS_AT_ONCE)
     return [slice(start, start + rows) for start in range(0, len(hidden), rows)]
 
 
