@@ -21,6 +21,7 @@ import torch
 from common import RESULTS, table
 
 Rows = Sequence[Mapping[str, Any]]
+BEFORE = "before"  # the folder with results of the same benchmarks on an older tree: PYTHONPATH=OLDER/src python benchmarks/...
 
 
 @dataclass(frozen=True)
@@ -111,13 +112,23 @@ class Aim:
     def row(self, folder: Path) -> dict[str, str]:
         """Its line in the table."""
         wanted = f"at most {self.most:g}" if self.most is not None else f"at least {self.least:g}"
-        line = {"aim": self.what, "wanted": wanted, "measured": "not measured", "": "", "from": f"{self.file}.json"}
+        before, found = (self._of(path / f"{self.file}.json") for path in (folder / BEFORE, folder))
+        met = found is not None and (self.most is None or found <= self.most) and (self.least is None or found >= self.least)
+        return {
+            "aim": self.what,
+            "wanted": wanted,
+            "before": "" if before is None else f"{before:.3g}",
+            "measured": "not measured" if found is None else f"{found:.3g}",
+            "": "" if found is None else "met" if met else "MISSED",
+            "from": f"{self.file}.json",
+        }
+
+    def _of(self, path: Path) -> float | None:
+        """The figure that some results have; None where nobody measured it, or long ago."""
         try:
-            found = self.value(json.loads((folder / f"{self.file}.json").read_text())["rows"])
-        except (OSError, ValueError, LookupError, TypeError):  # nobody measured it, or long ago
-            return line
-        met = (self.most is None or found <= self.most) and (self.least is None or found >= self.least)
-        return line | {"measured": f"{found:.3g}", "": "met" if met else "MISSED"}
+            return self.value(json.loads(path.read_text())["rows"])
+        except (OSError, ValueError, LookupError, TypeError):
+            return None
 
 
 def over(key: str, work: str, above: str, below: str) -> Callable[[Rows], float]:
@@ -233,6 +244,7 @@ def main() -> None:
     if found := origins(folder):
         lines += [
             "Each figure is by one command; machines are noisy, and of time only ratios within one process mean much.",
+            f"`{BEFORE}/` is of the tree before these benchmarks were first made (commit 587c9ee), by the same commands.",
             "",
             table(found),
             "",

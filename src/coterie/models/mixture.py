@@ -144,16 +144,16 @@ class _Hidden(torch.autograd.Function):
     """(b, z, w, B1, A2) -> (m, c): everything between the frozen projections. Keeps its inputs only."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, weights: Tensor | None, codes: Tensor, A2: Tensor, *bases_and_B1: Tensor) -> tuple[Tensor, Tensor]:
-        """One or two bases b (T, f) and as many B1 (n, r, f), codes (linears, n, r, T), weights (n, T) or None for 1, A2 (n, r, f).
+    def forward(ctx: Any, plan: Plan, weights: Tensor | None, codes: Tensor, *wide: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights (n, T), or None for 1; codes (linears, n, r, T); and what is wide, see `_sorted`: bases b, A2 and B1.
 
         Returns:
             m (T, f), and the codes of the last layer c_j = w_j A2_j h_j, (n, r, T), 0 where a token does not use j.
         """
         ctx.plan = plan
-        ctx.save_for_backward(weights, codes, A2, *bases_and_B1)
-        half = len(bases_and_B1) // 2
-        bases, B1 = bases_and_B1[:half], bases_and_B1[half:]
+        ctx.save_for_backward(weights, codes, *wide)
+        bases, A2, B1 = _stacks(wide, codes)
+        half = len(bases)
         m, c = plan.sums(bases[0]), codes.new_zeros((*A2.shape[:2], codes.shape[-1]))
         scratch = plan.scratch(m, half)
         for experts, rows in plan.pieces:
@@ -172,15 +172,16 @@ class _Hidden(torch.autograd.Function):
     def backward(ctx: Any, dm: Tensor, dc: Tensor) -> tuple[Tensor | None, ...]:
         """With u_j = dm + A2_j^T dL/dc_j: dL/dh_j = w_j u_j, dL/dw_j = <u_j, h_j>, and q_j = u_j * act'(p_j) is dL/dp_j / w_j."""
         plan: Plan = ctx.plan
-        weights, codes, A2, *bases_and_B1 = ctx.saved_tensors
-        half = len(bases_and_B1) // 2
-        bases, B1 = bases_and_B1[:half], bases_and_B1[half:]
-        _, of_weights, of_codes, of_A2, *of_first = ctx.needs_input_grad
+        weights, codes, *wide = ctx.saved_tensors
+        bases, A2, B1 = _stacks(wide, codes)
+        half = len(bases)
+        _, of_weights, of_codes, *of_wide = ctx.needs_input_grad
+        of_bases, of_A2, of_B1 = _sorted(of_wide, half)
         d_weights = torch.zeros_like(weights) if of_weights else None
         d_codes = torch.zeros_like(codes) if of_codes else None
-        d_A2 = torch.zeros_like(A2) if of_A2 else None
-        d_bases = [plan.sums(b) if needed else None for b, needed in zip(bases, of_first[:half], strict=True)]
-        d_B1 = [torch.zeros_like(B) if needed else None for B, needed in zip(B1, of_first[half:], strict=True)]
+        d_A2 = torch.zeros_like(A2) if any(of_A2) else None
+        d_bases = [plan.sums(b) if needed else None for b, needed in zip(bases, of_bases, strict=True)]
+        d_B1 = [torch.zeros_like(B) if any(needed) else None for B, needed in zip(B1, of_B1, strict=True)]
         weighted_codes, weighted_dc = (codes, dc) if weights is None else (codes * weights[:, None], dc * weights[:, None])
         scratch = plan.scratch(bases[0], half + 4)
         for experts, rows in plan.pieces:
@@ -208,7 +209,36 @@ class _Hidden(torch.autograd.Function):
                         _accumulate(d_base, rows, q_i, w, k == 0)
         if d_codes is not None:
             d_codes.mul_(plan.gamma if weights is None else plan.gamma * weights[:, None])
-        return None, d_weights, d_codes, d_A2, *d_bases, *d_B1
+        _, A2_by_role, B1_by_role = _sorted(wide, half)
+        by_role = [_unstacked(d_A2, A2_by_role)]
+        by_role += [_unstacked(None if d is None else d.mT, roles) for d, roles in zip(d_B1, B1_by_role, strict=True)]
+        return None, d_weights, d_codes, *d_bases, *(gradient for gradients in by_role for gradient in gradients)
+
+
+def _sorted(wide: Sequence[Any], linears: int) -> tuple[Sequence[Any], Sequence[Any], list[Sequence[Any]]]:
+    """Bases (T, f), one for each first layer; A2 (n, r, f) in parts by role; and B1 (n, f, r) likewise, for each first layer."""
+    parts = wide[linears:]
+    roles = len(parts) // (1 + linears)
+    A2, *B1 = (parts[start : start + roles] for start in range(0, len(parts), roles))
+    return wide[:linears], A2, B1
+
+
+def _stacks(wide: Sequence[Tensor], codes: Tensor) -> tuple[Sequence[Tensor], Tensor, list[Tensor]]:
+    """Bases; A2 (n, r, f); B1 (n, r, f) of each first layer. They are made anew for the backward pass: kept, they would be copies."""
+    bases, A2, B1 = _sorted(wide, len(codes))
+    return bases, stacked(A2, codes.dtype), [stacked(parts, codes.dtype).mT.contiguous() for parts in B1]
+
+
+def stacked(by_role: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """(n, ., .) one matrix of all experts, of which those of each role are given."""
+    return (by_role[0] if len(by_role) == 1 else torch.cat(list(by_role))).to(dtype)
+
+
+def _unstacked(gradient: Tensor | None, by_role: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """The gradient of each role's, where there is one."""
+    if gradient is None:
+        return [None] * len(by_role)
+    return [own.to(t.dtype) for own, t in zip(torch.split(gradient, [len(t) for t in by_role]), by_role, strict=True)]
 
 
 class _Reordered(torch.autograd.Function):
@@ -292,10 +322,13 @@ class Mixture(nn.Module):
                 self.add_module(name, nn.ModuleDict(loras))
         self.router = Router(shape.width, layout.experts, layout.active, layout.biased) if layout.routed else None
 
+    def _by_role(self, linear: str, matrix: str) -> list[Tensor]:
+        """One matrix of the experts of each role, (., ., .), generalists first."""
+        return [getattr(self.get_submodule(f"{role}.{linear}"), matrix) for role in ("generalist", "specialist") if hasattr(self, role)]
+
     def _stack(self, linear: str, matrix: str, dtype: torch.dtype) -> Tensor:
-        """(n, ., .) one matrix of all experts, generalists first."""
-        stacks = [getattr(self.get_submodule(f"{role}.{linear}"), matrix) for role in ("generalist", "specialist") if hasattr(self, role)]
-        return (stacks[0] if len(stacks) == 1 else torch.cat(stacks)).to(dtype)
+        """(n, ., .) one matrix of all experts."""
+        return stacked(self._by_role(linear, matrix), dtype)
 
     def forward(self, x: Tensor, base: FrozenMLP, record: list[Routing] | None = None) -> Tensor:
         """(..., d_model) -> (..., d_model) in the dtype of x; the routing decision is appended to `record`."""
@@ -314,13 +347,13 @@ class Mixture(nn.Module):
         """(T, d_model) -> (T, d_model), with weights (n, T), or None for 1."""
         bases = [project(linear, x) for linear in base.first]
         A1 = torch.stack([self._stack(name, "A", x.dtype) for name in self.first])  # (linears, n, r, d_model)
-        B1 = [self._stack(name, "B", x.dtype).mT.contiguous() for name in self.first]
-        A2, B2 = self._stack("down", "A", x.dtype), self._stack("down", "B", x.dtype)
+        B2 = self._stack("down", "B", x.dtype)
         if self.training and self.layout.dropout > 0:
-            m, c = self._with_dropout(x, bases, weights, A1, B1, A2, base.activation)
+            m, c = self._with_dropout(x, bases, weights, A1, base.activation)
         else:
             codes = (A1.flatten(0, 2) @ x.T).view(*A1.shape[:3], len(x))
-            m, c = _Hidden.apply(plan, weights, codes, A2, *bases, *B1)  # type: ignore[no-untyped-call]
+            by_role = [*self._by_role("down", "A"), *(B for name in self.first for B in self._by_role(name, "B"))]
+            m, c = _Hidden.apply(plan, weights, codes, *bases, *by_role)  # type: ignore[no-untyped-call]
         return project(base.down, m).addmm_(c.flatten(0, 1).T, B2.mT.flatten(0, 1), alpha=self.gamma)
 
     def _weights(self, x: Tensor, routing: Routing | None) -> Tensor | None:
@@ -349,9 +382,10 @@ class Mixture(nn.Module):
         return Plan(tuple(grouped_pieces(selected, n, chunk * n // active)), activation, self.gamma), None
 
     def _with_dropout(
-        self, x: Tensor, bases: list[Tensor], weights: Tensor | None, A1: Tensor, B1: list[Tensor], A2: Tensor, activation: Activation
+        self, x: Tensor, bases: list[Tensor], weights: Tensor | None, A1: Tensor, activation: Activation
     ) -> tuple[Tensor, Tensor]:
         """The same m and c with a dropout mask of its own on the input of every LoRA: by autograd, all experts for all tokens."""
+        A2, B1 = self._stack("down", "A", x.dtype), [self._stack(name, "B", x.dtype).mT for name in self.first]
         m, c = torch.zeros_like(bases[0]), []
         for j in range(self.layout.experts):
             p = [
