@@ -242,19 +242,19 @@ def _unstacked(gradient: Tensor | None, by_role: Sequence[Tensor]) -> Sequence[T
 
 
 class _Reordered(torch.autograd.Function):
-    """Rows in another order: (T, ...), (T,) -> (T, ...)."""
+    """Rows in another order: (T, ...), and the order with its inverse, (T,) each -> (T, ...)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor) -> Tensor:
-        ctx.save_for_backward(order)
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
         return x.index_select(0, order)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """The inverse; autograd would add up what it does not know to be a permutation."""
-        (order,) = ctx.saved_tensors
-        return grad.index_select(0, order.argsort()), None
+        (inverse,) = ctx.saved_tensors
+        return grad.index_select(0, inverse), None, None
 
 
 def _first(gamma: float, bases: Sequence[Tensor], codes: Tensor, rows: Rows, B1: Sequence[Tensor], out: Sequence[Tensor]) -> None:
@@ -312,6 +312,7 @@ class Mixture(nn.Module):
         super().__init__()
         self.layout, self.gamma = layout, gamma(layout.alpha, layout.expert_rank)
         self.first = tuple(linear.name for linear in shape.linears if linear.name != "down")
+        self.hidden = shape.linears[0].outputs  # f
         shared = Role.EXPERT if layout.members else Role.GENERALIST
         for name, role, count in (("generalist", shared, layout.generalists), ("specialist", Role.SPECIALIST, layout.specialists)):
             loras = {
@@ -337,18 +338,22 @@ class Mixture(nn.Module):
         if record is not None and routing is not None:
             record.append(routing)
         weights = self._weights(tokens, routing)
+        if self.training and self.layout.dropout > 0:
+            return self._experts(tokens, weights, base, None).view_as(x)
         plan, order = self._plan(tokens, None if routing is None else routing.selected, base.activation)
-        if order is not None:
-            tokens, weights = _reordered(tokens, order), None if weights is None else _reordered(weights, order)
-        y = self._experts(tokens, None if weights is None else weights.T.contiguous(), base, plan)
-        return (y if order is None else _reordered(y, order.argsort())).view_as(x)
+        if order is None or weights is None:
+            return self._experts(tokens, weights, base, plan).view_as(x)
+        inverse = order.argsort()
+        y = self._experts(_reordered(tokens, order, inverse), _reordered(weights, order, inverse), base, plan)
+        return _reordered(y, inverse, order).view_as(x)
 
-    def _experts(self, x: Tensor, weights: Tensor | None, base: FrozenMLP, plan: Plan) -> Tensor:
-        """(T, d_model) -> (T, d_model), with weights (n, T), or None for 1."""
+    def _experts(self, x: Tensor, weights: Tensor | None, base: FrozenMLP, plan: Plan | None) -> Tensor:
+        """(T, d_model) -> (T, d_model), with weights (T, n), or None for 1; without a plan, with dropout."""
         bases = [project(linear, x) for linear in base.first]
         A1 = torch.stack([self._stack(name, "A", x.dtype) for name in self.first])  # (linears, n, r, d_model)
         B2 = self._stack("down", "B", x.dtype)
-        if self.training and self.layout.dropout > 0:
+        weights = None if weights is None else weights.T.contiguous()
+        if plan is None:
             m, c = self._with_dropout(x, bases, weights, A1, base.activation)
         else:
             codes = (A1.flatten(0, 2) @ x.T).view(*A1.shape[:3], len(x))
@@ -370,10 +375,8 @@ class Mixture(nn.Module):
         would have too little to do for each of so many sets, and has fewer but larger groups.
         """
         n, active = self.layout.experts, self.layout.active
-        width = getattr(self, "generalist" if hasattr(self, "generalist") else "specialist")["down"].A.shape[2]
-        chunk = (
-            max(len(x), 1) if x.is_cuda else max(CACHED_VALUES * torch.get_num_threads() // width, 16)
-        )  # each thread has a cache of its own
+        cached = CACHED_VALUES * torch.get_num_threads()  # each thread has a cache of its own
+        chunk = max(len(x), 1) if x.is_cuda else max(cached // self.hidden, 16)
         if selected is None:
             return Plan(tuple(dense_pieces(len(x), n, chunk)), activation, self.gamma), None
         if not x.is_cuda and n < 63 and math.comb(n, active) * TOKENS_PER_SET <= len(x):
@@ -399,6 +402,6 @@ class Mixture(nn.Module):
         return m, torch.stack(c)
 
 
-def _reordered(x: Tensor, order: Tensor) -> Tensor:
-    found: Tensor = _Reordered.apply(x, order)  # type: ignore[no-untyped-call]
+def _reordered(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    found: Tensor = _Reordered.apply(x, order, inverse)  # type: ignore[no-untyped-call]
     return found
