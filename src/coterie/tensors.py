@@ -200,6 +200,19 @@ def nbytes_of_file(path: Path) -> int:
         return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
 
 
+def same_as_file(path: Path, named: Named) -> bool:
+    """Whether a safetensors file holds just these tensors. The smallest are read first, and none behind one that differs.
+
+    Raises:
+        CheckpointError: As `load`.
+    """
+    with _opened(path) as file:
+        if set(file.keys()) != named.keys():
+            return False
+        pairs = ((file.get_tensor(name), named[name]) for name in sorted(named, key=lambda name: named[name].numel()))
+        return all(kept.dtype == tensor.dtype and torch.equal(kept, tensor.cpu()) for kept, tensor in pairs)
+
+
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     try:

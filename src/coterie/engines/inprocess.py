@@ -13,6 +13,7 @@ from coterie.cohort import Cohort
 from coterie.engines.engine import Here, Listener, Write
 from coterie.engines.states import States
 from coterie.methods import Method
+from coterie.models.layout import Layout
 from coterie.protocol import Ask, ClientId, Replies, State, find_together
 from coterie.tensors import nbytes
 
@@ -25,6 +26,7 @@ class InProcess(Here):
     method: Method
     listener: Listener = field(default_factory=Listener)
     kept: States = field(default_factory=States)
+    _bytes: dict[Layout, int] = field(default_factory=dict)
 
     def answer(self, ask: Ask, round: int, phase: int) -> Replies:
         together = find_together(self.method, ask.name) if self.method.local_epochs is None else None
@@ -50,7 +52,10 @@ class InProcess(Here):
 
     def _most(self, client: ClientId) -> int:
         """Bytes of a client's state during a task, at most: its values, two moments of an optimiser, and as much for all else."""
-        return 4 * sum(nbytes(named) for named in self.site.model(client).parameters_by_role().values())
+        layout = self.site.layouts[client]
+        if layout not in self._bytes:
+            self._bytes[layout] = 4 * sum(nbytes(named) for named in self.site.model(client).parameters_by_role().values())
+        return self._bytes[layout]
 
     def keep(self, ask: Ask, round: int, write: Write) -> None:
         self.answer(ask, round, -1)

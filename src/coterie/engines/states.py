@@ -13,7 +13,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 
 from coterie.errors import CheckpointError, SaveError
 from coterie.protocol import ClientId, State
-from coterie.tensors import Named, load, nbytes, nbytes_of_file, save
+from coterie.tensors import load, nbytes, nbytes_of_file, same_as_file, save
 
 _PREFIX = "states-"  # what the names of folders begin with in which states lie while a process lives
 
@@ -100,7 +100,7 @@ class States(Stored):
             self._used += size
             if file is not None:
                 file.unlink(missing_ok=True)
-        elif file is None or not _same(load(file)[0], state):  # scoring changes nothing
+        elif file is None or not same_as_file(file, state):  # scoring changes nothing
             save(self._path(client), state, lasting=False)
             self._places[client] = self._path(client)
 
@@ -160,14 +160,6 @@ def link(source: Path, target: Path) -> None:
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)
-
-
-def _same(kept: Named, state: Named) -> bool:
-    """Whether nothing changed. Counters come first: after training they tell, without a look at anything large."""
-    return kept.keys() == state.keys() and all(
-        kept[name].dtype == state[name].dtype and torch.equal(kept[name], state[name].cpu())
-        for name in sorted(kept, key=lambda name: kept[name].numel())
-    )
 
 
 def _claimed(folder: Path) -> BaseFileLock | None:
