@@ -12,7 +12,6 @@ frozen base alone: forward, and backward to the activations.
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -198,14 +197,12 @@ def profiled(work: Work) -> tuple[int, int]:
     return max(accumulate(size for _, size in allocated)), operations
 
 
-@contextmanager
-def matrix_peak(backbone: Backbone) -> Iterator[Callable[[], object] | None]:
-    """A product of large matrices in the base's dtype, whose speed is taken for the GPU's peak; None on a CPU."""
+def matrix_speed(backbone: Backbone) -> float | None:
+    """Operations per second of a product of large matrices in the base's dtype, taken for the GPU's peak; None on a CPU."""
     if backbone.device.type != "cuda":
-        yield None
-        return
+        return None
     a, b = (torch.randn(8192, 8192, device=backbone.device, dtype=backbone.dtype) for _ in range(2))
-    yield lambda: a @ b
+    return 2 * 8192**3 / min(in_turns({"": lambda: a @ b}, 10)[""])
 
 
 def compare(what: str, work: dict[str, Work], repeats: int, speed: float | None) -> list[dict[str, Any]]:
@@ -246,8 +243,7 @@ def main() -> None:
         model = base(args.shape, args.blocks or blocks)
     backbone = Backbone(model.to(DTYPES[args.dtype]))
     batch = torch.randint(backbone.architecture.vocabulary, (args.rows or rows, context + 1), device=args.device)
-    with matrix_peak(backbone) as product:
-        speed = None if product is None else 2 * 8192**3 / min(in_turns({"": product}, 10)[""])
+    speed = matrix_speed(backbone)
     found = compare("step", dict(steps(backbone, batch)), args.repeats, speed)
     found += compare("layer", dict(layers(backbone, batch[:, 1:].numel())), 2 * args.repeats, speed)
     about = {"shape": args.shape, "blocks": args.blocks or blocks, "batch": list(batch.shape), "device": args.device, "dtype": args.dtype}
