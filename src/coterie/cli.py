@@ -1,5 +1,6 @@
 """The command line. Heavy libraries are imported by the commands that need them, so that `--help` is quick."""
 
+import os
 import signal
 import sys
 import threading
@@ -30,6 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+TRUST = "COTERIE_TRUST_REMOTE_CODE"  # see coterie.models.architecture
 RESUMABLE = "stopped. What was done until the last checkpoint is kept: the same command with --resume goes on."
 Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a field of the recipe, e.g. method.rounds=5. Repeatable.")
@@ -40,6 +42,19 @@ Run = Annotated[Path, typer.Argument(help="The folder of a run, or of one client
 Clients = Annotated[list[str] | None, typer.Option("--client", metavar="ID", help="A client of the run. Repeatable; default: all.")]
 Client = Annotated[str | None, typer.Option("--client", metavar="ID", help="A client of the run.")]
 Base = Annotated[str | None, typer.Option("--base", metavar="BASE", help="Where the base model is now, if not where the run found it.")]
+
+
+def _trust(said: bool) -> bool:
+    """Let bases bring code, in this process and those that it starts."""
+    if said:
+        os.environ[TRUST] = "1"
+    return said
+
+
+Trust = Annotated[
+    bool,
+    typer.Option("--trust-remote-code", callback=_trust, help="Run code that a base brings along, which may do anything that you may."),
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --out, or with the latest of this recipe under runs/.")]
 
 
@@ -64,6 +79,7 @@ def run(
     profile: Annotated[
         bool, typer.Option("--profile", help="Record a few steps of the second round: a trace for PyTorch's tools.")
     ] = False,
+    trust_remote_code: Trust = False,
 ) -> None:
     """Run a recipe: train, score, and keep every client's personal model."""
     with _stopping():
@@ -99,6 +115,7 @@ def compare(
     seed: Seed = None,
     out: Out = None,
     resume: Resume = False,
+    trust_remote_code: Trust = False,
 ) -> None:
     """One table: methods on the same data, base and budget, mean and deviation over seeds."""
     with _stopping():
@@ -129,6 +146,7 @@ def reproduce(
     rows: Annotated[str, typer.Option("--rows", metavar="A,B", help="Only these rows.")] = "",
     set_: Set = None,
     out: Annotated[Path | None, typer.Option("--out", help="Folder of the paper's runs; default: runs/reproduce-PAPER-SCALE.")] = None,
+    trust_remote_code: Trust = False,
 ) -> None:
     """A table or figure of a paper: measured beside published, and which of its statements hold. Runs made before are used again."""
     with _stopping():
@@ -207,6 +225,7 @@ def adapt(
     data: Annotated[Path, typer.Option("--data", help='The client\'s images, or texts (.txt, or .jsonl with "text"): a folder or a file.')],
     client: Annotated[str | None, typer.Option("--client", metavar="ID", help="Of the new client; default: the name of --data.")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="A new folder; default: clients/ID of the run.")] = None,
+    trust_remote_code: Trust = False,
 ) -> None:
     """Give a client that the run has never seen a personal model; its data need no labels, and never leave it."""
     with _stopping("stopped; nothing is kept."):
@@ -239,6 +258,7 @@ def predict(
     client: Clients = None,
     top: Annotated[int, typer.Option("--top", min=1, max=20, help="How many words.")] = 3,
     base: Base = None,
+    trust_remote_code: Trust = False,
 ) -> None:
     """What each client's model says, side by side: the next words of a text, or of what class images or texts are."""
     with _stopping():
@@ -273,6 +293,7 @@ def generate(
     temperature: Annotated[float, typer.Option("--temperature", min=0, help="0: always the likeliest token.")] = 0.8,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the choice of tokens.")] = 0,
     base: Base = None,
+    trust_remote_code: Trust = False,
 ) -> None:
     """Continue a text by one client's model."""
     with _stopping():
@@ -292,6 +313,7 @@ def serve(
     client: Clients = None,
     port: Annotated[int, typer.Option("--port", min=1024, max=65535, help="Of the page, which only this machine can open.")] = 7860,
     base: Base = None,
+    trust_remote_code: Trust = False,
 ) -> None:
     """A local page like a phone's keyboard: type, and see each client's suggestions; or what its classifier says (extra `serve`)."""
     with _stopping("stopped."):
@@ -310,6 +332,7 @@ def export(
     client: Client = None,
     format: Annotated[Literal["peft"], typer.Option("--format", help="peft: an adapter that PeftModel.from_pretrained loads.")] = "peft",
     expert: Annotated[str | None, typer.Option("--expert", help="G, G2, S1 ...; default: the first generalist, or the only one.")] = None,
+    trust_remote_code: Trust = False,
 ) -> None:
     """Write one expert and the attention of a client's model in a form that other programs load."""
     with _stopping():
@@ -350,6 +373,7 @@ def server(
         int | None, typer.Option("--runs-port", min=1, max=65535, help="For `coterie submit`, on this machine only; default: the next one.")
     ] = None,
     home: Home = None,
+    trust_remote_code: Trust = False,
     insecure: Insecure = False,
 ) -> None:
     """Start a server that devices connect to: Flower's SuperLink (extra `flower`). Runs are given to it by `coterie submit`."""
@@ -379,6 +403,7 @@ def client(
     home: Home = None,
     resident: Annotated[bool, typer.Option(help="Keep the base model loaded in a process between messages.")] = True,
     secure: Annotated[bool, typer.Option("--secure", help="Let nothing that was trained leave but by secure aggregation.")] = False,
+    trust_remote_code: Trust = False,
     insecure: Insecure = False,
 ) -> None:
     """Make this machine the device of a client: Flower's SuperNode, and a process that keeps the base model loaded (extra `flower`)."""
@@ -447,6 +472,7 @@ def deploy_(
     set_: Set = None,
     seed: Seed = None,
     out: Out = None,
+    trust_remote_code: Trust = False,
 ) -> None:
     """Try it all on this machine: a real server, real devices and a run on them; nothing is left running (extra `flower`)."""
     with _stopping("stopped; nothing is left running."):

@@ -13,6 +13,7 @@ from torch import nn
 from coterie.errors import ModelError
 
 EMBEDDED = "embedded"  # the name of the small base model that comes with the package
+TRUST = "COTERIE_TRUST_REMOTE_CODE"  # environment variable: 1 where whoever runs this process lets a base bring code of its own
 _EMBEDDED_FOLDER = Path(__file__).parent / "mini"
 
 
@@ -126,13 +127,56 @@ class Architecture:
 
 def outline(base: str | Path) -> nn.Module:
     """A base from its configuration alone, on the meta device. Raises ModelError where it is missing or unknown to transformers."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     with explained(base):
-        config = AutoConfig.from_pretrained(locate(base))
+        own = configuration(base)
         with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(config)
+            model: nn.Module = AutoModelForCausalLM.from_config(own, trust_remote_code=trusted())
     return model
+
+
+def trusted() -> bool:
+    """Whether code that a base brings along may run: said by whoever runs this process, in its environment, and never by a recipe.
+
+    A recipe may come from a server, and a personal model from a stranger: neither can set it.
+    """
+    return os.environ.get(TRUST) == "1"
+
+
+def configuration(base: str | Path, **settings: Any) -> Any:
+    """Transformers' configuration of a base.
+
+    Args:
+        base: A Hub id, a local folder, or "embedded".
+        settings: Values that differ from those of its config.json.
+
+    Raises:
+        ModelError: It needs code of its own, which is not run unless `trusted`; or whatever transformers raises.
+    """
+    from transformers import AutoConfig
+
+    source = locate(base)
+    if not trusted() and (code := _foreign_code(source)):
+        raise ModelError(f"base {str(base)!r} brings code of its own ({', '.join(code)}), which was not run", _REMEDY_FOR_CODE)
+    return AutoConfig.from_pretrained(source, trust_remote_code=trusted(), **settings)
+
+
+_REMEDY_FOR_CODE = (
+    "Use a base that transformers knows by itself. If you have read that code and trust it: --trust-remote-code, "
+    f"or {TRUST}=1 in the environment."
+)
+
+
+def _foreign_code(source: str) -> list[str]:
+    """The modules that a base names as its own, where transformers has none for it; [] where transformers' own will do."""
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+    found, _ = PreTrainedConfig.get_config_dict(source)
+    named = found.get("auto_map")
+    if not isinstance(named, dict) or found.get("model_type") in CONFIG_MAPPING:
+        return []
+    return sorted({str(value) for value in named.values()})
 
 
 def family_of(model: nn.Module) -> Family:
@@ -205,9 +249,11 @@ def tokenizer(base: str | Path) -> Any:
 
     source = locate(base)
     try:
-        return AutoTokenizer.from_pretrained(source)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=trusted())
     except Exception as error:  # transformers raises whatever its readers happen to
         reason = str(error).strip().split("\n")[0]
+        if not trusted() and "custom code" in reason:
+            raise ModelError(f"the tokenizer of base {source!r} brings code of its own, which was not run", _REMEDY_FOR_CODE) from None
         remedy = "Put the tokenizer's files (tokenizer.json, tokenizer_config.json) into the base's folder."
         raise ModelError(f"base {source!r} has no usable tokenizer: {reason}", remedy) from error
 

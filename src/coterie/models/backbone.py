@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from coterie.errors import ModelError
 from coterie.models.adapter import Adapter, AdapterBlock
-from coterie.models.architecture import Architecture, Family, explained, family_of, locate, outline, tokenizer
+from coterie.models.architecture import Architecture, Family, explained, family_of, locate, outline, tokenizer, trusted
 from coterie.models.mixture import Activation, FrozenMLP
 from coterie.models.routing import Routing
 
@@ -136,7 +136,9 @@ class Backbone:
         source = locate(base)
         logging.disable_progress_bar()  # of reading weights into memory; that of a download is another one
         with explained(base):
-            model, found = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype], output_loading_info=True)
+            model, found = AutoModelForCausalLM.from_pretrained(
+                source, dtype=DTYPES[dtype], output_loading_info=True, trust_remote_code=trusted(), weights_only=True
+            )
         if missing := sorted(found["missing_keys"]):
             raise ModelError(
                 f"base {str(base)!r}: its weights lack {missing[0]!r} ({len(missing)} tensors in all)",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie.errors import ModelError
-from coterie.models.architecture import explained, locate
+from coterie.models.architecture import configuration, explained, locate, trusted
 from coterie.protocol import mix
 from coterie.roles import GENERALIST, tag
 from coterie.tensors import Tensors
@@ -155,10 +155,10 @@ def _padding(config: Any) -> int:
 @lru_cache(maxsize=8)
 def _config(base: str, classes: int) -> Any:
     """The configuration of a classifier on a base. Raises ModelError."""
-    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
     with explained(base):
-        config = AutoConfig.from_pretrained(locate(base), num_labels=classes)
+        config = configuration(base, num_labels=classes)
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise ModelError(
             f"base {base!r} is of the kind {config.model_type}, of which transformers has no classifier of texts",
@@ -173,7 +173,8 @@ def _random(base: str, classes: int, device: str) -> Any:
     from transformers import AutoModelForSequenceClassification
 
     with explained(base), torch.device(device):
-        return AutoModelForSequenceClassification.from_config(deepcopy(_config(base, classes)), dtype=torch.float32)
+        config = deepcopy(_config(base, classes))
+        return AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, trust_remote_code=trusted())
 
 
 @lru_cache(maxsize=2)
@@ -193,7 +194,13 @@ def _loaded(base: str, classes: int) -> tuple[TextNetwork, frozenset[str]]:
             return network, frozenset(name for name, _ in network.named_parameters())
         with explained(base), _quietly():
             model, found = AutoModelForSequenceClassification.from_pretrained(
-                str(folder), config=config, dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True
+                str(folder),
+                config=config,
+                dtype=torch.float32,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                trust_remote_code=trusted(),
+                weights_only=True,
             )
     lacking = {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}
     pooler = getattr(model.base_model, "pooler", None)
