@@ -5,13 +5,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
-from secrets import randbits
 from typing import Annotated, Any, Protocol
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
+from coterie.aggregation.noise import Source
 from coterie.aggregation.privacy import Privacy, local
 from coterie.attackers import Attack, poisoned
 from coterie.data.examples import ExampleSplit
@@ -511,18 +511,18 @@ class Outbound:
         update = trains(task)
         if self.attack is not None and id in self.attackers:
             alike = update and all(name not in sent or sent[name].shape == t.shape for name, t in reply.items())
-            return poisoned(reply, sent, alike, self.attack, self.generator("attack", round, phase, id))
+            generator = torch.Generator().manual_seed(mix(self.seed, "attack", round, phase, id))
+            return poisoned(reply, sent, alike, self.attack, generator)
         if self.privacy is not None and self.privacy.where == "local" and update:
             contents = [blake2b(to_bytes(named)).hexdigest() for named in (sent, reply)] if self.key else []
-            return local(reply, sent, self.privacy, self.generator("noise", round, phase, id, *contents))
+            return local(reply, sent, self.privacy, self.source("noise", round, phase, id, *contents))
         return reply
 
-    def generator(self, *purpose: int | str) -> torch.Generator:
-        """Random numbers for one purpose."""
+    def source(self, *purpose: int | str) -> Source:
+        """Return random numbers for the noise of one purpose."""
         if self.key:
-            text = "/".join(map(str, (self.seed, *purpose)))
-            return torch.Generator().manual_seed(int.from_bytes(blake2b(text.encode(), digest_size=8, key=self.key).digest()) >> 1)
-        return torch.Generator().manual_seed(randbits(63) if self.secret else mix(self.seed, *purpose))
+            return Source.keyed(self.key, self.seed, *purpose)
+        return Source.secret() if self.secret else Source.seeded(self.seed, *purpose)
 
 
 def _seed(seed: int, device: torch.device) -> None:

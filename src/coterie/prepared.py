@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 
-import torch
-
 from coterie import modality as modalities
+from coterie.aggregation.noise import Source
 from coterie.aggregation.secure import FEWEST
 from coterie.client import Blueprint, Outbound, Site
 from coterie.data.federation import POOL, ClientData, Federation, check_id
@@ -36,9 +35,9 @@ class Prepared:
         federation = self.modality.federation
         return Blueprint(self.modality.trainable, self.site.layouts, self.recipe.seed, federation.clusters, federation.anchors)
 
-    def noise(self, secret: bool, round: int, phase: int) -> torch.Generator:
+    def noise(self, secret: bool, round: int, phase: int) -> Source:
         """For the server's noise: from the run's seed, or from what only this machine knows."""
-        return Outbound(self.recipe.seed, secret=secret).generator("noise", round, phase, "")
+        return Outbound(self.recipe.seed, secret=secret).source("noise", round, phase, "")
 
 
 def prepare(recipe: Recipe) -> Prepared:

@@ -291,8 +291,8 @@ class Execution(Listener):
         privacy = self.accountant.privacy
         self.accountant.spend(len(ask.to), self.recipe.drawn_from(self.federation, self.round) or len(ask.to))
         if privacy.where == "central":
-            generator = self.prepared.noise(self.engine.distant, self.round, phase)
-            replies, self.progress["clip"] = central(replies, ask.to, privacy, self.progress["clip"], generator)
+            source = self.prepared.noise(self.engine.distant, self.round, phase)
+            replies, self.progress["clip"] = central(replies, ask.to, privacy, self.progress["clip"], source)
         self.progress["spent"] = self.accountant.runs
         spent = {"epsilon": self.accountant.epsilon(self.accountant.delta), "delta": self.accountant.delta, "clip": self.progress["clip"]}
         self._write("privacy", self.round + 1, self.iteration, "", {k: v for k, v in spent.items() if math.isfinite(v)})

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from scipy import integrate, optimize, special, stats
 
-from coterie.aggregation.privacy import Accountant, Adaptive, Privacy, central, clipped, local, rdp_of_drawn
+from coterie.aggregation.noise import Source
+from coterie.aggregation.privacy import Accountant, Adaptive, Ledger, Privacy, central, clipped, local, rdp_of_drawn
 from coterie.errors import Refused, TensorError
 from coterie.tensors import Tensors, dot, norm
 
@@ -26,8 +27,8 @@ def vectors(*values: float) -> Tensors:
     return {"b": torch.tensor(values[:1], dtype=torch.float32), "A": torch.tensor([values[1:]], dtype=torch.float32)}
 
 
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+def source(seed: int = 0) -> Source:
+    return Source.seeded(seed, "tests")
 
 
 def accountant(*exchanges: tuple[int, int], where: str = "central", z: float = 1.0, clients: int = 100, **settings: float) -> Accountant:
@@ -70,7 +71,7 @@ def test_no_update_leaves_the_ball(update: list[float], most: float) -> None:
 def test_integers_and_what_was_only_sent_are_left_alone() -> None:
     sent, reply = {"A": torch.zeros(3), "other": torch.zeros(2)}, {"A": torch.ones(3), "samples": torch.tensor(7)}
     privacy = Privacy(where="central", clip=0.1, noise=1.0)
-    for found in (clipped(reply, sent, 0.1)[0], local(reply, sent, privacy, generator())):
+    for found in (clipped(reply, sent, 0.1)[0], local(reply, sent, privacy, source())):
         assert found.keys() == reply.keys()
         assert found["samples"] is reply["samples"]
     assert torch.equal(reply["A"], torch.ones(3))
@@ -100,7 +101,7 @@ def drawn_replies(n: int, seed: int = 0) -> tuple[dict[str, Tensors], dict[str, 
 
 def test_without_noise_the_mean_is_that_of_naively_clipped_updates() -> None:
     replies, to = drawn_replies(6)
-    found, clip = central(replies, to, Privacy(where="central", clip=2.0, noise=0), 2.0, generator())
+    found, clip = central(replies, to, Privacy(where="central", clip=2.0, noise=0), 2.0, source())
     assert clip == 2.0
     assert list(found) == list(replies)
 
@@ -119,7 +120,7 @@ def test_the_mean_has_noise_of_z_c_over_n(n: int) -> None:
     z, clip, d = 1.5, 0.4, 4000
     sent = {"A": torch.ones(d), "b": torch.ones(d)}
     replies = {f"c{i}": dict(sent) for i in range(n)}  # zero updates: what is left is the noise
-    found, _ = central(replies, dict.fromkeys(replies, sent), Privacy(where="central", clip=9.0, noise=z), clip, generator())
+    found, _ = central(replies, dict.fromkeys(replies, sent), Privacy(where="central", clip=9.0, noise=z), clip, source())
     mean = torch.cat([torch.stack([found[i][name] for i in found]).mean(dim=0) - 1 for name in sent])
     assert float(mean.std()) == pytest.approx(z * clip / n, rel=4 / math.sqrt(2 * 2 * d))  # four standard errors
     assert abs(float(mean.mean())) < 4 * z * clip / n / math.sqrt(2 * d)
@@ -128,7 +129,7 @@ def test_the_mean_has_noise_of_z_c_over_n(n: int) -> None:
 
 def test_local_noise_is_z_c_on_every_coordinate() -> None:
     d = 8000
-    found = local({"A": torch.full((d,), 5.0)}, {"A": torch.zeros(d)}, Privacy(where="local", clip=2.0, noise=0.5), generator())["A"]
+    found = local({"A": torch.full((d,), 5.0)}, {"A": torch.zeros(d)}, Privacy(where="local", clip=2.0, noise=0.5), source())["A"]
     assert float(found.std()) == pytest.approx(0.5 * 2.0, rel=4 / math.sqrt(2 * d))
     assert float(found.mean()) == pytest.approx(2 / math.sqrt(d), abs=4 / math.sqrt(d))  # the update of norm 2
 
@@ -136,17 +137,17 @@ def test_local_noise_is_z_c_on_every_coordinate() -> None:
 def test_noise_depends_on_the_seed_and_the_ids_alone() -> None:
     replies, to = drawn_replies(5)
     privacy = Privacy(where="central", clip=1.0, noise=1.0, adaptive=Adaptive(noise=2.0))
-    one, clip = central(replies, to, privacy, 1.0, generator(3))
+    one, clip = central(replies, to, privacy, 1.0, source(3))
     turned = {i: dict(sorted(replies[i].items())) for i in sorted(replies)}  # ids and names in another order
-    other, same = central(turned, to, privacy, 1.0, generator(3))
+    other, same = central(turned, to, privacy, 1.0, source(3))
     assert clip == same
     assert all(torch.equal(one[i][name], other[i][name]) for i in one for name in one[i])
-    assert any(not torch.equal(one[i]["A"], t["A"]) for i, t in central(replies, to, privacy, 1.0, generator(4))[0].items())
+    assert any(not torch.equal(one[i]["A"], t["A"]) for i, t in central(replies, to, privacy, 1.0, source(4))[0].items())
 
 
 def test_nobody_replied() -> None:
     privacy = Privacy(where="central", clip=1.0, noise=1.0, adaptive=Adaptive(noise=2.0))
-    assert central({}, {}, privacy, 0.7, generator()) == ({}, 0.7)
+    assert central({}, {}, privacy, 0.7, source()) == ({}, 0.7)
 
 
 # The adaptive norm
@@ -155,7 +156,7 @@ def test_nobody_replied() -> None:
 @pytest.mark.parametrize("quantile", [0.2, 0.5, 0.8])
 @pytest.mark.parametrize("start", [1e-2, 1e2])
 def test_the_norm_finds_its_quantile(quantile: float, start: float) -> None:
-    rng, random, clip = np.random.default_rng(0), generator(), start
+    rng, random, clip = np.random.default_rng(0), source(), start
     privacy = Privacy(where="central", clip=start, noise=0, adaptive=Adaptive(quantile=quantile, noise=2.0))
     trace = []
     for _ in range(150):
@@ -170,7 +171,7 @@ def test_the_count_takes_its_part_of_the_noise_multiplier() -> None:
     # Together the noisy sum, of sensitivity C, and the noisy count, of bits around 1/2, are one Gaussian mechanism with multiplier z.
     assert privacy.update_noise**-2 + (0.5 / 2.0) ** 2 == pytest.approx(1.2**-2)
     sent = {"A": torch.zeros(20_000)}
-    found, _ = central({"a": sent}, {"a": sent}, privacy, 3.0, generator())
+    found, _ = central({"a": sent}, {"a": sent}, privacy, 3.0, source())
     assert float(found["a"]["A"].std()) == pytest.approx(3.0 * privacy.update_noise, rel=0.02)
 
 
@@ -295,6 +296,23 @@ def test_the_state_is_json_and_resumes() -> None:
         found.spend(3, 10)
     assert again.runs == one.runs == [(3, 0.3), (1, 1.0)]
     assert again.summary() == one.summary()
+
+
+def test_a_ledger_adds_up_what_unlike_runs_have_spent() -> None:
+    pytest.importorskip("opacus")
+    ledger = Ledger()
+    for multiplier, count in ((4.0, 10), (7.5, 25), (4.0, 2)):
+        ledger.spend(multiplier, count=count)
+    ledger = Ledger(json.loads(json.dumps(ledger.entries)))
+    assert ledger.entries == [(12, 1.0, 4.0), (25, 1.0, 7.5)]
+    mu = math.sqrt(12 / 4.0**2 + 25 / 7.5**2)
+    assert ledger.mu == pytest.approx(mu)
+    assert ledger.epsilon(1e-6) == pytest.approx(exact_epsilon(mu, 1e-6), rel=1e-6)
+    before = ledger.epsilon(1e-6)
+    ledger.spend(3.0, rate=0.01, count=5)
+    assert before < ledger.epsilon(1e-6) < exact_epsilon(math.sqrt(mu**2 + 5 / 9), 1e-6)
+    ledger.spend(0.0)
+    assert ledger.epsilon(1e-6) == math.inf
 
 
 def test_nothing_spent_and_no_noise() -> None:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from coterie.aggregation.noise import Source, check_installed, grid, on_grid, protected
 from coterie.errors import Refused
 from coterie.protocol import ClientId, Replies
 from coterie.tensors import Named, Tensors, axpy, check_alike
@@ -111,64 +112,160 @@ def clipped(reply: Named, sent: Named, norm: float) -> tuple[Tensors, bool]:
     return dict(reply) | axpy(norm / size, update, origin), True
 
 
-def noised(named: Named, deviation: float, generator: torch.Generator) -> Tensors:
-    """N(0, deviation^2) added to every coordinate, tensors in the order of their names; integers are left alone."""
-    found = dict(named)
-    for name in sorted(name for name, t in named.items() if t.is_floating_point()):
-        t = named[name]
-        noise = torch.randn(t.shape, generator=generator, dtype=t.dtype, device=generator.device)
-        found[name] = t + deviation * noise.to(t.device)
-    return found
-
-
-def local(reply: Named, sent: Named, privacy: Privacy, generator: torch.Generator) -> Tensors:
-    """A reply as it may leave a client that trusts nobody: clipped, and N(0, (z C)^2) on every coordinate.
+def local(reply: Named, sent: Named, privacy: Privacy, source: Source) -> Tensors:
+    """A reply as it may leave a client that trusts nobody: clipped, and N(0, (z C)^2) on every coordinate, see `noise.protected`.
 
     It hides which update was made among all of norm C at most. Any two of them are up to 2C apart, and neither the mean nor the other
     clients help: one reply is a Gaussian mechanism of noise multiplier z / 2, and so `Accountant` counts it. The server must not be able
-    to draw the same noise: the seed of the generator has to be the client's secret.
+    to draw the same noise: the key of the source has to be the client's secret. Without noise the reply is only clipped.
 
     Raises:
-        TensorError: As `clipped`.
+        TensorError: As `clipped`; or a value is not a number.
     """
-    return noised(clipped(reply, sent, privacy.clip)[0], privacy.noise * privacy.clip, generator)
+    if not privacy.noise:
+        return clipped(reply, sent, privacy.clip)[0]
+    update, origin = _update(reply, sent)
+    return dict(reply) | _moved(origin, protected(_flat(update), privacy.clip, privacy.noise * privacy.clip, source))
 
 
 def central(
-    replies: Replies, to: Mapping[ClientId, Named], privacy: Privacy, clip: float, generator: torch.Generator
+    replies: Replies, to: Mapping[ClientId, Named], privacy: Privacy, clip: float, source: Source
 ) -> tuple[dict[ClientId, Tensors], float]:
-    """Replies whose uniform mean is differentially private, each of them alone is not.
+    """Replies whose uniform mean is differentially private: all of them have moved by the same, the noisy mean of the clipped updates.
 
-    Each of the n is clipped and gets N(0, (z C)^2 / n), so that their mean has exactly N(0, (z C / n)^2), their sum N(0, (z C)^2), however
-    many of those that were asked have replied. Noise is drawn in the order of the client ids.
+    The sum of the n clipped updates, as integers on a grid, gets N(0, (z C)^2), the mean so N(0, (z C / n)^2), however many of those that
+    were asked have replied. Nothing is made of a single update, so that no rounding of a later sum can tell of one. Without noise each
+    reply is only clipped.
 
     Args:
-        replies: What the clients sent back.
+        replies: What the clients sent back, all of the same form.
         to: What each had got.
         privacy: z, and how C adapts.
         clip: C of this exchange.
-        generator: Of the noise; its seed has to be the server's secret.
+        source: Of the noise; its key has to be the server's secret.
 
     Returns:
         The replies in their order, and C of the next exchange.
 
     Raises:
-        TensorError: As `clipped`.
+        TensorError: As `clipped`; or the updates are not of one form, or a value is not a number.
     """
-    deviation, within, found = privacy.update_noise * clip / math.sqrt(max(len(replies), 1)), 0, {}
-    for i in sorted(replies):
-        reply, cut = clipped(replies[i], to[i], clip)
-        found[i] = noised(reply, deviation, generator)
-        within += not cut
-    return {i: found[i] for i in replies}, _next_clip(within, len(replies), privacy.adaptive, clip, generator)
+    deviation = privacy.update_noise * clip
+    if deviation and replies:
+        found, within = _noisy_mean(replies, to, clip, deviation, source)
+    else:
+        cut = {i: clipped(reply, to[i], clip) for i, reply in replies.items()}
+        found, within = {i: reply for i, (reply, _) in cut.items()}, sum(not beyond for _, beyond in cut.values())
+    return found, _next_clip(within, len(replies), privacy.adaptive, clip, source)
 
 
-def _next_clip(within: int, replies: int, adaptive: Adaptive | None, clip: float, generator: torch.Generator) -> float:
+def _noisy_mean(
+    replies: Replies, to: Mapping[ClientId, Named], clip: float, deviation: float, source: Source
+) -> tuple[dict[ClientId, Tensors], int]:
+    """Replies that have all moved by the noisy mean, and how many updates were within C."""
+    step, within, found = grid(clip, deviation), 0, {}
+    first: Tensors = {}
+    total = np.zeros((), np.int64)
+    for i, reply in replies.items():
+        update, origin = _update(reply, to[i])
+        first = first or update
+        check_alike(first, update, f"update of client {i!r}, to be summed")
+        flat = _flat(update)
+        total = total + on_grid(flat, clip, step)
+        within += float(np.linalg.norm(flat)) <= clip
+        found[i] = (reply, origin)
+    mean = (total + source.gaussian(total.size, deviation / step)) * (step / len(replies))
+    return {i: dict(reply) | _moved(origin, mean) for i, (reply, origin) in found.items()}, within
+
+
+def _update(reply: Named, sent: Named) -> tuple[Tensors, Tensors]:
+    """The update, reply - sent, in float64, and the tensors that were sent. Raises TensorError as `clipped`."""
+    trained = {name: t for name, t in reply.items() if t.is_floating_point()}
+    origin = {name: sent[name] for name in trained if name in sent}
+    check_alike(origin, trained, "update to be clipped")
+    return {name: t.detach().cpu().double() - origin[name].detach().cpu().double() for name, t in trained.items()}, origin
+
+
+def _flat(update: Named) -> np.ndarray:
+    """(d,) float64: all values, tensors in the order of their names."""
+    return torch.cat([update[name].flatten() for name in sorted(update)]).numpy() if update else np.empty(0)
+
+
+def _moved(origin: Named, update: np.ndarray) -> Tensors:
+    """Tensors plus an update, (d,) in the order of their names, rounded to their own precision."""
+    found, vector, start = {}, torch.from_numpy(update), 0
+    for name in sorted(origin):
+        form = origin[name]
+        part = vector[start : start + form.numel()].view(form.shape)
+        found[name] = (form.detach().cpu().double() + part).to(form.device, form.dtype)
+        start += form.numel()
+    return found
+
+
+def _next_clip(within: int, replies: int, adaptive: Adaptive | None, clip: float, source: Source) -> float:
     """C exp(-eta_C (b - gamma)), b being the share of updates within C as a noisy count tells it."""
     if adaptive is None or not replies:
         return clip
-    noise = adaptive.noise * float(torch.randn((), generator=generator, dtype=torch.float64, device=generator.device))
+    step = grid(1.0, adaptive.noise)  # at most 1/2, so that the count, less half the replies as in the paper, is on the grid
+    noise = step * int(source.gaussian(1, adaptive.noise / step)[0])
     return clip * math.exp(-adaptive.lr * ((within + noise) / replies - adaptive.quantile))
+
+
+@dataclass
+class Ledger:
+    """What Gaussian mechanisms of unlike noise have spent together, for one client, or for all of them.
+
+    Args:
+        entries: The state, which is JSON: (count, rate, multiplier) each. The rate is the share of those that could have taken part which
+            was drawn, without replacement; 1 where nobody was drawn. The multiplier is the noise's standard deviation over the
+            sensitivity: z for neighbours by adding or removing, z / 2 for neighbours by replacement. All must be for the same neighbours.
+
+    Raises:
+        Refused: The library that counts is not installed.
+    """
+
+    entries: list[tuple[int, float, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.gdp, self.rdp = _library()
+        self.entries = [(count, rate, multiplier) for count, rate, multiplier in self.entries]
+
+    def spend(self, multiplier: float, rate: float = 1.0, count: int = 1) -> None:
+        """Count so many uses of a mechanism."""
+        counts = {(known, noise): before for before, known, noise in self.entries}
+        counts[rate, multiplier] = counts.get((rate, multiplier), 0) + count
+        self.entries = [(count, rate, multiplier) for (rate, multiplier), count in counts.items()]
+
+    @property
+    def mu(self) -> float:
+        """Of the one Gaussian mechanism, of sensitivity mu and noise 1, that all are together, had nobody been drawn: sqrt(sum 1 / z^2)."""
+        if not all(multiplier for _, _, multiplier in self.entries):
+            return math.inf
+        return math.sqrt(sum(count / multiplier**2 for count, _, multiplier in self.entries))
+
+    def epsilon(self, delta: float) -> float:
+        """The smallest epsilon that is known for a delta; infinite beyond 500."""
+        if not self.entries:
+            return 0.0
+        if math.isinf(self.mu):
+            return math.inf
+        drawn = any(rate < 1 for _, rate, _ in self.entries)
+        found = min(self._of_all(delta), self._of_drawn(delta)) if drawn else self._of_all(delta)
+        return max(found, 0.0) if found <= MOST else math.inf
+
+    def _of_all(self, delta: float) -> float:
+        """As if nobody had been drawn: exact (Balle and Wang, 2018; Dong, Roth and Su, 2022, on composition)."""
+        if self.gdp.delta_eps_mu(eps=0.0, mu=self.mu) <= delta:
+            return 0.0
+        if self.gdp.delta_eps_mu(eps=MOST, mu=self.mu) > delta:
+            return math.inf
+        return float(self.gdp.eps_from_mu(mu=self.mu, delta=delta))
+
+    def _of_drawn(self, delta: float) -> float:
+        """What is gained by drawing: Rényi divergences, which add up."""
+        spent = sum(count * np.array([rdp_of_drawn(rate, noise, order) for order in ORDERS]) for count, rate, noise in self.entries)
+        epsilon, _ = self.rdp.get_privacy_spent(orders=ORDERS, rdp=spent, delta=delta)
+        return float(epsilon)
 
 
 @dataclass
@@ -189,7 +286,7 @@ class Accountant:
         runs: The state, which is JSON: exchanges as (count, rate), the rate being the share of the clients that was drawn.
 
     Raises:
-        Refused: The library that counts is not installed, or there is no delta.
+        Refused: A library that counts or draws noise is not installed, or there is no delta.
     """
 
     privacy: Privacy
@@ -197,7 +294,8 @@ class Accountant:
     runs: list[tuple[int, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.gdp, self.rdp = _library()
+        _library()
+        check_installed()
         self.delta = self.privacy.delta_of(self.clients)
         self.runs = [(count, rate) for count, rate in self.runs]
 
@@ -237,27 +335,7 @@ class Accountant:
 
     def epsilon(self, delta: float) -> float:
         """The smallest epsilon that is known for a delta; infinite beyond 500."""
-        if not self.runs:
-            return 0.0
-        if not self.multiplier:
-            return math.inf
-        found = min(self._of_all(delta), self._of_drawn(delta)) if self.drawn else self._of_all(delta)
-        return max(found, 0.0) if found <= MOST else math.inf
-
-    def _of_all(self, delta: float) -> float:
-        """Of T Gaussian mechanisms, which are one with mu = sqrt(T) / z: exact (Balle and Wang, 2018), as if nobody had been drawn."""
-        mu = math.sqrt(self.exchanges) / self.multiplier
-        if self.gdp.delta_eps_mu(eps=0.0, mu=mu) <= delta:
-            return 0.0
-        if self.gdp.delta_eps_mu(eps=MOST, mu=mu) > delta:
-            return math.inf
-        return float(self.gdp.eps_from_mu(mu=mu, delta=delta))
-
-    def _of_drawn(self, delta: float) -> float:
-        """What is gained by drawing clients: Rényi divergences, which add up over exchanges."""
-        spent = sum(count * np.array([rdp_of_drawn(rate, self.multiplier, order) for order in ORDERS]) for count, rate in self.runs)
-        epsilon, _ = self.rdp.get_privacy_spent(orders=ORDERS, rdp=spent, delta=delta)
-        return float(epsilon)
+        return Ledger([(count, rate, self.multiplier) for count, rate in self.runs]).epsilon(delta)
 
     def summary(self) -> dict[str, Any]:
         """What a result says of it; an epsilon that is infinite is null."""

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 from flwr.client.mod.secure_aggregation import secaggplus_mod
 from flwr.common import Code, FitIns, FitRes, Parameters, Status, bytes_to_ndarray, ndarrays_to_parameters, parameters_to_ndarrays
@@ -25,6 +24,7 @@ from flwr.server.workflow.constant import Key as WorkflowKey
 from flwr.server.workflow.secure_aggregation.secaggplus_workflow import SecAggPlusWorkflow, WorkflowState
 from flwr.serverapp import Grid
 
+from coterie.aggregation.noise import Source
 from coterie.aggregation.secure import FEWEST, MODULUS, RANGE, UPDATE, levels, step, threshold
 from coterie.engines.wire import Reply, Request, parsed
 from coterie.errors import CoterieError, Refused, TensorError
@@ -47,7 +47,7 @@ def _expanded(seed: bytes, modulus: int, shapes: Sequence[tuple[int, ...]]) -> l
     if modulus != MODULUS:
         raise TensorError(f"masks modulo {modulus}, expected {MODULUS}", _SAME)
     sizes = [math.prod(shape) for shape in shapes]
-    stream = Cipher(algorithms.AES256(sha256(seed).digest()), modes.CTR(bytes(16))).encryptor().update(bytes(4 * sum(sizes)))
+    stream = Source(sha256(seed).digest()).read(4 * sum(sizes))
     parts = np.split(np.frombuffer(stream, "<u4").astype(np.int64), np.cumsum(sizes)[:-1])
     return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
