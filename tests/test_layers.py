@@ -10,6 +10,7 @@ SOURCE = Path(coterie.__file__).parent
 ROOMS = [
     {"errors", "tensors"},
     {"profiling"},
+    {"limits"},
     {"theory"},
     {"protocol", "roles"},
     {"data"},
@@ -17,6 +18,7 @@ ROOMS = [
     {"optimisers"},
     {"attackers"},
     {"aggregation"},
+    {"account"},
     {"client"},
     {"cohort"},
     {"methods"},

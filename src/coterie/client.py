@@ -17,13 +17,13 @@ from coterie.attackers import Attack, poisoned
 from coterie.data.examples import ExampleSplit
 from coterie.data.federation import ClientData
 from coterie.data.splits import Batch, Split
-from coterie.errors import ClientError, CoterieError, TensorError
+from coterie.errors import ClientError, CoterieError, Refused, TensorError
 from coterie.models.layout import Layout
 from coterie.models.lora import LoRA
 from coterie.models.pool import ABSENT
 from coterie.optimisers import AdamW, Optimiser
 from coterie.profiling import STEP, span
-from coterie.protocol import ClientId, State, Task, find_task, mix, trains
+from coterie.protocol import PROTECTS, ClientId, Sends, State, Task, check_declared, declared, find_task, mix
 from coterie.roles import BACKBONE, EXPERT, GATE, GENERALIST, ROUTER, SPECIALIST, Role
 from coterie.tensors import Named, Tensors, all_finite, check_alike, to_bytes
 
@@ -34,6 +34,7 @@ UPPER = {ROUTER, GATE}  # what chooses experts
 NUMBERS = "experts"  # which of a pool's experts are in a client's places
 _EXPERT = f"{EXPERT}/"  # what the names of a pool's experts begin with
 _OF_THE_MODEL = ("parameters/", "optimiser/", "buffers", NUMBERS)  # what the keys of a client's state that a stateless one drops begin with
+_MOST_MEASURED = 16  # numbers that a device which protects its owner measures aloud
 Metrics = dict[str, object]
 
 
@@ -486,15 +487,21 @@ class Client:
 class Outbound:
     """What becomes of a reply before it leaves a client.
 
+    Where its owner is protected (by local privacy, by secure aggregation, by limits of the owner) nothing leaves but what its task is
+    declared to send, see `Sends`. What is asked with which number decides nothing here: a server chooses those.
+
     Args:
         seed: The run's seed.
         privacy: Clips updates and adds noise, where that is a client's own business.
-        attack: What attackers make of their replies.
+        attack: What attackers make of their replies. Only simulated ones lie.
         attackers: Who they are.
         secret: Whether noise is drawn from what only this machine knows, as it must be on devices: whoever has the seed of a run could
             take its noise away. In a simulation it is drawn from the run's seed.
         key: What only this machine knows, and keeps: the same reply to the same request then leaves with the same noise. Otherwise whoever
             asks often enough could average it away.
+        secure: Whether updates leave under the masks of secure aggregation alone.
+        noisy: Whether updates leave with noise alone.
+        masked: Whether the reply at hand goes under masks.
     """
 
     seed: int
@@ -503,25 +510,69 @@ class Outbound:
     attackers: frozenset[ClientId] = frozenset()
     secret: bool = False
     key: bytes = b""
+    secure: bool = False
+    noisy: bool = False
+    masked: bool = False
+
+    @property
+    def noise(self) -> Privacy | None:
+        """What clips updates and adds noise to them here, if that is private at all."""
+        return self.privacy if self.privacy is not None and self.privacy.where == "local" else None
+
+    @property
+    def protects(self) -> bool:
+        """Whether nothing may leave that is not declared."""
+        return self.secure or self.noisy or self.noise is not None
+
+    def check(self, task: Task) -> None:
+        """Refuse, before anything is done, a task whose reply could not leave. Raises Refused."""
+        if not self.protects:
+            return
+        name, sends = task.__name__, declared(task)
+        if sends is Sends.PRIVATE:
+            raise Refused(f"{name}: nothing says that its reply can be masked or noised, or is harmless; it was not done", PROTECTS)
+        if sends is Sends.UPDATE and self.secure and not self.masked:
+            problem = f"{name}: this device lets its updates leave by secure aggregation only"
+            raise Refused(problem, "Run the recipe with --set secure=true.")
+        if sends is Sends.UPDATE and self.noisy and not (self.noise and self.noise.noise):
+            remedy = "Run the recipe with privacy.where: local and the noise that the device wants."
+            raise Refused(f"{name}: this device lets its updates leave with noise only", remedy)
 
     def __call__(self, task: Task, id: ClientId, sent: Named, reply: Tensors, round: int, phase: int) -> Tensors:
-        """What leaves the client `id`; scores and the like, whose phases are negative, leave as they are."""
-        if phase < 0:
-            return reply
-        update = trains(task)
-        if self.attack is not None and id in self.attackers:
+        """What leaves the client `id`. Raises Refused for what its task is not declared to send, where its owner is protected."""
+        update = declared(task) is Sends.UPDATE
+        if self.attack is not None and id in self.attackers and phase >= 0:  # attackers do not lie about their scores
             alike = update and all(name not in sent or sent[name].shape == t.shape for name, t in reply.items())
             generator = torch.Generator().manual_seed(mix(self.seed, "attack", round, phase, id))
             return poisoned(reply, sent, alike, self.attack, generator)
-        if self.privacy is not None and self.privacy.where == "local" and update:
-            contents = [blake2b(to_bytes(named)).hexdigest() for named in (sent, reply)] if self.key else []
-            return local(reply, sent, self.privacy, self.source("noise", round, phase, id, *contents))
+        if self.protects:
+            self.check(task)
+            check_declared(task, sent, reply)
+        if update and self.noise is not None:
+            return local(reply, sent, self.noise, self._noise_of(self.noise, id, sent, reply, round, phase))
         return reply
+
+    def measured(self, metrics: Metrics) -> Metrics:
+        """What leaves of what a task measured: where the owner is protected a few single numbers, which are means over many tokens."""
+        if not self.protects:
+            return metrics
+        single = [name for name, value in metrics.items() if isinstance(value, int | float)]
+        return {name: metrics[name] for name in single[:_MOST_MEASURED]}
+
+    def _noise_of(self, privacy: Privacy, id: ClientId, sent: Named, reply: Named, round: int, phase: int) -> Source:
+        """Return random numbers for the noise of a reply.
+
+        With a key they depend on all that the noise must differ by, and on nothing that a server could change while the reply stays: with
+        another seed, run or round the noise is the same, and cannot be averaged away; with another C or z it is another one, since the
+        same one in two sizes would tell the reply.
+        """
+        if not self.key:
+            return self.source("noise", round, phase, id)
+        contents = (blake2b(to_bytes(named)).hexdigest() for named in (sent, reply))
+        return Source.keyed(self.key, "noise", id, repr(privacy.clip), repr(privacy.noise), *contents)
 
     def source(self, *purpose: int | str) -> Source:
         """Return random numbers for the noise of one purpose."""
-        if self.key:
-            return Source.keyed(self.key, self.seed, *purpose)
         return Source.secret() if self.secret else Source.seeded(self.seed, *purpose)
 
 
@@ -577,6 +628,10 @@ class Site:
             for key in [key for key in state if key.startswith(_OF_THE_MODEL)]:
                 del state[key]
 
+    def measured(self, metrics: Metrics) -> Metrics:
+        """Metrics as they leave a client."""
+        return metrics if self.outbound is None else self.outbound.measured(metrics)
+
     def leaving(self, method: Any, task: str, id: ClientId, sent: Named, reply: Tensors, round: int, phase: int) -> Tensors:
         """A reply as it leaves the client."""
         return reply if self.outbound is None else self.outbound(find_task(method, task), id, sent, reply, round, phase)
@@ -597,12 +652,14 @@ class Site:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), span(f"{task} {id}"):
             _seed(mix(self.seed, round, phase, id), device)
             try:
+                if self.outbound is not None:
+                    self.outbound.check(find_task(method, task))
                 client = self.client(id, state)
                 steps = method.steps(client)
                 client.total_iterations = method.rounds * steps
                 self.begin(state, round, method, steps)
                 reply = self.leaving(method, task, id, tensors, find_task(method, task)(client, tensors), round, phase)
-                return reply, client.metrics()
+                return reply, self.measured(client.metrics())
             except CoterieError as error:
                 problem = error.problem.removeprefix(f"client {id!r}: ")
                 raise ClientError(f"client {id!r}, task {task}, round {round + 1}: {problem}", error.remedy) from error

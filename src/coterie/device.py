@@ -3,10 +3,11 @@
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,22 @@ from filelock import FileLock
 from coterie import modality as modalities
 from coterie import personal
 from coterie import recipe as recipes
+from coterie.account import Account, Cost, Leaving, Turn
 from coterie.aggregation import secure
-from coterie.client import Site
+from coterie.client import Metrics, Outbound, Site
 from coterie.engines.wire import Member, Reply, Request, failed, parsed
 from coterie.errors import CoterieError, DataError, Refused, TensorError
+from coterie.limits import EXCHANGES, Limits
 from coterie.prepared import Prepared, outbound, prepare
-from coterie.protocol import ClientId, State, find_task, trains
+from coterie.protocol import ClientId, Sends, State, declared, find_task
+from coterie.recipe import Recipe
 from coterie.tensors import Tensors, from_bytes, load, nbytes, save, to_bytes
 
 _STATE = re.compile(r"round-(\d{5,})-(\d{3,})\.safetensors")
 _MOST_NOTE = 2000  # characters, see `Reply`
-Turn = tuple[int, int]  # round, and number of the exchange in it
+_INDIFFERENT = {"compare_with", "description", "paper", "samples", "memory"}  # what a resumption may have otherwise
+_OWN = {"data", "flwr", "secret", "secret.lock", "secret.new", "resident.key", "resident.log", "resident.sock", "supernode.log"}
+ACCOUNT = ".account"  # no run has a name that begins with a dot
 
 
 @dataclass(frozen=True)
@@ -143,6 +149,7 @@ class Device:
         base: Where the base model is on this machine; None: where the recipe says.
         place: In a simulation, in the place of `client`: its place among all clients of the recipe's data, which are all here.
         secure: Whether it lets nothing that was trained leave but by secure aggregation, whatever a recipe says.
+        limits: What its owner allows.
     """
 
     home: Path
@@ -151,6 +158,7 @@ class Device:
     base: str | None = None
     place: int | None = None
     secure: bool = False
+    limits: Limits = field(default_factory=Limits)
 
     def answer(self, text: str, body: bytes) -> tuple[str, bytes]:
         """Do what a request asks. There always is a reply; one with a `problem` has no tensors.
@@ -178,7 +186,8 @@ class Device:
             return Reply(client=client, member=_member(prepared, client)), b""
         if request.client != client:
             raise Refused(f"asked for client {request.client!r}, this device is {client!r}", "")
-        self._check_masked(prepared, request)
+        door = self._door(prepared, request, client)
+        door.check()
         folder, turn = self._folder(request), (request.round, request.number)
         memory = Memory(folder / "states" / client)
         tensors = from_bytes(body, f"request to {client!r}") if body else {}
@@ -187,30 +196,34 @@ class Device:
             found, metrics = prepared.site.answer(prepared.method, request.task, client, dict(tensors), state, request.round, request.phase)
             found = {secure.UPDATE: secure.update(tensors, found)} if request.masked else found
             encoded = to_bytes(found) if found else b""
+            door.record(encoded, metrics)
             memory.commit(turn, state, request.rounds_kept)
             if request.action == "keep":
                 _keep(prepared, client, dict(state), tensors, request.round, folder / "clients" / client)
         done = {"task": request.task, "round": request.round, "number": request.number}
         return Reply(client=client, metrics=metrics, state_bytes=nbytes(state), note=note, **done), encoded
 
-    def _check_masked(self, prepared: Prepared, request: Request) -> None:
-        """Refuse to send in the clear what is to be masked, or the other way about. Raises Refused."""
-        training = trains(find_task(prepared.method, request.task))
-        if self.secure and training and not prepared.recipe.secure:
-            raise Refused("this device lets its updates leave by secure aggregation only", "Run the recipe with --set secure=true.")
-        if request.masked != (training and prepared.recipe.secure):
-            how = "under masks" if request.masked else "in the clear"
-            raise Refused(f"{request.task} of a recipe with secure: {prepared.recipe.secure} was asked for {how}", "It was not done.")
+    def _door(self, prepared: Prepared, request: Request, client: ClientId) -> "_Door":
+        """What watches over a reply. In a simulation, where all are on one machine, it counts only what secure aggregation needs."""
+        if self.place is None:
+            return _Door(prepared, request, self.limits, Account(self.home / ACCOUNT))
+        account = Account(self._folder(request) / "states" / client / ACCOUNT) if prepared.recipe.secure else None
+        return _Door(prepared, request, self.limits, account)
 
     def _prepared(self, request: Request) -> Prepared:
         section = json.dumps(request.recipe, sort_keys=True)
         if self.place is not None:
-            return _loaded(section, None, None, alone=False)
-        prepared = _loaded(section, None if self.data is None else str(self.data), self.base, alone=True)
-        layout = prepared.method.layout(request.position, prepared.modality.base)
-        site = replace(prepared.site, layouts=dict.fromkeys(prepared.site.data, layout))
-        if site.outbound is not None and site.outbound.privacy is not None:
-            site.outbound = replace(site.outbound, key=self._key())
+            prepared = _loaded(section, None, None, alone=False)
+            site = replace(prepared.site)
+        else:
+            prepared = _loaded(section, None if self.data is None else str(self.data), self.base, alone=True)
+            _check_run(prepared.recipe, self.limits)
+            layout = prepared.method.layout(request.position, prepared.modality.base)
+            site = replace(prepared.site, layouts=dict.fromkeys(prepared.site.data, layout))
+        if site.outbound is not None:
+            key = self._key() if self.place is None and site.outbound.noise is not None else b""
+            closed = self.secure or self.limits.secure or prepared.recipe.secure
+            site.outbound = replace(site.outbound, key=key, secure=closed, noisy=self.limits.noisy, masked=request.masked)
         return replace(prepared, site=site)
 
     def _key(self) -> bytes:
@@ -237,8 +250,85 @@ class Device:
         return self.client
 
     def _folder(self, request: Request) -> Path:
-        """Where everything of this run is."""
-        return Path(request.folder) if self.place is not None and request.folder else self.home / request.run
+        """Where everything of this run is. Raises Refused for a run with the name of something else of the device."""
+        if self.place is not None and request.folder:
+            return Path(request.folder)
+        folder = self.home / request.run
+        if request.run in _OWN or (folder.exists() and not (folder / "states").is_dir()):
+            raise Refused(f"a run may not have the name {request.run!r}: {folder} is no folder of a run", "")
+        return folder
+
+
+@dataclass(frozen=True)
+class _Door:
+    """The last place before a reply leaves: what the owner allows, and what was let out before.
+
+    Args:
+        prepared: What the reply is made with; its `Outbound` has the last word on the tensors themselves.
+        request: What is asked.
+        limits: Of the owner.
+        account: Of the device; None: nothing is counted.
+    """
+
+    prepared: Prepared
+    request: Request
+    limits: Limits
+    account: Account | None
+
+    def check(self) -> None:
+        """Refuse, before any work, what could not leave. Raises Refused."""
+        self.limits.check_task(self.request.task, self.request.round, self.prepared.method.rounds)
+        if self.request.masked != (self._updates and self.prepared.recipe.secure):
+            how = "under masks" if self.request.masked else "in the clear"
+            raise Refused(
+                f"{self.request.task} of a recipe with secure: {self.prepared.recipe.secure} was asked for {how}", "It was not done."
+            )
+        if self._outbound is not None:
+            self._outbound.check(find_task(self.prepared.method, self.request.task))
+        if self.account is not None:
+            self.account.check(self._leaving("", None), self.limits)
+
+    def record(self, encoded: bytes, metrics: Metrics) -> None:
+        """Write down what is about to leave. Raises Refused: it may not leave; SaveError: it could not be written down."""
+        if self.account is None:
+            return
+        noise = None if self._outbound is None or not self._updates else self._outbound.noise
+        mu = 2 / noise.noise if noise is not None and noise.noise else 0.0  # any two updates are up to 2C apart
+        cost = Cost(squared=mu * mu) if mu else None
+        said = b"" if self.request.masked else json.dumps([self.request.task, metrics], sort_keys=True).encode()
+        contents = blake2b(said + encoded, digest_size=16).hexdigest()
+        self.account.record(self._leaving(contents, cost), self.limits, self._exchanges)
+
+    def _leaving(self, contents: str, cost: Cost | None) -> Leaving:
+        request = self.request
+        return Leaving(request.run, _same_recipe(request.recipe), (request.round, request.number), contents, cost, request.masked)
+
+    @property
+    def _exchanges(self) -> int | None:
+        """The most unlike answers in a round."""
+        protects = self._outbound is not None and self._outbound.protects
+        return self.limits.exchanges or (EXCHANGES if protects else None)
+
+    @property
+    def _outbound(self) -> Outbound | None:
+        return self.prepared.site.outbound
+
+    @property
+    def _updates(self) -> bool:
+        return declared(find_task(self.prepared.method, self.request.task)) is Sends.UPDATE
+
+
+def _check_run(recipe: Recipe, limits: Limits) -> None:
+    """Refuse a run that the owner does not allow. Raises Refused."""
+    limits.check_run(recipe.method["name"], getattr(recipe.model, "base", None), recipe.build_method().rounds)
+    if recipe.privacy is not None and recipe.privacy.where == "local":
+        limits.check_noise(recipe.privacy.noise, recipe.privacy.clip)
+
+
+def _same_recipe(section: Mapping[str, Any]) -> str:
+    """Digest of what of a recipe decides what a device does: it stays the same over a run, however often that is resumed."""
+    decisive = {key: value for key, value in section.items() if key not in _INDIFFERENT}
+    return blake2b(json.dumps(decisive, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _keep(prepared: Prepared, client: ClientId, state: State, tensors: Tensors, round: int, folder: Path) -> None:

@@ -6,12 +6,13 @@ one function, `answer(ask, phase) -> replies`.
 
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from hashlib import blake2b
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 
-from coterie.errors import TensorError
+from coterie.errors import Refused, TensorError
 from coterie.tensors import Named, Tensors, all_finite, check_alike
 
 ClientId = str
@@ -20,26 +21,87 @@ Replies = Mapping[ClientId, Tensors]  # in the order of `Ask.to`, without the cl
 Task = Callable[..., Tensors]
 Form = Callable[[Named], Named]  # by what a client was sent: tensors of the names, shapes and dtypes that it must send back
 
-_MARK, _TRAINS = "__coterie_task__", "__coterie_trains__"
+_SENDS = "__coterie_sends__"
+MOST_SCORES = 64  # numbers in a reply that is called scores: in more of them a model could hide
+MOST_COUNTS = 2  # integers beside an update
+PROTECTS = "It protects its owner, whatever a run says: see docs/privacy.md."
 F = TypeVar("F", bound=Task)
 R = TypeVar("R")
 
 
-def task(function: F) -> F:
-    """Mark a method of a method's class as the client half: `(self, client, tensors) -> Tensors`. It travels by its name."""
-    setattr(function, _MARK, True)
-    return function
+class Sends(Enum):
+    """What the reply of a task consists of: nothing else of it leaves a device that protects its owner, see `check_declared`."""
+
+    PRIVATE = "private"  # anything at all, which leaves only a device that protects nothing
+    UPDATE = "update"  # tensors that came, trained: their difference can be masked, or clipped and noised; and a few counts
+    SCORES = "scores"  # a few sums of losses, or counts
+    NOTHING = "nothing"
 
 
-def training(function: F) -> F:
-    """A `task` that sends the tensors that came back trained: what has the same name in both is the client's update."""
-    setattr(function, _TRAINS, True)
-    return task(function)
+@overload
+def task(sends: Sends) -> Callable[[F], F]: ...
+@overload
+def task(sends: F) -> F: ...
+def task(sends: Sends | F) -> Callable[[F], F] | F:
+    """Mark a method of a method's class as the client half: `(self, client, tensors) -> Tensors`. It travels by its name.
+
+    `@task(Sends.UPDATE)` declares what it sends; a bare `@task` counts as sending something private.
+    """
+
+    def mark(function: F, sends: Sends) -> F:
+        setattr(function, _SENDS, sends)
+        return function
+
+    if isinstance(sends, Sends):
+        return lambda function: mark(function, sends)
+    return mark(sends, Sends.PRIVATE)
+
+
+def declared(function: Task) -> Sends:
+    """Return what a task is declared to send."""
+    return getattr(function, _SENDS, Sends.PRIVATE)
 
 
 def trains(function: Task) -> bool:
-    """Whether a task is marked as `training`."""
-    return bool(getattr(function, _TRAINS, False))
+    """Return whether a task sends an update."""
+    return declared(function) is Sends.UPDATE
+
+
+def check_declared(function: Task, sent: Named, reply: Named) -> None:
+    """Refuse a reply that is not what its task is declared to send.
+
+    Args:
+        function: The task.
+        sent: What the client had got.
+        reply: What it would send back.
+
+    Raises:
+        Refused: Naming the task and the tensor.
+    """
+    sends = declared(function)
+    for name in sorted(reply):
+        if problem := _undeclared(sends, name, sent, reply):
+            raise Refused(f"{function.__name__}: {name!r} does not leave this device: {problem}", PROTECTS)
+
+
+def _undeclared(sends: Sends, name: str, sent: Named, reply: Named) -> str | None:
+    """Say why a tensor of a reply is not what was declared; None where it is."""
+    tensor, form = reply[name], sent.get(name)
+    if sends is Sends.PRIVATE:
+        return "the task does not say that its reply can be masked or noised, or is harmless"
+    if sends is Sends.NOTHING:
+        return "the task is declared to send nothing"
+    if sends is Sends.SCORES:
+        numbers = sum(t.numel() for t in reply.values())
+        fits = numbers <= MOST_SCORES and tensor.dtype in (torch.float64, torch.int64)
+        return None if fits else f"{tensor.dtype} among {numbers} numbers; scores are at most {MOST_SCORES}, float64 or int64"
+    if not tensor.is_floating_point():
+        counts = sum(not t.is_floating_point() for t in reply.values())
+        fits = tensor.dim() == 0 and counts <= MOST_COUNTS
+        return None if fits else f"integers of shape {tuple(tensor.shape)}; beside an update go at most {MOST_COUNTS} counts"
+    if form is None or form.shape != tensor.shape or form.dtype != tensor.dtype:
+        return "it did not come in that form, so that it is no update"
+    return None
 
 
 def same(sent: Named) -> Named:
@@ -69,7 +131,7 @@ class Ask:
     smaller: bool = False
 
     def __post_init__(self) -> None:
-        if not getattr(self.task, _MARK, False):
+        if not hasattr(self.task, _SENDS):
             raise TypeError(f"{self.task!r} is not a @task: an engine could not call it by name on another machine")
 
     @property
@@ -113,7 +175,7 @@ def find_task(method: Any, name: str) -> Task:
         TensorError: The method has no such task (its other attributes cannot be called from outside).
     """
     found = getattr(method, name, None)
-    if not getattr(found, _MARK, False):
+    if not hasattr(found, _SENDS):
         raise TensorError(f"{type(method).__name__} has no task {name!r}", "Server and client must run the same version of coterie.")
     return found  # type: ignore[return-value]
 

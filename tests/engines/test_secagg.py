@@ -28,7 +28,7 @@ from coterie.engines.flower import QUERY, Flower, _packed, _unpacked, client_app
 from coterie.engines.secagg import TRAIN
 from coterie.engines.wire import Member, Reply, Request, parsed
 from coterie.errors import TensorError
-from coterie.protocol import Ask, task, training
+from coterie.protocol import Ask, Sends, task
 from coterie.tensors import from_bytes, to_bytes
 
 SENT = {
@@ -48,7 +48,7 @@ def as_in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
 class Pair:
     """A method of two tasks: one trains, the other does not."""
 
-    @training
+    @task(Sends.UPDATE)
     def train(self, client: Any, tensors: Any) -> Any: ...
 
     @task

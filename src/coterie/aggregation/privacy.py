@@ -358,6 +358,26 @@ class Accountant:
         return "all clients in each; neighbours: one client is added or removed, with their number public (sensitivity C)"
 
 
+def epsilon_of(squared: float, renyi: np.ndarray, delta: float) -> float:
+    """The smallest epsilon that is known of a composition of mechanisms; infinite beyond 500.
+
+    Args:
+        squared: The sum of mu^2 over its Gaussian mechanisms.
+        renyi: The sum of the Rényi divergences of all others, (orders,) over `ORDERS`; empty: there are none.
+        delta: Of the guarantee.
+
+    Raises:
+        Refused: The library that counts is not installed.
+    """
+    if not squared and not renyi.any():
+        return 0.0
+    if not renyi.any():
+        return Ledger([(1, 1.0, squared**-0.5)]).epsilon(delta)
+    _, rdp = _library()
+    epsilon, _ = rdp.get_privacy_spent(orders=ORDERS, rdp=renyi + squared * ORDERS / 2, delta=delta)
+    return max(float(epsilon), 0.0) if epsilon <= MOST else math.inf
+
+
 def rdp_of_drawn(rate: float, multiplier: float, order: float) -> float:
     """An upper bound of the Rényi divergence of one Gaussian mechanism on clients that are drawn without replacement.
 

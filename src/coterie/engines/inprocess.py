@@ -36,7 +36,7 @@ class InProcess(Here):
             if (cohort := Cohort.of(self.site, states)) is not None:
                 replies = together(cohort, ask.to)
                 for i, metrics in cohort.measured.items():
-                    self.listener.measured(i, metrics)
+                    self.listener.measured(i, self.site.measured(metrics))
                 for i, state in states.items():
                     self.site.end(state, self.method)
                     self.kept.put(i, state)

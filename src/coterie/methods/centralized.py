@@ -9,7 +9,7 @@ import torch
 from coterie.client import Client
 from coterie.data.federation import POOL
 from coterie.methods.method import OneAdapter, Reader
-from coterie.protocol import Ask, ClientId, Round, State, training
+from coterie.protocol import Ask, ClientId, Round, Sends, State, task
 from coterie.roles import GENERALIST
 from coterie.tensors import Tensors
 
@@ -32,7 +32,7 @@ class Centralized(OneAdapter):
         replies = yield Ask(self.pooled_round, {POOL: state})
         return dict(replies[POOL]) if replies else state
 
-    @training
+    @task(Sends.UPDATE)
     def pooled_round(self, client: Client, theta: Tensors) -> Tensors:
         client.load(theta)
         for _ in range(self.steps(client)):

@@ -18,7 +18,7 @@ from coterie.client import Client, Training
 from coterie.cohort import Cohort, stacked
 from coterie.errors import RecipeError
 from coterie.methods.method import Comparing, OneAdapter, Reader
-from coterie.protocol import Ask, ClientId, Replies, Round, State, nothing, task
+from coterie.protocol import Ask, ClientId, Replies, Round, Sends, State, nothing, task
 from coterie.roles import GENERALIST
 from coterie.tensors import Tensors
 
@@ -97,7 +97,7 @@ class CoBo(OneAdapter, Comparing):
         models = {f"{i}/{GENERALIST}": x[i] for i in order}
         return models | self._output(state, t, x, rng) | {"weights": weights, "round": torch.tensor(t + 1)}
 
-    @task
+    @task(Sends.NOTHING)
     def start(self, client: Client, x: Tensors) -> Tensors:
         """A client that joins: it takes over the mean of the others' models."""
         client.load(x)

@@ -18,7 +18,7 @@ from coterie.errors import RecipeError
 from coterie.methods.method import Aggregating, Comparing, Reader, Routed
 from coterie.models.adapter import Layout
 from coterie.models.language import LanguageModel
-from coterie.protocol import Adaptation, Ask, ClientId, Replies, Round, State, task, training
+from coterie.protocol import Adaptation, Ask, ClientId, Replies, Round, Sends, State, task
 from coterie.roles import EXPERT, GATE, GENERALIST, ROUTER, SPECIALIST, Role
 from coterie.tensors import Tensors
 
@@ -176,14 +176,14 @@ class CoMiGS(Routed, Comparing, Aggregating):
         """With a pool: what the gate learns besides, as the gate of an anchor does in DDOME."""
         return client.model.towards if self.pooling and isinstance(client.model, LanguageModel) else None
 
-    @task
+    @task(Sends.SCORES)
     def score_generalists(self, client: Client, gate: Tensors) -> Tensors:
         """How much the client's own text wants each of the pool, (M,): all that the server learns of it before it sends generalists."""
         with client.borrowing(gate), torch.no_grad():
             assert isinstance(client.model, LanguageModel)
             return {SCORES: client.model.affinity(client.embeddings(client.data.train)).double().cpu()}
 
-    @training
+    @task(Sends.UPDATE)
     def local_round(self, client: Client, theta_g: Tensors) -> Tensors:
         held = client.state.get(NUMBERS, torch.empty(0)).tolist()
         client.load(theta_g)

@@ -19,7 +19,7 @@ from coterie.methods.method import Reader
 from coterie.methods.pooling import Pooling
 from coterie.models.layout import Layout
 from coterie.models.pool import PoolClassifier, PoolLayout, Towards
-from coterie.protocol import Adaptation, Ask, ClientId, Replies, Round, State, Task, task, training
+from coterie.protocol import Adaptation, Ask, ClientId, Replies, Round, Sends, State, Task, task
 from coterie.roles import EXPERT, GATE
 from coterie.tensors import Named, Tensors
 
@@ -100,17 +100,17 @@ class DDOME(Pooling):
         """The gate, and e_s = TopK(sum_i softmax g(x_i)) of each client."""
         return {s: self.parcel(state, largest(reply[SCORES], self.top_k)) for s, reply in scores.items()}
 
-    @task
+    @task(Sends.SCORES)
     def score_experts(self, client: Client, gate: Tensors) -> Tensors:
         """sum_i softmax g(x_i), (M,), over the client's training data: all that the server learns of them before it sends experts."""
         return _scores(client, gate, client.train)
 
-    @task
+    @task(Sends.SCORES)
     def score_experts_unlabelled(self, client: Client, gate: Tensors) -> Tensors:
         """The same over the data that a new client wants classified."""
         return _scores(client, gate, client.test)
 
-    @training
+    @task(Sends.UPDATE)
     def train(self, client: Client, received: Tensors) -> Tensors:
         """The local iterations of an anchor, on two independent losses, or of a normal client, on one."""
         anchor = ANCHOR in received

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from coterie.client import Client
 from coterie.methods.method import Aggregating, OneAdapter, Reader
-from coterie.protocol import Ask, ClientId, Round, State, training
+from coterie.protocol import Ask, ClientId, Round, Sends, State, task
 from coterie.roles import GENERALIST
 from coterie.tensors import Tensors
 
@@ -43,7 +43,7 @@ class Ditto(OneAdapter, Aggregating):
         replies = yield Ask(self.local_round, dict.fromkeys(clients, state), self.back)
         return state | self.combine(replies, state)
 
-    @training
+    @task(Sends.UPDATE)
     def local_round(self, client: Client, w: Tensors) -> Tensors:
         """w_i <- w_i - eta grad f_i(w_i) and v_i <- v_i - eta (grad f_i(v_i) + lambda (v_i - w)), with w as it came."""
         with client.borrowing(w):

@@ -14,7 +14,7 @@ from coterie.client import Client
 from coterie.methods.pooling import WholePool
 from coterie.models.layout import Layout
 from coterie.models.pool import PoolLayout
-from coterie.protocol import training
+from coterie.protocol import Sends, task
 from coterie.roles import EXPERT
 from coterie.tensors import Tensors
 
@@ -39,7 +39,7 @@ class Ensemble(WholePool):
     def layout(self, position: int, base: Layout) -> PoolLayout:
         return PoolLayout(pool=self.models, chosen=self.models, mixture="mean", answer="mixture", start=self.initial)
 
-    @training
+    @task(Sends.UPDATE)
     def train(self, client: Client, received: Tensors) -> Tensors:
         """The local iterations of a client with each model, one after the other."""
         reply: Tensors = {}

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from coterie.client import Client
 from coterie.methods.method import Aggregating, OneAdapter, Reader
-from coterie.protocol import Ask, ClientId, Round, State, task, training
+from coterie.protocol import Ask, ClientId, Round, Sends, State, task
 from coterie.roles import GENERALIST
 from coterie.tensors import Named, Tensors, axpy, prefixed, under, weighted_sum
 
@@ -87,7 +87,7 @@ class FDLoRA(OneAdapter, Aggregating):
         client.state |= prefixed("personal", client.read(GENERALIST))
         return client.read(GENERALIST) | self.size(client.data) if asked["send"] else {}
 
-    @training
+    @task(Sends.UPDATE)
     def federated_round(self, client: Client, asked: Tensors) -> Tensors:
         client.load({name: tensor for name, tensor in asked.items() if name != "sync"})
         self._descend(client)
@@ -99,7 +99,7 @@ class FDLoRA(OneAdapter, Aggregating):
         for _ in range(self.steps(client)):
             client.step(GENERALIST, on=client.train)
 
-    @task
+    @task(Sends.SCORES)
     def fuse(self, client: Client, theta_s: Tensors) -> Tensors:
         """The client's model becomes the best fusion of its personal and the global LoRA; returns its (w_1, w_2)."""
         theta_p = under("personal", client.state) or client.read(GENERALIST)

@@ -12,7 +12,7 @@ from coterie.client import Client
 from coterie.methods.fedavg import FedAvg
 from coterie.models.generalising import AdversarialLayout
 from coterie.models.layout import Layout
-from coterie.protocol import training
+from coterie.protocol import Sends, task
 from coterie.roles import GENERALIST, SPECIALIST
 from coterie.tensors import Tensors
 
@@ -41,7 +41,7 @@ class FedADG(FedAvg):
     def layout(self, position: int, base: Layout) -> Layout:
         return AdversarialLayout(align=self.align, hidden=self.hidden)
 
-    @training
+    @task(Sends.UPDATE)
     def local_round(self, client: Client, theta: Tensors) -> Tensors:
         own = {SPECIALIST: client.state[DISCRIMINATOR]} if DISCRIMINATOR in client.state else {}
         client.load(theta | own)

@@ -10,7 +10,7 @@ from typing import ClassVar
 from coterie.client import Client
 from coterie.cohort import Cohort
 from coterie.methods.method import Averaged, OneAdapter
-from coterie.protocol import ClientId, Replies, training
+from coterie.protocol import ClientId, Replies, Sends, task
 from coterie.roles import GENERALIST
 from coterie.tensors import Tensors
 
@@ -21,7 +21,7 @@ class FedAvg(Averaged, OneAdapter):
 
     universal: ClassVar[bool] = True
 
-    @training
+    @task(Sends.UPDATE)
     def local_round(self, client: Client, theta: Tensors) -> Tensors:
         client.load(theta)
         for _ in range(self.steps(client)):

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from coterie.client import Client
 from coterie.methods.method import Averaged, TwoExperts
-from coterie.protocol import training
+from coterie.protocol import Sends, task
 from coterie.roles import GENERALIST, ROUTER, Role
 from coterie.tensors import Tensors
 
@@ -16,7 +16,7 @@ class FedAvgMoE(Averaged, TwoExperts):
 
     shared: ClassVar[tuple[Role, ...]] = (GENERALIST, ROUTER)
 
-    @training
+    @task(Sends.UPDATE)
     def local_round(self, client: Client, theta: Tensors) -> Tensors:
         client.load(theta)
         for _ in range(self.steps(client)):

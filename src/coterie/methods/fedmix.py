@@ -12,7 +12,7 @@ from coterie.client import Client
 from coterie.methods.pooling import WholePool
 from coterie.models.layout import Layout
 from coterie.models.pool import PoolLayout
-from coterie.protocol import training
+from coterie.protocol import Sends, task
 from coterie.roles import EXPERT, GATE
 from coterie.tensors import Tensors
 
@@ -36,7 +36,7 @@ class FedMix(WholePool):
     def layout(self, position: int, base: Layout) -> PoolLayout:
         return PoolLayout(pool=self.experts, chosen=self.experts, answer=self.answer, start=self.initial)
 
-    @training
+    @task(Sends.UPDATE)
     def train(self, client: Client, received: Tensors) -> Tensors:
         """The local iterations of a client, from all experts and the gate."""
         client.load(received)

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from coterie.client import Client
 from coterie.methods.fedavg import FedAvg
-from coterie.protocol import training
+from coterie.protocol import Sends, task
 from coterie.roles import GENERALIST
 from coterie.tensors import Tensors
 
@@ -27,7 +27,7 @@ class FedProx(FedAvg):
 
     mu: Annotated[float, Field(ge=0, description="how strongly a client is held near the model that it received")] = 0.01
 
-    @training
+    @task(Sends.UPDATE)
     def local_round(self, client: Client, theta: Tensors) -> Tensors:
         client.load(theta)
         received = client.read(GENERALIST)

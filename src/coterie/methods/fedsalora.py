@@ -9,7 +9,7 @@ from typing import ClassVar
 from coterie.client import Client
 from coterie.methods.fedavg import FedAvg
 from coterie.models.adapter import Layout
-from coterie.protocol import training
+from coterie.protocol import Sends, task
 from coterie.roles import GENERALIST, SPECIALIST
 from coterie.tensors import Tensors
 
@@ -23,7 +23,7 @@ class FedSALoRA(FedAvg):
     def layout(self, position: int, base: Layout) -> Layout:
         return replace(super().layout(position, base), local_b=True)
 
-    @training
+    @task(Sends.UPDATE)
     def local_round(self, client: Client, theta: Tensors) -> Tensors:
         client.load(theta)
         for _ in range(self.steps(client)):

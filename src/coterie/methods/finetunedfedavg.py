@@ -15,7 +15,7 @@ from coterie.client import Client
 from coterie.cohort import Cohort
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.method import Reader
-from coterie.protocol import Ask, ClientId, Replies, Round, State, nothing, task
+from coterie.protocol import Ask, ClientId, Replies, Round, Sends, State, nothing, task
 from coterie.roles import GENERALIST
 from coterie.tensors import Tensors, prefixed, under
 
@@ -52,7 +52,7 @@ class FinetunedFedAvg(FedAvg):
         replies = yield Ask(self.finetune, down, nothing)
         return then | {f"{i}/alone": torch.tensor(True) for i in replies}
 
-    @task
+    @task(Sends.NOTHING)
     def finetune(self, client: Client, mean: Tensors) -> Tensors:
         """L local iterations of a client that is alone, from the last mean if that comes with the request."""
         client.load(mean)

@@ -12,7 +12,7 @@ from coterie.aggregation import MOST_SAMPLES
 from coterie.aggregation.lowrank import factors, modules, own_factors, read_factors, svd_of_sum, truncated
 from coterie.client import Client
 from coterie.methods.method import Ranked, Reader
-from coterie.protocol import Ask, ClientId, Replies, Round, State, training
+from coterie.protocol import Ask, ClientId, Replies, Round, Sends, State, task
 from coterie.roles import GENERALIST
 from coterie.tensors import Named, Tensors, prefixed, under
 
@@ -43,7 +43,7 @@ class FlexLoRA(Ranked):
         """The form of a client's factors and of the number of its tokens."""
         return {**sent, TOKENS: torch.tensor(MOST_SAMPLES)}
 
-    @training
+    @task(Sends.UPDATE)
     def local_round(self, client: Client, theta: Tensors) -> Tensors:
         client.load(own_factors(client.loras, theta))
         client.forget(GENERALIST)

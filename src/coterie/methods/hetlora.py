@@ -14,7 +14,7 @@ from coterie.aggregation.lowrank import factors, modules, own_factors, product_n
 from coterie.client import Client
 from coterie.methods.method import Ranked, Reader
 from coterie.models.lora import LoRA
-from coterie.protocol import Ask, ClientId, Replies, Round, State, training
+from coterie.protocol import Ask, ClientId, Replies, Round, Sends, State, task
 from coterie.roles import GENERALIST
 from coterie.tensors import Named, Tensors, prefixed, under, weighted_sum
 
@@ -51,7 +51,7 @@ class HetLoRA(Ranked):
         left = {i: torch.tensor(ranks(reply)) for i, reply in replies.items()}
         return state | norm_weighted_mean(replies, state) | prefixed("ranks", left)
 
-    @training
+    @task(Sends.UPDATE)
     def local_round(self, client: Client, theta: Tensors) -> Tensors:
         loras, kept = client.loras, dict(zip(modules(theta), ranks(theta), strict=True))
         fewer = {module: max(int(self.prune * rank), 1) for module, rank in kept.items()}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from coterie.client import Client
 from coterie.cohort import Cohort
 from coterie.methods.method import Alone, OneAdapter
-from coterie.protocol import ClientId, Replies, task
+from coterie.protocol import ClientId, Replies, Sends, task
 from coterie.roles import GENERALIST
 from coterie.tensors import Tensors
 
@@ -15,7 +15,7 @@ from coterie.tensors import Tensors
 class Local(Alone, OneAdapter):
     """Each client trains its own LoRAs on its own data; nothing is ever sent."""
 
-    @task
+    @task(Sends.NOTHING)
     def local_round(self, client: Client, empty: Tensors) -> Tensors:
         for _ in range(self.steps(client)):
             client.step(GENERALIST, on=client.train)

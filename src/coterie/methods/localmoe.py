@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from coterie.client import Client
 from coterie.methods.method import Alone, TwoExperts
-from coterie.protocol import task
+from coterie.protocol import Sends, task
 from coterie.tensors import Tensors
 
 
@@ -12,7 +12,7 @@ from coterie.tensors import Tensors
 class LocalMoE(Alone, TwoExperts):
     """Nothing is ever sent."""
 
-    @task
+    @task(Sends.NOTHING)
     def local_round(self, client: Client, empty: Tensors) -> Tensors:
         for _ in range(self.steps(client)):
             self.iterate(client)

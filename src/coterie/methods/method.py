@@ -17,7 +17,7 @@ from coterie.cohort import Cohort
 from coterie.data.federation import ClientData
 from coterie.models.adapter import Layout
 from coterie.models.lora import LoRA
-from coterie.protocol import Adaptation, Ask, ClientId, Replies, Round, State, nothing, task
+from coterie.protocol import Adaptation, Ask, ClientId, Replies, Round, Sends, State, nothing, task
 from coterie.roles import GENERALIST, ROUTER, Role
 from coterie.tensors import Named, Tensors
 
@@ -89,7 +89,7 @@ class Method(ABC):
 
     @property
     def sums(self) -> bool:
-        """Whether all that the server ever needs of the replies to what is `training` is their uniform mean."""
+        """Whether all that the server ever needs of updates is their uniform mean."""
         return False
 
     @property
@@ -114,19 +114,19 @@ class Method(ABC):
         """What a client needs beyond its own state to have its personal model: nothing, right after its last local iteration."""
         return {i: {} for i in clients}
 
-    @task
+    @task(Sends.SCORES)
     def score(self, client: Client, tensors: Tensors) -> Tensors:
         """The score, see `Client.score`, of the whole valid and test sets, with `tensors` on loan."""
         with client.borrowing(tensors):
             return {"valid": client.score(client.valid), "test": client.score(client.test)}
 
-    @task
+    @task(Sends.SCORES)
     def score_test(self, client: Client, tensors: Tensors) -> Tensors:
         """The score, see `Client.score`, of the whole test set, with `tensors` on loan."""
         with client.borrowing(tensors):
             return {"test": client.score(client.test)}
 
-    @task
+    @task(Sends.NOTHING)
     def keep(self, client: Client, tensors: Tensors) -> Tensors:
         """Make `tensors` part of the client's personal model."""
         client.load(tensors)
@@ -272,7 +272,7 @@ class Ranked(Method):
         rank = self.ranks[position] if isinstance(self.ranks, tuple) else self.ranks
         return replace(base, generalists=1, specialists=0, mlp_rank=rank or 2 * base.rank, routing="equal", balance="none")
 
-    @task
+    @task(Sends.SCORES)
     def score_test(self, client: Client, tensors: Tensors) -> Tensors:
         """As any method's, of tensors in the form that updates of unlike ranks travel in."""
         with client.borrowing(own_factors(client.loras, tensors)):

@@ -15,7 +15,7 @@ from torch import Tensor
 from coterie.aggregation import weighted_mean
 from coterie.client import Client
 from coterie.methods.method import OneAdapter, Reader
-from coterie.protocol import Ask, ClientId, Replies, Round, State, task, training
+from coterie.protocol import Ask, ClientId, Replies, Round, Sends, State, task
 from coterie.roles import GENERALIST
 from coterie.tensors import Tensors, prefixed, under
 
@@ -64,14 +64,14 @@ class PCL(OneAdapter):
             state |= prefixed(i, weighted_mean(models, weights) | {"weights": row})
         return state
 
-    @training
+    @task(Sends.UPDATE)
     def local_round(self, client: Client, theta: Tensors) -> Tensors:
         client.load(theta)
         for _ in range(self.steps(client)):
             client.step(GENERALIST, on=client.train)
         return client.read(GENERALIST)
 
-    @task
+    @task(Sends.SCORES)
     def judge(self, client: Client, models: Tensors) -> Tensors:
         """The perplexity of every model on this client's validation data, by the id of its owner; of a broken one the largest number."""
         found: Tensors = {}

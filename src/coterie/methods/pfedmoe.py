@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from coterie.client import Client
 from coterie.methods.method import Averaged, Routed
 from coterie.models.adapter import Layout
-from coterie.protocol import training
+from coterie.protocol import Sends, task
 from coterie.roles import GENERALIST, ROUTER, SPECIALIST
 from coterie.tensors import Tensors
 
@@ -21,7 +21,7 @@ class PFedMoE(Averaged, Routed):
     def layout(self, position: int, base: Layout) -> Layout:
         return self.mixture(base, generalists=1, specialists=1)
 
-    @training
+    @task(Sends.UPDATE)
     def local_round(self, client: Client, theta_g: Tensors) -> Tensors:
         client.load(theta_g)
         for _ in range(self.steps(client)):

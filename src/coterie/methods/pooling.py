@@ -13,7 +13,7 @@ from coterie.client import Client
 from coterie.methods.method import Aggregating, Reader
 from coterie.models.layout import Layout
 from coterie.models.pool import PoolClassifier, PoolLayout
-from coterie.protocol import Ask, ClientId, Round, State, task
+from coterie.protocol import Ask, ClientId, Round, Sends, State, task
 from coterie.roles import EXPERT, GATE, Role
 from coterie.tensors import Tensors
 
@@ -64,7 +64,7 @@ class Pooling(Aggregating):
         gate = {GATE: client.flat(GATE)} if f"parameters/{GATE}" in client.state else {}
         return client.experts() | gate | self.size(client.data)
 
-    @task
+    @task(Sends.SCORES)
     def score(self, client: Client, tensors: Tensors) -> Tensors:
         """As any method's, and `choices` of the test set, see `PoolClassifier.judge`."""
         with client.borrowing(tensors):

@@ -15,7 +15,7 @@ from coterie.errors import RecipeError
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.method import Reader
 from coterie.optimisers import SGD, Optimiser, Scheduled
-from coterie.protocol import Ask, ClientId, Round, State, training
+from coterie.protocol import Ask, ClientId, Round, Sends, State, task
 from coterie.roles import GENERALIST
 from coterie.tensors import Named, Tensors, axpy, prefixed, under, weighted_sum
 
@@ -81,7 +81,7 @@ class Scaffold(FedAvg):
         x = {name: sent[name] for name in under(CONTROL, sent)}
         return super().back(x | prefixed(CHANGE, x))
 
-    @training
+    @task(Sends.UPDATE)
     def local_round(self, client: Client, received: Tensors) -> Tensors:
         server, names = under(CONTROL, received), client.model.parameters_by_role()[GENERALIST]
         client.load({name: received[name] for name in server})
