@@ -248,15 +248,20 @@ def test_no_seed_of_32_bits_explains_a_devices_noise() -> None:
 def test_seeds_that_agree_in_their_lower_half_give_other_noise() -> None:
     privacy = Privacy(where="local", clip=1.0, noise=1.0)
     drawn = [noise_of(Outbound(5, privacy, key=KEY[:-1] + bytes([k])), 0, 0) for k in range(64)]
-    drawn += [noise_of(Outbound(5 + (k << 32), privacy, key=KEY), 0, 0) for k in range(1, 64)]
     drawn += [noise_of(Outbound(5 + (k << 32), privacy), 0, 0) for k in range(64)]
     assert len({noise.tobytes() for noise in drawn}) == len(drawn)
 
 
-def test_a_request_that_is_repeated_gets_the_same_noise_and_another_one_other_noise() -> None:
-    leaving = Outbound(0, Privacy(where="local", clip=1.0, noise=1.0), secret=True, key=KEY)
-    again = [noise_of(leaving, *purpose) for purpose in ((0, 0), (0, 0), (0, 1), (1, 0))]
-    assert (again[0] == again[1]).all()
-    assert len({noise.tobytes() for noise in again}) == 3
+def test_the_same_reply_has_the_same_noise_whatever_a_server_says_and_with_another_norm_or_size_another() -> None:
+    """Run, seed, round and phase are a server's: noise of them could be averaged away. Two sizes of one noise would tell all."""
+    privacy = Privacy(where="local", clip=1.0, noise=1.0)
+    leaving = Outbound(0, privacy, secret=True, key=KEY)
+    again = [noise_of(leaving, *purpose) for purpose in ((0, 0), (0, 0), (0, 1), (1, 0), (0, -1))]
+    again += [noise_of(Outbound(seed, privacy, secret=True, key=KEY), 0, 0) for seed in (1, 1 << 32)]
+    assert all((again[0] == other).all() for other in again)
+    twice = noise_of(Outbound(0, Privacy(where="local", clip=1.0, noise=2.0), secret=True, key=KEY), 0, 0)
+    larger = noise_of(Outbound(0, Privacy(where="local", clip=2.0, noise=1.0), secret=True, key=KEY), 0, 0)
+    for other in (twice, larger):
+        assert abs(np.corrcoef(again[0], other)[0, 1]) < 0.5
     fresh = Outbound(0, Privacy(where="local", clip=1.0, noise=1.0), secret=True)
     assert not (noise_of(fresh, 0, 0) == noise_of(fresh, 0, 0)).any()
