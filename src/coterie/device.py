@@ -1,7 +1,6 @@
 """A device: the machine of one client. It has the client's data, and keeps the client's state and personal model in a folder of its own."""
 
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from coterie import personal
 from coterie import recipe as recipes
 from coterie.account import Account, Cost, Leaving, Turn
 from coterie.aggregation import secure
+from coterie.aggregation.noise import kept_key
 from coterie.client import Metrics, Outbound, Site
 from coterie.engines.wire import Member, Reply, Request, failed, parsed
 from coterie.errors import CoterieError, DataError, Refused, TensorError
@@ -228,14 +228,7 @@ class Device:
 
     def _key(self) -> bytes:
         """What only this device knows: 32 random bytes, made once, that nobody else may read."""
-        path, new = self.home / "secret", self.home / "secret.new"
-        self.home.mkdir(parents=True, exist_ok=True)
-        with FileLock(self.home / "secret.lock"):
-            if not path.exists():
-                with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-                    file.write(os.urandom(32))
-                new.replace(path)
-            return path.read_bytes()
+        return kept_key(self.home / "secret")
 
     def _client(self, known: Sequence[ClientId]) -> ClientId:
         """Which client this is. Raises DataError where the data do not tell, or do not have it."""

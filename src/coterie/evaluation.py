@@ -313,7 +313,7 @@ def protected(privacy: Mapping[str, Any]) -> str:
     epsilon = "no finite epsilon, nobody is protected" if privacy["epsilon"] is None else f"epsilon {privacy['epsilon']:.2f}"
     return (
         f"{epsilon}, delta {privacy['delta']:.2g} ({privacy['where']}, noise z = {privacy['noise']:g}, clip C = {privacy['clip']:g}): "
-        f"{privacy['sampling']}. It covers {privacy['covers']}."
+        f"{privacy['sampling']}. It covers {privacy['covers']}." + (f" It assumes: {privacy['assumes']}." if "assumes" in privacy else "")
     )
 
 

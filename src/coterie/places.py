@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from uuid import uuid4
 
 import torch
@@ -26,6 +26,8 @@ ARRIVAL_S = 60.0  # seconds for devices that were there a moment ago
 class Place(Protocol):
     """Where clients are: what a server can prepare, and who carries its messages."""
 
+    devices: ClassVar[bool]  # whether they are on machines of their own: what they must not know is then drawn from a secret
+
     def prepare(self, recipe: Recipe) -> Prepared:
         """All that can be checked before work starts. Raises Refused."""
         ...
@@ -44,6 +46,7 @@ class OnThisMachine:
     """
 
     carrier: str | None = None
+    devices: ClassVar[bool] = False
 
     def prepare(self, recipe: Recipe) -> Prepared:
         if self._carrier(recipe) == "flower":
@@ -85,6 +88,7 @@ class OnDevices:
 
     grid: "Grid"
     members: Sequence[Member] = field(default_factory=list)
+    devices: ClassVar[bool] = True
 
     @classmethod
     def found(cls, grid: "Grid", recipe: Recipe, least: int, patience: float, listener: Listener) -> "OnDevices":

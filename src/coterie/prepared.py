@@ -5,7 +5,6 @@ from copy import copy
 from dataclasses import dataclass, replace
 
 from coterie import modality as modalities
-from coterie.aggregation.noise import Source
 from coterie.aggregation.secure import FEWEST
 from coterie.client import Blueprint, Outbound, Site
 from coterie.data.federation import POOL, ClientData, Federation, check_id
@@ -34,10 +33,6 @@ class Prepared:
     def blueprint(self) -> Blueprint:
         federation = self.modality.federation
         return Blueprint(self.modality.trainable, self.site.layouts, self.recipe.seed, federation.clusters, federation.anchors)
-
-    def noise(self, secret: bool, round: int, phase: int) -> Source:
-        """For the server's noise: from the run's seed, or from what only this machine knows."""
-        return Outbound(self.recipe.seed, secret=secret).source("noise", round, phase, "")
 
 
 def prepare(recipe: Recipe) -> Prepared:

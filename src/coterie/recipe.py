@@ -3,9 +3,9 @@
 import dataclasses
 import difflib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 import yaml
@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, TypeAdapt
 from pydantic_core import ErrorDetails
 
 from coterie import recipes
+from coterie.aggregation.noise import Source
 from coterie.aggregation.privacy import Privacy
 from coterie.attackers import Attack
 from coterie.client import Training
@@ -154,7 +155,10 @@ class TextClassifierSection(_Classifying):
 
 
 class Participation(BaseModel):
-    """Who takes part in a round. It depends on the run's seed and the round alone, so that all methods of a comparison see the same."""
+    """Who takes part in a round. It depends on the run's seed and the round alone, so that all methods of a comparison see the same.
+
+    With central privacy on devices it depends on the server's secret in the place of the seed, which every device knows.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -171,16 +175,22 @@ class Participation(BaseModel):
     every: Annotated[int, Field(ge=1, description="rounds until the next cluster")] = 200
 
     def of(
-        self, clients: Sequence[str], anchors: Sequence[str], clusters: Mapping[str, int] | None, seed: int, round: int
+        self,
+        clients: Sequence[str],
+        anchors: Sequence[str],
+        clusters: Mapping[str, int] | None,
+        seed: int,
+        round: int,
+        secret: bytes | None = None,
     ) -> tuple[str, ...]:
-        """Those of the clients that take part in a round, in their order."""
+        """Those of the clients that take part in a round, in their order; they are drawn from the seed, or from a secret key instead."""
         here = set(self._here(clients, anchors, clusters or {}, round))
         held = set() if self.anchors is None else here & set(anchors)
-        random = np.random.default_rng(mix(seed, "participation", round))
+        draw = _repeatable(seed, round) if secret is None else Source.keyed(secret, "participation", round).sample
         active: set[str] = set()
         for group, most in ((held, self.anchors), (here - held, self.clients)):
             found = sorted(group)
-            active.update(found if most is None or most >= len(found) else random.choice(found, most, replace=False).tolist())
+            active.update(found if most is None or most >= len(found) else draw(found, most))
         return tuple(i for i in clients if i in active)
 
     def _here(self, clients: Sequence[str], anchors: Sequence[str], clusters: Mapping[str, int], round: int) -> list[str]:
@@ -191,6 +201,12 @@ class Participation(BaseModel):
         come = groups[: turn + 1]
         now = come if self.schedule == "grow" else [groups[turn % len(groups)]]
         return [i for i in clients if clusters[i] in now or (i in anchors and clusters[i] in come)]
+
+
+def _repeatable(seed: int, round: int) -> Callable[[Sequence[str], int], Sequence[str]]:
+    """What draws some of several in a round, alike wherever the seed is known."""
+    random = np.random.default_rng(mix(seed, "participation", round))
+    return lambda found, most: cast(Sequence[str], random.choice(found, most, replace=False).tolist())
 
 
 class Quorum(BaseModel):
@@ -289,17 +305,21 @@ class Recipe(BaseModel):
         """The clients that are there in a round, counted from 0."""
         return tuple(i for i in clients if _within(round, *self.presence.get(i, (0, None))))
 
-    def active(self, federation: Federation, round: int) -> tuple[str, ...]:
-        """Those of them that take part in it."""
+    def active(self, federation: Federation, round: int, secret: bytes | None = None) -> tuple[str, ...]:
+        """Those of them that take part in it, see `Participation.of`."""
         there = self.present(federation.clients, round)
-        return self.participation.of(there, federation.anchors, federation.clusters, self.seed, round)
+        return self.participation.of(there, federation.anchors, federation.clusters, self.seed, round, secret)
 
-    def drawn_from(self, federation: Federation, round: int) -> int | None:
-        """Of how many clients those of a round are drawn, every set of them as likely as any other; None where they are not drawn so."""
+    def drawn(self, federation: Federation, round: int) -> tuple[int, int] | None:
+        """How many are drawn in a round, of how many, every set of them as likely as any other; None where they are not drawn so.
+
+        Who is drawn and cannot be reached was drawn all the same: that fewer take part makes nobody's own chance smaller.
+        """
         part = self.participation
         if part.clients is None or part.anchors is not None or part.schedule != "all":
             return None
-        return len(self.present(federation.clients, round))
+        there = len(self.present(federation.clients, round))
+        return min(part.clients, there), there
 
     def build_method(self) -> Method:
         return build_method(self.method)

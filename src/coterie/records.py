@@ -86,6 +86,41 @@ class MetricsFile:
 
 
 @dataclass(frozen=True)
+class Released:
+    """`released.jsonl`: the noisy results that may have left a server, each written down before it does.
+
+    A server that goes back to a checkpoint does rounds again. The same result with the same noise tells nothing new, another one does,
+    and counts besides what had left before.
+
+    Args:
+        path: The file.
+    """
+
+    path: Path
+
+    def since(self, round: int) -> list[dict[str, Any]]:
+        """Read what left in a round or later: round, phase, content (a hash), and of how many clients how many were drawn."""
+        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        return [found for line in lines if (found := json.loads(line))["round"] >= round]
+
+    def add(self, result: Mapping[str, Any], since: int) -> bool:
+        """Write down a result; returns whether it is new.
+
+        Args:
+            result: As `since` returns them.
+            since: The first round that may be done again: what left before it is not kept here.
+
+        Raises:
+            SaveError: It could not be written.
+        """
+        known = self.since(since)
+        if result in known:
+            return False
+        write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in [*known, result]).encode())
+        return True
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """A run between two rounds.
 

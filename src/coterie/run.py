@@ -6,6 +6,8 @@ import platform
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import coterie
 from coterie import evaluation, personal
 from coterie import recipe as recipes
 from coterie.aggregation import weights_error
+from coterie.aggregation.noise import Source, kept_key
 from coterie.aggregation.privacy import Accountant, central
 from coterie.client import Client, Metrics, Site
 from coterie.data.examples import ExampleSplit
@@ -23,17 +26,18 @@ from coterie.engines import Engine, Listener
 from coterie.errors import ClientError, Refused, TensorError
 from coterie.methods import METHODS
 from coterie.models.layout import Layout
-from coterie.places import OnThisMachine, Place
+from coterie.places import OnThisMachine, Place, kept
 from coterie.prepared import Prepared, joined
 from coterie.profiling import Profile
 from coterie.protocol import Ask, ClientId, Form, Replies, State, drive, mix, nothing, trains
 from coterie.recipe import Recipe
-from coterie.records import Checkpoint, Checkpoints, MetricsFile, make_folder, read_json, write_json
+from coterie.records import Checkpoint, Checkpoints, MetricsFile, Released, make_folder, read_json, write_json
 from coterie.reports import Reporter
 from coterie.reports.html import write_comparison, write_report
-from coterie.tensors import Tensors, nbytes, write_atomically
+from coterie.tensors import Tensors, nbytes, to_bytes, write_atomically
 
 RECIPE, RESULT, COMPARISON, METRICS, ROUTING = "recipe.yaml", "result.json", "comparison.json", "metrics.jsonl", "routing.json"
+SECRET = "secret"  # the file of the server's key, see `Execution.secret`
 AGAIN_S = 10.0  # seconds until clients are asked again, where a quorum is waited for
 Json = dict[str, Any]
 
@@ -112,7 +116,8 @@ class Execution(Listener):
             "lost": {},
         }
         privacy = self.recipe.privacy
-        self.accountant = None if privacy is None else Accountant(privacy, len(self.clients))
+        self.accountant = None if privacy is None else Accountant(privacy, len(self.clients), experiment=not self.place.devices)
+        self.released = Released(self.folder / "released.jsonl")
         if privacy is not None:
             self.progress |= {"clip": privacy.clip, "spent": []}
         self.engine: Engine = self.place.engine(self.prepared, self.folder, self)
@@ -132,15 +137,23 @@ class Execution(Listener):
         """
         found = self.checkpoints.latest()
         if found is None:
+            self._count_released()
             return False
         self.round, self.server, self.progress = found.round, found.server, found.progress
         if self.accountant is not None:
             self.accountant.runs = [(count, rate) for count, rate in self.progress["spent"]]
+            self._count_released()
         self.engine.restore(found.clients, self.progress.pop("engine", {}))
         self._check_clients(self.progress["up"])
         self._count_traffic()
         self._welcome()
         return True
+
+    def _count_released(self) -> None:
+        """Count what left a server on devices after the checkpoint that it goes back to."""
+        for result in self.released.since(self.round):
+            assert self.accountant is not None
+            self.accountant.spend(result["drawn"], result["population"])
 
     def _check_clients(self, before: Mapping[ClientId, int]) -> None:
         """Refuse to go on with other clients than before where that cannot be."""
@@ -231,7 +244,7 @@ class Execution(Listener):
 
         A method that can do without some is not told of those that cannot be reached now; unless so few can that the quorum must decide.
         """
-        active, present = self.recipe.active(self.federation, self.round), self.engine.present()
+        active, present = self.recipe.active(self.federation, self.round, self.secret), self.engine.present()
         if present is None or not self.method.elastic:
             return active
         here = tuple(i for i in active if i in present)
@@ -289,15 +302,42 @@ class Execution(Listener):
         if self.accountant is None or not trains(ask.task):
             return replies
         privacy = self.accountant.privacy
-        self.accountant.spend(len(ask.to), self.recipe.drawn_from(self.federation, self.round) or len(ask.to))
+        drawn = self.recipe.drawn(self.federation, self.round) or (len(ask.to), len(ask.to))
+        source, new = self._noise(ask, replies, phase, drawn)
+        if new:
+            self.accountant.spend(*drawn)
         if privacy.where == "central":
-            source = self.prepared.noise(self.engine.distant, self.round, phase)
             replies, self.progress["clip"] = central(replies, ask.to, privacy, self.progress["clip"], source)
         self.progress["spent"] = self.accountant.runs
         spent = {"epsilon": self.accountant.epsilon(self.accountant.delta), "delta": self.accountant.delta, "clip": self.progress["clip"]}
         self._write("privacy", self.round + 1, self.iteration, "", {k: v for k, v in spent.items() if math.isfinite(v)})
         self.reporter.spent(self.round, spent["epsilon"], spent["delta"])
         return replies
+
+    @cached_property
+    def secret(self) -> bytes | None:
+        """The key of what devices must not be able to predict; None where nothing is kept from anybody.
+
+        It stays in the run's folder, so that a run that is resumed draws the same.
+        """
+        privacy = self.recipe.privacy
+        return kept_key(self.folder / SECRET) if self.place.devices and privacy is not None and privacy.where == "central" else None
+
+    def _noise(self, ask: Ask, replies: Replies, phase: int, drawn: tuple[int, int]) -> tuple[Source, bool]:
+        """Return random numbers for the server's noise, and whether this is an exchange whose result has not left yet.
+
+        On devices they depend on all that the noise is added to: the same result leaves with the same noise, however often a server goes
+        back to a checkpoint, and another one with other noise.
+        """
+        if self.secret is None:
+            return Source.seeded(self.recipe.seed, "noise", self.round, phase), True
+        content = blake2b(key=self.secret)  # with another key it is another noise
+        for i in sorted(replies):
+            for part in (i.encode(), to_bytes(ask.to[i]), to_bytes(replies[i])):
+                content.update(len(part).to_bytes(8, "little") + part)
+        result = {"round": self.round, "phase": phase, "content": content.hexdigest(), "drawn": drawn[0], "population": drawn[1]}
+        new = self.released.add(result, kept(self.round, self.recipe.checkpoint_every))
+        return Source.keyed(self.secret, "noise", self.round, phase, content.hexdigest()), new
 
     def lost(self, client: ClientId, task: str, reason: str) -> None:
         self.progress["lost"][client] = self.progress["lost"].get(client, 0) + 1

@@ -330,7 +330,7 @@ def test_nothing_spent_and_no_noise() -> None:
 
 def test_the_summary_names_what_was_assumed() -> None:
     full, drawn, own = accountant((100, 100)), accountant((5, 100)), accountant((5, 100), where="local", delta=1e-6)
-    assert full.summary().keys() == {"epsilon", "delta", "where", "noise", "clip", "sampling", "covers"}
+    assert full.summary().keys() == {"epsilon", "delta", "where", "noise", "clip", "sampling", "experiment", "assumes", "covers"}
     assert full.summary()["delta"] == pytest.approx(100**-1.1)
     assert full.summary()["epsilon"] == full.epsilon(100**-1.1)
     assert own.summary()["delta"] == 1e-6
@@ -338,6 +338,9 @@ def test_the_summary_names_what_was_assumed() -> None:
         assert words in found.summary()["sampling"]
     assert "the server too" in own.summary()["covers"]
     assert "the server too" not in full.summary()["covers"]
+    assert ["who was drawn" in found.summary()["assumes"] for found in (full, drawn, own)] == [False, True, False]
+    drawn.experiment = True
+    assert "an experiment: whoever has the recipe's seed" in drawn.summary()["assumes"]
     json.dumps([full.summary(), drawn.summary()], allow_nan=False)
 
 

@@ -63,6 +63,10 @@ def test_what_stays_as_it_is_or_is_infinite_has_no_curve(tmp_path: Path) -> None
     fixed = report(tmp_path, [spent(0.5 * r, 8.0, r) for r in (1, 2, 3, 4)], privacy=PRIVACY)
     assert "Epsilon at delta" in fixed
     assert "Clipping norm" not in fixed
+    tried = report(tmp_path, [spent(2.0, 8.0, 4)], privacy=PRIVACY | {"experiment": True, "assumes": "an <i>experiment</i>"})
+    assert "epsilon, of an experiment, at delta 1e-05" in tried
+    assert "It assumes: an &lt;i&gt;experiment&lt;/i&gt;." in tried
+    assert "experiment" not in fixed
     endless = report(tmp_path, [spent(None, 8.0, r) for r in (1, 2, 3, 4)], privacy=PRIVACY | {"epsilon": None})
     assert 'id="privacy"' not in endless
     assert "no finite epsilon" in endless

@@ -17,14 +17,16 @@ mechanisms would be lost.
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from decimal import Context, Decimal, localcontext
 from functools import lru_cache
 from hashlib import blake2b
-from os import urandom
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from filelock import FileLock
 from scipy.special import ndtri
 
 from coterie.errors import Refused, TensorError
@@ -57,7 +59,7 @@ class Source:
     @classmethod
     def secret(cls) -> "Source":
         """Return a stream that nobody can draw again: its key is of the operating system's generator, and is not kept."""
-        return cls(urandom(KEY))
+        return cls(os.urandom(KEY))
 
     @classmethod
     def keyed(cls, key: bytes, *purpose: int | str) -> "Source":
@@ -276,6 +278,27 @@ def on_grid(update: np.ndarray, norm: float, step: float) -> np.ndarray:
     bounded = bounded * ((1.0 if size <= most else most / size) / step)
     steps: np.ndarray = np.trunc(bounded).astype(np.int64)
     return steps
+
+
+def kept_key(path: Path) -> bytes:
+    """Return the key of a file, 32 random bytes, which is made where it is missing, readable by its owner alone.
+
+    Raises:
+        Refused: The file holds something else.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_name(f"{path.name}.lock")):
+        if not path.exists():
+            new = path.with_name(f"{path.name}.new")
+            with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                file.write(os.urandom(KEY))
+                file.flush()
+                os.fsync(file.fileno())
+            new.replace(path)
+        key = path.read_bytes()
+    if len(key) != KEY:
+        raise Refused(f"{path} holds {len(key)} bytes, expected a key of {KEY}", "Delete it: another one is made.")
+    return key
 
 
 def check_installed() -> None:

@@ -275,7 +275,7 @@ class Accountant:
     Central: one guarantee for every client, against whoever sees all models that the server sends. If all clients are asked in every
     exchange, it is a composition of Gaussian mechanisms, exactly, for neighbours by adding or removing one client. If a number of them is
     drawn, without replacement, neighbours are by replacing one client, as the number stays, and epsilon is a Rényi bound; it holds against
-    those who do not know who was drawn. Who was asked and did not answer makes no difference.
+    those who do not know who was drawn, and cannot find out. Who was asked and did not answer makes no difference.
 
     Local: the guarantee of a client against everybody, for neighbours by replacement, over all exchanges that were counted. For a client
     that took part in fewer, keep an Accountant of its own and count those.
@@ -284,6 +284,7 @@ class Accountant:
         privacy: The recipe's section.
         clients: N, all clients of the federation.
         runs: The state, which is JSON: exchanges as (count, rate), the rate being the share of the clients that was drawn.
+        experiment: Whether noise and draws are repeated from the run's seed, as in a simulation: whoever has that is not covered.
 
     Raises:
         Refused: A library that counts or draws noise is not installed, or there is no delta.
@@ -292,6 +293,7 @@ class Accountant:
     privacy: Privacy
     clients: int
     runs: list[tuple[int, float]] = field(default_factory=list)
+    experiment: bool = False
 
     def __post_init__(self) -> None:
         _library()
@@ -303,7 +305,7 @@ class Accountant:
         """Count one training exchange.
 
         Args:
-            participants: How many clients were asked, whether they replied or not.
+            participants: How many clients were drawn, whether they could be reached, and replied, or not.
             population: How many they were drawn from, each set of them being as likely as any other; who is always asked was not drawn.
 
         Raises:
@@ -347,8 +349,19 @@ class Accountant:
             "noise": self.privacy.noise,
             "clip": self.privacy.clip,
             "sampling": f"{self.exchanges} exchanges, {self._sampling()}",
+            "experiment": self.experiment,
+            "assumes": self._assumed(),
             "covers": f"the shared tensors {_SEEN[self.privacy.where]}; {_BESIDE}",
         }
+
+    def _assumed(self) -> str:
+        """What must be so for epsilon to hold."""
+        if self.experiment:
+            return "an experiment: whoever has the recipe's seed can draw the same noise, and the same clients, and is not covered"
+        if self.privacy.where == "local":
+            return "each device keeps the key of its noise to itself"
+        drawn = "; the observer does not know who was drawn when, as the server and the files of its run do" if self.drawn else ""
+        return f"the server keeps the key of its noise to itself{drawn}"
 
     def _sampling(self) -> str:
         if self.privacy.where == "local":

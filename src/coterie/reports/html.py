@@ -219,7 +219,8 @@ def _tiles(rows: Sequence[Json]) -> str:
         far, counted = change(own["mean"], best["mean"], metric)
         found.append((f"{abs(far):.1f} {counted}", f"{'below' if far < 0 else 'above'} {_title(best)}, the best other row"))
     if (privacy := own["privacy"]) and privacy["epsilon"] is not None:
-        found.append((f"{privacy['epsilon']:.2f}", f"epsilon at delta {privacy['delta']:.2g}, {privacy['where']}"))
+        of = ", of an experiment," if privacy.get("experiment") else ""
+        found.append((f"{privacy['epsilon']:.2f}", f"epsilon{of} at delta {privacy['delta']:.2g}, {privacy['where']}"))
     if own["gate_accuracy"] is not None:
         found.append((f"{own['gate_accuracy']:.1f} %", "gate accuracy: samples given to an expert whose anchor has their class"))
     if own["improved"] is not None:
