@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
@@ -15,6 +16,7 @@ import typer
 
 from coterie import __version__
 from coterie.errors import CoterieError, Refused
+from coterie.printing import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,6 +34,7 @@ app = typer.Typer(
 )
 
 TRUST = "COTERIE_TRUST_REMOTE_CODE"  # see coterie.models.architecture
+STOPPING_S = 15.0  # seconds for what is being stopped
 RESUMABLE = "stopped. What was done until the last checkpoint is kept: the same command with --resume goes on."
 Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a field of the recipe, e.g. method.rounds=5. Repeatable.")
@@ -372,6 +375,7 @@ def server(
     runs_port: Annotated[
         int | None, typer.Option("--runs-port", min=1, max=65535, help="For `coterie submit`, on this machine only; default: the next one.")
     ] = None,
+    largest: Annotated[int, typer.Option("--largest", min=1, metavar="MIB", help="What a device may send at once, in MiB.")] = 256,
     home: Home = None,
     trust_remote_code: Trust = False,
     insecure: Insecure = False,
@@ -383,7 +387,7 @@ def server(
         if (keys is None) != insecure:
             raise Refused("give either --keys or --insecure", "Keys are made by: coterie keys DIR --host HOST --client ID ...")
         folder = home or Path("coterie-server")
-        with deploy.server(keys, folder, host, port, runs_port or port + 1) as serving:
+        with deploy.server(keys, folder, host, port, runs_port or port + 1, largest << 20) as serving:
             print(f"Devices come to {host}:{port}{' WITHOUT encryption and keys' if insecure else ''}. Its log is {folder}/{deploy.LOG}.")
             link = serving.runs
             print(f"Give it a run: coterie submit quickstart --server {link.address}{f' --ca {link.ca}' if link.ca else ' --insecure'}")
@@ -534,20 +538,36 @@ class _Terminated(KeyboardInterrupt):
     """SIGTERM, treated like Ctrl-C."""
 
 
+def _stop_at_signals() -> None:
+    """Have SIGINT and SIGTERM stop the command: once, for what is being stopped must not be left half done by another one.
+
+    Where it has not ended after `STOPPING_S`, a signal stops it again.
+    """
+    stopped = -STOPPING_S
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal stopped
+        if (now := time.monotonic()) - stopped >= STOPPING_S:
+            stopped = now
+            raise _Terminated if number == signal.SIGTERM else KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as in the background of a script
+            signal.signal(number, stop)
+
+
 @contextmanager
 def _stopping(note: str = RESUMABLE) -> Iterator[None]:
     """Turn errors into one message and an exit code, and signals into a stop, of which `note` says what is left."""
-
-    def terminate(number: int, frame: FrameType | None) -> None:
-        raise _Terminated
-
-    signal.signal(signal.SIGTERM, terminate)
+    _stop_at_signals()
     try:
         yield
     except CoterieError as error:
-        print(f"coterie: {error}", file=sys.stderr)
+        print(f"coterie: {printable(str(error), lines=True)}", file=sys.stderr)
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt as stop:
+        for number in (signal.SIGINT, signal.SIGTERM):  # nothing is left to be stopped, and Python on its way out would die of another one
+            signal.signal(number, signal.SIG_IGN)
         print(f"coterie: {note}", file=sys.stderr)
         raise typer.Exit(143 if isinstance(stop, _Terminated) else 130) from None
 

@@ -17,17 +17,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from coterie.errors import ClientError, Refused
-from coterie.front import front
+from coterie.engines.resident import private
+from coterie.errors import ClientError, CoterieError, Refused
+from coterie.printing import printable
 
 if TYPE_CHECKING:
+    from coterie.front import Front
     from coterie.recipe import Recipe
 
 NAME = "coterie"  # of the connection in the configuration of Flower's command line
@@ -62,6 +64,10 @@ _ANSWER_S = 10.0  # seconds for a server to show that it is there
 _UP_S = 60.0  # seconds for a program to come up
 _LOOK_S = 2.0  # seconds between looks at what runs
 _AGAIN_S = 5.0  # seconds before a program that ended is started again
+LARGEST = 256 << 20  # bytes that a device may send at once
+_AGAIN_MOST_S = 60.0  # seconds before one that ends again and again is
+_COMMAND_S = 120.0  # seconds for a command of Flower's
+_TAIL = 1 << 16  # bytes of a log that are looked at
 _LAST_PORT = (1 << 16) - 1
 _TELL_AGAIN_S = 600.0  # seconds until the same thing is told again
 _MARK = "COTERIE_PROGRAM"
@@ -184,11 +190,17 @@ class Program(subprocess.Popen[bytes]):
 
     def stop(self, patience: float = 10.0) -> None:
         """End it and all that it has started: as they please, and after so many seconds at once."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGTERM)
-        end = time.monotonic() + patience
-        while (self.poll() is None or self._family()) and time.monotonic() < end:
-            time.sleep(0.1)
+        try:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGTERM)
+            end = time.monotonic() + patience
+            while (self.poll() is None or self._family()) and time.monotonic() < end:
+                time.sleep(0.1)
+        finally:  # somebody may have lost patience
+            self._end()
+
+    def _end(self) -> None:
+        """End it and all that it has started at once."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         while family := self._family():
@@ -242,7 +254,22 @@ def free_port() -> int:
         return port
 
 
-@dataclass(frozen=True)
+class _Told:
+    """What was said lately: each thing is said once in ten minutes, for some happen every few seconds."""
+
+    def __init__(self) -> None:
+        self._when: dict[str, float] = {}
+
+    def new(self, lines: Iterable[str]) -> Iterator[str]:
+        """Those of the lines that were not said lately, as they can be printed."""
+        for line in lines:
+            now = time.monotonic()
+            if now - self._when.get(line, -_TELL_AGAIN_S) >= _TELL_AGAIN_S:
+                self._when = {said: when for said, when in self._when.items() if now - when < _TELL_AGAIN_S} | {line: now}
+                yield printable(line)
+
+
+@dataclass
 class Server:
     """A server that runs.
 
@@ -253,6 +280,8 @@ class Server:
         home: For its database, logs and runs.
         process: The SuperLink.
         nodes: Devices that it knows: client and number of the node, by their public keys.
+        command: That starts the SuperLink.
+        front: Through which devices come.
     """
 
     devices: Link
@@ -261,49 +290,114 @@ class Server:
     home: Path
     process: Program
     nodes: dict[str, tuple[str, str]]
-    _refused: set[str] = field(default_factory=set)
+    command: Sequence[str] = ()
+    front: "Front | None" = None
+    _refused: dict[str, float] = field(default_factory=dict)  # keys, and until when they are
+    _starting: bool = False
+    _ends: int = 0  # of the SuperLink, one soon after the other
+    _started: float = field(default_factory=time.monotonic)
 
     def look(self) -> Iterator[str]:
         """Make devices known whose public keys have come, and forget those whose keys have gone; yields what is to be told."""
-        from coterie.keys import CLIENTS, PUBLIC
+        if self.keys is None:
+            return
+        from coterie import keys
 
-        paths = [] if self.keys is None else sorted((self.keys / CLIENTS).glob(f"*{PUBLIC}"))
-        found = {path.read_text(errors="replace"): path for path in paths}
+        try:
+            found, wrong = keys.public_keys(self.keys)
+        except Refused as error:
+            yield f"{error.problem}. {error.remedy}"
+            return
+        yield from (f"{path} was refused. {problem}" for path, problem in wrong.items())
         for key, path in found.items():
-            if key in self.nodes or key in self._refused:
-                continue
-            try:
-                self.nodes[key] = (path.stem, register(path, self.home))
-            except ClientError as error:
-                self._refused.add(key)
-                yield f"{path} was refused. {error.problem}"
-                continue
-            self._write()
-            yield f"The device of {path.stem} is known now."
-        for key in self.nodes.keys() - found.keys():
-            client, node = self.nodes.pop(key)
-            self._write()
-            try:
-                flwr(["supernode", "unregister", node, NAME], self.home)
-                yield f"The device of {client} is shut out: its public key has gone."
-            except ClientError as error:
-                yield f"The device of {client} could not be shut out. {error.problem}"
+            if key not in self.nodes and time.monotonic() >= self._refused.get(key, 0.0):
+                yield self._register(key, path)
+        unclear = {path.stem for path in wrong}  # whose file is there all the same
+        gone = [key for key, (client, _) in self.nodes.items() if key not in found and client not in unclear]
+        self._open(gone)
+        for key in gone:
+            yield self._unregister(key)
+
+    def _register(self, key: str, path: Path) -> str:
+        """Make a device known; returns what is to be told."""
+        try:
+            self.nodes[key] = (path.stem, register(path, self.home))
+        except ClientError as error:
+            self._refused[key] = time.monotonic() + _TELL_AGAIN_S
+            return f"{path} was refused. {error.problem}"
+        self._write()
+        return f"The device of {path.stem} is known now."
+
+    def _unregister(self, key: str) -> str:
+        """Forget a device; returns what is to be told."""
+        client, node = self.nodes[key]
+        try:
+            flwr(["supernode", "unregister", node, NAME], self.home)
+        except ClientError as error:
+            return f"The device of {client} could not be shut out. {error.problem}"
+        del self.nodes[key]
+        self._write()
+        return f"The device of {client} is shut out: its public key has gone."
+
+    def _open(self, gone: Sequence[str] = ()) -> None:
+        """Have the front take for devices those that are known, but for these."""
+        if self.front is None or self.keys is None:
+            return
+        from coterie import keys
+
+        known = [keys.public_key(key) for key in self.nodes if key not in gone]
+        self.front.keys = {keys.shown(key): key for key in known}
 
     def _write(self) -> None:
         new = self.home / f"{NODES}.new"
         new.write_text(json.dumps(self.nodes))
         new.replace(self.home / NODES)
 
+    def stop(self) -> None:
+        """End the SuperLink, and all that it has started."""
+        self.process.stop()
+
     def watch(self) -> Iterator[str]:
-        """Look again and again; yields what is to be told. Raises ClientError when the SuperLink ends by itself."""
-        while self.process.poll() is None:
-            yield from self.look()
+        """Look again and again, and start the SuperLink again whenever it ends, whatever happens; yields what is to be told."""
+        told = _Told()
+        while True:
+            yield from told.new(self._outlived())
             time.sleep(_LOOK_S)
-        raise _ended(self.home / LOG)
+
+    def _outlived(self) -> Iterator[str]:
+        """One look, of which nothing that can go wrong ends the server."""
+        try:
+            yield from self._front_problems()
+            if self.process.poll() is not None:
+                yield from self._start_again()
+            elif not self._starting or listening(self.runs.address):
+                self._starting = False
+                yield from self.look()
+        except (OSError, CoterieError) as error:
+            yield f"The server goes on, but: {error}"
+
+    def _front_problems(self) -> Iterator[str]:
+        while self.front is not None and self.front.problems:
+            yield self.front.problems.popleft()
+
+    def _start_again(self) -> Iterator[str]:
+        """Start the SuperLink again if it is time to."""
+        now = time.monotonic()
+        if now - self._started > 2 * _AGAIN_MOST_S:
+            self._ends = 0
+        if now - self._started < min(_AGAIN_S * self._ends, _AGAIN_MOST_S):
+            return
+        self._started, self._ends, self._starting = now, self._ends + 1, True
+        self.process.stop()  # what it had started itself
+        self.process = Program(self.command, self.home, self.home / LOG)
+        yield (
+            f"The SuperLink ended and is started again; why is in {self.home / LOG}. A run that was going on has ended: "
+            "submit it again, with --resume and its --out."
+        )
 
 
 @contextmanager
-def server(keys: Path | None, home: Path, host: str, port: int, runs_port: int) -> Iterator[Server]:
+def server(keys: Path | None, home: Path, host: str, port: int, runs_port: int, largest: int = LARGEST) -> Iterator[Server]:
     """A SuperLink, with the devices registered whose keys are known. It listens to this machine; devices come by `front`.
 
     Args:
@@ -312,11 +406,13 @@ def server(keys: Path | None, home: Path, host: str, port: int, runs_port: int) 
         host: That devices come to; 0.0.0.0 for all of this machine's addresses.
         port: Likewise.
         runs_port: For whoever submits runs, on this machine.
+        largest: Bytes that a device may send at once. Flower cuts tensors into parts of 5 MiB, but for those of secure aggregation.
 
     Raises:
-        Refused: Keys are missing, or a port is taken.
+        Refused: Keys are missing, a port is taken, or `home` cannot be had.
         ClientError: It did not come up.
     """
+    from coterie.front import Limits, front
     from coterie.keys import CA, CERTIFICATE, KEY
 
     ca, certificate, key = (None, None, None) if keys is None else (keys / CA, keys / CERTIFICATE, keys / KEY)
@@ -331,18 +427,38 @@ def server(keys: Path | None, home: Path, host: str, port: int, runs_port: int) 
     for link, option in ((devices, "--port"), (runs, "--runs-port")):
         if listening(link.address):
             raise Refused(f"port {link.address.rpartition(':')[2]} is taken", f"Choose another {option}.")
-    home.mkdir(parents=True, exist_ok=True)
-    kept = keys is not None and (home / NODES).exists() and (home / DATABASE).exists()
-    nodes = {key: (client, node) for key, (client, node) in json.loads((home / NODES).read_text()).items()} if kept else {}
-    with running(_superlink(ca, certificate, key, home, runs_port), home, home / LOG) as process, ExitStack() as stack:
-        _wait_for(lambda: listening(runs.address), process, home / LOG)
+    private(home)
+    command, log = _superlink(ca, certificate, key, home, runs_port), home / LOG
+    found = Server(devices, runs, keys, home, Program(command, home, log), {}, command)
+    with ExitStack() as stack:
+        stack.callback(found.stop)
+        found.nodes = {} if keys is None else _nodes(home)
+        _wait_for(lambda: listening(runs.address), found.process, log)
         configure(runs, home)
-        found = Server(devices, runs, keys, home, process, nodes)
         try:
-            stack.enter_context(front((host, port), ("127.0.0.1", runs_port), certificate, key, ca))
+            limits = Limits(body=largest)
+            found.front = stack.enter_context(front((host, port), ("127.0.0.1", runs_port), certificate, key, ca, limits))
         except OSError as error:
             raise Refused(f"cannot listen at {host}:{port}: {error.strerror}", "Choose another --host or --port.") from None
+        found._open()
         yield found
+
+
+def _nodes(home: Path) -> dict[str, tuple[str, str]]:
+    """The devices that a server knew when it ended. Raises Refused where that cannot be told."""
+    from coterie import keys
+
+    path = home / NODES
+    if not path.exists() or not (home / DATABASE).exists():
+        return {}
+    try:
+        found = {str(key): (str(client), str(node)) for key, (client, node) in json.loads(path.read_text()).items()}
+        for key in found:
+            keys.public_key(key)
+    except (OSError, ValueError, AttributeError, TypeError, Refused) as error:
+        remedy = f"Delete it and {home / DATABASE}: the devices, whose keys are there, become known again."
+        raise Refused(f"{path} is damaged: {error}", remedy) from None
+    return found
 
 
 def _superlink(ca: Path | None, certificate: Path | None, key: Path | None, home: Path, port: int) -> list[str]:
@@ -363,8 +479,16 @@ def _wait_for(ready: Callable[[], bool], process: Program, log: Path) -> None:
         time.sleep(0.2)
 
 
+def _last_lines(log: Path) -> list[str]:
+    """The last lines of a log, as they can be printed."""
+    with open(log, "rb") as file:
+        file.seek(max(os.fstat(file.fileno()).st_size - _TAIL, 0))
+        text = file.read(_TAIL).decode(errors="replace")
+    return [printable(line) for line in _COLOUR.sub("", text).splitlines()[-15:]]
+
+
 def _ended(log: Path) -> ClientError:
-    tail = "\n".join(_COLOUR.sub("", log.read_text(errors="replace")).splitlines()[-15:])
+    tail = "\n".join(_last_lines(log))
     return ClientError(f"{log.stem} does not run; its log ends:\n{tail}", f"The whole log is {log}.")
 
 
@@ -378,17 +502,28 @@ def configure(link: Link, home: Path) -> None:
 
 def flwr(arguments: Sequence[str], home: Path) -> str:
     """What a command of Flower's command line prints. Raises ClientError with its output if it fails."""
-    done = subprocess.run([program("flwr"), *arguments], env=environment(home), capture_output=True, text=True, check=False)
+    command, what = [program("flwr"), *arguments], f"flwr {' '.join(arguments[:2])}"
+    try:
+        done = subprocess.run(
+            command, env=environment(home), capture_output=True, text=True, errors="replace", check=False, timeout=_COMMAND_S
+        )
+    except subprocess.TimeoutExpired:
+        raise ClientError(f"{what} did not end within {_COMMAND_S:g} s") from None
     if done.returncode:
-        raise ClientError(f"flwr {' '.join(arguments[:2])} failed:\n{(done.stdout + done.stderr).strip()[-3000:]}", "")
+        raise ClientError(f"{what} failed:\n{printable((done.stdout + done.stderr).strip()[-3000:], lines=True)}")
     return done.stdout
 
 
 def _flwr_json(arguments: Sequence[str], home: Path) -> dict[str, Any]:
     """The same as JSON. With that, a command that fails says so in its output and exits with 0. Raises ClientError likewise."""
-    found: dict[str, Any] = json.loads(flwr([*arguments, "--format", "json"], home))
+    said = flwr([*arguments, "--format", "json"], home)
+    try:
+        found: dict[str, Any] = json.loads(said)
+    except ValueError:
+        raise ClientError(f"flwr {' '.join(arguments[:2])} answered no JSON:\n{printable(said[-3000:], lines=True)}") from None
     if not found.get("success", True):
-        raise ClientError(f"flwr {' '.join(arguments[:2])} failed:\n{found.get('error-message', found)}", "")
+        problem = printable(str(found.get("error-message", found)), lines=True)
+        raise ClientError(f"flwr {' '.join(arguments[:2])} failed:\n{problem}")
     return found
 
 
@@ -450,7 +585,7 @@ class Node:
 def device(node: Node) -> Iterator["Supervisor"]:
     """A SuperNode and, if wanted, its resident process, started again whenever they end."""
     node.check()
-    node.home.mkdir(parents=True, exist_ok=True, mode=0o700)
+    private(node.home)
     supervisor = Supervisor(node, {})
     try:
         supervisor.look()
@@ -483,20 +618,22 @@ class Supervisor:
         return ["resident", "supernode"] if self.node.resident else ["supernode"]
 
     def watch(self) -> Iterator[str]:
-        """Look again and again; yields what is to be told: each thing once in ten minutes, for some happen every few seconds."""
-        told: dict[str, float] = {}
+        """Look again and again, whatever happens; yields what is to be told."""
+        told = _Told()
         while True:
             time.sleep(_AGAIN_S)
-            for name in self.look():
-                line, now = self._why(name), time.monotonic()
-                if now - told.get(line, -_TELL_AGAIN_S) >= _TELL_AGAIN_S:
-                    told[line] = now
-                    yield line
+            yield from told.new(self._outlived())
+
+    def _outlived(self) -> Iterator[str]:
+        """One look, of which nothing that can go wrong ends the device."""
+        try:
+            yield from map(self._why, self.look())
+        except (OSError, CoterieError) as error:
+            yield f"The device goes on, but: {error}"
 
     def _why(self, name: str) -> str:
         log = self.node.home / f"{name}.log"
-        lines = _COLOUR.sub("", log.read_text(errors="replace")).splitlines()[-15:]
-        reason = next((line for line in reversed(lines) if line.startswith(("[code", "coterie: "))), "")
+        reason = next((line for line in reversed(_last_lines(log)) if line.startswith(("[code", "coterie: "))), "")
         if reason.startswith("[code: 2004]"):
             reason += " The server does not know its key, or takes its predecessor for alive, for a minute at most."
         return f"The {name} ended and is started again. {reason or f'Its log is {log}.'}"
@@ -554,7 +691,7 @@ def _follow(run: str, home: Path, say: Callable[[str], None]) -> None:
                 if failed and _ERROR.match(plain):  # the same again, with the way that it took through Flower
                     return
                 if not _CHATTER.match(plain):
-                    say(plain)
+                    say(printable(plain))
         finally:
             log.terminate()
 

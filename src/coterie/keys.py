@@ -4,6 +4,7 @@ import ipaddress
 import os
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
+from functools import lru_cache
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -13,9 +14,16 @@ from coterie.errors import Refused
 
 try:
     from cryptography import x509
+    from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+    from cryptography.hazmat.primitives.serialization import (
+        Encoding,
+        NoEncryption,
+        PrivateFormat,
+        PublicFormat,
+        load_ssh_public_key,
+    )
     from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 except ImportError:  # pragma: no cover - it comes with Flower
     raise Refused("Flower is not installed", "Install the extra: pip install 'coterie[flower]'.") from None
@@ -25,6 +33,7 @@ PUBLIC = ".pub"
 _ALWAYS = ("localhost", "127.0.0.1")  # the server's own machine, where runs are submitted
 _DAYS = 3 * 365
 _AUTHORITY = "coterie certificate authority"
+_MOST = 1 << 14  # bytes of a file with a public key; a true one has a few hundred
 
 
 def make(folder: Path, hosts: Sequence[str], clients: Sequence[str]) -> None:
@@ -65,6 +74,65 @@ def _check(client: str) -> None:
         raise Refused(f"--client {client!r}", "An id has letters, digits, '.', '_' and '-' only, and does not start with '.'.") from None
     if client.endswith(PUBLIC):
         raise Refused(f"--client {client!r}", f"That is how the file with a public key is called: choose an id without {PUBLIC}.")
+
+
+def public_keys(folder: Path) -> tuple[dict[str, Path], dict[Path, str]]:
+    """Read the public keys of devices in the server's folder of keys.
+
+    Returns:
+        The files by their texts, and what is wrong with those that hold no key.
+
+    Raises:
+        Refused: The folder cannot be looked into.
+    """
+    try:
+        paths = sorted(folder / CLIENTS / name for name in os.listdir(folder / CLIENTS) if name.endswith(PUBLIC))
+    except OSError as error:
+        raise Refused(
+            f"cannot look into {folder / CLIENTS}: {error.strerror}", "Until that is possible, devices stay as they are."
+        ) from None
+    found, wrong = dict[str, Path](), dict[Path, str]()
+    for path in paths:
+        try:
+            text = _read(path)
+            public_key(text)
+            found[text] = path
+        except Refused as error:
+            wrong[path] = error.problem
+    return found, wrong
+
+
+def _read(path: Path) -> str:
+    """The text of a file that is none of the things that cannot be read to their end. Raises Refused."""
+    try:
+        if not path.is_file():
+            raise Refused("It is no file, or a link to nothing." if path.is_symlink() else "It is no file.")
+        with open(path, "rb") as file:
+            content = file.read(_MOST + 1)
+        if len(content) > _MOST:
+            raise Refused(f"It has more than {_MOST:,} bytes.")
+        return content.decode()
+    except OSError as error:
+        raise Refused(f"It cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise Refused("It holds no public key.") from None
+
+
+@lru_cache(1 << 14)
+def public_key(text: str) -> ec.EllipticCurvePublicKey:
+    """The key in the text of a file. Raises Refused for another kind of key than Flower knows, and for something else."""
+    try:
+        key = load_ssh_public_key(text.encode())
+    except (ValueError, UnsupportedAlgorithm):
+        raise Refused("It holds no public key.") from None
+    if not isinstance(key, ec.EllipticCurvePublicKey):
+        raise Refused("It holds a key of another kind than Flower knows: ssh-keygen -t ecdsa -b 384 makes those.")
+    return key
+
+
+def shown(key: ec.EllipticCurvePublicKey) -> bytes:
+    """The bytes by which a device shows its public key to a server."""
+    return key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
 
 
 def _make_certificates(folder: Path, hosts: Sequence[str]) -> None:

@@ -35,7 +35,7 @@ def serve(home: Path, answer: Answer, ready: Callable[[], None]) -> None:
     Raises:
         Refused: Another process serves this folder already, or the folder cannot be had.
     """
-    home.mkdir(parents=True, exist_ok=True, mode=0o700)
+    private(home)
     if _alive(home):
         raise Refused(f"{home} is served by another process already", "One client has one folder: choose another --home, or stop that one.")
     (home / SOCKET).unlink(missing_ok=True)
@@ -50,6 +50,23 @@ def serve(home: Path, answer: Answer, ready: Callable[[], None]) -> None:
                 continue
             with connection:
                 _serve_one(connection, answer)
+
+
+def private(home: Path) -> None:
+    """Make a folder that nobody else may enter, or make that so of one which is there.
+
+    Raises:
+        Refused: It cannot be, or others need it: it is somebody else's, or for everybody as `/tmp` is.
+    """
+    try:
+        home.mkdir(parents=True, exist_ok=True, mode=stat.S_IRWXU)
+        mode = home.stat().st_mode
+        if mode & stat.S_ISVTX:
+            raise Refused(f"{home} is a folder for everybody", "Choose another --home.")
+        if stat.S_IMODE(mode) & (stat.S_IRWXG | stat.S_IRWXO):
+            home.chmod(stat.S_IRWXU)
+    except OSError as error:
+        raise Refused(f"{home} cannot be a folder that nobody else may enter: {error.strerror}", "Choose another --home.") from None
 
 
 def _serve_one(connection: Connection, answer: Answer) -> None:

@@ -1,0 +1,31 @@
+"""Text of others made safe to print: a terminal obeys control characters, whoever wrote them."""
+
+import re
+import unicodedata
+
+_JOINERS = "\u200c\u200d"  # which the spelling of some languages needs, and do no more than join letters
+_BREAK = re.compile(r"[ \t]*\r?\n[ \t]*")
+
+
+def printable(text: str, lines: bool = False) -> str:
+    r"""Return text with everything that a terminal, a log or a reader could be deceived by made visible.
+
+    Control characters (escape sequences begin with one), marks that turn the direction of writing round, other invisible characters and
+    halves of surrogate pairs become escapes as Python writes them (`\x1b`, `\u202e`).
+
+    Args:
+        text: Of anybody.
+        lines: Whether tabs and ends of lines stay as they are; otherwise an end of line becomes `↵`, so that nobody can add a line.
+    """
+    if not lines:
+        text = _BREAK.sub(" ↵ ", text)
+    kept = _JOINERS + "\n\t" * lines
+    return "".join(c if c in kept or _shows(c) else _escaped(c) for c in text)
+
+
+def _shows(character: str) -> bool:
+    return unicodedata.category(character) not in {"Cc", "Cf", "Cs", "Zl", "Zp"}
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape", "surrogatepass").decode("ascii")
