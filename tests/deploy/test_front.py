@@ -289,6 +289,7 @@ def usage(process: int) -> dict[str, int]:
 @pytest.mark.parametrize("address", ["127.0.0.1", ""], ids=["one-address", "many-addresses"])
 def test_strangers_are_no_more_than_the_limit_and_a_device_is_heard_among_them(door: tuple[int, Front], folder: Path, address: str) -> None:
     port, _ = door
+    assert answered(port, folder) == 201  # it has begun
     before = descriptors()
     with ExitStack() as stack:
         links = [
