@@ -126,7 +126,7 @@ def test_a_server_that_is_killed_goes_on_from_its_checkpoint_to_the_same_result(
         server.says("The SuperLink ended and is started again")
         assert second.ends() == 1
         until(lambda: deploy.Link(f"127.0.0.1:{site.ports[0]}", site.keys / "ca.crt").answers("fleet"), "a SuperLink again")
-        kill(tmp_path / "server", "-m coterie server")
+        server.process.kill()
         until(lambda: not left(tmp_path / "server/home"), "what it had started ends with it")
         server = site.server()
         third = site.submit(recipe, 2, "--resume")
