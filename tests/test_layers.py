@@ -31,6 +31,7 @@ ROOMS = [
     {"recipe"},
     {"modality"},
     {"prepared"},
+    {"inputs"},
     {"device"},
     {"places"},
     {"run"},

@@ -82,7 +82,7 @@ def test_another_recipe_is_named_by_its_field(tmp_path: Path) -> None:
 def test_metrics_after_the_checkpoint_are_cut_off(tmp_path: Path) -> None:
     metrics = MetricsFile(tmp_path)
     metrics.write("train", 1, 10, "ann", {"loss": 2.0, "router": [[0.5, 0.5]]})
-    position = metrics.flush()
+    position, _ = metrics.flush()
     metrics.write("train", 2, 20, "ann", {"loss": 1.0})
     metrics.close()
     metrics = MetricsFile(tmp_path, position, 10)

@@ -348,7 +348,7 @@ def test_what_there_is_is_listed(tmp_path: Path) -> None:
 
 
 def test_help_explains_arguments_and_options() -> None:
-    shown = " ".join(CliRunner().invoke(app, ["run", "--help"], terminal_width=120).output.split())
+    shown = " ".join(CliRunner().invoke(app, ["run", "--help"], terminal_width=120).output.replace("│", " ").split())
     assert "A shipped recipe" in shown
     assert "Change a field of the recipe" in shown
     assert "\\[" not in shown

@@ -49,6 +49,7 @@ def test_it_goes_on_where_it_was_stopped_and_loopback_changes_nothing_but_roundi
     execution = run.Execution(prepare(recipe), tmp_path / "part", run.Reporter(), "CoBo")
     (tmp_path / "part").mkdir()
     (tmp_path / "part/recipe.yaml").write_text(run.recipes.dump(recipe))
+    run.Kept(tmp_path / "part").begin(run.Inputs.of(execution.prepared))
     execution.started, execution.metrics = 0.0, run.MetricsFile(tmp_path / "part")
     for _ in range(4):
         execution._one_round()

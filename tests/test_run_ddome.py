@@ -11,6 +11,7 @@ from coterie import run
 from coterie.errors import RecipeError, Refused
 from coterie.prepared import prepare
 from coterie.recipe import Participation, load
+from coterie.records import make_folder
 from coterie.tensors import load as load_tensors
 
 SHORT = ["method.rounds=4", "evaluate_every=2", "checkpoint_every=2", "compare_with=[]"]
@@ -45,7 +46,8 @@ def test_a_run_scores_clients_that_were_never_seen(tmp_path: Path) -> None:
 def test_it_goes_on_where_it_was_stopped_and_loopback_is_the_same(tmp_path: Path) -> None:
     whole = run.run(load("ddome-digits", SHORT), tmp_path / "whole")[-1]
     part = run.Execution(prepare(load("ddome-digits", SHORT)), tmp_path / "part", run.Reporter(), "")
-    part.started, part.metrics = 0.0, run.MetricsFile(run.make_folder(tmp_path / "part") or tmp_path / "part", 0, 0)
+    make_folder(tmp_path / "part")
+    part.started, part.metrics = 0.0, run.MetricsFile(tmp_path / "part", 0, 0)
     part._one_round(), part._one_round()
     part.metrics.close()
     resumed = run.Execution(prepare(load("ddome-digits", SHORT)), tmp_path / "part", run.Reporter(), "")

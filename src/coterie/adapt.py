@@ -14,6 +14,7 @@ from coterie.data.folders import ENDINGS, text_files
 from coterie.data.splits import SPLITS, TokenSplit
 from coterie.data.store import encode
 from coterie.errors import CheckpointError, DataError, Refused
+from coterie.inputs import Inputs, Kept
 from coterie.methods import METHODS
 from coterie.modality import Examples, Language, Modality
 from coterie.models.language import LanguageModel
@@ -79,6 +80,7 @@ def adapt(run: Path, data: Path, client: ClientId | None = None, out: Path | Non
     prepared = prepare(recipe)
     if id in prepared.modality.federation.everyone:
         raise Refused(f"{id!r} is a client of the run itself", "Choose another --client.")
+    Kept(run).check_bases(Inputs.of(prepared))
     execution = runs.Execution(_joined(prepared, id, data), run, Reporter(), "", OnThisMachine("inprocess"))
     if not execution.restore() and execution.method.rounds:
         remedy = "Wait for the first one (checkpoint_every), or go on with the run: coterie run --resume."

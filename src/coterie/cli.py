@@ -60,6 +60,11 @@ Trust = Annotated[
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --out, or with the latest of this recipe under runs/.")]
 
+Changed = Annotated[
+    bool,
+    typer.Option("--resume-changed", help="Like --resume, though base, data or clients have changed, or metrics were lost: you mean it."),
+]
+
 
 def _version(show: bool) -> None:
     if show:
@@ -79,6 +84,7 @@ def run(
     seed: Seed = None,
     out: Out = None,
     resume: Resume = False,
+    resume_changed: Changed = False,
     profile: Annotated[
         bool, typer.Option("--profile", help="Record a few steps of the second round: a trace for PyTorch's tools.")
     ] = False,
@@ -94,10 +100,10 @@ def run(
         from coterie.profiling import Profile
         from coterie.reports.terminal import Terminal, profiled
 
-        folder = out or _folder(loaded.name, resume)
+        folder = out or _folder(loaded.name, resume or resume_changed)
         console, trace = Console(), Profile(folder / "profile" / "trace.json.gz" if profile else None)
         with Terminal(console, len(loaded.compare_with) + 1) as terminal:
-            results = runs.run(loaded, folder, resume=resume, reporter=terminal, profile=trace)
+            results = runs.run(loaded, folder, resume=resume, changed=resume_changed, reporter=terminal, profile=trace)
         _show(console, evaluation.rows(results), loaded.name, loaded.method["name"])
         if profile:
             profiled(console, trace, elsewhere=loaded.engine == "flower")
@@ -118,6 +124,7 @@ def compare(
     seed: Seed = None,
     out: Out = None,
     resume: Resume = False,
+    resume_changed: Changed = False,
     trust_remote_code: Trust = False,
 ) -> None:
     """One table: methods on the same data, base and budget, mean and deviation over seeds."""
@@ -128,10 +135,10 @@ def compare(
         from coterie import run as runs
         from coterie.reports.terminal import Terminal
 
-        folder = out or _folder(f"compare-{loaded.name}", resume)
+        folder = out or _folder(f"compare-{loaded.name}", resume or resume_changed)
         console = Console()
         with Terminal(console, len(set(methods)) * seeds) as terminal:
-            comparison = runs.compare(methods, loaded, folder, seeds=seeds, resume=resume, reporter=terminal)
+            comparison = runs.compare(methods, loaded, folder, seeds=seeds, resume=resume, changed=resume_changed, reporter=terminal)
         _show(console, comparison["rows"], f"{loaded.name}, {seeds} seed{'s' * (seeds > 1)}", loaded.method["name"])
         console.print(f"Everything is in {folder}; open {folder}/report.html.", markup=False, highlight=False, soft_wrap=True)
 
@@ -149,6 +156,7 @@ def reproduce(
     rows: Annotated[str, typer.Option("--rows", metavar="A,B", help="Only these rows.")] = "",
     set_: Set = None,
     out: Annotated[Path | None, typer.Option("--out", help="Folder of the paper's runs; default: runs/reproduce-PAPER-SCALE.")] = None,
+    resume_changed: Changed = False,
     trust_remote_code: Trust = False,
 ) -> None:
     """A table or figure of a paper: measured beside published, and which of its statements hold. Runs made before are used again."""
@@ -183,7 +191,7 @@ def reproduce(
         from coterie.reports.reproduction import notes, said, terminal
         from coterie.reports.terminal import Terminal, verdicts
 
-        job = reproducing.Job(name, scale, folder, seeds, _parts(columns), _parts(rows), set_ or ())
+        job = reproducing.Job(name, scale, folder, seeds, _parts(columns), _parts(rows), set_ or (), resume_changed)
         with Terminal(console, job.most) as reporter:
             found = reproducing.reproduce(job, reporter)
         changed = f", with {', '.join(found['overrides'])}" if found["overrides"] else ""

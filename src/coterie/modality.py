@@ -90,6 +90,11 @@ class Modality(ABC):
         return None
 
     @property
+    def bases(self) -> tuple[str, ...]:
+        """The pretrained bases that it is made of: Hub ids, local folders, or `embedded`."""
+        return ()
+
+    @property
     def once_bytes(self) -> int:
         """What everybody has from the beginning, and not from the server: sent once, if at all."""
         return 0
@@ -118,6 +123,10 @@ class Language(Modality):
     @property
     def base(self) -> Layout:
         return self.section.layout()
+
+    @property
+    def bases(self) -> tuple[str, ...]:
+        return (self.section.base,)
 
     def check(self, method: str, layout: Layout) -> None:
         if type(layout) is not Layout:
@@ -238,6 +247,11 @@ class Examples(Modality):
     @property
     def fingerprint(self) -> str | None:
         return None if self.common is None else blake2b(to_bytes(self.common.tensors), digest_size=8).hexdigest()
+
+    @property
+    def bases(self) -> tuple[str, ...]:
+        shapes = (self.shape, self.common.shape if self.common is not None else None)
+        return tuple(dict.fromkeys(shape.base for shape in shapes if isinstance(shape, TextShape)))
 
     @property
     def once_bytes(self) -> int:

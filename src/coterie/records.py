@@ -1,19 +1,30 @@
 """What a run writes while it goes on: metrics, TensorBoard events, checkpoints. Everything is whole or not there."""
 
+import hashlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Mapping
+import socket
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
 from coterie.engines.states import Stored, link
 from coterie.errors import CheckpointError, Refused, SaveError
 from coterie.protocol import ClientId, State
-from coterie.tensors import check_file, load, save, write_atomically
+from coterie.tensors import digest_later, load, save, write_atomically
 
 KEPT = 2  # checkpoints: the newest, and the one before it
+METRICS = "metrics.jsonl"
+SUMS = "SHA256SUMS"  # checksums of files beside it, in the form of `sha256sum`
+_SUM = re.compile(r"([0-9a-f]{64})  (.+)")
 
 
 def write_json(path: Path, value: object) -> None:
@@ -39,8 +50,114 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist", "Is this the folder of a run? See `coterie run --out`.") from None
-    except ValueError as error:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror})", "Check the path and its permissions.") from None
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged ({error})", "It was not written by coterie, or was changed by hand.") from None
+
+
+def write_sums(folder: Path, digests: Mapping[str, str]) -> None:
+    """Write the SHA-256 of files in a folder, by their paths in it; `sha256sum -c` reads that too. Raises SaveError."""
+    write_atomically(folder / SUMS, "".join(f"{digest}  {name}\n" for name, digest in digests.items()).encode())
+
+
+def read_sums(folder: Path) -> dict[str, str]:
+    """What `write_sums` wrote.
+
+    Raises:
+        CheckpointError: It is missing or damaged.
+    """
+    path = folder / SUMS
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist, so nothing tells whether the files beside it are whole") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error})") from None
+    found = [_SUM.fullmatch(line) for line in lines]
+    if not all(found):
+        raise CheckpointError(f"{path} is damaged: not lines of sha256sum")
+    return {line[2]: line[1] for line in found if line}
+
+
+def check_sums(folder: Path, names: Iterable[str], sums: Mapping[str, str]) -> None:
+    """Refuse files in a folder that are not as they were when their checksums were written.
+
+    Raises:
+        CheckpointError: Naming the first that is missing, has no checksum, or another one.
+    """
+    computed = {name: digest_later(folder / name) for name in names}
+    for name, digest in computed.items():
+        try:
+            same = digest.result() == sums.get(name)
+        except FileNotFoundError:
+            raise CheckpointError(f"{folder / name} does not exist") from None
+        except OSError as error:
+            raise CheckpointError(f"{folder / name} cannot be read ({error.strerror})") from None
+        if not same:
+            how = "it is not as it was written: its SHA-256 is another one" if name in sums else f"{SUMS} does not know it"
+            raise CheckpointError(f"{folder / name} is damaged, {how}")
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Within the block no other process works in a run's folder. What a killed process left does not count.
+
+    Raises:
+        Refused: Somebody else does, who is named; or the folder cannot be written to.
+    """
+    make_folder(folder)
+    path = folder / "lock"
+    lock = FileLock(path, timeout=0, is_singleton=True)
+    holder = ""
+    with suppress(OSError):
+        holder = path.read_text(errors="replace")[:200].strip()
+    try:
+        lock.acquire()
+    except Timeout:
+        who = f" by {holder}" if holder.isprintable() and holder else ""
+        raise Refused(f"{folder} is in use{who}", "Wait until that has ended, or choose another --out.") from None
+    except OSError as error:
+        raise Refused(f"cannot write in {folder}: {error.strerror}", "Check its permissions, or choose another --out.") from None
+    try:
+        _sign(path, f"process {os.getpid()} on {socket.gethostname()}")
+        yield
+    finally:
+        if lock.lock_counter == 1:
+            _sign(path, "")
+        lock.release()
+
+
+def _sign(path: Path, text: str) -> None:
+    """Say who has a lock; where that cannot be written, it is not said."""
+    with suppress(OSError):
+        path.write_text(text, encoding="utf-8")
+
+
+def check_metrics(folder: Path, position: int, digest: str | None) -> None:
+    """Refuse to go on behind metrics that are not there any more.
+
+    Args:
+        folder: The run's.
+        position: Bytes of metrics.jsonl that belong to the checkpoint resumed from.
+        digest: Their SHA-256; None where nothing is known.
+
+    Raises:
+        CheckpointError: The file is missing, shorter, or begins otherwise.
+    """
+    path, remedy = folder / METRICS, "Put the file back; or go on without what is lost: --resume-changed."
+    try:
+        with open(path, "rb") as file:
+            found = file.read(position)
+    except FileNotFoundError:
+        found = b""
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror})", remedy) from None
+    if len(found) < position:
+        problem = f"{path} has {len(found):,} bytes, and had {position:,} when the checkpoint was written"
+        raise CheckpointError(f"{problem}: metrics of the rounds before it are lost", remedy)
+    if digest is not None and hashlib.sha256(found).hexdigest() != digest:
+        raise CheckpointError(f"{path} is damaged: its first {position:,} bytes are not those that were written", remedy)
 
 
 class MetricsFile:
@@ -53,36 +170,67 @@ class MetricsFile:
     """
 
     def __init__(self, folder: Path, position: int = 0, step: int = 0) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._file = open(folder / "metrics.jsonl", "ab")  # noqa: SIM115
-        self._file.truncate(position)
-        self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if position else None)
+        self._path, self._digest = folder / METRICS, hashlib.sha256()
+        try:
+            self._file = open(self._path, "a+b")  # noqa: SIM115
+            self._file.seek(0)
+            kept = self._file.read(position)
+            if len(kept) < position:  # some are lost, and whoever resumes knows of it
+                kept = kept[: kept.rfind(b"\n") + 1]
+            self._file.truncate(len(kept))
+            self._file.seek(0, os.SEEK_END)
+            self._digest.update(kept)
+            self._events = _events(folder / "tensorboard", step + 1 if position else None)
+        except OSError as error:
+            raise SaveError(f"cannot write {error.filename or self._path}: {error.strerror}", _WRITABLE) from error
 
     def write(self, kind: str, round: int, step: int, client: ClientId, values: Mapping[str, Any]) -> None:
         """One line, and one TensorBoard scalar for every number in `values`."""
         line = {"kind": kind, "round": round, "iteration": step, "client": client, **values}
         try:
-            self._file.write((json.dumps(line) + "\n").encode())
+            written = (json.dumps(line) + "\n").encode()
+            self._file.write(written)
+            self._digest.update(written)
             for name, value in values.items():
                 if isinstance(value, int | float):
                     self._events.add_scalar(f"{kind}/{name}/{client}", value, step)
         except OSError as error:
             raise SaveError(f"cannot write {self._file.name}: {error.strerror}", "Free some space and resume.") from error
 
-    def flush(self) -> int:
-        """Bring everything to disk; returns the length of metrics.jsonl in bytes."""
+    def flush(self) -> tuple[int, str]:
+        """Bring everything to disk; returns the length of metrics.jsonl in bytes and its SHA-256."""
         try:
             self._file.flush()
             os.fsync(self._file.fileno())
             self._events.flush()
         except OSError as error:
             raise SaveError(f"cannot write {self._file.name}: {error.strerror}", "Free some space and resume.") from error
-        return self._file.tell()
+        return self._file.tell(), self._digest.hexdigest()
 
     def close(self) -> None:
         self._file.close()
         self._events.close()
+
+
+_WRITABLE = "Check the permissions of that folder, and that the disk is not full."
+
+
+def _events(folder: Path, purge: int | None) -> Any:
+    """TensorBoard's writer. Raises OSError."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder), purge_step=purge)
+
+
+class _About(BaseModel):
+    """What checkpoint.json says."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    round: int = Field(ge=0)
+    clients: list[ClientId]
+    recipe: dict[str, Any]
+    progress: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -137,10 +285,19 @@ class Checkpoint:
     progress: dict[str, Any]
 
 
+_SERVER, _ABOUT = "server.safetensors", "checkpoint.json"  # of a checkpoint
+
+
+def _of(client: ClientId) -> str:
+    """The file of a client's state in a checkpoint."""
+    return f"clients/{client}.safetensors"
+
+
 class Checkpoints:
     """The folder `checkpoints/` of a run: `round-00007/` each, of which the two newest are kept.
 
-    A checkpoint is written under another name, brought to disk, and renamed: it is whole, or it is not there.
+    A checkpoint is written under another name, brought to disk, and renamed: it is whole, or it is not there. Each of its files has a
+    checksum in its `SHA256SUMS`, and is held against that before it is believed.
     """
 
     def __init__(self, folder: Path, recipe: Mapping[str, Any]) -> None:
@@ -157,15 +314,19 @@ class Checkpoints:
         try:
             shutil.rmtree(new, ignore_errors=True)
             new.mkdir(parents=True)
-            save(new / "server.safetensors", checkpoint.server)
+            save(new / _SERVER, checkpoint.server)
+            digests = {_SERVER: digest_later(new / _SERVER)}
             for client in checkpoint.clients:
-                _keep(new / "clients" / f"{client}.safetensors", checkpoint.clients, client)
+                digests[_of(client)] = _keep(new / _of(client), checkpoint.clients, client)
             if checkpoint.clients:
                 _sync(new / "clients")
             about = {"round": checkpoint.round, "clients": list(checkpoint.clients), "recipe": self.recipe, "progress": checkpoint.progress}
-            write_json(new / "checkpoint.json", about)
-            if final.exists():
+            write_json(new / _ABOUT, about)
+            digests[_ABOUT] = digest_later(new / _ABOUT)
+            write_sums(new, {name: digest.result() for name, digest in digests.items()})
+            if final.is_dir():
                 shutil.rmtree(final)
+            final.unlink(missing_ok=True)
             new.rename(final)
             _sync(self.folder)
         except (OSError, SaveError) as error:
@@ -191,26 +352,53 @@ class Checkpoints:
         if not found:
             return None
         folder = found[-1]
-        about = read_json(folder / "checkpoint.json")
-        self._check_recipe(folder, about["recipe"])
         try:
-            server = load(folder / "server.safetensors")[0]
-            clients = {i: folder / "clients" / f"{i}.safetensors" for i in about["clients"]}
-            for path in clients.values():
-                check_file(path)
+            sums = read_sums(folder)
+            check_sums(folder, [_ABOUT], sums)
+            about = _read(folder)
+            self._check_recipe(folder, about.recipe)
+            check_sums(folder, [_SERVER, *map(_of, about.clients)], sums)
+            server = load(folder / _SERVER)[0]
+        except _OtherRecipe:
+            raise
         except CheckpointError as error:
             former = f"Delete {folder} to resume from {found[-2].name}." if len(found) > 1 else "Start the run afresh, with another --out."
             raise CheckpointError(f"checkpoint {folder.name}: {error.problem}", former) from None
-        return Checkpoint(about["round"], server, Stored(clients), about["progress"])
+        clients = {i: folder / _of(i) for i in about.clients}
+        return Checkpoint(about.round, server, Stored(clients, {i: _known(sums[_of(i)]) for i in clients}), about.progress)
 
     def _check_recipe(self, folder: Path, found: Mapping[str, Any]) -> None:
         if differing := sorted(_differences(self.recipe, found)):
             field, ours, theirs = differing[0]
-            raise CheckpointError(
+            raise _OtherRecipe(
                 f"checkpoint {folder} is from another recipe: {field} was {theirs}, now {ours}"
                 + (f" ({len(differing)} fields differ)" if len(differing) > 1 else ""),
                 "Resume with the same recipe and options, or choose another --out.",
             )
+
+
+class _OtherRecipe(CheckpointError):
+    """A checkpoint of another recipe, which is not damaged."""
+
+
+def _read(folder: Path) -> _About:
+    """What a checkpoint says of itself. Raises CheckpointError."""
+    path = folder / _ABOUT
+    try:
+        about = _About.model_validate(read_json(path))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise CheckpointError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    if f"round-{about.round:05d}" != folder.name:
+        raise CheckpointError(f"{path} is of round {about.round}")
+    return about
+
+
+def _known(digest: str) -> "Future[str]":
+    """A digest that need not be computed."""
+    found: Future[str] = Future()
+    found.set_result(digest)
+    return found
 
 
 def _differences(ours: Any, theirs: Any, prefix: str = "") -> list[tuple[str, str, str]]:
@@ -220,14 +408,18 @@ def _differences(ours: Any, theirs: Any, prefix: str = "") -> list[tuple[str, st
     return [] if ours == theirs else [(prefix, repr(ours), repr(theirs))]
 
 
-def _keep(path: Path, states: Mapping[ClientId, State], client: ClientId) -> None:
-    """Write a client's state. One that is in a file is there already: all it needs is to be on the disk, and another name."""
-    file = states.file(client) if isinstance(states, Stored) else None
-    if file is None:
-        save(path, states[client])
-    else:
+def _keep(path: Path, states: Mapping[ClientId, State], client: ClientId) -> "Future[str]":
+    """Write a client's state. One that is in a file is there already: all it needs is to be on the disk, and another name.
+
+    Returns:
+        The SHA-256 of the file.
+    """
+    if isinstance(states, Stored) and (file := states.file(client)) is not None:
         link(file, path)
         _sync(path)
+        return states.digest(client)
+    save(path, states[client])
+    return digest_later(path)
 
 
 def _sync(path: Path) -> None:

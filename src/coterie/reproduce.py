@@ -15,8 +15,9 @@ import coterie
 from coterie import evaluation, reproductions
 from coterie import recipe as recipes
 from coterie.errors import Refused
+from coterie.inputs import RESULT, Kept
 from coterie.recipe import Recipe
-from coterie.records import read_json, write_json
+from coterie.records import METRICS, read_json, write_json
 from coterie.reports import Reporter
 from coterie.reports.html import router_series
 from coterie.reports.reproduction import markdown, write_page
@@ -36,7 +37,7 @@ from coterie.reproductions import (
     Weights,
     spoken_of,
 )
-from coterie.run import METRICS, RESULT, execute_all
+from coterie.run import execute_all
 from coterie.tensors import write_atomically
 
 Json = dict[str, Any]
@@ -66,6 +67,7 @@ class Job:
         columns: Only these; () for all.
         rows: Only these; () for all.
         overrides: `key=value` texts for every recipe.
+        changed: Whether unfinished runs go on though base, data or clients have changed, see `run`.
 
     Raises:
         Refused: There is no such table, scale, column or row, or a recipe, as it is set, will not do.
@@ -78,6 +80,7 @@ class Job:
     columns: Sequence[str] = ()
     rows: Sequence[str] = ()
     overrides: Sequence[str] = ()
+    changed: bool = False
 
     @cached_property
     def reproduction(self) -> Reproduction:
@@ -154,7 +157,7 @@ def reproduce(job: Job, reporter: Reporter | None = None) -> Json:
     reproduction, folder = job.reproduction, job.folder
     choices = _choose(job, reporter or Reporter())
     runs = {(r, c): [job.run(r, c, choices[r, c], seed) for seed in job.numbers] for r, c in job.cells}
-    _execute([run for cell in runs.values() for run in cell], reporter or Reporter())
+    _execute([run for cell in runs.values() for run in cell], reporter or Reporter(), job.changed)
     cells = _cells(job, choices, runs)
     statements = [verdict for s in reproduction.statements for verdict in _verdicts(s, cells, folder)]
     found: Json = {
@@ -194,7 +197,7 @@ def _choose(job: Job, reporter: Reporter) -> dict[tuple[str, str], dict[str, Any
             for cell, sweep in sweeps.items()
             for value in sweep.get(key, ())
         }
-        _execute(list(tried.values()), reporter)
+        _execute(list(tried.values()), reporter, job.changed)
         for cell, sweep in sweeps.items():
             if key in sweep:
                 found = {value: read_json(tried[cell, value][1] / RESULT) for value in sweep[key]}
@@ -203,10 +206,11 @@ def _choose(job: Job, reporter: Reporter) -> dict[tuple[str, str], dict[str, Any
     return choices
 
 
-def _execute(runs: Sequence[tuple[Recipe, Path]], reporter: Reporter) -> None:
-    """Those that are not done yet, each once."""
-    missing = [(recipe, path) for path, recipe in {path: recipe for recipe, path in runs}.items() if not (path / RESULT).exists()]
-    execute_all(missing, reporter, [f"{recipe.name}, {path.parent.name}, seed {recipe.seed}" for recipe, path in missing])
+def _execute(runs: Sequence[tuple[Recipe, Path]], reporter: Reporter, changed: bool) -> None:
+    """Those that are not done yet, each once. Raises CheckpointError, too, where the result of one that is done is damaged."""
+    missing = [(recipe, path) for path, recipe in {path: recipe for recipe, path in runs}.items() if not Kept(path).done()]
+    titles = [f"{recipe.name}, {path.parent.name}, seed {recipe.seed}" for recipe, path in missing]
+    execute_all(missing, reporter, titles, changed=changed)
 
 
 def _valid(result: Json) -> float:

@@ -5,6 +5,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
@@ -24,6 +25,7 @@ from coterie.client import Client, Metrics, Site
 from coterie.data.examples import ExampleSplit
 from coterie.engines import Engine, Listener
 from coterie.errors import ClientError, Refused, TensorError
+from coterie.inputs import RESULT, Inputs, Kept
 from coterie.methods import METHODS
 from coterie.models.layout import Layout
 from coterie.places import OnThisMachine, Place, kept
@@ -31,12 +33,12 @@ from coterie.prepared import Prepared, joined
 from coterie.profiling import Profile
 from coterie.protocol import Ask, ClientId, Form, Replies, State, drive, mix, nothing, trains
 from coterie.recipe import Recipe
-from coterie.records import Checkpoint, Checkpoints, MetricsFile, Released, make_folder, read_json, write_json
+from coterie.records import METRICS, Checkpoint, Checkpoints, MetricsFile, Released, alone, check_metrics, read_json, write_json
 from coterie.reports import Reporter
 from coterie.reports.html import write_comparison, write_report
 from coterie.tensors import Tensors, nbytes, to_bytes, write_atomically
 
-RECIPE, RESULT, COMPARISON, METRICS, ROUTING = "recipe.yaml", "result.json", "comparison.json", "metrics.jsonl", "routing.json"
+RECIPE, COMPARISON, ROUTING = "recipe.yaml", "comparison.json", "routing.json"
 SECRET = "secret"  # the file of the server's key, see `Execution.secret`
 AGAIN_S = 10.0  # seconds until clients are asked again, where a quorum is waited for
 Json = dict[str, Any]
@@ -158,14 +160,20 @@ class Execution(Listener):
     def _check_clients(self, before: Mapping[ClientId, int]) -> None:
         """Refuse to go on with other clients than before where that cannot be."""
         gone, new = before.keys() - self.federation.everyone.keys(), self.federation.everyone.keys() - before.keys()
-        if not self.engine.distant or self.method.elastic or not gone | new:
+        if self.method.elastic or not gone | new:
             return
         problem = f"{self.recipe.method['name']} needs the clients that it started with: "
         lacking = [f"{', '.join(sorted(gone))} not there"] if gone else []
         raise Refused(
             problem + "; ".join(lacking + ([f"{', '.join(sorted(new))} new"] if new else [])),
-            "Start the devices of those that are not there, and those that are new after the run has begun.",
+            "Start the devices of those that are not there, and those that are new after the run has begun."
+            if self.engine.distant
+            else "Put back the data that the run began with, or choose another --out.",
         )
+
+    def check_metrics(self) -> None:
+        """Refuse to go on behind a checkpoint whose metrics are lost. Raises CheckpointError."""
+        check_metrics(self.folder, self.progress["position"], self.progress.get("metrics"))
 
     def _count_traffic(self) -> None:
         """Have a place for the bytes of every client."""
@@ -204,6 +212,7 @@ class Execution(Listener):
             self.metrics.close()
             torch.set_num_threads(threads)
         write_json(self.folder / RESULT, result)
+        Kept(self.folder).end()
         self.reporter.end(result)
         return result
 
@@ -221,8 +230,8 @@ class Execution(Listener):
             self._evaluate()
         if self.round % self.recipe.checkpoint_every == 0 or self.round == self.method.rounds:
             self.profile.enter("checkpoint")
-            position = self.metrics.flush() if self.metrics is not None else 0
-            self.progress |= {"seconds": time.monotonic() - self.started, "position": position}
+            position, digest = self.metrics.flush() if self.metrics is not None else (0, None)
+            self.progress |= {"seconds": time.monotonic() - self.started, "position": position, "metrics": digest}
             progress = self.progress | {"engine": self.engine.memo()}
             self.checkpoints.save(Checkpoint(self.round, self.server, self.engine.states(), progress))
         self.profile.end()
@@ -548,6 +557,7 @@ def run(
     folder: Path,
     *,
     resume: bool = False,
+    changed: bool = False,
     reporter: Reporter | None = None,
     place: Place | None = None,
     profile: Profile | None = None,
@@ -558,6 +568,7 @@ def run(
         recipe: What to run.
         folder: Made if it is missing. The methods of `compare_with` go to its `baselines/<name>/`.
         resume: Go on with the run that is in `folder`.
+        changed: Go on with it even though base, data or clients have changed, or metrics were lost.
         reporter: Is told of what happens; default: nobody.
         place: Where the clients are; default: on this machine.
         profile: Records a round of the recipe's own method; default: nothing.
@@ -571,9 +582,9 @@ def run(
     """
     rows = [(recipe.with_method(name), folder / "baselines" / name) for name in recipe.compare_with]
     rows.append((recipe, folder))
-    if not resume and (folder / RECIPE).exists():
+    if not (resume or changed) and (folder / RECIPE).exists():
         raise Refused(f"{folder} already holds a run", "Go on with it by --resume, or choose another --out.")
-    results = execute_all(rows, reporter or Reporter(), place=place, profile=profile)
+    results = execute_all(rows, reporter or Reporter(), place=place, profile=profile, changed=changed, within=folder)
     write_report(folder, results, recipe.description)
     return results
 
@@ -584,6 +595,8 @@ def execute_all(
     titles: Sequence[str] = (),
     place: Place | None = None,
     profile: Profile | None = None,
+    changed: bool = False,
+    within: Path | None = None,
 ) -> list[Json]:
     """Every row in its folder, from where it stands; returns their results.
 
@@ -595,34 +608,73 @@ def execute_all(
         titles: What the reporter calls each row; default: its method.
         place: Where the clients are; default: on this machine.
         profile: Records a round of the last row; default: nothing.
+        changed: Whether unfinished rows go on with what base, data, clients and metrics are now, whatever they were.
+        within: The folder of all of them, in which nobody else works meanwhile; None where only each row's own must be left alone.
     """
     place = place or OnThisMachine()
     reporter.preparing()
-    for recipe, _ in rows:
-        place.prepare(recipe)
-    for _, folder in rows:
-        make_folder(folder)
+    for recipe, folder in rows:
+        prepared = place.prepare(recipe)
+        if not changed and Kept(folder).begun() and _same(recipe, folder):  # of another recipe, `_executed` says more
+            Kept(folder).check(Inputs.of(prepared))
     results = []
-    for k, (recipe, folder) in enumerate(rows):
-        title = titles[k] if titles else METHODS[recipe.method["name"]].title
-        recorder = profile if profile is not None and k == len(rows) - 1 else Profile()
-        execution = Execution(place.prepare(recipe), folder, reporter, title, place, recorder)
-        execution.restore()
-        if not recipe.samples:
-            (folder / ROUTING).unlink(missing_ok=True)
-        if (folder / RESULT).exists():
-            reporter.known(title)
-            results.append(read_json(folder / RESULT))
-            continue
-        (folder / RECIPE).write_text(recipes.dump(recipe), encoding="utf-8")
-        results.append(execution.execute())
+    with ExitStack() as stack:
+        if within is not None:
+            stack.enter_context(alone(within))
+        for _, folder in rows:
+            with alone(folder):
+                pass  # it can be written to, and nobody else is at it
+        for k, (recipe, folder) in enumerate(rows):
+            title = titles[k] if titles else METHODS[recipe.method["name"]].title
+            recorder = profile if profile is not None and k == len(rows) - 1 else Profile()
+            with alone(folder):
+                results.append(_executed(Execution(place.prepare(recipe), folder, reporter, title, place, recorder), changed))
     return results
 
 
+def _executed(execution: Execution, changed: bool) -> Json:
+    """A row from where it stands to its result."""
+    folder, kept = execution.folder, Kept(execution.folder)
+    execution.restore()
+    inputs = Inputs.of(execution.prepared)
+    if changed and kept.begun():
+        kept.accept(inputs)
+    elif kept.begun():
+        kept.check(inputs)
+        execution.check_metrics()
+    else:
+        kept.begin(inputs)
+    if not execution.recipe.samples:
+        (folder / ROUTING).unlink(missing_ok=True)
+    if kept.done():
+        execution.reporter.known(execution.title)
+        found: Json = read_json(folder / RESULT)
+        return found
+    write_atomically(folder / RECIPE, recipes.dump(execution.recipe).encode())
+    return execution.execute()
+
+
+def _same(recipe: Recipe, folder: Path) -> bool:
+    """Whether a folder's recipe is this one, word for word."""
+    try:
+        return (folder / RECIPE).read_text(encoding="utf-8") == recipes.dump(recipe)
+    except (OSError, ValueError):
+        return False
+
+
 def compare(
-    methods: Sequence[str], recipe: Recipe, folder: Path, *, seeds: int = 3, resume: bool = False, reporter: Reporter | None = None
+    methods: Sequence[str],
+    recipe: Recipe,
+    folder: Path,
+    *,
+    seeds: int = 3,
+    resume: bool = False,
+    changed: bool = False,
+    reporter: Reporter | None = None,
 ) -> Json:
     """One table: every method on the same data, base and budget, over seeds `recipe.seed`, `recipe.seed + 1`, ...
+
+    `resume` and `changed` are those of `run`.
 
     Returns:
         What is in comparison.json.
@@ -633,14 +685,14 @@ def compare(
     """
     if not methods:
         raise Refused("no methods to compare", "Name at least one: see `coterie methods`.")
-    if (folder / COMPARISON).exists() and not resume:
+    if (folder / COMPARISON).exists() and not (resume or changed):
         raise Refused(f"{folder} already holds a comparison", "Go on with it by --resume, or choose another --out.")
     rows = [
         (recipe.with_method(name).model_copy(update={"seed": recipe.seed + k}), folder / name / f"seed-{recipe.seed + k}")
         for name in dict.fromkeys(methods)
         for k in range(seeds)
     ]
-    results = execute_all(rows, reporter or Reporter())
+    results = execute_all(rows, reporter or Reporter(), changed=changed, within=folder)
     table = evaluation.rows(results)
     comparison = {
         "recipe": recipe.name,

@@ -1,9 +1,11 @@
 """Named tensors: the mathematics that methods compose, and the one codec for every wire and every file."""
 
 import errno
+import hashlib
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -184,14 +186,18 @@ def load(path: Path) -> tuple[Tensors, dict[str, str]]:
         return {name: _owned(file.get_tensor(name)) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
 
 
-def check_file(path: Path) -> None:
-    """Refuse a file that `load` would refuse, by its header and its length: no value is read.
+_HASHING = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="sha256")  # beside the work: hashlib lets other threads run
 
-    Raises:
-        CheckpointError: As `load`.
-    """
-    with _opened(path):
-        pass
+
+def digest_of(path: Path) -> str:
+    """The SHA-256 of a file's content, as `sha256sum` writes it. Raises OSError."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digest_later(path: Path) -> "Future[str]":
+    """`digest_of` a file, computed beside other work."""
+    return _HASHING.submit(digest_of, path)
 
 
 def nbytes_of_file(path: Path) -> int:

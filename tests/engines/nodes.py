@@ -17,6 +17,7 @@ from coterie.device import Device
 from coterie.engines import Listener
 from coterie.engines.flower import client_app
 from coterie.engines.wire import Reply, Request
+from coterie.inputs import Inputs, Kept
 from coterie.places import OnDevices, Place, simulated_device
 from coterie.recipe import Recipe
 from coterie.reports import Reporter
@@ -203,7 +204,9 @@ def simulated_nodes(count: int) -> Nodes:
 def execution(place: Place, recipe: Recipe, folder: Path) -> Execution:
     """A run on devices, about to start."""
     folder.mkdir(parents=True, exist_ok=True)
-    return Execution(place.prepare(recipe), folder, Reporter(), "", place)
+    started = Execution(place.prepare(recipe), folder, Reporter(), "", place)
+    Kept(folder).begin(Inputs.of(started.prepared))
+    return started
 
 
 def finished(recipe: Recipe, folder: Path, place: Place) -> Json:

@@ -1,5 +1,6 @@
 """Examples of a classification task: inputs with labels, as views of arrays that all clients share."""
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ class Examples:
         return [self.at(slice(start, start + rows)) for start in range(0, len(self), rows)]
 
 
+_HASHED = 4096  # rows copied at a time
 _DIMENSIONS = {"uint8": 4, "float32": 4, "int64": 2}  # of inputs, by their kind
 
 
@@ -135,6 +137,13 @@ class ExampleSplit(Walk):
         rows = self.rows[numbers]
         embedding = None if self.embeddings is None else self.embeddings[torch.from_numpy(numbers)]
         return Examples(self._normalised(self.inputs[rows]), torch.from_numpy(self.labels[rows]), embedding)  # indexing by an array copies
+
+    def digest(self) -> str:
+        """SHA-256 of the inputs and labels that are the client's."""
+        found = hashlib.sha256(np.ascontiguousarray(self.labels[self.rows]))
+        for start in range(0, len(self.rows), _HASHED):
+            found.update(np.ascontiguousarray(self.inputs[self.rows[start : start + _HASHED]]))
+        return found.hexdigest()
 
     def join(self, batches: Sequence[Examples], order: Numbers) -> Examples:
         """The rows of several batches, one behind the other, in another order."""

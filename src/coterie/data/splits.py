@@ -1,5 +1,6 @@
 """Splits of a client's data: an endless, stateless walk for training and one ordered pass for scoring."""
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from copy import copy
@@ -60,6 +61,9 @@ class Split(Protocol):
 
     def reordered(self, name: str) -> "Split":
         """The same rows under another name, and so in another order."""
+
+    def digest(self) -> str:
+        """What changes when what is held does: SHA-256, hexadecimal; "" where that is not known here."""
 
     def scoring(self, rows: int) -> Iterator[Any]:
         """Everything once, in order, at most `rows` rows at a time."""
@@ -144,6 +148,10 @@ class TokenSplit(Walk):
         places = numbers[:, None] * self.context + np.arange(self.context + 1)
         return torch.from_numpy(self.tokens[places].astype(np.int64))
 
+    def digest(self) -> str:
+        """SHA-256 of the tokens."""
+        return hashlib.sha256(np.ascontiguousarray(self.tokens, dtype=np.uint32)).hexdigest()
+
     def join(self, batches: Sequence[Tensor], order: Numbers) -> Tensor:
         """The windows of several batches, one behind the other, in another order."""
         return torch.cat(list(batches))[torch.from_numpy(order)]
@@ -197,6 +205,10 @@ class PooledSplit(Walk):
             places.append(mine)
         return self.join(batches, np.argsort(np.concatenate(places)))
 
+    def digest(self) -> str:
+        """SHA-256 of the parts' own."""
+        return hashlib.sha256("".join(part.digest() for part in self.parts).encode()).hexdigest()
+
     def join(self, batches: Sequence[Any], order: Numbers) -> Any:
         """As the parts join theirs."""
         return self.parts[0].join(batches, order)
@@ -227,6 +239,10 @@ class Elsewhere(Walk):
 
     def __len__(self) -> int:
         return self.rows
+
+    def digest(self) -> str:
+        """Unknown: it is not here."""
+        return ""
 
     def _refuse(self) -> NoReturn:
         raise DataError(f"{self.name}: these data are on their client's device", "They never leave it.")

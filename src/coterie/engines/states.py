@@ -6,6 +6,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 
 from coterie.errors import CheckpointError, SaveError
 from coterie.protocol import ClientId, State
-from coterie.tensors import load, nbytes, nbytes_of_file, same_as_file, save
+from coterie.tensors import digest_later, load, nbytes, nbytes_of_file, same_as_file, save
 
 _PREFIX = "states-"  # what the names of folders begin with in which states lie while a process lives
 
@@ -23,10 +24,11 @@ class Stored(Mapping[ClientId, State]):
 
     Args:
         places: Where each client's is.
+        digests: The SHA-256 of those that are in files.
     """
 
-    def __init__(self, places: Mapping[ClientId, State | Path]) -> None:
-        self._places = dict(places)
+    def __init__(self, places: Mapping[ClientId, State | Path], digests: Mapping[ClientId, "Future[str]"] = {}) -> None:
+        self._places, self._digests = dict(places), dict(digests)
 
     def __getitem__(self, client: ClientId) -> State:
         """A client's state. Raises CheckpointError where its file is gone or damaged."""
@@ -49,6 +51,10 @@ class Stored(Mapping[ClientId, State]):
         """The file that a client's state lies in, whose content never changes; None where it is in memory."""
         place = self._places.get(client)
         return place if isinstance(place, Path) else None
+
+    def digest(self, client: ClientId) -> "Future[str]":
+        """The SHA-256 of the file that a client's state lies in: computed once, since that file never changes."""
+        return self._digests[client]
 
     def nbytes(self, client: ClientId) -> int:
         """The size of a client's state in bytes; no values are read."""
@@ -102,7 +108,7 @@ class States(Stored):
                 file.unlink(missing_ok=True)
         elif file is None or not same_as_file(file, state):  # scoring changes nothing
             save(self._path(client), state, lasting=False)
-            self._places[client] = self._path(client)
+            self._places[client], self._digests[client] = self._path(client), digest_later(self._path(client))
 
     def together(self, clients: Sequence[ClientId], size: Callable[[ClientId], int]) -> dict[ClientId, State] | None:
         """The states of several clients at once, as they lie in memory; None where one of them does not, or they would not fit.
@@ -122,11 +128,11 @@ class States(Stored):
         self._places, self._sizes, self._used = {}, {}, 0
         for client in states:
             file = states.file(client) if isinstance(states, Stored) else None
-            if file is None or self._used + nbytes_of_file(file) <= self._most:
+            if not isinstance(states, Stored) or file is None or self._used + nbytes_of_file(file) <= self._most:
                 self.put(client, dict(states[client]))
             else:
                 link(file, self._path(client))
-                self._places[client] = self._path(client)
+                self._places[client], self._digests[client] = self._path(client), states.digest(client)
 
     def _path(self, client: ClientId) -> Path:
         """The file for a client's state, in the keeper's own folder."""

@@ -239,6 +239,26 @@ def locate(base: str | Path) -> str:
     return str(base)
 
 
+_READ = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja", ".py")  # endings of a base's files that change what it is
+
+
+def files_of(base: str | Path) -> list[Path]:
+    """The files on this machine that a base is made of: configuration, weights, tokenizer; [] of one on the Hub that is not here.
+
+    Raises:
+        ModelError: See `locate`.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    folder = Path(source := locate(base))
+    if not folder.is_dir():
+        kept = try_to_load_from_cache(source, "config.json")
+        if not isinstance(kept, str):
+            return []
+        folder = Path(kept).parent
+    return sorted(path for path in folder.iterdir() if path.suffix in _READ and not path.name.startswith(".") and path.is_file())
+
+
 def tokenizer(base: str | Path) -> Any:
     """A base's own tokenizer.
 
