@@ -21,6 +21,7 @@ from coterie.aggregation.privacy import ORDERS, epsilon_of
 from coterie.errors import Refused, SaveError
 from coterie.limits import OWNERS, Limits
 
+ACCOUNT = ".account"  # its name in a device's folder: no run has one that begins with a dot
 Turn = tuple[int, int]  # round, and number of the exchange in it
 
 
@@ -178,6 +179,15 @@ class Account:
                 os.close(folder)
         except OSError as error:
             raise SaveError(f"cannot write {self.path}: {error.strerror}; nothing leaves", "Free some space.") from error
+
+
+def described(home: Path, limits: Limits) -> str:
+    """Say what a device has let out so far. Raises Refused as `Account.epsilon`."""
+    said = "This device keeps to its owner's limits, whatever a run says."
+    if not limits.noisy:
+        return said
+    spent, allowed = Account(home / ACCOUNT).epsilon(limits.delta), "any amount" if limits.epsilon is None else f"{limits.epsilon:g}"
+    return f"{said} Privacy spent over all runs: epsilon {spent:.3g} at delta {limits.delta:g}; its owner allows {allowed}."
 
 
 def _check(ledger: _Ledger, leaving: Leaving, limits: Limits) -> None:

@@ -24,8 +24,8 @@ def answer(node: Mapping[str, Any], text: str, body: bytes) -> tuple[str, bytes]
     """What a device does with a request.
 
     Args:
-        node: The node's own configuration: `client`, `data`, `base`, `home` and `secure`, see `Device`; `resident: true` where a process
-            serves the folder `home`; in Flower's simulation `partition-id`.
+        node: The node's own configuration: `client`, `data`, `base`, `home` and `secure`, see `Device`; `limits`, the path of a file;
+            `resident: true` where a process serves the folder `home`; in Flower's simulation `partition-id`.
         text: The request.
         body: Its tensors.
     """
@@ -35,14 +35,16 @@ def answer(node: Mapping[str, Any], text: str, body: bytes) -> tuple[str, bytes]
 
 
 def device(node: Mapping[str, Any]) -> "Device":
-    """The device that a node's configuration describes."""
+    """The device that a node's configuration describes. Raises Refused for a file of limits that will not do."""
+    from coterie import limits
     from coterie.device import Device
 
     client, data, base = (None if node.get(key) is None else str(node[key]) for key in ("client", "data", "base"))
     home = Path(str(node["home"])) if "home" in node else default_home()
     if client is None and "partition-id" in node:
         return Device(home, place=int(node["partition-id"]))
-    return Device(home, client, None if data is None else Path(data), base, secure=bool(node.get("secure")))
+    allowed = limits.read(Path(str(node["limits"]))) if "limits" in node else limits.Limits()
+    return Device(home, client, None if data is None else Path(data), base, secure=bool(node.get("secure")), limits=allowed)
 
 
 def serve(grid: Grid, config: Mapping[str, Any]) -> None:

@@ -415,6 +415,7 @@ def client(
     home: Home = None,
     resident: Annotated[bool, typer.Option(help="Keep the base model loaded in a process between messages.")] = True,
     secure: Annotated[bool, typer.Option("--secure", help="Let nothing that was trained leave but by secure aggregation.")] = False,
+    limits: Annotated[Path | None, typer.Option("--limits", help="What this device allows, whatever a run says: a YAML file.")] = None,
     trust_remote_code: Trust = False,
     insecure: Insecure = False,
 ) -> None:
@@ -425,8 +426,13 @@ def client(
         if (ca is None and key is None) != insecure:
             raise Refused("give --ca and --key, or --insecure alone", "They are made where the server is: coterie keys.")
         folder = home or apps.default_home()
-        node = deploy.Node(deploy.Link(server, ca), folder, id, data, base, key, resident, secure)
+        node = deploy.Node(deploy.Link(server, ca), folder, id, data, base, key, resident, secure, limits)
         node.check()
+        if limits is not None:
+            from coterie import account
+            from coterie import limits as allowed
+
+            print(account.described(folder, allowed.read(limits)))
         if not node.link.answers("fleet"):
             print(f"Nobody answers at {server} yet; this device asks again and again.")
         with deploy.device(node) as supervisor:

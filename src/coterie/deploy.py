@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from coterie import limits
 from coterie.engines.resident import private
 from coterie.errors import ClientError, CoterieError, Refused
 from coterie.printing import printable
@@ -545,6 +546,7 @@ class Node:
         key: Its private key; None: without.
         resident: Whether a process keeps the base loaded between messages.
         secure: Whether it lets nothing that was trained leave but by secure aggregation.
+        limits: The owner's file of limits, see `coterie.limits`; None: without.
     """
 
     link: Link
@@ -555,10 +557,13 @@ class Node:
     key: Path | None = None
     resident: bool = True
     secure: bool = False
+    limits: Path | None = None
 
     def check(self) -> None:
         """Refuse what cannot work. Raises Refused."""
         self.link.check()
+        if self.limits is not None:
+            limits.read(self.limits).check_installed()
         if self.key is not None:
             _there(self.key, "the device's private key", "Copy it from the server's keys (clients/ID).")
         elif self.link.ca is not None:
@@ -569,7 +574,8 @@ class Node:
     @property
     def configuration(self) -> dict[str, Any]:
         """What the programs that Flower starts are told of the node."""
-        found = {"home": str(self.home.resolve()), "client": self.client, "data": self.data and str(self.data.resolve()), "base": self.base}
+        places = {"home": self.home, "data": self.data, "limits": self.limits}
+        found = {key: path and str(path.resolve()) for key, path in places.items()} | {"client": self.client, "base": self.base}
         switches = {"resident": self.resident, "secure": self.secure}
         return {k: v for k, v in found.items() if v is not None} | {k: True for k, on in switches.items() if on}
 

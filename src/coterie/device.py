@@ -16,7 +16,7 @@ from filelock import FileLock
 from coterie import modality as modalities
 from coterie import personal
 from coterie import recipe as recipes
-from coterie.account import Account, Cost, Leaving, Turn
+from coterie.account import ACCOUNT, Account, Cost, Leaving, Turn
 from coterie.aggregation import secure
 from coterie.aggregation.noise import kept_key
 from coterie.client import Metrics, Outbound, Site
@@ -32,7 +32,6 @@ _STATE = re.compile(r"round-(\d{5,})-(\d{3,})\.safetensors")
 _MOST_NOTE = 2000  # characters, see `Reply`
 _INDIFFERENT = {"compare_with", "description", "paper", "samples", "memory"}  # what a resumption may have otherwise
 _OWN = {"data", "flwr", "secret", "secret.lock", "secret.new", "resident.key", "resident.log", "resident.sock", "supernode.log"}
-ACCOUNT = ".account"  # no run has a name that begins with a dot
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 Nothing here needs torch: whoever starts a device has the file checked at once.
 """
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -49,6 +50,11 @@ class Limits(BaseModel):
     def noisy(self) -> bool:
         """Whether updates may leave with noise only."""
         return self.local_privacy is not None or self.epsilon is not None
+
+    def check_installed(self) -> None:
+        """Refuse an epsilon that nobody could count here. Raises Refused."""
+        if self.epsilon is not None and find_spec("opacus") is None:
+            raise Refused("limits.epsilon: without opacus nobody counts what is spent", "Install it with: pip install 'coterie[privacy]'")
 
     def check_run(self, method: str, base: str | None, rounds: int) -> None:
         """Refuse a run that the owner does not allow. Raises Refused."""

@@ -13,7 +13,7 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.task_identity import TaskIdentity
 
-from coterie.device import Device
+from coterie import apps
 from coterie.engines import Listener
 from coterie.engines.flower import client_app
 from coterie.engines.wire import Reply, Request
@@ -40,8 +40,7 @@ def delivered(message: Message) -> Message:
 
 def on_device(node: Mapping[str, Any], text: str, body: bytes) -> tuple[str, bytes]:
     """What a real device's node does, by its configuration."""
-    client, data = node.get("client"), node.get("data")
-    return Device(Path(str(node["home"])), client, None if data is None else Path(str(data))).answer(text, body)
+    return apps.device(node).answer(text, body)
 
 
 @dataclass

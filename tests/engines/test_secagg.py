@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from coterie.aggregation import secure
 from coterie.engines.engine import Listener
 from coterie.engines.flower import QUERY, Flower, _packed, _unpacked, client_app
-from coterie.engines.secagg import TRAIN
+from coterie.engines.secagg import EXCHANGE, TRAIN
 from coterie.engines.wire import Member, Reply, Request, parsed
 from coterie.errors import TensorError
 from coterie.protocol import Ask, Sends, task
@@ -210,7 +210,8 @@ def test_what_a_server_receives_is_not_the_update() -> None:
             for node, _, message in grid.carried:
                 if node == 1000 + k:
                     raw = message_to_proto(message).SerializeToString()
-                    assert not any(value.tobytes() in raw for dtype in ("<f4", "<f8") for value in update.astype(dtype))
+                    pairs = update.astype("<f4")[:606].view("<f8")  # of two values each: four bytes are there by chance now and then
+                    assert not any(value.tobytes() in raw for values in (update, pairs) for value in values)
 
 
 def test_the_sum_of_what_a_server_receives_still_has_the_own_masks_of_clients() -> None:
@@ -377,7 +378,10 @@ def configured(**configs: Any) -> RecordDict:
 
 
 def test_a_device_goes_along_with_its_own_terms() -> None:
-    assert not said_by(InProcess(1), configured(**terms())).has_error()
+    asked = configured(**terms())
+    asked.config_records[EXCHANGE] = ConfigRecord({"about": "one"})
+    assert not said_by(InProcess(1), asked).has_error()
+    assert "not named" in str(said_by(InProcess(1), configured(**terms())).error.reason)
 
 
 @pytest.mark.parametrize(
@@ -516,8 +520,8 @@ def test_replies_are_what_was_sent_and_their_updates(seed: int, clients: int) ->
 @pytest.mark.parametrize(
     ("reply", "said"),
     [
-        ({"x": torch.tensor([9.0, 0.0])}, "values up to 9"),
-        ({"x": torch.tensor([float("nan"), 0.0])}, "values up to nan"),
+        ({"x": torch.tensor([9.0, 0.0])}, "beyond 8"),
+        ({"x": torch.tensor([float("nan"), 0.0])}, "not numbers"),
         ({"x": torch.tensor([1, 2])}, "int64"),
         ({"x": torch.tensor([1.0])}, "float32"),
         ({"x": torch.zeros(2), "y": torch.zeros(1)}, "'y'"),

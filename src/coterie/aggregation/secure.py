@@ -58,7 +58,7 @@ def update(sent: Named, reply: Named) -> Tensor:
     found = torch.cat(parts).cpu() if parts else torch.empty(0, dtype=torch.float64)
     if not bool((found.abs() <= RANGE).all()):  # of NaN: not true
         raise TensorError(
-            f"reply to be masked: an update with values up to {float(found.abs().max()):g}; secure aggregation carries up to {RANGE:g}",
+            f"reply to be masked: an update with values that are not numbers, or beyond {RANGE:g}, which secure aggregation carries",
             "Training diverged there: lower the learning rate.",
         )
     return found

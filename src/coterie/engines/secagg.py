@@ -2,10 +2,19 @@
 
 Device: `masked` is what `client_app` registers for messages of type "train". Server: `summed` has one exchange done so that only the sum of
 the clients' updates is seen. Flower's own workflow and modifier run; what is here decides who may say what, and refuses the rest.
+
+Shares of keys say for which exchange and which cohort they are, and masks are made of that and of what the clients got. A client that was
+shown another cohort, round or model than the others refuses their shares, or its masks do not cancel: the sum of one exchange cannot be
+differenced against a part of it, and nobody's update is alone among those of a model made to give none (Pasquini et al., "Eluding Secure
+Aggregation in Federated Learning via Model Inconsistency", CCS 2022). Clients' keys are not signed: a server that makes up clients, or
+stands between them with keys of its own, is not kept out.
 """
 
+import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from hashlib import sha256
 from types import SimpleNamespace
@@ -16,6 +25,7 @@ from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 from flwr.client.mod.secure_aggregation import secaggplus_mod
 from flwr.common import Code, FitIns, FitRes, Parameters, Status, bytes_to_ndarray, ndarrays_to_parameters, parameters_to_ndarrays
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, RECORD_KEY_STATE, Key, Stage
+from flwr.common.secure_aggregation.secaggplus_utils import share_keys_plaintext_concat, share_keys_plaintext_separate
 from flwr.compat.common import recorddict_compat as compat
 from flwr.server.compat.legacy_context import LegacyContext
 from flwr.server.strategy import FedAvg
@@ -35,27 +45,88 @@ TRAIN = "train"  # the only type of message that Flower's modifier does not pass
 _TEXT, _FITRES = "text", "fitres"
 _SAME = "Install the same version of coterie on server and devices."
 _RAISED = 2  # Flower's code of an error of the program
+EXCHANGE = "coterie.exchange"  # the record of which exchange it is; on a device also of its cohort
+_ABOUT, _COHORT = "about", "cohort"
+_DIGEST = 32  # bytes
 _REPLY = {f"{_FITRES}.metrics", f"{_FITRES}.status", RECORD_KEY_CONFIGS}
 
 
+@dataclass(frozen=True)
+class _Bound:
+    """What an exchange is bound to, digests all.
+
+    Args:
+        cohort: Of the exchange, and of the clients in it with their public keys, see `_digest_of`.
+        sent: Of the tensors that they got.
+    """
+
+    cohort: bytes = b""
+    sent: bytes = b""
+
+
+_NOTHING = _Bound()
+_bound: ContextVar[_Bound] = ContextVar("_bound", default=_NOTHING)
+
+
+@contextmanager
+def _binding(bound: _Bound) -> Iterator[None]:
+    """Within the block shares and masks are of this exchange."""
+    token = _bound.set(bound)
+    try:
+        yield
+    finally:
+        _bound.reset(token)
+
+
+def _about(request: Request) -> str:
+    """Name an exchange."""
+    return json.dumps([request.run, request.round, request.number, request.task])
+
+
+def _digest_of(about: str, keys: Mapping[int, Sequence[bytes]]) -> bytes:
+    """Digest of an exchange and of all its clients' public keys, by node."""
+    cohort = [[node, *(key.hex() for key in keys[node])] for node in sorted(keys)]
+    return sha256(json.dumps([about, cohort]).encode()).digest()
+
+
 def _expanded(seed: bytes, modulus: int, shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
-    """A mask: AES-256 in counter mode, keyed with SHA-256 of the seed. A seed is of one exchange, and one mask is made of it.
+    """A mask: AES-256 in counter mode, keyed with SHA-256 of the seed and of the exchange. Of a seed one mask is made.
 
     Flower's own function folds the seed to 32 bits (28 for a pair of clients) for a Mersenne Twister: with three clients a server finds
     both of a client's masks in minutes.
     """
     if modulus != MODULUS:
         raise TensorError(f"masks modulo {modulus}, expected {MODULUS}", _SAME)
-    sizes = [math.prod(shape) for shape in shapes]
-    stream = Source(sha256(seed).digest()).read(4 * sum(sizes))
+    sizes, bound = [math.prod(shape) for shape in shapes], _bound.get()
+    key = sha256(bound.cohort + bound.sent + seed).digest()
+    stream = Source(key).read(4 * sum(sizes))
     parts = np.split(np.frombuffer(stream, "<u4").astype(np.int64), np.cumsum(sizes)[:-1])
     return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-for _user in (secaggplus_mod, SecAggPlusWorkflow.unmask_stage):
-    if "pseudo_rand_gen" not in _user.__globals__:  # pragma: no cover - another release of Flower
-        raise Refused(f"this release of Flower makes masks otherwise ({_user.__module__})", "Install flwr 1.41.")
-    _user.__globals__["pseudo_rand_gen"] = _expanded
+def _share(source: int, target: int, b_share: bytes, key_share: bytes) -> bytes:
+    """What a client tells another under encryption: for which exchange and cohort, and Flower's own part."""
+    return _bound.get().cohort + share_keys_plaintext_concat(source, target, b_share, key_share)
+
+
+def _share_read(share: bytes) -> tuple[int, int, bytes, bytes]:
+    """The inverse of `_share`. Raises TensorError: the other client takes part in another exchange, or was shown another cohort."""
+    if share[:_DIGEST] != _bound.get().cohort:
+        problem = "secure aggregation: another client was shown another cohort or exchange than this one"
+        raise TensorError(problem, "A server that tells clients unlike things could see a single client's update; nothing was sent.")
+    return share_keys_plaintext_separate(share[_DIGEST:])
+
+
+_REPLACED = {
+    "pseudo_rand_gen": (_expanded, (secaggplus_mod, SecAggPlusWorkflow.unmask_stage)),
+    "share_keys_plaintext_concat": (_share, (secaggplus_mod,)),
+    "share_keys_plaintext_separate": (_share_read, (secaggplus_mod,)),
+}
+for _name, (_ours, _users) in _REPLACED.items():
+    for _user in _users:
+        if _name not in _user.__globals__:  # pragma: no cover - another release of Flower
+            raise Refused(f"this release of Flower makes masks otherwise ({_user.__module__})", "Install flwr 1.41.")
+        _user.__globals__[_name] = _ours
 
 
 def _terms(clients: int) -> dict[str, int | float]:
@@ -78,15 +149,49 @@ def masked(handle: Handle, message: Message, context: Context) -> Message:
     """
     try:
         stage = _admitted(message, context)
-        reply = secaggplus_mod(message, context, lambda message, context: _trained(handle, message, context))
+        with _binding(_bound_by(message, context, stage)):
+            reply = secaggplus_mod(message, context, lambda message, context: _trained(handle, message, context))
         _refuse_open(reply, stage)
     except Exception as error:
-        context.state.config_records.pop(RECORD_KEY_STATE, None)
+        _forget(context)
         said = f"{error.problem}\n  {error.remedy}" if isinstance(error, CoterieError) else f"{type(error).__name__}: {error}"
         return Message(Error(_RAISED, said[:20000]), reply_to=message)
     if stage == Stage.UNMASK:
-        context.state.config_records.pop(RECORD_KEY_STATE, None)
+        _forget(context)
     return reply
+
+
+def _forget(context: Context) -> None:
+    """Let go of the keys of an exchange."""
+    for record in (RECORD_KEY_STATE, EXCHANGE):
+        context.state.config_records.pop(record, None)
+
+
+def _bound_by(message: Message, context: Context, stage: str) -> _Bound:
+    """What a device binds the exchange to, as far as it knows by this stage, and remembers until the last.
+
+    Raises:
+        TensorError: The server does not say which exchange it is, or another one than at first.
+    """
+    content, state = message.content, context.state.config_records
+    if stage == Stage.SETUP:
+        about = content.config_records.get(EXCHANGE, ConfigRecord()).get(_ABOUT)
+        if not isinstance(about, str):
+            raise TensorError("secure aggregation of an exchange that is not named", _SAME)
+        state[EXCHANGE] = ConfigRecord({_ABOUT: about})
+    if EXCHANGE not in state:
+        raise TensorError(f"asked for {stage} before the first stage", "")
+    about = str(state[EXCHANGE][_ABOUT])
+    if stage == Stage.SHARE_KEYS:
+        keys = {int(node): pair for node, pair in content.config_records[RECORD_KEY_CONFIGS].items() if node != Key.STAGE}
+        state[EXCHANGE][_COHORT] = _digest_of(about, cast(Mapping[int, Sequence[bytes]], keys))
+    sent = b""
+    if stage == Stage.COLLECT_MASKED_VECTORS:
+        ins = compat.recorddict_to_fitins(content, keep_input=True)
+        if _about(parsed(Request, str(ins.config[_TEXT]))) != about:
+            raise TensorError("asked for the update of another exchange than the masks are for", "")
+        sent = sha256(ins.parameters.tensors[0]).digest()
+    return _Bound(cast(bytes, state[EXCHANGE].get(_COHORT, b"")), sent)
 
 
 def _admitted(message: Message, context: Context) -> str:
@@ -176,8 +281,13 @@ def summed(carry: Carry, requests: Mapping[int, Request], bodies: Mapping[int, b
 
     Returns:
         The mean of those that answered the third stage; without a mean, `problems` has everybody.
+
+    Raises:
+        TensorError: They would be asked for unlike exchanges, or sent unlike tensors. Nobody was asked.
     """
     found = Sum()
+    if len({_about(request) for request in requests.values()}) > 1 or len({bodies.get(node, b"") for node in requests}) > 1:
+        raise TensorError("secure aggregation: clients would be sent unlike tensors, and their masks would not cancel", "")
     if len(requests) < FEWEST:
         few = f"{len(requests)} clients are there, and secure aggregation needs at least {FEWEST}: of fewer, the sum would tell"
         found.problems = dict.fromkeys(requests, few)
@@ -212,7 +322,7 @@ def _why(problems: Mapping[int, str]) -> str:
 
 
 class _Workflow(SecAggPlusWorkflow):
-    """Flower's, mended: who leaves before it sent shares is no longer asked about.
+    """Flower's, mended: who leaves before it sent shares is no longer asked about, and masks are taken off as devices put them on.
 
     Otherwise the last stage asks everybody for shares of keys that were never shared, and nobody answers.
     """
@@ -223,6 +333,12 @@ class _Workflow(SecAggPlusWorkflow):
         state.nid_to_neighbours = {node: state.nid_to_neighbours[node] & state.active_node_ids for node in state.active_node_ids}
         return enough
 
+    def unmask_stage(self, grid: Grid, context: LegacyContext, state: WorkflowState) -> bool:
+        plan = cast(_Plan, context.strategy)
+        with _binding(_Bound(_digest_of(plan.about, state.nid_to_publickeys), sha256(plan.body).digest())):
+            done: bool = super().unmask_stage(grid, context, state)
+            return done
+
 
 class _Plan(FedAvg):
     """Whom the workflow asks what, and what it came to."""
@@ -230,6 +346,8 @@ class _Plan(FedAvg):
     def __init__(self, requests: Mapping[int, Request], bodies: Mapping[int, bytes]) -> None:
         super().__init__()
         self.requests, self.bodies = requests, bodies
+        self.about = _about(next(iter(requests.values())))
+        self.body = self.bodies.get(next(iter(requests)), b"")  # the same for all
         self.mean: np.ndarray | None = None
         self.summed: list[int] = []
 
@@ -274,6 +392,9 @@ class _Checked:
         """One stage."""
         sent = {message.metadata.dst_node_id: message for message in messages}
         stages = {node: str(message.content.config_records[RECORD_KEY_CONFIGS][Key.STAGE]) for node, message in sent.items()}
+        for node, message in sent.items():
+            if stages[node] == Stage.SETUP:
+                message.content.config_records[EXCHANGE] = ConfigRecord({_ABOUT: _about(self.requests[node])})
         answered = self.carry(sent)
         believed = []
         for node in sent:
