@@ -1,5 +1,6 @@
 """The client as a task sees it: its model, its data, its optimisers, its state, and nothing of anybody else's."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -7,23 +8,25 @@ from hashlib import blake2b
 from itertools import islice
 from typing import Annotated, Any, Protocol
 
+import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
+from coterie.aggregation.dpsgd import Sanitizer
 from coterie.aggregation.noise import Source
 from coterie.aggregation.privacy import Privacy, local
 from coterie.attackers import Attack, poisoned
 from coterie.data.examples import ExampleSplit
 from coterie.data.federation import ClientData
-from coterie.data.splits import Batch, Split
+from coterie.data.splits import Batch, Numbers, Split
 from coterie.errors import ClientError, CoterieError, Refused, TensorError
 from coterie.models.layout import Layout
 from coterie.models.lora import LoRA
 from coterie.models.pool import ABSENT
 from coterie.optimisers import AdamW, Optimiser
 from coterie.profiling import STEP, span
-from coterie.protocol import PROTECTS, ClientId, Sends, State, Task, check_declared, declared, find_task, mix
+from coterie.protocol import PROTECTS, ClientId, Sends, State, Task, check_declared, declared, find_task, mix, protects_examples
 from coterie.roles import BACKBONE, EXPERT, GATE, GENERALIST, ROUTER, SPECIALIST, Role
 from coterie.tensors import Named, Tensors, all_finite, check_alike, to_bytes
 
@@ -89,6 +92,8 @@ class Model(Protocol):
     ) -> tuple[list[Tensor], dict[str, Tensor]]: ...
     @property
     def embed(self) -> Callable[[Any], Tensor] | None: ...  # a batch's embeddings by a common expert, where there is one
+    @property
+    def per_example(self) -> Callable[[Any, list[nn.Parameter]], tuple[list[Tensor], dict[str, Tensor]]] | None: ...  # None: it cannot
     def score(self, batches: Iterator[Any]) -> Tensor: ...
 
 
@@ -181,6 +186,7 @@ class Client:
         state: What it remembers; {} for a client that starts.
         seed: The run's seed.
         total_iterations: T * L, over which the cosine schedule runs.
+        sanitizer: Makes the gradients of what is shared, if single examples are protected.
     """
 
     id: ClientId
@@ -190,12 +196,14 @@ class Client:
     state: State
     seed: int
     total_iterations: int
+    sanitizer: Sanitizer | None = None
     stats: dict[str, list[dict[str, Tensor]]] = field(default_factory=dict)
     tokens: int = 0
 
     def __post_init__(self) -> None:
         self._parameters = self.model.parameters_by_role()
         self._splits: dict[str, Split] = {}
+        self._untouched: dict[frozenset[Role], Tensors] = {}
         self.bind()
 
     def bind(self) -> None:
@@ -376,12 +384,26 @@ class Client:
         Gradients are taken of these roles alone, so nothing leaks between the levels. A step of anything but the router or gate alone is
         a local iteration.
 
+        Where single examples are protected, gradients of shared roles are made by a `Sanitizer`, on a batch of its own, at a model whose
+        other parts have their initial values: those that it has learned were never noised, and what depends on them would tell of them.
+
         Args:
             roles: Whose tensors are trained.
             on: The split that the batch is drawn from.
-            extra: Gives the gradient, by name, of what the objective has beside the loss: a regulariser, a penalty.
+            extra: Gives the gradient, by name, of what the objective has beside the loss: a regulariser, a penalty; of shared roles it
+                must not depend on the data but through what is shared.
         """
-        self.step_on(self.draw(on), *roles, extra=extra)
+        if self.sanitizer is None or self.sanitizer.roles.isdisjoint(roles):
+            return self.step_on(self.draw(on), *roles, extra=extra)
+        shared = [role for role in roles if role in self.sanitizer.roles and self._parameters[role]]
+        own = [role for role in roles if role not in self.sanitizer.roles and self._parameters[role]]
+        iteration = self._count("iteration", 0 if UPPER.issuperset(roles) else 1)
+        with span(f"{STEP} {'+'.join(roles)}"):
+            gradients = dict(zip(shared, self._sanitized(self.sanitizer, on, shared), strict=True)) if shared else {}
+            if own:  # at the same point, as in a step without privacy
+                gradients |= dict(zip(own, self._gradients(self.draw(on), own), strict=True))
+            self._descend(gradients, extra, iteration)
+        return None
 
     def draw(self, on: Split) -> Batch:
         """The next batch of a split."""
@@ -390,23 +412,63 @@ class Client:
     def step_on(self, batch: Batch, *roles: Role, extra: Callable[[], Named] | None = None) -> None:
         """As `step`, on a batch that was drawn before."""
         present = [role for role in roles if self._parameters[role]]
-        wrt = [p for role in present for p in self._parameters[role].values()]
         iteration = self._count("iteration", 0 if UPPER.issuperset(roles) else 1)
-        if not wrt:  # a single expert has no router to train
+        if not present:  # a single expert has no router to train
             return
         with span(f"{STEP} {'+'.join(roles)}"):
-            gradients, stats = self.model.gradient(batch, wrt, self.training.micro_batch)
-            self._note("+".join(roles), batch, stats)
-            beside = extra() if extra else {}
-            remaining = iter(gradients)
-            for role in present:
-                terms = ((next(remaining), beside.get(name)) for name in self._parameters[role])
-                flat = torch.cat([(own if other is None else own + other).flatten() for own, other in terms])
-                self.descend(role, flat.float(), iteration)
+            gradients = self._gradients(batch, present, "+".join(roles))
+            self._descend(dict(zip(present, gradients, strict=True)), extra, iteration)
 
-    def _note(self, what: str, batch: Batch, stats: dict[str, Tensor]) -> None:
+    def _gradients(self, batch: Batch, roles: Sequence[Role], what: str = "") -> Sequence[list[Tensor]]:
+        """The gradients of the tensors of each role on a batch; what was measured is noted under the roles, or `what`."""
+        wrt = [p for role in roles for p in self._parameters[role].values()]
+        gradients, stats = self.model.gradient(batch, wrt, self.training.micro_batch)
+        self._note(what or "+".join(roles), len(batch), stats)
+        return self._by_role(gradients, roles)
+
+    def _by_role(self, gradients: Sequence[Tensor], roles: Sequence[Role]) -> Sequence[list[Tensor]]:
+        """Gradients of all tensors of some roles, in parts."""
+        remaining = iter(gradients)
+        return [list(islice(remaining, len(self._parameters[role]))) for role in roles]
+
+    def _descend(self, gradients: Mapping[Role, list[Tensor]], extra: Callable[[], Named] | None, iteration: int) -> None:
+        """One optimiser step of each role, along its gradients and those of `extra`."""
+        beside = extra() if extra else {}
+        for role, own in gradients.items():
+            terms = ((gradient, beside.get(name)) for name, gradient in zip(self._parameters[role], own, strict=True))
+            flat = torch.cat([(gradient if other is None else gradient + other).flatten() for gradient, other in terms])
+            self.descend(role, flat.float(), iteration)
+
+    def _sanitized(self, sanitizer: Sanitizer, on: Split, roles: Sequence[Role]) -> Sequence[list[Tensor]]:
+        """The gradients of the tensors of each role on a sample of a split, private for each of its examples."""
+        wrt = [p for role in roles for p in self._parameters[role].values()]
+        size, expected = sum(p.numel() for p in wrt), min(self.training.batch_size, on.windows)
+        with self.borrowing(self._initial(frozenset(OWNED) - sanitizer.roles)):
+            parts = self._by_example(on, sanitizer.sample(on.windows, expected), wrt, "+".join(roles))
+            flat = sanitizer.gradient(parts, size, expected).to(self.model.device)
+        self.tokens += expected * self.data.train.context  # how many there were is a secret
+        pieces = zip(wrt, torch.split(flat, [p.numel() for p in wrt]), strict=True)
+        return self._by_role([piece.view_as(p) for p, piece in pieces], roles)
+
+    def _by_example(self, on: Split, numbers: Numbers, wrt: list[nn.Parameter], what: str) -> Iterator[list[Tensor]]:
+        """The gradients of each of some rows of a split, so many at a time as fit."""
+        assert self.model.per_example is not None
+        rows = self.training.micro_batch or self.training.batch_size
+        for part in np.array_split(numbers, math.ceil(len(numbers) / rows)) if len(numbers) else ():
+            gradients, stats = self.model.per_example(on.take(part), wrt)
+            self._note(what, 0, stats)
+            yield gradients
+
+    def _initial(self, roles: frozenset[Role]) -> Tensors:
+        """What the client's own tensors of these roles were before any data touched them."""
+        if roles not in self._untouched:
+            seeds = {role: initial_seed(self.seed, role, self.id) for role in sorted(roles) if self._parameters[role]}
+            self._untouched[roles] = {name: t for role, seed in seeds.items() for name, t in self.model.initial(role, seed).items()}
+        return self._untouched[roles]
+
+    def _note(self, what: str, rows: int, stats: dict[str, Tensor]) -> None:
         self.stats.setdefault(what, []).append(stats)
-        self.tokens += len(batch) * self.data.train.context
+        self.tokens += rows * self.data.train.context
 
     def descend(self, role: Role, gradient: Tensor, iteration: int | None = None) -> None:
         """One optimiser step of all values of a role along a gradient that is given, (d,).
@@ -434,8 +496,19 @@ class Client:
         with self.borrowing({role: values}):
             wrt = list(self._parameters[role].values())
             gradients, stats = self.model.gradient_elsewhere(batch, wrt, self.training.micro_batch)
-            self._note("elsewhere", batch, stats)
+            self._note("elsewhere", len(batch), stats)
             return torch.cat([gradient.flatten() for gradient in gradients]).float()
+
+    def gradient_to_share(self, values: Tensor, batch: Batch, role: Role = GENERALIST) -> Tensor:
+        """As `gradient_at`, of what is shared though it is not the client's own model.
+
+        Where examples are protected it is made by the sanitizer, on a batch of its own.
+        """
+        if self.sanitizer is None:
+            return self.gradient_at(values, batch, role)
+        with self.borrowing({role: values}):
+            (gradients,) = self._sanitized(self.sanitizer, self.train, [role])
+            return torch.cat([gradient.flatten() for gradient in gradients])
 
     def forget(self, role: Role) -> None:
         """Start the optimiser of a role afresh: its moments belong to tensors that are no more."""
@@ -501,6 +574,7 @@ class Outbound:
             asks often enough could average it away.
         secure: Whether updates leave under the masks of secure aggregation alone.
         noisy: Whether updates leave with noise alone.
+        by_examples: Whether noise in each step, for single examples, will do for that.
         masked: Whether the reply at hand goes under masks.
     """
 
@@ -512,6 +586,7 @@ class Outbound:
     key: bytes = b""
     secure: bool = False
     noisy: bool = False
+    by_examples: bool = False
     masked: bool = False
 
     @property
@@ -522,7 +597,18 @@ class Outbound:
     @property
     def protects(self) -> bool:
         """Whether nothing may leave that is not declared."""
-        return self.secure or self.noisy or self.noise is not None
+        return self.secure or self.noisy or self.noise is not None or self.sanitizes
+
+    @property
+    def sanitizes(self) -> bool:
+        """Whether single examples are protected, by noise in each step."""
+        return self.privacy is not None and self.privacy.unit == "example"
+
+    @property
+    def _noised(self) -> bool:
+        """Whether updates leave with such noise as the owner wants."""
+        found = self.privacy if self.noise is not None or (self.by_examples and self.sanitizes) else None
+        return found is not None and found.noise > 0
 
     def check(self, task: Task) -> None:
         """Refuse, before anything is done, a task whose reply could not leave. Raises Refused."""
@@ -534,8 +620,9 @@ class Outbound:
         if sends is Sends.UPDATE and self.secure and not self.masked:
             problem = f"{name}: this device lets its updates leave by secure aggregation only"
             raise Refused(problem, "Run the recipe with --set secure=true.")
-        if sends is Sends.UPDATE and self.noisy and not (self.noise and self.noise.noise):
-            remedy = "Run the recipe with privacy.where: local and the noise that the device wants."
+        if sends is Sends.UPDATE and self.noisy and not self._noised:
+            also = ", or privacy.unit: example," if self.by_examples else ""
+            remedy = f"Run the recipe with privacy.where: local{also} and the noise that the device wants."
             raise Refused(f"{name}: this device lets its updates leave with noise only", remedy)
 
     def __call__(self, task: Task, id: ClientId, sent: Named, reply: Tensors, round: int, phase: int) -> Tensors:
@@ -570,6 +657,20 @@ class Outbound:
             return self.source("noise", round, phase, id)
         contents = (blake2b(to_bytes(named)).hexdigest() for named in (sent, reply))
         return Source.keyed(self.key, "noise", id, repr(privacy.clip), repr(privacy.noise), *contents)
+
+    def sanitizer(self, method: Any, round: int, phase: int, id: ClientId) -> Sanitizer | None:
+        """What makes the gradients that a client of a method shares, in one task; None where no single examples are protected.
+
+        On devices it never draws the same twice, not even for the same request: with the same noise on other data, or from another state,
+        the difference would have none. Each time counts.
+        """
+        if self.privacy is None or not self.sanitizes:
+            return None
+        if not protects_examples(method):
+            raise Refused(f"{type(method).__name__} shares what no privacy of single examples covers", "Use another method.")
+        secret = self.secret or bool(self.key)
+        source = Source.secret() if secret else Source.seeded(self.seed, "examples", round, phase, id)
+        return Sanitizer(self.privacy, frozenset(method.shared), source)
 
     def source(self, *purpose: int | str) -> Source:
         """Return random numbers for the noise of one purpose."""
@@ -617,6 +718,11 @@ class Site:
         """The client `id` with its remembered state."""
         return Client(id, self.model(id), self.data[id], self.training, state, self.seed, self.total_iterations)
 
+    @property
+    def sanitizes(self) -> bool:
+        """Whether clients protect their single examples."""
+        return self.outbound is not None and self.outbound.sanitizes
+
     def begin(self, state: State, round: int, method: Any, steps: int | None = None) -> None:
         """Make a client's state ready for a task: a stateless client is told where the run stands, in steps of its own a round."""
         if method.forgetful or self.training.stateless:
@@ -657,6 +763,7 @@ class Site:
                 client = self.client(id, state)
                 steps = method.steps(client)
                 client.total_iterations = method.rounds * steps
+                client.sanitizer = None if self.outbound is None else self.outbound.sanitizer(method, round, phase, id)
                 self.begin(state, round, method, steps)
                 reply = self.leaving(method, task, id, tensors, find_task(method, task)(client, tensors), round, phase)
                 return reply, self.measured(client.metrics())

@@ -39,10 +39,10 @@ class Cohort:
     def of(cls, site: Site, states: Mapping[ClientId, State]) -> "Cohort | None":
         """The cohort of these clients; None where they must be asked one by one.
 
-        They must have one layout, a model that stacks and gains by it, batches in one piece, and have done the same number of iterations,
-        as learning rates depend on it.
+        They must have one layout, a model that stacks and gains by it, batches in one piece, no privacy of single examples, and have done
+        the same number of iterations, as learning rates depend on it.
         """
-        if len(states) < 2:
+        if len(states) < 2 or site.sanitizes:
             return None
         first, *others = [site.model(i) for i in states]
         if not isinstance(first, Classifier) or not first.stacks or any(model is not first for model in others):

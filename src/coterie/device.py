@@ -18,6 +18,7 @@ from coterie import personal
 from coterie import recipe as recipes
 from coterie.account import ACCOUNT, Account, Cost, Leaving, Turn
 from coterie.aggregation import secure
+from coterie.aggregation.dpsgd import rate_of, rdp_of_steps
 from coterie.aggregation.noise import kept_key
 from coterie.client import Metrics, Outbound, Site
 from coterie.engines.wire import Member, Reply, Request, failed, parsed
@@ -222,7 +223,8 @@ class Device:
         if site.outbound is not None:
             key = self._key() if self.place is None and site.outbound.noise is not None else b""
             closed = self.secure or self.limits.secure or prepared.recipe.secure
-            site.outbound = replace(site.outbound, key=key, secure=closed, noisy=self.limits.noisy, masked=request.masked)
+            noisy, by_examples = self.limits.noisy, self.limits.unit == "example"
+            site.outbound = replace(site.outbound, key=key, secure=closed, noisy=noisy, by_examples=by_examples, masked=request.masked)
         return replace(prepared, site=site)
 
     def _key(self) -> bytes:
@@ -284,16 +286,25 @@ class _Door:
         """Write down what is about to leave. Raises Refused: it may not leave; SaveError: it could not be written down."""
         if self.account is None:
             return
-        noise = None if self._outbound is None or not self._updates else self._outbound.noise
-        mu = 2 / noise.noise if noise is not None and noise.noise else 0.0  # any two updates are up to 2C apart
-        cost = Cost(squared=mu * mu) if mu else None
         said = b"" if self.request.masked else json.dumps([self.request.task, metrics], sort_keys=True).encode()
         contents = blake2b(said + encoded, digest_size=16).hexdigest()
-        self.account.record(self._leaving(contents, cost), self.limits, self._exchanges)
+        self.account.record(self._leaving(contents, self._cost), self.limits, self._exchanges)
 
     def _leaving(self, contents: str, cost: Cost | None) -> Leaving:
         request = self.request
         return Leaving(request.run, _same_recipe(request.recipe), (request.round, request.number), contents, cost, request.masked)
+
+    @property
+    def _cost(self) -> Cost | None:
+        """What the reply spends of the privacy of the client, or of each of its examples; None where it has no noise, or needs none."""
+        privacy = None if self._outbound is None or not self._updates else self._outbound.privacy
+        if privacy is None or not privacy.noise or privacy.where == "central":
+            return None
+        if privacy.unit == "client":
+            return Cost(squared=(2 / privacy.noise) ** 2)  # any two updates are up to 2C apart
+        windows, expected = self.prepared.site.data[str(self.request.client)].train.windows, self.prepared.recipe.training.batch_size
+        steps = self.prepared.method.steps_of(windows, expected)
+        return Cost(renyi=tuple(rdp_of_steps(rate_of(windows, expected), privacy.noise, steps).tolist()))
 
     @property
     def _exchanges(self) -> int | None:
@@ -313,7 +324,7 @@ class _Door:
 def _check_run(recipe: Recipe, limits: Limits) -> None:
     """Refuse a run that the owner does not allow. Raises Refused."""
     limits.check_run(recipe.method["name"], getattr(recipe.model, "base", None), recipe.build_method().rounds)
-    if recipe.privacy is not None and recipe.privacy.where == "local":
+    if recipe.privacy is not None and (recipe.privacy.where == "local" or recipe.privacy.unit == "example"):
         limits.check_noise(recipe.privacy.noise, recipe.privacy.clip)
 
 

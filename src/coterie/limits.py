@@ -5,7 +5,7 @@ Nothing here needs torch: whoever starts a device has the file checked at once.
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
@@ -40,6 +40,10 @@ class Limits(BaseModel):
         int | None, Field(ge=1, description=f"unlike answers in a round; null: {EXCHANGES} where updates are protected, else any number")
     ] = None
     secure: Annotated[bool, Field(description="updates leave by secure aggregation only")] = False
+    unit: Annotated[
+        Literal["client", "example"],
+        Field(description="what noise has to protect, and epsilon is about: client, all of its data; or example: single windows or images"),
+    ] = "client"
     local_privacy: Annotated[LocalPrivacy | None, Field(description="the least noise that updates leave with; null: as a run says")] = None
     epsilon: Annotated[
         FiniteFloat | None, Field(gt=0, description="privacy that may be spent over all runs, with noise only; null: any amount")

@@ -6,16 +6,16 @@ from dataclasses import dataclass, replace
 
 from coterie import modality as modalities
 from coterie.aggregation.secure import FEWEST
-from coterie.client import Blueprint, Outbound, Site
+from coterie.client import Blueprint, Outbound, Site, Trainable
 from coterie.data.federation import POOL, ClientData, Federation, check_id
 from coterie.data.splits import SPLITS, Elsewhere
 from coterie.engines.wire import Member
 from coterie.errors import RecipeError, Refused
-from coterie.methods import Method
+from coterie.methods import METHODS, Method
 from coterie.modality import Modality
 from coterie.models.classifier import Classifier
 from coterie.models.layout import Layout
-from coterie.protocol import ClientId
+from coterie.protocol import ClientId, protects_examples
 from coterie.recipe import Recipe
 
 
@@ -95,11 +95,23 @@ def _beyond_sums(field: str, recipe: Recipe, method: Method) -> list[str]:
     return [f"{field}: {recipe.method['name']} needs more of its clients than the uniform mean of their updates; possible with {able}"]
 
 
+def _beyond_examples(recipe: Recipe, method: Method, model: Trainable) -> list[str]:
+    """What is wrong with the privacy of single examples for a method and its model."""
+    if not protects_examples(method):
+        able = [name for name, entry in METHODS.items() if "by_examples" in vars(entry.method)]
+        problem = f"privacy.unit: {recipe.method['name']} shares more than what gradients of single examples train"
+        return [f"{problem}; possible with {', '.join(able)}, with aggregate mean and without a pool"]
+    if method.shared and isinstance(model, Classifier) and model.per_example is None:
+        return ["privacy.unit: gradients of single examples are of language models and of image networks whose norm is group or none"]
+    return []
+
+
 def _check_privacy(recipe: Recipe, method: Method, modality: Modality, layout: Layout) -> None:
     """Refuse privacy for what it would not protect. Raises RecipeError."""
     if recipe.privacy is None:
         return
-    model, mistakes = modality.trainable(layout), _beyond_sums("privacy", recipe, method)
+    model = modality.trainable(layout)
+    mistakes = _beyond_sums("privacy", recipe, method) if recipe.privacy.unit == "client" else _beyond_examples(recipe, method, model)
     if isinstance(model, Classifier) and model.statistics is not None and model.buffers():
         mistakes.append("privacy: running statistics travel with the network, and noise would break them; use model.norm group or local")
     if mistakes:

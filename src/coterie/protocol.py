@@ -104,6 +104,11 @@ def _undeclared(sends: Sends, name: str, sent: Named, reply: Named) -> str | Non
     return None
 
 
+def protects_examples(method: Any) -> bool:
+    """Whether the privacy of single examples can be promised of what a method's clients send: its own class says so by `by_examples`."""
+    return "by_examples" in vars(type(method)) and bool(method.by_examples)
+
+
 def same(sent: Named) -> Named:
     """The form of what was sent."""
     return sent

@@ -247,7 +247,10 @@ class Released:
     path: Path
 
     def since(self, round: int) -> list[dict[str, Any]]:
-        """Read what left in a round or later: round, phase, content (a hash), and of how many clients how many were drawn."""
+        """Read what left in a round or later: round, phase, content (a hash), and of how many clients how many were drawn.
+
+        Where single examples are protected, instead of these how many each client has, and the steps on them, `windows` and `steps`.
+        """
         lines = self.path.read_text().splitlines() if self.path.exists() else []
         return [found for line in lines if (found := json.loads(line))["round"] >= round]
 

@@ -11,6 +11,7 @@ from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -19,8 +20,9 @@ import coterie
 from coterie import evaluation, personal
 from coterie import recipe as recipes
 from coterie.aggregation import weights_error
+from coterie.aggregation.dpsgd import ExampleAccountant
 from coterie.aggregation.noise import Source, kept_key
-from coterie.aggregation.privacy import Accountant, central
+from coterie.aggregation.privacy import Accountant, Privacy, central
 from coterie.client import Client, Metrics, Site
 from coterie.data.examples import ExampleSplit
 from coterie.engines import Engine, Listener
@@ -118,11 +120,18 @@ class Execution(Listener):
             "lost": {},
         }
         privacy = self.recipe.privacy
-        self.accountant = None if privacy is None else Accountant(privacy, len(self.clients), experiment=not self.place.devices)
+        self.accountant = None if privacy is None else self._accountant(privacy)
         self.released = Released(self.folder / "released.jsonl")
         if privacy is not None:
             self.progress |= {"clip": privacy.clip, "spent": []}
         self.engine: Engine = self.place.engine(self.prepared, self.folder, self)
+
+    def _accountant(self, privacy: Privacy) -> Accountant | ExampleAccountant:
+        """What counts what clients, or their examples, spend."""
+        if privacy.unit == "client":
+            return Accountant(privacy, len(self.clients), experiment=not self.place.devices)
+        largest = max(data.train.windows for data in self.federation.clients.values())
+        return ExampleAccountant(privacy, largest, self.recipe.training.batch_size, experiment=not self.place.devices)
 
     def _take_in(self, prepared: Prepared) -> None:
         """Who takes part, and who is scored."""
@@ -143,7 +152,7 @@ class Execution(Listener):
             return False
         self.round, self.server, self.progress = found.round, found.server, found.progress
         if self.accountant is not None:
-            self.accountant.runs = [(count, rate) for count, rate in self.progress["spent"]]
+            self.accountant = replace(self.accountant, runs=self.progress["spent"])
             self._count_released()
         self.engine.restore(found.clients, self.progress.pop("engine", {}))
         self._check_clients(self.progress["up"])
@@ -154,8 +163,10 @@ class Execution(Listener):
     def _count_released(self) -> None:
         """Count what left a server on devices after the checkpoint that it goes back to."""
         for result in self.released.since(self.round):
-            assert self.accountant is not None
-            self.accountant.spend(result["drawn"], result["population"])
+            if isinstance(self.accountant, ExampleAccountant):
+                self.accountant.spend(result["windows"], result["steps"])
+            elif self.accountant is not None:
+                self.accountant.spend(result["drawn"], result["population"])
 
     def _check_clients(self, before: Mapping[ClientId, int]) -> None:
         """Refuse to go on with other clients than before where that cannot be."""
@@ -310,17 +321,33 @@ class Execution(Listener):
         """The replies as the method gets them, and what privacy that spends."""
         if self.accountant is None or not trains(ask.task):
             return replies
-        privacy = self.accountant.privacy
-        drawn = self.recipe.drawn(self.federation, self.round) or (len(ask.to), len(ask.to))
-        source, new = self._noise(ask, replies, phase, drawn)
-        if new:
-            self.accountant.spend(*drawn)
-        if privacy.where == "central":
-            replies, self.progress["clip"] = central(replies, ask.to, privacy, self.progress["clip"], source)
+        if isinstance(self.accountant, ExampleAccountant):
+            self._of_examples(self.accountant, ask, phase)
+        else:
+            replies = self._of_clients(self.accountant, ask, replies, phase)
         self.progress["spent"] = self.accountant.runs
         spent = {"epsilon": self.accountant.epsilon(self.accountant.delta), "delta": self.accountant.delta, "clip": self.progress["clip"]}
         self._write("privacy", self.round + 1, self.iteration, "", {k: v for k, v in spent.items() if math.isfinite(v)})
         self.reporter.spent(self.round, spent["epsilon"], spent["delta"])
+        return replies
+
+    def _of_examples(self, accountant: ExampleAccountant, ask: Ask, phase: int) -> None:
+        """Count what privacy of single examples an exchange has spent; on devices also if the server goes back to before it."""
+        windows = {i: self.federation.clients[i].train.windows for i in ask.to}
+        steps = {i: self.method.steps_of(n, accountant.expected) for i, n in windows.items()}
+        accountant.spend(windows, steps)
+        if self.place.devices:  # who is asked again draws other noise
+            result = {"round": self.round, "phase": phase, "content": uuid4().hex, "windows": windows, "steps": steps}
+            self.released.add(result, kept(self.round, self.recipe.checkpoint_every))
+
+    def _of_clients(self, accountant: Accountant, ask: Ask, replies: Replies, phase: int) -> Replies:
+        """The replies with the server's noise, if that is its business; what privacy of whole clients that spends is counted."""
+        drawn = self.recipe.drawn(self.federation, self.round) or (len(ask.to), len(ask.to))
+        source, new = self._noise(ask, replies, phase, drawn)
+        if new:
+            accountant.spend(*drawn)
+        if accountant.privacy.where == "central":
+            replies, self.progress["clip"] = central(replies, ask.to, accountant.privacy, self.progress["clip"], source)
         return replies
 
     @cached_property

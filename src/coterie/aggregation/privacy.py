@@ -45,29 +45,56 @@ class Adaptive(BaseModel):
 
 
 class Privacy(BaseModel):
-    """Differential privacy of the tensors that clients share, with a client as the unit; nothing else that leaves a client is covered."""
+    """Differential privacy of the tensors that clients share, of whole clients or of single examples; nothing else is covered."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    unit: Annotated[
+        Literal["client", "example"],
+        Field(description="what is protected: client, all data of one; example, each window or image of a client, by DP-SGD on the client"),
+    ] = "client"
     where: Annotated[
-        Literal["central", "local"],
-        Field(description="central: the server, which is trusted, clips and adds noise; local: each client, before anything leaves it"),
+        Literal["central", "local"] | None,
+        Field(
+            description="of unit client: central: the server, which is trusted, clips and adds noise; local: each client, before anything "
+            "leaves it; of unit example: null, each client clips and adds noise in every step",
+            validate_default=True,
+        ),
+    ] = None
+    clip: Annotated[
+        float,
+        Field(gt=0, description="C, the norm that an update is clipped to, or an example's gradient; all shared tensors as one vector"),
     ]
-    clip: Annotated[float, Field(gt=0, description="C, the norm that an update is clipped to, all shared tensors as one vector")]
     noise: Annotated[
         float, Field(ge=0, description="z, the noise multiplier: the standard deviation of the noise is z C; 0: none, and no privacy")
     ]
     delta: Annotated[
         float | None,
-        Field(gt=0, lt=1, description="null: 1 / N^1.1 with N clients, which says little for few clients; better well below 1 / N"),
+        Field(
+            gt=0,
+            lt=1,
+            description="null: 1 / N^1.1 with N clients, which says little for few of them, or with N examples of the largest client; "
+            "better well below 1 / N",
+        ),
     ] = None
     adaptive: Annotated[Adaptive | None, Field(description="C as a quantile of the norms, from `clip`; null: C stays; central only")] = None
+
+    @field_validator("where")
+    @classmethod
+    def _check_where(cls, where: str | None, info: ValidationInfo) -> str | None:
+        if info.data.get("unit") == "example" and where is not None:
+            raise ValueError("with unit: example each client clips and adds noise in every step; leave it out")
+        if info.data.get("unit") == "client" and where is None:
+            raise ValueError("with unit: client choose central or local")
+        return where
 
     @field_validator("adaptive")
     @classmethod
     def _check_adaptive(cls, adaptive: Adaptive | None, info: ValidationInfo) -> Adaptive | None:
         if adaptive is None:
             return None
+        if info.data.get("unit") == "example":
+            raise ValueError("a norm that follows a quantile is of whole updates; with unit: example use null")
         if info.data.get("where") == "local":
             raise ValueError("a client alone cannot know a quantile; use where: central, or null")
         if 2 * adaptive.noise <= info.data.get("noise", 0):
@@ -81,11 +108,11 @@ class Privacy(BaseModel):
             return self.noise
         return float((self.noise**-2 - (2 * self.adaptive.noise) ** -2) ** -0.5)
 
-    def delta_of(self, clients: int) -> float:
-        """Delta for so many clients. Raises Refused for one client without `delta`: 1 / N^1.1 would be 1."""
-        if self.delta is None and clients < 2:
-            raise Refused("privacy.delta: there is no default for a single client", "Give one, for instance --set privacy.delta=1e-5")
-        return self.delta or clients**-1.1
+    def delta_of(self, units: int) -> float:
+        """Delta for so many clients, or examples. Raises Refused for one without `delta`: 1 / N^1.1 would be 1."""
+        if self.delta is None and units < 2:
+            raise Refused(f"privacy.delta: there is no default for a single {self.unit}", "Give one, for instance --set privacy.delta=1e-5")
+        return self.delta or units**-1.1
 
 
 def clipped(reply: Named, sent: Named, norm: float) -> tuple[Tensors, bool]:
@@ -227,7 +254,7 @@ class Ledger:
     entries: list[tuple[int, float, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.gdp, self.rdp = _library()
+        self.gdp, self.rdp = library()
         self.entries = [(count, rate, multiplier) for count, rate, multiplier in self.entries]
 
     def spend(self, multiplier: float, rate: float = 1.0, count: int = 1) -> None:
@@ -296,7 +323,7 @@ class Accountant:
     experiment: bool = False
 
     def __post_init__(self) -> None:
-        _library()
+        library()
         check_installed()
         self.delta = self.privacy.delta_of(self.clients)
         self.runs = [(count, rate) for count, rate in self.runs]
@@ -351,7 +378,7 @@ class Accountant:
             "sampling": f"{self.exchanges} exchanges, {self._sampling()}",
             "experiment": self.experiment,
             "assumes": self._assumed(),
-            "covers": f"the shared tensors {_SEEN[self.privacy.where]}; {_BESIDE}",
+            "covers": f"the shared tensors {_SEEN[str(self.privacy.where)]}; {_BESIDE}",
         }
 
     def _assumed(self) -> str:
@@ -386,7 +413,7 @@ def epsilon_of(squared: float, renyi: np.ndarray, delta: float) -> float:
         return 0.0
     if not renyi.any():
         return Ledger([(1, 1.0, squared**-0.5)]).epsilon(delta)
-    _, rdp = _library()
+    _, rdp = library()
     epsilon, _ = rdp.get_privacy_spent(orders=ORDERS, rdp=renyi + squared * ORDERS / 2, delta=delta)
     return max(float(epsilon), 0.0) if epsilon <= MOST else math.inf
 
@@ -426,7 +453,7 @@ def _log_moment(rate: float, multiplier: float, order: int) -> float:
     return float(logsumexp(np.append(binomial + j * math.log(rate) + c, 0.0)))
 
 
-def _library() -> tuple[ModuleType, ModuleType]:
+def library() -> tuple[ModuleType, ModuleType]:
     """What opacus knows of Gaussian and of Rényi differential privacy. Raises Refused without it."""
     try:
         from opacus.accountants.analysis import gdp, rdp

@@ -98,6 +98,10 @@ class CoMiGS(Routed, Comparing, Aggregating):
     def sums(self) -> bool:
         return self.aggregate == "mean" and not self.pooling and self.aggregation.sums
 
+    @property
+    def by_examples(self) -> bool:
+        return self.aggregate == "mean" and not self.pooling  # a pool's gate learns of whole texts, midpoint gradients have no noise
+
     def layout(self, position: int, base: Layout) -> Layout:
         specialists = self.specialists if isinstance(self.specialists, int) else self.specialists[position]
         if self.generalists == "pool":

@@ -36,6 +36,10 @@ class Ditto(OneAdapter, Aggregating):
     def sums(self) -> bool:
         return self.aggregation.sums
 
+    @property
+    def by_examples(self) -> bool:
+        return True
+
     def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
         return {GENERALIST: model.flat(GENERALIST)}
 
@@ -50,7 +54,7 @@ class Ditto(OneAdapter, Aggregating):
             w_i, received = client.flat(), client.read(GENERALIST)
         for _ in range(self.steps(client)):
             batch, eta = client.draw(client.train), client.lr
-            gradient = client.gradient_at(w_i, batch)
+            gradient = client.gradient_to_share(w_i, batch)
             client.step_on(batch, GENERALIST, extra=lambda: self._pull(client.read(GENERALIST), received))
             client.training.experts.step(w_i, gradient, eta, client.state, "ditto/optimiser")
         return {GENERALIST: w_i} | self.size(client.data)

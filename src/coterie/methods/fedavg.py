@@ -21,6 +21,10 @@ class FedAvg(Averaged, OneAdapter):
 
     universal: ClassVar[bool] = True
 
+    @property
+    def by_examples(self) -> bool:
+        return True
+
     @task(Sends.UPDATE)
     def local_round(self, client: Client, theta: Tensors) -> Tensors:
         client.load(theta)

@@ -16,6 +16,10 @@ class FedAvgMoE(Averaged, TwoExperts):
 
     shared: ClassVar[tuple[Role, ...]] = (GENERALIST, ROUTER)
 
+    @property
+    def by_examples(self) -> bool:
+        return True
+
     @task(Sends.UPDATE)
     def local_round(self, client: Client, theta: Tensors) -> Tensors:
         client.load(theta)

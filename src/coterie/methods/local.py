@@ -15,6 +15,10 @@ from coterie.tensors import Tensors
 class Local(Alone, OneAdapter):
     """Each client trains its own LoRAs on its own data; nothing is ever sent."""
 
+    @property
+    def by_examples(self) -> bool:
+        return True
+
     @task(Sends.NOTHING)
     def local_round(self, client: Client, empty: Tensors) -> Tensors:
         for _ in range(self.steps(client)):

@@ -12,6 +12,10 @@ from coterie.tensors import Tensors
 class LocalMoE(Alone, TwoExperts):
     """Nothing is ever sent."""
 
+    @property
+    def by_examples(self) -> bool:
+        return True
+
     @task(Sends.NOTHING)
     def local_round(self, client: Client, empty: Tensors) -> Tensors:
         for _ in range(self.steps(client)):

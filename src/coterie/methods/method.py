@@ -63,9 +63,11 @@ class Method(ABC):
 
     def steps(self, client: Client) -> int:
         """Local iterations of a client in a round."""
-        if self.local_epochs is None:
-            return self.local_steps
-        return math.ceil(self.local_epochs * client.train.windows / client.training.batch_size)
+        return self.steps_of(client.train.windows, client.training.batch_size)
+
+    def steps_of(self, windows: int, batch_size: int) -> int:
+        """Local iterations in a round of a client with so many rows of training data."""
+        return self.local_steps if self.local_epochs is None else math.ceil(self.local_epochs * windows / batch_size)
 
     @property
     def total_iterations(self) -> int:
@@ -90,6 +92,15 @@ class Method(ABC):
     @property
     def sums(self) -> bool:
         """Whether all that the server ever needs of updates is their uniform mean."""
+        return False
+
+    @property
+    def by_examples(self) -> bool:
+        """Whether all that a client sends was trained by gradients that can be made private, one in each local iteration.
+
+        Those are `Client.step` of the roles in `shared`, and `Client.gradient_to_share`. A method has to say so itself: what it inherits
+        does not count, see `protocol.protects_examples`.
+        """
         return False
 
     @property
@@ -195,6 +206,7 @@ class Alone(Method):
     """A method of which nothing is ever sent."""
 
     elastic: ClassVar[bool] = True
+    shared: ClassVar[tuple[Role, ...]] = ()
 
     def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
         return {}

@@ -38,6 +38,10 @@ class Oracle(FedAvg):
     def sums(self) -> bool:
         return False  # but one mean for each cluster
 
+    @property
+    def by_examples(self) -> bool:
+        return True
+
     def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
         theta, clusters = super().init(model, clients), model.clusters or {}
         state = {f"cluster/{i}": torch.tensor(k) for i, k in clusters.items()}

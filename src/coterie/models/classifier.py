@@ -189,6 +189,24 @@ class Classifier:
         with self._untracked():
             return self.gradient(batch, wrt, micro_batch)
 
+    def _each_example(self, batch: Examples, wrt: Sequence[nn.Parameter]) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """See `per_example`."""
+        named = self.parameters_by_role()[GENERALIST]
+        if {id(p) for p in wrt} != {id(p) for p in named.values()}:
+            raise ModelError("gradients of each example are of all parameters of the network", "Give all of them.")
+        points = torch.cat([p.detach().flatten() for p in named.values()]).expand(len(batch), -1)
+        gradients, stats = self.vectorised(points, batch.x[:, None], batch.y[:, None])
+        own, names = parted(gradients, named), {id(p): name for name, p in named.items()}
+        return [own[names[id(p)]] for p in wrt], {name: found.mean() for name, found in stats.items()}
+
+    @property
+    def per_example(self) -> Callable[[Examples, Sequence[nn.Parameter]], tuple[list[Tensor], dict[str, Tensor]]] | None:
+        """Give the gradients of each example, (B, ...) in the order of `wrt`, each exactly that of a batch of it alone; and statistics.
+
+        None where examples count for each other, by batch normalisation, and for networks that do not stack.
+        """
+        return self._each_example if type(self) is Classifier and self.stacks and not self._batch_norms else None
+
     def vectorised(self, points: Tensor, x: Tensor, y: Tensor, running: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """`gradient` at many points at once, each with a batch and running statistics of its own; or `gradient_elsewhere`.
 

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from coterie.errors import ModelError
 from coterie.models.adapter import Adapter
-from coterie.models.backbone import Backbone
+from coterie.models.backbone import Attachable, Backbone
 from coterie.models.layout import Layout
 from coterie.models.lora import LoRA
 from coterie.models.loss import head_loss, head_nll
+from coterie.models.per_example import CopiedAdapter, copies
 from coterie.models.pool import ABSENT
 from coterie.models.routing import Routing, balance_loss
 from coterie.roles import EXPERT, GATE, Role
@@ -111,11 +112,11 @@ class LanguageModel:
         return torch.cat([(count * scores / scores.sum()).log(), scores.new_zeros(self.layout.specialists)])
 
     @contextmanager
-    def _using(self, record: list[Routing] | None = None) -> Iterator[None]:
-        """Within the block the backbone has the adapter attached, and the routers what the gate says."""
+    def _using(self, record: list[Routing] | None = None, adapter: Attachable | None = None) -> Iterator[None]:
+        """Within the block the backbone has the adapter attached, or what stands for it, and the routers what the gate says."""
         bias = self._bias()
         advised = [] if bias is None else self.adapter.routers()
-        with self.backbone.using(self.adapter, record):
+        with self.backbone.using(adapter or self.adapter, record):
             try:
                 for router in advised:
                     router.bias = bias
@@ -225,6 +226,45 @@ class LanguageModel:
 
     gradient_elsewhere = gradient  # there are no running statistics that would notice
 
+    def per_example(self, batch: Tensor, wrt: Sequence[nn.Parameter]) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """The gradient of each row's objective, exactly that of `gradient` of a batch of this row alone, but without dropout.
+
+        A row's objective is its mean next-token cross-entropy + lambda * load balancing over its own tokens.
+
+        Args:
+            batch: (B, C + 1) int64.
+            wrt: Parameters of this model's adapter.
+
+        Returns:
+            The gradients in the order of `wrt`, (B, ...) fp32 each, and statistics as of `gradient`, means over rows.
+
+        Raises:
+            ModelError: `wrt` is empty or holds a foreign parameter, or the batch has another form.
+        """
+        ids = self._checked(batch, predicts=True)
+        self._check_own(wrt)
+        totals, copied = _Totals(self.layout, tokens=ids[:, 1:].numel()), copies(wrt, len(ids))
+        record: list[Routing] = []
+        with self._using(record, CopiedAdapter(self.adapter, copied)):
+            nll = self._nll_sum(ids)
+        totals.add(nll, record, None)
+        objective = nll / ids[:, 1:].shape[1]
+        if self.layout.balance_has_gradient:
+            objective = objective + self.layout.balance_weight * self._balance_by_row(record, len(ids))
+        gradients = torch.autograd.grad(objective, list(copied.values()), materialize_grads=True)
+        return list(gradients), totals.statistics()
+
+    def _balance_by_row(self, record: Sequence[Routing], rows: int) -> Tensor:
+        """The sum over rows of the load-balancing loss of each row's own tokens."""
+        terms = []
+        for row in range(rows):
+            own = [decision.part(row, rows) for decision in record]
+            users = torch.stack([decision.users() for decision in own])
+            probabilities = torch.stack([decision.probabilities.mean(dim=0) for decision in own])
+            load = users / users.sum(dim=-1, keepdim=True) * self.layout.active
+            terms.append(balance_loss(self.layout.balance_coefficients, load, probabilities))
+        return torch.stack(terms).sum()
+
     def _objective(self, ids: Tensor, totals: "_Totals", load: Tensor | None) -> Tensor:
         """This micro-batch's share of the whole batch's objective; `load` is f of the whole batch, if this is but a part of it."""
         record: list[Routing] = []
@@ -284,12 +324,17 @@ class LanguageModel:
             )
         return ids.to(self.backbone.device, non_blocking=True)
 
+    def _check_own(self, wrt: Sequence[nn.Parameter]) -> None:
+        """Refuse anything but parameters of this adapter, at least one."""
+        asked = {id(parameter) for parameter in wrt}
+        if not asked or not asked <= {id(parameter) for parameter in self.adapter.parameters()}:
+            raise ModelError("gradient: nothing, or a parameter of another model, to differentiate by", "Give parameters of this adapter.")
+
     @contextmanager
     def _training(self, wrt: Sequence[nn.Parameter]) -> Iterator[None]:
         """Within the block only `wrt` requires gradients, and dropout is on."""
+        self._check_own(wrt)
         own, asked = list(self.adapter.parameters()), {id(parameter) for parameter in wrt}
-        if not asked or not asked <= {id(parameter) for parameter in own}:
-            raise ModelError("gradient: nothing, or a parameter of another model, to differentiate by", "Give parameters of this adapter.")
         before = [parameter.requires_grad for parameter in own]
         self.adapter.train()
         try:

@@ -192,6 +192,8 @@ class PoolClassifier:
         gate = self.gate.flops() + self.common.flops() if self.gate is not None and self.common is not None else 0
         return experts * self.experts[0].flops() + gate
 
+    per_example = None
+
     @property
     def embed(self) -> Callable[[Examples], Tensor] | None:
         """What makes (B, e) embeddings of a batch, on the CPU: the common expert; None where there is no gate to see them."""

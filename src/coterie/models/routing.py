@@ -29,6 +29,11 @@ class Routing:
             return torch.full_like(self.probabilities[0], len(self.probabilities), requires_grad=False)
         return torch.zeros_like(self.probabilities).scatter_(1, self.selected, 1.0).sum(dim=0)
 
+    def part(self, number: int, parts: int) -> "Routing":
+        """One of so many equal parts of the tokens, in their order."""
+        selected = None if self.selected is None else self.selected.chunk(parts)[number]
+        return Routing(self.weights.chunk(parts)[number], self.probabilities.chunk(parts)[number], selected)
+
 
 class Router(nn.Module):
     """One linear layer d_model -> n on the MLP's own input; logits and softmax at least in fp32.
@@ -51,7 +56,10 @@ class Router(nn.Module):
         """(T, d_model) -> the decision for T tokens."""
         precise = torch.promote_types(x.dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(precise)
-        logits = nn.functional.linear(x.to(precise), self.weight.to(precise), bias)
+        return self.decide(nn.functional.linear(x.to(precise), self.weight.to(precise), bias))
+
+    def decide(self, logits: Tensor) -> Routing:
+        """(T, n) logits -> the decision for T tokens."""
         probabilities = logits.softmax(dim=-1)
         if self.active == logits.shape[-1]:
             return Routing(probabilities, probabilities, None)

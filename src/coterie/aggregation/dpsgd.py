@@ -1,0 +1,212 @@
+"""Privacy of single examples: DP-SGD on the client, and what it spends.
+
+Abadi et al., "Deep Learning with Differential Privacy", CCS 2016, Algorithm 1: each example takes part in a step with the same probability,
+its gradient is clipped to a norm C, and the sum gets N(0, (z C)^2) before anything is made of it. What optimisers, further steps, servers
+and other clients do with such a gradient is post-processing.
+
+That holds only if the gradient of one example depends on no other example but through what has such noise. Specialists and routers are
+trained on the same data without any: a gradient taken at a model that contains them depends on all examples that they have seen. One of
+these then moves the clipped gradients of all the others, by up to 2 C each, and no noise was made for that. Hence the gradient of what is
+shared is taken at a model whose other parts have the values that they started from, which no data have touched (`Client.step`).
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from coterie.aggregation.noise import Source, grid, on_grid
+from coterie.aggregation.privacy import ORDERS, Privacy, epsilon_of, library
+from coterie.protocol import ClientId
+from coterie.roles import Role
+
+_HIGHEST = 500  # the largest order that is tried: opacus sums as many terms
+_EXACT = 100  # up to which fractional orders are computed themselves; beyond, the next whole one bounds them
+_EXPERIMENT = "an experiment: whoever has the recipe's seed can draw the same noise, and the same examples, and is not covered"
+_DEVICES = "each device keeps its noise, and which examples took part in a step, to itself"
+_COVERS = (
+    "what single examples of a client (windows of its text, images) add to the shared tensors that it sends, whoever sees them, the server "
+    "too; not losses, scores, numbers of samples, who takes part, nor a personal model that its client gives away"
+)
+
+
+@dataclass(frozen=True)
+class Sanitizer:
+    """How a client makes gradients that may be shared, during one task.
+
+    Args:
+        privacy: C and z.
+        roles: What is shared: whose gradients these are.
+        source: Of which examples take part and of the noise. Whoever knows it can take both away: on devices it is secret.
+    """
+
+    privacy: Privacy
+    roles: frozenset[Role]
+    source: Source
+
+    def sample(self, windows: int, expected: int) -> npt.NDArray[np.int64]:
+        """Draw a batch: each of so many examples is in it with probability `rate`, whatever the others do. It may be empty."""
+        return np.flatnonzero(self.source.uniform(windows) < rate_of(windows, expected))
+
+    def gradient(self, parts: Iterable[Sequence[Tensor]], size: int, expected: float) -> Tensor:
+        """Clip the gradient of each example, add them up, add noise, and divide by the expected number of examples.
+
+        Args:
+            parts: Gradients of some examples each, every tensor (B, ...) with one of them in each row; in all any number of examples.
+            size: d, values of one example's gradient.
+            expected: Examples in a batch on average.
+
+        Returns:
+            (d,) fp32 on the CPU.
+
+        Raises:
+            TensorError: A value of a gradient is not a number.
+        """
+        deviation = self.privacy.noise * self.privacy.clip
+        step, total = grid(self.privacy.clip, deviation), np.zeros(size, dtype=np.int64)
+        for part in parts:
+            total += clipped_sum(part, self.privacy.clip, step)
+        if deviation:
+            total += self.source.gaussian(size, deviation / step)
+        return torch.from_numpy(total * (step / expected)).float()
+
+
+def clipped_sum(gradients: Sequence[Tensor], clip: float, step: float) -> npt.NDArray[np.int64]:
+    """Clip each example's gradient to norm C and add them up, in steps of a grid: in integers, so that no rounding adds to a norm.
+
+    Args:
+        gradients: (B, ...) each, of one example in each row.
+        clip: C, of all of an example's values as one vector.
+        step: Of the grid.
+
+    Returns:
+        (d,).
+
+    Raises:
+        TensorError: A value of a gradient is not a number.
+    """
+    rows = torch.cat([gradient.flatten(1) for gradient in gradients], dim=1).double().cpu().numpy()
+    return sum((on_grid(row, clip, step) for row in rows), start=np.zeros(rows.shape[1], dtype=np.int64))
+
+
+def rate_of(windows: int, expected: int) -> float:
+    """The probability with which each example takes part in a step, so that `expected` do on average."""
+    return min(1.0, expected / windows)
+
+
+@lru_cache(maxsize=4096)
+def _rdp_of_step(rate: float, noise: float) -> npt.NDArray[np.float64]:
+    if rate == 1:
+        return np.asarray(ORDERS / (2 * noise**2))
+    _, rdp = library()
+    orders = np.where(ORDERS < _EXACT, ORDERS, np.ceil(ORDERS))
+    known = orders <= _HIGHEST
+    found = np.full(ORDERS.shape, math.inf)
+    found[known] = rdp.compute_rdp(q=rate, noise_multiplier=noise, steps=1, orders=orders[known])
+    return np.where(np.isfinite(found), found, ORDERS / (2 * noise**2))  # sampling never hurts
+
+
+def rdp_of_steps(rate: float, noise: float, steps: int) -> npt.NDArray[np.float64]:
+    """Return the Rényi divergences, at ORDERS, that so many steps spend of the privacy of one example.
+
+    Of the Gaussian mechanism on a Poisson sample (Mironov, Talwar and Zhang, "Rényi Differential Privacy of the Sampled Gaussian
+    Mechanism", 2019, as opacus computes it), for neighbours of which one lacks what an example adds. They add up over steps, tasks, runs.
+
+    Args:
+        rate: Of `rate_of`.
+        noise: z, above 0.
+        steps: At least 0.
+
+    Raises:
+        Refused: The library that counts is not installed.
+    """
+    return _rdp_of_step(rate, noise) * steps if steps else np.zeros(ORDERS.shape)
+
+
+@dataclass
+class ExampleAccountant:
+    """How much of the privacy of its examples each client has spent, over the steps of all training tasks that it was asked for.
+
+    One epsilon for each client, as each has a rate and a number of steps of its own. Clients that were asked and did not answer have
+    trained nevertheless, and count.
+
+    Args:
+        privacy: The recipe's section.
+        largest: Examples of the client that has most: what delta goes by, if the recipe has none.
+        expected: Examples in a batch on average.
+        runs: The state, which is JSON: (client, examples that it trains on, which are public, and steps).
+        experiment: Whether all randomness follows from the recipe's seed, as in a simulation.
+
+    Raises:
+        Refused: The library that counts is not installed, or there is no delta.
+    """
+
+    privacy: Privacy
+    largest: int
+    expected: int
+    runs: list[tuple[ClientId, int, int]] = field(default_factory=list)
+    experiment: bool = False
+
+    def __post_init__(self) -> None:
+        library()
+        self.delta = self.privacy.delta_of(self.largest)
+        self.runs = [(client, windows, steps) for client, windows, steps in self.runs]
+
+    def spend(self, windows: Mapping[ClientId, int], steps: Mapping[ClientId, int]) -> None:
+        """Count one training exchange: the examples and the steps of each client that was asked."""
+        known = {(client, size): count for client, size, count in self.runs}
+        for client, size in windows.items():
+            known[client, size] = known.get((client, size), 0) + steps[client]
+        self.runs = [(client, size, count) for (client, size), count in known.items()]
+
+    def of_client(self, client: ClientId, delta: float) -> float:
+        """Epsilon of one client's examples."""
+        runs = [(rate_of(size, self.expected), steps) for known, size, steps in self.runs if known == client and steps]
+        if runs and not self.privacy.noise:
+            return math.inf
+        spent = sum((rdp_of_steps(rate, self.privacy.noise, steps) for rate, steps in runs), start=np.zeros(ORDERS.shape))
+        return epsilon_of(0.0, spent, delta)
+
+    def epsilon(self, delta: float) -> float:
+        """The largest of all clients."""
+        return max((self.of_client(client, delta) for client in self.clients), default=0.0)
+
+    @property
+    def clients(self) -> list[ClientId]:
+        """Those that have been asked."""
+        return list(dict.fromkeys(client for client, _, _ in self.runs))
+
+    def summary(self) -> dict[str, Any]:
+        """What a result says of it; an epsilon that is infinite is null."""
+        epsilons = {client: self.of_client(client, self.delta) for client in self.clients}
+        rates = [rate_of(size, self.expected) for _, size, _ in self.runs] or [1.0]
+        most = max((steps for _, _, steps in self.runs), default=0)
+        return {
+            "epsilon": _json(max(epsilons.values(), default=0.0)),
+            "delta": self.delta,
+            "where": "examples",
+            "noise": self.privacy.noise,
+            "clip": self.privacy.clip,
+            "sampling": f"at most {most} steps, each on every example of a client with probability "
+            f"{_span(rates)}; neighbours: what one example adds is there or not, with their number public (sensitivity C); epsilon is that "
+            f"of the client with the largest one",
+            "experiment": self.experiment,
+            "assumes": _EXPERIMENT if self.experiment else _DEVICES,
+            "covers": _COVERS,
+            "clients": {i: _json(epsilon) for i, epsilon in epsilons.items()},
+        }
+
+
+def _json(epsilon: float) -> float | None:
+    return epsilon if math.isfinite(epsilon) else None
+
+
+def _span(values: Sequence[float]) -> str:
+    low, high = (f"{value:.3g}" for value in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"

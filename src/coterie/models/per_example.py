@@ -1,0 +1,107 @@
+"""Gradients of each example of a batch, exactly, by one backward pass: of the low-rank updates and routers of a language model.
+
+Every row of the batch is given a copy of its own of each parameter, without memory of its own: the same values with a stride of zero. As
+rows do not meet in a transformer, the derivative by a row's copy is that row's gradient, and a batched product finds those of all rows for
+the work of one product. At rank r, a context of C tokens and layers of width d it takes r d values a row and matrix, less than the C d that
+the layer keeps anyway: finding norms alone by Gram matrices of tokens ("ghost norms": Goodfellow, "Efficient Per-Example Gradient
+Computations", 2015; Li et al., "Large Language Models Can Be Strong Differentially Private Learners", ICLR 2022), and the clipped sum by a
+second backward pass, would be more work here, not less. Memory is bounded by how many rows are taken at once.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from coterie.models.adapter import Adapter, AdapterBlock, Architecture
+from coterie.models.lora import LoRA, SingleLoRA, project
+from coterie.models.mixture import FrozenMLP, Mixture
+from coterie.models.routing import Router, Routing
+
+Copies = Mapping[nn.Parameter, Tensor]  # (B, ...), each row's own copy of a parameter
+
+
+def copies(parameters: Sequence[nn.Parameter], rows: int) -> dict[nn.Parameter, Tensor]:
+    """Return leaves (rows, ...) whose gradients are those of each row; they share the parameters' memory."""
+    return {p: p.detach().expand(rows, *p.shape).requires_grad_() for p in parameters}
+
+
+@dataclass(frozen=True)
+class CopiedAdapter:
+    """What stands for an adapter whose rows have copies of some parameters; without dropout.
+
+    Args:
+        adapter: Whose values it computes with.
+        copied: By parameter; what is not there, rows have in common.
+    """
+
+    adapter: Adapter
+    copied: Copies
+
+    @property
+    def architecture(self) -> Architecture:
+        return self.adapter.architecture
+
+    @property
+    def blocks(self) -> "list[_Block]":
+        return [_Block(block, self.copied) for block in self.adapter.blocks]  # type: ignore[arg-type]  # a list of AdapterBlocks
+
+
+class _Block:
+    """An `AdapterBlock` of a `CopiedAdapter`."""
+
+    def __init__(self, block: AdapterBlock, copied: Copies) -> None:
+        self.attention = {name: _attention(lora, copied) for name, lora in block.attention.items() if isinstance(lora, SingleLoRA)}
+        self._mixture, self._copied = block.mlp, copied
+
+    def mlp(self, x: Tensor, base: FrozenMLP, record: list[Routing] | None = None) -> Tensor:
+        """See `Mixture.forward`: the same, by autograd, all experts for all tokens."""
+        mixture, copied = self._mixture, self._copied
+        routing = None if mixture.router is None else _routing(mixture.router, x, copied)
+        if record is not None and routing is not None:
+            record.append(routing)
+        weights = None if routing is None else routing.weights.view(*x.shape[:2], -1).to(x.dtype)
+        tokens, n = x.flatten(0, 1), mixture.layout.experts
+        bases = [project(linear, tokens).view(*x.shape[:2], -1) for linear in base.first]
+        m, updates = torch.zeros_like(bases[0]), torch.zeros_like(x)
+        for j, loras in enumerate(_experts(mixture)):
+            p = [b + _update(x, loras[name], copied) for b, name in zip(bases, mixture.first, strict=True)]
+            h = base.activation.forward(p[0]) * p[1] if len(p) == 2 else base.activation.forward(p[0])
+            weighted = h / n if weights is None else weights[..., j, None] * h
+            m, updates = m + weighted, updates + _update(weighted, loras["down"], copied)
+        return project(base.down, m.flatten(0, 1)).view_as(x) + updates
+
+
+def _attention(lora: SingleLoRA, copied: Copies) -> Callable[[Tensor, nn.Module], Tensor]:
+    """See `SingleLoRA.forward`."""
+
+    def forward(x: Tensor, base: nn.Module) -> Tensor:
+        return project(base, x.flatten(0, -2)).view(*x.shape[:-1], -1) + _update(x, (lora, 0), copied)
+
+    return forward
+
+
+def _experts(mixture: Mixture) -> list[dict[str, tuple[LoRA, int]]]:
+    """Of each expert, generalists first, its low-rank updates by layer: the stack that holds one, and its place there."""
+    counts = {"generalist": mixture.layout.generalists, "specialist": mixture.layout.specialists}
+    stacks = [(mixture.get_submodule(role), place) for role, count in counts.items() for place in range(count)]
+    return [{name: (lora, place) for name, lora in stack.named_children() if isinstance(lora, LoRA)} for stack, place in stacks]
+
+
+def _update(x: Tensor, update: tuple[LoRA, int], copied: Copies) -> Tensor:
+    """Gamma B A x: (B, C, in) -> (B, C, out), in the dtype of x."""
+    lora, place = update
+    A, B = (copied[p][:, place] if p in copied else p[place] for p in (lora.A, lora.B))
+    return (x @ (lora.gamma * A).to(x.dtype).mT) @ B.to(x.dtype).mT
+
+
+def _routing(router: Router, x: Tensor, copied: Copies) -> Routing:
+    """See `Router.forward`."""
+    precise = torch.promote_types(x.dtype, torch.float32)
+    weight = copied.get(router.weight, router.weight)
+    logits = x.to(precise) @ weight.to(precise).mT
+    if router.bias is not None:
+        bias = copied[router.bias][:, None] if router.bias in copied else router.bias  # type: ignore[index]  # a lent one is not copied
+        logits = logits + bias.to(precise)
+    return router.decide(logits.flatten(0, 1))
