@@ -1,8 +1,10 @@
 """Secret random numbers: full keys, exact distributions, the grid, and the attack that found the noise among 2^32 seeds."""
 
 import math
+import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+import coterie
 from coterie.aggregation.noise import Source, grid, on_grid, protected
 from coterie.aggregation.privacy import Privacy, central, local
 from coterie.client import Outbound
@@ -222,6 +225,34 @@ def test_what_is_no_number_does_not_leave() -> None:
 
 # Attacks
 
+ORDINARY = re.compile(r"randbits|Generator\(|default_rng|RandomState|np\.random\.\w+\(|torch\.rand\w*\(|import random|uniform_\(|normal_\(")
+HARMLESS = {  # files that draw from generators which anybody can predict, and what for
+    "adapter.py": "where training starts",
+    "attackers.py": "lies of simulated clients",
+    "client.py": "lies of simulated clients",
+    "cobo.py": "which pairs of clients CoBo compares, see below; or the theory's examples",
+    "comigs.py": "the theory's examples",
+    "comigs_experts.py": "the theory's examples",
+    "common.py": "splits of public data",
+    "ddome.py": "the theory's examples",
+    "dealing.py": "how data are dealt out to simulated clients",
+    "generalising.py": "noise of a method's own objective while it trains, which stays on the client",
+    "labelled.py": "how data are dealt out to simulated clients",
+    "networks.py": "where training starts",
+    "recipe.py": "who takes part, where nothing depends on its being unknown",
+    "run.py": "which pairs of clients CoBo compares: with privacy no such method runs",
+    "splits.py": "the order of a client's own batches",
+    "synthetic.py": "made-up texts",
+    "text.py": "where training starts",
+}
+
+
+def test_ordinary_generators_are_where_nothing_is_secret() -> None:
+    # A new one fails here: either what it draws is harmless, and stands above, or it is drawn from `Source`.
+    root = Path(coterie.__file__).parent
+    found = {path.name for path in root.rglob("*.py") if ORDINARY.search(path.read_text(encoding="utf-8"))}
+    assert found - HARMLESS.keys() == set()
+
 
 def explained(noise: np.ndarray, seeds: Iterator[int]) -> list[int]:
     """Seeds of PyTorch's generator on a CPU that draw this noise: what the attack tried, on one core, for all 2^32 of them."""
@@ -243,6 +274,24 @@ def test_no_seed_of_32_bits_explains_a_devices_noise() -> None:
     for key in (b"", KEY):
         for secret in (False, True):
             assert explained(noise_of(Outbound(777, privacy, secret=secret, key=key), 0, 0), iter(range(2048))) == []
+
+
+def streams(count: int, key: bytes) -> int:
+    """How many unlike noises a device with this key adds for so many clients."""
+    sent = {"A": torch.zeros(4)}
+    leaving = Outbound(0, Privacy(where="local", clip=1.0, noise=1.0), secret=True, key=key)
+    return len({leaving(FedAvg.local_round, f"c{k}", sent, sent, 0, 0)["A"].numpy().tobytes() for k in range(count)})
+
+
+def test_two_streams_that_were_one_are_two() -> None:
+    # With this key, PyTorch's generator drew the same noise for c1702 and c1797: their seeds agreed in the lower 32 bits.
+    assert streams(1800, (4709).to_bytes(32, "little")) == 1800
+
+
+@pytest.mark.slow
+def test_there_are_more_than_two_to_the_32_streams() -> None:
+    # Of 2^32 streams two of 200,000 are the same with a chance of 99 % (the birthday paradox).
+    assert streams(200_000, KEY) == 200_000
 
 
 def test_seeds_that_agree_in_their_lower_half_give_other_noise() -> None:

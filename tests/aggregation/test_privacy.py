@@ -5,6 +5,7 @@ import math
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -244,21 +245,63 @@ def test_drawn_clients_are_counted_as_the_paper_bounds_them(drawn: int, z: float
     assert found >= 0.97 * naive
 
 
+def mixture(x: np.ndarray | float, rate: float, sigma: float, usual: float, own: float) -> Any:
+    """The log density of what an exchange sends, by whether a client was drawn: around what all others give, or around what it gives."""
+    parts = [math.log1p(-rate) + stats.norm.logpdf(x, usual, sigma), math.log(rate) + stats.norm.logpdf(x, own, sigma)]
+    return special.logsumexp(parts, axis=0)
+
+
+PAIRS = [(0.0, 0.5, -0.5), (0.5, 0.5, -0.5), (0.5, -0.5, 0.5)]  # what others give, what the client gives, and what it gives instead
+
+
+@pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("rate", [0.05, 0.3, 0.8])
 @pytest.mark.parametrize("sigma", [0.6, 1.0, 4.0])
 @pytest.mark.parametrize("order", [1.5, 2.0, 3.7, 8.0])
-def test_the_bound_is_above_the_divergence_of_two_true_neighbours(rate: float, sigma: float, order: float) -> None:
-    # One client of value 1/2 is replaced by one of -1/2, all others being 0: outputs are mixtures of Gaussians, by whether it was drawn.
-    def log_density(x: float, value: float) -> float:
-        parts = [math.log(1 - rate) + stats.norm.logpdf(x, 0, sigma), math.log(rate) + stats.norm.logpdf(x, value, sigma)]
-        return float(special.logsumexp(parts))
+def test_the_bound_is_above_the_divergence_of_true_neighbours(order: float, sigma: float, rate: float, pair: tuple[float, ...]) -> None:
+    usual, one, other = pair
 
     def integrand(x: float) -> float:
-        return math.exp(order * log_density(x, 0.5) + (1 - order) * log_density(x, -0.5))
+        return math.exp(order * mixture(x, rate, sigma, usual, one) + (1 - order) * mixture(x, rate, sigma, usual, other))
 
     moment, _ = integrate.quad(integrand, -12 * sigma - order, 12 * sigma + order, limit=400)
     true, bound = math.log(moment) / (order - 1), rdp_of_drawn(rate, sigma, order)
     assert 0 < true <= bound <= order / (2 * sigma**2)
+
+
+def epsilon_of_neighbours(rate: float, sigma: float, steps: int, delta: float, pair: tuple[float, ...], width: float = 1e-3) -> float:
+    """Epsilon of two true neighbours after so many exchanges: the privacy loss, in cells of a width, rounded down, composed by Fourier
+    transforms (Koskela, Jälkö and Honkela, 2020).
+    """
+    usual, one, other = pair
+    x = np.linspace(-12 * sigma - 1, 12 * sigma + 1, 100_001)
+    middle = (x[1:] + x[:-1]) / 2
+    masses = np.exp(mixture(middle, rate, sigma, usual, one)) * np.diff(x)
+    losses = mixture(middle, rate, sigma, usual, one) - mixture(middle, rate, sigma, usual, other)
+    cells = np.floor(losses / width).astype(int)
+    size = 1 << 17  # losses from -65 to 65
+    composed = np.fft.irfft(np.fft.rfft(np.bincount(cells % size, masses, size)) ** steps, size)
+    loss = np.fft.fftfreq(size, 1 / size) * width
+
+    def found(epsilon: float) -> float:
+        beyond = loss > epsilon
+        return float(-(composed[beyond] * np.expm1(epsilon - loss[beyond])).sum())
+
+    return optimize.brentq(lambda epsilon: found(epsilon) - delta, 0, 30)
+
+
+def test_the_second_formulation_agrees_where_nobody_is_drawn() -> None:
+    for sigma, steps in ((4.0, 30), (2.0, 3)):
+        found = epsilon_of_neighbours(1 - 1e-12, sigma, steps, 1e-5, (0.0, 0.5, -0.5))
+        assert found == pytest.approx(exact_epsilon(math.sqrt(steps) / sigma, 1e-5), abs=2e-3 * steps)
+
+
+@pytest.mark.parametrize(("drawn", "clients", "z", "steps"), [(500, 10_000, 4.0, 30), (1000, 10_000, 3.0, 30), (10, 1000, 2.0, 100)])
+def test_what_is_claimed_of_drawn_clients_is_above_what_neighbours_spend(drawn: int, clients: int, z: float, steps: int) -> None:
+    claimed = accountant(*[(drawn, clients)] * steps, z=z, clients=clients).epsilon(1e-5)
+    true = max(epsilon_of_neighbours(drawn / clients, z / 2, steps, 1e-5, pair) for pair in PAIRS)
+    assert true < claimed < 4 * true  # a bound, and not an idle one
+    assert claimed < exact_epsilon(math.sqrt(steps) / (z / 2), 1e-5)
 
 
 def test_everybody_drawn_is_nobody_drawn() -> None:

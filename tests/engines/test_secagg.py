@@ -4,6 +4,7 @@ Everything is Flower's own but the grid: it is in this process, takes every mess
 """
 
 import json
+import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -212,6 +213,26 @@ def test_what_a_server_receives_is_not_the_update() -> None:
                     raw = message_to_proto(message).SerializeToString()
                     pairs = update.astype("<f4")[:606].view("<f8")  # of two values each: four bytes are there by chance now and then
                     assert not any(value.tobytes() in raw for values in (update, pairs) for value in values)
+
+
+def test_no_secret_is_of_a_generator_that_others_can_set() -> None:
+    # A task runs with PyTorch's generator seeded from the recipe; here all ordinary ones are, before whatever a device does.
+    def seeded(node: int, stage: str) -> bool:
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+        return False
+
+    kept: list[dict[tuple[int, str, str], object]] = []
+    for _ in range(2):
+        grid = InProcess(3, lost=seeded)
+        answered(grid, 3)
+        records = [(node, stage, dict(m.content.config_records.get(RECORD_KEY_CONFIGS, {}))) for node, stage, m in grid.carried]
+        kept.append({(node, stage, key): value for node, stage, record in records for key, value in record.items()})
+    secret = (Key.PUBLIC_KEY_1, Key.PUBLIC_KEY_2, Key.CIPHERTEXT_LIST, Key.MASKED_PARAMETERS, Key.SHARE_LIST)
+    compared = [key for key in kept[0] if key[2] in secret]
+    assert len(compared) == 3 * len(secret)
+    assert all(kept[0][key] != kept[1][key] for key in compared)
 
 
 def test_the_sum_of_what_a_server_receives_still_has_the_own_masks_of_clients() -> None:

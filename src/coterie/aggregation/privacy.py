@@ -152,7 +152,7 @@ def local(reply: Named, sent: Named, privacy: Privacy, source: Source) -> Tensor
     if not privacy.noise:
         return clipped(reply, sent, privacy.clip)[0]
     update, origin = _update(reply, sent)
-    return dict(reply) | _moved(origin, protected(_flat(update), privacy.clip, privacy.noise * privacy.clip, source))
+    return dict(reply) | _moved(origin, protected(update, privacy.clip, privacy.noise * privacy.clip, source))
 
 
 def central(
@@ -190,32 +190,29 @@ def _noisy_mean(
     replies: Replies, to: Mapping[ClientId, Named], clip: float, deviation: float, source: Source
 ) -> tuple[dict[ClientId, Tensors], int]:
     """Replies that have all moved by the noisy mean, and how many updates were within C."""
-    step, within, found = grid(clip, deviation), 0, {}
-    first: Tensors = {}
+    step, within = grid(clip, deviation), 0
+    first: Named = {}
     total = np.zeros((), np.int64)
     for i, reply in replies.items():
         update, origin = _update(reply, to[i])
-        first = first or update
-        check_alike(first, update, f"update of client {i!r}, to be summed")
-        flat = _flat(update)
-        total = total + on_grid(flat, clip, step)
-        within += float(np.linalg.norm(flat)) <= clip
-        found[i] = (reply, origin)
+        first = first or origin
+        check_alike(first, origin, f"update of client {i!r}, to be summed")
+        total = total + on_grid(update, clip, step)
+        within += float(np.linalg.norm(update)) <= clip
     mean = (total + source.gaussian(total.size, deviation / step)) * (step / len(replies))
-    return {i: dict(reply) | _moved(origin, mean) for i, (reply, origin) in found.items()}, within
+    moved = {id(to[i]): _moved({name: to[i][name] for name in first}, mean) for i in replies}  # most often all were sent the same
+    return {i: dict(reply) | moved[id(to[i])] for i, reply in replies.items()}, within
 
 
-def _update(reply: Named, sent: Named) -> tuple[Tensors, Tensors]:
-    """The update, reply - sent, in float64, and the tensors that were sent. Raises TensorError as `clipped`."""
-    trained = {name: t for name, t in reply.items() if t.is_floating_point()}
+def _update(reply: Named, sent: Named) -> tuple[np.ndarray, Tensors]:
+    """The update, reply - sent, (d,) float64 in the order of the names, and what was sent of it. Raises TensorError as `clipped`."""
+    trained = {name: reply[name] for name in sorted(reply) if reply[name].is_floating_point()}
     origin = {name: sent[name] for name in trained if name in sent}
     check_alike(origin, trained, "update to be clipped")
-    return {name: t.detach().cpu().double() - origin[name].detach().cpu().double() for name, t in trained.items()}, origin
-
-
-def _flat(update: Named) -> np.ndarray:
-    """(d,) float64: all values, tensors in the order of their names."""
-    return torch.cat([update[name].flatten() for name in sorted(update)]).numpy() if update else np.empty(0)
+    if not trained:
+        return np.empty(0), {}
+    after, before = (torch.cat([t.detach().flatten().cpu() for t in named.values()]).double() for named in (trained, origin))
+    return (after - before).numpy(), origin
 
 
 def _moved(origin: Named, update: np.ndarray) -> Tensors:
