@@ -250,9 +250,16 @@ class Released:
         """Read what left in a round or later: round, phase, content (a hash), and of how many clients how many were drawn.
 
         Where single examples are protected, instead of these how many each client has, and the steps on them, `windows` and `steps`.
+
+        Raises:
+            CheckpointError: The file is damaged.
         """
-        lines = self.path.read_text().splitlines() if self.path.exists() else []
-        return [found for line in lines if (found := json.loads(line))["round"] >= round]
+        lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines() if self.path.exists() else []
+        try:
+            return [found for line in lines if (found := json.loads(line))["round"] >= round]
+        except (ValueError, TypeError, KeyError) as error:
+            problem = f"{self.path} is damaged ({error}): what this run has sent is not known"
+            raise CheckpointError(problem, "Start the run afresh, with another --out.") from None
 
     def add(self, result: Mapping[str, Any], since: int) -> bool:
         """Write down a result; returns whether it is new.

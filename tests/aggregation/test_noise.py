@@ -1,7 +1,10 @@
 """Secret random numbers: full keys, exact distributions, the grid, and the attack that found the noise among 2^32 seeds."""
 
+import errno
 import math
+import os
 import re
+import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +17,10 @@ from hypothesis import strategies as st
 from scipy import stats
 
 import coterie
-from coterie.aggregation.noise import Source, grid, on_grid, protected
+from coterie.aggregation.noise import Source, grid, kept_key, on_grid, protected
 from coterie.aggregation.privacy import Privacy, central, local
 from coterie.client import Outbound
-from coterie.errors import Refused, TensorError
+from coterie.errors import Refused, SaveError, TensorError
 from coterie.methods.fedavg import FedAvg
 from coterie.tensors import Tensors
 
@@ -314,3 +317,31 @@ def test_the_same_reply_has_the_same_noise_whatever_a_server_says_and_with_anoth
         assert abs(np.corrcoef(again[0], other)[0, 1]) < 0.5
     fresh = Outbound(0, Privacy(where="local", clip=1.0, noise=1.0), secret=True)
     assert not (noise_of(fresh, 0, 0) == noise_of(fresh, 0, 0)).any()
+
+
+# Keys that are kept
+
+
+def test_a_key_is_made_once_for_its_owner_alone(tmp_path: Path) -> None:
+    path = tmp_path / "home" / "secret"
+    key = kept_key(path)
+    assert len(key) == 32
+    assert kept_key(path) == key != kept_key(tmp_path / "other")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_what_is_no_key_is_refused_and_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "secret").write_bytes(b"short")
+    with pytest.raises(Refused, match="5 bytes, expected a key of 32"):
+        kept_key(tmp_path / "secret")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(Refused, match="cannot read"):
+        kept_key(tmp_path / "folder")
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(SaveError, match="No space left"):
+        kept_key(tmp_path / "new")
+    assert not (tmp_path / "new").exists()

@@ -15,7 +15,9 @@ from coterie.aggregation.privacy import Accountant
 from coterie.data.federation import ClientData, Federation
 from coterie.data.splits import SPLITS, Elsewhere
 from coterie.engines.wire import Request
+from coterie.errors import CheckpointError
 from coterie.recipe import Recipe, load
+from coterie.records import Released
 
 pytest.importorskip("opacus")
 
@@ -158,3 +160,10 @@ def test_a_round_that_is_done_again_with_other_replies_is_counted_again(grid: No
     finished(recipe, folder, devices(grid, recipe, 3))
     assert exchanges(folder) == [[6, 1.0]]  # four rounds, and the two whose first results others may have seen
     assert result_of(folder)["privacy"]["sampling"].startswith("6 exchanges")
+
+
+def test_a_damaged_list_of_what_left_is_refused(tmp_path: Path) -> None:
+    for text in ("{", "[]", '{"phase": 0}'):
+        (tmp_path / "released.jsonl").write_text(text + "\n")
+        with pytest.raises(CheckpointError, match="is damaged"):
+            Released(tmp_path / "released.jsonl").since(0)

@@ -29,7 +29,7 @@ import numpy as np
 from filelock import FileLock
 from scipy.special import ndtri
 
-from coterie.errors import Refused, TensorError
+from coterie.errors import Refused, SaveError, TensorError
 
 KEY = 32  # bytes
 MOST_STEPS = 2.0**32  # a deviation beyond it is not drawn: too much would have to be settled in long arithmetic
@@ -284,21 +284,33 @@ def kept_key(path: Path) -> bytes:
     """Return the key of a file, 32 random bytes, which is made where it is missing, readable by its owner alone.
 
     Raises:
-        Refused: The file holds something else.
+        Refused: The file holds something else, or cannot be read.
+        SaveError: It cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_name(f"{path.name}.lock")):
         if not path.exists():
-            new = path.with_name(f"{path.name}.new")
-            with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-                file.write(os.urandom(KEY))
-                file.flush()
-                os.fsync(file.fileno())
-            new.replace(path)
-        key = path.read_bytes()
+            _write_key(path)
+        try:
+            key = path.read_bytes()
+        except OSError as error:
+            raise Refused(f"cannot read {path}: {error.strerror}", "It must be readable by who runs this, and by nobody else.") from None
     if len(key) != KEY:
         raise Refused(f"{path} holds {len(key)} bytes, expected a key of {KEY}", "Delete it: another one is made.")
     return key
+
+
+def _write_key(path: Path) -> None:
+    """Make a key, whole or not at all. Raises SaveError."""
+    new = path.with_name(f"{path.name}.new")
+    try:
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(os.urandom(KEY))
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    except OSError as error:
+        raise SaveError(f"cannot write {path}: {error.strerror}", "Free some space, or choose another folder.") from error
 
 
 def check_installed() -> None:
