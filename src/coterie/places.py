@@ -20,6 +20,7 @@ from coterie.records import KEPT
 if TYPE_CHECKING:
     from coterie.engines.flower import Flower, Grid
 
+JOURNAL = "begun.json"  # the file of a run in which exchanges under masks are written down before they begin
 ARRIVAL_S = 60.0  # seconds for devices that were there a moment ago
 
 
@@ -64,7 +65,7 @@ class OnThisMachine:
 
         clients, threads = len(prepared.site.data), prepared.modality.threads or torch.get_num_threads()
         grid = simulated(clients, threads, simulated_device)
-        engine = flower_engine(prepared.recipe, grid, listener, tuple(prepared.site.data), threads, folder)
+        engine = flower_engine(prepared.recipe, grid, listener, tuple(prepared.site.data), threads, folder, folder / JOURNAL)
         gathered(engine, lambda found: len(found) == clients, patience=600)
         return engine
 
@@ -101,7 +102,7 @@ class OnDevices:
         return seen_from_afar(recipe, self.members)
 
     def engine(self, prepared: Prepared, folder: Path, listener: Listener) -> Engine:
-        engine = flower_engine(prepared.recipe, self.grid, listener, tuple(prepared.site.data))
+        engine = flower_engine(prepared.recipe, self.grid, listener, tuple(prepared.site.data), journal=folder / JOURNAL)
         engine.await_clients([member.client for member in self.members], ARRIVAL_S)
         return engine
 
@@ -113,6 +114,7 @@ def flower_engine(
     clients: Sequence[ClientId] = (),
     threads: int | None = None,
     folder: Path | None = None,
+    journal: Path | None = None,
 ) -> "Flower":
     """An engine on a grid, whose federation has these clients, in their order."""
     from coterie.engines.flower import Flower
@@ -126,6 +128,7 @@ def flower_engine(
         threads=threads,
         folder=None if folder is None else str(folder.resolve()),
         secure=recipe.secure,
+        journal=journal,
         listener=listener,
         positions={i: k for k, i in enumerate(clients)},
     )

@@ -125,6 +125,7 @@ class Execution(Listener):
         if privacy is not None:
             self.progress |= {"clip": privacy.clip, "spent": []}
         self.engine: Engine = self.place.engine(self.prepared, self.folder, self)
+        self.left_out = range(0)  # rounds that were lost when the run was resumed
 
     def _accountant(self, privacy: Privacy) -> Accountant | ExampleAccountant:
         """What counts what clients, or their examples, spend."""
@@ -149,6 +150,7 @@ class Execution(Listener):
         found = self.checkpoints.latest()
         if found is None:
             self._count_released()
+            self._leave_out()
             return False
         self.round, self.server, self.progress = found.round, found.server, found.progress
         if self.accountant is not None:
@@ -158,7 +160,17 @@ class Execution(Listener):
         self._check_clients(self.progress["up"])
         self._count_traffic()
         self._welcome()
+        self._leave_out()
         return True
+
+    def _leave_out(self) -> None:
+        """Go on with a later round than one in which clients have answered under masks already, as they do so once: it is lost."""
+        begun = self.engine.begun(self.round)
+        if self.accountant is not None:
+            for _ in begun:
+                self.accountant.spend(len(self.clients), len(self.clients))
+        self.left_out = range(self.round, max(begun, default=self.round - 1) + 1)
+        self.round = self.left_out.stop
 
     def _count_released(self) -> None:
         """Count what left a server on devices after the checkpoint that it goes back to."""
@@ -207,6 +219,11 @@ class Execution(Listener):
         torch.set_num_threads(self.modality.threads or threads)
         try:
             self.reporter.begin(self.title, self.method.rounds, self.round, self.clients, self.metric.about)
+            for round in self.left_out:
+                self.noted(
+                    "the server",
+                    f"round {round + 1} is lost: clients answer an exchange of secure aggregation once, and it had begun before",
+                )
             recorded = min(self.round + 1, self.method.rounds - 1)
             while self.round < self.method.rounds:
                 self.profile.begin(self.round == recorded)

@@ -57,6 +57,10 @@ class Engine(Protocol):
         """Take over the clients' states and the memo from a checkpoint."""
         ...
 
+    def begun(self, round: int) -> Sequence[int]:
+        """The rounds of exchanges that had begun since `round` and cannot be had again: clients answer those under masks once."""
+        ...
+
     def state_bytes(self) -> Mapping[ClientId, int]:
         """What each client remembers, as far as it is known."""
         ...
@@ -75,3 +79,6 @@ class Here:
 
     def memo(self) -> dict[str, Any]:
         return {}
+
+    def begun(self, round: int) -> Sequence[int]:
+        return ()

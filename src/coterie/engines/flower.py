@@ -4,6 +4,7 @@ One message carries one `Request` or `Reply` as text, and its tensors as one arr
 itself, so that hundreds of small ones would take ten times as long.
 """
 
+import json
 import logging
 import os
 import queue
@@ -11,10 +12,11 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from coterie.engines.wire import Member, Reply, Request, failed, parsed
-from coterie.errors import ClientError, Refused, TensorError
+from coterie.errors import CheckpointError, ClientError, Refused, TensorError
 
 try:
     from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
@@ -136,6 +138,7 @@ class Flower:
         threads: With how many devices compute; None: as many as suit them.
         folder: Of a simulated run: where devices keep everything.
         secure: Whether of what is trained only the sum is seen.
+        journal: Where it is written down that an exchange under masks begins, before it does; None: nowhere.
     """
 
     distant: ClassVar[bool] = True
@@ -148,6 +151,7 @@ class Flower:
     threads: int | None = None
     folder: str | None = None
     secure: bool = False
+    journal: Path | None = None
     listener: "Listener" = field(default_factory=_listener)
     traffic: list[int] = field(default_factory=lambda: [0, 0])  # bytes to devices and from them, whatever they hold
     positions: "dict[ClientId, int]" = field(default_factory=dict)
@@ -282,6 +286,7 @@ class Flower:
         asked = self._reachable(ask, round, phase)
         for i in asked:
             secure.check_form(ask.to[asked[0]], ask.to[i], ask.back(ask.to[i]))
+        self._begin(round)
         size = sum(tensor.numel() for tensor in ask.to[asked[0]].values()) if asked else 0
         requests = {self._nodes[i]: self._request("task", ask.name, i, round, phase, masked=True) for i in asked}
         bodies = _bodies(ask, asked, self._nodes)
@@ -293,6 +298,36 @@ class Flower:
             else:
                 self.listener.lost(i, ask.name, found.problems[self._nodes[i]])
         return {} if found.mean is None else dict.fromkeys(held, secure.moved([ask.to[i] for i in held], found.mean))
+
+    def _begin(self, round: int) -> None:
+        """Write down that an exchange under masks begins. Raises SaveError: then nobody is asked."""
+        from coterie.tensors import write_atomically
+
+        if self.journal is not None:
+            known = [then for then in self._begun() if then >= self.kept(round)]
+            write_atomically(self.journal, json.dumps({"run": self.run, "begun": [*known, round]}).encode())
+
+    def _begun(self) -> list[int]:
+        """The rounds of the exchanges in the journal."""
+        found = self._written()
+        return list(found["begun"]) if found is not None and found["run"] == self.run else []
+
+    def _written(self) -> dict[str, Any] | None:
+        """What the journal says. Raises CheckpointError where it is damaged."""
+        if self.journal is None or not self.journal.exists():
+            return None
+        try:
+            found: dict[str, Any] = json.loads(self.journal.read_text())
+            return {"run": str(found["run"]), "begun": [int(round) for round in found["begun"]]}
+        except (ValueError, TypeError, KeyError):
+            raise CheckpointError(f"{self.journal} is damaged", "Start the run afresh, with another --out.") from None
+
+    def begun(self, round: int) -> list[int]:
+        """The rounds of exchanges under masks that had begun since `round`, in which devices do not answer again."""
+        found = self._written()
+        if found is not None and not self.turns:  # nothing was saved before: it is the same run for its devices all the same
+            self.run = found["run"]
+        return [then for then in self._begun() if then >= round]
 
     def _count(self, round: int, phase: int, task: str) -> None:
         """Number the exchanges of a round; what is asked again has its former number."""
