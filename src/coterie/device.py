@@ -301,7 +301,8 @@ class _Door:
         if privacy is None or not privacy.noise or privacy.where == "central":
             return None
         if privacy.unit == "client":
-            return Cost(squared=(2 / privacy.noise) ** 2)  # any two updates are up to 2C apart
+            mu = 2 / privacy.noise  # any two updates are up to 2C apart
+            return Cost(squared=mu * mu)
         windows, expected = self.prepared.site.data[str(self.request.client)].train.windows, self.prepared.recipe.training.batch_size
         steps = self.prepared.method.steps_of(windows, expected)
         return Cost(renyi=tuple(rdp_of_steps(rate_of(windows, expected), privacy.noise, steps).tolist()))

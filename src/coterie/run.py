@@ -4,7 +4,7 @@ import json
 import math
 import platform
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -166,8 +166,10 @@ class Execution(Listener):
     def _leave_out(self) -> None:
         """Go on with a later round than one in which clients have answered under masks already, as they do so once: it is lost."""
         begun = self.engine.begun(self.round)
-        if self.accountant is not None:
-            for _ in begun:
+        for _ in begun[len(list(self.released.since(self.round))) :]:  # those before them came to an end, and were counted
+            if isinstance(self.accountant, ExampleAccountant):
+                self.accountant.spend(*self._examples(self.clients))
+            elif self.accountant is not None:
                 self.accountant.spend(len(self.clients), len(self.clients))
         self.left_out = range(self.round, max(begun, default=self.round - 1) + 1)
         self.round = self.left_out.stop
@@ -350,12 +352,16 @@ class Execution(Listener):
 
     def _of_examples(self, accountant: ExampleAccountant, ask: Ask, phase: int) -> None:
         """Count what privacy of single examples an exchange has spent; on devices also if the server goes back to before it."""
-        windows = {i: self.federation.clients[i].train.windows for i in ask.to}
-        steps = {i: self.method.steps_of(n, accountant.expected) for i, n in windows.items()}
+        windows, steps = self._examples(ask.to)
         accountant.spend(windows, steps)
         if self.place.devices:  # who is asked again draws other noise
             result = {"round": self.round, "phase": phase, "content": uuid4().hex, "windows": windows, "steps": steps}
             self.released.add(result, kept(self.round, self.recipe.checkpoint_every))
+
+    def _examples(self, clients: Iterable[ClientId]) -> tuple[dict[ClientId, int], dict[ClientId, int]]:
+        """How many examples and local iterations in a round clients have."""
+        windows = {i: self.federation.clients[i].train.windows for i in clients}
+        return windows, {i: self.method.steps_of(n, self.recipe.training.batch_size) for i, n in windows.items()}
 
     def _of_clients(self, accountant: Accountant, ask: Ask, replies: Replies, phase: int) -> Replies:
         """The replies with the server's noise, if that is its business; what privacy of whole clients that spends is counted."""
