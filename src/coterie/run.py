@@ -386,11 +386,11 @@ class Execution(Listener):
         """Return random numbers for the server's noise, and whether this is an exchange whose result has not left yet.
 
         On devices they depend on all that the noise is added to: the same result leaves with the same noise, however often a server goes
-        back to a checkpoint, and another one with other noise.
+        back to a checkpoint, and another one with other noise; so does the same with another C or z, as one noise in two sizes would tell.
         """
         if self.secret is None:
             return Source.seeded(self.recipe.seed, "noise", self.round, phase), True
-        content = blake2b(key=self.secret)  # with another key it is another noise
+        content = blake2b(f"{self.recipe.privacy!r} {self.progress['clip']!r}".encode(), key=self.secret)
         for i in sorted(replies):
             for part in (i.encode(), to_bytes(ask.to[i]), to_bytes(replies[i])):
                 content.update(len(part).to_bytes(8, "little") + part)
