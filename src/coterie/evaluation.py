@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coterie.errors import TensorError
+
 
 def perplexity(score: Tensor) -> float:
     """exp(mean token NLL) of a client's score, (2,): total NLL in nats and the number of tokens. Infinite beyond float range."""
@@ -59,6 +61,30 @@ class Metric:
         return {split: self.of(found) for split, found in splits.items()} | {
             f"{split}_loss": loss(found) for split, found in splits.items()
         }
+
+
+MOST = 1 << 53  # what can be counted without loss
+
+
+def check_scores(score: Mapping[str, Tensor]) -> None:
+    """Refuse sums of a client that cannot be, whatever its data are.
+
+    Args:
+        score: By split (2,) or (3,), see `Metric`; `choices`, see `choices`. Finite.
+
+    Raises:
+        TensorError: No predictions, more right ones than there are, a loss below zero, or a part of one prediction.
+    """
+    for split in score.keys() & {"valid", "test"}:
+        nll, predictions, *right = score[split].tolist()
+        counted = all(value == int(value) for value in (predictions, *right))
+        if not (counted and 1 <= predictions <= MOST and nll >= -1e-3 * predictions and all(0 <= r <= predictions for r in right)):
+            raise TensorError(f"{split} {score[split].tolist()} cannot be sums of losses, predictions and right ones", "")
+    if "choices" in score:
+        given, right = score["choices"]
+        whole = bool((score["choices"] == score["choices"].floor()).all())
+        if not (whole and bool((right >= 0).all()) and bool((right <= given).all()) and 1 <= float(given.sum()) <= MOST):
+            raise TensorError("choices cannot be numbers of samples and of those that were right", "")
 
 
 BOUNDS = {

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from uuid import uuid4
@@ -12,7 +13,7 @@ from coterie.device import Device
 from coterie.engines import ENGINES, Engine, InProcess, Listener
 from coterie.engines.states import States, half_of_memory
 from coterie.engines.wire import Member
-from coterie.prepared import Prepared, prepare, seen_from_afar
+from coterie.prepared import Prepared, check_member, prepare, seen_from_afar
 from coterie.protocol import ClientId
 from coterie.recipe import Recipe
 from coterie.records import KEPT
@@ -130,6 +131,7 @@ def flower_engine(
         secure=recipe.secure,
         journal=journal,
         listener=listener,
+        check=partial(check_member, recipe),
         positions={i: k for k, i in enumerate(clients)},
     )
 

@@ -18,6 +18,9 @@ from coterie.models.layout import Layout
 from coterie.protocol import ClientId, protects_examples
 from coterie.recipe import Recipe
 
+_MOST_CLIENTS, _MOST_WINDOWS = 1 << 20, 1 << 40  # more nobody has
+_MOST_SAID = 1000  # characters of what is wrong with what a device says
+
 
 @dataclass
 class Prepared:
@@ -158,6 +161,44 @@ def _check_presence(recipe: Recipe, method: Method, federation: Federation) -> N
     ]
     if mistakes:
         raise RecipeError(f"recipe {recipe.name}", mistakes)
+
+
+def check_member(recipe: Recipe, member: Member) -> None:
+    """Refuse what a device says of its client where that cannot be, by all that a server knows: the recipe.
+
+    Raises:
+        Refused: Naming the field.
+    """
+    check_id(member.client)
+    known = recipe.data.standing(member.client)
+    if known is None:
+        raise Refused(f"client: the recipe's data have no {member.client!r}", "Is it the same recipe, and --client one of its clients?")
+    exact = {"group": known.group, "cluster": known.cluster, "anchor": known.anchor}
+    wrong = [f"{field} {getattr(member, field)!r}, expected {value!r}" for field, value in exact.items() if getattr(member, field) != value]
+    if known.position is not None and member.position != known.position:
+        wrong.append(f"position {member.position}, expected {known.position}")
+    if member.position >= _MOST_CLIENTS:
+        wrong.append(f"position {member.position}, expected below {_MOST_CLIENTS:,}")
+    wrong += [
+        f"windows {windows} of {split}, expected 1 to {_MOST_WINDOWS:,}"
+        for split, windows in zip(SPLITS, member.windows, strict=True)
+        if not 1 <= windows <= _MOST_WINDOWS
+    ]
+    if problem := _labels_problem(member.labels, known.classes):
+        wrong.append(f"labels: {problem}")
+    if wrong:
+        raise Refused(f"says of {member.client} what cannot be: {'; '.join(wrong)}"[:_MOST_SAID], "")
+
+
+def _labels_problem(labels: tuple[int, ...] | None, classes: int | None) -> str:
+    """What is wrong with the classes that a client is said to have; nothing if they can be."""
+    if classes is None:
+        return "" if labels is None else "some, of data that have none"
+    if labels is None:
+        return "none, of data that have them"
+    if not labels or list(labels) != sorted(set(labels)) or labels[-1] >= classes:
+        return f"{len(labels)} of them, expected some of 0 to {classes - 1}, in rising order"
+    return ""
 
 
 def seen_from_afar(recipe: Recipe, members: Sequence[Member]) -> Prepared:

@@ -289,6 +289,12 @@ class Execution(Listener):
         here = tuple(i for i in active if i in present)
         return here if len(here) >= min(self.recipe.quorum.min_clients, len(active)) else active
 
+    def _check(self, ask: Ask, client: ClientId, reply: Tensors) -> None:
+        """Refuse an answer that is not of the form asked for, and scores that cannot be all the same. Raises TensorError."""
+        ask.check(client, reply)
+        if ask.task in (self.method.score, self.method.score_test):
+            evaluation.check_scores(reply)
+
     def _answer(self, ask: Ask, phase: int) -> Replies:
         """What the clients answered of which the server believes something, in the order asked.
 
@@ -302,7 +308,7 @@ class Execution(Listener):
         while True:
             for i, reply in self.engine.answer(asked, self.round, phase).items():
                 try:
-                    ask.check(i, reply)
+                    self._check(ask, i, reply)
                     believed[i] = reply
                 except TensorError as error:
                     self.lost(i, ask.name, error.problem)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
 from coterie.data.examples import ExampleSplit
-from coterie.data.federation import ClientData, Federation
+from coterie.data.federation import ClientData, Federation, Standing
 from coterie.data.refusals import Refusals
 from coterie.data.section import Share
 from coterie.data.splits import SPLITS, Numbers
@@ -210,6 +210,25 @@ class Dealing(BaseModel, ABC):
             {group: {part.id: made[part.id] for part in parts} for group, parts in deal.unseen.items()},
             public,
         )
+
+    def standing(self, client: ClientId) -> Standing | None:
+        """What is known of a client without the examples; None for one that cannot be."""
+        return self._standings().get(client)
+
+    def _standings(self) -> dict[ClientId, Standing]:
+        """Everybody that there is, in their order, as in `parts`."""
+        anchors, each = _numbered("anchor", self.anchors, 1), max(self.anchors // len(self.sizes), 1)
+        if self.partition in ("permuted-clusters", "disjoint-classes"):
+            clusters: dict[ClientId, int | None] = {id: k // each for k, id in enumerate(anchors)}
+            clusters |= {f"c{cluster}-{i}": cluster for cluster, size in enumerate(self.sizes) for i in range(size)}
+        else:
+            clusters = dict.fromkeys(self._ids())
+        everyone = [(id, "") for id in clusters]
+        everyone += [(id, group) for group, count in self.unseen.items() for id in _numbered(group, count)]
+        return {
+            id: Standing(position, group, clusters.get(id), position if position < self.anchors else None, self.classes)
+            for position, (id, group) in enumerate(everyone)
+        }
 
     def parts(self, train: Numbers, test: Numbers) -> Deal:
         """Whose examples are which.

@@ -42,6 +42,25 @@ class ClientData:
 
 
 @dataclass(frozen=True)
+class Standing:
+    """What a data section by itself says of one of its clients.
+
+    Args:
+        position: Its place among all clients, the unseen ones behind the others; None where that depends on the data.
+        group: The group of unseen clients that it is of; empty for one that trains.
+        cluster: Its true cluster; None where there are none.
+        anchor: Which expert it is tied to; None for one that is no anchor.
+        classes: Its labels are below that; None where there are no labels.
+    """
+
+    position: int | None = None
+    group: str = ""
+    cluster: int | None = None
+    anchor: int | None = None
+    classes: int | None = None
+
+
+@dataclass(frozen=True)
 class Size:
     """How much one split holds."""
 

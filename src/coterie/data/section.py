@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from coterie.data.federation import Federation, check_id, federate
+from coterie.data.federation import Federation, Standing, check_id, federate
 from coterie.data.refusals import Refusals
 from coterie.data.splits import SPLITS
 from coterie.data.store import Streams, Tokenizer, default_cache, dtype_for, encode, key_of, stored
@@ -55,6 +55,8 @@ Fractions = Annotated[tuple[Share, Share, Share], AfterValidator(_sum_to_one)]
 Bound = Annotated[int, Field(ge=1)]
 Bounds = Bound | tuple[Bound, ...] | None
 
+NEW = "new"  # the group of the clients that never train
+
 _PER_CLIENT = "per client: one number, or a list with one per client in their order; null: all"
 
 
@@ -82,6 +84,10 @@ class Section(BaseModel, ABC):
         """Clients that never train and are only scored."""
         return ()
 
+    def standing(self, client: ClientId) -> Standing | None:
+        """What is known of a client without the texts: nearly nothing, but whether it trains; None for one that cannot be."""
+        return Standing(group=NEW if client in self.newcomers else "")
+
     def load(self, tokenizer: Tokenizer, context: int, cache: Path | None = None, order_seed: int = 0) -> Federation:
         """The federation: texts split, encoded once per tokenizer, and memory-mapped from the cache from then on.
 
@@ -102,7 +108,7 @@ class Section(BaseModel, ABC):
         if not self.newcomers:
             return found
         seen, new = ({i: data for i, data in found.clients.items() if (i in self.newcomers) == new} for new in (False, True))
-        return replace(found, clients=seen, unseen={"new": new}, description=f"{found.description}, {len(new)} of them new")
+        return replace(found, clients=seen, unseen={NEW: new}, description=f"{found.description}, {len(new)} of them new")
 
     def _streams(self, texts: Texts, tokenizer: Tokenizer) -> Streams:
         """Token streams of texts, lazily, after all that can be refused without encoding."""

@@ -139,6 +139,7 @@ class Flower:
         folder: Of a simulated run: where devices keep everything.
         secure: Whether of what is trained only the sum is seen.
         journal: Where it is written down that an exchange under masks begins, before it does; None: nowhere.
+        check: Raises Refused for a client that cannot be what its device says.
     """
 
     distant: ClassVar[bool] = True
@@ -153,6 +154,7 @@ class Flower:
     secure: bool = False
     journal: Path | None = None
     listener: "Listener" = field(default_factory=_listener)
+    check: Callable[[Member], None] = lambda member: None
     traffic: list[int] = field(default_factory=lambda: [0, 0])  # bytes to devices and from them, whatever they hold
     positions: "dict[ClientId, int]" = field(default_factory=dict)
     turns: "dict[ClientId, tuple[int, int]]" = field(default_factory=dict)  # of the last reply of each client
@@ -231,6 +233,10 @@ class Flower:
         reply, _ = self._read(answered, _SLACK)
         if reply.problem or reply.member is None:
             raise TensorError(reply.problem or "did not say who it is", reply.remedy)
+        try:
+            self.check(reply.member)
+        except Refused as error:
+            raise TensorError(error.problem, error.remedy) from None
         held = self._nodes.get(reply.member.client)
         if held is not None and held != node and held in alive:
             raise _Taken(reply.member.client, held)

@@ -3,6 +3,7 @@
 Nothing here needs torch: the program of a device may only hand a request on to the process that does the work.
 """
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, field_validator
@@ -16,7 +17,14 @@ MOST_SAID = 20000  # characters of a problem or a remedy
 Id = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")]  # may name a folder
 Count = Annotated[int, Field(ge=0, le=1 << 53)]  # as large as other programs read numbers of JSON without loss
 Measured = Count | FiniteFloat | list[FiniteFloat] | list[list[FiniteFloat]]
+_MEASURED = re.compile(r"[A-Za-z0-9_./-]+")
 _OF_LINES = {"kind", "round", "iteration", "client"}  # what a line of metrics.jsonl says itself
+
+
+def _is_matrix(value: Measured) -> bool:
+    """Whether a measurement is a list of lists that are equally long and not empty."""
+    lengths = {len(row) if isinstance(row, list) else 0 for row in value} if isinstance(value, list) else set()
+    return len(lengths) == 1 and lengths != {0}
 
 
 class Said(BaseModel):
@@ -122,6 +130,10 @@ class Reply(Said):
             raise ValueError(f"{min(taken)} is not measured")
         if not isinstance(metrics.get("tokens", 0), int):
             raise ValueError("tokens must be a number of them")
+        if odd := [name for name in metrics if not _MEASURED.fullmatch(name)]:
+            raise ValueError(f"{odd[0]!r} is no name of a measurement")
+        if ragged := [name for name, value in metrics.items() if name.startswith("router/") and not _is_matrix(value)]:
+            raise ValueError(f"{ragged[0]} must be as many weights for each block")
         if lists := [name for name, value in metrics.items() if name.startswith("loss/") and isinstance(value, list)]:
             raise ValueError(f"{lists[0]} must be one number")
         return metrics

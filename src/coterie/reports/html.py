@@ -344,7 +344,11 @@ def _marked(result: Json) -> bool:
 def router_panels(path: Path, clients: Mapping[str, Json]) -> tuple[str, ...]:
     """Mean routing weights over training, from metrics.jsonl; nothing where no client has a router."""
     series = router_series(path)
-    charts = {i: _depths(points, tokens.experts(clients[i])) for i, points in series.items() if i in clients}
+    charts: dict[str, list[Line]] = {}
+    for i in (i for i in series if i in clients):
+        mixture, blocks = tokens.experts(clients[i]), len(series[i][0][1])
+        points = [(at, w) for at, w in series[i] if len(w) == blocks and all(len(row) == len(mixture) for row in w)]  # what a client says
+        charts |= {i: _depths(points, mixture)} if points else {}
     if not charts:
         return ()
     ends = {line.name: line.style for lines in charts.values() for line in lines if line.style.strength in (FAINT, 1)}
