@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from coterie.engines import resident
 from coterie.engines.flower import Grid, client_app, server_app
 from coterie.errors import CoterieError, Refused
+from coterie.printing import printable
 
 if TYPE_CHECKING:
     from coterie.device import Device
@@ -70,7 +71,7 @@ def serve(grid: Grid, config: Mapping[str, Any]) -> None:
         metric = results[-1]["metric"]["name"]
         print(f"{metric} {results[-1]['mean']:.2f}; everything is in {folder.resolve()}", flush=True)
     except CoterieError as error:
-        print(f"coterie: {error}", file=sys.stderr, flush=True)
+        print(f"coterie: {printable(str(error), lines=True)}", file=sys.stderr, flush=True)
         raise
 
 

@@ -195,7 +195,8 @@ def reproduce(
         with Terminal(console, job.most) as reporter:
             found = reproducing.reproduce(job, reporter)
         changed = f", with {', '.join(found['overrides'])}" if found["overrides"] else ""
-        console.print(f"\n{found['title']}, scale {scale}, seeds {found['seeds']}{changed}", style="bold", highlight=False)
+        heading = f"\n{found['title']}, scale {scale}, seeds {found['seeds']}{changed}"
+        console.print(heading, style="bold", markup=False, highlight=False)
         for table in terminal(found):
             console.print(table)
         if found["statements"]:
@@ -247,7 +248,7 @@ def adapt(
         about = found.model.about
         if about.round < found.rounds:
             print(f"The run has done {about.round} of {found.rounds} rounds: what follows is of what it knows by then.")
-        print(f"{about.client}: {found.samples:,} sample{'s' * (found.samples != 1)}, labels neither needed nor read.")
+        print(f"{printable(about.client)}: {found.samples:,} sample{'s' * (found.samples != 1)}, labels neither needed nor read.")
         for expert in sorted(found.experts, key=lambda m: -found.scores[m]) if found.scores else found.experts:
             print(f"  expert {expert}" + (f": {found.scores[expert]:.1%} of the scores" if found.scores else ""))
         if rest := [score for m, score in enumerate(found.scores) if m not in found.experts]:
@@ -315,7 +316,7 @@ def generate(
         model = PersonalModel.load(folder_of(run, client), base)
         torch.manual_seed(seed)
         chosen = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {"do_sample": False}
-        print(model.generate(text, max_new_tokens=tokens, **chosen))
+        print(printable(model.generate(text, max_new_tokens=tokens, **chosen), lines=True))
 
 
 @app.command()
@@ -352,7 +353,7 @@ def export(
         left_out = peft.export(run, client, out, expert)
         print(f"The adapter is in {out}; {out}/README.md says how to load it.")
         for sentence in left_out:
-            print(f"  {sentence}")
+            print(f"  {printable(sentence)}")
 
 
 Server = Annotated[str, typer.Option("--server", metavar="HOST:PORT", help="Where the server listens.")]
@@ -537,7 +538,7 @@ def _show(console: "Console", rows: Sequence[Mapping[str, Any]], title: str, own
     from coterie.methods import METHODS
     from coterie.reports.terminal import tables
 
-    console.print(f"\n{title}", style="bold", highlight=False)
+    console.print(f"\n{printable(title)}", style="bold", markup=False, highlight=False)
     for table in tables(rows, {name: entry.title for name, entry in METHODS.items()}, console.width):
         console.print(table)
     scored = "Each client's model right after its last local iteration; synced: after one more synchronisation."

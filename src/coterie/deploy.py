@@ -740,7 +740,7 @@ def demo(recipe: "Recipe", clients: Sequence[str], out: Path, say: Callable[[str
         found = stack.enter_context(server(own, folder / "server", "127.0.0.1", port, runs_port))
         say("A SuperLink is up, with TLS.")
         for line in found.look():
-            say(line)
+            say(printable(line))
         for client in clients:
             home, key = folder / "devices" / client, own / keys.CLIENTS / client
             node = Node(found.devices, home, client, _data(recipe, client, home), key=key, resident=resident)

@@ -77,7 +77,7 @@ def check_scores(score: Mapping[str, Tensor]) -> None:
     """
     for split in score.keys() & {"valid", "test"}:
         nll, predictions, *right = score[split].tolist()
-        counted = all(value == int(value) for value in (predictions, *right))
+        counted = all(float(value).is_integer() for value in (predictions, *right))
         if not (counted and 1 <= predictions <= MOST and nll >= -1e-3 * predictions and all(0 <= r <= predictions for r in right)):
             raise TensorError(f"{split} {score[split].tolist()} cannot be sums of losses, predictions and right ones", "")
     if "choices" in score:

@@ -4,7 +4,7 @@ import re
 import unicodedata
 
 _JOINERS = "\u200c\u200d"  # which the spelling of some languages needs, and do no more than join letters
-_BREAK = re.compile(r"[ \t]*\r?\n[ \t]*")
+_BREAK = re.compile(r"[ \t]*(?:\r?\n[ \t]*)+")
 
 
 def printable(text: str, lines: bool = False) -> str:

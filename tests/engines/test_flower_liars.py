@@ -14,8 +14,9 @@ from nodes import Nodes, Notes, altered, content, devices, finished, parts
 from coterie.data.dealing import Dealing
 from coterie.data.federation import POOL
 from coterie.device import _member
-from coterie.engines.wire import Member, Reply
-from coterie.errors import Refused
+from coterie.engines.wire import Member, Reply, parsed
+from coterie.errors import Refused, TensorError
+from coterie.evaluation import check_scores
 from coterie.prepared import check_member, prepare
 from coterie.recipe import Recipe, load
 from coterie.tensors import from_bytes, to_bytes
@@ -88,8 +89,11 @@ def test_a_device_that_says_of_itself_what_cannot_be_is_not_let_in(claim: str, t
     assert "\x1b" not in reason
 
 
-@pytest.mark.parametrize("method", ["fedavg", "cobo"])
-@pytest.mark.parametrize("claim", ["a group", "the pool", "a huge cluster", "no windows"])
+RUNS = [("fedavg", "a group"), ("cobo", "the pool")]
+MORE = [(method, claim) for method in ("fedavg", "cobo") for claim in CLAIMS if (method, claim) not in RUNS]
+
+
+@pytest.mark.parametrize(("method", "claim"), [*RUNS, *(pytest.param(*more, marks=pytest.mark.slow) for more in MORE)])
 def test_the_run_goes_on_with_the_others(method: str, claim: str, tmp_path: Path) -> None:
     more = ["method.rounds=1", "evaluate_every=1"] + ["method.switch=0"] * (method == "cobo")
     recipe = recipe_of(method, *more)
@@ -141,6 +145,15 @@ SCORES = {
 
 
 @pytest.mark.parametrize("lie", SCORES)
+def test_scores_that_cannot_be_are_refused(lie: str) -> None:
+    true = {"valid": torch.tensor([5.0, 10.0, 10.0]), "test": torch.tensor([0.0, 1.0, 0.0])}
+    check_scores(true)
+    check_scores({"test": torch.tensor([5.0, 10.0])})
+    with pytest.raises(TensorError, match="cannot be sums"):
+        check_scores(true | {name: torch.tensor(value) for name, value in SCORES[lie].items()})
+
+
+@pytest.mark.parametrize("lie", ["no predictions"])
 def test_scores_that_cannot_be_are_dropped_and_named(lie: str, tmp_path: Path) -> None:
     recipe = recipe_of("fedavg", "method.rounds=1")
     place = devices(grid_of(tmp_path, spoiled("score", **SCORES[lie])), recipe, 4)
@@ -151,9 +164,6 @@ def test_scores_that_cannot_be_are_dropped_and_named(lie: str, tmp_path: Path) -
 
 
 def test_what_a_gate_cannot_have_chosen_is_refused() -> None:
-    from coterie.errors import TensorError
-    from coterie.evaluation import check_scores
-
     true = torch.tensor([[[3.0, 1.0]], [[2.0, 0.0]]], dtype=torch.float64)
     check_scores({"choices": true})
     for wrong in (true * 0, -true, true + 0.5, true.flip(0), true * 1e300):
@@ -161,24 +171,31 @@ def test_what_a_gate_cannot_have_chosen_is_refused() -> None:
             check_scores({"choices": wrong})
 
 
-@pytest.mark.parametrize(
-    "metrics",
-    [
-        {"router/generalist": 1.0},
-        {"router/generalist": [1.0, 2.0]},
-        {"router/generalist": [[1.0], [1.0, 2.0]]},
-        {"router/generalist": [[]]},
-        {"router/generalist": []},
-        {"a\x1b[2J": 1.0},
-        {"<script>": 1.0},
-        {"": 1.0},
-    ],
-)
-def test_measurements_that_no_report_could_show_are_dropped_and_named(metrics: dict[str, Any], tmp_path: Path) -> None:
+METRICS: list[dict[str, Any]] = [
+    {"router/generalist": 1.0},
+    {"router/generalist": [1.0, 2.0]},
+    {"router/generalist": [[1.0], [1.0, 2.0]]},
+    {"router/generalist": [[]]},
+    {"router/generalist": []},
+    {"a\x1b[2J": 1.0},
+    {"<script>": 1.0},
+    {"": 1.0},
+]
+
+
+@pytest.mark.parametrize("metrics", METRICS)
+def test_measurements_that_no_report_could_show_are_refused(metrics: dict[str, Any]) -> None:
+    with pytest.raises(TensorError, match=r"reply: metrics") as refused:
+        parsed(Reply, json.dumps({"metrics": metrics}))
+    assert "\x1b" not in str(refused.value)
+    assert parsed(Reply, json.dumps({"metrics": {"router/generalist+specialist": [[0.5, 0.5], [1.0, 0.0]]}})).metrics
+
+
+def test_such_measurements_are_dropped_and_named(tmp_path: Path) -> None:
     recipe = recipe_of("fedavg", "method.rounds=1")
 
     def change(said: Reply, body: bytes) -> tuple[str, bytes]:
-        return json.dumps(json.loads(said.model_dump_json()) | {"metrics": {"tokens": 3, **metrics}}), body
+        return json.dumps(json.loads(said.model_dump_json()) | {"metrics": {"tokens": 3, "router/\x1b[2J": 1.0}}), body
 
     result = finished(recipe, tmp_path / "out", devices(grid_of(tmp_path, altered(change, "local_round")), recipe, 4))
     assert result["lost"] == {LIAR: 1}

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from coterie.engines.wire import Member, Reply, Request, failed, parsed
 from coterie.errors import CheckpointError, ClientError, Refused, TensorError
+from coterie.printing import printable
 
 try:
     from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
@@ -277,7 +278,7 @@ class Flower:
         """Take note of what a client said beside its tensors."""
         self.turns[client], self._state_bytes[client] = (round, self._number), reply.state_bytes
         if reply.note:
-            self.listener.noted(client, reply.note)
+            self.listener.noted(client, printable(reply.note))
         self.listener.measured(client, dict(reply.metrics))
 
     def _summed(self, ask: "Ask", round: int, phase: int) -> "Replies":
@@ -302,7 +303,7 @@ class Flower:
             if i in held:
                 self._heard(i, found.replies[self._nodes[i]], round)
             else:
-                self.listener.lost(i, ask.name, found.problems[self._nodes[i]])
+                self.listener.lost(i, ask.name, printable(found.problems[self._nodes[i]]))
         return {} if found.mean is None else dict.fromkeys(held, secure.moved([ask.to[i] for i in held], found.mean))
 
     def _begin(self, round: int) -> None:
@@ -475,7 +476,9 @@ class _Taken(TensorError):
 
 
 def _told(error: TensorError) -> str:
-    return f"{error.problem}\n  {error.remedy}" if error.remedy else error.problem
+    """What is told of an error, most of which a device may have written."""
+    problem, remedy = printable(error.problem), printable(error.remedy)
+    return f"{problem}\n  {remedy}" if remedy else problem
 
 
 @dataclass(frozen=True)

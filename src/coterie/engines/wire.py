@@ -17,7 +17,7 @@ MOST_SAID = 20000  # characters of a problem or a remedy
 Id = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")]  # may name a folder
 Count = Annotated[int, Field(ge=0, le=1 << 53)]  # as large as other programs read numbers of JSON without loss
 Measured = Count | FiniteFloat | list[FiniteFloat] | list[list[FiniteFloat]]
-_MEASURED = re.compile(r"[A-Za-z0-9_./-]+")
+_MEASURED = re.compile(r"[A-Za-z0-9_.+/-]+")
 _OF_LINES = {"kind", "round", "iteration", "client"}  # what a line of metrics.jsonl says itself
 
 

@@ -1,6 +1,5 @@
 """A local web page like a phone's keyboard: one types, and sees what each client's model would write next."""
 
-import html
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from coterie.personal import page
 from coterie.personal.many import ManyModels
 from coterie.personal.model import PersonalModel
+from coterie.printing import printable
 from coterie.reports.parts import COLOURS
 
 START = "In my free time, I like to"
@@ -62,7 +62,7 @@ def keyboard(models: Mapping[str, PersonalModel]) -> Any:
         rows: list[list[Any]] = []
         for client in models:
             with gradio.Row():
-                gradio.Markdown(html.escape(client), elem_classes="client")
+                gradio.Markdown(page.plain(client), elem_classes="client")
                 rows.append([gradio.Button("…", elem_classes="word", visible=True) for _ in range(SHOWN)])
         gradio.HTML(_legend(models))
         everything = [state, *(button for row in rows for button in row)]
@@ -82,7 +82,7 @@ def served(models: Mapping[str, PersonalModel], port: int) -> AbstractContextMan
 def _label(model: PersonalModel, word: Any) -> str:
     speaker = model.speaker(word)
     by = f" · {speaker} {max(word.experts):.0%}" if speaker else ""
-    return f"{word.word}\n{word.probability:.1%}{by}"
+    return f"{printable(word.word)}\n{word.probability:.1%}{by}"
 
 
 def _style(model: PersonalModel, word: Any) -> str:

@@ -1,11 +1,14 @@
 """What the local web pages have in common: Gradio, told to be quiet, on this machine only."""
 
 import os
+import re
+import string
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from coterie.errors import Refused
+from coterie.printing import printable
 
 STYLE = """
 footer { display: none !important }
@@ -13,6 +16,7 @@ footer { display: none !important }
 .client { min-width: 9rem !important; align-self: center; overflow-wrap: anywhere }
 .client p { font-weight: 600; margin: 0 }
 """
+_PUNCTUATION = re.compile(f"([{re.escape(string.punctuation)}])")
 # Of every event: models answer one at a time, and nobody else may ask them
 QUIET = {"show_progress": "hidden", "concurrency_id": "models", "concurrency_limit": 1, "api_visibility": "private"}
 
@@ -48,6 +52,11 @@ def served(page: Any, style: str, port: int) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         page.close(verbose=False)
+
+
+def plain(text: str) -> str:
+    r"""Text of anybody as Markdown that shows it as it is: no links, no pictures from elsewhere, no HTML, no headings."""
+    return _PUNCTUATION.sub(r"\\\1", " ".join(printable(text).split()))
 
 
 def gradio() -> Any:

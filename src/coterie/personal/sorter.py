@@ -10,6 +10,7 @@ from coterie.models.networks import NetworkShape
 from coterie.models.text import TextShape
 from coterie.personal import page
 from coterie.personal.classifier import PersonalClassifier
+from coterie.printing import printable
 
 SHOWN = 3  # classes for each client
 STYLE = """
@@ -37,7 +38,7 @@ def sorter(models: Mapping[str, PersonalClassifier]) -> Any:
         try:
             return [shown for model in models.values() for shown in _answer(model, given)]
         except DataError as error:
-            raise gradio.Error(str(error), print_exception=False) from None
+            raise gradio.Error(html.escape(printable(str(error))), print_exception=False) from None
 
     with gradio.Blocks(title="coterie", analytics_enabled=False) as blocks:
         gradio.Markdown(f"## What would each of them say it is?\n{_asked(shape)}")
@@ -49,7 +50,7 @@ def sorter(models: Mapping[str, PersonalClassifier]) -> Any:
         answers: list[Any] = []
         for client in models:
             with gradio.Row():
-                gradio.Markdown(html.escape(client), elem_classes="client")
+                gradio.Markdown(page.plain(client), elem_classes="client")
                 answers.append(gradio.Label(show_label=False, show_heading=False, num_top_classes=SHOWN, elem_classes="answer", scale=3))
                 answers.append(gradio.Markdown(elem_classes="expert"))
         given.change(classify, given, answers, trigger_mode="always_last", **page.QUIET)
@@ -66,7 +67,7 @@ def _answer(model: PersonalClassifier, given: str) -> tuple[dict[str, float], st
     (batch,) = model.batches(given)
     outputs, experts = model.answer(batch.x)
     shown = "" if experts is None else f"expert **{experts.item()}** of {', '.join(map(str, model.experts))}"
-    return dict(zip(model.about.names, outputs[0].exp().tolist(), strict=True)), shown
+    return dict(zip(map(printable, model.about.names), outputs[0].exp().tolist(), strict=True)), shown
 
 
 def _asked(shape: NetworkShape | TextShape) -> str:

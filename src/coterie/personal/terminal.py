@@ -10,6 +10,7 @@ from rich.text import Text
 from coterie.personal.classifier import Prediction
 from coterie.personal.model import PersonalModel
 from coterie.personal.words import Word
+from coterie.printing import printable
 
 
 def show(console: Console, models: Mapping[str, PersonalModel], words: Mapping[str, Sequence[Word]], text: str) -> None:
@@ -21,13 +22,13 @@ def show(console: Console, models: Mapping[str, PersonalModel], words: Mapping[s
         words: Likewise, best first.
         text: What they continue.
     """
-    console.print(Text(f"{text.rstrip()} …", style="italic"))
+    console.print(Text(printable(f"{text.rstrip()} …", lines=True), style="italic"))
     table = Table(box=SIMPLE, pad_edge=False)
     table.add_column("client", overflow="fold")
     for place in range(max(map(len, words.values()))):
         table.add_column(str(place + 1), overflow="fold")
     for client, found in words.items():
-        table.add_row(Text(client), *(_cell(models[client], word) for word in found))
+        table.add_row(Text(printable(client)), *(_cell(models[client], word) for word in found))
     console.print(table)
     if any(word.experts for found in words.values() for word in found):
         console.print(
@@ -38,7 +39,7 @@ def show(console: Console, models: Mapping[str, PersonalModel], words: Mapping[s
 
 def _cell(model: PersonalModel, word: Word) -> Text:
     speaker = model.speaker(word)
-    return Text.assemble((word.word, "bold"), f" {word.probability:.1%}" + (f" {speaker}" if speaker else ""))
+    return Text.assemble((printable(word.word), "bold"), f" {word.probability:.1%}" + (f" {speaker}" if speaker else ""))
 
 
 def show_classes(console: Console, names: Sequence[str], predictions: Mapping[str, Sequence[Prediction]]) -> None:
@@ -60,5 +61,6 @@ def show_classes(console: Console, names: Sequence[str], predictions: Mapping[st
         for client, found in predictions.items():
             said = found[k]
             expert = ["" if said.expert is None else str(said.expert)] * gated
-            table.add_row(*map(Text, [name, *[client] * several, said.name, f"{said.probability:.1%}", *expert]))
+            cells = [name, *[client] * several, said.name, f"{said.probability:.1%}", *expert]
+            table.add_row(*(Text(printable(cell)) for cell in cells))
     console.print(table)

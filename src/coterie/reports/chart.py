@@ -4,9 +4,8 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 
-from coterie.reports.parts import BLUE, figure
+from coterie.reports.parts import BLUE, escape, figure
 
 WIDTH, HEIGHT = 320, 224
 LEFT, RIGHT, TOP, BOTTOM = 54, 10, 10, 40

@@ -3,12 +3,11 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from html import escape
 from typing import Any
 
 from coterie.reports import chart
 from coterie.reports.chart import Heat, Line, Matrix, Style
-from coterie.reports.parts import COLOURS, GREY, captioned, legend, thinned
+from coterie.reports.parts import COLOURS, GREY, captioned, escape, legend, thinned
 
 Json = Mapping[str, Any]
 CLIENTS = 8  # that have a panel, and that a panel has lines to, at most

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from html import escape
 from itertools import groupby
 from math import nan
 from statistics import fmean
@@ -11,7 +10,7 @@ from typing import Any
 
 from coterie.reports import chart
 from coterie.reports.chart import Dot, Heat, Line, Matrix, Style
-from coterie.reports.parts import COLOURS, captioned, legend, table, thinned, unseen
+from coterie.reports.parts import COLOURS, captioned, escape, legend, table, thinned, unseen
 
 Json = Mapping[str, Any]
 CLUSTERS = 5  # of K-means where there are no anchors

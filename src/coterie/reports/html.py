@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from coterie.reports import chart, tokens
 from coterie.reports.chart import Line, Style
 from coterie.reports.collaboration import collaboration
 from coterie.reports.experts import classes, experts
-from coterie.reports.parts import BLUE, COLOURS, FEW, bars, captioned, figure, legend, page, section, size, table, thinned, unseen
+from coterie.reports.parts import BLUE, COLOURS, FEW, bars, captioned, escape, figure, legend, page, section, size, table, thinned, unseen
 from coterie.reports.tokens import Expert
 from coterie.tensors import write_atomically
 

@@ -3,9 +3,11 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
+from html import escape as html_escape
 from importlib.resources import files
 from typing import TypeVar
+
+from coterie.printing import printable
 
 # Okabe and Ito's colours, which colour-blind people tell apart, and two more; they hold on a light and on a dark ground.
 BLUE, VERMILION, GREEN, PINK, ORANGE, SKY = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"
@@ -31,6 +33,11 @@ class Cell:
     def html(self) -> str:
         bar = "" if self.share is None else f' class="bar" style="--share:{100 * self.share:.1f}%"'
         return f"<td{bar}>{escape(self.text)}</td>"
+
+
+def escape(text: str) -> str:
+    """Make text of anybody the text of a page: without markup, and without what could hide or turn round what is written."""
+    return html_escape(printable(text, lines=True))
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Cell | str]], best: int | None = None) -> str:

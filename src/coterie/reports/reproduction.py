@@ -1,7 +1,6 @@
 """What a reproduction shows: tables of measured beside published numbers, verdicts, and the paper's pictures."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from coterie.reports.chart import Line, Style
 from coterie.reports.collaboration import Weights
 from coterie.reports.experts import Choices
 from coterie.reports.html import router_panels, test_of
-from coterie.reports.parts import COLOURS, bars, figure, legend, page, section, table, thinned, unseen, verdicts
+from coterie.reports.parts import COLOURS, bars, escape, figure, legend, page, section, table, thinned, unseen, verdicts
 from coterie.reproductions import Picture
 from coterie.tensors import write_atomically
 

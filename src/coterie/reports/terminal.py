@@ -9,12 +9,14 @@ from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
+from rich.markup import escape
 from rich.padding import Padding
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 from coterie.evaluation import best, label, metric_of, prediction, worst
+from coterie.printing import printable
 from coterie.profiling import Profile
 from coterie.reports.parts import rounded, size, unseen
 from coterie.reports.reporter import Reporter
@@ -270,7 +272,8 @@ class Terminal(Reporter, AbstractContextManager["Terminal"]):
         self.privacy = f"epsilon {epsilon:.2f} at delta {delta:.1g}  "
 
     def warning(self, round: int, client: str, text: str) -> None:
-        self.progress.console.print(f"  round {round + 1}, {client}: {text}", markup=False, highlight=False, style="yellow")
+        line = f"  round {round + 1}, {printable(client)}: {printable(text)}"
+        self.progress.console.print(line, markup=False, highlight=False, style="yellow")
 
     def evaluating(self, round: int) -> None:
         self.stage = "scoring"
@@ -333,7 +336,7 @@ def profiled(console: Console, profile: Profile, elsewhere: bool, most: int = 10
     title = f"dearest operators in what was recorded; {profile.device} milliseconds, without what they called"
     shown = _plain(title, ("operator", "calls", "ms"))
     for name, cost in list(profile.costs.items())[:most]:
-        shown.add_row(name, f"{cost.calls:,}", f"{cost.ms:,.1f}")
+        shown.add_row(_plain_text(name), f"{cost.calls:,}", f"{cost.ms:,.1f}")
     console.print(shown)
     if elsewhere:
         console.print("Clients were in processes of their own: this is of the server alone. With --set engine=inprocess it is of both.")
@@ -454,8 +457,13 @@ def _costs(rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> Tabl
     return shown
 
 
+def _plain_text(text: str) -> str:
+    """Text of anybody as Rich shows it: no control characters, and no markup."""
+    return escape(printable(text, lines=True))
+
+
 def _plain(title: str, header: Sequence[str]) -> Table:
-    shown = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)
+    shown = Table(title=_plain_text(title), title_justify="left", box=SIMPLE, pad_edge=False)
     for k, name in enumerate(header):
-        shown.add_column(name, justify="right" if k else "left", no_wrap=k <= 2, overflow="fold", min_width=3)
+        shown.add_column(_plain_text(name), justify="right" if k else "left", no_wrap=k <= 2, overflow="fold", min_width=3)
     return shown

@@ -2,7 +2,6 @@
 
 import io
 from dataclasses import asdict
-from html import escape
 from pathlib import Path
 
 from rich.box import SIMPLE
@@ -10,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from coterie.records import write_json
-from coterie.reports.parts import page, section, table, verdicts
+from coterie.reports.parts import escape, page, section, table, verdicts
 from coterie.reports.terminal import verdicts as print_verdicts
 from coterie.tensors import write_atomically
 from coterie.theory import Claim, Experiment, Panel, draw

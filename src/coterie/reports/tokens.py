@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
-from coterie.reports.parts import BLUE, GREEN, ORANGE, PINK, SKY, VERMILION
+from coterie.reports.parts import BLUE, GREEN, ORANGE, PINK, SKY, VERMILION, escape
 
 GRID = 4  # clients whose texts all fit side by side; of more, two are chosen
 SLOTS = ("first", "middle", "last")
