@@ -14,7 +14,7 @@ from coterie.account import Account
 from coterie.aggregation.dpsgd import Sanitizer, clipped_sum, rate_of, rdp_of_steps
 from coterie.aggregation.noise import Source, grid
 from coterie.aggregation.privacy import Privacy, epsilon_of
-from coterie.client import Client, Outbound, Site, Training
+from coterie.client import Blueprint, Client, Outbound, Site, Training
 from coterie.data.federation import ClientData, Federation
 from coterie.data.splits import TokenSplit
 from coterie.device import ACCOUNT, Device
@@ -31,7 +31,7 @@ from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
 from coterie.optimisers import AdamW
 from coterie.prepared import prepare
-from coterie.recipe import Recipe, load
+from coterie.recipe import Recipe, build_method, load
 from coterie.reports import Reporter
 from coterie.roles import GENERALIST, ROUTER, SPECIALIST
 from coterie.run import run
@@ -41,6 +41,10 @@ pytest.importorskip("opacus")
 CLIP, STEPS = 0.05, 4
 PRIVACY = Privacy(unit="example", clip=CLIP, noise=1.0, delta=1e-3)
 PRIVATE = "privacy={unit: example, clip: 0.5, noise: 1.0, delta: 1.0e-3}"
+
+
+POSSIBLE = {"fedavg", "fedprox", "ffa-lora", "fedavg-moe", "pfedmoe", "comigs", "comigs-1g1s", "comigs-2g", "comigs-2s",
+            "comigs-1gxs", "comigs-tr", "ditto", "local", "local-moe", "local-moe-tr", "pretrained"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +91,7 @@ def sums_of(backbone: Backbone, data: ClientData, kind: type[Client] = Client, m
     model = LanguageModel(backbone, method.layout(0, Layout(rank=2)))
     client = kind("ann", model, data, training, {}, 5, 100)
     Released.sums = []
-    client.sanitizer = Released(PRIVACY, frozenset({GENERALIST}), Source.seeded(0, "test"))
+    client.sanitizer = Released(PRIVACY, frozenset({GENERALIST}), Source.seeded(0, "test"), STEPS)
     start = {name: 0.5 * torch.ones_like(t) for name, t in client.read(GENERALIST).items()}  # B is not 0, so that specialists matter
     method.local_round(client, start if isinstance(method, CoMiGS) else {GENERALIST: torch.cat([t.flatten() for t in start.values()])})
     assert len(Released.sums) == STEPS
@@ -181,6 +185,17 @@ def test_a_method_that_shares_more_is_refused_by_the_client_itself(backbone: Bac
         own.answer(CoMiGS(), "midpoint_gradients", "ann", {"ben": torch.zeros(3)}, {}, 0, 0)
 
 
+@pytest.mark.parametrize("name", sorted(POSSIBLE - {"pretrained", "local", "local-moe", "local-moe-tr"}))
+def test_as_many_steps_are_counted_as_are_taken(backbone: Backbone, tiny_federation: Federation, name: str, monkeypatch) -> None:
+    taken, whole = [], Sanitizer.gradient
+    monkeypatch.setattr(Sanitizer, "gradient", lambda self, *args: taken.append(1) or whole(self, *args))
+    method = build_method({"name": name, "local_steps": 3})
+    own = site(backbone, tiny_federation, method)
+    sent = method.init(Blueprint(lambda layout: LanguageModel(backbone, layout), own.layouts, 5), ["ann"])
+    own.answer(method, "local_round", "ann", {n: t for n, t in sent.items() if t.is_floating_point()}, {}, 0, 0)
+    assert len(taken) == method.steps_of(50, 4) == 3
+
+
 # Runs
 
 
@@ -229,10 +244,6 @@ def test_who_shares_nothing_spends_nothing_and_trains_as_ever(tiny_base: Path, t
     private, plain = (run(recipe(tiny_base, "method.name=local", *more), tmp_path / str(len(more)))[0] for more in ([PRIVATE], []))
     assert private["privacy"]["epsilon"] == 0.0
     assert private["mean"] == plain["mean"]
-
-
-POSSIBLE = {"fedavg", "fedprox", "ffa-lora", "fedavg-moe", "fedavg-moe-tr", "pfedmoe", "comigs", "comigs-1g1s", "comigs-2g", "comigs-2s",
-            "comigs-1gxs", "comigs-tr", "ditto", "local", "local-moe", "local-moe-tr", "pretrained"}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", sorted(set(METHODS) - {"common-expert", "fedmix", "ddome", "fedadg", "fedsr", "ensemble", "oracle"}))

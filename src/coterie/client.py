@@ -658,8 +658,8 @@ class Outbound:
         contents = (blake2b(to_bytes(named)).hexdigest() for named in (sent, reply))
         return Source.keyed(self.key, "noise", id, repr(privacy.clip), repr(privacy.noise), *contents)
 
-    def sanitizer(self, method: Any, round: int, phase: int, id: ClientId) -> Sanitizer | None:
-        """What makes the gradients that a client of a method shares, in one task; None where no single examples are protected.
+    def sanitizer(self, method: Any, steps: int, round: int, phase: int, id: ClientId) -> Sanitizer | None:
+        """What makes the gradients that a client of a method shares, in one task of so many steps; None where no examples are protected.
 
         On devices it never draws the same twice, not even for the same request: with the same noise on other data, or from another state,
         the difference would have none. Each time counts.
@@ -670,7 +670,7 @@ class Outbound:
             raise Refused(f"{type(method).__name__} shares what no privacy of single examples covers", "Use another method.")
         secret = self.secret or bool(self.key)
         source = Source.secret() if secret else Source.seeded(self.seed, "examples", round, phase, id)
-        return Sanitizer(self.privacy, frozenset(method.shared), source)
+        return Sanitizer(self.privacy, frozenset(method.shared), source, steps)
 
     def source(self, *purpose: int | str) -> Source:
         """Return random numbers for the noise of one purpose."""
@@ -763,7 +763,7 @@ class Site:
                 client = self.client(id, state)
                 steps = method.steps(client)
                 client.total_iterations = method.rounds * steps
-                client.sanitizer = None if self.outbound is None else self.outbound.sanitizer(method, round, phase, id)
+                client.sanitizer = None if self.outbound is None else self.outbound.sanitizer(method, steps, round, phase, id)
                 self.begin(state, round, method, steps)
                 reply = self.leaving(method, task, id, tensors, find_task(method, task)(client, tensors), round, phase)
                 return reply, self.measured(client.metrics())

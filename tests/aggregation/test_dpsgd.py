@@ -23,7 +23,7 @@ def privacy(noise: float = 1.0, clip: float = 1.0, **settings: float) -> Privacy
 
 
 def sanitizer(noise: float = 1.0, clip: float = 1.0, seed: int = 0) -> Sanitizer:
-    return Sanitizer(privacy(noise, clip), frozenset({GENERALIST}), Source.seeded(seed, "test"))
+    return Sanitizer(privacy(noise, clip), frozenset({GENERALIST}), Source.seeded(seed, "test"), 5)
 
 
 def gradients(rows: int = 5, seed: int = 0) -> list[torch.Tensor]:
@@ -79,8 +79,16 @@ def test_another_seed_is_other_noise_and_secret_noise_is_never_the_same() -> Non
     one, again, other = (sanitizer(seed=seed).gradient([], 4, 1) for seed in (0, 0, 1))
     assert torch.equal(one, again)
     assert not torch.equal(one, other)
-    secret = [Sanitizer(privacy(), frozenset(), Source.secret()).gradient([], 4, 1) for _ in range(2)]
+    secret = [Sanitizer(privacy(), frozenset(), Source.secret(), 1).gradient([], 4, 1) for _ in range(2)]
     assert not torch.equal(*secret)
+
+
+def test_no_step_is_taken_that_nobody_counted() -> None:
+    made = sanitizer()
+    for _ in range(5):
+        made.gradient([], 2, 1)
+    with pytest.raises(Refused, match="more steps than are counted"):
+        made.gradient([], 2, 1)
 
 
 # Sampling

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from coterie.aggregation.noise import Source, grid, on_grid
 from coterie.aggregation.privacy import ORDERS, Privacy, epsilon_of, library
+from coterie.errors import Refused
 from coterie.protocol import ClientId
 from coterie.roles import Role
 
@@ -36,7 +37,7 @@ _COVERS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sanitizer:
     """How a client makes gradients that may be shared, during one task.
 
@@ -44,11 +45,13 @@ class Sanitizer:
         privacy: C and z.
         roles: What is shared: whose gradients these are.
         source: Of which examples take part and of the noise. Whoever knows it can take both away: on devices it is secret.
+        steps: How many gradients it makes, at most: as many as are counted.
     """
 
     privacy: Privacy
     roles: frozenset[Role]
     source: Source
+    steps: int
 
     def sample(self, windows: int, expected: int) -> npt.NDArray[np.int64]:
         """Draw a batch: each of so many examples is in it with probability `rate`, whatever the others do. It may be empty."""
@@ -66,8 +69,12 @@ class Sanitizer:
             (d,) fp32 on the CPU.
 
         Raises:
+            Refused: More gradients were asked for than are counted.
             TensorError: A value of a gradient is not a number.
         """
+        if self.steps < 1:
+            raise Refused("privacy.unit: a task takes more steps than are counted", "Nothing of it leaves: it is a mistake of its method.")
+        self.steps -= 1
         deviation = self.privacy.noise * self.privacy.clip
         step, total = grid(self.privacy.clip, deviation), np.zeros(size, dtype=np.int64)
         for part in parts:

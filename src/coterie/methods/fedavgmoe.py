@@ -18,7 +18,7 @@ class FedAvgMoE(Averaged, TwoExperts):
 
     @property
     def by_examples(self) -> bool:
-        return True
+        return self.updates == "simultaneous"  # alternating, routers take steps of their own
 
     @task(Sends.UPDATE)
     def local_round(self, client: Client, theta: Tensors) -> Tensors:
