@@ -576,6 +576,7 @@ class Outbound:
         noisy: Whether updates leave with noise alone.
         by_examples: Whether noise in each step, for single examples, will do for that.
         masked: Whether the reply at hand goes under masks.
+        silent: Whether no scores and no measurements leave.
     """
 
     seed: int
@@ -588,6 +589,7 @@ class Outbound:
     noisy: bool = False
     by_examples: bool = False
     masked: bool = False
+    silent: bool = False
 
     @property
     def noise(self) -> Privacy | None:
@@ -597,7 +599,7 @@ class Outbound:
     @property
     def protects(self) -> bool:
         """Whether nothing may leave that is not declared."""
-        return self.secure or self.noisy or self.noise is not None or self.sanitizes
+        return self.secure or self.noisy or self.silent or self.noise is not None or self.sanitizes
 
     @property
     def sanitizes(self) -> bool:
@@ -617,6 +619,8 @@ class Outbound:
         name, sends = task.__name__, declared(task)
         if sends is Sends.PRIVATE:
             raise Refused(f"{name}: nothing says that its reply can be masked or noised, or is harmless; it was not done", PROTECTS)
+        if sends is Sends.SCORES and self.silent:
+            raise Refused(f"{name}: this device sends no scores", PROTECTS)
         if sends is Sends.UPDATE and self.secure and not self.masked:
             problem = f"{name}: this device lets its updates leave by secure aggregation only"
             raise Refused(problem, "Run the recipe with --set secure=true.")
@@ -643,6 +647,8 @@ class Outbound:
         """What leaves of what a task measured: where the owner is protected a few single numbers, which are means over many tokens."""
         if not self.protects:
             return metrics
+        if self.silent:
+            return {}
         single = [name for name, value in metrics.items() if isinstance(value, int | float)]
         return {name: metrics[name] for name in single[:_MOST_MEASURED]}
 

@@ -223,8 +223,9 @@ class Device:
         if site.outbound is not None:
             key = self._key() if self.place is None and site.outbound.noise is not None else b""
             closed = self.secure or self.limits.secure or prepared.recipe.secure
-            noisy, by_examples = self.limits.noisy, self.limits.unit == "example"
-            site.outbound = replace(site.outbound, key=key, secure=closed, noisy=noisy, by_examples=by_examples, masked=request.masked)
+            noisy, by_examples, silent = self.limits.noisy, self.limits.unit == "example", not self.limits.scores
+            wanted = replace(site.outbound, secure=closed, noisy=noisy, by_examples=by_examples, silent=silent)
+            site.outbound = replace(wanted, key=key, masked=request.masked)
         return replace(prepared, site=site)
 
     def _key(self) -> bytes:

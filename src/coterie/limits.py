@@ -39,6 +39,9 @@ class Limits(BaseModel):
     exchanges: Annotated[
         int | None, Field(ge=1, description=f"unlike answers in a round; null: {EXCHANGES} where updates are protected, else any number")
     ] = None
+    scores: Annotated[bool, Field(description="scores, losses and other figures leave; false: none, and epsilon is of all that leaves")] = (
+        True
+    )
     secure: Annotated[bool, Field(description="updates leave by secure aggregation only")] = False
     unit: Annotated[
         Literal["client", "example"],

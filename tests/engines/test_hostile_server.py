@@ -184,6 +184,16 @@ def test_a_flood_of_scores_at_points_of_the_servers_choice_ends(theta: Tensors, 
     assert "limits.runs" in refused(device, section, "score", moved(theta, 0.8), run="third")
 
 
+def test_an_owner_may_have_no_figure_leave_at_all(theta: Tensors, tmp_path: Path) -> None:
+    """A loss is exact, and of one example if a server wants batches of one: no epsilon covers it."""
+    device = Device(tmp_path, CLIENT, limits=Limits(epsilon=5, scores=False))
+    reply, found = asked(device, noisy(), "local_round", theta)
+    assert (reply.metrics, found.keys()) == ({}, theta.keys())
+    for task in ("score", "score_test"):
+        assert f"{task}: this device sends no scores" in refused(device, noisy(), task, theta, number=1)
+    assert asked(device, noisy(), "keep", theta, number=2)[0].problem == ""
+
+
 # --- what the owner allows ----------------------------------------------------------------------------------------------------------------
 
 
@@ -396,3 +406,11 @@ def test_a_device_has_the_limits_of_its_nodes_configuration(theta: Tensors, tmp_
     text, body = apps.answer(node, request.model_dump_json(), to_bytes(theta))
     assert "limits.methods" in parsed(Reply, text).problem
     assert body == b""
+
+
+def test_the_guide_has_every_limit_and_its_example_is_one(tmp_path: Path) -> None:
+    guide = (Path(__file__).parents[2] / "docs/deploy.md").read_text(encoding="utf-8").partition("## Limits of a device's owner")[2]
+    assert [name for name in (*Limits.model_fields, *LocalPrivacy.model_fields) if f"{name}` |" not in guide] == []
+    path = tmp_path / "device.yaml"
+    path.write_text(guide.partition("```yaml\n")[2].partition("```")[0])
+    assert limiting.read(path).epsilon == 8.0
