@@ -1,5 +1,6 @@
 """The command line. Heavy libraries are imported by the commands that need them, so that `--help` is quick."""
 
+import io
 import os
 import signal
 import sys
@@ -580,6 +581,12 @@ def _stopping(note: str = RESUMABLE) -> Iterator[None]:
     except CoterieError as error:
         print(f"coterie: {printable(str(error), lines=True)}", file=sys.stderr)
         raise typer.Exit(error.exit_code) from None
+    except BrokenPipeError:  # whoever read what is printed has gone
+        raise
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"coterie: {printable(f'{where}{error.strerror or error}', lines=True)}", file=sys.stderr)
+        raise typer.Exit(1) from None
     except KeyboardInterrupt as stop:
         for number in (signal.SIGINT, signal.SIGTERM):  # nothing is left to be stopped, and Python on its way out would die of another one
             signal.signal(number, signal.SIG_IGN)
@@ -588,4 +595,8 @@ def _stopping(note: str = RESUMABLE) -> Iterator[None]:
 
 
 def main() -> None:
+    """Run the command line."""
+    for stream in (sys.stdout, sys.stderr):  # names of files need not be text
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     app()

@@ -3,7 +3,9 @@
 import dataclasses
 import difflib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -31,6 +33,9 @@ from coterie.models.text import TextShape
 from coterie.protocol import mix
 
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto: CUDA where there is one")]
+
+
+_SHOWN, _DEEPEST = 200, 50  # characters of a value in a message; sections within sections
 
 
 class _Mistakes(ValueError):
@@ -226,7 +231,7 @@ ModelSection = Annotated[
     | Annotated[ClassifierSection, Tag("classifier")]
     | Annotated[TextClassifierSection, Tag("text-classifier")],
     Discriminator(
-        lambda section: section.get("kind", "language") if isinstance(section, dict) else section.kind,
+        lambda section: section.get("kind", "language") if isinstance(section, dict) else getattr(section, "kind", None),
         custom_error_type="kind",
         custom_error_message="kind should be 'language', 'classifier' or 'text-classifier'",
     ),
@@ -396,10 +401,31 @@ def overrides(settings: Mapping[str, Any]) -> list[str]:
 
 def validate(section: Mapping[str, Any], source: str) -> Recipe:
     """The recipe of a mapping. Raises RecipeError with all mistakes, each naming its field."""
+    if impossible := list(_impossible(section)):
+        raise RecipeError(f"recipe {source}", impossible)
     try:
         return Recipe.model_validate(section)
     except ValidationError as error:
         raise RecipeError(f"recipe {source}", [line for e in error.errors() for line in _readable(e).splitlines()]) from None
+
+
+def _impossible(value: Any, where: str = "", depth: int = 0) -> Iterator[str]:
+    """What no field can have, whatever it is: numbers that are not finite or beyond 64 bits, half of a surrogate pair, endless sections."""
+    if depth > _DEEPEST:
+        yield f"{where}: more than {_DEEPEST} sections within each other"
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _impossible(str(key), where, depth)
+            yield from _impossible(inner, f"{where}.{key}" if where else str(key), depth + 1)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _impossible(inner, where, depth + 1)
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield f"{where}: must be a finite number, found {value}"
+    elif isinstance(value, int) and abs(value) >= 2**63:
+        yield f"{where}: must be below 2^63, found a number of {value.bit_length()} bits"
+    elif isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
+        yield f"{where}: half of a surrogate pair, which is no text"
 
 
 def _apply(section: dict[str, Any], override: str) -> str | None:
@@ -408,10 +434,11 @@ def _apply(section: dict[str, Any], override: str) -> str | None:
     *path, last = key.strip().split(".")
     if not sign or not last:
         return f"{override!r} is not of the form key=value, for instance method.rounds=5"
+    shown = override if len(override) < _SHOWN else f"{override[:_SHOWN]}..."
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        return f"{override!r}: the value is not valid YAML"
+        value = recipes.parse(text)
+    except ValueError as error:
+        return f"{shown!r}: the value is not valid YAML ({str(error).splitlines()[0]})"
     for part in path:
         section = section.setdefault(part, {})
         if not isinstance(section, dict):
@@ -444,7 +471,8 @@ def _readable(error: ErrorDetails, prefix: tuple[str, ...] = ()) -> str:
     if error["type"] == "missing":
         return f"{where}: missing"
     message = error["msg"].removeprefix("Value error, ")
-    return f"{where}: {message[0].lower()}{message[1:]}, found {error['input']!r}"
+    found = reprlib.repr(error["input"]) if len(given := repr(error["input"])) > _SHOWN else given
+    return f"{where}: {message[0].lower()}{message[1:]}, found {found}"
 
 
 def _without_kinds(location: list[str]) -> list[str]:

@@ -128,6 +128,21 @@ def alone(folder: Path) -> Iterator[None]:
         lock.release()
 
 
+def check_names(folder: Path, clients: Iterable[ClientId]) -> None:
+    """Refuse clients whose files would be one file: on a disk that does not tell capitals, in a folder that somebody is `alone` in.
+
+    Raises:
+        Refused: Two ids differ in capitals only, and the folder is on such a disk.
+    """
+    if not (folder / "LOCK").exists():
+        return
+    known: dict[str, ClientId] = {}
+    for client in clients:
+        if (other := known.setdefault(client.casefold(), client)) != client:
+            problem = f"clients {other!r} and {client!r} would have the same files in {folder}, whose disk does not tell capitals"
+            raise Refused(problem, "Rename one of them, or choose an --out on another disk.")
+
+
 def _sign(path: Path, text: str) -> None:
     """Say who has a lock; where that cannot be written, it is not said."""
     with suppress(OSError):

@@ -35,7 +35,18 @@ from coterie.prepared import Prepared, joined
 from coterie.profiling import Profile
 from coterie.protocol import Ask, ClientId, Form, Replies, State, drive, mix, nothing, trains
 from coterie.recipe import Recipe
-from coterie.records import METRICS, Checkpoint, Checkpoints, MetricsFile, Released, alone, check_metrics, read_json, write_json
+from coterie.records import (
+    METRICS,
+    Checkpoint,
+    Checkpoints,
+    MetricsFile,
+    Released,
+    alone,
+    check_metrics,
+    check_names,
+    read_json,
+    write_json,
+)
 from coterie.reports import Reporter
 from coterie.reports.html import write_comparison, write_report
 from coterie.tensors import Tensors, nbytes, to_bytes, write_atomically
@@ -691,6 +702,7 @@ def execute_all(
 def _executed(execution: Execution, changed: bool) -> Json:
     """A row from where it stands to its result."""
     folder, kept = execution.folder, Kept(execution.folder)
+    check_names(folder, execution.federation.everyone)
     execution.restore()
     inputs = Inputs.of(execution.prepared)
     if changed and kept.begun():

@@ -17,6 +17,7 @@ CHUNK = 2000  # characters
 
 Row = dict[str, Any]
 
+_PLAIN, _RATIO = 64 << 20, 100  # bytes that any gzip file may become, and how many times its size; text is a tenth or a fifth of itself
 _SHOWN = 5  # mistakes of one file that a message lists
 
 # Where text may be cut, best first: before a blank line, behind a line, behind a space.
@@ -41,9 +42,10 @@ def read_text(path: Path) -> str:
     Raises:
         DataError: It is missing, unreadable, empty or not UTF-8.
     """
+    if path.exists() and not path.is_file():
+        raise DataError(f"{path}: no regular file", "Remove it, or put a text file in its place.")
     try:
-        data = path.read_bytes()
-        data = gzip.decompress(data) if path.suffix == ".gz" else data
+        data = decompressed(path) if path.suffix == ".gz" else path.read_bytes()
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{path}: damaged gzip file ({error})", "Copy or download it again.") from None
     except OSError as error:
@@ -55,6 +57,21 @@ def read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise DataError(f"{path}:{line}: not UTF-8 text", "Convert it: iconv -f latin1 -t utf-8 OLD > NEW.") from None
+
+
+def decompressed(path: Path) -> bytes:
+    """The content of a gzip file.
+
+    Raises:
+        DataError: It would become so much larger that it cannot be data: a few kilobytes can stand for any number of gigabytes.
+        OSError: It cannot be read, or is damaged; or EOFError, zlib.error.
+    """
+    most = max(_PLAIN, _RATIO * path.stat().st_size)
+    with gzip.open(path, "rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise DataError(f"{path}: {path.stat().st_size:,} bytes would become more than {most:,}", "No text is like that: leave it out.")
+    return data
 
 
 def read_rows(path: Path, columns: Mapping[str, type]) -> list[Row]:
@@ -83,7 +100,7 @@ def _parse(line: str, columns: Mapping[str, type]) -> tuple[Row, str]:
     """The row of a line, and what is wrong with it, if anything."""
     try:
         row = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: a number of 5,000 digits, too
         return {}, f"not JSON ({error})"
     if not isinstance(row, dict):
         return {}, f"not a JSON object but {type(row).__name__}"

@@ -12,6 +12,7 @@ from coterie.protocol import ClientId, mix
 
 POOL: ClientId = "centralized"  # who holds the union of all clients' data, for the Centralized row
 
+_LONGEST = 100  # characters of an id, which names files: with what is put behind it, any file system takes that
 _ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")  # ids name folders of a run: no separators, nothing hidden, no `..`
 
 
@@ -19,8 +20,10 @@ def check_id(id: ClientId) -> None:
     """Refuse an id that cannot name a folder or that is taken.
 
     Raises:
-        DataError: It has characters other than letters, digits and `._-`, starts with a dot, or is `POOL`.
+        DataError: It has characters other than letters, digits and `._-`, starts with a dot, is longer than 100, or is `POOL`.
     """
+    if len(id) > _LONGEST:
+        raise DataError(f"client id {id[:_LONGEST]!r}... has {len(id)} characters", f"Rename it: at most {_LONGEST}, as it names files.")
     if not _ID.fullmatch(id):
         raise DataError(f"client id {id!r} is not valid", "Rename it: letters, digits, '.', '_' and '-' only, not starting with '.'.")
     if id == POOL:

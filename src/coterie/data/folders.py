@@ -89,7 +89,7 @@ def _find(folder: Path) -> Files:
     Raises:
         DataError: No text at all, or splits that are incomplete or have other text beside them.
     """
-    entries = {entry: found for entry in sorted(folder.iterdir()) if (found := text_files(entry))}
+    entries = {entry: found for entry in sorted(folder.iterdir()) if (found := text_files(entry, frozenset({folder.resolve()})))}
     fixed = {name: [path for entry, found in entries.items() if _stem(entry) == name for path in found] for name in SPLITS}
     present = [name for name in SPLITS if fixed[name]]
     every = [path for found in entries.values() for path in found]
@@ -104,13 +104,31 @@ def _find(folder: Path) -> Files:
     return fixed
 
 
-def text_files(entry: Path) -> list[Path]:
-    """The text files that an entry of a folder is or holds; none of those that are hidden."""
+def text_files(entry: Path, above: frozenset[Path] = frozenset()) -> list[Path]:
+    """The text files that an entry of a folder is or holds; none of those that are hidden.
+
+    Args:
+        entry: A file or folder.
+        above: The folders that led to it.
+
+    Raises:
+        DataError: A link leads nowhere or back to a folder that it is in, or what is called a text is no file.
+    """
     if entry.name.startswith("."):
         return []
-    if entry.is_dir():
-        return [path for inner in sorted(entry.iterdir()) for path in text_files(inner)]
-    return [entry] if entry.name.endswith(ENDINGS) else []
+    try:
+        if entry.is_dir():
+            if (own := entry.resolve()) in above:
+                raise DataError(f"{entry} leads back to {own}, which it is in", "Remove that link.")
+            return [path for inner in sorted(entry.iterdir()) for path in text_files(inner, above | {own})]
+    except OSError as error:
+        raise DataError(f"{entry}: cannot be read ({error.strerror})", "Check its permissions.") from None
+    if not entry.name.endswith(ENDINGS):
+        return []
+    if not entry.is_file():
+        what = "a link that leads nowhere" if entry.is_symlink() else "no regular file"
+        raise DataError(f"{entry}: {what}", "Remove it, or put a text file in its place.")
+    return [entry]
 
 
 def _stem(entry: Path) -> str:

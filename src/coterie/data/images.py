@@ -1,6 +1,5 @@
 """Federations of images: scikit-learn's digits (on every machine), CIFAR-10, CIFAR-100, MNIST and EMNIST."""
 
-import gzip
 import json
 import shutil
 import string
@@ -19,6 +18,7 @@ import numpy.typing as npt
 from pydantic import Field
 
 from coterie.data.dealing import Dealing, Labelled
+from coterie.data.documents import decompressed
 from coterie.data.federation import Federation
 from coterie.data.hub import fetch, located
 from coterie.data.section import stamps
@@ -304,7 +304,7 @@ def _download(dataset: str, file: str) -> Path:
 def _bytes(path: Path) -> npt.NDArray[np.uint8]:
     """The array of a compressed IDX file of bytes. Raises DataError."""
     try:
-        data = gzip.decompress(path.read_bytes())
+        data = decompressed(path)
         shape = np.frombuffer(data, ">i4", count=data[3], offset=4)
         return np.frombuffer(data, np.uint8, offset=4 + shape.nbytes).reshape(shape)
     except (OSError, EOFError, IndexError, ValueError, zlib.error) as error:

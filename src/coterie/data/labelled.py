@@ -17,7 +17,7 @@ from coterie.data.federation import Federation
 from coterie.data.hub import fetch, located
 from coterie.data.section import stamps
 from coterie.data.splits import Numbers, Tokens
-from coterie.data.store import Streams, default_cache, key_of, stored
+from coterie.data.store import LONGEST, Streams, default_cache, key_of, stored
 from coterie.errors import DataError
 
 FORMAT = 1  # raise it whenever equal keys would no longer mean equal arrays
@@ -139,7 +139,7 @@ class LabelledTexts(Dealing, ABC):
         """The token ids of the chosen rows in pieces; how many each row has is added to `lengths`. Raises DataError for one without any."""
         for start in range(0, len(chosen), _TEXTS):
             some = chosen[start : start + _TEXTS]
-            texts = [self.text(rows[row]) for row in some]
+            texts = [self.text(rows[row])[:LONGEST] for row in some]
             encoded = tokenizer(texts, truncation=True, max_length=length, padding=False, verbose=False)["input_ids"]
             for row, text, ids in zip(some, texts, encoded, strict=True):
                 if not text.strip() or not ids:

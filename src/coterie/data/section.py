@@ -32,8 +32,11 @@ class Source:
 
 
 def stamps(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
-    """Path, size in bytes and modification time in nanoseconds of files, as a fingerprint."""
-    return [(str(path.resolve()), (status := path.stat()).st_size, status.st_mtime_ns) for path in paths]
+    """Path, size in bytes and modification time in nanoseconds of files, as a fingerprint. Raises DataError for one that is not there."""
+    try:
+        return [(str(path.resolve()), (status := path.stat()).st_size, status.st_mtime_ns) for path in paths]
+    except OSError as error:
+        raise DataError(f"{error.filename}: cannot be read ({error.strerror})", "Check the path and its permissions.") from None
 
 
 def distinct(values: tuple[str, ...]) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from hashlib import blake2b
-from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +20,7 @@ FORMAT = 1  # raise it whenever equal keys would no longer mean equal tokens
 Streams = Iterable[tuple[ClientId, str, Iterable[Tokens]]]  # client, split, the ids in pieces
 
 _DOCUMENTS = 64  # encoded at a time: enough for the tokenizer's threads, few beyond a token bound
+LONGEST = 1_000_000  # characters encoded at a time, and of a text in one piece: a tokenizer takes 200 bytes for each
 
 
 class Tokenizer(Protocol):
@@ -60,15 +60,41 @@ def key_of(tokenizer: Tokenizer, *parts: Any) -> str:
 def encode(tokenizer: Tokenizer, texts: Iterable[str], limit: int | None) -> Iterator[Tokens]:
     """The token ids of the texts in pieces, the tokenizer's end token behind each text; at most `limit` tokens in all.
 
-    Texts behind the limit are not encoded.
+    Texts behind the limit are not encoded. One of more than a million characters is encoded in parts, cut at spaces where there are any.
     """
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    dtype, remaining = dtype_for(tokenizer), iter(texts)
-    while (limit is None or limit > 0) and (some := list(islice(remaining, _DOCUMENTS))):
-        encoded = tokenizer(some, add_special_tokens=False, verbose=False)["input_ids"]  # verbose: no warning about long texts
-        piece = np.array([id for ids in encoded for id in (*ids, *end)], dtype=dtype)[:limit]
+    dtype, remaining = dtype_for(tokenizer), _batches(texts)
+    while (limit is None or limit > 0) and (some := next(remaining, None)):
+        encoded = tokenizer([text for text, _ in some], add_special_tokens=False, verbose=False)["input_ids"]  # no warning about long texts
+        behind = [end if last else [] for _, last in some]
+        piece = np.array([id for ids, own in zip(encoded, behind, strict=True) for id in (*ids, *own)], dtype=dtype)[:limit]
         limit = None if limit is None else limit - len(piece)
         yield piece
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
+    """Parts of texts that are encoded at a time, each with whether it ends its text."""
+    batch: list[tuple[str, bool]] = []
+    characters = 0
+    for part in (part for text in texts for part in _parts(text)):
+        if batch and (len(batch) == _DOCUMENTS or characters + len(part[0]) > LONGEST):
+            yield batch
+            batch, characters = [], 0
+        batch.append(part)
+        characters += len(part[0])
+    if batch:
+        yield batch
+
+
+def _parts(text: str) -> Iterator[tuple[str, bool]]:
+    """A text in parts of a million characters at most, each but the first one beginning with a space where there is one."""
+    start = 0
+    while len(text) - start > LONGEST:
+        space = text.rfind(" ", start + LONGEST // 2, start + LONGEST)
+        end = space if space > start else start + LONGEST
+        yield text[start:end], False
+        start = end
+    yield text[start:], True
 
 
 def dtype_for(tokenizer: Tokenizer) -> type[np.unsignedinteger]:

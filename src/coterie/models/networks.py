@@ -37,6 +37,9 @@ class Shape(Protocol):
     def example(self) -> Tensor: ...
 
 
+_SMALL = 1_000_000  # values that cost nothing, see `check_size`
+
+
 @dataclass(frozen=True)
 class NetworkShape:
     """All that it takes to build a network, without any data.
@@ -406,6 +409,21 @@ def statistics(network: nn.Module) -> dict[str, Tensor]:
     """The running statistics of batch normalisation, by name; not the constants that some networks hold as buffers."""
     norms = {prefix: module for prefix, module in network.named_modules() if isinstance(module, nn.BatchNorm2d)}
     return {f"{prefix}.{own}": buffer for prefix, norm in norms.items() for own, buffer in norm.named_buffers()}
+
+
+def check_size(shape: Shape, tensors: Named, source: str) -> None:
+    """Refuse a shape that is far larger than its tensors before anything of its size is made: a file may claim billions of units.
+
+    Raises:
+        ModelError: It is. What else is wrong with the tensors `check` tells.
+    """
+    found = sum(tensor.numel() for tensor in tensors.values())
+    try:
+        wanted = sum(parameter.numel() for parameter in shape.build("meta").parameters())
+    except (RuntimeError, TypeError) as error:  # sizes that no tensor can have
+        raise ModelError(f"{source}: {shape.title}: {error}", "It was changed by hand.") from None
+    if wanted > 2 * found + _SMALL:
+        raise ModelError(f"{source}: {found:,} values, {shape.title} has {wanted:,}", "The file belongs to another network.")
 
 
 def check(shape: Shape, tensors: Named, source: str) -> None:

@@ -1,11 +1,16 @@
 """A client's folder in a run: what it trained as safetensors, and a JSON that says what it is. Never pickle."""
 
-from dataclasses import asdict, dataclass
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
-from coterie.errors import CheckpointError, TensorError
-from coterie.models.adapter import Layout
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from coterie.errors import CheckpointError, ModelError, TensorError
+from coterie.models.adapter import Adapter, Architecture, Layout
 from coterie.records import read_json, write_json
 from coterie.roles import GENERALIST, SPECIALIST, Role
 from coterie.tensors import Named, all_finite, check_alike
@@ -68,10 +73,34 @@ def read_about(folder: Path) -> About:
     if found.get("kind") == CLASSIFIER:
         remedy = f"See `coterie predict --data`; other programs read {CLASSIFIER_WEIGHTS} and {ABOUT} in it as they are."
         raise CheckpointError(f"{folder} holds a classifier, not a language model", remedy)
+    if isinstance(layout := found.get("layout"), dict):
+        checked(Layout, layout, folder)
+    about, weights = checked(About, found, folder), folder / WEIGHTS
+    own = about.layout
+    if weights.is_file() and max(own.experts, own.members, own.rank, own.expert_rank) > (size := weights.stat().st_size):
+        raise CheckpointError(f"{folder / ABOUT}: {size:,} bytes of {WEIGHTS} cannot be of {own}", FOREIGN)
+    return about
+
+
+_T = TypeVar("_T")
+
+
+def checked(kind: type[_T], found: Mapping[str, Any], folder: Path) -> _T:
+    """What client.json says, as the dataclass that stands for it.
+
+    Raises:
+        CheckpointError: A value is missing, foreign, of another type or out of its range.
+    """
+    if foreign := sorted(found.keys() - {field.name for field in fields(cast(Any, kind))}):
+        raise CheckpointError(f"{folder / ABOUT}: {foreign[0]}: unknown", FOREIGN)
     try:
-        return About(**(found | {"layout": Layout(**found["layout"])}))
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder / ABOUT}: {error}", FOREIGN) from None
+        return TypeAdapter(kind).validate_json(json.dumps(found), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise CheckpointError(f"{folder / ABOUT}: {where}: {first['msg']}", FOREIGN) from None
+    except ModelError as error:
+        raise CheckpointError(f"{folder / ABOUT}: {error.problem}", FOREIGN) from None
 
 
 def read_about_json(folder: Path) -> dict[str, Any]:
@@ -88,6 +117,25 @@ def expert_names(layout: Layout) -> dict[Role, tuple[str, ...]]:
     return {role: tuple(n if count == 1 else f"{n}{j}" for j in range(1, count + 1)) for role, (n, count) in counts.items()}
 
 
+def check_size(architecture: Architecture, about: About, tensors: Named, source: str) -> None:
+    """Refuse a layout that is not that of the tensors before anything of its size is made: a JSON may claim billions of experts.
+
+    Raises:
+        CheckpointError: See `fill`.
+    """
+    try:
+        with torch.device("meta"):
+            outline = Adapter(architecture, about.layout)
+        check_alike(dict(outline.named_parameters()), tensors, source)
+    except (RuntimeError, TypeError) as error:  # sizes that no tensor can have
+        raise CheckpointError(f"{source}: {error}", FOREIGN) from None
+    except TensorError as error:
+        raise CheckpointError(error.problem, _UNLIKE) from None
+
+
+_UNLIKE = "The file belongs to another base or layout than client.json says."
+
+
 def fill(own: Named, tensors: Named, source: str) -> None:
     """Give a model's own tensors the values of `source`.
 
@@ -97,7 +145,7 @@ def fill(own: Named, tensors: Named, source: str) -> None:
     try:
         check_alike(own, tensors, source)
     except TensorError as error:
-        raise CheckpointError(error.problem, "The file belongs to another base or layout than client.json says.") from None
+        raise CheckpointError(error.problem, _UNLIKE) from None
     if broken := [name for name in own if not all_finite({name: tensors[name]})]:
         raise CheckpointError(
             f"{source}: {broken[0]!r} holds values that are not finite ({len(broken)} tensors in all)",

@@ -6,17 +6,16 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from coterie.data.examples import Examples, ExampleSplit
-from coterie.errors import CheckpointError, ModelError, Refused
+from coterie.errors import CheckpointError, Refused
 from coterie.models.classifier import Classifier, Shape
 from coterie.models.common import CommonExpert, Normalisation
-from coterie.models.networks import NetworkShape, check
+from coterie.models.networks import NetworkShape, check, check_size
 from coterie.models.pool import ABSENT, Mixture, PoolClassifier, PoolLayout
 from coterie.models.text import TextShape
-from coterie.personal.artifact import ABOUT, CLASSIFIER, CLASSIFIER_WEIGHTS, FOREIGN, FORMAT, Origin, fill, read_about_json
+from coterie.personal.artifact import ABOUT, CLASSIFIER, CLASSIFIER_WEIGHTS, FORMAT, Origin, checked, fill, read_about_json
 from coterie.personal.samples import as_samples
 from coterie.records import write_json
 from coterie.roles import EXPERT, GATE
@@ -53,7 +52,7 @@ class Share:
     own: Normalisation | None = None
 
     def __post_init__(self) -> None:
-        if list(self.experts) != sorted(set(self.experts) & set(range(self.size))):
+        if list(self.experts) != sorted(set(self.experts)) or not all(0 <= number < self.size for number in self.experts):
             raise ValueError(f"experts {self.experts} of a pool of {self.size}")
         if not (self.layout.gated == (self.common is not None) == (self.gate_width is not None)):
             raise ValueError(f"mixture {self.mixture} with the common expert {self.common} and a gate of width {self.gate_width}")
@@ -262,24 +261,22 @@ def read_classifier(folder: Path) -> AboutClassifier:
     found = read_about_json(folder)
     if found.pop("kind", None) != CLASSIFIER:
         raise CheckpointError(f"{folder} holds a language model, not a classifier", "See `coterie predict --text`.")
-    try:
-        return TypeAdapter(AboutClassifier).validate_python(found)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise CheckpointError(f"{folder / ABOUT}: {where}: {first['msg']}", FOREIGN) from None
-    except ModelError as error:
-        raise CheckpointError(f"{folder / ABOUT}: {error.problem}", FOREIGN) from None
+    return checked(AboutClassifier, found, folder)
 
 
 def _built(about: AboutClassifier, tensors: Named, source: str, device: str) -> Classifier | PoolClassifier:
-    """A model like the one that was saved, of which only the common expert has its values. Raises ModelError."""
+    """A model like the one that was saved, of which only the common expert has its values. Raises ModelError, before it takes memory."""
     if about.pool is None:
+        check_size(about.network, tensors, source)
         return Classifier(about.network, device)
+    for number in about.pool.experts:
+        check_size(about.network, under(f"{EXPERT}/{number}", tensors), f"{source}, {EXPERT} {number}")
     common = None
     if about.pool.common is not None:
         check(about.pool.common, under(COMMON, tensors), f"{source}, {COMMON}")
         common = CommonExpert(about.pool.common, under(COMMON, tensors), device, about.pool.data, about.pool.own)
+        gate = NetworkShape("mlp", (1, 1, common.width), about.pool.size, (about.pool.gate_width or 0,))
+        check_size(gate, under(GATE, tensors), f"{source}, {GATE}")
     model = PoolClassifier(about.network, about.pool.layout, common, None, about.pool.gate_width or 0, device)
     model.numbers = torch.tensor(about.pool.experts)
     return model

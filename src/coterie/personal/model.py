@@ -11,7 +11,7 @@ from torch import Tensor
 from coterie.errors import ModelError
 from coterie.models.backbone import Attachable, Backbone
 from coterie.models.language import LanguageModel
-from coterie.personal.artifact import WEIGHTS, About, expert_names, fill, read_about
+from coterie.personal.artifact import WEIGHTS, About, check_size, expert_names, fill, read_about
 from coterie.personal.fast import FastAdapter
 from coterie.personal.words import Word, Words
 from coterie.tensors import load as load_tensors
@@ -136,8 +136,11 @@ class PersonalModel:
     ) -> "PersonalModel":
         """The personal model in a client's folder; see `personal.load`."""
         about = read_about(folder)
-        language = LanguageModel(backbone or Backbone.load(base or about.base, dtype=dtype, device=device), about.layout)
-        fill(dict(language.adapter.named_parameters()), load_tensors(folder / WEIGHTS)[0], str(folder / WEIGHTS))
+        tensors, _ = load_tensors(folder / WEIGHTS)
+        backbone = backbone or Backbone.load(base or about.base, dtype=dtype, device=device)
+        check_size(backbone.architecture, about, tensors, str(folder / WEIGHTS))
+        language = LanguageModel(backbone, about.layout)
+        fill(dict(language.adapter.named_parameters()), tensors, str(folder / WEIGHTS))
         return cls(language, about, merged)
 
 

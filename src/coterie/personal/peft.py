@@ -9,7 +9,7 @@ from coterie.errors import Refused
 from coterie.models.adapter import Adapter
 from coterie.models.architecture import FAMILIES, Architecture, Family, locate
 from coterie.models.lora import LoRA
-from coterie.personal.artifact import WEIGHTS, About, expert_names, fill, read_about
+from coterie.personal.artifact import WEIGHTS, About, check_size, expert_names, fill, read_about
 from coterie.personal.loading import folder_of
 from coterie.records import make_folder
 from coterie.tensors import load, save, write_atomically
@@ -40,8 +40,10 @@ def export(run: Path | str, client: str | None, out: Path, expert: str | None = 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise Refused(f"{out} is not an empty folder", "Give --out a new folder.")
     architecture = Architecture.from_base(about.base)
+    tensors_of, _ = load(folder / WEIGHTS)
+    check_size(architecture, about, tensors_of, str(folder / WEIGHTS))
     adapter = Adapter(architecture, about.layout)
-    fill(dict(adapter.named_parameters()), load(folder / WEIGHTS)[0], str(folder / WEIGHTS))
+    fill(dict(adapter.named_parameters()), tensors_of, str(folder / WEIGHTS))
     family = next(family for family in FAMILIES if family.name == architecture.family)
     tensors: dict[str, Tensor] = {}
     for i, block in enumerate(adapter.blocks):

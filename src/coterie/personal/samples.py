@@ -13,6 +13,7 @@ from coterie.data.documents import read_rows, read_text
 from coterie.data.examples import ExampleSplit
 from coterie.data.images import pixels
 from coterie.data.refusals import Refusals
+from coterie.data.store import LONGEST
 from coterie.errors import DataError
 from coterie.models.architecture import tokenizer
 from coterie.models.networks import NetworkShape, Shape
@@ -103,7 +104,9 @@ def of_texts(texts: Sequence[str], shape: TextShape, names: Sequence[str] | None
         DataError: A text says nothing, or there is none.
     """
     names = names or [f"text {k}" for k in range(1, len(texts) + 1)]
-    ids = _tokenizer(shape.base)(list(texts), truncation=True, max_length=shape.length, padding=False, verbose=False)["input_ids"]
+    ids = _tokenizer(shape.base)(
+        [text[:LONGEST] for text in texts], truncation=True, max_length=shape.length, padding=False, verbose=False
+    )["input_ids"]
     if empty := [name for name, text, own in zip(names, texts, ids, strict=True) if not text.strip() or not own]:
         raise DataError(f"{empty[0]}: the text says nothing ({len(empty)} in all)", "Leave it out.")
     inputs = np.full((len(ids), max(map(len, ids), default=1)), -1, dtype=np.int64)
