@@ -63,7 +63,7 @@ class Method(ABC):
 
     def steps(self, client: Client) -> int:
         """Local iterations of a client in a round."""
-        return self.steps_of(client.train.windows, client.training.batch_size)
+        return self.steps_of(client.data.train.windows, client.training.batch_size)
 
     def steps_of(self, windows: int, batch_size: int) -> int:
         """Local iterations in a round of a client with so many rows of training data."""
