@@ -85,6 +85,7 @@ def test_the_project_is_the_app_that_is_submitted() -> None:
         (["client", "--server", "localhost:9", "--ca", "a", "--insecure"], "--insecure"),
         (["client", "--server", "localhost", "--insecure"], "HOST:PORT"),
         (["client", "--server", "localhost:9", "--insecure", "--data", "nowhere"], "--data"),
+        (["client", "--server", "localhost:9", "--insecure", "--limits", "nowhere.yaml"], "limits nowhere.yaml: No such file"),
         (["submit", "quickstart", "--server", "localhost:9"], "--ca or --insecure"),
         (["submit", "quickstart", "--server", "localhost:9", "--insecure", "--resume"], "--out"),
         (["submit", "quickstart", "--server", "localhost:9", "--insecure", "--set", "method.rounds=x"], "method.rounds"),

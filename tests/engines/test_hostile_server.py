@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from coterie import apps, deploy
 from coterie import limits as limiting
 from coterie.account import ACCOUNT, Account, Cost, Leaving
 from coterie.aggregation.privacy import ORDERS, Accountant, Privacy
@@ -398,10 +399,10 @@ def test_a_file_of_limits_that_is_not_there_or_says_nothing_is_refused(text: str
 
 
 def test_a_device_has_the_limits_of_its_nodes_configuration(theta: Tensors, tmp_path: Path) -> None:
-    from coterie import apps
-
     (tmp_path / "device.yaml").write_text("methods: [ditto]")
-    node = {"home": str(tmp_path / "home"), "client": CLIENT, "limits": str(tmp_path / "device.yaml")}
+    node = deploy.Node(
+        deploy.Link("localhost:9", None), tmp_path / "home", CLIENT, resident=False, limits=tmp_path / "device.yaml"
+    ).configuration
     request = Request(action="task", run="run", recipe=section_of(recipe_of()), client=CLIENT, task="local_round")
     text, body = apps.answer(node, request.model_dump_json(), to_bytes(theta))
     assert "limits.methods" in parsed(Reply, text).problem
