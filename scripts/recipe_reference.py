@@ -21,6 +21,7 @@ from coterie.aggregation.privacy import Adaptive, Privacy
 from coterie.attackers import Attack
 from coterie.client import Training
 from coterie.data import AgNews, Folders, Hub, HubClients, Multilingual, Stdlib, Synthetic, Topics
+from coterie.data.canaries import Audit
 from coterie.data.dealing import Dealing
 from coterie.data.hub import HubClient
 from coterie.data.images import Cifar10, Cifar100, Digits, Emnist, Mnist
@@ -119,7 +120,7 @@ def rules() -> list[str]:
 def trust() -> list[str]:
     """The sections on clients that fail, that lie, and that share no more than they must."""
     parts = []
-    for name, section in (("quorum", Quorum), ("privacy", Privacy), ("privacy.adaptive", Adaptive), ("attack", Attack)):
+    for name, section in (("quorum", Quorum), ("privacy", Privacy), ("privacy.adaptive", Adaptive), ("audit", Audit), ("attack", Attack)):
         parts += [f"## `{name}`", about(section), fields_of(section, f"{name}.")]
     return parts
 

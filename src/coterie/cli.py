@@ -264,6 +264,42 @@ def adapt(
 
 
 @app.command()
+def audit(
+    run: Annotated[Path, typer.Argument(help="The folder of a run, finished or not.", show_default=False)],
+    client: Clients = None,
+    windows: Annotated[int, typer.Option("--windows", min=2, help="Training windows, and as many test windows, of each client.")] = 100,
+    words: Annotated[int, typer.Option("--words", min=1, help="Rare words of each client.")] = 20,
+    top: Annotated[int, typer.Option("--top", min=1, max=20, help="Suggestions that a rare word may be among.")] = 3,
+    secure: Annotated[bool, typer.Option("--secure", help="As if the server saw sums alone, as under secure aggregation.")] = False,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of what is chosen by chance.")] = 0,
+) -> None:
+    """Measure how much of a client's text the shared part of a run gives away, to the server and to another client.
+
+    Canaries and what the server sees of each client are there for runs with a section `audit` in their recipe, e.g.
+    `coterie run quickstart --set 'audit={}'`; without it, membership and rare words are measured. Nothing leaves this machine.
+    """
+    with _stopping("stopped; nothing is written."):
+        from coterie.audit import Settings  # first: what is refused needs nothing of the rest
+        from coterie.audit import audit as auditing
+
+        settings = Settings(tuple(dict.fromkeys(client or ())), windows, words, top, secure, seed)
+        found = auditing(run, settings, lambda text: print(f"  {text} ...", flush=True))
+        from rich.console import Console
+
+        from coterie.reports import audit as told
+
+        console = Console()
+        console.print(f"\n{told.about(found)}: what the shared part gives away", style="bold", markup=False, highlight=False)
+        for table in told.terminal(found):
+            console.print(table)
+        for sentence in told.sentences(found):
+            console.print(f"- {sentence}", markup=False, highlight=False)
+        console.print(
+            f"Intervals are of 95 %. All figures are in {run}/audit.json, a picture in {run}/report.html.", markup=False, highlight=False
+        )
+
+
+@app.command()
 def predict(
     run: Run,
     text: Annotated[str | None, typer.Option("--text", help="What was written so far, e.g. 'In my free time, I like to'.")] = None,

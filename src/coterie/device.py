@@ -123,6 +123,10 @@ def _loaded(section: str, data: str | None, base: str | None, alone: bool) -> Pr
     method = recipe.build_method()
     if method.pooled:
         raise Refused(f"{recipe.method['name']} trains on the data of all clients in one place", "The data of this device never leave it.")
+    if recipe.audit is not None:
+        raise Refused(
+            "audit: the recipe would plant canaries in this device's data", "They are for runs whose data are all on one machine."
+        )
     modality = modalities.load(recipe)
     leaving = outbound(recipe.model_copy(update={"attack": None}), (), secret=True)  # a device does not let itself be told to lie
     site = Site(modality.build, {}, modality.federation.everyone, recipe.training, recipe.seed, method.total_iterations, leaving)

@@ -1,18 +1,19 @@
 """A recipe with all that it names loaded and checked, on this machine or seen from a server whose clients are elsewhere."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 
 from coterie import modality as modalities
 from coterie.aggregation.secure import FEWEST
 from coterie.client import Blueprint, Outbound, Site, Trainable
+from coterie.data.canaries import Canaries, Ids, plant
 from coterie.data.federation import POOL, ClientData, Federation, check_id
 from coterie.data.splits import SPLITS, Elsewhere
 from coterie.engines.wire import Member
 from coterie.errors import RecipeError, Refused
 from coterie.methods import METHODS, Method
-from coterie.modality import Modality
+from coterie.modality import Language, Modality
 from coterie.models.classifier import Classifier
 from coterie.models.layout import Layout
 from coterie.protocol import ClientId, protects_examples
@@ -23,14 +24,32 @@ _MOST_SAID = 1000  # characters of what is wrong with what a device says
 
 
 @dataclass
+class Planted:
+    """What `data.canaries.plant` drew: the candidates of each client, and (references, k) random parts that nobody has."""
+
+    canaries: Mapping[ClientId, Canaries]
+    references: Ids
+
+
+@dataclass
 class Prepared:
-    """A recipe with all that it names loaded and checked: nothing that can be refused is left."""
+    """A recipe with all that it names loaded and checked: nothing that can be refused is left.
+
+    Args:
+        recipe: Resolved.
+        method: Of the recipe.
+        modality: The base and the data.
+        site: What clients of this process need.
+        clients: That train, in the order of the data.
+        planted: The canaries among the data; None without any.
+    """
 
     recipe: Recipe
     method: Method
     modality: Modality
     site: Site
     clients: tuple[ClientId, ...]
+    planted: Planted | None = None
 
     @property
     def blueprint(self) -> Blueprint:
@@ -44,7 +63,19 @@ def prepare(recipe: Recipe) -> Prepared:
     Raises:
         Refused: The base, the data, or their combination with the method will not do.
     """
-    return assembled(recipe, modalities.load(recipe))
+    modality = modalities.load(recipe)
+    planted = _plant(recipe, modality)
+    return replace(assembled(recipe, modality), planted=planted)
+
+
+def _plant(recipe: Recipe, modality: Modality) -> Planted | None:
+    """Plant the canaries of a recipe in the training text of its clients, if it has some: classifiers have no text. Raises DataError."""
+    if recipe.audit is None or not recipe.audit.canaries or not isinstance(modality, Language):
+        return None
+    tokenizer = modality.backbone.tokenizer
+    vocabulary = sorted(set(range(min(len(tokenizer), modality.backbone.architecture.vocabulary))) - set(tokenizer.all_special_ids))
+    modality.federation, canaries, references = plant(modality.federation, recipe.audit, recipe.seed, vocabulary, tokenizer.eos_token_id)
+    return Planted(canaries, references)
 
 
 def assembled(recipe: Recipe, modality: Modality) -> Prepared:
@@ -208,6 +239,9 @@ def seen_from_afar(recipe: Recipe, members: Sequence[Member]) -> Prepared:
         Refused: They do not fit, or the method needs all data in one place.
     """
     federation = federated(members)
+    if recipe.audit is not None:
+        problem = "audit: clients are on devices of their own, where nobody else plants anything"
+        raise RecipeError(f"recipe {recipe.name}", [f"{problem}; run it where all data are on one machine, or leave audit out"])
     if recipe.build_method().pooled:
         problem = f"method.name: {recipe.method['name']} trains on the data of all clients in one place"
         raise RecipeError(f"recipe {recipe.name}", [f"{problem}; use engine: inprocess"])

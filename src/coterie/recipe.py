@@ -20,6 +20,7 @@ from coterie.aggregation.privacy import Privacy
 from coterie.attackers import Attack
 from coterie.client import Training
 from coterie.data import Data
+from coterie.data.canaries import Audit
 from coterie.data.federation import Federation
 from coterie.data.images import Images
 from coterie.data.labelled import LabelledTexts
@@ -265,6 +266,10 @@ class Recipe(BaseModel):
     secure: Annotated[
         bool, Field(description="the server learns only the sum of the updates (Flower's SecAgg+): needs engine flower and three clients")
     ] = False
+    audit: Annotated[
+        Audit | None,
+        Field(description="plant canaries and keep what was sent, for `coterie audit`, with all data on this machine; null: neither"),
+    ] = None
     attack: Annotated[Attack | None, Field(description="clients that lie, to try method.aggregation; null: nobody does")] = None
     participation: Annotated[Participation, Field(description="who of those that are there takes part in a round")] = Participation()
     checkpoint_every: Annotated[int, Field(ge=1, description="rounds between checkpoints")] = 1

@@ -30,6 +30,7 @@ from coterie.errors import ClientError, Refused, TensorError
 from coterie.inputs import RESULT, Inputs, Kept
 from coterie.methods import METHODS
 from coterie.models.layout import Layout
+from coterie.observations import Observations
 from coterie.places import OnThisMachine, Place, kept
 from coterie.prepared import Prepared, joined
 from coterie.profiling import Profile
@@ -53,6 +54,7 @@ from coterie.tensors import Tensors, nbytes, to_bytes, write_atomically
 
 RECIPE, COMPARISON, ROUTING = "recipe.yaml", "comparison.json", "routing.json"
 SECRET = "secret"  # the file of the server's key, see `Execution.secret`
+AUDIT, CANARIES = "audit", "canaries.json"  # a folder of the run, and the list in it
 AGAIN_S = 10.0  # seconds until clients are asked again, where a quorum is waited for
 Json = dict[str, Any]
 
@@ -135,6 +137,8 @@ class Execution(Listener):
         self.released = Released(self.folder / "released.jsonl")
         if privacy is not None:
             self.progress |= {"clip": privacy.clip, "spent": []}
+        audit = self.recipe.audit
+        self.seen = None if audit is None else Observations(self.folder / AUDIT, audit.exchanges)
         self.engine: Engine = self.place.engine(self.prepared, self.folder, self)
         self.left_out = range(0)  # rounds that were lost when the run was resumed
 
@@ -230,6 +234,7 @@ class Execution(Listener):
         self.metrics = MetricsFile(self.folder, self.progress["position"], self.iteration)
         threads = torch.get_num_threads()
         torch.set_num_threads(self.modality.threads or threads)
+        self._keep_canaries()
         try:
             self.reporter.begin(self.title, self.method.rounds, self.round, self.clients, self.metric.about)
             for round in self.left_out:
@@ -256,6 +261,12 @@ class Execution(Listener):
         Kept(self.folder).end()
         self.reporter.end(result)
         return result
+
+    def _keep_canaries(self) -> None:
+        """Write down which canaries were planted: for whoever audits the run, and never sent. Raises SaveError."""
+        if (planted := self.prepared.planted) is not None:
+            about = {"clients": {i: own.to_json() for i, own in planted.canaries.items()}, "references": planted.references.tolist()}
+            write_json(self.folder / AUDIT / CANARIES, about)
 
     @property
     def iteration(self) -> int:
@@ -347,6 +358,8 @@ class Execution(Listener):
         self.profile.enter(ask.name)
         answers = self._answer(ask, phase)
         self.profile.enter("aggregation")
+        if self.seen is not None and trains(ask.task):
+            self.seen.keep(self.round, phase, ask.to, answers)
         replies = self._protected(ask, answers, phase)
         for direction, messages in (("down", ask.to), ("up", replies)):
             for i in self.clients & messages.keys():

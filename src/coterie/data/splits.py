@@ -96,7 +96,11 @@ class Walk(ABC):
         return twin
 
     def batch(self, start: int, size: int) -> Any:
-        """Rows number start..start+size-1 of the walk, (size, ...); a batch may cross epochs.
+        """Rows number start..start+size-1 of the walk, (size, ...); a batch may cross epochs."""
+        return self.take(self.numbers(start, size))
+
+    def numbers(self, start: int, size: int) -> Numbers:
+        """The numbers of rows start..start+size-1 of the walk, (size,).
 
         Row i belongs to epoch `i // windows`, whose permutation is seeded by `mix(seed, "order", name, epoch)`. So a cursor is all that
         there is to remember, and the walk is the same however it is cut into batches.
@@ -106,7 +110,7 @@ class Walk(ABC):
         for epoch in range(start // windows, (start + size - 1) // windows + 1):
             inside = numbers // windows == epoch
             chosen[inside] = _order(self.seed, self.name, epoch, windows)[numbers[inside] % windows]
-        return self.take(chosen)
+        return chosen
 
 
 @dataclass(frozen=True, eq=False)

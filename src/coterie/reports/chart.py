@@ -211,6 +211,50 @@ def _strip_row(title: str, clients: Mapping[str, float], mean: float, std: float
 
 
 @dataclass(frozen=True)
+class Interval:
+    """A number with an interval: where it is, where that begins and ends, a name for its tooltip, and a colour."""
+
+    value: float
+    low: float
+    high: float
+    name: str
+    colour: str
+
+
+def intervals(rows: Mapping[str, Interval], unit: str, limits: Point, chance: float | None = None) -> str:
+    """One line for each row: a dot, and a whisker as long as its interval.
+
+    Args:
+        rows: By title.
+        unit: What the axis is.
+        limits: Of the axis.
+        chance: A value that is marked: what would come of guessing.
+    """
+    step, width, left = 26, 330, 16 + 6.4 * max(map(len, rows))
+    height = step * len(rows) + 44
+    scale = _Scale(*limits, left, width - 14)
+    ticks = "".join(
+        f'<path class="rule" d="M{scale(v):.1f} 6V{height - 36}"/>'
+        f'<text class="tick" x="{scale(v):.1f}" y="{height - 22}" text-anchor="middle">{v:.6g}</text>'
+        for v in scale.ticks(4)
+    )
+    told = "" if chance is None else f'<path class="axis" stroke-dasharray="4 3" d="M{scale(chance):.1f} 2V{height - 36}"/>'
+    drawn = "".join(_interval(title, row, scale, 6 + step * (k + 0.5)) for k, (title, row) in enumerate(rows.items()))
+    label = f'<text class="label" x="{(left + width) / 2:.1f}" y="{height - 4}" text-anchor="middle">{escape(unit)}</text>'
+    return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(unit)}">{ticks}{told}{drawn}{label}</svg>'
+
+
+def _interval(title: str, row: Interval, scale: _Scale, y: float) -> str:
+    low, high = (scale(min(max(v, scale.low), scale.high)) for v in (row.low, row.high))
+    return (
+        f'<text class="tick" x="{scale.start - 8:.1f}" y="{y + 3.5:.1f}" text-anchor="end">{escape(title)}</text>'
+        f'<g><path class="whisker" d="M{low:.1f} {y}H{high:.1f}"/>'
+        f'<circle cx="{scale(row.value):.1f}" cy="{y}" r="4.5" fill="{row.colour}"/>'
+        f'<path class="target" d="M{low - 4:.1f} {y - 10}H{high + 4:.1f}v20H{low - 4:.1f}z"/><title>{escape(row.name)}</title></g>'
+    )
+
+
+@dataclass(frozen=True)
 class Bar:
     """One bar: its height, its deviation, a name for its tooltip, and a colour."""
 

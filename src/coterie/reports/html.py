@@ -13,6 +13,7 @@ from coterie.evaluation import worst as worst_of
 from coterie.methods import METHODS
 from coterie.records import read_json
 from coterie.reports import chart, tokens
+from coterie.reports.audit import audited
 from coterie.reports.chart import Line, Style
 from coterie.reports.collaboration import collaboration
 from coterie.reports.experts import classes, experts
@@ -21,6 +22,7 @@ from coterie.reports.tokens import Expert
 from coterie.tensors import write_atomically
 
 Json = Mapping[str, Any]
+AUDITED = "audit.json"  # of a run that was audited
 FAINT = 0.4  # the colour of the first of several blocks; the last has all of it
 PANELS = 24  # clients with curves of their own, at most
 POINTS = 60  # of a client's curve, at most
@@ -73,6 +75,7 @@ def write_report(folder: Path, results: Sequence[Json], description: str) -> Non
         "experts": _experts(results),
         "routers": section("routers", "Router scores over training", *router_panels(folder / "metrics.jsonl", own["clients"])),
         "privacy": section("privacy", "Privacy over training", *_privacy(folder / "metrics.jsonl", own)),
+        "audit": section("audit", "What the shared part gives away", *audited(_known_audit(folder))),
         "texts": section("texts", "Which expert reads which token", TEXTS, _of_how_many(routing, own), tokens.routing(routing))
         if routing
         else "",
@@ -116,6 +119,11 @@ def write_comparison(folder: Path, comparison: Json, description: str) -> None:
     }
     title = f"{comparison['recipe']}: {len(rows)} methods"
     write_atomically(folder / "report.html", page(title, _body(title, description, about, "", sections)))
+
+
+def _known_audit(folder: Path) -> Json | None:
+    """What an audit of the run found; None before there was one."""
+    return read_json(folder / AUDITED) if (folder / AUDITED).exists() else None
 
 
 def _heading(metric: Json) -> str:
@@ -192,6 +200,7 @@ def _body(title: str, description: str, about: str, tiles: str, sections: Mappin
         "experts": "Experts",
         "routers": "Routers",
         "privacy": "Privacy",
+        "audit": "Audit",
         "texts": "Texts",
         "clients": "Clients",
         "costs": "Costs",

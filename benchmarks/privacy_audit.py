@@ -1,0 +1,233 @@
+"""What the shared part gives away, by protection: exposure of canaries, membership, rare words, for FedAvg and CoMiGS-1G1S.
+
+python benchmarks/privacy_audit.py [--seeds 0 1] [--runs DIR]
+
+Four topics of Python's standard library on the embedded base; runs that are there already are not done again.
+"""
+
+import argparse
+import json
+import platform
+import shlex
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import machine
+
+import coterie
+from coterie.audit import Settings, audit
+from coterie.errors import ClientError
+from coterie.recipe import load
+from coterie.records import read_json, write_json
+from coterie.run import RESULT, run
+
+Json = dict[str, Any]
+METHODS = {"fedavg": "FedAvg", "comigs-1g1s": "CoMiGS-1G1S"}
+CLIP, DELTA = 2.0, 1e-5
+SETTINGS = (
+    "compare_with=[]",
+    "samples=false",
+    "checkpoint_every=4",
+    "data.train_tokens=8000",
+    "data.valid_tokens=1200",
+    "data.test_tokens=2400",
+    "model.context=32",
+    "method.rounds=4",
+    "method.local_steps=8",
+    "training.batch_size=8",
+    "audit={canaries: 24, repeats: 4, references: 64, exchanges: 4}",
+)
+
+
+def private(where: str, noise: float) -> str:
+    return f"privacy={{where: {where}, clip: {CLIP}, noise: {noise}, delta: {DELTA:.0e}}}"
+
+
+# by name: what is set, and whether the server sees sums alone
+ROWS: dict[str, tuple[list[str], bool]] = {
+    "plain": ([], False),
+    "secure aggregation": ([], True),
+    "clipped": ([private("central", 0.0)], False),
+    "central, z = 0.01": ([private("central", 0.01)], False),
+    "central, z = 1": ([private("central", 1.0)], False),
+    "local, z = 0.01": ([private("local", 0.01)], False),
+    "local, z = 2": ([private("local", 2.0)], False),
+}
+
+
+def one(folder: Path, method: str, seed: int, changes: Sequence[str], secure: bool) -> Json:
+    """One run and its audit, which may have been done before."""
+    name = "audit-secure.json" if secure else "audit.json"
+    begun = time.process_time()
+    recipe = load("quickstart", [*SETTINGS, f"method.name={method}", *changes, f"seed={seed}"])
+    try:
+        result = read_json(folder / RESULT) if (folder / RESULT).exists() else run(recipe, folder, resume=True)[-1]
+    except ClientError as error:
+        return {"failed": error.problem}
+    if not (folder / name).exists():
+        write_json(folder / name, audit(folder, Settings(windows=40, words=12, secure=secure)) | {"cpu_s": time.process_time() - begun})
+    return {"result": result, "audit": read_json(folder / name)}
+
+
+def row(method: str, name: str, found: Sequence[Json]) -> Json:
+    """Means over seeds; intervals are the means of those of the seeds."""
+    done = [f for f in found if "audit" in f]
+    line: Json = {"method": method, "row": name, "seeds": len(done), "failed": [f["failed"] for f in found if "failed" in f]}
+    if not done:
+        return line
+    spent = done[0]["result"]["privacy"]
+    line["epsilon"] = None if spent is None else spent["epsilon"]
+    line["private"] = spent is not None
+    line["perplexity"] = statistics.fmean(f["result"]["mean"] for f in done)
+    line["loss"] = statistics.fmean(f["result"]["mean_loss"] for f in done)
+    for observer in ("server", "others"):
+        own = [f["audit"]["observers"][observer] for f in done]
+        line[observer] = {
+            "exposure": averaged([o["canaries"]["exposure"] for o in own]),
+            "canaries": averaged([o["canaries"]["auc"] for o in own]),
+            "epsilon": [o["canaries"]["epsilon"]["at_least"] for o in own],
+            "membership": averaged([o["membership"]["auc"] for o in own]),
+            "tpr": averaged([o["membership"]["tpr"] for o in own]),
+            "min_k": averaged([o["min_k"]["auc"] for o in own]),
+        }
+    line["chance"] = done[0]["audit"]["observers"]["others"]["canaries"]["exposure"]["chance"]
+    line["shift"] = averaged([f["audit"]["shift"]["auc"] for f in done])
+    for key in ("others", "shared", "owner", "control"):
+        line[f"words_{key}"] = averaged([f["audit"]["words"][key] for f in done])
+    line["words"] = [f["audit"]["words"]["words"] for f in done]
+    line["cpu_s"] = sum(f["audit"].get("cpu_s", 0.0) for f in done)
+    return line
+
+
+def averaged(values: Sequence[Mapping[str, Any] | None]) -> Json | None:
+    """The mean of some estimates, and of the ends of their intervals; None where one is not there."""
+    known = [v for v in values if v is not None]
+    return {key: statistics.fmean(v[key] for v in known) for key in ("value", "low", "high")} if len(known) == len(values) else None
+
+
+def shown(value: Json | None, digits: int = 2, factor: float = 1) -> str:
+    if value is None:
+        return ""
+    middle, low, high = (f"{factor * value[key]:.{digits}f}" for key in ("value", "low", "high"))
+    return f"{middle} ({low}-{high})"
+
+
+def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Markdown."""
+    return "\n".join(f"| {' | '.join(line)} |" for line in (header, ["---", *["---:"] * (len(header) - 1)], *lines))
+
+
+def epsilon(line: Json) -> str:
+    if not line.get("private"):
+        return ""
+    return "infinite" if line["epsilon"] is None else f"{line['epsilon']:.1f}"
+
+
+def tables(lines: Sequence[Json]) -> list[str]:
+    """The page's tables: what each observer can tell, and rare words."""
+    parts = []
+    for key, who in (("server", "the server"), ("others", "another client")):
+        parts.append(f"## What {who} can tell")
+        header = [
+            "",
+            "epsilon claimed",
+            "epsilon is at least, by seed",
+            "exposure, bits",
+            "canaries, AUC",
+            "windows, AUC",
+            "windows, TPR at 1 % FPR",
+            "Min-K%++, AUC",
+        ]
+        body = [
+            [
+                f"{METHODS[line['method']]}, {line['row']}",
+                epsilon(line),
+                ", ".join(f"{e:.2f}" for e in line[key]["epsilon"]),
+                *(shown(line[key][name]) for name in ("exposure", "canaries", "membership")),
+                shown(line[key]["tpr"], 1, 100),
+                shown(line[key]["min_k"]),
+            ]
+            for line in lines
+            if "server" in line
+        ]
+        parts.append(table(header, body))
+    parts.append("## Rare words among the first three suggestions, %, and what protection costs")
+    header = [
+        "",
+        "other clients' models",
+        "shared part alone",
+        "own model",
+        "others, words nobody trained on",
+        "test perplexity",
+        "test loss, nats",
+    ]
+    body = [
+        [
+            f"{METHODS[line['method']]}, {line['row']}",
+            *(shown(line[f"words_{name}"], 1, 100) for name in ("others", "shared", "owner", "control")),
+            f"{line['perplexity']:,.1f}",
+            f"{line['loss']:.3f}",
+        ]
+        for line in lines
+        if "server" in line
+    ]
+    return [*parts, table(header, body)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--runs", type=Path, default=Path("runs/privacy-audit"))
+    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    began, found = time.time(), dict[tuple[str, str], list[Json]]()
+    for seed in args.seeds:
+        for name in args.rows:
+            for method in METHODS:
+                changes, secure = ROWS[name]
+                folder = args.runs / f"{method}-{'plain' if secure else name.replace(' ', '')}-{seed}"
+                found.setdefault((method, name), []).append(one(folder, method, seed, changes, secure))
+                print(f"{time.time() - began:.0f} s", seed, name, method, flush=True)
+    lines = [row(method, name, some) for (method, name), some in found.items()]
+    lines.sort(key=lambda line: list(METHODS).index(line["method"]))
+    command = f"python benchmarks/privacy_audit.py --seeds {' '.join(map(str, args.seeds))}"
+    command += "" if args.rows == list(ROWS) else f" --rows {shlex.join(args.rows)}"
+    hours = sum(line.get("cpu_s", 0.0) for line in lines) / 3600
+    about = {"command": command, "seeds": args.seeds, "settings": SETTINGS, "cpu_hours": hours, "coterie": coterie.__version__}
+    write_json(args.results / "privacy-audit.json", about | {"machine": machine(), "rows": lines})
+    text = "\n\n".join(
+        [
+            "# What the shared part gives away, by protection",
+            f"    {command}",
+            f"{platform.machine()}, one thread, {hours:.1f} hours of processor time in all; Python {platform.python_version()}, torch "
+            f"{torch.__version__}, coterie {coterie.__version__}. Recipe `quickstart` (four topics of Python's standard library, embedded "
+            "base) with "
+            + ", ".join(f"`{s}`" for s in SETTINGS)
+            + ". Means over seeds; in brackets the means of the seeds' 95 % intervals.",
+            *notes(lines),
+            *tables(lines),
+        ]
+    )
+    (args.results / "privacy-audit.md").write_text(text + "\n", encoding="utf-8")
+    print(json.dumps({"hours": hours}))
+
+
+def notes(lines: Sequence[Json]) -> list[str]:
+    """What is needed to read the tables."""
+    line = next(line for line in lines if "server" in line)
+    return [
+        f"Noise: clip C = {CLIP}, all four clients in all four exchanges, delta = {DELTA:g}; epsilon claimed is the accountant's. Guessing "
+        f"has an exposure of {line['chance']:.2f} bits and an AUC of 0.50. What the data alone tell of membership (the base, which was "
+        f"trained on neither): AUC {shown(line['shift'])}. `secure aggregation`: the same runs as `plain`, seen by a server that gets the "
+        "mean alone.",
+    ]
+
+
+if __name__ == "__main__":
+    main()

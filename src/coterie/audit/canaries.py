@@ -1,0 +1,108 @@
+"""What planted canaries tell: their exposure, and how many coin flips an observer can guess."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from coterie.audit.observers import SharedText, View, calibrated
+from coterie.audit.onerun import audited
+from coterie.audit.statistics import Estimate, Values, auc, bootstrapped
+from coterie.data.canaries import Canaries, Ids
+from coterie.protocol import ClientId
+
+
+@dataclass(frozen=True)
+class Scored:
+    """How much likelier an observer finds the canaries of one client than before.
+
+    Args:
+        candidates: (n,) each of the client's.
+        planted: (n,) the coin flips.
+        references: (r,) canaries that nobody has.
+    """
+
+    candidates: Values
+    planted: npt.NDArray[np.bool_]
+    references: Values
+
+    @property
+    def exposures(self) -> Values:
+        """(planted ones,) log2 N - log2 rank of each among those that were not planted (Carlini et al., 2019, Definition 2).
+
+        N counts it and them; the rank is 1 if it is the likeliest, and of equals the worst.
+        """
+        others = np.concatenate([self.candidates[~self.planted], self.references])
+        ranks = 1 + (others[None] >= self.candidates[self.planted][:, None]).sum(axis=1)
+        found: Values = np.log2(len(others) + 1) - np.log2(ranks)
+        return found
+
+    @property
+    def standardised(self) -> Values:
+        """(n,) the candidates in standard deviations of the references: so those of different clients can be compared."""
+        found: Values = (self.candidates - self.references.mean()) / (self.references.std() + 1e-12)
+        return found
+
+    @property
+    def ranked_among(self) -> int:
+        """N of the exposures."""
+        return int((~self.planted).sum()) + len(self.references) + 1
+
+
+def chance(ranked_among: int) -> float:
+    """Return the mean exposure of a canary whose rank is as likely to be any."""
+    return float(np.log2(ranked_among) - np.log2(np.arange(1, ranked_among + 1)).mean())
+
+
+def scored(model: SharedText, view: View, canaries: Canaries, references: Ids, end: int | None) -> Scored:
+    """Score a client's canaries by what an observer saw of it.
+
+    Args:
+        model: To put the observer's tensors into.
+        view: What was seen.
+        canaries: The client's candidates.
+        references: (r, k) random parts that nobody has.
+        end: The id between documents.
+    """
+    before = [*([] if end is None else [end]), *canaries.prefix.tolist()]
+    count, length = canaries.tokens.shape
+    tokens = torch.from_numpy(np.concatenate([canaries.tokens, references]))
+    start = tokens.new_tensor(before).expand(len(tokens), -1)
+    rows = torch.cat([start, tokens], dim=1)
+    length = min(length, rows.shape[1] - 1)
+    found = calibrated(model, view, lambda shared: model.of_ends(rows, length))
+    return Scored(found[:count], canaries.planted, found[count:])
+
+
+def measured(clients: Mapping[ClientId, Scored], delta: float, seed: int) -> dict[str, Any]:
+    """Return exposure, the AUC of planted against left out, and a lower bound on epsilon, over the canaries of all clients."""
+    found = list(clients.values())
+    exposures = [own.exposures for own in found if own.planted.any()]
+    groups = [part for own in found for part in (own.standardised[own.planted], own.standardised[~own.planted]) if len(part)]
+    split = [own.planted.any() and (~own.planted).any() for own in found]
+    bound = audited(np.concatenate([own.standardised for own in found]), np.concatenate([own.planted for own in found]), delta)
+    among = round(float(np.mean([own.ranked_among for own in found])))
+
+    def mean(groups: Sequence[Values]) -> float:
+        return float(np.concatenate(groups).mean())
+
+    def told_apart(groups: Sequence[Values]) -> float:
+        return auc(np.concatenate(groups[::2]), np.concatenate(groups[1::2]))
+
+    apart: Estimate | None = bootstrapped(groups, told_apart, seed, "canaries") if all(split) else None
+    return {
+        "exposure": bootstrapped(exposures, mean, seed, "canaries").to_json() | {"chance": chance(among), "most": float(np.log2(among))},
+        "auc": None if apart is None else apart.to_json(),
+        "epsilon": {
+            "at_least": bound.epsilon,
+            "confidence": 0.95,
+            "delta": delta,
+            "right": bound.right,
+            "guesses": bound.guesses,
+            "coins": bound.coins,
+            "most": bound.most,
+        },
+    }

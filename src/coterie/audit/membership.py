@@ -1,0 +1,66 @@
+"""Whether an observer can tell what a client trained on from what it did not: membership inference."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from coterie.audit.statistics import Values, auc, bootstrapped, tpr_at
+from coterie.data.splits import Numbers, Walk
+from coterie.protocol import ClientId
+
+RATE = 0.01  # of false alarms
+
+
+@dataclass(frozen=True)
+class Told:
+    """Scores of one client's rows, the higher the likelier trained on.
+
+    Args:
+        members: (n,) that it was trained on.
+        others: (m,) of its test split.
+    """
+
+    members: Values
+    others: Values
+
+    @property
+    def centred(self) -> "Told":
+        """The scores less the median of both together, which needs no knowledge of who is a member: so clients can be compared."""
+        middle = float(np.median(np.concatenate([self.members, self.others])))
+        return Told(self.members - middle, self.others - middle)
+
+
+def drawn(train: Walk, cursor: int, without: Numbers, most: int, rng: np.random.Generator) -> Numbers:
+    """Return the numbers of some training rows that a client has trained on, in rising order.
+
+    Args:
+        train: Its training data.
+        cursor: Rows drawn so far.
+        without: Rows left out: those that hold canaries.
+        most: How many at most.
+        rng: Chooses.
+    """
+    seen = np.setdiff1d(train.numbers(0, min(cursor, train.windows)), without)
+    return np.sort(rng.permutation(seen)[:most])
+
+
+def measured(clients: Mapping[ClientId, Told], seed: int, what: str) -> dict[str, Any]:
+    """Return the AUC, and the share of members found at 1 % of false alarms, with one threshold for all clients."""
+    centred = [own.centred for own in clients.values()]
+    groups = [part for own in centred for part in (own.members, own.others)]
+
+    def area(groups: Sequence[Values]) -> float:
+        return auc(np.concatenate(groups[::2]), np.concatenate(groups[1::2]))
+
+    def found(groups: Sequence[Values]) -> float:
+        return tpr_at(RATE, np.concatenate(groups[::2]), np.concatenate(groups[1::2]))
+
+    return {
+        "auc": bootstrapped(groups, area, seed, what).to_json(),
+        "tpr": bootstrapped(groups, found, seed, what).to_json() | {"fpr": RATE},
+        "clients": {i: auc(own.members, own.others) for i, own in clients.items()},
+        "members": sum(len(own.members) for own in clients.values()),
+        "others": sum(len(own.others) for own in clients.values()),
+    }
