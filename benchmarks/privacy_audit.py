@@ -21,9 +21,10 @@ from common import machine
 import coterie
 from coterie.audit import Settings, audit
 from coterie.errors import ClientError
+from coterie.inputs import RESULT
 from coterie.recipe import load
 from coterie.records import read_json, write_json
-from coterie.run import RESULT, run
+from coterie.run import run
 
 Json = dict[str, Any]
 METHODS = {"fedavg": "FedAvg", "comigs-1g1s": "CoMiGS-1G1S"}

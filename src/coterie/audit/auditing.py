@@ -18,6 +18,7 @@ from coterie.audit.statistics import Values
 from coterie.data.canaries import Canaries
 from coterie.data.splits import TokenSplit, Walk
 from coterie.errors import CheckpointError, Refused
+from coterie.inputs import RESULT
 from coterie.modality import Language
 from coterie.observations import Exchange
 from coterie.personal import PersonalModel
@@ -75,9 +76,9 @@ def audit(run: Path, settings: Settings | None = None, say: Callable[[str], None
     """
     found = _Auditor(run, settings or Settings(), say).measured()
     write_json(run / AUDITED, found)
-    if (run / runs.RESULT).exists():
+    if (run / RESULT).exists():
         rows = [*(run / "baselines" / name for name in recipes.resolve(run).compare_with), run]
-        results = [read_json(row / runs.RESULT) for row in rows if (row / runs.RESULT).exists()]
+        results = [read_json(row / RESULT) for row in rows if (row / RESULT).exists()]
         write_report(run, results, recipes.resolve(run).description)
     return found
 
@@ -168,7 +169,7 @@ class _Auditor:
     def measured(self) -> Json:
         """Return all that is in `audit.json`."""
         language = isinstance(self.prepared.modality, Language)
-        result = read_json(self.run / runs.RESULT) if (self.run / runs.RESULT).exists() else {}
+        result = read_json(self.run / RESULT) if (self.run / RESULT).exists() else {}
         observers = {name: self._observer(name, views) for name, views in self.views.items()}
         self.say("what the data alone tell")
         shift = {i: self._told(self.models[i], rows, lambda model, some: model.likelihoods(some)) for i, rows in self.rows.items()}
