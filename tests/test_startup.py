@@ -30,6 +30,7 @@ except SystemExit as end:
     [
         (["--help"], 0),
         (["run", "--help"], 0),
+        (["audit", "--help"], 0),
         (["--version"], 0),
         (["methods"], 0),
         (["recipes"], 0),

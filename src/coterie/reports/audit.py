@@ -34,8 +34,8 @@ def about(found: Json) -> str:
 
 
 def _of(observer: str, found: Json) -> str:
-    """An observer's name: what a server sees under secure aggregation is less."""
-    return f"{OBSERVERS[observer]}{', sums only' if observer == 'server' and found['secure'] else ''}"
+    """An observer's name: under secure aggregation a server sees sums alone."""
+    return "a server of sums" if observer == "server" and found["secure"] else OBSERVERS[observer]
 
 
 def _interval(value: Json | None, digits: int, factor: float = 1) -> str:
@@ -51,13 +51,13 @@ def rows(found: Json) -> list[list[str]]:
     lines = []
     if found["canaries"]:
         own = [o["canaries"] for o in observers]
-        lines.append(["exposure of canaries, bits", *(_interval(c["exposure"], 2) for c in own), f"{own[0]['exposure']['chance']:.2f}"])
+        lines.append(["canary exposure, bits", *(_interval(c["exposure"], 2) for c in own), f"{own[0]['exposure']['chance']:.2f}"])
         lines.append(["canaries told apart, AUC", *(_interval(c["auc"], 2) for c in own), "0.50"])
         lines.append(["epsilon is at least", *(f"{c['epsilon']['at_least']:.2f}" for c in own), "0"])
     lines.append([f"{found['data']} told apart, AUC", *(_interval(o["membership"]["auc"], 2) for o in observers), "0.50"])
-    lines.append(["  found at 1 % false, %", *(_interval(o["membership"]["tpr"], 1, 100) for o in observers), "1"])
+    lines.append([f"{found['data']} found at 1 % FPR, %", *(_interval(o["membership"]["tpr"], 1, 100) for o in observers), "1"])
     if all(o["min_k"] for o in observers):
-        lines.append(["  by Min-K%++, AUC", *(_interval(o["min_k"]["auc"], 2) for o in observers), "0.50"])
+        lines.append(["by Min-K%++, AUC", *(_interval(o["min_k"]["auc"], 2) for o in observers), "0.50"])
     return lines
 
 
@@ -107,7 +107,7 @@ def terminal(found: Json) -> list[Table]:
     """Return tables that fit a terminal of 80 characters."""
     first = Table(box=SIMPLE, pad_edge=False, width=WIDTH)
     for k, name in enumerate(["", *(_of(name, found) for name in found["observers"]), "chance"]):
-        first.add_column(name, justify="left" if k == 0 else "right")
+        first.add_column(name, justify="left" if k == 0 else "right", no_wrap=True)
     for line in rows(found):
         first.add_row(*line)
     tables = [first]
@@ -154,7 +154,7 @@ def _pictures(found: Json) -> list[tuple[str, str, str]]:
         pictures.append(("Exposure of canaries", "", drawn(exposures, "bits", (0, first["most"]), first["chance"])))
     areas = {name: own["membership"]["auc"] for name, own in observers.items()}
     limits = (min(0.4, *(a["low"] for a in areas.values())), 1.0)
-    pictures.append((f"{found['data'].capitalize()} that a client trained on told from others", "", drawn(areas, "AUC", limits, 0.5)))
+    pictures.append((f"{found['data'].capitalize()} trained on, told from others", "", drawn(areas, "AUC", limits, 0.5)))
     words = found["words"]
     if words and words["words"]:
         pictures.append(("Rare words of one client, suggested", "", _words(words)))

@@ -1,0 +1,282 @@
+"""Audits of whole runs: through the command line, with and without canaries, of what memorised and what did not."""
+
+import json
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from folders import WORDS, written
+from typer.testing import CliRunner
+
+from coterie import personal
+from coterie import recipe as recipes
+from coterie import run as runs
+from coterie.audit import Settings, audit
+from coterie.cli import app
+from coterie.errors import Refused
+from coterie.observations import Observations
+from coterie.prepared import prepare, seen_from_afar
+from coterie.reports import audit as told
+from coterie.tensors import load
+
+CANARIES = "audit={canaries: 8, repeats: 2, prefix: 1, length: 4, references: 24}"
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("people"), documents=30)
+
+
+def trained(texts: Path, base: Path | str, out: Path, *changes: str) -> Path:
+    common = [f"data.path={texts}", "compare_with=[]", "samples=false", f"model.base={base}", "training.batch_size=4", "method.rounds=2"]
+    common += ["model.context=16", "method.local_steps=2", "method.name=fedavg"]
+    runs.run(recipes.load("folders", [*common, *changes]), out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def planted(texts: Path, tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A short run with canaries and several exchanges, which learns nothing."""
+    out = tmp_path_factory.mktemp("runs") / "planted"
+    return trained(texts, tiny_base, out, CANARIES, "training.experts={lr: 1.0e-9}")
+
+
+@pytest.fixture(scope="module")
+def people(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """FedAvg of the three people on the embedded base, long enough to learn their texts."""
+    folder = tmp_path_factory.mktemp("runs")
+    changes = ["method.rounds=3", "method.local_steps=16", "model.context=32", "training.batch_size=8"]
+    changes += ["audit={canaries: 12, repeats: 3, references: 48, length: 6}"]
+    return trained(written(folder / "texts"), "embedded", folder / "people", *changes)
+
+
+@pytest.fixture(scope="module")
+def found(people: Path) -> dict:
+    return audit(people, Settings(windows=16, words=9))
+
+
+def invoked(*words: str) -> tuple[int, str]:
+    done = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["audit", *words])
+    return done.exit_code, done.output
+
+
+# What one person's words do in another's model
+
+
+@pytest.mark.slow
+def test_a_diarys_words_reach_the_models_of_others_and_the_audit_shows_it(found: dict) -> None:
+    words = found["words"]
+    assert words["words"] > 5
+    assert words["others"]["low"] > 0  # whole words of one client, in a model whose client never wrote them
+    assert words["shared"]["low"] > 0
+    reached = {(e["owner"], e["word"]) for e in words["examples"]}
+    assert reached
+    for owner, word in reached:
+        others = [text for person, texts in WORDS.items() if person != owner for some in texts for text in some]
+        assert word not in others
+
+
+@pytest.mark.slow
+def test_the_programmers_keyboard_suggests_the_people_of_the_diary(people: Path) -> None:
+    """The finding by hand: what is typed on the programmer's device, and what its base would have said."""
+    models = personal.load_all(people, ["programmer"])
+    programmer = models["programmer"]
+    assert isinstance(programmer, personal.PersonalModel)
+    names = {"Cornelius", "Aurelia", "Benedikt"}
+    assert names & {word.word for word in programmer.next_words("Dear diary, this morning", 3)}
+    for parameter in programmer.adapter.parameters():
+        parameter.zero_()
+    base = personal.PersonalModel(programmer.language, programmer.about)
+    assert not names & {word.word for word in base.next_words("Dear diary, this morning", 3)}
+
+
+@pytest.mark.slow
+def test_what_was_planted_is_found_by_the_server_more_than_by_others(found: dict) -> None:
+    server, others = (found["observers"][name]["canaries"] for name in ("server", "others"))
+    assert server["exposure"]["low"] > server["exposure"]["chance"]
+    assert server["auc"]["low"] > 0.6
+    assert server["epsilon"]["at_least"] > 0
+    assert server["epsilon"]["at_least"] <= server["epsilon"]["most"]
+    assert server["exposure"]["value"] > others["exposure"]["value"]
+
+
+@pytest.mark.slow
+def test_a_server_that_sees_sums_alone_finds_less(people: Path, found: dict, tmp_path: Path) -> None:
+    again = Path(shutil.copytree(people, tmp_path / "run"))
+    sums = audit(again, Settings(windows=16, words=1, secure=True))
+    assert sums["secure"]
+    assert not found["secure"]
+    assert sums["observers"]["server"]["canaries"]["auc"]["value"] < found["observers"]["server"]["canaries"]["auc"]["value"]
+    assert sums["observers"]["others"] == found["observers"]["others"]
+    assert "A server of sums" in " ".join(told.sentences(sums))
+
+
+# What learned nothing gives nothing away
+
+
+def test_of_a_model_that_learned_nothing_nothing_is_found(planted: Path) -> None:
+    nothing = audit(planted, Settings(windows=20, words=4))
+    for own in nothing["observers"].values():
+        assert own["canaries"]["epsilon"]["at_least"] == 0
+        assert own["canaries"]["exposure"]["low"] < own["canaries"]["exposure"]["chance"] + 0.3
+        assert own["canaries"]["auc"]["low"] <= 0.5 <= own["canaries"]["auc"]["high"]
+    assert nothing["words"]["others"] is None or nothing["words"]["others"]["value"] == 0
+
+
+# The command line
+
+
+def test_the_command_measures_writes_and_says_what_it_means(planted: Path) -> None:
+    code, output = invoked(str(planted), "--windows", "10", "--words", "3")
+    assert code == 0, output
+    assert all(len(line) <= 80 for line in output.splitlines() if str(planted) not in line)
+    for expected in ("canary exposure, bits", "epsilon is at least", "windows told apart, AUC", "the server", "another client"):
+        assert expected in output
+    written_ = json.loads((planted / "audit.json").read_text())
+    assert written_["canaries"]["candidates"] == 24
+    assert {"value", "low", "high", "interval"} <= written_["observers"]["server"]["membership"]["auc"].keys()
+    report = (planted / "report.html").read_text()
+    assert 'id="audit"' in report
+    assert "What the shared part gives away" in report
+
+
+def test_of_one_client(planted: Path) -> None:
+    code, output = invoked(str(planted), "--client", "cook", "--windows", "10", "--words", "2")
+    assert code == 0, output
+    assert "client cook" in output
+    assert list(json.loads((planted / "audit.json").read_text())["observers"]["server"]["membership"]["clients"]) == ["cook"]
+
+
+def test_without_a_section_membership_and_words_are_measured(texts: Path, tiny_base: Path, tmp_path: Path) -> None:
+    run = trained(texts, tiny_base, tmp_path / "run")
+    assert not (run / "audit").exists()
+    assert 'id="audit"' not in (run / "report.html").read_text()
+    plain = audit(run, Settings(windows=10, words=3))
+    assert list(plain["observers"]) == ["others"]
+    assert plain["canaries"] is None
+    assert plain["observers"]["others"]["canaries"] is None
+    assert plain["observers"]["others"]["membership"]["members"] == 30
+    assert told.terminal(plain)
+
+
+def test_of_image_classifiers_membership_alone(tmp_path: Path) -> None:
+    changes = ["method.name=fedavg", "method.rounds=2", "compare_with=[]", "evaluate_every=0", "data.clients=4"]
+    run = tmp_path / "run"
+    runs.run(recipes.load("cobo-digits", [*changes, "audit={}"]), run)
+    images = audit(run, Settings(windows=10))
+    assert (images["words"], images["canaries"], images["data"]) == (None, None, "examples")
+    assert list(images["observers"]) == ["server", "others"]
+    assert "examples told apart, AUC" in [line[0] for line in told.rows(images)]
+
+
+@pytest.mark.parametrize(
+    ("words", "problem", "remedy"),
+    [
+        (["nowhere"], "nowhere holds no run", "coterie run"),
+        (["{planted}", "--client", "nobody"], "--client nobody", "There are: cook, diarist, programmer"),
+        (["{planted}", "--windows", "1"], "--windows", ""),
+    ],
+)
+def test_what_is_wrong_is_refused_with_the_remedy(planted: Path, words: Sequence[str], problem: str, remedy: str) -> None:
+    code, output = invoked(*(word.format(planted=planted) for word in words))
+    assert code == 2
+    text = re.sub(r"\s+", " ", output)
+    assert problem in text
+    assert remedy in text
+
+
+@pytest.mark.parametrize("changes", [("method.name=local",), ("method.rounds=0", "method.name=pretrained"), ("method.name=fedsa-lora",)])
+def test_methods_without_a_shared_model_are_refused(changes: Sequence[str], texts: Path, tiny_base: Path, tmp_path: Path) -> None:
+    run = trained(texts, tiny_base, tmp_path / "run", *changes)
+    with pytest.raises(Refused, match=r"audit: .*shares no") as refused:
+        audit(run)
+    assert "fedavg" in refused.value.remedy
+
+
+# What a run keeps
+
+
+def test_without_the_section_nothing_changes(texts: Path, tiny_base: Path, planted: Path, tmp_path: Path) -> None:
+    """A section without canaries keeps what was sent, and leaves every number as it is."""
+    plain = trained(texts, tiny_base, tmp_path / "plain")
+    kept = trained(texts, tiny_base, tmp_path / "kept", "audit={canaries: 0}")
+    assert not (plain / "audit").exists()
+    for client in WORDS:
+        one, other = (load(run / f"clients/{client}/adapter.safetensors")[0] for run in (plain, kept))
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    scores = [json.loads((run / "result.json").read_text())["clients"] for run in (plain, kept)]
+    assert scores[0] == scores[1]
+    assert not (kept / "audit/canaries.json").exists()
+    assert len(list((kept / "audit").glob("round-*"))) == 2
+
+
+def test_the_canaries_of_the_list_are_those_of_the_training_data(planted: Path) -> None:
+    about = json.loads((planted / "audit/canaries.json").read_text())["clients"]
+    federation = prepare(recipes.resolve(planted)).modality.federation
+    for client, own in about.items():
+        text = federation.clients[client].train.tokens.tolist()
+        for tokens, here in zip(own["tokens"], own["planted"], strict=True):
+            canary = [0, *own["prefix"], *tokens, 0]
+            assert sum(text[k : k + len(canary)] == canary for k in range(len(text))) == (2 if here else 0)
+        for split in (federation.clients[client].valid, federation.clients[client].test):
+            assert str(own["tokens"][0])[1:-1] not in str(split.tokens.tolist())
+
+
+def test_the_server_sees_what_left_the_clients_and_others_what_the_server_made_of_it(texts: Path, tiny_base: Path, tmp_path: Path) -> None:
+    """Under local privacy noise is in what the server received; under central privacy only in what it sends on."""
+    noisy = {
+        where: trained(
+            texts,
+            tiny_base,
+            tmp_path / where,
+            "audit={canaries: 0}",
+            f"privacy={{where: {where}, clip: 1.0, noise: {noise}, delta: 1.0e-5}}",
+            "training.experts={lr: 1.0e-9}",
+        )
+        for where, noise in (("local", 1.0), ("central", 1.0))
+    }
+    size = {}
+    for where, run in noisy.items():
+        first, second = Observations(run / "audit", None).before(2)
+        sent, before = first.sent("cook"), first.to("cook")
+        update = torch.cat([(sent[name] - before[name]).flatten() for name in before])
+        passed = torch.cat([(second.to("cook")[name] - before[name]).flatten() for name in before])
+        size[where] = float(update.std()), float(passed.std())
+    assert size["local"][0] == pytest.approx(1.0, rel=0.05)
+    assert size["local"][1] == pytest.approx(1 / np.sqrt(3), rel=0.05)
+    assert size["central"][0] < 1e-6
+    assert size["central"][1] == pytest.approx(1 / 3, rel=0.05)
+
+
+def test_only_the_last_exchanges_are_kept(tmp_path: Path) -> None:
+    seen = Observations(tmp_path, 2)
+    for round in range(4):
+        seen.keep(round, 0, {"ann": {"x": torch.tensor([round])}}, {"ann": {"x": torch.tensor([round + 10])}})
+    kept = seen.before(4)
+    assert [exchange.round for exchange in kept] == [2, 3]
+    assert [exchange.sent("ann")["x"].item() for exchange in kept] == [12, 13]
+    assert [exchange.round for exchange in seen.before(3)] == [2]  # a checkpoint of round 3 knows nothing of what came after it
+
+
+def test_what_all_have_alike_is_there_once(tmp_path: Path) -> None:
+    same = {"x": torch.ones(3)}
+    Observations(tmp_path, None).keep(0, 0, {"ann": same, "ben": same}, {"ann": {"x": torch.zeros(1)}, "ben": {"x": torch.ones(1)}})
+    (kept,) = Observations(tmp_path, None).before(1)
+    assert sorted(kept.tensors) == ["from/ann/x", "from/ben/x", "to/*/x"]
+    assert torch.equal(kept.to("ben")["x"], torch.ones(3))
+    assert kept.sent("cleo") == {}
+
+
+def test_devices_plant_nothing(texts: Path, tiny_base: Path) -> None:
+    from coterie.device import _loaded
+    from coterie.engines.wire import Member
+
+    recipe = recipes.load("folders", [f"data.path={texts}", f"model.base={tiny_base}", "engine=flower", CANARIES])
+    with pytest.raises(Refused, match="plant canaries in this device's data"):
+        _loaded(recipe.model_dump_json(), str(texts), None, True)
+    with pytest.raises(Refused, match="clients are on devices of their own"):
+        seen_from_afar(recipe, [Member(client="ann", position=0, windows=(9, 9, 9))])
