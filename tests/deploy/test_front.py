@@ -3,7 +3,9 @@
 import base64
 import http.client
 import os
+import re
 import resource
+import shutil
 import socket
 import ssl
 import subprocess
@@ -23,7 +25,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_private_key
 
 from coterie import keys
-from coterie.deploy import Link, free_port
+from coterie.deploy import Link, free_port, listening
 from coterie.errors import Refused
 from coterie.front import Front, Limits, front
 
@@ -474,3 +476,34 @@ def test_a_front_that_fails_goes_on_and_says_so(folder: Path, monkeypatch: pytes
             pass
         assert Link(f"127.0.0.1:{port}", folder / keys.CA).answers("fleet")
         assert list(front.problems) == ["The front failed and is started again. RuntimeError: broken"]
+
+
+def test_the_documented_haproxy_before_the_front(folder: Path, tmp_path: Path) -> None:
+    """What docs/deploy.md gives for floods: it turns away whoever has too many connections or speaks no TLS, and lets devices through."""
+    program = shutil.which("haproxy", path=f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin")
+    if program is None:
+        pytest.skip("haproxy is not installed")
+    page = (Path(__file__).parents[2] / "docs/deploy.md").read_text()
+    (config,) = re.findall(r"^```haproxy\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    with opened(folder, Limits(of_an_address=200)) as (behind, _), ExitStack() as stack:
+        here = free_port()
+        config = (
+            config.replace(":9502", f":{behind}")
+            .replace("bind :9500", f"bind 127.0.0.1:{here}")
+            .replace("inspect-delay 10s", "inspect-delay 1s")
+        )
+        (tmp_path / "haproxy.cfg").write_text(config)
+        proxy = stack.enter_context(subprocess.Popen([program, "-f", str(tmp_path / "haproxy.cfg")]))
+        stack.callback(proxy.terminate)
+        assert until(lambda: listening(f"127.0.0.1:{here}"))
+        assert answered(here, folder, b"x" * 100_000) == 201
+        links = []
+        for _ in range(60):
+            with suppress(ConnectionResetError):  # turned away at once
+                links.append(stack.enter_context(socket.create_connection(("127.0.0.1", here), 3, ("127.0.0.9", 0))))
+        assert sum(not gone(link, 0.02) for link in links) <= 32
+        assert answered(here, folder, b"x" * 100_000) == 201
+        assert until(lambda: all(gone(link, 0.05) for link in links))  # who has said nothing
+        with socket.create_connection(("127.0.0.1", here), 3) as plain:
+            plain.sendall(b"POST /v1/fleet/hello HTTP/1.1\r\n\r\n")
+            assert gone(plain, 5)

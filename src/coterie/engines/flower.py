@@ -303,7 +303,7 @@ class Flower:
             if i in held:
                 self._heard(i, found.replies[self._nodes[i]], round)
             else:
-                self.listener.lost(i, ask.name, printable(found.problems[self._nodes[i]]))
+                self.listener.lost(i, ask.name, printable(found.problems[self._nodes[i]], lines=True))
         return {} if found.mean is None else dict.fromkeys(held, secure.moved([ask.to[i] for i in held], found.mean))
 
     def _begin(self, round: int) -> None:
