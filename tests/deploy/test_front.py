@@ -267,7 +267,7 @@ def test_more_silent_connections_than_descriptors_delay_nobody(folder: Path, sou
                 silent.append(stack.enter_context(socket.create_connection(("127.0.0.1", here), 3, (source, 0))))
         started = time.monotonic()
         assert Link(f"127.0.0.1:{here}", folder / keys.CA).answers("fleet")
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 15
         during = usage(alone.pid)
         assert during["fd"] < 350
         assert during["threads"] <= before["threads"] + 2
@@ -323,8 +323,8 @@ def test_who_says_half_of_something_is_cut_off(door: tuple[int, Front], folder: 
         link = plain if said is None else tls(port, folder, plain)
         link.sendall(said or b"")
         started = time.monotonic()
-        assert gone(link, 10)
-        assert 1.5 < time.monotonic() - started < 6
+        assert gone(link, 20)
+        assert 1.5 < time.monotonic() - started < 15
 
 
 @pytest.mark.parametrize("what", ["handshake", "header", "body"])
@@ -348,10 +348,10 @@ def test_who_trickles_is_cut_off_though_there_is_always_something_more(door: tup
                 continue
             except OSError:
                 closed = True
-            if closed or time.monotonic() - started > 10:
+            if closed or time.monotonic() - started > 20:
                 break
     assert closed
-    assert 1 < time.monotonic() - started < 6
+    assert 1 < time.monotonic() - started < 15
 
 
 def test_a_device_that_trickles_a_body_is_cut_off_too(folder: Path) -> None:
@@ -361,7 +361,7 @@ def test_a_device_that_trickles_a_body_is_cut_off_too(folder: Path) -> None:
         link.sendall(f"POST /v1/fleet/push-object HTTP/1.1\r\nHost: x\r\nContent-Length: 900000\r\n{headers}\r\n".encode())
         started, closed = time.monotonic(), False
         link.settimeout(0.2)
-        while not closed and time.monotonic() - started < 8:
+        while not closed and time.monotonic() - started < 20:
             try:
                 link.sendall(b"x")
                 closed = not link.recv(100)
@@ -370,7 +370,7 @@ def test_a_device_that_trickles_a_body_is_cut_off_too(folder: Path) -> None:
             except OSError:
                 closed = True
         assert closed
-        assert time.monotonic() - started < 4
+        assert time.monotonic() - started < 12
         assert not front.problems
 
 
@@ -421,19 +421,20 @@ def test_who_is_a_device_is_told_by_a_fresh_signature_of_a_known_key(door: tuple
     assert answered(port, folder, b"x" * 100) == 201  # what the SuperLink says of her is for it to say
 
 
-def test_a_device_has_limits_too(door: tuple[int, Front], folder: Path) -> None:
-    port, _ = door
-    assert answered(port, folder, b"x" * (LIMITS.body + 1)) == 413
-    assert answered(port, folder, b"x" * LIMITS.body) == 201
-    held = []
-    for _ in range(LIMITS.of_a_device):
-        connection = connected(port, folder)
-        connection.request("POST", "/v1/fleet/hello", b"", signed(folder / "clients/ann"))
-        assert connection.getresponse().read() == b""
-        held.append(connection)
-    assert answered(port, folder) == 429
-    held[0].close()
-    assert until(lambda: answered(port, folder) == 201)
+def test_a_device_has_limits_too(folder: Path) -> None:
+    limits = Limits(of_a_device=4, body=4 << 20, large=1 << 20)
+    with opened(folder, limits) as (port, _):
+        assert answered(port, folder, b"x" * (limits.body + 1)) == 413
+        assert answered(port, folder, b"x" * limits.body) == 201
+        held = []
+        for _ in range(limits.of_a_device):
+            connection = connected(port, folder)
+            connection.request("POST", "/v1/fleet/hello", b"", signed(folder / "clients/ann"))
+            assert connection.getresponse().read() == b""
+            held.append(connection)
+        assert answered(port, folder) == 429
+        held[0].close()
+        assert until(lambda: answered(port, folder) == 201)
 
 
 def test_devices_are_heard_while_strangers_keep_the_superlink_busy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
