@@ -54,7 +54,8 @@ def serve(grid: Grid, config: Mapping[str, Any]) -> None:
     Args:
         grid: Flower's.
         config: `recipe`, a name, a path on this machine, or the whole of it as JSON; `set`, KEY=VALUE texts with ; between them; `seed`, -1
-            for the recipe's; `out`, a folder on this machine; `resume`; `clients`, how many to wait for; `patience`, seconds to do so.
+            for the recipe's; `out`, a folder on this machine; `resume` and `changed`, see `run`; `clients`, how many to wait
+            for; `patience`, seconds to do so.
     """
     from rich.console import Console
 
@@ -67,7 +68,8 @@ def serve(grid: Grid, config: Mapping[str, Any]) -> None:
         folder = Path(str(config["out"]) or f"runs/{recipe.name}-{datetime.now():%Y%m%d-%H%M%S}")
         with Terminal(Console(force_terminal=False, width=160), 1 + len(recipe.compare_with)) as reporter:
             place = OnDevices.found(grid, recipe, int(config["clients"]), float(config["patience"]), run.Doorman(reporter))
-            results = run.run(recipe, folder, resume=bool(config["resume"]), reporter=reporter, place=place)
+            resume, changed = bool(config["resume"]), bool(config.get("changed", False))
+            results = run.run(recipe, folder, resume=resume, changed=changed, reporter=reporter, place=place)
         metric = results[-1]["metric"]["name"]
         print(f"{metric} {results[-1]['mean']:.2f}; everything is in {folder.resolve()}", flush=True)
     except CoterieError as error:

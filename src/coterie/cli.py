@@ -501,6 +501,7 @@ def submit(
     seed: Seed = None,
     out: Annotated[str, typer.Option("--out", help="Folder of the run, on the server's machine; default: a new one.")] = "",
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out from its last checkpoint.")] = False,
+    resume_changed: Changed = False,
     clients: Annotated[int, typer.Option("--clients", min=1, help="Start when so many have come.")] = 2,
     ca: Authority = None,
     home: Home = None,
@@ -512,11 +513,11 @@ def submit(
 
         if (ca is None) != insecure:
             raise Refused("give either --ca or --insecure", "ca.crt is among the server's keys.")
-        if resume and not out:
+        if (resume or resume_changed) and not out:
             raise Refused("--resume needs the run's folder", "Give its --out, as it was on the server's machine.")
         loaded = _load(recipe, set_, seed)
         folder = out or str(_folder(loaded.name, False))
-        config = {"recipe": loaded.model_dump_json(), "out": folder, "resume": resume, "clients": clients}
+        config = {"recipe": loaded.model_dump_json(), "out": folder, "resume": resume, "changed": resume_changed, "clients": clients}
         deploy.submit(deploy.Link(server, ca), home or Path("coterie-server"), config, lambda line: print(line, flush=True))
 
 

@@ -52,6 +52,7 @@ set = ""
 seed = -1
 out = ""
 resume = false
+changed = false
 clients = 2
 patience = 600.0
 """
