@@ -174,6 +174,17 @@ def test_what_is_whole_ends_bit_equal(name: str, cut: Path, whole: Path) -> None
     is_whole(cut, whole, resumed(cut))
 
 
+def test_a_checkpoint_that_was_about_to_be_dropped_is(whole: Path, tmp_path: Path) -> None:
+    """Killed between the last one and the removal of the first: no later one removes it."""
+    out = tmp_path / "three"
+    shutil.copytree(whole, out)
+    (out / "result.json").unlink()
+    shutil.copytree(out / OLD, out / "checkpoints/round-00004")
+    shutil.copytree(out / OLD, out / "checkpoints/round-00007.new")
+    is_whole(out, whole, resumed(out))
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["round-00005", "round-00006"]
+
+
 def test_without_the_damaged_checkpoint_the_one_before_it_goes_on(whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "two"
     shutil.copytree(whole, out)

@@ -361,7 +361,11 @@ class Checkpoints:
                 f"cannot save the checkpoint of round {checkpoint.round}: {reason}",
                 "The checkpoint before it is good: free some space and run again with --resume.",
             ) from error
-        for old in self._all()[:-KEPT]:
+        self.tidy()
+
+    def tidy(self) -> None:
+        """Drop all but the newest two, and what a killed process left of one; for whoever is `alone` in the run's folder."""
+        for old in (*self._all()[:-KEPT], *self.folder.glob("round-*.new")):
             shutil.rmtree(old, ignore_errors=True)
 
     def _all(self) -> list[Path]:

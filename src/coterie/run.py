@@ -717,6 +717,7 @@ def _executed(execution: Execution, changed: bool) -> Json:
     folder, kept = execution.folder, Kept(execution.folder)
     check_names(folder, execution.federation.everyone)
     execution.restore()
+    execution.checkpoints.tidy()
     inputs = Inputs.of(execution.prepared)
     if changed and kept.begun():
         kept.accept(inputs)
