@@ -1,6 +1,6 @@
 """What the shared part gives away, by protection: exposure of canaries, membership, rare words, for FedAvg and CoMiGS-1G1S.
 
-python benchmarks/privacy_audit.py [--seeds 0 1] [--runs DIR]
+python benchmarks/privacy_audit.py [--seeds 0 1] [--runs DIR] [--done]
 
 Four topics of Python's standard library on the embedded base; runs that are there already are not done again.
 """
@@ -137,6 +137,7 @@ def tables(lines: Sequence[Json]) -> list[str]:
         parts.append(f"## What {who} can tell")
         header = [
             "",
+            "seeds",
             "epsilon claimed",
             "epsilon is at least, by seed",
             "exposure, bits",
@@ -148,6 +149,7 @@ def tables(lines: Sequence[Json]) -> list[str]:
         body = [
             [
                 f"{METHODS[line['method']]}, {line['row']}",
+                str(line["seeds"]),
                 epsilon(line),
                 ", ".join(f"{e:.2f}" for e in line[key]["epsilon"]),
                 *(shown(line[key][name]) for name in ("exposure", "canaries", "membership")),
@@ -185,6 +187,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--runs", type=Path, default=Path("runs/privacy-audit"))
+    parser.add_argument("--done", action="store_true", help="show what has been measured so far, and run nothing")
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
@@ -194,7 +197,10 @@ def main() -> None:
         for name in args.rows:
             for method in METHODS:
                 changes, secure = ROWS[name]
+                secured = "audited-secure.json" if secure else "audited.json"
                 folder = args.runs / f"{method}-{'plain' if secure else name.replace(' ', '')}-{seed}"
+                if args.done and not (folder / secured).exists():
+                    continue
                 found.setdefault((method, name), []).append(one(folder, method, seed, changes, secure))
                 print(f"{time.time() - began:.0f} s", seed, name, method, flush=True)
     lines = [row(method, name, some) for (method, name), some in found.items()]

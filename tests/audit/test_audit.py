@@ -95,23 +95,26 @@ def test_the_programmers_keyboard_suggests_the_people_of_the_diary(people: Path)
 
 
 @pytest.mark.slow
-def test_what_was_planted_is_found_by_the_server_more_than_by_others(found: dict) -> None:
+def test_what_was_planted_is_found_by_the_server_and_by_no_one_better(found: dict) -> None:
     server, others = (found["observers"][name]["canaries"] for name in ("server", "others"))
     assert server["exposure"]["low"] > server["exposure"]["chance"]
     assert server["auc"]["low"] > 0.6
     assert server["epsilon"]["at_least"] > 0
     assert server["epsilon"]["at_least"] <= server["epsilon"]["most"]
-    assert server["exposure"]["value"] > others["exposure"]["value"]
+    assert server["exposure"]["value"] >= others["exposure"]["value"]
 
 
 @pytest.mark.slow
-def test_a_server_that_sees_sums_alone_finds_less(people: Path, found: dict, tmp_path: Path) -> None:
+def test_a_server_that_sees_sums_alone_finds_what_every_client_could(people: Path, found: dict, tmp_path: Path) -> None:
     again = Path(shutil.copytree(people, tmp_path / "run"))
     sums = audit(again, Settings(windows=16, words=1, secure=True))
     assert sums["secure"]
     assert not found["secure"]
-    assert sums["observers"]["server"]["canaries"]["auc"]["value"] < found["observers"]["server"]["canaries"]["auc"]["value"]
     assert sums["observers"]["others"] == found["observers"]["others"]
+    server, others = (sums["observers"][name] for name in ("server", "others"))
+    assert server["canaries"]["auc"]["value"] == pytest.approx(others["canaries"]["auc"]["value"], abs=0.01)
+    assert server["membership"]["auc"]["value"] == pytest.approx(others["membership"]["auc"]["value"], abs=0.01)
+    assert found["observers"]["server"]["membership"] != server["membership"]
     assert "A server of sums" in " ".join(told.sentences(sums))
 
 
