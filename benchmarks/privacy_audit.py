@@ -28,7 +28,7 @@ from coterie.run import run
 
 Json = dict[str, Any]
 METHODS = {"fedavg": "FedAvg", "comigs-1g1s": "CoMiGS-1G1S"}
-CLIP, DELTA = 2.0, 1e-5
+CLIP, CLIP_OF_WINDOWS, DELTA = 2.0, 0.1, 1e-5
 SETTINGS = (
     "compare_with=[]",
     "samples=false",
@@ -48,6 +48,10 @@ def private(where: str, noise: float) -> str:
     return f"privacy={{where: {where}, clip: {CLIP}, noise: {noise}, delta: {DELTA:.0e}}}"
 
 
+def of_windows(noise: float) -> str:
+    return f"privacy={{unit: example, clip: {CLIP_OF_WINDOWS}, noise: {noise}, delta: {DELTA:.0e}}}"
+
+
 # by name: what is set, and whether the server sees sums alone
 ROWS: dict[str, tuple[list[str], bool]] = {
     "plain": ([], False),
@@ -57,6 +61,8 @@ ROWS: dict[str, tuple[list[str], bool]] = {
     "central, z = 1": ([private("central", 1.0)], False),
     "local, z = 0.01": ([private("local", 0.01)], False),
     "local, z = 2": ([private("local", 2.0)], False),
+    "single windows, z = 0.5": ([of_windows(0.5)], False),
+    "single windows, z = 1": ([of_windows(1.0)], False),
 }
 
 
