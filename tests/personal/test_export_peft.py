@@ -10,7 +10,9 @@ from safetensors.torch import load_file
 import coterie
 from coterie.errors import Refused
 from coterie.models.adapter import Layout
+from coterie.models.architecture import FAMILIES
 from coterie.models.language import LanguageModel
+from coterie.personal import About, peft
 from coterie.personal.peft import export
 from coterie.roles import BACKBONE, GENERALIST, SPECIALIST
 
@@ -87,3 +89,15 @@ def test_what_cannot_be_exported_is_refused(make_run, tmp_path: Path):
     assert not (tmp_path / "a").exists()
     equal = make_run("llama", cleo=Layout(rank=2, routing="equal"))
     assert any("mean of their outputs" in sentence for sentence in export(equal, "cleo", tmp_path / "c"))
+
+
+@pytest.mark.parametrize("base", ["folder", "embedded", "somebody/model"])
+def test_the_base_is_named_as_on_every_machine(base, bases):
+    name = str(bases["llama"]) if base == "folder" else base
+    about = About("ann", name, Layout(rank=2), 8, "comigs-1g1s", "folders", 3, 0)
+    family = FAMILIES[0]
+    named = peft._config(about, family).base_model_name_or_path
+    assert named == (bases["llama"].name if base == "folder" else base)
+    assert str(bases["llama"].parent) not in (readme := peft._readme(about, "G", []))
+    assert str(Path(coterie.__file__).parent) not in readme
+    assert {"folder": f"path/to/{named}", "embedded": 'locate("embedded")', "somebody/model": "'somebody/model'"}[base] in readme

@@ -185,3 +185,28 @@ def test_importing_the_package_is_quick():
     code = "import coterie, sys; assert not {'torch', 'transformers', 'gradio'} & set(sys.modules); print(coterie.load.__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "load", done.stderr
+
+
+def test_several_prompts_are_answered_as_each_alone(make_run):
+    model = coterie.load(make_run("llama", ann=Layout(rank=2)), "ann")
+    prompts = ["In my free time", "a", ""]
+    settings = {"max_new_tokens": 6, "do_sample": False}
+    assert model.generate(prompts, **settings) == [model.generate(prompt, **settings) for prompt in prompts]
+    for words, prompt in zip(model.next_words(prompts, 3), prompts, strict=True):
+        assert [word.word for word in words] == [word.word for word in model.next_words(prompt, 3)]
+    assert model.generate([]) == model.next_words([]) == []
+
+
+def test_a_model_is_used_moved_and_saved_as_one_of_transformers(make_run, tmp_path):
+    from transformers import pipeline
+
+    model = coterie.load(make_run("llama", ann=Layout(rank=2)), "ann")
+    words = model.next_words("In my", 3)
+    assert model.to("cpu").eval() is model
+    write = pipeline("text-generation", model=model, tokenizer=model.tokenizer, device="cpu")
+    (found,) = write("In my free time", max_new_tokens=6, do_sample=False)
+    assert found["generated_text"] == model.generate("In my free time", max_new_tokens=6, do_sample=False)
+    model.save_pretrained(tmp_path / "mine")
+    again = coterie.load(tmp_path / "mine")
+    assert again.about == model.about
+    assert again.next_words("In my", 3) == words

@@ -22,8 +22,8 @@ from coterie.models.lora import SingleLoRA
 from coterie.models.mixture import FrozenMLP, Mixture
 from coterie.models.routing import Routing
 from coterie.personal.fast import MANY, SAME_INPUT, base_layer, experts_of
-from coterie.personal.model import PersonalModel, continued, moved
-from coterie.personal.words import Word, Words, left_padded
+from coterie.personal.model import PersonalModel, continued, continued_texts, moved
+from coterie.personal.words import Word, Words
 
 
 class ManyModels:
@@ -107,15 +107,8 @@ class ManyModels:
         if isinstance(prompts, Tensor):
             adapter = self._of(clients or (), len(prompts))
             return continued(self.backbone, adapter, {"input_ids": prompts} | settings)
-        if settings.get("num_return_sequences", 1) > 1:
-            raise ModelError("several sequences for one text", "Give token ids instead, and get ids.")
         adapter = self._of(tuple(prompts), len(prompts))
-        ids = [self.tokenizer(text or self.tokenizer.eos_token)["input_ids"] for text in prompts.values()]
-        filling = self.tokenizer.eos_token_id or 0  # a special token, which is not decoded, also behind texts that end before others
-        inputs, mask = left_padded(ids, filling)
-        found = continued(self.backbone, adapter, {"input_ids": inputs, "attention_mask": mask, "pad_token_id": filling} | settings)
-        width = inputs.shape[1]
-        texts = [self.tokenizer.decode(row[width - len(own) :], skip_special_tokens=True) for row, own in zip(found, ids, strict=True)]
+        texts = continued_texts(self.backbone, adapter, list(prompts.values()), settings)
         return dict(zip(prompts, texts, strict=True))
 
     def next_words(self, texts: str | Mapping[str, str], k: int = 3) -> dict[str, list[Word]]:

@@ -1,6 +1,6 @@
 """A personal model in use: it continues text, suggests words, and tells which expert spoke. Used like a transformers model."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, cast, overload
@@ -11,9 +11,9 @@ from torch import Tensor
 from coterie.errors import ModelError
 from coterie.models.backbone import Attachable, Backbone
 from coterie.models.language import LanguageModel
-from coterie.personal.artifact import WEIGHTS, About, check_size, expert_names, fill, read_about
+from coterie.personal.artifact import WEIGHTS, About, check_size, expert_names, fill, read_about, save
 from coterie.personal.fast import FastAdapter
-from coterie.personal.words import Word, Words
+from coterie.personal.words import Word, Words, left_padded
 from coterie.tensors import load as load_tensors
 
 
@@ -53,6 +53,41 @@ class PersonalModel:
         return self.backbone.config
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of the base's weights."""
+        return self.backbone.dtype
+
+    @property
+    def generation_config(self) -> Any:
+        """Transformers' settings of `generate`, of the base."""
+        return self.backbone.model.generation_config
+
+    def can_generate(self) -> bool:
+        """Tell transformers' pipelines that there is a `generate`."""
+        return True
+
+    def to(self, device: str | int | torch.device) -> "PersonalModel":
+        """Move the model with its base to a device, in place, and return it. Models that share the base have to be moved as well."""
+        if torch.device(device) != self.device:
+            self.backbone.model.to(device)
+            self.adapter.to(device)
+            self.__dict__.pop("fast", None)  # made of tensors on the other device
+            self._words = None
+        return self
+
+    def eval(self) -> "PersonalModel":
+        """Return the model, which is always in eval mode."""
+        return self
+
+    def save_pretrained(self, folder: Path | str, **_: Any) -> None:
+        """Write the adapter and `client.json` to a folder, which `coterie.load` reads; the base is named there, not written.
+
+        Raises:
+            SaveError: It could not be written.
+        """
+        save(Path(folder), self.about, dict(self.adapter.named_parameters()))
+
+    @property
     def experts(self) -> tuple[str, ...]:
         """The names of the experts in the order of `routing`, see `expert_names`."""
         return tuple(name for names in expert_names(self.layout).values() for name in names)
@@ -76,40 +111,53 @@ class PersonalModel:
     def generate(self, prompt: str, **settings: Any) -> str: ...
 
     @overload
+    def generate(self, prompt: list[str], **settings: Any) -> list[str]: ...
+
+    @overload
     def generate(self, prompt: Tensor | None = None, **settings: Any) -> Tensor: ...
 
     @torch.no_grad()
-    def generate(self, prompt: str | Tensor | None = None, **settings: Any) -> str | Tensor:
+    def generate(self, prompt: str | list[str] | Tensor | None = None, **settings: Any) -> str | list[str] | Tensor:
         """Continue text or token ids by transformers' `generate`, with its settings, key-value cache included.
 
             model.generate("In my free time, I like to", max_new_tokens=20)
             model.generate(**model.tokenizer("In my free time, I like to", return_tensors="pt"), max_new_tokens=20)
 
         Args:
-            prompt: Text, or (B, C) int64, or nothing if `settings` hold `input_ids`, as a tokenizer gives them.
+            prompt: Text, or several in one batch, or (B, C) int64, or nothing if `settings` hold `input_ids`, as a tokenizer gives them.
             settings: Anything that transformers' `generate` takes.
 
         Returns:
-            The prompt and its continuation: text for text, ids for ids.
+            The prompt and its continuation: text for text, a list for a list, ids for ids.
 
         Raises:
-            ModelError: The text would grow longer than the base's context.
+            ModelError: The text would grow longer than the base's context, or several sequences are asked for each text of a list.
         """
+        if isinstance(prompt, list):
+            return continued_texts(self.backbone, self.fast, prompt, settings)
         if isinstance(prompt, str):
             found = continued(self.backbone, self.fast, self.tokenizer(prompt or self.tokenizer.eos_token, return_tensors="pt") | settings)
             return cast(str, self.tokenizer.decode(found[0], skip_special_tokens=True))
         return continued(self.backbone, self.fast, settings if prompt is None else {"input_ids": prompt} | settings)
 
-    def next_words(self, text: str, k: int = 3) -> list[Word]:
-        """The most likely next words of `text`, best first, see `personal.words`.
+    @overload
+    def next_words(self, text: str, k: int = 3) -> list[Word]: ...
+
+    @overload
+    def next_words(self, text: list[str], k: int = 3) -> list[list[Word]]: ...
+
+    def next_words(self, text: str | list[str], k: int = 3) -> list[Word] | list[list[Word]]:
+        """The most likely next words of `text`, best first, see `personal.words`; of several texts, those of each.
 
         Args:
-            text: What was written so far; if it is too long for the base, its end counts.
+            text: What was written so far, or several such; if it is too long for the base, its end counts.
             k: How many words at most.
         """
         if self._words is None:
             self._words = Words(self.backbone)
-        return self._words.of(self.fast, [text], k)[0]
+        if isinstance(text, str):
+            return self._words.of(self.fast, [text], k)[0]
+        return self._words.of(self.fast, text, k) if text else []
 
     def routing(self, ids: Tensor) -> Tensor:
         """(B, C) int64 -> (blocks, B, C, n): the weight that each token gives each of `experts`, fp32.
@@ -161,6 +209,26 @@ def continued(backbone: Backbone, adapter: Attachable, settings: dict[str, Any])
     padding = {"pad_token_id": generation.eos_token_id} if generation.pad_token_id is None else {}
     with backbone.using(adapter):
         return cast(Tensor, backbone.model.generate(**moved(padding | settings, backbone.device)))
+
+
+def continued_texts(backbone: Backbone, adapter: Attachable, texts: Sequence[str], settings: Mapping[str, Any]) -> list[str]:
+    """Continue several texts in one batch by transformers' `generate` with an adapter.
+
+    Raises:
+        ModelError: A text would grow longer than the base's context, or several sequences are asked for each.
+    """
+    if settings.get("num_return_sequences", 1) > 1:
+        raise ModelError("several sequences for one text", "Give token ids instead, and get ids.")
+    if not texts:
+        return []
+    tokenizer = backbone.tokenizer
+    ids = [tokenizer(text or tokenizer.eos_token)["input_ids"] for text in texts]
+    filling = tokenizer.eos_token_id or 0  # a special token, which is not decoded, also behind texts that end before others
+    inputs, mask = left_padded(ids, filling)
+    given = {"input_ids": inputs, "attention_mask": mask, "pad_token_id": filling}
+    found = continued(backbone, adapter, given | dict(settings))
+    width = inputs.shape[1]
+    return [tokenizer.decode(row[width - len(own) :], skip_special_tokens=True) for row, own in zip(found, ids, strict=True)]
 
 
 def moved(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from coterie.errors import Refused
 from coterie.models.adapter import Adapter
-from coterie.models.architecture import FAMILIES, Architecture, Family, locate
+from coterie.models.architecture import EMBEDDED, FAMILIES, Architecture, Family, locate
 from coterie.models.lora import LoRA
 from coterie.personal.artifact import WEIGHTS, About, check_size, expert_names, fill, read_about
 from coterie.personal.loading import folder_of
@@ -85,7 +85,7 @@ def _config(about: About, family: Family) -> Any:
     layout = about.layout
     return LoraConfig(
         task_type=TaskType.CAUSAL_LM,
-        base_model_name_or_path=locate(about.base),
+        base_model_name_or_path=portable(about.base),
         r=layout.rank,
         rank_pattern={} if layout.expert_rank == layout.rank else {f"mlp.{name}": layout.expert_rank for name in family.mlp.values()},
         lora_alpha=layout.alpha,
@@ -113,29 +113,37 @@ def _left_out(about: About, label: str) -> list[str]:
     return found
 
 
-def _elsewhere(about: About) -> str:
-    """What to write on another machine where the base comes with the package."""
-    if about.base != "embedded":
-        return ""
-    return "\n# elsewhere: from coterie.models.architecture import locate, and locate('embedded') is its folder there"
+def portable(base: str) -> str:
+    """The name of a base that says the same on every machine: "embedded", a Hub id, or of a local folder its last part."""
+    return Path(base).expanduser().name if base != EMBEDDED and Path(locate(base)).is_dir() else base
+
+
+def _loading(base: str) -> tuple[str, str]:
+    """Python for where the base is, and what has to be imported for it."""
+    if base == EMBEDDED:
+        return 'locate("embedded")', "\nfrom coterie.models.architecture import locate  # the base comes with coterie"
+    if portable(base) != base:
+        return f'"path/to/{portable(base)}"', ""
+    return repr(base), ""
 
 
 def _readme(about: About, label: str, left_out: list[str]) -> str:
     kept = f"expert {label} of every MLP and the attention's updates"
     missing = "\n".join(f"- {sentence}" for sentence in left_out) or "Nothing: this is the whole personal model."
+    where, imported = _loading(about.base)
     return f"""---
 library_name: peft
 ---
 # {about.client}, exported from coterie
 
-A PEFT adapter for the base model `{about.base}`: {kept}, rank-stabilised LoRA, of the client `{about.client}` after {about.round} rounds
-of `{about.method}` (recipe `{about.recipe}`, seed {about.seed}).
+A PEFT adapter for the base model `{portable(about.base)}`: {kept}, rank-stabilised LoRA,
+of the client `{about.client}` after {about.round} rounds of `{about.method}` (recipe `{about.recipe}`, seed {about.seed}).
 
 ```python
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM{imported}
 
-base = AutoModelForCausalLM.from_pretrained({locate(about.base)!r}, dtype="float32"){_elsewhere(about)}
+base = AutoModelForCausalLM.from_pretrained({where}, dtype="float32")
 model = PeftModel.from_pretrained(base, "this folder")
 ```
 
