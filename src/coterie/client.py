@@ -35,6 +35,7 @@ OWNED = (GENERALIST, SPECIALIST, ROUTER, EXPERT, GATE, BACKBONE)
 POOLED = (EXPERT, GATE)  # of these a client has nothing until something comes from the server
 UPPER = {ROUTER, GATE}  # what chooses experts
 NUMBERS = "experts"  # which of a pool's experts are in a client's places
+BEGAN = "began"  # the last round that a client trained in, and its local iterations before that
 _EXPERT = f"{EXPERT}/"  # what the names of a pool's experts begin with
 _OF_THE_MODEL = ("parameters/", "optimiser/", "buffers", NUMBERS)  # what the keys of a client's state that a stateless one drops begin with
 _MOST_MEASURED = 16  # numbers that a device which protects its owner measures aloud
@@ -158,6 +159,27 @@ def count(state: State, key: str, add: int) -> int:
     return before
 
 
+def position(state: State, round: int, steps: int) -> int:
+    """Return where the run's schedules stand for a client, in local iterations.
+
+    They run over the run's rounds: the rounds before count whole, whoever took part in them, and of this one the client's own iterations.
+
+    Args:
+        state: The client's.
+        round: Rounds that the run has done.
+        steps: Local iterations of the client in a round.
+    """
+    then, before = state[BEGAN].tolist() if BEGAN in state else (-1, 0)
+    return round * steps + (int(state.get("iteration", 0)) - before if then == round else 0)
+
+
+def advance(state: State, round: int, iterations: int = 1) -> None:
+    """Count local iterations of a client that takes part in a round."""
+    if BEGAN not in state or int(state[BEGAN][0]) != round:
+        state[BEGAN] = torch.tensor([round, int(state.get("iteration", 0))])
+    count(state, "iteration", iterations)
+
+
 def draw(on: Split, state: State, rows: int) -> Batch:
     """The next batch of a split, whose cursor is in the client's state."""
     batch: Batch = on.batch(count(state, f"cursor/{on.name}", rows), rows)
@@ -175,8 +197,9 @@ class Client:
 
     All that it must remember lies in `state`, a flat dict of tensors that the engine keeps between tasks:
     `parameters/<role>` and `optimiser/<role>/...`, one flat tensor each of which the model's parameters are views; `buffers`, likewise
-    (running statistics); `experts`, which of a pool's experts it has; `cursor/<split>`, the rows drawn so far; `iteration`, the local
-    iterations done over the whole run; `embeddings/<split>`, what a common expert made of its data, once.
+    (running statistics); `experts`, which of a pool's experts it has; `cursor/<split>`, the rows drawn so far; `iteration`, its local
+    iterations over the whole run, and `began`, the last round that it trained in with those before that round; `embeddings/<split>`,
+    what a common expert made of its data, once.
 
     Args:
         id: The client's stable name.
@@ -187,6 +210,8 @@ class Client:
         seed: The run's seed.
         total_iterations: T * L, over which the cosine schedule runs.
         sanitizer: Makes the gradients of what is shared, if single examples are protected.
+        round: Rounds that the run has done.
+        round_steps: L, the client's local iterations in a round.
     """
 
     id: ClientId
@@ -197,6 +222,8 @@ class Client:
     seed: int
     total_iterations: int
     sanitizer: Sanitizer | None = None
+    round: int = 0
+    round_steps: int = 0
     stats: dict[str, list[dict[str, Tensor]]] = field(default_factory=dict)
     tokens: int = 0
 
@@ -290,12 +317,19 @@ class Client:
 
     @property
     def iteration(self) -> int:
-        """Local iterations done so far, over the whole run."""
-        return self._count("iteration")
+        """The client's own local iterations so far, over the whole run."""
+        return int(self.state.get("iteration", 0))
 
-    def _count(self, key: str, add: int = 0) -> int:
-        """The counter before `add` is added to it."""
-        return count(self.state, key, add)
+    @property
+    def position(self) -> int:
+        """Where the run's schedules stand, see `position`."""
+        return position(self.state, self.round, self.round_steps)
+
+    def advance(self) -> int:
+        """Count a local iteration; returns where the schedules stood before it."""
+        before = self.position
+        advance(self.state, self.round)
+        return before
 
     def load(self, tensors: Named) -> None:
         """Take over tensors from the server, by name; an empty dict changes nothing.
@@ -376,7 +410,7 @@ class Client:
     @property
     def lr(self) -> float:
         """The learning rate of the experts in the next local iteration: eta."""
-        return self.training.experts.lr_at(self.iteration, self.total_iterations)
+        return self.training.experts.lr_at(self.position, self.total_iterations)
 
     def step(self, *roles: Role, on: Split, extra: Callable[[], Named] | None = None) -> None:
         """One optimiser step of the tensors of these roles on the next batch of a split.
@@ -397,12 +431,12 @@ class Client:
             return self.step_on(self.draw(on), *roles, extra=extra)
         shared = [role for role in roles if role in self.sanitizer.roles and self._parameters[role]]
         own = [role for role in roles if role not in self.sanitizer.roles and self._parameters[role]]
-        iteration = self._count("iteration", 0 if UPPER.issuperset(roles) else 1)
+        at = self.position if UPPER.issuperset(roles) else self.advance()
         with span(f"{STEP} {'+'.join(roles)}"):
             gradients = dict(zip(shared, self._sanitized(self.sanitizer, on, shared), strict=True)) if shared else {}
             if own:  # at the same point, as in a step without privacy
                 gradients |= dict(zip(own, self._gradients(self.draw(on), own), strict=True))
-            self._descend(gradients, extra, iteration)
+            self._descend(gradients, extra, at)
         return None
 
     def draw(self, on: Split) -> Batch:
@@ -412,12 +446,12 @@ class Client:
     def step_on(self, batch: Batch, *roles: Role, extra: Callable[[], Named] | None = None) -> None:
         """As `step`, on a batch that was drawn before."""
         present = [role for role in roles if self._parameters[role]]
-        iteration = self._count("iteration", 0 if UPPER.issuperset(roles) else 1)
+        at = self.position if UPPER.issuperset(roles) else self.advance()
         if not present:  # a single expert has no router to train
             return
         with span(f"{STEP} {'+'.join(roles)}"):
             gradients = self._gradients(batch, present, "+".join(roles))
-            self._descend(dict(zip(present, gradients, strict=True)), extra, iteration)
+            self._descend(dict(zip(present, gradients, strict=True)), extra, at)
 
     def _gradients(self, batch: Batch, roles: Sequence[Role], what: str = "") -> Sequence[list[Tensor]]:
         """The gradients of the tensors of each role on a batch; what was measured is noted under the roles, or `what`."""
@@ -431,13 +465,13 @@ class Client:
         remaining = iter(gradients)
         return [list(islice(remaining, len(self._parameters[role]))) for role in roles]
 
-    def _descend(self, gradients: Mapping[Role, list[Tensor]], extra: Callable[[], Named] | None, iteration: int) -> None:
+    def _descend(self, gradients: Mapping[Role, list[Tensor]], extra: Callable[[], Named] | None, at: int) -> None:
         """One optimiser step of each role, along its gradients and those of `extra`."""
         beside = extra() if extra else {}
         for role, own in gradients.items():
             terms = ((gradient, beside.get(name)) for name, gradient in zip(self._parameters[role], own, strict=True))
             flat = torch.cat([(gradient if other is None else gradient + other).flatten() for gradient, other in terms])
-            self.descend(role, flat.float(), iteration)
+            self.descend(role, flat.float(), at)
 
     def _sanitized(self, sanitizer: Sanitizer, on: Split, roles: Sequence[Role]) -> Sequence[list[Tensor]]:
         """The gradients of the tensors of each role on a sample of a split, private for each of its examples."""
@@ -470,16 +504,16 @@ class Client:
         self.stats.setdefault(what, []).append(stats)
         self.tokens += rows * self.data.train.context
 
-    def descend(self, role: Role, gradient: Tensor, iteration: int | None = None) -> None:
+    def descend(self, role: Role, gradient: Tensor, at: int | None = None) -> None:
         """One optimiser step of all values of a role along a gradient that is given, (d,).
 
         Args:
             role: Whose values.
             gradient: Of some objective at them.
-            iteration: Where the schedule stands; default: at the last local iteration.
+            at: Where the schedule stands, see `position`; default: at the last local iteration.
         """
         settings = self.training.optimiser(role)
-        lr = settings.lr_at(self.iteration - 1 if iteration is None else iteration, self.total_iterations)
+        lr = settings.lr_at(self.position - 1 if at is None else at, self.total_iterations)
         settings.step(self.state[f"parameters/{role}"], gradient, lr, self.state, f"optimiser/{role}")
 
     def gradient_at(self, values: Tensor, batch: Batch, role: Role = GENERALIST) -> Tensor:
@@ -729,11 +763,6 @@ class Site:
         """Whether clients protect their single examples."""
         return self.outbound is not None and self.outbound.sanitizes
 
-    def begin(self, state: State, round: int, method: Any, steps: int | None = None) -> None:
-        """Make a client's state ready for a task: a stateless client is told where the run stands, in steps of its own a round."""
-        if method.forgetful or self.training.stateless:
-            state["iteration"] = torch.tensor(round * (steps or method.local_steps))
-
     def end(self, state: State, method: Any) -> None:
         """What a client keeps after a task: everything, or of the model nothing."""
         if method.forgetful or self.training.stateless:
@@ -753,7 +782,7 @@ class Site:
     ) -> tuple[Tensors, Metrics]:
         """Do one task of one client; `state` is updated in place.
 
-        A stateless client forgets the model afterwards, and its learning rates are where the run stands, not where it stands itself.
+        A stateless client forgets the model afterwards. Learning rates are where the run stands, not where the client itself does.
 
         The global random generators are seeded from (run seed, round, phase, client id) and put back afterwards.
 
@@ -767,10 +796,9 @@ class Site:
                 if self.outbound is not None:
                     self.outbound.check(find_task(method, task))
                 client = self.client(id, state)
-                steps = method.steps(client)
-                client.total_iterations = method.rounds * steps
-                client.sanitizer = None if self.outbound is None else self.outbound.sanitizer(method, steps, round, phase, id)
-                self.begin(state, round, method, steps)
+                client.round, client.round_steps = round, method.steps(client)
+                client.total_iterations = method.rounds * client.round_steps
+                client.sanitizer = None if self.outbound is None else self.outbound.sanitizer(method, client.round_steps, round, phase, id)
                 reply = self.leaving(method, task, id, tensors, find_task(method, task)(client, tensors), round, phase)
                 return reply, self.measured(client.metrics())
             except CoterieError as error:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from coterie.client import Metrics, Site, draw, training_data
+from coterie.client import Metrics, Site, advance, draw, position, training_data
 from coterie.errors import ClientError, TensorError
 from coterie.models.classifier import Classifier, parted
 from coterie.protocol import ClientId, State
@@ -27,20 +27,24 @@ class Cohort:
         site: What the process needs to be these clients.
         states: Of the clients, in order.
         model: Theirs.
+        round: Rounds that the run has done.
+        round_steps: L, local iterations in a round.
     """
 
     site: Site
     states: Mapping[ClientId, State]
     model: Classifier
+    round: int = 0
+    round_steps: int = 0
     _tokens: dict[ClientId, int] = field(default_factory=dict)
     _stats: dict[ClientId, dict[str, list[float]]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, site: Site, states: Mapping[ClientId, State]) -> "Cohort | None":
+    def of(cls, site: Site, states: Mapping[ClientId, State], round: int = 0, round_steps: int = 0) -> "Cohort | None":
         """The cohort of these clients; None where they must be asked one by one.
 
-        They must have one layout, a model that stacks and gains by it, batches in one piece, no privacy of single examples, and have done
-        the same number of iterations, as learning rates depend on it.
+        They must have one layout, a model that stacks and gains by it, batches in one piece, no privacy of single examples, optimisers that
+        have done the same number of steps, and schedules at one place.
         """
         if len(states) < 2 or site.sanitizes:
             return None
@@ -53,8 +57,8 @@ class Cohort:
         for i, state in states.items():
             if _X not in state:
                 site.client(i, state)  # gives it its initial values
-        kinds = {(int(state.get("iteration", 0)), *sorted(key for key in state if key.startswith(_OPTIMISER))) for state in states.values()}
-        return cls(site, states, first) if len(kinds) == 1 else None
+        kinds = {(position(state, round, round_steps), *_optimiser(state)) for state in states.values()}
+        return cls(site, states, first, round, round_steps) if len(kinds) == 1 else None
 
     @property
     def ids(self) -> list[ClientId]:
@@ -68,11 +72,11 @@ class Cohort:
     @property
     def lr(self) -> float:
         """See `Client.lr`."""
-        return self.site.training.experts.lr_at(self._iteration, self.site.total_iterations)
+        return self.site.training.experts.lr_at(self._position, self.site.total_iterations)
 
     @property
-    def _iteration(self) -> int:
-        return int(next(iter(self.states.values())).get("iteration", 0))
+    def _position(self) -> int:
+        return position(next(iter(self.states.values())), self.round, self.round_steps)
 
     def load(self, tensors: Mapping[ClientId, Named]) -> None:
         """See `Client.load`; a client gets all of its values, by their names or as one vector, or {}.
@@ -122,7 +126,7 @@ class Cohort:
         self.site.training.experts.step(self.x, gradients.to(self.model.device), lr, memory, _OPTIMISER)
         for k, state in enumerate(self.states.values()):
             state |= {key: moment[k] if moment.ndim == 2 else moment.clone() for key, moment in memory.items()}
-            state["iteration"] = state.get("iteration", torch.zeros((), dtype=torch.int64)) + 1
+            advance(state, self.round)
 
     def shift(self, scale: float, directions: Tensor) -> None:
         """See `Client.shift`; directions: (n, d)."""
@@ -165,7 +169,7 @@ class Cohort:
             for name, value in zip(stats, values, strict=True):
                 if not math.isfinite(value):
                     raise ClientError(
-                        f"client {i!r}: {name} is not finite near iteration {self._iteration}",
+                        f"client {i!r}: {name} is not finite near iteration {self._position}",
                         "Training diverged: lower training.experts.lr or training.routers.lr.",
                     )
                 own.setdefault(f"{name}/{what}", []).append(value)
@@ -189,6 +193,12 @@ class Cohort:
             for state, row in zip(self.states.values(), base, strict=True):
                 state[key] = row
         return base
+
+
+def _optimiser(state: State) -> list[tuple[str, float]]:
+    """The names of what an optimiser remembers, and the figures that clients of a cohort must have in common, such as Adam's t."""
+    found = {key: tensor for key, tensor in state.items() if key.startswith(_OPTIMISER)}
+    return sorted((key, float(tensor) if tensor.ndim == 0 else 0.0) for key, tensor in found.items())
 
 
 def stacked(rows: Sequence[Tensor]) -> Tensor:

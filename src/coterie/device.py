@@ -343,7 +343,7 @@ def _same_recipe(section: Mapping[str, Any]) -> str:
 def _keep(prepared: Prepared, client: ClientId, state: State, tensors: Tensors, round: int, folder: Path) -> None:
     """Write the personal model that a client has with these tensors."""
     owner = prepared.site.client(client, state)
-    owner.load(tensors)
+    owner.load(prepared.method.loadable(owner, tensors))
     recipe = prepared.recipe
     origin = personal.Origin(recipe.method["name"], recipe.name, round, recipe.seed)
     prepared.modality.keep(folder, owner, prepared.site.layouts[client], origin)

@@ -255,6 +255,7 @@ def row(name: str, results: Sequence[Mapping[str, Any]], alone: Sequence[Mapping
         "peak_memory_bytes": _known([r.get("peak_memory_bytes") for r in results]),
         "wall_s": mean(r["wall_s"] for r in results),
         "lost": _lost(results),
+        "never_took_part": _known([len(r["never_took_part"]) if "never_took_part" in r else None for r in results]),
         "privacy": results[0].get("privacy"),
     }
 
@@ -296,6 +297,7 @@ def comparability(rows: Sequence[Mapping[str, Any]], own: str | None = None, tit
     references = [r for r in trained if r["method"] == own] + trained
     found = [sentence for r in trained for sentence in _budget(r, references[0], called)]
     found += [f"{called[r['method']]}: {lost(r['lost'])}" for r in rows if r.get("lost")]
+    found += [f"{called[r['method']]}: {absent(r['never_took_part'])}" for r in rows if r.get("never_took_part")]
     spent: dict[str, list[str]] = {}  # rows that spend alike share a sentence
     for r in rows:
         if r.get("privacy"):
@@ -332,6 +334,12 @@ def lost(counts: Mapping[str, int]) -> str:
     named = ", ".join(f"{i} {counts[i]}" for i in most) + (f" and {len(counts) - NAMED} other clients" if len(counts) > NAMED else "")
     replies = "1 reply was" if total == 1 else f"{total:,} replies were"
     return f"{replies} lost, dropped as unfit or missing ({named}); why is in metrics.jsonl, lines of kind lost."
+
+
+def absent(clients: int) -> str:
+    """A sentence on clients that took part in no round."""
+    who = "1 client" if clients == 1 else f"{clients:,} clients"
+    return f"{who} never took part in a round, and counted with the model that the server would give them."
 
 
 def protected(privacy: Mapping[str, Any]) -> str:

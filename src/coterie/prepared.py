@@ -170,7 +170,7 @@ def _check_secure(recipe: Recipe, method: Method, clients: Sequence[ClientId]) -
 
 
 def _check_presence(recipe: Recipe, method: Method, federation: Federation) -> None:
-    """Refuse who cannot take part, and a method that cannot do with a part of its clients, or has nothing for those it never sees."""
+    """Refuse who cannot take part, and a method whose clients cannot come and go, or that has nothing for those it never sees."""
     clients, name, part = tuple(federation.clients), recipe.method["name"], recipe.participation
     mistakes = [f"presence.{i}: there is no such client; there are {', '.join(clients)}" for i in recipe.presence if i not in clients]
     mistakes += [
@@ -178,11 +178,8 @@ def _check_presence(recipe: Recipe, method: Method, federation: Federation) -> N
     ]
     if part.schedule != "all" and federation.clusters is None:
         mistakes.append(f"participation.schedule: {part.schedule} goes by clusters, which these data do not have; see data.partition")
-    partly = {"presence": recipe.presence, "participation": part != type(part)()}
-    if not method.elastic:
-        mistakes += [
-            f"{key}: {name} needs all of its clients in every round; cobo, fedavg and local do not" for key in partly if partly[key]
-        ]
+    if recipe.presence and not method.elastic:
+        mistakes.append(f"presence: {name} needs its clients from the start to the end; cobo, fedavg and local do not")
     lonely = {
         "data.unseen": bool(federation.unseen) and not method.universal,
         "training.stateless": recipe.training.stateless and (method.stateful or not method.universal),

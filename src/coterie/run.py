@@ -131,6 +131,7 @@ class Execution(Listener):
             "seconds": 0.0,
             "position": 0,
             "lost": {},
+            "took_part": {},
         }
         privacy = self.recipe.privacy
         self.accountant = None if privacy is None else self._accountant(privacy)
@@ -275,7 +276,13 @@ class Execution(Listener):
     def _one_round(self) -> None:
         rng = torch.Generator().manual_seed(mix(self.recipe.seed, "round", self.round))
         self._welcome()
-        self.server = drive(self.method.round(self.server, self._active(), rng), self._exchange)
+        self.answered: set[ClientId] = set()
+        there = self.recipe.present(self.clients, self.round)
+        self.server = drive(self.method.round(self.method.members(self.server, there), self._active(), rng), self._exchange)
+        for i in sorted(self.answered):
+            self.progress["took_part"][i] = self.progress["took_part"].get(i, 0) + 1
+        if self.round + 1 == self.method.rounds:
+            self.server = drive(self.method.finish(self.server, there), self._exchange)
         self.round += 1
         every = self.recipe.evaluate_every
         if (every and self.round % every == 0) or self.round == self.method.rounds:
@@ -301,12 +308,9 @@ class Execution(Listener):
         self._count_traffic()
 
     def _active(self) -> tuple[ClientId, ...]:
-        """Who takes part in the round.
-
-        A method that can do without some is not told of those that cannot be reached now; unless so few can that the quorum must decide.
-        """
+        """Who takes part in the round: those drawn that can be reached now, unless so few can that the quorum must decide."""
         active, present = self.recipe.active(self.federation, self.round, self.secret), self.engine.present()
-        if present is None or not self.method.elastic:
+        if present is None:
             return active
         here = tuple(i for i in active if i in present)
         return here if len(here) >= min(self.recipe.quorum.min_clients, len(active)) else active
@@ -364,6 +368,7 @@ class Execution(Listener):
         for direction, messages in (("down", ask.to), ("up", replies)):
             for i in self.clients & messages.keys():
                 self.progress[direction][i] += nbytes(messages[i])
+        self.answered |= replies.keys()
         return replies
 
     def _protected(self, ask: Ask, replies: Replies, phase: int) -> Replies:
@@ -460,12 +465,25 @@ class Execution(Listener):
 
     def _personal(self) -> Mapping[ClientId, Tensors]:
         """What each client that is scored needs beyond its own state to have its personal model; of one that keeps none: all of it."""
-        if not (self.groups or self.recipe.training.stateless or self.method.forgetful):
-            return self.method.personal(self.server, self.clients)
+        if self._with_models:
+            own = self.method.personal(self.server, self.clients)
+            synchronised = self.method.download(self.server, absent) if (absent := self._absent()) else {}
+            return {i: own[i] or synchronised.get(i, {}) for i in own}
         found, up, down = self.adapt(self.scored)
         for i in self.groups.keys() & found.keys():  # what it takes once, however often it is scored
             self.progress["up"][i], self.progress["down"][i] = up[i], down[i]
         return found
+
+    @property
+    def _with_models(self) -> bool:
+        """Whether those who are scored keep models of their own between rounds."""
+        return not (self.groups or self.recipe.training.stateless or self.method.forgetful)
+
+    def _absent(self) -> tuple[ClientId, ...]:
+        """The clients that took part in no round so far: they have no model of their own, and are scored with what they would get."""
+        if not self.round or self.method.pooled or not self._with_models:
+            return ()
+        return tuple(i for i in self.clients if i not in self.progress["took_part"])
 
     def adapt(self, clients: Sequence[ClientId]) -> tuple[Mapping[ClientId, Tensors], dict[ClientId, int], dict[ClientId, int]]:
         """What each of these clients gets, which have no model, and how many bytes each sends and gets until it has one."""
@@ -561,6 +579,8 @@ class Execution(Listener):
             "weights_error": self._weights_error(last),
             "evaluations": self.progress["evaluations"],
             "lost": self.progress["lost"],
+            "rounds_taken_part": {i: self.progress["took_part"].get(i, 0) for i in self.clients},
+            "never_took_part": list(self._absent()),
             "privacy": None if self.accountant is None else self.accountant.summary(),
             "wall_s": time.monotonic() - self.started,
             "peak_memory_bytes": evaluation.peak_memory(),
@@ -622,7 +642,7 @@ class Execution(Listener):
     def keep(self, client: Client, tensors: Tensors, folder: Path) -> None:
         """Write a client's personal model to a folder: what it remembers, and `tensors`. Raises SaveError."""
         client.bind()  # clients of one layout take turns in one model
-        client.load(tensors)  # one that keeps nothing has forgotten it
+        client.load(self.method.loadable(client, tensors))  # one that keeps nothing has forgotten it
         origin = personal.Origin(self.recipe.method["name"], self.recipe.name, self.round, self.recipe.seed)
         self.modality.keep(folder, client, self.prepared.site.layouts[client.id], origin)
 

@@ -31,6 +31,7 @@ from coterie.tensors import Tensors, all_finite
 from .cases import ALL, NETWORKS, PICTURES, method_of
 
 Answer = Callable[[Ask, int], Replies]
+Draw = Callable[[Sequence[ClientId], int], Sequence[ClientId]]  # (clients, round) -> those that take part in it
 BASE = Layout(rank=2)
 EMBEDDED = {f"embeddings/{split}" for split in SPLITS}
 
@@ -129,10 +130,16 @@ class Run:
         self.asks.append(ask)
         return self.engine.answer(ask, self.round, phase)
 
-    def rounds(self, count: int, answer: Answer | None = None, order: Sequence[ClientId] | None = None) -> "Run":
+    def rounds(
+        self, count: int, answer: Answer | None = None, order: Sequence[ClientId] | None = None, draw: Draw = lambda clients, round: clients
+    ) -> "Run":
+        """So many rounds, in each of which those of the clients take part that `draw` says, and what comes after the last one."""
+        there = order or self.clients
         for _ in range(count):
             rng = torch.Generator().manual_seed(self.round)
-            self.server = drive(self.method.round(self.server, order or self.clients, rng), answer or self.answer)
+            self.server = drive(self.method.round(self.server, draw(there, self.round), rng), answer or self.answer)
+            if self.round + 1 == self.method.rounds:
+                self.server = drive(self.method.finish(self.server, there), answer or self.answer)
             self.round += 1
         return self
 
@@ -201,6 +208,7 @@ def test_training_changes_the_clients(method: Method, world: World) -> None:
                 "cursor/train-expert/0",
                 "cursor/train-expert/1",
                 "iteration",
+                "began",
                 *EMBEDDED,
             }
             continue
@@ -256,6 +264,65 @@ def test_resumed_after_a_round_it_ends_the_same(method: Method, world: World, tm
     second.server, second.round = found.server, found.round
     second.engine.restore(found.clients)
     assert_same_run(whole, second.rounds(method.rounds - found.round))
+
+
+def some(clients: Sequence[ClientId], round: int) -> Sequence[ClientId]:
+    """Half of the clients, rounded up: others in each round, and the one at the end never before the third."""
+    if len(clients) < 3:
+        return clients
+    return [i for i in clients if i != sorted(clients)[2 - round % 3]]
+
+
+def longer(method: Method) -> Method:
+    """The same method for so many rounds that everybody misses one."""
+    return replace(method, rounds=3) if method.rounds else method
+
+
+def test_a_client_that_takes_no_part_keeps_everything(method: Method, world: World) -> None:
+    method = longer(method)
+    run = Run(method, one_by_one(world))
+    if method.pooled:
+        pytest.skip("it trains on all data, whoever is drawn")
+    for round in range(max(method.rounds - 1, 0)):  # after the last round some methods ask everybody
+        (absent,) = set(run.clients) - set(some(run.clients, round))
+        before = {i: dict(state) for i, state in run.engine.states().items() if i == absent}
+        server = {name: tensor for name, tensor in run.server.items() if absent in name.split("/")}
+        run.rounds(1, draw=some)
+        for i, state in before.items():
+            assert_same(state, run.engine.states()[i])
+        assert_same(server, {name: run.server[name] for name in server})
+        assert absent in before or round == 0
+
+
+def test_half_of_the_clients_a_round_on_all_engines_and_resumed(method: Method, world: World, tmp_path: Path) -> None:
+    method, world = longer(method), one_by_one(world)
+    whole, other = (Run(method, world, engine).rounds(method.rounds, draw=some) for engine in ENGINES)
+    assert_same_run(whole, other)
+    assert all_finite(whole.server)
+    first = Run(method, world).rounds(min(1, method.rounds), draw=some)
+    Checkpoints(tmp_path, {}).save(Checkpoint(first.round, first.server, first.engine.states(), {}))
+    found = Checkpoints(tmp_path, {}).latest()
+    assert found is not None
+    second = Run(method, world)
+    second.server, second.round = found.server, found.round
+    second.engine.restore(found.clients)
+    assert_same_run(whole, second.rounds(method.rounds - found.round, draw=some))
+
+
+def test_schedules_run_over_the_rounds_of_the_run(method: Method, world: World) -> None:
+    method = longer(method)
+    if not method.rounds or method.pooled:
+        pytest.skip("nobody trains, or everybody")
+    run = Run(method, one_by_one(world)).rounds(method.rounds, draw=some)
+    for i in run.clients:
+        client = run.client(i)
+        took_part = sum(i in some(run.clients, round) for round in range(method.rounds))
+        assert took_part == method.rounds - 1
+        if method.local_epochs is None:
+            assert client.iteration == took_part * method.local_steps
+        client.round, client.round_steps = method.rounds - 1, method.steps(client)
+        last = client.round_steps if i in some(run.clients, method.rounds - 1) else 0
+        assert client.position == (method.rounds - 1) * client.round_steps + last
 
 
 def test_the_order_of_the_clients_changes_nothing(method: Method, world: World) -> None:

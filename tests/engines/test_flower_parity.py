@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conformance.cases import ALL, NETWORKS, PICTURES, method_of
-from conformance.test_methods import BASE, Run, World, classifiers, one_by_one
+from conformance.test_methods import BASE, Run, World, classifiers, longer, one_by_one, some
 from nodes import Nodes, devices, on_device, simulated_nodes
 
 from coterie import device as devices_module
@@ -208,26 +208,26 @@ def pictures(tiny_pictures: Any) -> World:
     ("kind", "name"),
     [*(("language", name) for name in ALL if name not in NETWORKS), *(("pictures", name) for name in PICTURES + NETWORKS)],
 )
-def test_every_method_over_messages(
+def test_every_method_over_messages_with_half_of_the_clients_a_round(
     kind: str, name: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = one_by_one(request.getfixturevalue(kind))
-    method = method_of(name)
-    here = Run(method, world).rounds(method.rounds)
+    method = longer(method_of(name))
+    here = Run(method, world).rounds(method.rounds, draw=some)
     there = Run(method, world)
     site = replace(there.site, models={})
 
     def loaded(*recipe: object, **kind: object) -> Prepared:
         own: Any = SimpleNamespace(threads=1, base=BASE, federation=world.federation)
         asked: Any = SimpleNamespace(secure=False)
-        return Prepared(asked, method_of(name), own, site, there.clients)
+        return Prepared(asked, method, own, site, there.clients)
 
     monkeypatch.setattr(devices_module, "_loaded", loaded)
     grid = simulated_nodes(len(site.data))
     engine = Flower(grid, "run", {}, deadline=10, folder=str(tmp_path))
     there.engine = engine
     assert {member.client for member in engine.members()} == set(site.data)
-    there.rounds(method.rounds)
+    there.rounds(method.rounds, draw=some)
     assert_same(here.server, there.server)
     for client, state in here.engine.states().items():
         turns = Memory(tmp_path / "states" / client).turns()

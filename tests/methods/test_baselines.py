@@ -60,6 +60,8 @@ class Small:
     def round(self) -> Tensors:
         generator = self.method.round(self.server, NAMES, torch.Generator())
         self.server = drive(generator, lambda ask, phase: self.engine.answer(ask, self.done, phase))
+        if self.done + 1 == self.method.rounds:
+            self.server = drive(self.method.finish(self.server, NAMES), lambda ask, phase: self.engine.answer(ask, self.done, phase))
         self.done += 1
         return self.server
 
@@ -366,6 +368,7 @@ def test_fdlora_goes_through_its_three_stages() -> None:
             parameter.grad = parameter.detach() - torch.tensor([2.0, 1.0])  # theta - mean theta_i
             sgd.step()
         torch.testing.assert_close(state["x"], parameter.detach())
+    drive(method.finish(state, ["a", "b"]), answer)
     assert asked == [
         [("local_round", True)],
         [("federated_round", False)],

@@ -63,10 +63,17 @@ class Run:
     def answer(self, ask: Ask, phase: int) -> Replies:
         return self.engine.answer(ask, self.round, phase)
 
-    def go(self, rounds: int, clients: Sequence[ClientId] = (), answer: Callable[[Ask, int], Replies] | None = None) -> "Run":
+    def go(
+        self,
+        rounds: int,
+        members: Sequence[ClientId] = (),
+        answer: Callable[[Ask, int], Replies] | None = None,
+        active: Sequence[ClientId] = (),
+    ) -> "Run":
         for _ in range(rounds):
             rng = torch.Generator().manual_seed(self.round)
-            self.state = drive(self.method.round(self.state, clients or self.ids, rng), answer or self.answer)
+            state = self.method.members(self.state, members or self.ids)
+            self.state = drive(self.method.round(state, active or members or self.ids, rng), answer or self.answer)
             self.round += 1
         return self
 

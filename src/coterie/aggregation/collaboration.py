@@ -65,19 +65,22 @@ def agreement(order: Sequence[ClientId], gradients: Replies) -> Tensor:
     return scores
 
 
-def pulls(models: Sequence[Tensor], weights: Tensor) -> Tensor:
-    """(n, d): row i is sum_k w_ik (x_i - x_k), as L (X - mean X) with the Laplacian L = diag(W 1) - W.
+def pulls(models: Sequence[Tensor], weights: Tensor, rows: Sequence[int] | None = None) -> Tensor:
+    """(m, d): row i is sum_k w_ik (x_i - x_k), as L (X - mean X) with the Laplacian L = diag(W 1) - W.
 
     Centred, because in fp32 L X loses its digits where models nearly agree: each row of L sums to 0, so that the mean changes nothing.
 
     Args:
         models: n vectors, (d,).
         weights: (n, n).
+        rows: The m of the n rows that are wanted; None for all.
     """
     laplacian = (weights.sum(dim=1).diag() - weights).to(models[0])
+    if rows is not None and len(rows) < len(models):
+        laplacian = laplacian[torch.tensor(rows, dtype=torch.int64)]
     if len(models[0]) <= CHUNK:
         return laplacian @ _centred(models)
-    found = models[0].new_empty(len(models), len(models[0]))
+    found = models[0].new_empty(len(laplacian), len(models[0]))
     parts = zip(*(torch.split(x, CHUNK) for x in models), strict=True)
     for out, part in zip(torch.split(found, CHUNK, dim=1), parts, strict=True):
         torch.mm(laplacian, _centred(part), out=out)

@@ -30,17 +30,16 @@ class InProcess(Here):
 
     def answer(self, ask: Ask, round: int, phase: int) -> Replies:
         together = find_together(self.method, ask.name) if self.method.local_epochs is None else None
-        if together is not None and (states := self.kept.together(list(ask.to), self._most)) is not None:
-            for state in states.values():
-                self.site.begin(state, round, self.method)
-            if (cohort := Cohort.of(self.site, states)) is not None:
-                replies = together(cohort, ask.to)
-                for i, metrics in cohort.measured.items():
-                    self.listener.measured(i, self.site.measured(metrics))
-                for i, state in states.items():
-                    self.site.end(state, self.method)
-                    self.kept.put(i, state)
-                return {i: self.site.leaving(self.method, ask.name, i, ask.to[i], r, round, phase) for i, r in replies.items()}
+        states = None if together is None else self.kept.together(list(ask.to), self._most)
+        cohort = None if states is None else Cohort.of(self.site, states, round, self.method.local_steps)
+        if together is not None and states is not None and cohort is not None:
+            replies = together(cohort, ask.to)
+            for i, metrics in cohort.measured.items():
+                self.listener.measured(i, self.site.measured(metrics))
+            for i, state in states.items():
+                self.site.end(state, self.method)
+                self.kept.put(i, state)
+            return {i: self.site.leaving(self.method, ask.name, i, ask.to[i], r, round, phase) for i, r in replies.items()}
         return {i: self._one(ask.name, i, tensors, round, phase) for i, tensors in ask.to.items()}
 
     def _one(self, task: str, client: ClientId, tensors: State, round: int, phase: int) -> State:

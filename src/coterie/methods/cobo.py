@@ -31,10 +31,10 @@ class CoBo(OneAdapter, Comparing):
 
     Outer problem: min_X sum_i f_i(x_i) + rho/2 sum_{i<j} w_ij |x_i - x_j|^2. Inner problem, one per pair: w_ij maximises
     w <grad f_i(z_ij), grad f_j(z_ij)> at the midpoint z_ij. A round is one iteration t of Algorithm 1, or `local_steps` of them between
-    which models are not exchanged.
+    which models are not exchanged. A client that does not take part in a round keeps x_i and its row of W.
 
     The server's state holds `<client>/generalist`, (d,), every x_i; `weights`, (n, n), W over the clients in the order of their ids;
-    `round`; and, where the output is "uniform", `<client>/output`.
+    `round`; where the output is "uniform", `<client>/output`; and of a client that joined late `<client>/joined`, until it has its x_i.
 
     Args:
         rho: Strength of the pull.
@@ -81,21 +81,36 @@ class CoBo(OneAdapter, Comparing):
             state |= {f"{i}/output": x_0.clone() for i in sorted(clients)}
         return state | {"weights": start_weights(len(clients), self.shares), "round": torch.tensor(0)}
 
+    def members(self, state: State, clients: Sequence[ClientId]) -> State:
+        """Who leaves takes its model and its row of W along; who joins starts from the mean of the others' models."""
+        known, order = _known(state), sorted(clients)
+        if order == known:
+            return state
+        stayed = [i for i in known if i in order] or known  # if all are new, the models of those who left are what there is
+        mean = torch.stack([state[f"{i}/{GENERALIST}"] for i in stayed]).mean(dim=0)
+        kept = {name: tensor for name, tensor in state.items() if name.partition("/")[0] in order or "/" not in name}
+        for i in sorted(set(order) - set(known)):
+            kept |= {f"{i}/{GENERALIST}": mean.clone(), f"{i}/joined": torch.tensor(True)}
+        places = [known.index(i) if i in known else None for i in order]
+        return kept | {"weights": rearranged(state["weights"], places, self.shares)}
+
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
-        order, x, weights, newcomers = self._present(state, sorted(clients))
-        if newcomers:
-            yield Ask(self.start, {i: {GENERALIST: x[i]} for i in newcomers}, nothing)
-        t = int(state["round"])
+        known, here, t = _known(state), sorted(clients), int(state["round"])
+        x, weights = {i: state[f"{i}/{GENERALIST}"] for i in known}, state["weights"]
+        if newcomers := [i for i in here if f"{i}/joined" in state]:
+            started = yield Ask(self.start, {i: {GENERALIST: x[i]} for i in newcomers}, nothing)
+            state = {name: tensor for name, tensor in state.items() if name not in {f"{i}/joined" for i in started}}
         scores = torch.zeros_like(weights)  # lines 9 to 17, Client-Selection
-        for pairs in self._exchanges(self._sample(t, order, rng), x):
-            scores += agreement(order, (yield Ask(self.midpoint_gradients, midpoints(x, pairs))))
+        for pairs in self._exchanges(self._sample(t, here, rng), x):
+            scores += agreement(known, (yield Ask(self.midpoint_gradients, midpoints(x, pairs))))
         if self.gamma:
             weights = self._ascend(weights, scores)
-        pull = dict(zip(order, pulls([x[i] for i in order], weights), strict=True))  # lines 3 to 5, Model-Training
+        pulled = pulls([x[i] for i in known], weights, [known.index(i) for i in here])  # lines 3 to 5, Model-Training
+        pull = dict(zip(here, pulled, strict=True))
         replies = yield Ask(self.descend, {i: {"pull": pull[i]} for i in clients}, lambda sent: {GENERALIST: sent["pull"]})
-        x = {i: replies[i][GENERALIST] if i in replies else x[i] for i in order}
-        models = {f"{i}/{GENERALIST}": x[i] for i in order}
-        return models | self._output(state, t, x, rng) | {"weights": weights, "round": torch.tensor(t + 1)}
+        x |= {i: reply[GENERALIST] for i, reply in replies.items()}
+        models = {f"{i}/{GENERALIST}": x[i] for i in known}
+        return state | models | self._output(state, t, x, rng) | {"weights": weights, "round": torch.tensor(t + 1)}
 
     @task(Sends.NOTHING)
     def start(self, client: Client, x: Tensors) -> Tensors:
@@ -136,23 +151,8 @@ class CoBo(OneAdapter, Comparing):
     def personal(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
         return {i: {GENERALIST: state[f"{i}/output"]} if f"{i}/output" in state else {} for i in clients}
 
-    def _present(self, state: State, order: list[ClientId]) -> tuple[list[ClientId], dict[ClientId, Tensor], Tensor, list[ClientId]]:
-        """The clients of this round, their models, their weights, and those that have just joined, with the mean of the others' models.
-
-        Who has left takes its model and its weights along.
-        """
-        known = _known(state)
-        newcomers = [i for i in order if i not in known]
-        if order == known:
-            return order, {i: state[f"{i}/{GENERALIST}"] for i in order}, state["weights"], []
-        stayed = [i for i in known if i in order] or known  # if all are new, the models of those who left are what there is
-        mean = torch.stack([state[f"{i}/{GENERALIST}"] for i in stayed]).mean(dim=0)
-        x = {i: state[f"{i}/{GENERALIST}"] if i in known else mean.clone() for i in order}
-        places = [known.index(i) if i in known else None for i in order]
-        return order, x, rearranged(state["weights"], places, self.shares), newcomers
-
     def _sample(self, t: int, order: Sequence[ClientId], rng: torch.Generator) -> list[Pair]:
-        """The pairs i < j that round t compares."""
+        """The pairs i < j, of those that take part, that round t compares."""
         if not self.gamma:  # the weights are frozen
             return []
         every = list(combinations(order, 2))

@@ -162,10 +162,10 @@ class CoMiGS(Routed, Comparing, Aggregating):
         replies = yield Ask(self.local_round, self.download(state, clients), self.back)
         if self.aggregate == "mean":
             return state | self.combine(replies, state)  # theta^G <- 1/N sum_i theta_i^G
-        theta, order = {i: replies[i][GENERALIST] for i in sorted(replies)}, sorted(clients)
+        theta, order = {i: replies[i][GENERALIST] for i in sorted(replies)}, _known(state)
         compared = yield Ask(self.midpoint_gradients, midpoints(theta, combinations(theta, 2)))
         weights = ascend_simplex(state["weights"], agreement(order, compared), self.gamma)
-        here = torch.tensor([order.index(i) for i in theta], dtype=torch.int64)  # whoever did not answer is left out, as of a mean
+        here = torch.tensor([order.index(i) for i in theta], dtype=torch.int64)  # whoever took no part is left out, as of a mean
         shares = weights[here][:, here] + 1e-12 * torch.eye(len(here), dtype=torch.float64)
         mixed = mixtures(list(theta.values()), shares / shares.sum(dim=1, keepdim=True)) if theta else ()
         return state | {f"{i}/{GENERALIST}": own for i, own in zip(theta, mixed, strict=True)} | {"weights": weights}
@@ -173,7 +173,7 @@ class CoMiGS(Routed, Comparing, Aggregating):
     def collaboration(self, state: State, clients: Sequence[ClientId]) -> Tensor | None:
         if self.aggregate == "mean":
             return None
-        places = torch.tensor([sorted(clients).index(i) for i in clients])
+        places = torch.tensor([_known(state).index(i) for i in clients])
         return state["weights"][places][:, places]
 
     def towards(self, client: Client) -> Callable[[], Tensors] | None:
@@ -203,3 +203,8 @@ class CoMiGS(Routed, Comparing, Aggregating):
             return {GENERALIST: client.flat(GENERALIST)}
         pool = client.experts() | {GATE: client.flat(GATE)} if self.pooling else {}
         return client.read(GENERALIST) | pool | self.size(client.data)  # specialists and router never leave
+
+
+def _known(state: State) -> list[ClientId]:
+    """The clients that have generalists of their own, in the order of the weights."""
+    return sorted(name.removesuffix(f"/{GENERALIST}") for name in state if name.endswith(f"/{GENERALIST}"))

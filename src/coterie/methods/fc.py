@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie.client import Client, Training, count
+from coterie.client import Client, Training
 from coterie.cohort import Cohort
 from coterie.errors import RecipeError
 from coterie.methods.method import OneAdapter, Reader
@@ -30,7 +30,8 @@ class FC(OneAdapter):
 
     v_i starts at client i's own gradient. In each round of the clustering the gradients within a radius of v_i count, every other one
     is replaced by v_i itself, and their mean is the next v_i. The radius is a quantile: it lets in as many as are in client i's cluster.
-    Each of the `local_steps` iterations of a round takes n^2 gradients.
+    Each of the `local_steps` iterations of a round takes n^2 gradients,
+    n being the clients that take part.
 
     The server's state holds `<client>/generalist`, (d,), every x_i; `<client>/size`; and `<client>/weights`, (n,), how much of v_i was
     whose gradient, over all clients in the order of their ids.
@@ -64,12 +65,12 @@ class FC(OneAdapter):
         return state
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
-        order = sorted(clients)
+        known = sorted(name.removesuffix("/size") for name in state if name.endswith("/size"))
         for _ in range(self.local_steps):
-            for part in self._exchanges(order, state):
+            for part in self._exchanges(sorted(clients), state):
                 models = {i: state[f"{i}/{GENERALIST}"] for i in part}
                 gradients = yield Ask(self.gradients, dict.fromkeys(clients, models))
-                found = {i: self._centre(i, state, gradients, order) for i in part if i in gradients}
+                found = {i: self._centre(i, state, gradients, known) for i in part if i in gradients}
                 replies = yield Ask(
                     self.descend, {i: {"direction": v} for i, (v, _) in found.items()}, lambda sent: {GENERALIST: sent["direction"]}
                 )
@@ -93,7 +94,7 @@ class FC(OneAdapter):
     @task
     def descend(self, client: Client, v: Tensors) -> Tensors:
         """x_i <- x_i - eta v_i."""
-        client.descend(GENERALIST, v["direction"], count(client.state, "iteration", 1))
+        client.descend(GENERALIST, v["direction"], client.advance())
         return {GENERALIST: client.flat(into=v["direction"])}  # the direction's memory is free now
 
     def gradients_together(self, cohort: Cohort, models: Mapping[ClientId, Tensors]) -> Replies:
@@ -135,7 +136,8 @@ class FC(OneAdapter):
         """v_i, (d,), and the weights over all clients that make it of their gradients, 0 for those that did not arrive."""
         here = [j for j in order if j in gradients]
         points = [gradients[j][i] for j in here]
-        found = threshold_clustering(points, here.index(i), int(state[f"{i}/size"]), self.clustering_rounds)
+        size = max(1, round(int(state[f"{i}/size"]) * len(here) / len(order)))  # of a cluster as many take part as of all
+        found = threshold_clustering(points, here.index(i), size, self.clustering_rounds)
         row = torch.zeros(len(order), dtype=torch.float64)
         row[[order.index(j) for j in here]] = found
         v = torch.zeros_like(points[0])

@@ -22,7 +22,7 @@ class FDLoRA(OneAdapter, Aggregating):
     """A personal LoRA theta_p for every client and a global one theta_s, in three stages.
 
     1: Every client trains theta_p alone; the mean is the first theta_s. 2: Inner AdamW steps from theta_s on the clients, an outer Nesterov
-    step on their mean pseudo-gradient on the server; every H rounds theta_p takes over what its client made of theta_s. 3, in the last
+    step on their mean pseudo-gradient on the server; every H rounds theta_p takes over what its client made of theta_s. 3, after the last
     round: each client fuses the two, w_1 theta_p + w_2 theta_s, by the loss on a few validation samples + an L1 penalty, without gradients.
 
     A client has one adapter, of the budget of CoMiGS-1G1S, and keeps a copy of its personal values beside it. The server's state holds the
@@ -76,10 +76,12 @@ class FDLoRA(OneAdapter, Aggregating):
             if replies:
                 gradient = axpy(-1.0, self.combine(replies, theta), theta)  # theta - mean theta_i
                 theta, momentum = nesterov(theta, momentum, gradient, self.outer_lr, self.outer_momentum)
-        if done == self.rounds:
-            weights = {"fusion": torch.empty(2, dtype=torch.float64, device="meta")}
-            yield Ask(self.fuse, dict.fromkeys(clients, theta), lambda sent: weights)
         return theta | prefixed("momentum", momentum) | {"round": torch.tensor(done)}
+
+    def finish(self, state: State, clients: Sequence[ClientId]) -> Round:
+        weights = {"fusion": torch.empty(2, dtype=torch.float64, device="meta")}
+        yield Ask(self.fuse, self.download(state, clients), lambda sent: weights)
+        return state
 
     @task
     def local_round(self, client: Client, asked: Tensors) -> Tensors:

@@ -50,7 +50,7 @@ class Method(ABC):
     pooled: ClassVar[bool] = False  # whether it trains on the union of all clients' data
     shared: ClassVar[tuple[Role, ...]] = (GENERALIST,)  # roles whose tensors may leave a client
     per_client: ClassVar[tuple[str, ...]] = ()  # fields that may be lists with one value per client
-    elastic: ClassVar[bool] = False  # whether clients may join and leave between rounds
+    elastic: ClassVar[bool] = False  # whether clients may join the federation and leave it, see `members`
     universal: ClassVar[bool] = False  # whether the server alone can give a model to anyone, also to clients that it never saw
     stateful: ClassVar[bool] = False  # whether clients must keep what nobody else has of their model
     forgetful: ClassVar[bool] = False  # whether clients keep nothing of the model between rounds, whatever the recipe says
@@ -82,9 +82,24 @@ class Method(ABC):
     def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
         """The server's state before the first round."""
 
+    def members(self, state: State, clients: Sequence[ClientId]) -> State:
+        """Return the state for a federation of these clients, where some have joined or left it since; see `elastic`."""
+        return state
+
     @abstractmethod
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
-        """One round: yields Asks, is sent the replies, returns the next state."""
+        """One round: yields Asks, is sent the replies, returns the next state.
+
+        Args:
+            state: The server's.
+            clients: Those that take part. The other members keep what they have, at home and in the state, and go on from it.
+            rng: The server's random numbers of this round.
+        """
+
+    def finish(self, state: State, clients: Sequence[ClientId]) -> Round:
+        """Do what comes once, after the last round, with all clients that are there; most have nothing to do."""
+        yield from ()
+        return state
 
     def check(self, model: Reader, clients: Sequence[ClientId], training: Training) -> None:  # noqa: B027 - most have nothing to refuse
         """Refuse, before anything starts, a combination that cannot work. Raises RecipeError."""
@@ -121,6 +136,10 @@ class Method(ABC):
         """What each client would get from the server now: with it loaded, it is synchronised (`test_synced`)."""
         return {i: {} for i in clients}
 
+    def loadable(self, client: Client, download: Tensors) -> Tensors:
+        """Return what a client loads of what it gets from the server, where that travels in another form."""
+        return download
+
     def personal(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
         """What a client needs beyond its own state to have its personal model: nothing, right after its last local iteration."""
         return {i: {} for i in clients}
@@ -128,19 +147,19 @@ class Method(ABC):
     @task(Sends.SCORES)
     def score(self, client: Client, tensors: Tensors) -> Tensors:
         """The score, see `Client.score`, of the whole valid and test sets, with `tensors` on loan."""
-        with client.borrowing(tensors):
+        with client.borrowing(self.loadable(client, tensors)):
             return {"valid": client.score(client.valid), "test": client.score(client.test)}
 
     @task(Sends.SCORES)
     def score_test(self, client: Client, tensors: Tensors) -> Tensors:
         """The score, see `Client.score`, of the whole test set, with `tensors` on loan."""
-        with client.borrowing(tensors):
+        with client.borrowing(self.loadable(client, tensors)):
             return {"test": client.score(client.test)}
 
     @task(Sends.NOTHING)
     def keep(self, client: Client, tensors: Tensors) -> Tensors:
         """Make `tensors` part of the client's personal model."""
-        client.load(tensors)
+        client.load(self.loadable(client, tensors))
         return {}
 
 
@@ -284,11 +303,9 @@ class Ranked(Method):
         rank = self.ranks[position] if isinstance(self.ranks, tuple) else self.ranks
         return replace(base, generalists=1, specialists=0, mlp_rank=rank or 2 * base.rank, routing="equal", balance="none")
 
-    @task(Sends.SCORES)
-    def score_test(self, client: Client, tensors: Tensors) -> Tensors:
+    def loadable(self, client: Client, download: Tensors) -> Tensors:
         """As any method's, of tensors in the form that updates of unlike ranks travel in."""
-        with client.borrowing(own_factors(client.loras, tensors)):
-            return {"test": client.score(client.test)}
+        return own_factors(client.loras, download) if download else {}
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class PCL(OneAdapter):
     """Client i goes on from sum_j w_ij theta_j with w_i = softmax_j(-perplexity of model j on the validation data of client i).
 
     The server's state holds `<client>/<tensor>`, what each client goes on from, and `<client>/weights`, (N,), its w_i over all clients
-    in the order of their ids.
+    in the order of their ids. Who takes part in a round shares models with the others that do.
 
     Args:
         validation_batches: Batches of its validation data on which a client judges the models; None for all of them.
@@ -53,7 +53,8 @@ class PCL(OneAdapter):
         everyone = {k: v for j in sorted(models) for k, v in prefixed(j, models[j]).items()}
         verdict = {j: torch.empty((), dtype=torch.float64, device="meta") for j in models}
         judged = yield Ask(self.judge, dict.fromkeys(models, everyone), lambda sent: verdict)
-        return state | self.collaborate(models, judged, sorted(clients))
+        known = sorted(name.removesuffix("/weights") for name in state if name.endswith("/weights"))
+        return state | self.collaborate(models, judged, known)
 
     def collaborate(self, models: Replies, judged: Replies, order: Sequence[ClientId]) -> State:
         """The next state of the clients that judged: their weights over all clients, 0 for models that did not arrive."""
