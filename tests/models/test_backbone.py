@@ -182,8 +182,23 @@ def test_balance_in_closed_form():
     layout = Layout(specialists=3)
     assert balance_loss(layout.balance_coefficients, 2 * uniform, uniform) == pytest.approx(2.0)  # n * sum (k/n) (1/n) = k
     assert balance_loss(layout.balance_coefficients, peaked, peaked) == pytest.approx(4.0)  # n: all tokens on one expert
-    assert Layout(specialists=3, balance="generalist").balance_coefficients == pytest.approx((1 / 10, *[3 / 10] * 3))  # eq. 6, n = 4
-    assert Layout(generalists=2, specialists=1, balance="generalist").balance_coefficients == pytest.approx((2 / 5, 2 / 5, 1 / 5))
+    printed = Layout(specialists=3, balance="generalist-printed")
+    assert printed.balance_coefficients == pytest.approx((1 / 10, *[3 / 10] * 3))  # eq. 6, n = 4
+    printed = Layout(generalists=2, specialists=1, balance="generalist-printed")
+    assert printed.balance_coefficients == pytest.approx((2 / 5, 2 / 5, 1 / 5))
+
+
+@pytest.mark.parametrize(("generalists", "specialists"), [(1, 1), (1, 3), (1, 7), (2, 1), (3, 3), (0, 4), (4, 0)])
+def test_eq_6_has_at_its_target_the_value_and_the_least_that_uniform_balance_has(generalists: int, specialists: int) -> None:
+    """Half of the probability for each kind of expert, shared evenly within it, and k = 2 of all experts for each token."""
+    layout = Layout(generalists=generalists, specialists=specialists, balance="generalist")
+    coefficients = torch.tensor(layout.balance_coefficients)
+    kinds = (generalists > 0) + (specialists > 0)
+    target = torch.tensor([1 / (kinds * max(generalists, 1))] * generalists + [1 / (kinds * max(specialists, 1))] * specialists)
+    value = balance_loss(coefficients.tolist(), 2 * target[None], target[None])
+    assert float(value) == pytest.approx(2.0)
+    for other in torch.softmax(torch.randn(50, len(target), generator=torch.Generator().manual_seed(0)), dim=1):
+        assert balance_loss(coefficients.tolist(), 2 * other[None], other[None]) >= value - 1e-6
     assert Layout(balance="none").balance_coefficients == ()
 
 

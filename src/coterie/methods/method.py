@@ -16,6 +16,7 @@ from coterie.client import Client, Training
 from coterie.cohort import Cohort
 from coterie.data.federation import ClientData
 from coterie.models.adapter import Layout
+from coterie.models.layout import Balance
 from coterie.models.lora import LoRA
 from coterie.protocol import Adaptation, Ask, ClientId, Replies, Round, Sends, State, nothing, task
 from coterie.roles import GENERALIST, ROUTER, Role
@@ -314,16 +315,27 @@ class Routed(Method):
 
     Args:
         top_k: k, experts that a token is routed to, at most n_i.
-        balance: Load-balancing loss: none, uniform, or generalist-favoured (CoMiGS, eq. 6).
+        balance: Load-balancing loss: none, uniform, or generalist-favoured (CoMiGS, eq. 6), see `Layout.balance_coefficients`.
         balance_weight: lambda.
     """
 
     top_k: Annotated[int, Field(ge=1, description="k, experts per token")] = 2
-    balance: Annotated[Literal["none", "uniform", "generalist"], Field(description="load-balancing loss")] = "uniform"
+    balance: Annotated[
+        Balance,
+        Field(description="load-balancing loss; generalist: eq. 6 to the scale of the uniform one; generalist-printed: to its own scale"),
+    ] = "uniform"
     balance_weight: Annotated[float, Field(ge=0, description="lambda")] = 0.01
 
     def mixture(self, base: Layout, generalists: int, specialists: int) -> Layout:
-        """The layout of a client with so many experts."""
+        """Return the layout of a client with so many experts.
+
+        Raises:
+            ValueError: A token would use one of several experts: the softmax over one logit is 1 whatever the router says, so that it has
+                no gradient. Weighted by its share of all logits instead, the frozen MLP itself would be scaled down with its expert, and
+                a fresh adapter would no longer be the base.
+        """
+        if self.top_k == 1 < generalists + specialists:
+            raise ValueError(f"top_k: 1 of {generalists + specialists} experts leaves the router without a gradient; use 2 or more")
         return replace(
             base,
             generalists=generalists,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot, softplus
 
 from coterie.models.classifier import Classifier, Shape
-from coterie.models.layout import Layout
+from coterie.models.layout import Balance, Layout
 from coterie.models.networks import initial, statistics
 from coterie.roles import BACKBONE, GENERALIST, SPECIALIST, Role, tag
 from coterie.tensors import Tensors
@@ -27,7 +27,7 @@ class StochasticLayout(Layout):
 
     specialists: int = 0
     routing: Literal["learned", "equal"] = "equal"
-    balance: Literal["none", "uniform", "generalist"] = "none"
+    balance: Balance = "none"
     l2: float = 0.01
     cmi: float = 0.001
 
@@ -43,7 +43,7 @@ class AdversarialLayout(Layout):
 
     specialists: int = 0
     routing: Literal["learned", "equal"] = "equal"
-    balance: Literal["none", "uniform", "generalist"] = "none"
+    balance: Balance = "none"
     align: float = 0.15
     hidden: int = 128
 

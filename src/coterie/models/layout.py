@@ -2,10 +2,12 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from coterie.errors import ModelError
 from coterie.roles import BACKBONE, SPECIALIST, Role
+
+Balance = Literal["none", "uniform", "generalist", "generalist-printed"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,8 @@ class Layout:
         frozen_a: Whether every A stays at its initial value, the same for all clients (FFA-LoRA).
         local_b: Whether every B is local, whatever its expert is (FedSA-LoRA).
         routing: "learned" by a router; "equal": the fixed weights 1/n over all n experts, without a router (the equal-budget baseline).
-        balance: Load balancing: "none", "uniform" (n sum_j f_j P_j), or "generalist" (eq. 6).
+        balance: Load balancing: "none", "uniform" (n sum_j f_j P_j), "generalist" (eq. 6, to the scale of the uniform loss), or
+            "generalist-printed" (eq. 6 to its own scale).
         balance_weight: lambda, the weight of load balancing in the objective.
 
     Raises:
@@ -44,7 +47,7 @@ class Layout:
     local_b: bool = False
     top_k: int = 2
     routing: Literal["learned", "equal"] = "learned"
-    balance: Literal["none", "uniform", "generalist"] = "uniform"
+    balance: Balance = "uniform"
     balance_weight: float = 0.01
 
     def __post_init__(self) -> None:
@@ -59,7 +62,7 @@ class Layout:
             "dropout": (0 <= self.dropout < 1, "in [0, 1)"),
             "top_k": (self.top_k >= 1, "at least 1"),
             "routing": (self.routing in ("learned", "equal"), "'learned' or 'equal'"),
-            "balance": (self.balance in ("none", "uniform", "generalist"), "'none', 'uniform' or 'generalist'"),
+            "balance": (self.balance in get_args(Balance), " or ".join(map(repr, get_args(Balance)))),
             "balance_weight": (self.balance_weight >= 0 and math.isfinite(self.balance_weight), "finite and at least 0"),
         }
         if mistakes := [f"{name} must be {limit}" for name, (kept, limit) in limits.items() if not kept]:
@@ -98,14 +101,18 @@ class Layout:
     def balance_coefficients(self) -> tuple[float, ...]:
         """a_j of the load-balancing loss sum_j a_j f_j P_j, generalists first; () without load balancing.
 
-        Uniform: n. Generalist (eq. 6, for any g and s): g / (g^2 + s^2) for a generalist, s / (g^2 + s^2) for a specialist.
+        Uniform: n. Generalist (eq. 6, for any g and s): 2 g for a generalist, 2 s for a specialist, so that where generalists have half of
+        the probability, its target, the loss is k, as the uniform one is at its own. As printed it is 2 (g^2 + s^2) times smaller: with
+        three specialists a twentieth, which does nothing. With experts of one kind only it is the uniform loss.
         """
         g, s = self.generalists, self.specialists
         if not self.routed or self.balance == "none":
             return ()
         if self.balance == "uniform":
             return (float(self.experts),) * self.experts
-        return (g / (g**2 + s**2),) * g + (s / (g**2 + s**2),) * s
+        if self.balance == "generalist-printed":
+            return (g / (g**2 + s**2),) * g + (s / (g**2 + s**2),) * s
+        return (2.0 * g,) * g + (2.0 * s,) * s if g and s else (float(self.experts),) * self.experts
 
     @property
     def balance_has_gradient(self) -> bool:
@@ -120,4 +127,4 @@ class CommonLayout(Layout):
 
     specialists: int = 0
     routing: Literal["learned", "equal"] = "equal"
-    balance: Literal["none", "uniform", "generalist"] = "none"
+    balance: Balance = "none"

@@ -15,7 +15,7 @@ from coterie.data.examples import Examples
 from coterie.errors import ModelError
 from coterie.models.classifier import Classifier, Shape
 from coterie.models.common import CommonExpert
-from coterie.models.layout import Layout
+from coterie.models.layout import Balance, Layout
 from coterie.models.lora import LoRA
 from coterie.models.networks import NetworkShape
 from coterie.roles import EXPERT, GATE, GENERALIST, Role, tag
@@ -45,7 +45,7 @@ class PoolLayout(Layout):
 
     specialists: int = 0
     routing: Literal["learned", "equal"] = "equal"
-    balance: Literal["none", "uniform", "generalist"] = "none"
+    balance: Balance = "none"
     pool: int = 5
     chosen: int = 2
     mixture: Mixture = "logits"
