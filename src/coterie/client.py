@@ -544,6 +544,14 @@ class Client:
             (gradients,) = self._sanitized(self.sanitizer, self.train, [role])
             return torch.cat([gradient.flatten() for gradient in gradients])
 
+    def gradients(self, batch: Batch, *roles: Role) -> Tensors:
+        """Return the gradient of the client's loss on a batch at its own model, by the names of all tensors of these roles; fp32."""
+        named = {name: p for role in roles for name, p in self._parameters[role].items()}
+        if not named:
+            return {}
+        found, _ = self.model.gradient_elsewhere(batch, list(named.values()), self.training.micro_batch)
+        return {name: gradient.float() for name, gradient in zip(named, found, strict=True)}
+
     def forget(self, role: Role) -> None:
         """Start the optimiser of a role afresh: its moments belong to tensors that are no more."""
         for key in [key for key in self.state if key.startswith(f"optimiser/{role}/")]:

@@ -12,6 +12,8 @@ CASES: dict[str, dict[str, object]] = {
     "comigs-1g1s": {"rounds": 2, "local_steps": 2, "router_every": 2, "router_steps": 2},
     "comigs-2g": {"rounds": 2, "local_steps": 2, "router_every": 1, "router_steps": 1},
     "comigs-2s": {"rounds": 2, "local_steps": 2, "router_every": 1, "router_steps": 1},
+    "comigs-2s-alone": {"rounds": 2, "local_steps": 2, "router_every": 1, "router_steps": 1},
+    "comigs-published": {"rounds": 2, "local_steps": 2, "router_every": 2, "router_steps": 2},
     "comigs-1gxs": {"rounds": 2, "local_steps": 2, "router_every": 1, "router_steps": 1, "specialists": [0, 1, 3]},
     "comigs-tr": {"rounds": 2, "local_steps": 2, "router_every": 1, "router_steps": 1},
     "comigs-cobo": {"rounds": 2, "local_steps": 2, "router_every": 2, "router_steps": 2, "gamma": 3},

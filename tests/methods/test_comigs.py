@@ -14,6 +14,8 @@ from coterie.client import Blueprint, Client, Site, Training
 from coterie.data.federation import Federation
 from coterie.engines import InProcess
 from coterie.methods.comigs import CoMiGS
+from coterie.methods.comigs_alone import CoMiGSAlone
+from coterie.methods.comigs_published import CoMiGSPublished
 from coterie.models.adapter import Adapter, Layout
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
@@ -64,12 +66,16 @@ class NaiveAdamW:
             values[name].mul_(1 - lr * 0.01).sub_(lr * m / (v.sqrt() + 1e-8))
 
 
-def naive_algorithm_1(site: Site) -> tuple[Tensors, dict[str, Tensors]]:
-    """Algorithm 1 with explicit loops and dictionaries: no engine, no Client, no flat tensors. Models are whole ones, one per client."""
+def naive_algorithm_1(site: Site, leaking: bool = False) -> tuple[Tensors, dict[str, Tensors]]:
+    """Algorithm 1 with explicit loops and dictionaries: no engine, no Client, no flat tensors. Models are whole ones, one per client.
+
+    Where it is `leaking`, each backward pass adds to the gradients of all tensors, and a step clears those of its own roles alone.
+    """
     from coterie.client import initial_seed
 
     models = {i: LanguageModel(backbone_of(site), layout) for i, layout in site.layouts.items()}
     values, optimisers, drawn, iteration = {}, {}, {}, dict.fromkeys(models, 0)
+    uncleared: dict[str, dict[str, Tensor]] = {i: {} for i in models}
     for i, model in models.items():
         named = {r: model.parameters_by_role()[r] for r in (GENERALIST, SPECIALIST, ROUTER)}
         values[i] = {r: {n: p.data for n, p in named[r].items()} for r in named}
@@ -87,10 +93,12 @@ def naive_algorithm_1(site: Site) -> tuple[Tensors, dict[str, Tensors]]:
             def step(kind: str, split: str, roles: tuple, lr: float, i: str = i, model: LanguageModel = model) -> None:
                 batch = getattr(site.data[i], split).batch(drawn[i][split], 4)
                 drawn[i][split] += 4
-                parameters = {n: p for r in roles for n, p in model.parameters_by_role()[r].items()}
+                parameters = {n: p for r in values[i] for n, p in model.parameters_by_role()[r].items()}
                 gradients, _ = model.gradient(batch, list(parameters.values()))
+                for n, g in zip(parameters, gradients, strict=True):
+                    uncleared[i][n] = (uncleared[i][n] if leaking and n in uncleared[i] else 0) + g
                 tensors = {n: t for r in roles for n, t in values[i][r].items()}
-                optimisers[i][kind].step(tensors, dict(zip(parameters, gradients, strict=True)), lr)
+                optimisers[i][kind].step(tensors, {n: uncleared[i].pop(n) for n in tensors}, lr)
 
             for _ in range(METHOD.local_steps):
                 cosine = 0.1 + 0.9 * (1 + math.cos(math.pi * iteration[i] / total)) / 2
@@ -113,6 +121,47 @@ def test_algorithm_1(site: Site) -> None:
     for i in clients:
         found = site.client(i, dict(engine.states()[i])).read(GENERALIST, SPECIALIST, ROUTER)
         torch.testing.assert_close(found, personal[i], atol=2e-5, rtol=1e-3)
+
+
+def test_what_was_published_is_algorithm_1_with_gradients_that_are_not_cleared(site: Site) -> None:
+    method = CoMiGSPublished(**vars(METHOD))
+    clean, (shared, personal) = naive_algorithm_1(site), naive_algorithm_1(site, leaking=True)
+    engine = InProcess(site, method)
+    state, clients = theta_g(site), tuple(site.data)
+    for t in range(method.rounds):
+        state = drive(method.round(state, clients, torch.Generator()), lambda ask, phase, t=t: engine.answer(ask, t, phase))
+    torch.testing.assert_close(state, shared, atol=2e-5, rtol=1e-3)
+    for i in clients:
+        found = site.client(i, dict(engine.states()[i])).read(GENERALIST, SPECIALIST, ROUTER)
+        torch.testing.assert_close(found, personal[i], atol=2e-5, rtol=1e-3)
+        for name, own in personal[i].items():  # both halves: experts and router
+            if own.numel() and i == "ann":
+                assert not torch.allclose(own, clean[1][i][name], atol=1e-4), name
+
+
+def test_2s_alone_is_local_with_a_router(site: Site, backbone: Backbone, tiny_federation: Federation) -> None:
+    """Nothing is sent, and a client is trained as by 2S of which the server sends and averages nothing."""
+    method = CoMiGSAlone(generalists=0, specialists=2, rounds=2, local_steps=3, router_every=2, router_steps=1)
+    layouts = {i: method.layout(k, Layout(rank=2)) for k, i in enumerate(tiny_federation.clients)}
+    site = Site(partial(LanguageModel, backbone), layouts, tiny_federation.clients, TRAINING, 5, method.total_iterations)
+    engine, asks = InProcess(site, method), []
+    for t in range(method.rounds):
+
+        def answer(ask: Ask, phase: int, t: int = t) -> Mapping[str, Tensors]:
+            asks.append((ask, engine.answer(ask, t, phase)))
+            return asks[-1][1]
+
+        assert drive(method.round({}, tuple(site.data), torch.Generator()), answer) == {}
+    assert all(not any(ask.to.values()) and not any(replies.values()) for ask, replies in asks)
+    alone = site.client("ben", {})
+    alone.total_iterations = method.total_iterations
+    for k in range(1, 7):
+        alone.step(GENERALIST, SPECIALIST, on=alone.train)
+        if k % 2 == 0:
+            alone.step(ROUTER, on=alone.valid)
+    torch.testing.assert_close(
+        site.client("ben", dict(engine.states()["ben"])).read(GENERALIST, SPECIALIST, ROUTER), alone.read(GENERALIST, SPECIALIST, ROUTER)
+    )
 
 
 def test_the_server_averages_what_comes_back() -> None:

@@ -51,6 +51,18 @@ METHODS: Mapping[str, Entry] = {
     "comigs-1g1s": Entry("comigs.CoMiGS", "CoMiGS-1G1S", f"{_COMIGS}: one of each", {"generalists": 1, "specialists": 1}),
     "comigs-2g": Entry("comigs.CoMiGS", "CoMiGS-2G", f"{_COMIGS}: two generalists", {"generalists": 2, "specialists": 0}),
     "comigs-2s": Entry("comigs.CoMiGS", "CoMiGS-2S", f"{_COMIGS}: two specialists", {"generalists": 0, "specialists": 2}),
+    "comigs-2s-alone": Entry(
+        "comigs_alone.CoMiGSAlone",
+        "CoMiGS-2S, alone",
+        f"{_COMIGS}: two specialists, nothing shared, as 2S was released",
+        {"generalists": 0, "specialists": 2, "aggregate": "mean"},
+    ),
+    "comigs-published": Entry(
+        "comigs_published.CoMiGSPublished",
+        "CoMiGS with its published code's gradient leak",
+        f"{_COMIGS}: as its published code runs it, for reproductions",
+        {"aggregate": "mean"},
+    ),
     "comigs-1gxs": Entry("comigs.CoMiGS", "CoMiGS-1GXS", f"{_COMIGS}: one generalist, a list of specialists", {"generalists": 1}),
     "comigs-tr": Entry(
         "comigs.CoMiGS",

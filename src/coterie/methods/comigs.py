@@ -14,6 +14,7 @@ from torch import Tensor
 
 from coterie.aggregation import Mean, agreement, ascend_simplex, deal, midpoints, mixtures
 from coterie.client import NUMBERS, Client, Training
+from coterie.data.splits import Split
 from coterie.errors import RecipeError
 from coterie.methods.method import Aggregating, Comparing, Reader, Routed
 from coterie.models.adapter import Layout
@@ -193,16 +194,27 @@ class CoMiGS(Routed, Comparing, Aggregating):
         client.load(theta_g)
         if self.pooling and client.state[NUMBERS].tolist() != held:
             client.forget(EXPERT)
-        for _ in range(self.steps(client)):
-            client.step(*self.lower, on=client.train)  # lower level, eq. 3
-            if client.iteration % self.router_every == 0:
-                for _ in range(self.router_steps):
-                    on = client.valid if self.router_data == "valid" else client.train
-                    client.step(*self.upper, on=on, extra=self.towards(client))  # upper level, eq. 4
+        self.local_iterations(client)
         if self.aggregate == "cobo":
             return {GENERALIST: client.flat(GENERALIST)}
         pool = client.experts() | {GATE: client.flat(GATE)} if self.pooling else {}
         return client.read(GENERALIST) | pool | self.size(client.data)  # specialists and router never leave
+
+    def local_iterations(self, client: Client) -> None:
+        """The L local iterations of a round."""
+        for _ in range(self.steps(client)):
+            self.lower_step(client)
+            if client.iteration % self.router_every == 0:
+                for _ in range(self.router_steps):
+                    self.upper_step(client, client.valid if self.router_data == "valid" else client.train)
+
+    def lower_step(self, client: Client) -> None:
+        """Experts and attention descend on training data, eq. 3."""
+        client.step(*self.lower, on=client.train)
+
+    def upper_step(self, client: Client, on: Split) -> None:
+        """Routers descend on validation data, eq. 4."""
+        client.step(*self.upper, on=on, extra=self.towards(client))
 
 
 def _known(state: State) -> list[ClientId]:

@@ -1,0 +1,44 @@
+"""CoMiGS whose clients never share anything, the row 2S as the authors of CoMiGS released it.
+
+Their script runs one single round, at the end of which nothing is averaged (epfml/CoMiGS, collab_runscripts/table1/comigs_2s.sh); in
+Algorithm 1 the attention LoRAs are averaged in every round, which is `comigs-2s`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from coterie.client import Client
+from coterie.methods.comigs import CoMiGS
+from coterie.methods.method import Reader
+from coterie.protocol import Ask, ClientId, Round, Sends, State, nothing, task
+from coterie.tensors import Tensors
+
+
+@dataclass(frozen=True)
+class CoMiGSAlone(CoMiGS):
+    """Experts on training data, routers on validation data, attention LoRAs of one's own; no tensor ever leaves a client."""
+
+    elastic: ClassVar[bool] = True
+    universal: ClassVar[bool] = False
+
+    @property
+    def sums(self) -> bool:
+        return False
+
+    def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
+        return {}
+
+    def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
+        return {i: {} for i in clients}
+
+    def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
+        yield Ask(self.local_round, {i: {} for i in clients}, nothing)
+        return state
+
+    @task(Sends.NOTHING)
+    def local_round(self, client: Client, empty: Tensors) -> Tensors:
+        self.local_iterations(client)
+        return {}

@@ -1,0 +1,45 @@
+"""CoMiGS as its published code runs it, for reproductions: the gradients of one level leak into the steps of the other.
+
+The published loop (epfml/CoMiGS, collab_utils/clients.py) takes the gradients of all tensors in each backward pass and clears only those of
+the optimiser that steps. So the s validation gradients stay with the experts and are added to their next training step, and tau training
+gradients stay with the router and are added to its next validation step. Algorithm 1 has neither: `comigs` is the method.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from coterie.client import Client, Training
+from coterie.data.splits import Batch, Split
+from coterie.errors import RecipeError
+from coterie.methods.comigs import CoMiGS
+from coterie.methods.method import Reader
+from coterie.protocol import ClientId
+from coterie.roles import Role
+from coterie.tensors import prefixed, under, weighted_sum
+
+LEAK = "leak"  # gradients that were not cleared, in a client's state
+
+
+@dataclass(frozen=True)
+class CoMiGSPublished(CoMiGS):
+    """CoMiGS with both halves of the gradient leak of its published code."""
+
+    def check(self, model: Reader, clients: Sequence[ClientId], training: Training) -> None:
+        super().check(model, clients, training)
+        if self.pooling:
+            raise RecipeError("method", ["method.generalists: the published code has no pool; give a number"])
+
+    def lower_step(self, client: Client) -> None:
+        self._step(client, client.draw(client.train), self.lower, self.upper)
+
+    def upper_step(self, client: Client, on: Split) -> None:
+        self._step(client, client.draw(on), self.upper, self.lower)
+
+    def _step(self, client: Client, batch: Batch, trained: tuple[Role, ...], others: tuple[Role, ...]) -> None:
+        """One step of some roles along all gradients since their last one; the others keep what this batch adds to theirs."""
+        left, added = under(LEAK, client.state), client.gradients(batch, *others)
+        client.step_on(batch, *trained, extra=lambda: left)
+        held = {name: left[name] for name in added.keys() & left.keys()}
+        for name in left:
+            del client.state[f"{LEAK}/{name}"]
+        client.state |= prefixed(LEAK, weighted_sum([(1.0, added), (1.0, held)]) if held else added)
