@@ -21,6 +21,7 @@ from coterie.data.examples import ExampleSplit
 from coterie.data.federation import ClientData
 from coterie.data.splits import Batch, Numbers, Split
 from coterie.errors import ClientError, CoterieError, Refused, TensorError
+from coterie.models.classifier import Classifier
 from coterie.models.layout import Layout
 from coterie.models.lora import LoRA
 from coterie.models.pool import ABSENT
@@ -573,6 +574,13 @@ class Client:
     def batches(self, split: Split) -> Iterator[Any]:
         """All rows of a split once, in order, in batches for scoring."""
         return split.scoring(self._rows)
+
+    def comparable_loss(self, batch: Batch) -> float:
+        """Return `loss` with the batch's own statistics where the model normalises batches: running ones fit one model alone."""
+        if not isinstance(self.model, Classifier):
+            return self.loss(batch)
+        with self.model.comparing():
+            return self.loss(batch)
 
     def loss(self, batch: Batch) -> float:
         """The mean negative log-likelihood of the client's model on one batch, in nats, without a gradient."""

@@ -215,6 +215,34 @@ def test_ifca_trains_the_centre_of_least_loss_and_averages_members(federation: F
     torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float64))
 
 
+def test_ifca_compares_centres_by_the_statistics_of_the_common_batch(federation: Federation) -> None:
+    """Running statistics are of a client's own model: with them the centre that it had would win against any other."""
+    run = Run(IFCA(rounds=4, local_steps=2, centres=3), federation, shape=CNN).rounds(3)
+    centres = {k: run.state[f"centre/{k}"] for k in range(3)}
+    judging, expected = {i: Batches(run.site.data[i], "choice") for i in run.ids}, {}
+    for i, batches in judging.items():
+        for _ in range(4):
+            batch = batches.next()
+        losses = []
+        for k in range(3):
+            model = Classifier(CNN)
+            offset = 0
+            for parameter in model.parameters_by_role()[GENERALIST].values():
+                parameter.data.copy_(centres[k][offset : offset + parameter.numel()].view_as(parameter))
+                offset += parameter.numel()
+            model.network.train()
+            losses.append(cross_entropy(model.network(batch.x), batch.y).item())
+        expected[i] = losses.index(min(losses))
+    for state in run.engine.states().values():
+        state["buffers"] += 3.0  # whatever they are
+    buffers = {i: run.engine.states()[i]["buffers"].clone() for i in run.ids}
+    client = run.client(run.ids[0])
+    client.comparable_loss(client.draw(client.again("elsewhere")))
+    assert torch.equal(client.state["buffers"], buffers[run.ids[0]])
+    run.rounds(1)
+    assert {i: int(run.state[f"choice/{i}"]) for i in run.ids} == expected
+
+
 def clustered(points: Sequence[Tensor], start: int, size: int, rounds: int) -> Tensor:
     """Threshold-Clustering of one centre, as the paper writes it."""
     v = points[start].double()

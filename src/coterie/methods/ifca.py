@@ -72,7 +72,7 @@ class IFCA(OneAdapter, Aggregating):
         losses: dict[str, float] = {}
         for k in sorted(centres, key=int):
             with client.borrowing({GENERALIST: centres[k]}):
-                losses[k] = client.loss(batch)
+                losses[k] = client.comparable_loss(batch)
         choice = torch.tensor(int(min(losses, key=losses.__getitem__)))
         if choice != client.state.get(f"ifca/{_CHOICE}", choice):
             client.forget(GENERALIST)

@@ -368,6 +368,12 @@ class Classifier:
                 module.eval()
 
     @contextmanager
+    def comparing(self) -> Iterator[None]:
+        """Within the block batches are normalised by their own statistics, and the running ones stay as they are."""
+        with self._untracked(), self.batch_statistics() if self._batch_norms else nullcontext():
+            yield
+
+    @contextmanager
     def _untracked(self) -> Iterator[None]:
         """Within the block running statistics are neither used in training nor changed."""
         for norm in self._batch_norms:
