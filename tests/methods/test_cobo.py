@@ -322,9 +322,13 @@ def test_as_many_pairs_are_compared_as_the_paper_says() -> None:
     assert mean(replace(ALL, pairs="constant"), range(400)) == pytest.approx(19, rel=0.05)
     assert mean(replace(ALL, pairs="time", pair_rate=50.0), range(40)) == every
     assert mean(replace(ALL, pairs="time", pair_rate=50.0), range(400, 600)) == pytest.approx(every * 50 / 500, rel=0.1)
-    mixed = replace(ALL, pairs="mixed", rounds=1000, switch=0.1)
+    mixed = replace(ALL, pairs="mixed", rounds=1000, switch=0.1, pair_rate=1.0)
     assert mean(mixed, range(100)) == pytest.approx(19, rel=0.1)
     assert mean(mixed, range(100, 1000)) == pytest.approx(every * sum(1 / (t + 1) for t in range(100, 1000)) / 900, rel=0.3)
+    mixed = replace(mixed, pair_rate=None)  # goes on where constant ended, and falls as 1 / t
+    assert mean(mixed, range(100)) == pytest.approx(19, rel=0.1)
+    assert mean(mixed, range(100, 120)) == pytest.approx(19 * 100 / 110, rel=0.1)
+    assert mean(mixed, range(100, 1000)) == pytest.approx(sum(19 * 100 / (t + 1) for t in range(100, 1000)) / 900, rel=0.1)
     assert all(i < j for i, j in ALL._sample(0, order, rng))
 
 
