@@ -19,7 +19,7 @@ from coterie.tensors import Tensors
 
 IDS = ("ann", "ben", "cleo", "dan", "eve")
 CLUSTERS = {"ann": 0, "ben": 0, "cleo": 1, "dan": 1, "eve": 1}
-NAMES = [name for name, entry in METHODS.items() if issubclass(entry.method, Aggregating)]
+NAMES = [name for name, entry in METHODS.items() if issubclass(entry.method, Aggregating) and "aggregation" not in entry.fixed]
 
 
 def tensor(*key: object, size: int = 6) -> torch.Tensor:

@@ -55,7 +55,7 @@ METHODS: Mapping[str, Entry] = {
         "comigs_alone.CoMiGSAlone",
         "CoMiGS-2S, alone",
         f"{_COMIGS}: two specialists, nothing shared, as 2S was released",
-        {"generalists": 0, "specialists": 2, "aggregate": "mean"},
+        {"generalists": 0, "specialists": 2, "aggregate": "mean", "aggregation": {"rule": "mean"}},
     ),
     "comigs-published": Entry(
         "comigs_published.CoMiGSPublished",
