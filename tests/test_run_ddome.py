@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from coterie import run
-from coterie.errors import RecipeError, Refused
+from coterie.errors import Refused
 from coterie.prepared import prepare
 from coterie.recipe import Participation, load
 from coterie.records import make_folder
@@ -123,9 +123,10 @@ def test_clusters_arrive_or_take_turns() -> None:
     assert there("turns", 30) == {*ANCHORS, *CLIENTS[:2]}
 
 
-def test_a_schedule_needs_a_method_that_can_do_with_some(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="participation: fc needs all of its clients"):
-        run.run(load("cobo-digits", ["method.name=fc", "participation.clients=2", "compare_with=[]"]), tmp_path / "run")
+def test_a_method_that_compares_everybody_does_with_those_that_take_part(tmp_path: Path) -> None:
+    settings = ["method.name=fc", "method.rounds=3", "participation.clients=2", "compare_with=[]"]
+    result = run.run(load("cobo-digits", settings), tmp_path / "run")[-1]
+    assert sum(result["rounds_taken_part"].values()) == 6
 
 
 @pytest.mark.slow

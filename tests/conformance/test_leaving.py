@@ -147,6 +147,8 @@ def test_every_task_of_every_method_says_what_it_sends_or_never_leaves_a_device_
         ("CoBo", "descend"),
         ("CoBo", "midpoint_gradients"),
         ("CoMiGS", "midpoint_gradients"),
+        ("CoMiGSAlone", "midpoint_gradients"),
+        ("CoMiGSPublished", "midpoint_gradients"),
         ("FC", "descend"),
         ("FC", "gradients"),
         ("FDLoRA", "local_round"),

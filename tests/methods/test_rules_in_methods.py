@@ -193,7 +193,7 @@ def test_of_whom_the_server_needs_only_the_sum() -> None:
     sums = {name for name, entry in METHODS.items() if build_method({"name": name}).sums}
     assert sums == {
         *("fedavg", "fedprox", "pfedmoe", "fedavg-moe", "fedavg-moe-tr", "fedsa-lora", "ffa-lora", "fedsr", "fedadg"),
-        *("finetuned-fedavg", "ditto", "comigs", "comigs-1g1s", "comigs-2g", "comigs-2s", "comigs-1gxs", "comigs-tr"),
+        *("finetuned-fedavg", "ditto", "comigs", "comigs-1g1s", "comigs-2g", "comigs-2s", "comigs-1gxs", "comigs-tr", "comigs-published"),
     }
     for name in sums:
         for rule in ({"rule": "median"}, {"weighting": "samples"}):
