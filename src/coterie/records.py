@@ -40,6 +40,23 @@ def make_folder(path: Path) -> None:
         raise Refused(f"cannot make the folder {path}: {error.strerror}", "Choose another --out.") from None
 
 
+def check_apart(folder: Path, data: Path, option: str = "--out") -> None:
+    """Refuse a folder for results that lies in a folder of data, or the other way round: the one would be taken for the other.
+
+    Raises:
+        Refused: Naming both.
+    """
+    ours, theirs = folder.expanduser().resolve(), data.expanduser().resolve()
+    if not theirs.is_dir() or not (ours.is_relative_to(theirs) or theirs.is_relative_to(ours)):
+        return
+    how = "is" if ours == theirs else "lies in" if ours.is_relative_to(theirs) else "holds"
+    elsewhere = theirs.parent / f"{theirs.name}-run"
+    raise Refused(
+        f"{option} {folder} {how} the folder of the data, {data}: what is written would lie among them",
+        f"Choose a folder beside it: {option} {elsewhere}",
+    )
+
+
 def read_json(path: Path) -> Any:
     """Read JSON.
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import platform
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
@@ -43,6 +44,7 @@ from coterie.records import (
     MetricsFile,
     Released,
     alone,
+    check_apart,
     check_metrics,
     check_names,
     read_json,
@@ -684,6 +686,8 @@ def run(
     rows.append((recipe, folder))
     if not (resume or changed) and (folder / RECIPE).exists():
         raise Refused(f"{folder} already holds a run", "Go on with it by --resume, or choose another --out.")
+    if resume or changed:
+        _check_begun(folder, rows)
     results = execute_all(rows, reporter or Reporter(), place=place, profile=profile, changed=changed, within=folder)
     write_report(folder, results, recipe.description)
     return results
@@ -712,6 +716,9 @@ def execute_all(
         within: The folder of all of them, in which nobody else works meanwhile; None where only each row's own must be left alone.
     """
     place = place or OnThisMachine()
+    if not place.devices:
+        for recipe, folder in rows:
+            _check_apart(recipe, within or folder)
     reporter.preparing()
     for recipe, folder in rows:
         prepared = place.prepare(recipe)
@@ -730,6 +737,24 @@ def execute_all(
             with alone(folder):
                 results.append(_executed(Execution(place.prepare(recipe), folder, reporter, title, place, recorder), changed))
     return results
+
+
+def _check_apart(recipe: Recipe, folder: Path) -> None:
+    """Refuse a folder for results among the data of a recipe, or around them. Raises Refused."""
+    found = getattr(recipe.data, "path", None) or getattr(recipe.data, "root", None) or getattr(recipe.data, "dataset", None)
+    if found is None and hasattr(recipe.data, "root"):
+        found = os.environ.get("COTERIE_DATA")
+    if found:
+        check_apart(folder, Path(found))
+
+
+def _check_begun(folder: Path, rows: Sequence[tuple[Recipe, Path]]) -> None:
+    """Refuse to go on with what has never begun. Raises Refused."""
+    if not (folder / "lock").exists() and not any((path / RECIPE).exists() or Kept(path).begun() for _, path in rows):
+        raise Refused(
+            f"{folder} {'holds' if folder.is_dir() else 'does not exist, so there is'} nothing to go on with",
+            "Check --out; or start from the beginning: the same command without --resume.",
+        )
 
 
 def _executed(execution: Execution, changed: bool) -> Json:
@@ -794,6 +819,8 @@ def compare(
         for name in dict.fromkeys(methods)
         for k in range(seeds)
     ]
+    if resume or changed:
+        _check_begun(folder, rows)
     results = execute_all(rows, reporter or Reporter(), changed=changed, within=folder)
     table = evaluation.rows(results)
     comparison = {

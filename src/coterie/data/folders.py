@@ -15,6 +15,7 @@ from coterie.errors import DataError
 
 ENDINGS = (".txt", ".md", ".jsonl", ".jsonl.gz")
 
+_OF_RUNS = ("recipe.yaml", "comparison.json", "inputs.json")  # one of them is in every folder of a run
 _FEW = 10  # documents: with fewer, three splits would be lopsided or empty, so texts are cut into chunks first
 
 Files = dict[str, list[Path]]  # by split, or all of them under ""
@@ -26,7 +27,7 @@ class Folders(Section):
     A folder holds text files (*.txt, *.md: a document each) and JSON lines (*.jsonl, *.jsonl.gz: a document per line), also in folders
     below it. Documents are split by seed; where there are fewer than ten, they are cut at blank lines into chunks of about 2,000
     characters first. But a folder with `train`, `valid` and `test` (each a file of these kinds, or a folder of such) is taken as it is.
-    Hidden files and files of other kinds are left alone.
+    Hidden files, files of other kinds, and what runs have written into the folder are left alone.
     """
 
     kind: Literal["folders"] = "folders"
@@ -61,7 +62,7 @@ class Folders(Section):
         path = self.path.expanduser()
         if not path.is_dir():
             raise DataError(f"data.path: {path} {'is not a folder' if path.exists() else 'does not exist'}", remedy)
-        folders = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
+        folders = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith(".") and not _of_runs(p))
         if not folders:
             raise DataError(f"data.path: {path} has no folders in it, so no clients", remedy)
         return folders
@@ -105,7 +106,7 @@ def _find(folder: Path) -> Files:
 
 
 def text_files(entry: Path, above: frozenset[Path] = frozenset()) -> list[Path]:
-    """The text files that an entry of a folder is or holds; none of those that are hidden.
+    """The text files that an entry of a folder is or holds; none of those that are hidden, or that a run has written.
 
     Args:
         entry: A file or folder.
@@ -118,6 +119,8 @@ def text_files(entry: Path, above: frozenset[Path] = frozenset()) -> list[Path]:
         return []
     try:
         if entry.is_dir():
+            if _is_run(entry):
+                return []
             if (own := entry.resolve()) in above:
                 raise DataError(f"{entry} leads back to {own}, which it is in", "Remove that link.")
             return [path for inner in sorted(entry.iterdir()) for path in text_files(inner, above | {own})]
@@ -129,6 +132,21 @@ def text_files(entry: Path, above: frozenset[Path] = frozenset()) -> list[Path]:
         what = "a link that leads nowhere" if entry.is_symlink() else "no regular file"
         raise DataError(f"{entry}: {what}", "Remove it, or put a text file in its place.")
     return [entry]
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether runs write into a folder: one that `coterie run` or `coterie compare` has made, or was sent to."""
+    return (folder / "lock").is_file() and any((folder / name).is_file() for name in _OF_RUNS)
+
+
+def _of_runs(folder: Path) -> bool:
+    """Whether a folder is no client, but a run's, in a run's, or of runs: it holds no text besides."""
+    try:
+        if text_files(folder):
+            return False
+    except DataError:  # of a client, whose texts are read and refused later
+        return False
+    return any(map(_is_run, (folder, folder.parent, *folder.glob("*/"), *folder.glob("*/*/"))))
 
 
 def _stem(entry: Path) -> str:
