@@ -33,6 +33,7 @@ ROOMS = [
     {"prepared"},
     {"inputs"},
     {"device"},
+    {"estimate"},
     {"places"},
     {"run"},
     {"adapt", "audit", "reproduce"},

@@ -202,7 +202,7 @@ class Speaker:
 
 @pytest.mark.parametrize("kind", ["keyboard", "sorter"])
 def test_names_on_the_local_pages(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("gradio", reason="no gradio (pip install 'coterie[serve]')")
+    pytest.importorskip("gradio", reason="no gradio (pip install -e '.[serve]')")
     from coterie.models.text import TextShape
     from coterie.personal import keyboard, sorter
     from coterie.personal.page import plain
@@ -220,7 +220,7 @@ def test_names_on_the_local_pages(kind: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_answers_and_errors_of_the_local_page_of_classifiers(monkeypatch: pytest.MonkeyPatch) -> None:
-    gradio = pytest.importorskip("gradio", reason="no gradio (pip install 'coterie[serve]')")
+    gradio = pytest.importorskip("gradio", reason="no gradio (pip install -e '.[serve]')")
     from coterie.errors import DataError
     from coterie.models.text import TextShape
     from coterie.personal import sorter

@@ -34,6 +34,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+for variable, value in {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}.items():  # read when torch is imported, so set before that
+    os.environ.setdefault(variable, value)  # a thread that spins while it waits takes the core of the one it waits for, if cores are few
+
 TRUST = "COTERIE_TRUST_REMOTE_CODE"  # see coterie.models.architecture
 STOPPING_S = 15.0  # seconds for what is being stopped
 RESUMABLE = "stopped. What was done until the last checkpoint is kept: the same command with --resume goes on."
@@ -89,11 +92,17 @@ def run(
     profile: Annotated[
         bool, typer.Option("--profile", help="Record a few steps of the second round: a trace for PyTorch's tools.")
     ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what it would take: clients, tokens, parameters, bytes, time and memory.")
+    ] = False,
     trust_remote_code: Trust = False,
 ) -> None:
     """Run a recipe: train, score, and keep every client's personal model."""
-    with _stopping():
+    with _stopping("stopped." if dry_run else RESUMABLE):
         loaded = _load(recipe, set_, seed)  # first: what is refused needs nothing of the rest
+        if dry_run:
+            _foretell(loaded)
+            return
         from rich.console import Console
 
         from coterie import evaluation
@@ -114,6 +123,21 @@ def run(
             highlight=False,
             soft_wrap=True,
         )
+
+
+def _foretell(recipe: "Recipe") -> None:
+    """Print what a recipe would take, a line for each of its methods; nothing is written."""
+    from rich.console import Console
+
+    from coterie.estimate import estimate
+    from coterie.places import OnThisMachine
+    from coterie.reports.terminal import foretold
+
+    rows = [recipe.with_method(name) for name in recipe.compare_with] + [recipe]
+    for index, row in enumerate(rows):
+        prepared = OnThisMachine().prepare(row)
+        foretold(Console(), prepared, estimate(prepared), first=index == 0)
+    print("Estimates of this machine as busy as it is now, from a few steps. Nothing was written.")
 
 
 @app.command()
@@ -218,18 +242,34 @@ def list_methods() -> None:
     """The methods, one line each, with where they come from."""
     from coterie.methods import METHODS
 
-    for name, entry in METHODS.items():
-        print(f"{name:<16} {entry.paper}")
+    _list({name: entry.paper for name, entry in METHODS.items()})
 
 
 @app.command("recipes")
-def list_recipes() -> None:
-    """The shipped recipes, one line each."""
+def list_recipes(
+    name: Annotated[str | None, typer.Argument(help="A shipped recipe, whose YAML is printed.", show_default=False)] = None,
+) -> None:
+    """The shipped recipes, one line each; or the YAML of one, to start from: coterie recipes quickstart > mine.yaml."""
     from coterie import recipes
 
-    for name in recipes.names():
-        section = recipes.read(recipes.find(name))
-        print(f"{name:<23} {section.get('description', '')}" + (f" [{section['paper']}]" if section.get("paper") else ""))
+    if name is not None:
+        with _stopping("stopped."):
+            print(recipes.find(name).read_text(encoding="utf-8"), end="")
+        return
+    found = {name: recipes.read(recipes.find(name)) for name in recipes.names()}
+    _list({n: f"{s.get('description', '')}" + (f" [{s['paper']}]" if s.get("paper") else "") for n, s in found.items()})
+
+
+def _list(items: Mapping[str, str]) -> None:
+    """Print names and what they are, within 80 columns: what is longer goes on below."""
+    from textwrap import wrap
+
+    margin = max(map(len, items)) + 2
+    for name, text in items.items():
+        lines = wrap(text, 80 - margin, break_on_hyphens=False) or [""]
+        print(f"{name:<{margin}}{lines[0]}".rstrip())
+        for line in lines[1:]:
+            print(" " * margin + line)
 
 
 @app.command()
@@ -575,16 +615,21 @@ def _show(console: "Console", rows: Sequence[Mapping[str, Any]], title: str, own
     from coterie.evaluation import comparability, direction, metric_of
     from coterie.methods import METHODS
     from coterie.reports.terminal import tables
+    from coterie.reports.verdict import verdict
 
-    console.print(f"\n{printable(title)}", style="bold", markup=False, highlight=False)
-    for table in tables(rows, {name: entry.title for name, entry in METHODS.items()}, console.width):
+    *beside, scores = tables(rows, {name: entry.title for name, entry in METHODS.items()}, console.width)
+    for table in beside:
         console.print(table)
+    for note in comparability(rows, own):
+        console.print(f"- {note}", markup=False, highlight=False)
+    console.print(f"\n{printable(title)}", style="bold", markup=False, highlight=False)
+    console.print(scores)
     scored = "Each client's model right after its last local iteration; synced: after one more synchronisation."
     if rows[0].get("groups"):
         scored = "Clients that never took part, with the model that the server gives them."
-    console.print(f"{direction(metric_of(rows[0])).capitalize()}. {scored}", highlight=False)
-    for note in comparability(rows, own):
-        console.print(f"- {note}", markup=False, highlight=False)
+    console.print(f"{direction(metric_of(rows[0])).capitalize()}, best in bold. {scored}", highlight=False)
+    if said := verdict(rows, own):
+        console.print(f"\n{said}", markup=False, highlight=False)
 
 
 class _Terminated(KeyboardInterrupt):

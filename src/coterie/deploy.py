@@ -26,7 +26,7 @@ from uuid import uuid4
 
 from coterie import limits
 from coterie.engines.resident import private
-from coterie.errors import ClientError, CoterieError, Refused
+from coterie.errors import ClientError, CoterieError, Refused, extra
 from coterie.printing import printable
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def program(name: str) -> str:
     beside = Path(sys.executable).parent / name
     found = str(beside) if beside.is_file() else shutil.which(name)
     if found is None:
-        raise Refused(f"{name} is not installed", "Install the extra: pip install 'coterie[flower]'.")
+        raise Refused(f"{name} is not installed", extra("flower"))
     return found
 
 

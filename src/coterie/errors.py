@@ -18,6 +18,11 @@ class CoterieError(Exception):
         super().__init__(f"{problem}\n  {remedy}" if remedy else problem)
 
 
+def extra(name: str) -> str:
+    """Return what to do about an optional part that is not installed."""
+    return f"In a checkout: pip install -e '.[{name}]'"
+
+
 class Refused(CoterieError):
     """Wrong input, found before any work started."""
 

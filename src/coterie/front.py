@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from coterie.errors import Refused
+from coterie.errors import Refused, extra
 
 try:
     import h11
@@ -31,7 +31,7 @@ try:
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
 except ImportError:  # pragma: no cover - they come with Flower
-    raise Refused("Flower is not installed", "Install the extra: pip install 'coterie[flower]'.") from None
+    raise Refused("Flower is not installed", extra("flower")) from None
 
 _MAY = re.compile(rb"/v1/fleet/[a-z-]+")  # Flower's Fleet API
 _HOP = {b"connection", b"expect", b"host", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade"}  # RFC 9110, 7.6.1

@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from coterie.engines.wire import Id
-from coterie.errors import Refused
+from coterie.errors import Refused, extra
 
 try:
     from cryptography import x509
@@ -26,7 +26,7 @@ try:
     )
     from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 except ImportError:  # pragma: no cover - it comes with Flower
-    raise Refused("Flower is not installed", "Install the extra: pip install 'coterie[flower]'.") from None
+    raise Refused("Flower is not installed", extra("flower")) from None
 
 CA, CA_KEY, CERTIFICATE, KEY, CLIENTS = "ca.crt", "ca.key", "server.crt", "server.key", "clients"
 PUBLIC = ".pub"

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
-from coterie.errors import RecipeError, Refused
+from coterie.errors import RecipeError, Refused, extra
 
 EXCHANGES = 8  # answers in a round of a device that protects its owner, unless its owner says otherwise
 OWNERS = "The owner of the device decides, in its file of limits (coterie client --limits)."
@@ -61,7 +61,7 @@ class Limits(BaseModel):
     def check_installed(self) -> None:
         """Refuse an epsilon that nobody could count here. Raises Refused."""
         if self.epsilon is not None and find_spec("opacus") is None:
-            raise Refused("limits.epsilon: without opacus nobody counts what is spent", "Install it with: pip install 'coterie[privacy]'")
+            raise Refused("limits.epsilon: without opacus nobody counts what is spent", extra("privacy"))
 
     def check_run(self, method: str, base: str | None, rounds: int) -> None:
         """Refuse a run that the owner does not allow. Raises Refused."""

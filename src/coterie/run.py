@@ -821,10 +821,12 @@ def compare(
     ]
     if resume or changed:
         _check_begun(folder, rows)
-    results = execute_all(rows, reporter or Reporter(), changed=changed, within=folder)
+    titles = [METHODS[row.method["name"]].title + (f", seed {row.seed}" if seeds > 1 else "") for row, _ in rows]
+    results = execute_all(rows, reporter or Reporter(), titles, changed=changed, within=folder)
     table = evaluation.rows(results)
     comparison = {
         "recipe": recipe.name,
+        "own": recipe.method["name"],
         "seeds": [recipe.seed + k for k in range(seeds)],
         "metric": results[0]["metric"],
         "scored": "each client's model right after its last local iteration; mean_synced: after one more synchronisation",

@@ -57,7 +57,7 @@ def test_a_key_that_is_too_short_is_no_key(key: bytes) -> None:
 
 def test_a_missing_library_is_refused_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers", None)
-    with pytest.raises(Refused, match=r"pip install 'coterie\[privacy\]'"):
+    with pytest.raises(Refused, match=r"pip install -e '\.\[privacy\]'"):
         Source.secret()
 
 

@@ -41,7 +41,7 @@ def mark() -> Iterator[str]:
             os.kill(process, signal.SIGKILL)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install 'coterie[simulation]'")
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install -e '.[simulation]'")
 def test_two_rows_in_one_simulation_are_what_one_process_computes(mark: str, tmp_path: Path) -> None:
     words = [word for setting in [*SETTINGS, "engine=flower"] for word in ("--set", setting)]
     done = subprocess.run(

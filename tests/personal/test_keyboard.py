@@ -27,7 +27,7 @@ def models(make_run):
 
 @pytest.fixture
 def address(models):
-    pytest.importorskip("gradio", reason="no gradio (pip install 'coterie[serve]')")
+    pytest.importorskip("gradio", reason="no gradio (pip install -e '.[serve]')")
     with served(models, free_port()) as address:
         yield address
 
@@ -98,7 +98,7 @@ def test_only_this_machine_is_served(address):
 
 
 def test_a_taken_port_is_refused(models):
-    pytest.importorskip("gradio", reason="no gradio (pip install 'coterie[serve]')")
+    pytest.importorskip("gradio", reason="no gradio (pip install -e '.[serve]')")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -113,4 +113,4 @@ def test_without_gradio_the_message_names_the_command(models, tmp_path):
     command = [sys.executable, "-c", code, str(tmp_path), "serve", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr
-    assert "pip install 'coterie[serve]'" in done.stderr
+    assert "pip install -e '.[serve]'" in done.stderr

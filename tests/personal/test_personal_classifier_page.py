@@ -38,7 +38,7 @@ def photo(tmp_path: Path) -> Path:
 
 
 def test_one_gives_an_image(tmp_path: Path, photo: Path) -> None:
-    pytest.importorskip("gradio", reason="no gradio (pip install 'coterie[serve]')")
+    pytest.importorskip("gradio", reason="no gradio (pip install -e '.[serve]')")
     kept(tmp_path, pool(), names=("cat", "dog", "ship"))
     save_classifier(tmp_path / "clients/ben", "ben", single(), split(images(1)), (), Origin("fedavg", "digits", 1, 0))
     models = coterie.load_all(tmp_path)
@@ -56,7 +56,7 @@ def test_one_gives_an_image(tmp_path: Path, photo: Path) -> None:
 
 
 def test_one_types_a_text(tmp_path: Path, base: Path) -> None:  # noqa: F811
-    pytest.importorskip("gradio", reason="no gradio (pip install 'coterie[serve]')")
+    pytest.importorskip("gradio", reason="no gradio (pip install -e '.[serve]')")
     model = kept(tmp_path, pool(shape=TextShape(str(base), 3, 12)), split(np.array([[5]])), ("yes", "no", "maybe"))
     with served({"ann": model}, free_port()) as address, opened(dark=True, width=420) as page:
         page.goto(address)

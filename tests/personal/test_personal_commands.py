@@ -99,7 +99,7 @@ def heeding_interrupts():
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_serve_answers_and_stops(number, code, make_run):
-    pytest.importorskip("gradio", reason="no gradio (pip install 'coterie[serve]')")
+    pytest.importorskip("gradio", reason="no gradio (pip install -e '.[serve]')")
     port = free_port()
     command = [sys.executable, "-m", "coterie", "serve", str(make_run("few", **TWO)), "--port", str(port)]
     with heeding_interrupts():

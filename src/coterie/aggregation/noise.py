@@ -29,7 +29,7 @@ import numpy as np
 from filelock import FileLock
 from scipy.special import ndtri
 
-from coterie.errors import Refused, SaveError, TensorError
+from coterie.errors import Refused, SaveError, TensorError, extra
 
 KEY = 32  # bytes
 MOST_STEPS = 2.0**32  # a deviation beyond it is not drawn: too much would have to be settled in long arithmetic
@@ -328,5 +328,5 @@ def _cipher(key: bytes) -> Any:
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
     except ImportError:
         problem = "privacy: without the library cryptography no secret random numbers can be drawn"
-        raise Refused(problem, "Install it with: pip install 'coterie[privacy]'") from None
+        raise Refused(problem, extra("privacy")) from None
     return Cipher(algorithms.AES256(key), modes.CTR(bytes(16))).encryptor()

@@ -20,7 +20,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from coterie.aggregation.noise import Source, check_installed, grid, on_grid, protected
-from coterie.errors import Refused
+from coterie.errors import Refused, extra
 from coterie.protocol import ClientId, Replies
 from coterie.tensors import Named, Tensors, axpy, check_alike
 from coterie.tensors import norm as length
@@ -455,5 +455,5 @@ def library() -> tuple[ModuleType, ModuleType]:
     try:
         from opacus.accountants.analysis import gdp, rdp
     except ImportError:
-        raise Refused("privacy: without opacus nobody counts what is spent", "Install it with: pip install 'coterie[privacy]'") from None
+        raise Refused("privacy: without opacus nobody counts what is spent", extra("privacy")) from None
     return gdp, rdp

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from coterie.engines.wire import Member, Reply, Request, failed, parsed
-from coterie.errors import CheckpointError, ClientError, Refused, TensorError
+from coterie.errors import CheckpointError, ClientError, Refused, TensorError, extra
 from coterie.printing import printable
 
 try:
@@ -24,7 +24,7 @@ try:
     from flwr.clientapp import ClientApp
     from flwr.serverapp import Grid, ServerApp
 except ImportError:  # pragma: no cover - the extra is not installed
-    raise Refused("Flower is not installed", "Install the extra: pip install 'coterie[flower]'.") from None
+    raise Refused("Flower is not installed", extra("flower")) from None
 
 if TYPE_CHECKING:
     from coterie.engines.engine import Listener, Write
@@ -545,7 +545,7 @@ def _simulation(clients: int, threads: int, handle: Handle) -> _Simulation:
     threading._register_atexit(stop)  # type: ignore[attr-defined]
     found = grids.get()
     if isinstance(found, BaseException):
-        raise ClientError(f"Flower's simulation could not be started: {found}", "Is the extra complete? pip install 'coterie[simulation]'.")
+        raise ClientError(f"Flower's simulation could not be started: {found}", f"Is the extra complete? {extra('simulation')}")
     return _Simulation((clients, threads, handle), found, stop)
 
 

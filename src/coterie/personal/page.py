@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from coterie.errors import Refused
+from coterie.errors import Refused, extra
 from coterie.printing import printable
 
 STYLE = """
@@ -65,5 +65,5 @@ def gradio() -> Any:
     try:
         import gradio
     except ImportError:
-        raise Refused("the page needs Gradio, which is not installed", "Install it: pip install 'coterie[serve]'.") from None
+        raise Refused("the page needs Gradio, which is not installed", extra("serve")) from None
     return gradio

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coterie.evaluation import badness, change, comparability, direction, label, mean, metric_of, prediction
+from coterie.evaluation import BOUNDS, badness, better, change, comparability, direction, label, mean, metric_of, prediction
 from coterie.evaluation import best as best_of
 from coterie.evaluation import rows as rows_of
 from coterie.evaluation import worst as worst_of
@@ -17,13 +17,32 @@ from coterie.reports.audit import audited
 from coterie.reports.chart import Line, Style
 from coterie.reports.collaboration import collaboration
 from coterie.reports.experts import classes, experts
-from coterie.reports.parts import BLUE, COLOURS, FEW, bars, captioned, escape, figure, legend, page, section, size, table, thinned, unseen
+from coterie.reports.parts import (
+    BLUE,
+    COLOURS,
+    FEW,
+    Cell,
+    bars,
+    captioned,
+    escape,
+    figure,
+    legend,
+    page,
+    ranked,
+    section,
+    size,
+    table,
+    thinned,
+    unseen,
+)
 from coterie.reports.tokens import Expert
+from coterie.reports.verdict import verdict
 from coterie.tensors import write_atomically
 
 Json = Mapping[str, Any]
 AUDITED = "audit.json"  # of a run that was audited
 FAINT = 0.4  # the colour of the first of several blocks; the last has all of it
+LOWER = {"loss": True, "between_clients": True, "improved": False, "weights_error": True, "gate_accuracy": False}  # which way is better
 PANELS = 24  # clients with curves of their own, at most
 POINTS = 60  # of a client's curve, at most
 
@@ -68,7 +87,14 @@ def write_report(folder: Path, results: Sequence[Json], description: str) -> Non
     routing = read_json(folder / "routing.json") if (folder / "routing.json").exists() else None
     about = f"seed {own['seed']}, {own['rounds']} rounds, {_made_with(own)}"
     sections = {
-        "scores": section("scores", _heading(metric), _scored(rows), _scores(rows), _notes(comparability(rows, own["method"]))),
+        "scores": section(
+            "scores",
+            _heading(metric),
+            _scored(rows),
+            _scores(rows),
+            _verdict(rows, own["method"]),
+            _notes(comparability(rows, own["method"])),
+        ),
         "training": section("training", f"{metric['name'].capitalize()} over training", _curves(results)),
         "weights": _collaboration(results),
         "labels": _labels(results),
@@ -109,7 +135,15 @@ def write_comparison(folder: Path, comparison: Json, description: str) -> None:
     between = f"<p>Each dot is a client{whose}, its mean over seeds; the stroke is their mean, the whisker its deviation over seeds.</p>"
     first = f"<p class=note>Of seed {seeds[0]}.</p>"
     sections = {
-        "scores": section("scores", _heading(metric), _scored(rows), deviation, _scores(rows), _notes(comparison["notes"])),
+        "scores": section(
+            "scores",
+            _heading(metric),
+            _scored(rows),
+            deviation,
+            _scores(rows),
+            _verdict(rows, comparison.get("own", "")),
+            _notes(comparison["notes"]),
+        ),
         "clients": section("clients", "Spread between clients", between, chart.strip(spread, label(metric))),
         "training": section("training", f"{metric['name'].capitalize()} over training", first, _curves(results)) if results else "",
         "weights": _collaboration(results, first),
@@ -222,10 +256,8 @@ def _tiles(rows: Sequence[Json]) -> str:
     unit = " %" if metric["unit"] == "%" else ""
     groups = own.get("groups") or {"": own["mean"]}
     found = [(f"{figure(x)}{unit}", f"mean {metric['name']}{f' of {unseen(g)}' if g else ''}, one seed") for g, x in groups.items()]
-    if others := rows[:-1]:
-        best = min(others, key=lambda r: badness(r["mean"], metric))
-        far, counted = change(own["mean"], best["mean"], metric)
-        found.append((f"{abs(far):.1f} {counted}", f"{'below' if far < 0 else 'above'} {_title(best)}, the best other row"))
+    others = [r for r in rows[:-1] if r["method"] not in BOUNDS]
+    found += [_against(own, others, group) for group in groups] if others else []
     if (privacy := own["privacy"]) and privacy["epsilon"] is not None:
         of = ", of an experiment," if privacy.get("experiment") else ""
         found.append((f"{privacy['epsilon']:.2f}", f"epsilon{of} at delta {privacy['delta']:.2g}, {privacy['where']}"))
@@ -241,37 +273,55 @@ def _tiles(rows: Sequence[Json]) -> str:
     return '<ul class="tiles">' + "".join(f"<li><b>{escape(value)}</b> {escape(name)}</li>" for value, name in found) + "</ul>"
 
 
+def _against(own: Json, others: Sequence[Json], group: str) -> tuple[str, str]:
+    """How far a row is from the best other one, for a group of unseen clients or, "", for all; with a word that says which is better."""
+
+    def value(row: Json) -> float:
+        return float(row["groups"][group] if group else row["mean"])
+
+    metric = metric_of(own)
+    other = min(others, key=lambda r: badness(value(r), metric))
+    (far, counted), ours, theirs = change(value(own), value(other), metric), value(own), value(other)
+    way = "better than" if better(ours, theirs, metric) else "WORSE than" if far else "from"
+    whose, unit = f" of {unseen(group)}" if group else "", " %" if metric["unit"] == "%" else ""
+    return f"{abs(far):.1f} {counted}", f"{way} {_title(other)}, the best other row{whose}: from {figure(theirs)} to {figure(ours)}{unit}"
+
+
 def _scores(rows: Sequence[Json]) -> str:
     """Figures over all clients, then a column per client; of many, the best and the worst, and a table of all folded away."""
     clients, metric = list(rows[-1]["clients"]), metric_of(rows[0])
     first, *others = rows[0].get("groups") or [""]
-    columns = {
+    means = [figure(r["mean"]) + (f" ± {figure(r['std'])}" if len(r["per_seed"]) > 1 else "") for r in rows]
+    columns: dict[str, Sequence[Cell | str]] = {
         "method": [_title(r) for r in rows],
-        unseen(first) if first else "mean": [
-            figure(r["mean"]) + (f" ± {figure(r['std'])}" if len(r["per_seed"]) > 1 else "") for r in rows
-        ],
+        unseen(first) if first else "mean": ranked([r["mean"] for r in rows], metric, texts=means),
     }
-    columns |= {unseen(group): [figure(r["groups"][group]) for r in rows] for group in others}
+    columns |= {unseen(group): ranked([r["groups"][group] for r in rows], metric) for group in others}
     beside = {"loss": ("loss", 3), "between_clients": ("± between clients", 2), "improved": ("Imp.%", 0), "weights_error": ("W error", 2)}
     if first:
         beside = {"best": ("best", 2), "best_of_last_ten": ("best of last ten", 2), "gate_accuracy": ("gate, %", 1)} | beside
     else:
-        columns["synced"] = [figure(r["mean_synced"]) for r in rows]
+        columns["synced"] = ranked([r["mean_synced"] for r in rows], metric)
     for key, (name, digits) in beside.items():
         if _known(rows, key):
-            columns[name] = ["-" if r.get(key) is None else figure(r[key], digits) for r in rows]
+            way = {"lower_is_better": LOWER[key]} if key in LOWER else metric
+            columns[name] = ranked([r.get(key) for r in rows], way, digits)
     few = len(columns) - 3 + len(clients) <= FEW
     if few:
-        columns |= {i: [figure(r["clients"][i]) for r in rows] for i in clients}
+        columns |= {i: ranked([r["clients"][i] for r in rows], metric) for i in clients}
     else:
         ends = {"best client": best_of, "worst client": worst_of}
-        columns |= {name: [figure(end(r["clients"].values(), metric)) for r in rows] for name, end in ends.items()}
-    best = min(range(len(rows)), key=lambda k: badness(rows[k]["mean"], metric))
-    shown = table(list(columns), list(zip(*columns.values(), strict=True)), best)
+        columns |= {name: ranked([end(r["clients"].values(), metric) for r in rows], metric) for name, end in ends.items()}
+    shown = table(list(columns), list(zip(*columns.values(), strict=True)))
     if few:
         return shown
     everyone = table(["client", *map(_title, rows)], [[i, *(figure(r["clients"][i]) for r in rows)] for i in clients])
     return f"{shown}<details><summary>All {len(clients)} clients</summary>{everyone}</details>"
+
+
+def _verdict(rows: Sequence[Json], own: str) -> str:
+    said = verdict(rows, own)
+    return f'<p class="verdict">{escape(said)}</p>' if said else ""
 
 
 def _costs(rows: Sequence[Json], results: Sequence[Json]) -> str:

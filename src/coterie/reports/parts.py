@@ -1,12 +1,13 @@
 """The parts that reports are made of: tables, legends, colours. All text is escaped here or marked as HTML by its type."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape as html_escape
 from importlib.resources import files
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from coterie.evaluation import best
 from coterie.printing import printable
 
 # Okabe and Ito's colours, which colour-blind people tell apart, and two more; they hold on a light and on a dark ground.
@@ -24,15 +25,18 @@ class Cell:
     Args:
         text: As people read it; not yet escaped.
         share: In [0, 1], the length of the bar behind it; None: no bar.
+        best: Whether it is the best of its column.
     """
 
     text: str
     share: float | None = None
+    best: bool = False
 
     @property
     def html(self) -> str:
         bar = "" if self.share is None else f' class="bar" style="--share:{100 * self.share:.1f}%"'
-        return f"<td{bar}>{escape(self.text)}</td>"
+        best = " class=best" if self.best and not bar else ""
+        return f"<td{bar}{best}>{escape(self.text)}</td>"
 
 
 def escape(text: str) -> str:
@@ -74,6 +78,21 @@ def bars(values: Sequence[float | None], form: str, unit: float = 1) -> list[Cel
     """
     largest = max((value for value in values if value is not None), default=0) or 1
     return [Cell("-") if value is None else Cell(rounded(value / unit, form), value / largest) for value in values]
+
+
+def ranked(values: Sequence[float | None], metric: Mapping[str, Any], digits: int = 2, texts: Sequence[str] = ()) -> list[Cell]:
+    """A column of figures of which the best is set off, at every row that has it; unknown ones are a dash.
+
+    Args:
+        values: The figures.
+        metric: Says which way is better.
+        digits: Behind the point.
+        texts: How they are written; default: as figures.
+    """
+    known = [value for value in values if value is not None]
+    top = best(known, metric) if known else None
+    shown = texts or ["-" if value is None else figure(value, digits) for value in values]
+    return [Cell(text, best=value is not None and value == top) for value, text in zip(values, shown, strict=True)]
 
 
 def rounded(value: float, form: str) -> str:

@@ -15,7 +15,9 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, Tex
 from rich.table import Table
 from rich.text import Text
 
+from coterie.data.splits import SPLITS
 from coterie.evaluation import best, label, metric_of, prediction, worst
+from coterie.methods import METHODS
 from coterie.printing import printable
 from coterie.profiling import Profile
 from coterie.reports.parts import rounded, size, unseen
@@ -348,6 +350,37 @@ def profiled(console: Console, profile: Profile, elsewhere: bool, most: int = 10
     )
 
 
+def foretold(console: Console, prepared: Any, estimate: Any, first: bool) -> None:
+    """Print what one method would take.
+
+    Args:
+        console: Where to.
+        prepared: See `coterie.prepared.Prepared`.
+        estimate: See `coterie.estimate.Estimate`.
+        first: Whether it is the first of several: clients and data, which all have, are said before it.
+    """
+    federation, method = prepared.modality.federation, prepared.method
+    what = prediction(prepared.modality.metric.about)
+    if first:
+        _say(console, federation.description)
+        for split in SPLITS:
+            counts = [getattr(data, split).windows * (data.test.context if what == "token" else 1) for data in federation.everyone.values()]
+            each = f"{min(counts):,} to {max(counts):,} a client" if min(counts) != max(counts) else f"{min(counts):,} a client"
+            _say(console, f"  {split:<6} {sum(counts):,} {what}s, {each}")
+    sizes = sorted({prepared.modality.trainable(layout).trainable_parameters for layout in prepared.site.layouts.values()})
+    trained = "none" if not method.total_iterations else " to ".join(f"{n:,}" for n in dict.fromkeys((sizes[0], sizes[-1])))
+    memory = "" if estimate.memory is None else f", {estimate.memory / 1e9:,.1f} GB of memory"
+    _say(console, f"{METHODS[prepared.recipe.method['name']].title}: {method.rounds} rounds, parameters trained a client: {trained}")
+    _say(
+        console,
+        f"  a round: {size(estimate.up)} up and {size(estimate.down)} down a client; about {_clock(estimate.seconds)} in all{memory}",
+    )
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+
+
 def verdicts(console: Console, items: Iterable[tuple[bool, str, str]]) -> None:
     """Print sentences that were checked: whether each holds, the sentence, and the numbers behind the verdict."""
     for holds, says, detail in items:
@@ -358,7 +391,8 @@ def verdicts(console: Console, items: Iterable[tuple[bool, str, str]]) -> None:
 def tables(rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str], width: int = 80) -> list[Table]:
     """What fits a terminal: the test metric by method and client, what is known beside it, and what each method cost.
 
-    Of more than eight clients, or of those that the terminal has no room for, only the best and the worst are shown.
+    Of more than eight clients, or of those that the terminal has no room for, only the best and the worst are shown. The scores come last,
+    where a terminal stands when a command ends; of each of their columns the best is bold.
 
     Args:
         rows: As in comparison.json.
@@ -366,12 +400,11 @@ def tables(rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str], width: 
         width: Of the terminal, in characters.
     """
     scores = _groups(rows, titles) if rows[0].get("groups") else _scores(rows, titles, width)
-    return [scores, _beside(rows, titles), _costs(rows, titles)]
+    return [_costs(rows, titles), _beside(rows, titles), scores]
 
 
 def _scores(rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str], width: int) -> Table:
     metric, clients = metric_of(rows[0]), list(rows[0]["clients"])
-    top = best((row["mean"] for row in rows), metric)
     lines = []
     for row in rows:
         spread = f" ± {row['std']:.2f}" if len(row["per_seed"]) > 1 else ""
@@ -380,8 +413,9 @@ def _scores(rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str], width:
         lines.append([[titles[row["method"]], f"{row['mean']:.2f}{spread}"], values, ends, [f"{row['mean_synced']:.2f}"]])
     few = len(clients) <= FEW and _needed(_lines(lines, 1)) <= width
     shown = _plain(label(metric), ("method", "mean", *(clients if few else ("best client", "worst client")), "synced"))
-    for row, line in zip(rows, _lines(lines, 1 if few else 2), strict=True):
-        shown.add_row(*line, style="bold" if row["mean"] == top else "")
+    numbers = [[row["mean"], *line[1 if few else 2], row["mean_synced"]] for row, line in zip(rows, lines, strict=True)]
+    for line, bold in zip(_lines(lines, 1 if few else 2), _bold(numbers, metric), strict=True):
+        shown.add_row(line[0], *(Text(cell, "bold" * top) for cell, top in zip(line[1:], bold, strict=True)))
     _keep_whole(shown)
     return shown
 
@@ -389,18 +423,26 @@ def _scores(rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str], width:
 def _groups(rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> Table:
     """The test metric of each group of unseen clients, and what was best of the first one during training."""
     metric, (first, *others) = metric_of(rows[0]), rows[0]["groups"]
-    top, gated = best((row["mean"] for row in rows), metric), any(row.get("gate_accuracy") is not None for row in rows)
+    gated = any(row.get("gate_accuracy") is not None for row in rows)
     title = f"{label(metric)}; best and best of last ten evaluations: of {first}, chosen on the test set" + "; gate accuracy" * gated
     names = *(unseen(g).replace(" ", "\n") for g in (first, *others)), "best", "best of\nlast ten"
     shown = _plain(title, ("method", *names, *("gate %",) * gated))
-    for row in rows:
+    numbers = [[row["mean"], *(row["groups"][g] for g in others), row["best"], row["best_of_last_ten"]] for row in rows]
+    for row, bold in zip(rows, _bold(numbers, metric), strict=True):
         spread = f" ± {row['std']:.2f}" if len(row["per_seed"]) > 1 else ""
         values = [f"{row[key]:.2f}" for key in ("best", "best_of_last_ten")]
         gate = ["" if row["gate_accuracy"] is None else f"{row['gate_accuracy']:.1f}"] * gated
         cells = [f"{row['mean']:.2f}{spread}", *(f"{row['groups'][g]:.2f}" for g in others), *values, *gate]
-        shown.add_row(titles[row["method"]], *cells, style="bold" if row["mean"] == top else "")
+        tops = [*bold, *(False,) * gated]
+        shown.add_row(titles[row["method"]], *(Text(cell, "bold" * top) for cell, top in zip(cells, tops, strict=True)))
     _keep_whole(shown)
     return shown
+
+
+def _bold(rows: Sequence[Sequence[float]], metric: Mapping[str, Any]) -> list[list[bool]]:
+    """Which figures of a table are the best of their columns."""
+    tops = [best(column, metric) for column in zip(*rows, strict=True)]
+    return [[value == top for value, top in zip(row, tops, strict=True)] for row in rows]
 
 
 def _lines(lines: Sequence[Sequence[Any]], chosen: int) -> list[list[str]]:

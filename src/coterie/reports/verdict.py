@@ -1,0 +1,111 @@
+"""One plain sentence on what a table says, also when it is a loss, and what to do about it."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from coterie.evaluation import ALONE, BOUNDS, badness, better, metric_of
+from coterie.methods import METHODS
+from coterie.reports.parts import figure, unseen
+
+Row = Mapping[str, Any]
+BASE = "pretrained"
+SEEDS = "One seed: differences may be chance; `coterie compare METHOD ... --seeds 3` tells."
+
+
+def verdict(rows: Sequence[Row], own: str) -> str:
+    """Say which method did best, for how many clients or for which groups, by how much, and what to do.
+
+    Bounds count for nothing: nobody can have them. With several seeds a difference counts if it is larger than its deviation.
+
+    Args:
+        rows: As in comparison.json.
+        own: The method that was tried; where it is no row, the best one is spoken of.
+
+    Returns:
+        A few sentences, without markup.
+    """
+    known = [row for row in rows if row["method"] not in BOUNDS]
+    if not known:
+        return ""
+    ranked = sorted(known, key=lambda row: badness(row["mean"], metric_of(row)))
+    mine = next((row for row in known if row["method"] == own), ranked[0])
+    others = [row for row in ranked if row is not mine]
+    if not others:
+        return f"Only {_title(mine)} was run: `coterie compare {mine['method']} local fedavg --recipe RECIPE` says whether sharing helps."
+    rival = others[0]
+    return f"{_compared(mine, rival)} {_certainty(mine, rival)}"
+
+
+def _compared(mine: Row, rival: Row) -> str:
+    """The two sentences on a method and the best of the others."""
+    metric, ours, theirs = metric_of(mine), _title(mine), _title(rival)
+    figures = f"{_value(mine['mean'], metric)} against {_value(rival['mean'], metric)}"
+    if _tied(mine, rival):
+        return f"On these data {ours} and {theirs} are alike ({figures}): take the simpler one."
+    won = better(mine["mean"], rival["mean"], metric)
+    first, second = (mine, rival) if won else (rival, mine)
+    groups = {unseen(g): (first["groups"][g], second["groups"][g]) for g in first.get("groups") or {} if g in (second.get("groups") or {})}
+    pairs = groups or {i: (x, second["clients"][i]) for i, x in first["clients"].items() if i in second["clients"]}
+    ahead = [name for name, (x, y) in pairs.items() if better(x, y, metric)]
+    whom = _whom(ahead, pairs, bool(groups))
+    if won:
+        return f"On these data {ours} is better than {theirs}, the best other row, {whom} ({figures}). {_advice_won(ahead, pairs)}"
+    better_figures = f"{_value(rival['mean'], metric)} against {_value(mine['mean'], metric)}"
+    return f"On these data {theirs} is better than {ours} {whom} ({better_figures}): {_advice_lost(rival)}"
+
+
+def _whom(ahead: Sequence[str], pairs: Mapping[str, Any], groups: bool) -> str:
+    """For whom the better one is better."""
+    if groups:
+        behind = [name for name in pairs if name not in ahead]
+        return f"for {' and '.join(ahead) or 'no group'}" + (f", not for {' and '.join(behind)}" if behind else "")
+    if len(ahead) == len(pairs):
+        return "for the only client" if len(pairs) == 1 else f"for all {len(pairs)} clients"
+    return f"on average, for {len(ahead)} of {len(pairs)} clients"
+
+
+def _advice_won(ahead: Sequence[str], pairs: Mapping[str, Any]) -> str:
+    if len(ahead) == len(pairs):
+        return "Keep its models: they are under clients/."
+    return "Keep its models for those, and see the table for the others."
+
+
+def _advice_lost(rival: Row) -> str:
+    if rival["method"] == ALONE:
+        return "share less, or keep the local models."
+    if rival["method"] == BASE:
+        return "training did not help; lower the learning rates, train on more text, or keep the base as it is."
+    return f"use it: --set method.name={rival['method']}."
+
+
+def _tied(mine: Row, rival: Row) -> bool:
+    """Whether a difference is none, or within its deviation over seeds."""
+    far = abs(mine["mean"] - rival["mean"])
+    return far == 0 or (_seeds(mine, rival) > 1 and far <= _deviation(mine, rival))
+
+
+def _certainty(mine: Row, rival: Row) -> str:
+    seeds = _seeds(mine, rival)
+    if seeds == 1:
+        return SEEDS
+    within = "within" if _tied(mine, rival) else "beyond"
+    return f"The difference is {within} the deviation over {seeds} seeds (± {figure(_deviation(mine, rival))})."
+
+
+def _seeds(mine: Row, rival: Row) -> int:
+    return min(len(mine["per_seed"]), len(rival["per_seed"]))
+
+
+def _deviation(mine: Row, rival: Row) -> float:
+    """Of the difference of two means over seeds, each seed's own."""
+    found = math.hypot(mine["std"], rival["std"])
+    return found if math.isfinite(found) else math.inf
+
+
+def _title(row: Row) -> str:
+    return METHODS[row["method"]].title if row["method"] in METHODS else str(row["method"])
+
+
+def _value(value: float, metric: Mapping[str, Any]) -> str:
+    return figure(value) + (" %" if metric["unit"] == "%" else "")

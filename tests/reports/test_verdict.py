@@ -1,0 +1,172 @@
+"""What a table says in one sentence: whoever wins, by what is measured, never by what was hoped."""
+
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from coterie.cli import _show, app
+from coterie.evaluation import ACCURACY, PERPLEXITY, row
+from coterie.reports.html import write_report
+from coterie.reports.verdict import verdict
+
+
+def result(method: str, clients: dict[str, float], seed: int = 0, groups: dict[str, float] | None = None) -> dict:
+    """A result of a method with these scores; of groups, the clients' names begin with their group's."""
+    costs = {"trainable_parameters": 100, "active_parameters": 100, "flops_per_token": 10, "bytes_up": 0, "bytes_down": 0, "state_bytes": 0}
+    group = {i: {"group": i.rstrip("0123456789")} for i in clients} if groups else {}
+    scores = {i: {"test": x, "test_loss": 1.0, "test_synced": x, "valid": x, **costs, **group.get(i, {})} for i, x in clients.items()}
+    mean = next(iter(groups.values())) if groups else sum(clients.values()) / len(clients)
+    entry = {"round": 2, "iteration": 4, "valid": mean, "test": mean, "clients": scores} | ({"groups": groups} if groups else {})
+    return {
+        "method": method,
+        "recipe": "folders",
+        "seed": seed,
+        "rounds": 2,
+        "metric": (ACCURACY if groups else PERPLEXITY).about,
+        "mean": mean,
+        "mean_loss": 1.0,
+        "mean_synced": mean,
+        "best": mean,
+        "best_of_last_ten": mean,
+        "clients": scores,
+        "training": None,
+        "groups": groups,
+        "labels": None,
+        "anchors": None,
+        "clusters": None,
+        "evaluations": [entry],
+        "lost": {},
+        "privacy": None,
+        "wall_s": 1.0,
+        "machine": {"device": "cpu", "dtype": "float32", "threads": 1},
+        "versions": {"coterie": "0", "torch": "0", "python": "3"},
+    }
+
+
+def line(method: str, *per_client: float, seeds: tuple[float, ...] = (0.0,)) -> dict:
+    """A row over seeds, each of which moves all clients alike."""
+    return row(method, [result(method, {f"c{k}": x + shift for k, x in enumerate(per_client)}, n) for n, shift in enumerate(seeds)])
+
+
+OURS = "comigs-1g1s"
+
+
+def test_a_loss_is_called_one_and_something_is_advised() -> None:
+    said = verdict([line("pretrained", 50, 50, 50), line("local", 20, 21, 22), line(OURS, 30, 31, 32)], OURS)
+    assert said.startswith("On these data Local is better than CoMiGS-1G1S for all 3 clients (21.00 against 31.00)")
+    assert "share less, or keep the local models." in said
+    assert "One seed" in said
+
+
+def test_a_win_names_whom_it_beats() -> None:
+    said = verdict([line("local", 20, 21, 22), line("fedavg", 19, 30, 30), line(OURS, 10, 11, 12)], OURS)
+    assert said.startswith("On these data CoMiGS-1G1S is better than Local, the best other row, for all 3 clients (11.00 against 21.00).")
+
+
+def test_a_win_on_average_says_for_how_many() -> None:
+    said = verdict([line("local", 20, 21, 22), line(OURS, 10, 11, 23)], OURS)
+    assert "on average, for 2 of 3 clients" in said
+
+
+def test_training_that_did_not_help() -> None:
+    said = verdict([line("pretrained", 10, 10), line("local", 20, 20), line(OURS, 30, 30)], OURS)
+    assert "Pretrained is better than CoMiGS-1G1S for all 2 clients" in said
+    assert "training did not help" in said
+
+
+def test_a_bound_is_nobodys_rival() -> None:
+    said = verdict([line("centralized", 1, 1), line("local", 20, 20), line(OURS, 10, 10)], OURS)
+    assert "Centralized" not in said
+    assert "CoMiGS-1G1S is better than Local" in said
+
+
+def test_a_difference_within_its_deviation_is_none() -> None:
+    seeds = (-2.0, 0.0, 2.0)
+    said = verdict([line("local", 20, 20, seeds=seeds), line(OURS, 19, 19, seeds=seeds)], OURS)
+    assert "alike" in said
+    assert "within the deviation over 3 seeds" in said
+    far = verdict([line("local", 40, 40, seeds=seeds), line(OURS, 19, 19, seeds=seeds)], OURS)
+    assert "beyond the deviation over 3 seeds" in far
+    assert "One seed" not in far
+
+
+def test_one_row_alone_says_nothing_of_sharing() -> None:
+    assert "says whether sharing helps" in verdict([line(OURS, 10, 11)], OURS)
+
+
+def unseen_rows() -> list[dict]:
+    ours = result("ddome", {"aligned0": 70.0, "random0": 40.0}, groups={"aligned": 70.0, "random": 40.0})
+    other = result("fedavg", {"aligned0": 60.0, "random0": 55.0}, groups={"aligned": 60.0, "random": 55.0})
+    return [other, ours]
+
+
+def test_every_group_of_unseen_clients_counts() -> None:
+    rows = [row(found["method"], [found]) for found in unseen_rows()]
+    assert "for aligned (unseen), not for random (unseen)" in verdict(rows, "ddome")
+
+
+def loss(tmp_path: Path) -> list[dict]:
+    return [
+        result("local", {"ann": 20.0, "ben": 22.0}),
+        result("fedavg", {"ann": 25.0, "ben": 20.0}),
+        result(OURS, {"ann": 30.0, "ben": 31.0}),
+    ]
+
+
+def test_the_page_sets_off_the_best_of_each_column_and_says_worse(tmp_path: Path) -> None:
+    write_report(tmp_path, loss(tmp_path), "")
+    page = (tmp_path / "report.html").read_text()
+    table = re.search(r"<h2>Test perplexity</h2>.*?</table>", page, re.DOTALL)
+    assert table is not None
+    best = dict.fromkeys(re.findall(r"<td class=best>([^<]+)", table[0]))
+    assert {"21.00", "20.00"} <= best.keys()  # Local's mean and ann, FedAvg's ben
+    assert "30.50" not in best
+    assert "WORSE than Local, the best other row: from 21.00 to 30.50" in page
+    assert "below" not in re.search(r'<ul class="tiles">.*?</ul>', page, re.DOTALL)[0]  # type: ignore[index]
+    assert "Local is better than CoMiGS-1G1S for all 2 clients" in page
+
+
+@pytest.mark.parametrize("unseen", [False, True])
+def test_a_terminal_of_80_by_24_ends_with_scores_and_verdict(tmp_path: Path, unseen: bool) -> None:
+    found = unseen_rows() if unseen else loss(tmp_path)
+    rows = [row(r["method"], [r]) for r in found]
+    console = Console(width=80, record=True, force_terminal=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    _show(console, rows, "folders", found[-1]["method"])
+    lines = console.export_text().splitlines()
+    assert all(len(text) <= 80 for text in lines)
+    last = "\n".join(lines[-22:])  # two lines more say where everything is
+    assert all(title in last for title in (["FedAvg", "DDOME"] if unseen else ["Local", "FedAvg", "CoMiGS-1G1S"]))
+    assert "is better than" in last
+    assert lines[-1].strip()
+    if unseen:
+        assert "random (unseen)" in " ".join(last.split())
+        assert "40.00" in last
+
+
+def test_recipes_prints_one_to_start_from(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["recipes", "quickstart"])
+    assert done.exit_code == 0
+    (tmp_path / "mine.yaml").write_text(done.output)
+    assert CliRunner().invoke(app, ["recipes", "quikstart"]).exit_code == 2
+    import coterie.recipe as recipes
+
+    assert recipes.load(str(tmp_path / "mine.yaml")).method == recipes.load("quickstart").method
+
+
+@pytest.mark.parametrize("command", ["methods", "recipes"])
+def test_lists_fit_80_columns(command: str) -> None:
+    lines = CliRunner().invoke(app, [command]).output.splitlines()
+    assert max(map(len, lines)) <= 80
+
+
+def test_a_dry_run_says_what_it_would_take_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = ("data.clusters=2", "data.clients_per_cluster=2", "method.rounds=3", "compare_with=[local]")
+    done = CliRunner().invoke(app, ["run", "cobo-digits", "--dry-run", *(word for s in settings for word in ("--set", s))])
+    assert done.exit_code == 0, done.output
+    for expected in ("4 clients", "examples", "parameters trained a client", "a round:", "in all", "GB of memory"):
+        assert expected in done.output
+    assert not list(tmp_path.iterdir())
