@@ -239,6 +239,7 @@ HARMLESS = {  # files that draw from generators which anybody can predict, and w
     "common.py": "splits of public data",
     "ddome.py": "the theory's examples",
     "dealing.py": "how data are dealt out to simulated clients",
+    "estimate.py": "a trial round before a run, of which nothing is kept or sent",
     "generalising.py": "noise of a method's own objective while it trains, which stays on the client",
     "labelled.py": "how data are dealt out to simulated clients",
     "networks.py": "where training starts",
