@@ -232,6 +232,8 @@ ORDINARY = re.compile(r"randbits|Generator\(|default_rng|RandomState|np\.random\
 HARMLESS = {  # files that draw from generators which anybody can predict, and what for
     "adapter.py": "where training starts",
     "attackers.py": "lies of simulated clients",
+    "auditing.py": "which rows an audit looks at",
+    "canaries.py": "canaries of an experiment, whose coins follow from its seed",
     "client.py": "lies of simulated clients",
     "cobo.py": "which pairs of clients CoBo compares, see below; or the theory's examples",
     "comigs.py": "the theory's examples",
@@ -246,6 +248,7 @@ HARMLESS = {  # files that draw from generators which anybody can predict, and w
     "recipe.py": "who takes part, where nothing depends on its being unknown",
     "run.py": "which pairs of clients CoBo compares: with privacy no such method runs",
     "splits.py": "the order of a client's own batches",
+    "statistics.py": "resampling for intervals",
     "synthetic.py": "made-up texts",
     "text.py": "where training starts",
 }

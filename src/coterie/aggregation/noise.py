@@ -27,7 +27,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 from filelock import FileLock
-from scipy.special import ndtri
 
 from coterie.errors import Refused, SaveError, TensorError, extra
 
@@ -144,6 +143,8 @@ class Source:
 
     def _fill(self, found: np.ndarray, drawn: np.ndarray, deviation: float) -> None:
         """Make integers of 64 bits each."""
+        from scipy.special import ndtri
+
         bits = drawn >> np.uint64(1)
         steps = (bits + 0.5) * 2.0**-64
         ndtri(steps, out=steps)
