@@ -1,6 +1,5 @@
 """What commands that only talk do without: torch takes seconds to import."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -48,11 +47,3 @@ def test_a_recipe_is_refused_before_the_rest_is_imported(tmp_path: Path) -> None
     assert code == 2
     assert "torch" in names  # so that this test would see others
     assert not names & {"transformers", "scipy", "datasets", "matplotlib", "tensorboard", "flwr", "rich.progress", "peft"}
-
-
-@pytest.mark.parametrize(("given", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
-def test_threads_that_wait_do_not_spin_unless_somebody_wants_it(given: dict[str, str], policy: str) -> None:
-    code = "import sys, os, coterie.cli; assert 'torch' not in sys.modules; print(os.environ['OMP_WAIT_POLICY'])"
-    environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"} | given
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.strip() == policy

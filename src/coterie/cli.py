@@ -34,9 +34,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-for variable, value in {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}.items():  # read when torch is imported, so set before that
-    os.environ.setdefault(variable, value)  # a thread that spins while it waits takes the core of the one it waits for, if cores are few
-
 TRUST = "COTERIE_TRUST_REMOTE_CODE"  # see coterie.models.architecture
 STOPPING_S = 15.0  # seconds for what is being stopped
 RESUMABLE = "stopped. What was done until the last checkpoint is kept: the same command with --resume goes on."

@@ -125,6 +125,7 @@ class Execution(Listener):
         decisive |= {"common_expert": known} if (known := self.modality.fingerprint) else {}
         self.checkpoints = Checkpoints(self.folder / "checkpoints", decisive)
         self._sizes: dict[Layout, dict[str, int]] = {}
+        self.answered: set[ClientId] = set()  # in this round
         self.round, self.server = 0, self.method.init(self.prepared.blueprint, self.recipe.present(self.clients, 0))
         self.progress: Json = {
             "up": dict.fromkeys(self.federation.everyone, 0),
@@ -278,7 +279,7 @@ class Execution(Listener):
     def _one_round(self) -> None:
         rng = torch.Generator().manual_seed(mix(self.recipe.seed, "round", self.round))
         self._welcome()
-        self.answered: set[ClientId] = set()
+        self.answered.clear()
         there = self.recipe.present(self.clients, self.round)
         self.server = drive(self.method.round(self.method.members(self.server, there), self._active(), rng), self._exchange)
         for i in sorted(self.answered):
@@ -335,6 +336,7 @@ class Execution(Listener):
         self.reporter.asking(ask.name, len(ask.to))
         while True:
             for i, reply in self.engine.answer(asked, self.round, phase).items():
+                self.answered.add(i)
                 try:
                     self._check(ask, i, reply)
                     believed[i] = reply
@@ -370,7 +372,6 @@ class Execution(Listener):
         for direction, messages in (("down", ask.to), ("up", replies)):
             for i in self.clients & messages.keys():
                 self.progress[direction][i] += nbytes(messages[i])
-        self.answered |= replies.keys()
         return replies
 
     def _protected(self, ask: Ask, replies: Replies, phase: int) -> Replies:
@@ -748,9 +749,14 @@ def _check_apart(recipe: Recipe, folder: Path) -> None:
         check_apart(folder, Path(found))
 
 
+def _begun(folder: Path) -> bool:
+    """Whether a run has written anything that it could go on from."""
+    return (folder / RECIPE).exists() or (folder / "checkpoints").exists() or Kept(folder).begun()
+
+
 def _check_begun(folder: Path, rows: Sequence[tuple[Recipe, Path]]) -> None:
     """Refuse to go on with what has never begun. Raises Refused."""
-    if not (folder / "lock").exists() and not any((path / RECIPE).exists() or Kept(path).begun() for _, path in rows):
+    if not (folder / "lock").exists() and not any(_begun(path) for _, path in rows):
         raise Refused(
             f"{folder} {'holds' if folder.is_dir() else 'does not exist, so there is'} nothing to go on with",
             "Check --out; or start from the beginning: the same command without --resume.",

@@ -127,9 +127,10 @@ def from_bytes(data: bytes, what: str = "message") -> Tensors:
     """
     try:
         decoded = {name: _owned(tensor) for name, tensor in _decode(data).items()}
-    except SafetensorError as error:
+    except (SafetensorError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        reason = str(error).partition("\n")[0]  # some headers get as far as PyTorch, which refuses them in its own ways
         raise TensorError(
-            f"{what}: not valid safetensors bytes ({error})", "It was truncated or damaged on the way: send it again."
+            f"{what}: not valid safetensors bytes ({reason})", "It was truncated or damaged on the way: send it again."
         ) from None
     return decoded
 
