@@ -6,12 +6,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from browser import browser_page, opened  # noqa: F401
 
 import coterie
 from coterie.errors import Refused
 from coterie.models.adapter import Layout
-from coterie.personal.keyboard import SHOWN, START, served
+from coterie.personal.keyboard import BASE, EXAMPLES, OFFERED, SHOWN, most_disputed, served, with_base
 
 
 def free_port() -> int:
@@ -38,7 +39,7 @@ def shown(page) -> list[str]:
 
 def settle(page, models, text: str) -> list[str]:
     """Wait until the suggestions are those of `text`, and return their words."""
-    words = {client: model.next_words(text, SHOWN) for client, model in models.items()}
+    words = {client: model.next_words(text, SHOWN) for client, model in with_base(models).items()}
     wanted = [word.word for of_client in words.values() for word in of_client]
     page.wait_for_function("n => document.querySelectorAll('button.word').length == n", arg=len(wanted))
     page.wait_for_function(
@@ -52,11 +53,11 @@ def test_one_types_and_chooses(browser_page, address, models):  # noqa: F811
     page.goto(address)
     page.wait_for_selector("button.word.expert0, button.word.expert1, button.word.expert2")
     box = page.locator("#text textarea")
-    assert box.input_value() == START
-    box.fill("")
-    box.type("cab a")
+    assert box.input_value() == ""  # nothing to erase
+    page.keyboard.type("cab a")  # the box has the focus
     words = settle(page, models, "cab a")
-    assert len(words) == SHOWN * 3
+    assert len(words) == SHOWN * 4
+    assert list(dict.fromkeys(page.locator(".client").all_inner_texts())) == ["ann", "ben", "cleo", BASE]
     for client, row in zip(models, range(3), strict=True):
         for place, word in enumerate(models[client].next_words("cab a", SHOWN)):
             button = page.locator("button.word").nth(row * SHOWN + place)
@@ -74,13 +75,30 @@ def test_one_types_and_chooses(browser_page, address, models):  # noqa: F811
         page.locator("button.word").nth(place).click()
         page.wait_for_function("text => document.querySelector('#text textarea').value == text", arg=before + word.insert)
         settle(page, models, before + word.insert)
+        page.wait_for_function("document.activeElement == document.querySelector('#text textarea')")
+    example = page.locator("button.example").first
+    example.click()
+    page.wait_for_function("text => document.querySelector('#text textarea').value == text", arg=example.inner_text())
+    page.wait_for_function("document.activeElement == document.querySelector('#text textarea')")
+    page.keyboard.type("x")
+    page.wait_for_function("text => document.querySelector('#text textarea').value == text", arg=example.inner_text() + "x")
+
+
+def test_the_base_is_untrained_and_examples_are_those_that_divide(models):
+    together = coterie.personal.ManyModels(models)
+    base = with_base(models)[BASE]
+    ids = torch.tensor([[5, 6, 7]])
+    torch.testing.assert_close(base(ids).logits, base.backbone.model(ids).logits)
+    told = {text: len({words[0].word for words in together.next_words(text, 1).values()}) for text in EXAMPLES}
+    offered = most_disputed(together, EXAMPLES)
+    assert sorted((told[text] for text in offered), reverse=True) == sorted(told.values(), reverse=True)[:OFFERED]
 
 
 @pytest.mark.parametrize("dark", [False, True])
 def test_letters_and_colours_hold_on_either_ground(dark, address, models):
     with opened(dark, width=420) as page:
         page.goto(address)
-        settle(page, models, START)
+        settle(page, models, "")
         legend = page.locator(".legend").inner_text()
         assert all(name in legend for name in ("G generalist", "S1 specialist", "S2 specialist"))
         ink, ground = page.locator("button.word").first.evaluate("b => [getComputedStyle(b).color, getComputedStyle(b).backgroundColor]")

@@ -68,3 +68,15 @@ def test_one_types_a_text(tmp_path: Path, base: Path) -> None:  # noqa: F811
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         page.locator("#text textarea").fill(" ")
         page.locator(".expert strong").first.wait_for(state="detached")
+
+
+def test_equal_answers_are_one_row(tmp_path: Path, photo: Path) -> None:
+    pytest.importorskip("gradio", reason="no gradio (pip install 'coterie[serve]')")
+    alike = single()
+    for client in ("ben", "cleo", "dan"):
+        save_classifier(tmp_path / "clients" / client, client, alike, split(images(1)), (), Origin("fedavg", "digits", 1, 0))
+    with served(coterie.load_all(tmp_path), free_port()) as address, opened() as page:
+        page.goto(address)
+        page.locator("#image input[type=file]").set_input_files(photo)
+        page.get_by_text("ben, cleo, dan").wait_for()
+        assert set(page.locator(".client:visible").all_inner_texts()) == {"ben, cleo, dan"}

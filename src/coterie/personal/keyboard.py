@@ -1,17 +1,34 @@
 """A local web page like a phone's keyboard: one types, and sees what each client's model would write next."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from coterie.models.adapter import Layout
+from coterie.models.language import LanguageModel
 from coterie.personal import page
 from coterie.personal.many import ManyModels
 from coterie.personal.model import PersonalModel
 from coterie.printing import printable
 from coterie.reports.parts import COLOURS
 
-START = "In my free time, I like to"
 SHOWN = 3  # suggestions for each client
+OFFERED = 4  # examples
+EXAMPLES = (
+    "In my free time, I like to",
+    "The weather",
+    "Yesterday I",
+    "The first thing to do is",
+    "Returns the",
+    "A new",
+    "It was found that",
+    "My favourite",
+)
+BASE = "(the base, untrained)"  # brackets are in no client's name
+FOCUS = """() => setTimeout(() => {
+  const box = document.querySelector("#text textarea"); box.focus(); box.setSelectionRange(box.value.length, box.value.length) }, 0)"""
 STYLE = """
 .word { display: block !important; min-width: 6rem !important; white-space: pre-line !important; line-height: 1.35;
   border: 2px solid #808080; border-left-width: 8px;
@@ -37,6 +54,8 @@ def keyboard(models: Mapping[str, PersonalModel]) -> Any:
         Refused: Gradio is not installed.
     """
     gradio = page.gradio()
+    examples = most_disputed(ManyModels(models), EXAMPLES)
+    models = with_base(models)
     together = ManyModels(models)
 
     def suggest(text: str) -> list[Any]:
@@ -56,8 +75,10 @@ def keyboard(models: Mapping[str, PersonalModel]) -> Any:
         return clicked
 
     with gradio.Blocks(title="coterie", analytics_enabled=False) as blocks:
-        gradio.Markdown("## What would each of them write next?\nType, or choose a word.")
-        text = gradio.Textbox(START, label="Text", lines=3, autofocus=True, elem_id="text")
+        gradio.Markdown("## What would each of them write next?\nType, choose a word, or begin with an example.")
+        text = gradio.Textbox(label="Text", lines=3, autofocus=True, elem_id="text")
+        with gradio.Row():
+            offered = [gradio.Button(example, size="sm", elem_classes="example") for example in examples]
         state = gradio.State(("", []))
         rows: list[list[Any]] = []
         for client in models:
@@ -70,8 +91,24 @@ def keyboard(models: Mapping[str, PersonalModel]) -> Any:
         text.change(suggest, text, everything, trigger_mode="always_last", **page.QUIET)
         for i, row in enumerate(rows):
             for place, button in enumerate(row):
-                button.click(append(i, place), [text, state], text, **page.QUIET)
+                button.click(append(i, place), [text, state], text, **page.QUIET).then(None, js=FOCUS)
+        for button, example in zip(offered, examples, strict=True):
+            button.click(partial(str, example), None, text, **page.QUIET).then(None, js=FOCUS)
     return blocks
+
+
+def with_base(models: Mapping[str, PersonalModel]) -> dict[str, PersonalModel]:
+    """The models, and the base without what any client trained: an adapter whose updates are zero."""
+    first = next(iter(models.values()))
+    layout = Layout(specialists=0, rank=1)
+    base = PersonalModel(LanguageModel(first.backbone, layout), replace(first.about, client=BASE, layout=layout))
+    return {**models, BASE: base}
+
+
+def most_disputed(models: ManyModels, texts: Sequence[str]) -> list[str]:
+    """Those texts after which the clients' models suggest the most different words, most first."""
+    words = {text: {word.word for found in models.next_words(text, 1).values() for word in found} for text in texts}
+    return sorted(texts, key=lambda text: -len(words[text]))[:OFFERED]
 
 
 def served(models: Mapping[str, PersonalModel], port: int) -> AbstractContextManager[str]:

@@ -12,6 +12,7 @@ from coterie.personal import page
 from coterie.personal.classifier import PersonalClassifier
 from coterie.printing import printable
 
+Answer = tuple[dict[str, float], str]  # the probability of each class, and which expert spoke
 SHOWN = 3  # classes for each client
 STYLE = """
 .expert { min-width: 9rem !important; align-self: center }
@@ -34,11 +35,18 @@ def sorter(models: Mapping[str, PersonalClassifier]) -> Any:
 
     def classify(given: str | None) -> list[Any]:
         if not given or not given.strip():
-            return [None, ""] * len(models)
+            return hidden() * len(models)
         try:
-            return [shown for model in models.values() for shown in _answer(model, given)]
+            groups = grouped({client: _answer(model, given) for client, model in models.items()})
         except DataError as error:
             raise gradio.Error(html.escape(printable(str(error))), print_exception=False) from None
+        return [value for client in models for value in (shown(*groups[client]) if client in groups else hidden())]
+
+    def hidden() -> list[Any]:
+        return [gradio.Row(visible=False), "", None, ""]
+
+    def shown(clients: list[str], answer: Answer) -> list[Any]:
+        return [gradio.Row(visible=True), page.plain(", ".join(clients)), *answer]
 
     with gradio.Blocks(title="coterie", analytics_enabled=False) as blocks:
         gradio.Markdown(f"## What would each of them say it is?\n{_asked(shape)}")
@@ -49,8 +57,8 @@ def sorter(models: Mapping[str, PersonalClassifier]) -> Any:
             given = gradio.Image(label="Image", type="filepath", image_mode=None, sources=["upload"], height=220, elem_id="image")
         answers: list[Any] = []
         for client in models:
-            with gradio.Row():
-                gradio.Markdown(page.plain(client), elem_classes="client")
+            with gradio.Row(visible=False) as row:
+                answers += [row, gradio.Markdown(page.plain(client), elem_classes="client")]
                 answers.append(gradio.Label(show_label=False, show_heading=False, num_top_classes=SHOWN, elem_classes="answer", scale=3))
                 answers.append(gradio.Markdown(elem_classes="expert"))
         given.change(classify, given, answers, trigger_mode="always_last", **page.QUIET)
@@ -62,7 +70,16 @@ def served(models: Mapping[str, PersonalClassifier], port: int) -> AbstractConte
     return page.served(sorter(models), STYLE, port)
 
 
-def _answer(model: PersonalClassifier, given: str) -> tuple[dict[str, float], str]:
+def grouped(answers: Mapping[str, Answer]) -> dict[str, tuple[list[str], Answer]]:
+    """Equal answers once, as far as one sees: by the first client that gives it, all that do, and the answer."""
+    found: dict[Any, tuple[list[str], Answer]] = {}
+    for client, (classes, expert) in answers.items():
+        seen = tuple((name, round(share, 2)) for name, share in sorted(classes.items())), expert
+        found.setdefault(seen, ([], (classes, expert)))[0].append(client)
+    return {clients[0]: (clients, answer) for clients, answer in found.values()}
+
+
+def _answer(model: PersonalClassifier, given: str) -> Answer:
     """The probability of each class, and the expert that the gate wants most."""
     (batch,) = model.batches(given)
     outputs, experts = model.answer(batch.x)
