@@ -254,16 +254,21 @@ def test_clients_that_fail_are_left_out(method: Method, world: World) -> None:
     assert all_finite(run.server)
 
 
-def test_resumed_after_a_round_it_ends_the_same(method: Method, world: World, tmp_path: Path) -> None:
-    whole = Run(method, world).rounds(method.rounds)
-    first = Run(method, world).rounds(min(1, method.rounds))
-    Checkpoints(tmp_path, {}).save(Checkpoint(first.round, first.server, first.engine.states(), {}))
-    found = Checkpoints(tmp_path, {}).latest()
+def resumed(method: Method, world: World, folder: Path, draw: Draw = lambda clients, round: clients) -> Run:
+    """A run that goes on from a checkpoint of its first round, to its end."""
+    first = Run(method, world).rounds(min(1, method.rounds), draw=draw)
+    Checkpoints(folder, {}).save(Checkpoint(first.round, first.server, first.engine.states(), {}))
+    found = Checkpoints(folder, {}).latest()
     assert found is not None
     second = Run(method, world)
     second.server, second.round = found.server, found.round
     second.engine.restore(found.clients)
-    assert_same_run(whole, second.rounds(method.rounds - found.round))
+    return second.rounds(method.rounds - found.round, draw=draw)
+
+
+def test_resumed_after_a_round_it_ends_the_same(method: Method, world: World, tmp_path: Path) -> None:
+    whole = Run(method, world).rounds(method.rounds)
+    assert_same_run(whole, resumed(method, world, tmp_path))
 
 
 def some(clients: Sequence[ClientId], round: int) -> Sequence[ClientId]:
@@ -299,14 +304,7 @@ def test_half_of_the_clients_a_round_on_all_engines_and_resumed(method: Method, 
     whole, other = (Run(method, world, engine).rounds(method.rounds, draw=some) for engine in ENGINES)
     assert_same_run(whole, other)
     assert all_finite(whole.server)
-    first = Run(method, world).rounds(min(1, method.rounds), draw=some)
-    Checkpoints(tmp_path, {}).save(Checkpoint(first.round, first.server, first.engine.states(), {}))
-    found = Checkpoints(tmp_path, {}).latest()
-    assert found is not None
-    second = Run(method, world)
-    second.server, second.round = found.server, found.round
-    second.engine.restore(found.clients)
-    assert_same_run(whole, second.rounds(method.rounds - found.round, draw=some))
+    assert_same_run(whole, resumed(method, world, tmp_path, some))
 
 
 def test_schedules_run_over_the_rounds_of_the_run(method: Method, world: World) -> None:
