@@ -197,7 +197,10 @@ def _make_pair(path: Path) -> None:
     key = ec.generate_private_key(ec.SECP384R1())
     path.unlink(missing_ok=True)  # of a former pair, whose public key was taken away
     _write_private(path, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
-    path.with_name(path.name + PUBLIC).write_bytes(key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n")
+    public = path.with_name(path.name + PUBLIC)
+    new = public.with_name(f"{public.name}.new")  # a server that runs looks for *.pub all the time, and must not find half of one
+    new.write_bytes(key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n")
+    new.replace(public)
 
 
 def _write_private(path: Path, content: bytes) -> None:

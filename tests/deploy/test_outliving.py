@@ -92,19 +92,22 @@ def test_what_is_no_key_is_told_and_left_out(tmp_path: Path, monkeypatch: pytest
     folder = tmp_path / "keys/clients"
     with serving(tmp_path, monkeypatch) as (found, said):
         until(lambda: "The device of ben is known now." in said, "ben")
-        (folder / "dangling.pub").symlink_to(tmp_path / "nothing")
-        (folder / "loop.pub").symlink_to(folder / "loop.pub")
-        (folder / "folder.pub").mkdir()
-        (folder / "huge.pub").write_bytes(b"ecdsa-sha2-nistp384 " + b"A" * 10_000_000)
-        (folder / "bytes.pub").write_bytes(b"\xff\xfe\0")
-        (folder / "text.pub").write_text("no key")
-        (folder / "\x1b[2Jevil\n.pub").write_text("no key")
-        os.mkfifo(folder / "pipe.pub")
-        rsa = ["ssh-keygen", "-q", "-t", "rsa", "-b", "2048", "-N", "", "-f", str(folder / "rsa")]
+        ready = tmp_path / "ready"  # each file comes whole and at once: of half a file the server would tell something else
+        ready.mkdir()
+        (ready / "dangling.pub").symlink_to(tmp_path / "nothing")
+        (ready / "loop.pub").symlink_to(folder / "loop.pub")
+        (ready / "folder.pub").mkdir()
+        (ready / "huge.pub").write_bytes(b"ecdsa-sha2-nistp384 " + b"A" * 10_000_000)
+        (ready / "bytes.pub").write_bytes(b"\xff\xfe\0")
+        (ready / "text.pub").write_text("no key")
+        (ready / "\x1b[2Jevil\n.pub").write_text("no key")
+        os.mkfifo(ready / "pipe.pub")
+        rsa = ["ssh-keygen", "-q", "-t", "rsa", "-b", "2048", "-N", "", "-f", str(ready / "rsa")]
         subprocess.run(rsa, check=True)
         ben = (folder / "ben.pub").read_text()
-        (folder / "ben.pub").unlink()
-        (folder / "ben.pub").symlink_to(tmp_path / "away")
+        (ready / "ben.pub").symlink_to(tmp_path / "away")
+        for path in ready.iterdir():
+            path.replace(folder / path.name)
         keys.make(tmp_path / "keys", [], ["cleo"])
         until(lambda: "The device of cleo is known now." in said, "cleo, in spite of all that")
         assert {client for client, _ in found.nodes.values()} == {"ann", "ben", "cleo"}
@@ -131,6 +134,22 @@ def test_what_is_no_key_is_told_and_left_out(tmp_path: Path, monkeypatch: pytest
         time.sleep(0.5)
         assert {client for client, _ in found.nodes.values()} == {"ann", "ben", "cleo"}
         assert not any("shut out" in line for line in said)
+
+
+def test_a_key_that_is_being_made_is_no_key_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server looks at any time, also while half of a file is written."""
+    keys.make(tmp_path, [], [])
+    write, seen = Path.write_bytes, []
+
+    def by_halves(path: Path, content: bytes) -> int:
+        write(path, content[: len(content) // 2])
+        seen.append(keys.public_keys(tmp_path))
+        return write(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", by_halves)
+    keys.make(tmp_path, [], ["ann"])
+    assert seen == [({}, {})]
+    assert [path.name for path in keys.public_keys(tmp_path)[0].values()] == ["ann.pub"]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="nothing is unreadable to root")
@@ -221,12 +240,16 @@ def test_a_device_outlives_a_program_that_cannot_be_started(tmp_path: Path, monk
             calls[0] += 1
             if calls[0] == 2:
                 raise OSError(11, "Resource temporarily unavailable")
-            return look() if calls[0] < 7 else []
+            if calls[0] == 8:
+                raise SystemExit  # of this thread: left alone it would start the real program again and again, beside the tests that follow
+            return look()
 
         # Of this supervisor alone: those of other tests still watch in their threads.
         monkeypatch.setattr(supervisor, "look", sometimes)
-        threading.Thread(target=lambda: said.extend(supervisor.watch()), daemon=True).start()
-        until(lambda: calls[0] > 7, "it goes on")
+        watching = threading.Thread(target=lambda: said.extend(supervisor.watch()), daemon=True)
+        watching.start()
+        watching.join(3 * MINUTE)
+        assert not watching.is_alive()
     assert "The device goes on, but: [Errno 11] Resource temporarily unavailable" in said
 
 
@@ -344,10 +367,10 @@ def test_a_program_is_ended_though_whoever_waits_for_it_loses_patience(tmp_path:
     program = deploy.Program([sys.executable, "-c", stubborn], tmp_path, tmp_path / "log")
     until(lambda: "up" in (tmp_path / "log").read_text(), "it ignores signals")
 
-    sleep, lost = time.sleep, [True]
+    sleep, lost, whoever_waits = time.sleep, [True], threading.current_thread()
 
     def impatient(seconds: float) -> None:
-        if lost:
+        if lost and threading.current_thread() is whoever_waits:
             lost.clear()
             raise KeyboardInterrupt
         sleep(seconds)
