@@ -266,18 +266,18 @@ def test_another_common_expert_than_the_runs_is_refused(photos: Path, tmp_path: 
         adapt(run, photos)
 
 
-@pytest.mark.parametrize("generalists", [1, "pool"])
-def test_a_new_writer_gets_generalists_for_a_folder_of_text(generalists: object, tiny_base: Path, tmp_path: Path) -> None:
-    for name, letters in (("ann", "abc"), ("ben", "xyz"), ("you", "abd")):
-        (tmp_path / name).mkdir()
+@pytest.mark.parametrize("name", ["comigs", "comigs-pool"])
+def test_a_new_writer_gets_generalists_for_a_folder_of_text(name: str, tiny_base: Path, tmp_path: Path) -> None:
+    for writer, letters in (("ann", "abc"), ("ben", "xyz"), ("you", "abd")):
+        (tmp_path / writer).mkdir()
         for k in range(12):
-            (tmp_path / name / f"{k}.txt").write_text(" ".join(letters[(k + n) % 3] * (n % 4 + 1) for n in range(20)))
+            (tmp_path / writer / f"{k}.txt").write_text(" ".join(letters[(k + n) % 3] * (n % 4 + 1) for n in range(20)))
     clients = tmp_path / "clients"
     clients.mkdir()
-    for name in ("ann", "ben"):
-        (tmp_path / name).rename(clients / name)
-    method = {"name": "comigs", "rounds": 2, "local_steps": 1, "router_every": 1, "router_steps": 1, "generalists": generalists}
-    changes = [f"method={json.dumps(method | ({'pool': 3, 'chosen': 2} if generalists == 'pool' else {}))}"]
+    for writer in ("ann", "ben"):
+        (tmp_path / writer).rename(clients / writer)
+    method = {"name": name, "rounds": 2, "local_steps": 1, "router_every": 1, "router_steps": 1}
+    changes = [f"method={json.dumps(method | ({'pool': 3} if name == 'comigs-pool' else {}))}"]
     model = [f"model.base={tiny_base}", "model.context=16", "training.batch_size=4", "compare_with=[]"]
     runs.run(recipes.load("folders", [*changes, *model, f"data.path={clients}"]), tmp_path / "run")
     found = adapt(tmp_path / "run", tmp_path / "you")
@@ -286,7 +286,7 @@ def test_a_new_writer_gets_generalists_for_a_folder_of_text(generalists: object,
     assert model_.next_words("a b")
     assert found.samples > 12
     server = load(max((tmp_path / "run/checkpoints").rglob("server.safetensors")))[0]
-    if generalists == "pool":
+    if name == "comigs-pool":
         assert len(found.experts) == 2
         assert found.up == nbytes({"scores": torch.zeros(3)}) or found.up == nbytes({"scores": torch.zeros(3).double()})
         assert sum(found.scores) == pytest.approx(1)

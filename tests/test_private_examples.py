@@ -23,6 +23,7 @@ from coterie.errors import ClientError, RecipeError
 from coterie.limits import Limits, LocalPrivacy
 from coterie.methods import METHODS
 from coterie.methods.comigs import CoMiGS
+from coterie.methods.comigs_cobo import CoMiGSCoBo
 from coterie.methods.ditto import Ditto
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.fedsalora import FedSALoRA
@@ -182,6 +183,8 @@ def test_a_method_that_shares_more_is_refused_by_the_client_itself(backbone: Bac
     with pytest.raises(ClientError, match="no privacy of single examples covers"):
         answer(own, FedSALoRA())
     with pytest.raises(ClientError, match="midpoint_gradients: nothing says that its reply can be"):
+        own.answer(CoMiGSCoBo(), "midpoint_gradients", "ann", {"ben": torch.zeros(3)}, {}, 0, 0)
+    with pytest.raises(ClientError, match="CoMiGS has no task 'midpoint_gradients'"):
         own.answer(CoMiGS(), "midpoint_gradients", "ann", {"ben": torch.zeros(3)}, {}, 0, 0)
 
 
@@ -258,8 +261,8 @@ def test_methods_that_cannot_keep_the_promise_are_refused_before_anything_starts
 
 
 def test_a_pool_and_normalised_batches_are_refused(tiny_base: Path) -> None:
-    with pytest.raises(RecipeError, match=r"privacy\.unit: comigs"):
-        prepare(recipe(tiny_base, PRIVATE, "method.name=comigs", "method.generalists=pool"))
+    with pytest.raises(RecipeError, match=r"privacy\.unit: comigs-pool"):
+        prepare(recipe(tiny_base, PRIVATE, "method.name=comigs-pool"))
     with pytest.raises(RecipeError, match="norm is group or none"):
         prepare(load("cobo-digits", [PRIVATE, "method.name=fedavg", "compare_with=[]", "model.network=cnn", "model.norm=batch"]))
 

@@ -134,7 +134,7 @@ def _beyond_examples(recipe: Recipe, method: Method, model: Trainable) -> list[s
     if not protects_examples(method):
         able = [name for name, entry in METHODS.items() if "by_examples" in vars(entry.method)]
         problem = f"privacy.unit: {recipe.method['name']} shares more than what gradients of single examples train"
-        return [f"{problem}; possible with {', '.join(able)}, with aggregate mean and without a pool"]
+        return [f"{problem}; possible with {', '.join(able)}"]
     if method.shared and isinstance(model, Classifier) and model.per_example is None:
         return ["privacy.unit: gradients of single examples are of language models and of image networks whose norm is group or none"]
     return []

@@ -368,11 +368,21 @@ def build_method(section: Mapping[str, Any]) -> Method:
     if not isinstance(name, str) or name not in METHODS:
         raise ValueError("method.name: " + ("missing; see `coterie methods`" if name is None else _unknown_method(str(name))))
     entry = METHODS[name]
+    if moved := list(_moved(section)):
+        raise ValueError("\n".join(moved))
     given = {key: value for key, value in section.items() if key != "name"}
     for key, value in entry.fixed.items():
         if key in given and given[key] != value:
             raise ValueError(f"method.{key}: {name} fixes it to {value!r}, found {given[key]!r}; use name: comigs to choose it")
     return TypeAdapter(entry.method).validate_python(given | dict(entry.fixed))
+
+
+def _moved(method: Mapping[str, Any]) -> Iterator[str]:
+    """Say what a recipe of before has to write now."""
+    if method.get("generalists") == "pool" or ("chosen" in method and str(method["name"]).startswith("comigs")):
+        yield "method.generalists: a pool is a method of its own now: name: comigs-pool, where `generalists` is what was `chosen`"
+    if "aggregate" in method:
+        yield "method.aggregate: CoBo's weights are a method of its own now: name: comigs-cobo (comigs averages); leave the field out"
 
 
 def load(recipe: str, overrides: Sequence[str] = ()) -> Recipe:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from coterie.data.federation import Federation
 from coterie.engines import InProcess
 from coterie.methods.comigs import CoMiGS
 from coterie.methods.comigs_alone import CoMiGSAlone
+from coterie.methods.comigs_cobo import CoMiGSCoBo
 from coterie.methods.comigs_published import CoMiGSPublished
 from coterie.models.adapter import Adapter, Layout
 from coterie.models.backbone import Backbone
@@ -237,11 +238,14 @@ def test_a_single_expert_has_no_router_and_trains(site: Site, backbone: Backbone
     assert any(t.abs().max() > 0 for name, t in reply.items() if name.endswith("B"))
 
 
+def weighted(gamma: float) -> CoMiGSCoBo:
+    return CoMiGSCoBo(**{field.name: getattr(METHOD, field.name) for field in fields(METHOD)}, gamma=gamma)
+
+
 def test_cobo_weights_that_do_not_move_are_the_mean(backbone: Backbone, tiny_federation: Federation) -> None:
     """With gamma 0 every client's own mixture is 1/N of each: plain CoMiGS."""
     states = []
-    for aggregate in ("mean", "cobo"):
-        method = replace(METHOD, aggregate=aggregate, gamma=0.0)
+    for method in (METHOD, weighted(0.0)):
         layouts = {i: method.layout(k, Layout(rank=2)) for k, i in enumerate(tiny_federation.clients)}
         site = Site(partial(LanguageModel, backbone), layouts, tiny_federation.clients, TRAINING, 5, method.total_iterations)
         engine, clients = InProcess(site, method), tuple(tiny_federation.clients)
@@ -258,7 +262,7 @@ def test_cobo_weights_that_do_not_move_are_the_mean(backbone: Backbone, tiny_fed
 
 def test_cobo_weights_follow_the_gradients_halfway(backbone: Backbone, tiny_federation: Federation) -> None:
     """One round by hand: W from inner products of gradients at midpoints, projected row by row, then each client's own mixture."""
-    method = replace(METHOD, aggregate="cobo", gamma=3.0)
+    method = weighted(3.0)
     clients = sorted(tiny_federation.clients)
     layouts = {i: method.layout(k, Layout(rank=2)) for k, i in enumerate(tiny_federation.clients)}
     site = Site(partial(LanguageModel, backbone), layouts, tiny_federation.clients, TRAINING, 5, method.total_iterations)

@@ -19,8 +19,10 @@ from coterie.client import Blueprint, Client, Site, Training
 from coterie.data.corpora import Multilingual
 from coterie.data.federation import Federation
 from coterie.engines import InProcess
-from coterie.errors import ModelError, RecipeError
-from coterie.methods.comigs import CHOSEN, SCORES, CoMiGS
+from coterie.errors import ModelError
+from coterie.methods.comigs import CoMiGS
+from coterie.methods.comigs_cobo import CoMiGSCoBo
+from coterie.methods.comigs_pool import CHOSEN, SCORES, CoMiGSPool
 from coterie.models.adapter import Adapter, Layout
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
@@ -31,7 +33,7 @@ from coterie.roles import EXPERT, GATE, GENERALIST, ROUTER, SPECIALIST
 from coterie.tensors import Tensors
 
 TRAINING = Training(batch_size=4, experts=AdamW(lr=5e-3, schedule="cosine"), routers=AdamW(lr=3e-3))
-METHOD = CoMiGS(rounds=2, local_steps=2, router_every=1, router_steps=1, generalists="pool", pool=4, chosen=2, specialists=1, top_k=2)
+METHOD = CoMiGSPool(rounds=2, local_steps=2, router_every=1, router_steps=1, pool=4, generalists=2, specialists=1, top_k=2)
 RANK = 2
 
 
@@ -153,13 +155,13 @@ def test_the_gate_learns_what_was_dealt(world: World) -> None:
     for found, wanted in zip(model.towards().values(), torch.autograd.grad(loss, (first, bias, last)), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
     for _ in range(20):
-        client.step(*METHOD.upper, on=client.valid, extra=METHOD.towards(client))
+        METHOD.upper_step(client)
     assert client.model.affinity(embeddings).topk(2).indices.sort().values.tolist() == model.numbers.tolist()  # type: ignore[attr-defined]
 
 
 def test_one_generalist_of_a_pool_of_one_is_comigs_1g1s(backbone: Backbone, tiny_federation: Federation) -> None:
-    pool = World(replace(METHOD, pool=1, chosen=1, rounds=3), backbone, tiny_federation)
-    plain = World(replace(METHOD, generalists=1, rounds=3), backbone, tiny_federation)
+    pool = World(replace(METHOD, pool=1, generalists=1, rounds=3), backbone, tiny_federation)
+    plain = World(CoMiGS(rounds=3, local_steps=2, router_every=1, router_steps=1), backbone, tiny_federation)
     stacks = plain.site.model("ann").parameters_by_role()[GENERALIST]
     experts = pool.site.model("ann").parameters_by_role()[EXPERT]
     assert experts.keys() | pool.blueprint.read(GENERALIST).keys() == stacks.keys()
@@ -191,7 +193,7 @@ def test_only_k_generalists_are_in_a_message_and_others_stay_bit_for_bit(world: 
             continue
         assert len(members(message)) == 2
         assert message.keys() == own | {f"expert/{m}" for m in members(message)}
-    touched = world.server[f"{CHOSEN}ben"].tolist()
+    touched = world.server[f"{CHOSEN}/ben"].tolist()
     for m in range(4):
         assert torch.equal(before[f"expert/{m}"], world.server[f"expert/{m}"]) == (m not in touched)
 
@@ -240,13 +242,13 @@ def test_a_new_user_sends_scores_only_and_is_scored_without_any_training(backbon
     assert "iteration" not in world.engine.states()["ben"]
 
 
-@pytest.mark.parametrize("aggregate", ["mean", "cobo"])
-def test_without_a_pool_a_new_user_gets_the_mean(backbone: Backbone, tiny_federation: Federation, aggregate: str) -> None:
-    world = World(CoMiGS(rounds=1, local_steps=2, aggregate=aggregate), backbone, unseen(tiny_federation)).round()  # type: ignore[arg-type]
+@pytest.mark.parametrize("kind", [CoMiGS, CoMiGSCoBo])
+def test_without_a_pool_a_new_user_gets_the_mean(backbone: Backbone, tiny_federation: Federation, kind: type[CoMiGS]) -> None:
+    world = World(kind(rounds=1, local_steps=2), backbone, unseen(tiny_federation)).round()
     found = drive(world.method.adapt(world.server, ("ben",)), world.answer)["ben"]
     client = world.site.client("ben", {})
     client.load(found)
-    if aggregate == "mean":
+    if kind is CoMiGS:
         assert found == world.server
     else:
         wanted = (world.server[f"ann/{GENERALIST}"] + world.server[f"cleo/{GENERALIST}"]) / 2
@@ -272,10 +274,10 @@ def test_a_personal_model_needs_no_gate(world: World, backbone: Backbone, tmp_pa
 def test_a_generalist_that_was_exchanged_has_no_old_moments(world: World) -> None:
     world.round()
     state = world.engine.states()["ann"]
-    other = [m for m in range(4) if m not in world.server[f"{CHOSEN}ann"].tolist()]
-    for choice, kept in ((world.server[f"{CHOSEN}ann"], True), (torch.tensor(other), False)):
+    other = [m for m in range(4) if m not in world.server[f"{CHOSEN}/ann"].tolist()]
+    for choice, kept in ((world.server[f"{CHOSEN}/ann"], True), (torch.tensor(other), False)):
         steps = int(state[f"optimiser/{EXPERT}/step"])
-        theta = METHOD.download(world.server | {f"{CHOSEN}ann": choice}, ["ann"])["ann"]
+        theta = METHOD.download(world.server | {f"{CHOSEN}/ann": choice}, ["ann"])["ann"]
         world.engine.answer(Ask(METHOD.local_round, {"ann": theta}), 1, 1)
         assert int(state[f"optimiser/{EXPERT}/step"]) == (steps if kept else 0) + METHOD.local_steps
 
@@ -312,10 +314,8 @@ def test_like_users_get_the_same_generalists_however_small_the_differences() -> 
 
 
 def test_what_cannot_be_is_refused(world: World) -> None:
-    with pytest.raises(RecipeError, match="cobo gives each client generalists of its own"):
-        replace(METHOD, aggregate="cobo").check(world.blueprint, world.clients, TRAINING)
     with pytest.raises(ModelError, match="members must be 0, or as many as generalists"):
-        replace(METHOD, chosen=5).layout(0, Layout())
+        replace(METHOD, generalists=5).layout(0, Layout())
     with pytest.raises(ModelError, match="without the generalists that a gate chose"):
         world.site.client("ann", {}).score(world.site.data["ann"].test)
     with pytest.raises(ValueError, match="2 of 2 users of each kind would leave none to train"):

@@ -10,7 +10,8 @@ import torch
 from coterie.aggregation import SAMPLES, ClippedMean, Combining, Krum, Mean, Median, MultiKrum, TrimmedMean
 from coterie.errors import RecipeError
 from coterie.methods import METHODS
-from coterie.methods.comigs import CoMiGS
+from coterie.methods.comigs_cobo import CoMiGSCoBo
+from coterie.methods.comigs_pool import CoMiGSPool
 from coterie.methods.method import Aggregating, Method
 from coterie.methods.oracle import Oracle
 from coterie.protocol import Ask, ClientId, Replies, drive, mix, trains
@@ -43,7 +44,7 @@ def start(name: str, **fields: Any) -> tuple[Method, Tensors]:
         "fedmix": {f"expert/{m}": tensor(m) for m in range(2)} | {"gate": tensor("gate")},
         "ensemble": {f"expert/{m}": tensor(m) for m in range(2)},
     }
-    if fields.get("generalists") == "pool":
+    if name == "comigs-pool":
         chosen = {f"chosen/{i}": torch.arange(2) for i in IDS}
         return method, w | {f"expert/{m}": tensor(m) for m in range(4)} | {"gate": tensor("gate")} | chosen
     return method, dict(states.get(name, w))
@@ -113,9 +114,7 @@ def expected(name: str, replies: Mapping[ClientId, Tensors], before: Tensors, of
     return {n: of(columns(replies, n)) for n in names}
 
 
-CASES: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in NAMES if name not in ("comigs", "comigs-cobo")] + [
-    ("comigs", {"generalists": "pool"})
-]
+CASES: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in NAMES if name not in ("comigs", "comigs-cobo")]
 
 
 @pytest.mark.parametrize(("name", "fields"), CASES)
@@ -157,7 +156,7 @@ def test_updates_are_of_what_was_sent(name: str, fields: dict[str, Any]) -> None
         np.testing.assert_allclose(after[key].numpy(), before[key].numpy(), atol=1e-5, err_msg=key)
 
 
-@pytest.mark.parametrize(("name", "fields"), [case for case in CASES if case[0] not in ("ifca", "oracle", "ddome", "comigs")])
+@pytest.mark.parametrize(("name", "fields"), [case for case in CASES if case[0] not in ("ifca", "oracle", "ddome", "comigs-pool")])
 @pytest.mark.parametrize("rule", [Median(), Krum(attackers=1), MultiKrum(attackers=1), ClippedMean()], ids=lambda rule: rule.rule)
 def test_one_attacker_of_five_does_little(name: str, fields: dict[str, Any], rule: Combining) -> None:
     moved = []
@@ -198,7 +197,7 @@ def test_of_whom_the_server_needs_only_the_sum() -> None:
     for name in sums:
         for rule in ({"rule": "median"}, {"weighting": "samples"}):
             assert not build_method({"name": name, "aggregation": rule}).sums
-    assert not CoMiGS(generalists="pool").sums
+    assert not CoMiGSPool().sums
 
 
 @pytest.mark.parametrize("name", sorted(name for name in NAMES if build_method({"name": name}).sums))
@@ -244,6 +243,6 @@ def test_of_the_oracle_every_cluster_must_be_large_enough() -> None:
 
 
 def test_collaboration_weights_leave_no_room_for_a_rule() -> None:
-    CoMiGS(aggregate="cobo").check(Known(IDS), IDS, None)  # type: ignore[arg-type]
-    with pytest.raises(RecipeError, match=r"method\.aggregation: .* use aggregate: mean"):
-        CoMiGS(aggregate="cobo", aggregation=Median()).check(Known(IDS), IDS, None)  # type: ignore[arg-type]
+    CoMiGSCoBo().check(Known(IDS), IDS, None)  # type: ignore[arg-type]
+    with pytest.raises(RecipeError, match=r"method\.aggregation: .* leave the rule out"):
+        CoMiGSCoBo(aggregation=Median()).check(Known(IDS), IDS, None)  # type: ignore[arg-type]

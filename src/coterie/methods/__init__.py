@@ -55,13 +55,12 @@ METHODS: Mapping[str, Entry] = {
         "comigs_alone.CoMiGSAlone",
         "CoMiGS-2S, alone",
         f"{_COMIGS}: two specialists, nothing shared, as 2S was released",
-        {"generalists": 0, "specialists": 2, "aggregate": "mean", "aggregation": {"rule": "mean"}},
+        {"generalists": 0, "specialists": 2, "aggregation": {"rule": "mean"}},
     ),
     "comigs-published": Entry(
         "comigs_published.CoMiGSPublished",
         "CoMiGS with its published code's gradient leak",
         f"{_COMIGS}: as its published code runs it, for reproductions",
-        {"aggregate": "mean"},
     ),
     "comigs-1gxs": Entry("comigs.CoMiGS", "CoMiGS-1GXS", f"{_COMIGS}: one generalist, a list of specialists", {"generalists": 1}),
     "comigs-tr": Entry(
@@ -71,10 +70,14 @@ METHODS: Mapping[str, Entry] = {
         {"generalists": 1, "specialists": 1, "router_data": "train"},
     ),
     "comigs-cobo": Entry(
-        "comigs.CoMiGS",
+        "comigs_cobo.CoMiGSCoBo",
         "CoMiGS with CoBo's weights",
-        "beyond the papers: CoMiGS-1G1S whose generalists are averaged with weights that gradients find",
-        {"generalists": 1, "specialists": 1, "aggregate": "cobo"},
+        "beyond the papers: CoMiGS whose generalists are averaged with weights that gradients find",
+    ),
+    "comigs-pool": Entry(
+        "comigs_pool.CoMiGSPool",
+        "CoMiGS with a pool",
+        "beyond the papers: CoMiGS with M generalists at the server, of which a gate picks K for each client",
     ),
     "pcl": Entry("pcl.PCL", "PCL", "Wagner et al., Personalized Collaborative Fine-Tuning for On-Device Large Language Models"),
     "pfedmoe": Entry("pfedmoe.PFedMoE", "pFedMoE", "Yi et al., pFedMoE: Data-Level Personalization with Mixture of Experts"),

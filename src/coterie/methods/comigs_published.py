@@ -5,18 +5,15 @@ the optimiser that steps. So the s validation gradients stay with the experts an
 gradients stay with the router and are added to its next validation step. Algorithm 1 has neither: `comigs` is the method.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coterie.client import Client, Training
-from coterie.data.splits import Batch, Split
-from coterie.errors import RecipeError
+from coterie.client import Client
+from coterie.data.splits import Batch
 from coterie.methods.comigs import CoMiGS
-from coterie.methods.method import Reader
-from coterie.protocol import ClientId
-from coterie.roles import Role
+from coterie.roles import GENERALIST, ROUTER, SPECIALIST, Role
 from coterie.tensors import prefixed, under, weighted_sum
 
+LOWER, UPPER = (GENERALIST, SPECIALIST), (ROUTER,)  # roles that each level trains
 LEAK = "leak"  # gradients that were not cleared, in a client's state
 
 
@@ -24,16 +21,11 @@ LEAK = "leak"  # gradients that were not cleared, in a client's state
 class CoMiGSPublished(CoMiGS):
     """CoMiGS with both halves of the gradient leak of its published code."""
 
-    def check(self, model: Reader, clients: Sequence[ClientId], training: Training) -> None:
-        super().check(model, clients, training)
-        if self.pooling:
-            raise RecipeError("method", ["method.generalists: the published code has no pool; give a number"])
-
     def lower_step(self, client: Client) -> None:
-        self._step(client, client.draw(client.train), self.lower, self.upper)
+        self._step(client, client.draw(client.train), LOWER, UPPER)
 
-    def upper_step(self, client: Client, on: Split) -> None:
-        self._step(client, client.draw(on), self.upper, self.lower)
+    def upper_step(self, client: Client) -> None:
+        self._step(client, client.draw(self.upper_data(client)), UPPER, LOWER)
 
     def _step(self, client: Client, batch: Batch, trained: tuple[Role, ...], others: tuple[Role, ...]) -> None:
         """One step of some roles along all gradients since their last one; the others keep what this batch adds to theirs."""

@@ -36,9 +36,7 @@ class Ditto(OneAdapter, Aggregating):
     def sums(self) -> bool:
         return self.aggregation.sums
 
-    @property
-    def by_examples(self) -> bool:
-        return True
+    by_examples = True
 
     def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
         return {GENERALIST: model.flat(GENERALIST)}

@@ -21,9 +21,7 @@ class FedAvg(Averaged, OneAdapter):
 
     universal: ClassVar[bool] = True
 
-    @property
-    def by_examples(self) -> bool:
-        return True
+    by_examples = True
 
     @task(Sends.UPDATE)
     def local_round(self, client: Client, theta: Tensors) -> Tensors:

@@ -27,9 +27,7 @@ class FedProx(FedAvg):
 
     mu: Annotated[float, Field(ge=0, description="how strongly a client is held near the model that it received")] = 0.01
 
-    @property
-    def by_examples(self) -> bool:
-        return True
+    by_examples = True
 
     @task(Sends.UPDATE)
     def local_round(self, client: Client, theta: Tensors) -> Tensors:

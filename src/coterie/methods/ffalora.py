@@ -15,9 +15,7 @@ class FFALoRA(FedAvg):
     B_i A is the update of the mean, exactly.
     """
 
-    @property
-    def by_examples(self) -> bool:
-        return True
+    by_examples = True
 
     def layout(self, position: int, base: Layout) -> Layout:
         return replace(super().layout(position, base), frozen_a=True)

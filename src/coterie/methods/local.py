@@ -15,9 +15,7 @@ from coterie.tensors import Tensors
 class Local(Alone, OneAdapter):
     """Each client trains its own LoRAs on its own data; nothing is ever sent."""
 
-    @property
-    def by_examples(self) -> bool:
-        return True
+    by_examples = True
 
     @task(Sends.NOTHING)
     def local_round(self, client: Client, empty: Tensors) -> Tensors:

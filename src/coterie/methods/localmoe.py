@@ -12,9 +12,7 @@ from coterie.tensors import Tensors
 class LocalMoE(Alone, TwoExperts):
     """Nothing is ever sent."""
 
-    @property
-    def by_examples(self) -> bool:
-        return True
+    by_examples = True
 
     @task(Sends.NOTHING)
     def local_round(self, client: Client, empty: Tensors) -> Tensors:

@@ -283,6 +283,7 @@ class Comparing(Method):
 
 
 Rank = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
 
 
 @dataclass(frozen=True)

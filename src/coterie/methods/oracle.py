@@ -38,9 +38,7 @@ class Oracle(FedAvg):
     def sums(self) -> bool:
         return False  # but one mean for each cluster
 
-    @property
-    def by_examples(self) -> bool:
-        return True
+    by_examples = True
 
     def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
         theta, clusters = super().init(model, clients), model.clusters or {}

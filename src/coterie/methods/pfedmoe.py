@@ -18,9 +18,7 @@ from coterie.tensors import Tensors
 class PFedMoE(Averaged, Routed):
     """The shared expert is averaged, local expert and router stay; one step on the training loss updates all three (their eq. 5 to 7)."""
 
-    @property
-    def by_examples(self) -> bool:
-        return True
+    by_examples = True
 
     def layout(self, position: int, base: Layout) -> Layout:
         return self.mixture(base, generalists=1, specialists=1)

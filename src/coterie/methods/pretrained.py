@@ -21,9 +21,7 @@ class Pretrained(Method):
 
     rounds: Annotated[int, Field(ge=0, le=0, description="always 0")] = 0
 
-    @property
-    def by_examples(self) -> bool:
-        return True
+    by_examples = True
 
     def layout(self, position: int, base: Layout) -> Layout:
         return replace(base, generalists=1, specialists=0, routing="equal", balance="none")

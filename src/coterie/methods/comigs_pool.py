@@ -1,0 +1,107 @@
+"""CoMiGS with a pool of generalists at the server, of which a gate picks a few for each client: beyond both papers.
+
+The gate is DDOME's; that it learns to choose by itself what was dealt is self-labelling (Asano et al. 2020), so that it can choose freely
+for clients that come later.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+
+from coterie.aggregation import deal
+from coterie.client import NUMBERS, Client
+from coterie.methods.comigs import CoMiGS
+from coterie.methods.method import Reader
+from coterie.models.adapter import Layout
+from coterie.models.language import LanguageModel
+from coterie.protocol import Adaptation, Ask, ClientId, Replies, Round, Sends, State, task
+from coterie.roles import EXPERT, GATE, GENERALIST, ROUTER, SPECIALIST, Role
+from coterie.tensors import Tensors
+
+CHOSEN = "chosen"  # each client's generalists, in the server's state
+SCORES = "scores"  # how much a client's text wants each generalist of the pool
+
+
+@dataclass(frozen=True)
+class CoMiGSPool(CoMiGS):
+    """The server has M generalists, and each client trains the K that the gate scores highest for its text, under a limit of load.
+
+    The gate is averaged over all clients, each generalist over those that have it.
+
+    Args:
+        generalists: K, of the pool at a client.
+        pool: M, generalists at the server.
+        load: How many clients a generalist of the pool may have while they train, see `deal`.
+
+    The server's state is the attention LoRAs by their names, `expert/<number>`, (d,), one generalist in all blocks; `gate`, (d_g,); and
+    `chosen/<client>`, (K,).
+    """
+
+    shared: ClassVar[tuple[Role, ...]] = (GENERALIST, EXPERT, GATE)
+
+    generalists: Annotated[int, Field(ge=1, description="K, generalists of the pool at a client")] = 2
+    pool: Annotated[int, Field(ge=1, description="M, generalists at the server")] = 4
+    load: Annotated[float | None, Field(ge=1, description="the most clients of a generalist, in fair shares; null: as many as want it")] = 1
+
+    @property
+    def sums(self) -> bool:
+        return False
+
+    def layout(self, position: int, base: Layout) -> Layout:
+        return replace(super().layout(position, base), members=self.pool)
+
+    def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
+        pool = {f"{EXPERT}/{m}": model.flat(EXPERT, m) for m in range(self.pool)}
+        first = {f"{CHOSEN}/{i}": torch.arange(self.generalists) for i in clients}
+        return super().init(model, clients) | pool | {GATE: model.flat(GATE)} | first
+
+    def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
+        common = {name: tensor for name, tensor in state.items() if not name.startswith((f"{CHOSEN}/", f"{EXPERT}/"))}
+        own = {i: [f"{EXPERT}/{m}" for m in state[f"{CHOSEN}/{i}"].tolist()] for i in clients}
+        return {i: common | {name: state[name] for name in names} for i, names in own.items()}
+
+    def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
+        scores = yield self.ask_scores(state, clients)
+        return (yield from super().round(state | self.assign(scores, self.load), tuple(scores), rng))
+
+    def adapt(self, state: State, clients: Sequence[ClientId]) -> Adaptation:
+        scores = yield self.ask_scores(state, clients)
+        return self.download(state | self.assign(scores, None), tuple(scores))
+
+    def ask_scores(self, state: State, clients: Sequence[ClientId]) -> Ask:
+        """Return the question how much each client's text wants each generalist."""
+        form = {SCORES: torch.empty(self.pool, dtype=torch.float64, device="meta")}
+        return Ask(self.score_generalists, {i: {GATE: state[GATE]} for i in clients}, lambda sent: form)
+
+    def assign(self, scores: Replies, load: float | None) -> State:
+        """Return `chosen/<client>` of those that sent their scores."""
+        order = sorted(scores)
+        found = deal(torch.stack([scores[i][SCORES] for i in order]), self.generalists, load) if order else ()
+        return {f"{CHOSEN}/{i}": own for i, own in zip(order, found, strict=True)}
+
+    @task(Sends.SCORES)
+    def score_generalists(self, client: Client, gate: Tensors) -> Tensors:
+        """Return how much the client's text wants each generalist, (M,): all that the server learns before it sends any."""
+        with client.borrowing(gate), torch.no_grad():
+            assert isinstance(client.model, LanguageModel)
+            return {SCORES: client.model.affinity(client.embeddings(client.data.train)).double().cpu()}
+
+    @task(Sends.UPDATE)
+    def local_round(self, client: Client, received: Tensors) -> Tensors:
+        held = client.state.get(NUMBERS, torch.empty(0)).tolist()
+        client.load(received)
+        if client.state[NUMBERS].tolist() != held:
+            client.forget(EXPERT)  # the optimiser's moments are of other generalists
+        self.local_iterations(client)
+        return client.read(GENERALIST) | client.experts() | {GATE: client.flat(GATE)} | self.size(client.data)
+
+    def lower_step(self, client: Client) -> None:
+        client.step(GENERALIST, EXPERT, SPECIALIST, on=client.train)
+
+    def upper_step(self, client: Client) -> None:
+        """Routers and gate descend on validation data; the gate also towards what was dealt, as that of an anchor in DDOME."""
+        assert isinstance(client.model, LanguageModel)
+        client.step(ROUTER, GATE, on=self.upper_data(client), extra=client.model.towards)
