@@ -30,6 +30,12 @@ def data_root() -> Path:
 
 
 @pytest.fixture(scope="session")
+def corpora_root() -> Path:
+    """A folder with `multilingual` and `topics`, of which the repository has what the base was not pretrained on."""
+    return REPOSITORY / "corpora"
+
+
+@pytest.fixture(scope="session")
 def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random Llama of two blocks and width 16, and a byte-level tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

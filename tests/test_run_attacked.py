@@ -67,8 +67,8 @@ def test_a_reply_without_numbers_is_dropped_counted_and_told(recipe: Recipe, tmp
     assert note in (tmp_path / "run/report.html").read_text()
 
 
-def test_the_shipped_recipe_has_one_attacker_among_eight(data_root: Path) -> None:
-    recipe = load("attacked", [f"data.root={data_root}"])
+def test_the_shipped_recipe_has_one_attacker_among_eight(corpora_root: Path) -> None:
+    recipe = load("attacked", [f"data.root={corpora_root}"])
     assert recipe.attack is not None
     assert (recipe.attack.kind, recipe.attack.clients, recipe.attack.scale) == ("sign-flip", 1, 10)
     assert len([i for clients in recipe.data.cells.values() for i in clients]) == 8  # type: ignore[union-attr]
@@ -81,11 +81,11 @@ def honest_losses(settings: list[str], folder: Path) -> float:
 
 
 @pytest.mark.slow
-def test_robust_rules_withstand_an_attacker_and_cost_little_without_one(data_root: Path, tmp_path: Path) -> None:
+def test_robust_rules_withstand_an_attacker_and_cost_little_without_one(corpora_root: Path, tmp_path: Path) -> None:
     """A shorter run than that of benchmarks/results/attacked.md; orders are the same."""
     losses = {
         (rule, lie): honest_losses(
-            [f"method.aggregation={{rule: {rule}}}", f"data.root={data_root}", *(["attack=null"] if lie == "nobody" else [])],
+            [f"method.aggregation={{rule: {rule}}}", f"data.root={corpora_root}", *(["attack=null"] if lie == "nobody" else [])],
             tmp_path / f"{rule}-{lie}",
         )
         for rule in ("mean", *ROBUST)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coterie.data.splits import Elsewhere
 from coterie.errors import CheckpointError, DataError
@@ -25,6 +25,8 @@ class Inputs(BaseModel):
     Args:
         bases: Of the files of each base, by their names.
         clients: Of each client's own splits, by their names, in the order of the clients; none where their data are on their devices.
+        files: Of the files that the texts of a named corpus are from, by whose they are: `corpora/` is the repository's part, `data.root/`
+            and `COTERIE_DATA/` a folder that was named. What clients hold decides whether a run may go on, not this.
         changed: What changed while the run went on, see `changes`: whoever resumed it meant it.
     """
 
@@ -32,6 +34,7 @@ class Inputs(BaseModel):
 
     bases: dict[str, dict[str, str]]
     clients: dict[ClientId, dict[str, str]]
+    files: dict[str, str] = Field(default_factory=dict)
     changed: tuple[str, ...] = ()
 
     @classmethod
@@ -50,7 +53,7 @@ class Inputs(BaseModel):
             bases = {base: {name: digest.result() for name, digest in of.items()} for base, of in later.items()}
         except OSError as error:
             raise DataError(f"{error.filename}: cannot be read ({error.strerror})", "Check the base's folder.") from None
-        return cls(bases=bases, clients=clients)
+        return cls(bases=bases, clients=clients, files=dict(modality.federation.files))
 
     def changes(self, now: "Inputs") -> list[str]:
         """What is other now, in words: bases first, then clients."""

@@ -232,18 +232,14 @@ def test_no_work_of_a_topic_is_in_two_splits(data_root: Path) -> None:
 
 
 @pytest.mark.parametrize(("section", "field", "known"), [(Multilingual, "languages", "ca, de"), (Topics, "topics", "arxiv, books")])
-def test_unknown_names_are_refused_with_the_known_ones(data_root, tokenizer, section, field: str, known: str) -> None:
-    message = refusal(section(root=data_root, **{field: ("xx", "yy")}), tokenizer)
+def test_unknown_names_are_refused_with_the_known_ones(corpora_root, tokenizer, section, field: str, known: str) -> None:
+    message = refusal(section(root=corpora_root, **{field: ("xx", "yy")}), tokenizer)
     assert f"data.{field}: " in message
     assert "has no 'xx', 'yy'" in message
     assert f"Choose among: {known}" in message
 
 
-def test_corpora_without_a_folder_are_refused(tokenizer, tmp_path, monkeypatch) -> None:
-    for section in (Multilingual(), Topics()):
-        message = refusal(section, tokenizer)
-        assert "no folder of data is named" in message
-        assert "--set data.root=DIR" in message
+def test_folders_without_the_corpus_are_refused(tokenizer, tmp_path, monkeypatch) -> None:
     assert f"data.root: {tmp_path}/ag_news/test.jsonl.gz does not exist" in refusal(AgNews(root=tmp_path), tokenizer)
     monkeypatch.setenv("COTERIE_DATA", str(tmp_path))
     assert f"COTERIE_DATA: {tmp_path}/topics/train.jsonl.gz does not exist" in refusal(Topics(), tokenizer)
@@ -544,9 +540,9 @@ def test_hub_clients_that_are_refused_come_all_at_once(tmp_path, tokenizer, monk
 
 
 @pytest.mark.parametrize("specialists", [(1, 3, 7, 0), (7, 3, 0, 1)])
-def test_clients_with_unlike_data_and_experts_train_together(data_root: Path, tiny_base: Path, tmp_path, specialists) -> None:
+def test_clients_with_unlike_data_and_experts_train_together(corpora_root: Path, tiny_base: Path, tmp_path, specialists) -> None:
     tokens = [2000, 1000, 500, 800]
-    options = [f"data.root={data_root}", f"data.train_tokens={tokens}", "data.valid_tokens=300", "data.test_tokens=300"]
+    options = [f"data.root={corpora_root}", f"data.train_tokens={tokens}", "data.valid_tokens=300", "data.test_tokens=300"]
     options += [f"model.base={tiny_base}", "model.context=32", "model.rank=2", "training.batch_size=2"]
     options += ["method.name=comigs-1gxs", f"method.specialists={list(specialists)}", "method.rounds=2", "method.local_steps=2"]
     recipe = load("multilingual", [*options, "method.router_every=2", "method.router_steps=1"])

@@ -1,6 +1,5 @@
 """Named corpora: the standard library (on every machine), and those of the papers' tables."""
 
-import os
 import re
 import sysconfig
 from abc import abstractmethod
@@ -12,7 +11,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from coterie.data.documents import Document, Row, cut, keyed_by_text, read_rows, read_text, split
-from coterie.data.hub import fetch
+from coterie.data.hub import fetch, located
+from coterie.data.origins import BUILD, MULTILINGUAL, PART, TOPICS, Origin, in_checkout, listed
 from coterie.data.pretraining import STDLIB_TOPICS, seen_in_pretraining
 from coterie.data.refusals import Refusals
 from coterie.data.section import Fractions, Names, Section, Share, Source, Texts, choose, stamps
@@ -71,21 +71,14 @@ class Corpus(Section):
 
     files: ClassVar[tuple[str, ...]]  # below the root
 
-    def located(self) -> list[Path] | None:
-        """The corpus's files; None if no root is named.
+    def found(self) -> dict[str, Path]:
+        """Find the corpus's files, and say whose they are: `data.root/<file>` or `COTERIE_DATA/<file>`; none if no folder is named.
 
         Raises:
-            DataError: A root is named, but files are missing below it.
+            DataError: A folder is named, but files are missing below it.
         """
-        name = self.root or os.environ.get("COTERIE_DATA")
-        if not name:
-            return None
-        paths = [Path(name).expanduser().resolve() / file for file in self.files]
-        with Refusals() as refusals:
-            for path in (path for path in paths if not path.is_file()):
-                field = "data.root" if self.root else "COTERIE_DATA"
-                refusals.add(f"{field}: {path} does not exist", f"Name the folder that has {', '.join(self.files)}: --set data.root=DIR.")
-        return paths
+        whose = "data.root" if self.root else "COTERIE_DATA"
+        return {f"{whose}/{file}": path for file, path in zip(self.files, located(self.root, self.files) or (), strict=False)}
 
 
 class AgNews(Corpus):
@@ -110,9 +103,9 @@ class AgNews(Corpus):
         return "AG News, " + {"out": "out of distribution", "in": "in distribution"}[self.distribution]
 
     def source(self) -> Source:
-        if paths := self.located():
+        if files := self.found():
             columns = {"text": str, "label": int}
-            return Source(stamps(paths), lambda: self._read(*(read_rows(path, columns) for path in paths)))
+            return Source(stamps(files.values()), lambda: self._read(*(read_rows(path, columns) for path in files.values())), files)
         remedy = "Without a network: --set data.root=DIR, or the environment variable COTERIE_DATA."
         data = [fetch("fancyzhx/ag_news", None, name, remedy) for name in ("train", "test")]
         return Source([part._fingerprint for part in data], lambda: self._read(*(part.to_list() for part in data)))
@@ -148,7 +141,12 @@ def mixtures(categories: Sequence[Sequence[str]]) -> list[list[str]]:
 
 
 class _OneFile(Corpus):
-    """A corpus of one file, whose rows name their client."""
+    """A corpus of one file, whose rows name their client. A checkout of the repository has a part of it, which is found by itself."""
+
+    origins: ClassVar[tuple[Origin, ...]]  # where its text comes from
+    root: Annotated[
+        Path | None, Field(description="folder of data; null: the environment variable COTERIE_DATA, or the part that a checkout has")
+    ] = None
 
     columns: ClassVar[tuple[str, ...]]  # of text; the first says whose a row is, and its plural is the recipe's field
 
@@ -173,11 +171,15 @@ class _OneFile(Corpus):
         """The corpus's name for `seen_in_pretraining`, and the document of a row with the key that it has there."""
 
     def source(self) -> Source:
-        paths = self.located()
-        if paths is None:
-            remedy = "Name it: --set data.root=DIR, or COTERIE_DATA=DIR; for a data set of the Hub use data.kind=hub."
-            raise DataError(f"{self.title}: no folder of data is named, and the Hub has no such data set", remedy)
-        return Source(stamps(paths), lambda: self._read(paths[0]))
+        files = self.found() or in_checkout(self.files)
+        if not files:
+            raise DataError(
+                f"{self.title}: no folder of data is named, and this is no checkout of the repository, which has a part of it in {PART}/; "
+                f"it is made from\n{listed(self.origins)}",
+                f"Run from a checkout; or `python {BUILD} --out DIR` there, which builds the folder from these sources, and then "
+                "--set data.root=DIR or COTERIE_DATA=DIR. For data sets of the Hub as they are: data.kind=hub.",
+            )
+        return Source(stamps(files.values()), lambda: self._read(*files.values()), files)
 
     def _read(self, path: Path) -> Texts:
         rows, owner = read_rows(path, dict.fromkeys(self.columns, str)), self.columns[0]
@@ -216,6 +218,7 @@ class Multilingual(_OneFile):
 
     files: ClassVar[tuple[str, ...]] = ("multilingual/train.jsonl.gz",)
     columns: ClassVar[tuple[str, ...]] = ("language", "text")
+    origins: ClassVar[tuple[Origin, ...]] = MULTILINGUAL
 
     @property
     def title(self) -> str:
@@ -271,6 +274,7 @@ class Topics(_OneFile):
 
     files: ClassVar[tuple[str, ...]] = ("topics/train.jsonl.gz",)
     columns: ClassVar[tuple[str, ...]] = ("topic", "id", "text")
+    origins: ClassVar[tuple[Origin, ...]] = TOPICS
 
     @property
     def title(self) -> str:

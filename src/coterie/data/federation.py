@@ -83,6 +83,7 @@ class Federation:
         labels: The classes that each client has, seen or unseen, in rising order; empty where they are unknown.
         unseen: Groups of clients that never take part in training and are only scored, by name. They have all three splits like anybody.
         public: Examples that no client has, on which a common expert may be trained.
+        files: SHA-256 of the files that the texts of a named corpus are from, by whose they are and their paths.
 
     Raises:
         DataError: No clients at all, an id that is not valid or that two clients have, or an anchor that is no client or is named twice.
@@ -95,6 +96,7 @@ class Federation:
     labels: Mapping[ClientId, tuple[int, ...]] = field(default_factory=dict)
     unseen: Mapping[str, Mapping[ClientId, ClientData]] = field(default_factory=dict)
     public: Split | None = None
+    files: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.clients:

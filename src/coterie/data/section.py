@@ -2,18 +2,20 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from coterie.data.federation import Federation, Standing, check_id, federate
+from coterie.data.origins import PART
 from coterie.data.refusals import Refusals
 from coterie.data.splits import SPLITS
 from coterie.data.store import Streams, Tokenizer, default_cache, dtype_for, encode, key_of, stored
 from coterie.errors import DataError
 from coterie.protocol import ClientId
+from coterie.tensors import digest_of
 
 Texts = Mapping[ClientId, Sequence[Sequence[str]]]  # of each client: its train, its valid and its test documents
 
@@ -25,10 +27,12 @@ class Source:
     Args:
         fingerprint: What changes when they do, for the cache; anything that JSON can express.
         read: Reads them. Raises DataError.
+        files: The files of a named corpus by what says whose they are, `data.root/<file>` or so: their contents are kept with a run.
     """
 
     fingerprint: Any
     read: Callable[[], Texts]
+    files: Mapping[str, Path] = field(default_factory=dict)
 
 
 def stamps(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
@@ -107,7 +111,9 @@ class Section(BaseModel, ABC):
         source = self.source()
         key = key_of(tokenizer, self.model_dump(mode="json", exclude={"root", "path"}), source.fingerprint)
         arrays = stored(cache or default_cache(), key, dtype_for(tokenizer), lambda: self._streams(source.read(), tokenizer))
-        found = federate(arrays, context, order_seed, f"{self.title}: {len(arrays)} client{'s' * (len(arrays) != 1)}")
+        where = " (the part of it in this repository)" if any(name.startswith(f"{PART}/") for name in source.files) else ""
+        found = federate(arrays, context, order_seed, f"{self.title}{where}: {len(arrays)} client{'s' * (len(arrays) != 1)}")
+        found = replace(found, files={name: digest_of(path) for name, path in source.files.items()})
         if not self.newcomers:
             return found
         seen, new = ({i: data for i, data in found.clients.items() if (i in self.newcomers) == new} for new in (False, True))

@@ -1,0 +1,68 @@
+"""Where `multilingual` and `topics` come from and under what licences, and the part of them that a checkout of the repository has.
+
+One list for messages, and for `scripts/build_corpora.py`, which builds the two from these sources.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+PART = "corpora"  # the folder of the repository: outside of the package, so no wheel has it
+BUILD = "scripts/build_corpora.py"
+
+
+class Origin(NamedTuple):
+    """A source of text.
+
+    Args:
+        of: The languages or the topic that are from it.
+        what: It is, in a few words.
+        address: Where it is public.
+        licence: Of the text.
+    """
+
+    of: tuple[str, ...]
+    what: str
+    address: str
+    licence: str
+
+
+MULTILINGUAL = (
+    Origin(
+        ("de", "es", "fr", "it", "nl"),
+        "Wikipedia sentences of WikiNEuRal",
+        "https://huggingface.co/datasets/Babelscape/wikineural",
+        "CC BY-SA; its labels, which are not used, CC BY-NC-SA",
+    ),
+    Origin(("ca",), "Softcatala's sentences and Common Voice prompts", "https://github.com/Softcatala/ca-text-corpus", "CC0"),
+)
+TOPICS = (
+    Origin(("books",), "English novels of ELTeC", "https://github.com/COST-ELTeC/ELTeC-eng", "public domain"),
+    Origin(("arxiv",), "the Stacks project", "https://github.com/stacks/stacks-project", "GFDL 1.2 or later"),
+    Origin(
+        ("stackexchange",),
+        "Quantum Computing Stack Exchange",
+        "https://archive.org/download/stackexchange/quantumcomputing.stackexchange.com.7z",
+        "CC BY-SA",
+    ),
+    Origin(("code",), "CPython's standard library", "https://www.python.org/ftp/python/3.11.7/Python-3.11.7.tgz", "PSF"),
+)
+
+
+def listed(origins: Sequence[Origin]) -> str:
+    """Say of each source what it is of, where it is, and under what licence: a line each."""
+    return "\n".join(f"  {', '.join(o.of)}: {o.what}, {o.address} ({o.licence})" for o in origins)
+
+
+def in_checkout(files: Sequence[str]) -> dict[str, Path]:
+    """Find files of the part that a checkout has.
+
+    Args:
+        files: Below the folder of data, `topics/train.jsonl.gz`.
+
+    Returns:
+        Their paths by their names in the repository; empty if this package does not lie in a checkout, or that lacks one of them.
+    """
+    source = Path(__file__).resolve().parents[2]
+    paths = {f"{PART}/{file}": source.parent / PART / file for file in files}
+    return paths if source.name == "src" and all(path.is_file() for path in paths.values()) else {}
