@@ -8,7 +8,7 @@ import coterie
 SOURCE = Path(coterie.__file__).parent
 # From the ground up. A room may import from its own line and from those before it; `protocol` and `roles` are one room.
 ROOMS = [
-    {"errors", "printing", "tensors"},
+    {"errors", "names", "printing", "tensors"},
     {"profiling"},
     {"limits"},
     {"theory"},

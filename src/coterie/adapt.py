@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from coterie import names
 from coterie import recipe as recipes
 from coterie import run as runs
 from coterie.data.documents import read_many
@@ -72,9 +73,9 @@ def adapt(run: Path, data: Path, client: ClientId | None = None, out: Path | Non
         SaveError: The model could not be written.
     """
     recipe = _recipe(run)
-    id = data.resolve().stem if client is None else client
+    id = names.normal((data.resolve().name if data.is_dir() else data.resolve().stem) if client is None else client)
     check_id(id)
-    folder = out or run / "clients" / id
+    folder = out or run / "clients" / names.encoded(id)
     if folder.exists():
         raise Refused(f"{folder} exists already", "Choose another --client, or another --out.")
     prepared = prepare(recipe)

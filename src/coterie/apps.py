@@ -37,10 +37,11 @@ def answer(node: Mapping[str, Any], text: str, body: bytes) -> tuple[str, bytes]
 
 def device(node: Mapping[str, Any]) -> "Device":
     """The device that a node's configuration describes. Raises Refused for a file of limits that will not do."""
-    from coterie import limits
+    from coterie import limits, names
     from coterie.device import Device
 
     client, data, base = (None if node.get(key) is None else str(node[key]) for key in ("client", "data", "base"))
+    client = None if client is None else names.normal(client)
     home = Path(str(node["home"])) if "home" in node else default_home()
     if client is None and "partition-id" in node:
         return Device(home, place=int(node["partition-id"]))

@@ -7,6 +7,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from coterie.errors import RecipeError
+from coterie.names import normal
 from coterie.protocol import ClientId
 from coterie.tensors import Named, Tensors, axpy, weighted_sum
 from coterie.tensors import norm as length
@@ -37,9 +38,10 @@ class Attack(BaseModel):
             if self.clients > len(known):
                 raise RecipeError("attack", [f"attack.clients: {self.clients} attackers among {len(known)} clients; use at most that many"])
             return frozenset(known[: self.clients])
-        if unknown := [i for i in self.clients if i not in known]:
+        named = [normal(i) for i in self.clients]
+        if unknown := [i for i in named if i not in known]:
             raise RecipeError("attack", [f"attack.clients: there is no client {i!r}; there are {', '.join(known)}" for i in unknown])
-        return frozenset(self.clients)
+        return frozenset(named)
 
 
 def poisoned(reply: Named, sent: Named, is_update: bool, attack: Attack, generator: torch.Generator) -> Tensors:

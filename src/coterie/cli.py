@@ -2,6 +2,7 @@
 
 import io
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -17,6 +18,7 @@ import typer
 
 from coterie import __version__
 from coterie.errors import CoterieError, Refused
+from coterie.names import normal
 from coterie.printing import printable
 
 if TYPE_CHECKING:
@@ -24,6 +26,14 @@ if TYPE_CHECKING:
 
     from coterie.personal import PersonalClassifier, PersonalModel
     from coterie.recipe import Recipe
+
+
+def _normal(given: Any) -> Any:
+    """Names as they are known, however the keyboard or another machine has put accents on letters."""
+    if given is None:
+        return None
+    return normal(given) if isinstance(given, str) else [normal(name) for name in given]
+
 
 app = typer.Typer(
     name="coterie",
@@ -43,8 +53,11 @@ Set = Annotated[
 Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Seed of the run (splits of the data have their own: data.seed).")]
 Out = Annotated[Path | None, typer.Option("--out", help="Folder of the run; default: a new one under runs/.")]
 Run = Annotated[Path, typer.Argument(help="The folder of a run, or of one client in it.", show_default=False)]
-Clients = Annotated[list[str] | None, typer.Option("--client", metavar="ID", help="A client of the run. Repeatable; default: all.")]
-Client = Annotated[str | None, typer.Option("--client", metavar="ID", help="A client of the run.")]
+
+Clients = Annotated[
+    list[str] | None, typer.Option("--client", metavar="ID", callback=_normal, help="A client of the run. Repeatable; default: all.")
+]
+Client = Annotated[str | None, typer.Option("--client", metavar="ID", callback=_normal, help="A client of the run.")]
 Base = Annotated[str | None, typer.Option("--base", metavar="BASE", help="Where the base model is now, if not where the run found it.")]
 
 
@@ -273,7 +286,9 @@ def _list(items: Mapping[str, str]) -> None:
 def adapt(
     run: Annotated[Path, typer.Argument(help="The folder of a run, finished or not.", show_default=False)],
     data: Annotated[Path, typer.Option("--data", help='The client\'s images, or texts (.txt, or .jsonl with "text"): a folder or a file.')],
-    client: Annotated[str | None, typer.Option("--client", metavar="ID", help="Of the new client; default: the name of --data.")] = None,
+    client: Annotated[
+        str | None, typer.Option("--client", metavar="ID", callback=_normal, help="Of the new client; default: that of --data.")
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="A new folder; default: clients/ID of the run.")] = None,
     trust_remote_code: Trust = False,
 ) -> None:
@@ -296,8 +311,8 @@ def adapt(
         sent = f"{found.up:,} bytes (its scores)" if found.up else "nothing"
         once = f"; and before, as everybody does, {found.once:,} of the common expert" if found.once else ""
         print(f"It sent {sent} and got {found.down:,} bytes{once}.")
-        given = f"--data {data}" if isinstance(found.model, PersonalClassifier) else '--text "What you would write"'
-        print(f"Its model is in {found.folder}. To use it:\n  coterie predict {found.folder} {given}")
+        given = f"--data {shlex.quote(str(data))}" if isinstance(found.model, PersonalClassifier) else '--text "What you would write"'
+        print(f"Its model is in {found.folder}. To use it:\n  coterie predict {shlex.quote(str(found.folder))} {given}")
 
 
 @app.command()
@@ -448,6 +463,9 @@ def keys(
 
         making.make(folder, host or [], client or [])
         print(f"The server needs {folder}; a device {folder}/{making.CA} and its own {folder}/{making.CLIENTS}/ID, and nothing else of it.")
+        for id in client or ():
+            if (path := making.private(folder, id)).name != id:
+                print(f"  {printable(id)}: {path}")
 
 
 @app.command()
@@ -482,7 +500,9 @@ def server(
 @app.command()
 def client(
     server: Server,
-    id: Annotated[str | None, typer.Option("--client", metavar="ID", help="Who this is; default: the only client of --data.")] = None,
+    id: Annotated[
+        str | None, typer.Option("--client", metavar="ID", callback=_normal, help="Who this is; default: the only client of --data.")
+    ] = None,
     data: Annotated[Path | None, typer.Option("--data", help="This client's data: data.path or data.root of recipes, here.")] = None,
     base: Base = None,
     ca: Authority = None,
@@ -511,7 +531,8 @@ def client(
         if not node.link.answers("fleet"):
             print(f"Nobody answers at {server} yet; this device asks again and again.")
         with deploy.device(node) as supervisor:
-            print(f"The device of {id or 'a client'} asks {server} for work. It keeps everything in {folder}. Ctrl-C stops it.", flush=True)
+            who = printable(id or "a client")
+            print(f"The device of {who} asks {server} for work. It keeps everything in {folder}. Ctrl-C stops it.", flush=True)
             for line in supervisor.watch():
                 print(line, flush=True)
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from coterie import limits
+from coterie import limits, names
 from coterie.engines.resident import private
 from coterie.errors import ClientError, CoterieError, Refused, extra
 from coterie.printing import printable
@@ -314,7 +314,7 @@ class Server:
         for key, path in found.items():
             if key not in self.nodes and time.monotonic() >= self._refused.get(key, 0.0):
                 yield self._register(key, path)
-        unclear = {path.stem for path in wrong}  # whose file is there all the same
+        unclear = {keys.owner(path) for path in wrong}  # whose file is there all the same
         gone = [key for key, (client, _) in self.nodes.items() if key not in found and client not in unclear]
         self._open(gone)
         for key in gone:
@@ -322,13 +322,16 @@ class Server:
 
     def _register(self, key: str, path: Path) -> str:
         """Make a device known; returns what is to be told."""
+        from coterie import keys
+
+        client = keys.owner(path)
         try:
-            self.nodes[key] = (path.stem, register(path, self.home))
+            self.nodes[key] = (client, register(path, self.home))
         except ClientError as error:
             self._refused[key] = time.monotonic() + _TELL_AGAIN_S
             return f"{path} was refused. {error.problem}"
         self._write()
-        return f"The device of {path.stem} is known now."
+        return f"The device of {client} is known now."
 
     def _unregister(self, key: str) -> str:
         """Forget a device; returns what is to be told."""
@@ -494,12 +497,17 @@ def _ended(log: Path) -> ClientError:
     return ClientError(f"{log.stem} does not run; its log ends:\n{tail}", f"The whole log is {log}.")
 
 
+def _toml(values: Mapping[str, Any]) -> list[str]:
+    """Assignments of texts, numbers and switches, as TOML wants them: JSON, but without escapes for halves of surrogate pairs."""
+    return [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
+
+
 def configure(link: Link, home: Path) -> None:
     """Tell Flower's command line how the server is reached."""
     section = {"address": link.address} | ({"insecure": True} if link.ca is None else {"root-certificates": str(link.ca.resolve())})
-    lines = ["[superlink]", f'default = "{NAME}"', "", f"[superlink.{NAME}]", *(f"{k} = {json.dumps(v)}" for k, v in section.items())]
+    lines = ["[superlink]", f'default = "{NAME}"', "", f"[superlink.{NAME}]", *_toml(section)]
     (home / "flwr").mkdir(parents=True, exist_ok=True)
-    (home / "flwr" / "config.toml").write_text("\n".join(lines) + "\n")
+    (home / "flwr" / "config.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def flwr(arguments: Sequence[str], home: Path) -> str:
@@ -563,6 +571,8 @@ class Node:
     def check(self) -> None:
         """Refuse what cannot work. Raises Refused."""
         self.link.check()
+        if self.client is not None and (mistake := names.mistake(self.client)):
+            raise Refused(f"--client {self.client!r}: {mistake}", "Give the name by which the server's data or keys know this client.")
         if self.limits is not None:
             limits.read(self.limits).check_installed()
         if self.key is not None:
@@ -582,7 +592,7 @@ class Node:
 
     def supernode(self) -> list[str]:
         """The command line of its SuperNode."""
-        config = " ".join(f"{key}={json.dumps(value)}" for key, value in self.configuration.items())
+        config = " ".join(line.replace(" = ", "=", 1) for line in _toml(self.configuration))
         port = free_port()
         keys = ["--auth-supernode-private-key", str(self.key)] if self.key is not None else []
         return [program("flower-supernode"), *self.link.flags, *keys, "--host", "127.0.0.1", "--port", str(port), "--node-config", config]
@@ -669,7 +679,7 @@ def submit(link: Link, home: Path, config: Mapping[str, Any], say: Callable[[str
     with tempfile.TemporaryDirectory() as folder:
         app = Path(folder)
         (app / "pyproject.toml").write_text(APP)
-        (app / "run.toml").write_text("\n".join(f"{key} = {json.dumps(value)}" for key, value in config.items()))
+        (app / "run.toml").write_text("\n".join(_toml(config)), encoding="utf-8")
         run = str(_flwr_json(["run", str(app), NAME, "--run-config", str(app / "run.toml")], home)["run-id"])
     say(
         f"The server has it as run {run}, in the folder {config['out']} there. To stop it: FLWR_HOME={home / 'flwr'} flwr stop {run} {NAME}"
@@ -723,7 +733,7 @@ def demo(recipe: "Recipe", clients: Sequence[str], out: Path, say: Callable[[str
     Args:
         recipe: Resolved.
         clients: Of its data, all of which are on this machine.
-        out: The run's folder; what devices keep goes to `devices/<id>` in it.
+        out: The run's folder; what devices keep goes to `devices/<id>` in it, see `names.encoded`.
         say: Is told in a line what happens.
         resident: Whether each device has a process that keeps the base model loaded.
 
@@ -743,7 +753,7 @@ def demo(recipe: "Recipe", clients: Sequence[str], out: Path, say: Callable[[str
         for line in found.look():
             say(printable(line))
         for client in clients:
-            home, key = folder / "devices" / client, own / keys.CLIENTS / client
+            home, key = folder / "devices" / names.encoded(client), keys.private(own, client)
             node = Node(found.devices, home, client, _data(recipe, client, home), key=key, resident=resident)
             stack.enter_context(device(node))
         say(f"{len(clients)} SuperNodes are coming up{', each with a process that keeps the base model loaded' * resident}.")
@@ -758,5 +768,6 @@ def _data(recipe: "Recipe", client: str, home: Path) -> Path | None:
     if recipe.data.kind != "folders" or path is None:
         return path or getattr(recipe.data, "root", None)
     (home / "data").mkdir(parents=True, exist_ok=True)
-    (home / "data" / client).symlink_to((path / client).resolve())
+    own = next(folder for folder in path.iterdir() if names.normal(folder.name) == client)
+    (home / "data" / own.name).symlink_to(own.resolve())
     return home / "data"

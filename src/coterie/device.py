@@ -14,7 +14,7 @@ import torch
 from filelock import FileLock
 
 from coterie import modality as modalities
-from coterie import personal
+from coterie import names, personal
 from coterie import recipe as recipes
 from coterie.account import ACCOUNT, Account, Cost, Leaving, Turn
 from coterie.aggregation import secure
@@ -147,7 +147,7 @@ class Device:
     """One client's side of runs.
 
     Args:
-        home: Its folder: `<run>/states/<client>/` and `<run>/clients/<client>/`, the personal model, as in the folder of a run.
+        home: Its folder: `<run>/states/<client>/` and `<run>/clients/<client>/`, the personal model; see `names.encoded`.
         client: Which client of its data it is; None: the only one.
         data: Where its data are: what `data.path` or `data.root` is on this machine; None: $COTERIE_DATA.
         base: Where the base model is on this machine; None: where the recipe says.
@@ -193,7 +193,7 @@ class Device:
         door = self._door(prepared, request, client)
         door.check()
         folder, turn = self._folder(request), (request.round, request.number)
-        memory = Memory(folder / "states" / client)
+        memory = Memory(folder / "states" / names.encoded(client))
         tensors = from_bytes(body, f"request to {client!r}") if body else {}
         with memory.alone(), _threads(request.threads or prepared.modality.threads):
             state, note = memory.before(turn, request.expects)
@@ -203,7 +203,7 @@ class Device:
             door.record(encoded, metrics)
             memory.commit(turn, state, request.rounds_kept)
             if request.action == "keep":
-                _keep(prepared, client, dict(state), tensors, request.round, folder / "clients" / client)
+                _keep(prepared, client, dict(state), tensors, request.round, folder / "clients" / names.encoded(client))
         done = {"task": request.task, "round": request.round, "number": request.number}
         return Reply(client=client, metrics=metrics, state_bytes=nbytes(state), note=note, **done), encoded
 
@@ -211,7 +211,7 @@ class Device:
         """What watches over a reply. In a simulation, where all are on one machine, it counts only what secure aggregation needs."""
         if self.place is None:
             return _Door(prepared, request, self.limits, Account(self.home / ACCOUNT))
-        account = Account(self._folder(request) / "states" / client / ACCOUNT) if prepared.recipe.secure else None
+        account = Account(self._folder(request) / "states" / names.encoded(client) / ACCOUNT) if prepared.recipe.secure else None
         return _Door(prepared, request, self.limits, account)
 
     def _prepared(self, request: Request) -> Prepared:

@@ -7,9 +7,7 @@ from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
-
-from coterie.engines.wire import Id
+from coterie import names
 from coterie.errors import Refused, extra
 
 try:
@@ -43,7 +41,7 @@ def make(folder: Path, hosts: Sequence[str], clients: Sequence[str]) -> None:
     there has its pair. `ca.key` and `server.key` never leave the server.
 
     Args:
-        folder: Gets `ca.crt`, `ca.key`, `server.crt`, `server.key`, `clients/<id>` and `clients/<id>.pub`.
+        folder: Gets `ca.crt`, `ca.key`, `server.crt`, `server.key`, and of each client `private(folder, id)` and `public(folder, id)`.
         hosts: Names and addresses by which devices reach the server.
         clients: Ids.
 
@@ -57,8 +55,8 @@ def make(folder: Path, hosts: Sequence[str], clients: Sequence[str]) -> None:
         if not (folder / CERTIFICATE).exists():
             _make_certificates(folder, sorted({*hosts, *_ALWAYS}))
         for client in clients:
-            if not (folder / CLIENTS / (client + PUBLIC)).exists():
-                _make_pair(folder / CLIENTS / client)
+            if not public(folder, client).exists():
+                _make_pair(private(folder, client), public(folder, client))
     except OSError as error:
         raise Refused(f"cannot write keys to {folder}: {error.strerror}", "Choose another folder.") from None
     if missing := sorted(set(hosts) - set(_hosts(folder / CERTIFICATE))):
@@ -68,12 +66,25 @@ def make(folder: Path, hosts: Sequence[str], clients: Sequence[str]) -> None:
 
 def _check(client: str) -> None:
     """Refuse an id that is none, or whose private key would look like a public one."""
-    try:
-        TypeAdapter(Id).validate_python(client)
-    except ValidationError:
-        raise Refused(f"--client {client!r}", "An id has letters, digits, '.', '_' and '-' only, and does not start with '.'.") from None
+    if mistake := names.mistake(client):
+        raise Refused(f"--client {client!r}: {mistake}", "Choose another name.")
     if client.endswith(PUBLIC):
         raise Refused(f"--client {client!r}", f"That is how the file with a public key is called: choose an id without {PUBLIC}.")
+
+
+def private(folder: Path, client: str) -> Path:
+    """Return where a client's private key is in a folder of keys."""
+    return folder / CLIENTS / names.encoded(client)
+
+
+def public(folder: Path, client: str) -> Path:
+    """Return where a client's public key is in a folder of keys."""
+    return folder / CLIENTS / (names.encoded(client) + PUBLIC)
+
+
+def owner(path: Path) -> str:
+    """Return the client whose key a file is, by its name: also by one that somebody wrote without escapes."""
+    return names.normal(names.decoded(path.name.removesuffix(PUBLIC)))
 
 
 def public_keys(folder: Path) -> tuple[dict[str, Path], dict[Path, str]]:
@@ -192,12 +203,11 @@ def _hosts(path: Path) -> list[str]:
     return [str(name.value) for name in extensions.get_extension_for_class(x509.SubjectAlternativeName).value]
 
 
-def _make_pair(path: Path) -> None:
+def _make_pair(path: Path, public: Path) -> None:
     """A key pair as `ssh-keygen -t ecdsa -b 384` makes it: Flower knows no other kind."""
     key = ec.generate_private_key(ec.SECP384R1())
     path.unlink(missing_ok=True)  # of a former pair, whose public key was taken away
     _write_private(path, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
-    public = path.with_name(path.name + PUBLIC)
     new = public.with_name(f"{public.name}.new")  # a server that runs looks for *.pub all the time, and must not find half of one
     new.write_bytes(key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n")
     new.replace(public)

@@ -31,6 +31,7 @@ from coterie.models.common import Pretraining
 from coterie.models.layout import Layout
 from coterie.models.networks import NetworkShape, Norm
 from coterie.models.text import TextShape
+from coterie.names import normal
 from coterie.protocol import mix
 
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto: CUDA where there is one")]
@@ -295,6 +296,11 @@ class Recipe(BaseModel):
         except ValueError as error:
             raise _Mistakes(str(error)) from None
         return section
+
+    @field_validator("presence")
+    @classmethod
+    def _in_normal_form(cls, presence: dict[str, Any]) -> dict[str, Any]:
+        return {normal(client): rounds for client, rounds in presence.items()}
 
     @field_validator("compare_with")
     @classmethod

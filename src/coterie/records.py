@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coterie.engines.states import Stored, link
 from coterie.errors import CheckpointError, Refused, SaveError
+from coterie.names import encoded
 from coterie.protocol import ClientId, State
 from coterie.tensors import digest_later, load, save, write_atomically
 
@@ -145,21 +146,6 @@ def alone(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-def check_names(folder: Path, clients: Iterable[ClientId]) -> None:
-    """Refuse clients whose files would be one file: on a disk that does not tell capitals, in a folder that somebody is `alone` in.
-
-    Raises:
-        Refused: Two ids differ in capitals only, and the folder is on such a disk.
-    """
-    if not (folder / "LOCK").exists():
-        return
-    known: dict[str, ClientId] = {}
-    for client in clients:
-        if (other := known.setdefault(client.casefold(), client)) != client:
-            problem = f"clients {other!r} and {client!r} would have the same files in {folder}, whose disk does not tell capitals"
-            raise Refused(problem, "Rename one of them, or choose an --out on another disk.")
-
-
 def _sign(path: Path, text: str) -> None:
     """Say who has a lock; where that cannot be written, it is not said."""
     with suppress(OSError):
@@ -220,7 +206,7 @@ class MetricsFile:
         """One line, and one TensorBoard scalar for every number in `values`."""
         line = {"kind": kind, "round": round, "iteration": step, "client": client, **values}
         try:
-            written = (json.dumps(line) + "\n").encode()
+            written = (json.dumps(line, ensure_ascii=False) + "\n").encode(errors="backslashreplace")  # as JSON escapes halves of pairs
             self._file.write(written)
             self._digest.update(written)
             for name, value in values.items():
@@ -332,7 +318,7 @@ _SERVER, _ABOUT = "server.safetensors", "checkpoint.json"  # of a checkpoint
 
 def _of(client: ClientId) -> str:
     """The file of a client's state in a checkpoint."""
-    return f"clients/{client}.safetensors"
+    return f"clients/{encoded(client)}.safetensors"
 
 
 class Checkpoints:

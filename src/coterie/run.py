@@ -31,6 +31,7 @@ from coterie.errors import ClientError, Refused, TensorError
 from coterie.inputs import RESULT, Inputs, Kept
 from coterie.methods import METHODS
 from coterie.models.layout import Layout
+from coterie.names import encoded
 from coterie.observations import Observations
 from coterie.places import OnThisMachine, Place, kept
 from coterie.prepared import Prepared, joined
@@ -46,7 +47,6 @@ from coterie.records import (
     alone,
     check_apart,
     check_metrics,
-    check_names,
     read_json,
     write_json,
 )
@@ -640,7 +640,7 @@ class Execution(Listener):
 
     def _keep_personal_models(self) -> None:
         ask = Ask(self.method.keep, self._personal(), nothing)
-        self.engine.keep(ask, self.round, lambda client, tensors: self.keep(client, tensors, self.folder / "clients" / client.id))
+        self.engine.keep(ask, self.round, lambda client, tensors: self.keep(client, tensors, self.folder / "clients" / encoded(client.id)))
 
     def keep(self, client: Client, tensors: Tensors, folder: Path) -> None:
         """Write a client's personal model to a folder: what it remembers, and `tensors`. Raises SaveError."""
@@ -766,7 +766,6 @@ def _check_begun(folder: Path, rows: Sequence[tuple[Recipe, Path]]) -> None:
 def _executed(execution: Execution, changed: bool) -> Json:
     """A row from where it stands to its result."""
     folder, kept = execution.folder, Kept(execution.folder)
-    check_names(folder, execution.federation.everyone)
     execution.restore()
     execution.checkpoints.tidy()
     inputs = Inputs.of(execution.prepared)

@@ -314,12 +314,12 @@ def test_folders_that_are_refused(tmp_path, tokenizer) -> None:
     for name in SPLITS:
         write(tmp_path / f"beside/{name}.txt", "x")
     write(tmp_path / "beside/notes.txt", "x")
-    write(tmp_path / "odd name/a.txt", "x")
+    write(tmp_path / "odd (name)/a.txt", "x")
     message = refusal(Folders(path=tmp_path), tokenizer)
     assert "client 'empty': no text in " in message
     assert "has train but no valid, test" in message
     assert "has other text beside train, valid and test: notes.txt" in message
-    assert "client id 'odd name' is not valid" in message
+    assert "client id 'odd (name)' is not valid: it has '('" in message
     assert "Give all three of them, or none." in message
 
 
@@ -524,7 +524,7 @@ def test_hub_clients_that_are_refused_come_all_at_once(tmp_path, tokenizer, monk
     assert "0 documents where meta.redpajama_set_name is 'RedPajamaWiki', looking at 1,000,000 rows" in nothing
     assert "data.rows" in nothing
     assert "data.clients.e: data set /no/where: there is no such folder or file" in message(e={"dataset": "/no/where"})
-    assert "client id 'f g' is not valid" in message(**{"f g": {"dataset": path}})
+    assert "client id 'f/g' is not valid" in message(**{"f/g": {"dataset": path}})
     assert "files of this kind cannot be read" in message(h={"dataset": "hf://datasets/some/thing/data.tar.gz"})
     assert "Unknown split" in message(i={"dataset": path, "split": "trian", "streaming": False})
 

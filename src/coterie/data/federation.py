@@ -1,33 +1,30 @@
 """A federation: clients, each with its own train, valid and test split."""
 
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from coterie import names
 from coterie.data.refusals import Refusals
 from coterie.data.splits import SPLITS, PooledSplit, Split, Tokens, TokenSplit
 from coterie.errors import DataError
 from coterie.protocol import ClientId, mix
 
-POOL: ClientId = "centralized"  # who holds the union of all clients' data, for the Centralized row
-
-_LONGEST = 100  # characters of an id, which names files: with what is put behind it, any file system takes that
-_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")  # ids name folders of a run: no separators, nothing hidden, no `..`
+POOL: ClientId = names.POOL
+_SHOWN = 120  # characters of an id that a message shows
 
 
 def check_id(id: ClientId) -> None:
-    """Refuse an id that cannot name a folder or that is taken.
+    """Refuse an id that is no name of a client, see `names.mistake`.
 
     Raises:
-        DataError: It has characters other than letters, digits and `._-`, starts with a dot, is longer than 100, or is `POOL`.
+        DataError: Saying why.
     """
-    if len(id) > _LONGEST:
-        raise DataError(f"client id {id[:_LONGEST]!r}... has {len(id)} characters", f"Rename it: at most {_LONGEST}, as it names files.")
-    if not _ID.fullmatch(id):
-        raise DataError(f"client id {id!r} is not valid", "Rename it: letters, digits, '.', '_' and '-' only, not starting with '.'.")
-    if id == POOL:
-        raise DataError(f"client id {id!r} is taken: it names the union of all clients' data", "Rename the client.")
+    if mistake := names.mistake(id):
+        shown = repr(id) if len(id) <= _SHOWN else f"{id[:_SHOWN]!r}..."
+        signs = " ".join(names.SIGNS.strip())
+        remedy = f"Rename it: letters and digits of any alphabet, single spaces, and {signs}; at most {names.LONGEST} characters."
+        raise DataError(f"client id {shown} is not valid: {mistake}", remedy)
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,8 @@ class Federation:
         files: SHA-256 of the files that the texts of a named corpus are from, by whose they are and their paths.
 
     Raises:
-        DataError: No clients at all, an id that is not valid or that two clients have, or an anchor that is no client or is named twice.
+        DataError: No clients at all, an id that is not valid or that two clients have, be it in other capitals, or an anchor that is no
+            client or is named twice.
     """
 
     clients: Mapping[ClientId, ClientData]
@@ -110,6 +108,9 @@ class Federation:
                     refusals.add(
                         f"client id {id!r} is there {count} times", "Rename the others: clients and unseen clients need ids of their own."
                     )
+            for one, other in names.alike(ids):
+                problem = f"clients {one!r} and {other!r} have the same name but for capitals"
+                refusals.add(problem, "Rename one of them: many disks take both for one.")
             for id, count in Counter(self.anchors).items():
                 if count > 1:
                     refusals.add(f"anchor {id!r} is named {count} times", "Name each anchor once: it is tied to one expert.")

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from coterie import names
 from coterie.data.documents import cut, keyed_by_text, read_many, split
 from coterie.data.federation import check_id
 from coterie.data.refusals import Refusals
@@ -22,7 +23,7 @@ Files = dict[str, list[Path]]  # by split, or all of them under ""
 
 
 class Folders(Section):
-    """One folder per client; its name is the client's id.
+    """One folder per client; its name is the client's id, see `names.mistake`.
 
     A folder holds text files (*.txt, *.md: a document each) and JSON lines (*.jsonl, *.jsonl.gz: a document per line), also in folders
     below it. Documents are split by seed; where there are fewer than ten, they are cut at blank lines into chunks of about 2,000
@@ -47,10 +48,13 @@ class Folders(Section):
         with Refusals() as refusals:
             files: dict[str, Files] = {}
             for folder in self._folders():
+                id = names.normal(folder.name)
                 with refusals.gather():
-                    check_id(folder.name)
-                with refusals.gather(f"client {folder.name!r}: "):
-                    files[folder.name] = _find(folder)
+                    check_id(id)
+                if id in files:
+                    refusals.add(f"two folders of {self.path} are called {id!r}, with accents stored differently", "Rename one of them.")
+                with refusals.gather(f"client {id!r}: "):
+                    files[id] = _find(folder)
         paths = {id: [str(path) for path in found] for id, found in files.items()}
         every = [path for found in files.values() for part in found.values() for path in part]
         return Source([paths, stamps(every)], lambda: self._read(files))
@@ -62,7 +66,8 @@ class Folders(Section):
         path = self.path.expanduser()
         if not path.is_dir():
             raise DataError(f"data.path: {path} {'is not a folder' if path.exists() else 'does not exist'}", remedy)
-        folders = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith(".") and not _of_runs(p))
+        found = (p for p in path.iterdir() if p.is_dir() and not p.name.startswith(".") and not _of_runs(p))
+        folders = sorted(found, key=lambda p: names.normal(p.name))  # so that the order is the same on every disk
         if not folders:
             raise DataError(f"data.path: {path} has no folders in it, so no clients", remedy)
         return folders

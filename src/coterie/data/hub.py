@@ -8,8 +8,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from coterie import names
 from coterie.data.documents import keyed_by_text, split
 from coterie.data.refusals import Refusals
 from coterie.data.section import Fractions, Names, Section, Source, Texts, choose, stamps
@@ -24,7 +25,8 @@ Format = Literal["json", "parquet", "csv", "arrow", "text"]
 class Hub(Section):
     """Any data set that `datasets.load_dataset` knows, by its Hub id or as a local folder or file; one column names the client.
 
-    Client ids are the column's values (the names of class labels), with anything but letters, digits and `._-` replaced by `-`.
+    Client ids are the column's values (the names of class labels); what no name may have, and in plain ASCII every space and sign but
+    `._-`, is replaced by `-`.
     Rows without a value or without text are left out.
     """
 
@@ -107,7 +109,10 @@ class HubClients(Section):
     """
 
     kind: Literal["hub-clients"] = "hub-clients"
-    clients: Annotated[dict[str, HubClient], Field(min_length=1, description="by id, where each client's text comes from")]
+    clients: Annotated[
+        dict[Annotated[str, AfterValidator(names.normal)], HubClient],
+        Field(min_length=1, description="by id, where each client's text comes from"),
+    ]
     documents: Annotated[int, Field(ge=3, description="at most so many documents are kept of each client")] = 20_000
     characters: Annotated[int, Field(ge=1, description="no more documents are read when a client has so many characters")] = 20_000_000
     rows: Annotated[int, Field(ge=1, description="at most so many rows are looked at for each client")] = 1_000_000
@@ -205,7 +210,10 @@ def _files(path: Path | None) -> list[Path]:
 
 
 def _id(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip(".")
+    """The id of a client whom a column names."""
+    if name.isascii():
+        return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip(".")
+    return names.nearest(name)
 
 
 def _names(values: Iterable[Any], feature: Any) -> list[str | None]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from coterie.engines.wire import Member, Reply, Request, failed, parsed
 from coterie.errors import CheckpointError, ClientError, Refused, TensorError, extra
+from coterie.names import folded
 from coterie.printing import printable
 
 try:
@@ -238,9 +239,12 @@ class Flower:
             self.check(reply.member)
         except Refused as error:
             raise TensorError(error.problem, error.remedy) from None
-        held = self._nodes.get(reply.member.client)
+        client = reply.member.client
+        if other := next((i for i in self._nodes if i != client and folded(i) == folded(client)), None):
+            raise TensorError(f"says that it is {client!r}, and there is {other!r}: names must differ by more than capitals", "Rename one.")
+        held = self._nodes.get(client)
         if held is not None and held != node and held in alive:
-            raise _Taken(reply.member.client, held)
+            raise _Taken(client, held)
         return reply.member
 
     def answer(self, ask: "Ask", round: int, phase: int) -> "Replies":

@@ -13,6 +13,7 @@ import torch
 from filelock import BaseFileLock, FileLock, Timeout
 
 from coterie.errors import CheckpointError, SaveError
+from coterie.names import encoded
 from coterie.protocol import ClientId, State
 from coterie.tensors import digest_later, load, nbytes, nbytes_of_file, same_as_file, save
 
@@ -145,7 +146,7 @@ class States(Stored):
                 where = self._within or tempfile.gettempdir()
                 raise SaveError(f"cannot make a folder for states in {where}: {error.strerror}", "Check its permissions.") from error
             weakref.finalize(self, _remove, self._folder, _claimed(self._folder))
-        return self._folder / f"{client}.safetensors"
+        return self._folder / f"{encoded(client)}.safetensors"
 
 
 def half_of_memory(device: torch.device) -> float:

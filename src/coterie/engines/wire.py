@@ -6,9 +6,9 @@ Nothing here needs torch: the program of a device may only hand a request on to 
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, field_validator
 
-from coterie import __version__
+from coterie import __version__, names
 from coterie.errors import TensorError
 
 MOST_HEADER = 1 << 20  # bytes of a request or reply without its tensors
@@ -19,6 +19,16 @@ Count = Annotated[int, Field(ge=0, le=1 << 53)]  # as large as other programs re
 Measured = Count | FiniteFloat | list[FiniteFloat] | list[list[FiniteFloat]]
 _MEASURED = re.compile(r"[A-Za-z0-9_.+/-]+")
 _OF_LINES = {"kind", "round", "iteration", "client"}  # what a line of metrics.jsonl says itself
+
+
+def _named(client: str) -> str:
+    """Return a client's name if it is one. Raises ValueError."""
+    if mistake := names.mistake(client):
+        raise ValueError(f"no client can have this name: {mistake}")
+    return client
+
+
+Name = Annotated[str, Field(max_length=names.LONGEST), AfterValidator(_named)]
 
 
 def _is_matrix(value: Measured) -> bool:
@@ -58,7 +68,7 @@ class Request(Said):
     action: Literal["hello", "task", "keep"]
     run: Id
     recipe: dict[str, Any]
-    client: Id | None = None
+    client: Name | None = None
     task: str = ""
     round: Count = 0
     phase: int = 0
@@ -86,7 +96,7 @@ class Member(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    client: Id
+    client: Name
     position: Count
     windows: tuple[Count, Count, Count]
     group: Annotated[str, Field(max_length=200)] = ""
@@ -111,7 +121,7 @@ class Reply(Said):
         remedy: What to do about it.
     """
 
-    client: Id | None = None
+    client: Name | None = None
     task: Annotated[str, Field(max_length=200)] = ""
     round: Count = 0
     number: Count = 0

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, cast
 
+from coterie import names
 from coterie.errors import CheckpointError, Refused
 from coterie.models.backbone import Backbone
 from coterie.personal.artifact import ABOUT, CLASSIFIER, read_about_json
@@ -76,7 +77,7 @@ def load_all(
         model = load(run, None if not clients else clients[0], base=base, backbone=backbone, dtype=dtype, device=device)
         return {model.about.client: model}
     found: dict[str, Personal] = {}
-    for client in dict.fromkeys(clients or clients_of(run)):
+    for client in dict.fromkeys(map(names.normal, clients or clients_of(run))):
         found[client] = model = load(run, client, base=base, backbone=backbone, dtype=dtype, device=device)
         backbone = model.backbone if isinstance(model, PersonalModel) else None
     return found
@@ -116,23 +117,33 @@ def clients_of(run: Path | str) -> list[str]:
     Raises:
         CheckpointError: There is none.
     """
-    found = sorted(path.parent.name for path in (Path(run) / "clients").glob(f"*/{ABOUT}"))
-    if not found:
+    return list(_folders(Path(run)))
+
+
+def _folders(run: Path) -> dict[str, Path]:
+    """Where each client's personal model is, by its name, which is in its JSON where it was too long. Raises CheckpointError."""
+    folders = [path.parent for path in (run / "clients").glob(f"*/{ABOUT}")]
+    if not folders:
         raise CheckpointError(f"{run} holds no personal models", "Give the folder of a finished run, with clients/ in it (`coterie run`).")
-    return found
+    return dict(sorted((_owner(folder), folder) for folder in folders))
+
+
+def _owner(folder: Path) -> str:
+    named = read_about_json(folder).get("client") if names.is_cut(folder.name) else names.decoded(folder.name)
+    return names.normal(str(named))
 
 
 def folder_of(run: Path | str, client: str | None) -> Path:
     """The folder of a client, of whom a run's folder or the folder itself is given. Raises CheckpointError."""
-    run = Path(run)
+    run, client = Path(run), None if client is None else names.normal(client)
     if (run / ABOUT).is_file():
         if client not in (None, own := read_about_json(run).get("client")):
             raise CheckpointError(f"{run} is the folder of client {own!r}, not of {client!r}", "Give the run's folder.")
         return run
-    known = clients_of(run)
+    known = _folders(run)
     if client is None and len(known) == 1:
-        return run / "clients" / known[0]
+        return next(iter(known.values()))
     if client not in known:
         problem = f"{run} has several clients" if client is None else f"{run} has no client {client!r}"
         raise CheckpointError(problem, f"Its clients: {', '.join(known)}.")
-    return run / "clients" / client
+    return known[client]

@@ -5,6 +5,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from rich.cells import cell_len, set_cell_size
+
 from coterie.reports.parts import BLUE, escape, figure
 
 WIDTH, HEIGHT = 320, 224
@@ -230,7 +232,7 @@ def intervals(rows: Mapping[str, Interval], unit: str, limits: Point, chance: fl
         limits: Of the axis.
         chance: A value that is marked: what would come of guessing.
     """
-    step, width, left = 26, 330, 16 + 6.4 * max(map(len, rows))
+    step, width, left = 26, 330, 16 + 6.4 * max(map(cell_len, rows))
     height = step * len(rows) + 44
     scale = _Scale(*limits, left, width - 14)
     ticks = "".join(
@@ -273,7 +275,7 @@ def bars(groups: Mapping[str, Sequence[Bar]], y: str) -> str:
     """
     shown = {name: [bar for bar in group if math.isfinite(bar.value)] for name, group in groups.items()}
     gap, thick = 22.0, 20.0
-    widths = {name: max(thick * len(group), 6.2 * len(name)) for name, group in shown.items()}
+    widths = {name: max(thick * len(group), 6.2 * cell_len(name)) for name, group in shown.items()}
     width, height = LEFT + sum(widths.values()) + gap * len(widths) + RIGHT, 260
     top = max((bar.value + bar.std for group in shown.values() for bar in group), default=1.0) or 1.0
     vertical = _Scale(0, 1.04 * top, height - BOTTOM, TOP)
@@ -338,7 +340,7 @@ def plane(dots: Sequence[Dot], x: str, y: str) -> str:
             f'<g>{_marker(dot.style, across, up)}<circle class="target" cx="{across:.1f}" cy="{up:.1f}" r="7"/>'
             f"<title>{escape(dot.name)}</title></g>"
         )
-        if all(abs(across - tx) > 7 * len(dot.text) or abs(up - ty) > 11 for tx, ty in told):
+        if all(abs(across - tx) > 7 * cell_len(dot.text) or abs(up - ty) > 11 for tx, ty in told):
             told.append((across, up))
             drawn.append(f'<text class="tick" x="{across:.1f}" y="{up - 6:.1f}" text-anchor="middle">{escape(dot.text)}</text>')
     return (
@@ -417,11 +419,11 @@ def heat_map(heat: Heat, width: float = 12 * FIELD, height: float = 12 * FIELD, 
 
 
 def _short(name: str) -> str:
-    return name if len(name) <= 12 else f"{name[:11]}…"
+    return name if cell_len(name) <= 12 else f"{set_cell_size(name, 11).rstrip()}…"
 
 
 def _margin(names: Sequence[str]) -> float:
-    return 8 + 6.1 * max(len(_short(name)) for name in names)
+    return 8 + 6.1 * max(cell_len(_short(name)) for name in names)
 
 
 def _beside(names: Sequence[str], side: float, left: float, above: float) -> str:
@@ -434,7 +436,7 @@ def _beside(names: Sequence[str], side: float, left: float, above: float) -> str
 
 def _above(names: Sequence[str], side: float, left: float, above: float) -> str:
     """The names of columns, likewise; they are turned unless all are as short as a number."""
-    shift, turn, anchor = (0.0, "", "middle") if max(map(len, names)) <= 2 else (3.5, " rotate(-90)", "start")
+    shift, turn, anchor = (0.0, "", "middle") if max(map(cell_len, names)) <= 2 else (3.5, " rotate(-90)", "start")
     return "".join(
         f'<text class="tick" transform="translate({left + (j + 0.5) * side + shift:.1f} {above - 5:.1f}){turn}" text-anchor="{anchor}">'
         f"{escape(_short(name))}</text>"

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from rich.box import SIMPLE
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
@@ -451,15 +452,15 @@ def _lines(lines: Sequence[Sequence[Any]], chosen: int) -> list[list[str]]:
 
 
 def _needed(lines: Sequence[Sequence[str]]) -> int:
-    """Characters that a table without its header takes: three between columns, and one at the end."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    """Columns that a table without its header takes: three between columns, and one at the end."""
+    widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
     return sum(widths) + 3 * (len(widths) - 1) + 1
 
 
 def _keep_whole(table: Table) -> None:
     """Let headers wrap, but not figures."""
     for column in table.columns:
-        column.min_width = max(len(str(cell)) for cell in column.cells if cell is not column.header)
+        column.min_width = max(cell_len(str(cell)) for cell in column.cells if cell is not column.header)
 
 
 def _beside(rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> Table:
