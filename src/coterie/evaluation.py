@@ -236,6 +236,7 @@ def row(name: str, results: Sequence[Mapping[str, Any]], alone: Sequence[Mapping
         "per_seed": per_seed,
         "mean_synced": mean(r["mean_synced"] for r in results),
         "groups": {group: mean(r["groups"][group] for r in results) for group in results[0].get("groups") or {}} or None,
+        "groups_std": {group: deviation([r["groups"][group] for r in results]) for group in results[0].get("groups") or {}} or None,
         "best": _average([r.get("best") for r in results]),
         "best_of_last_ten": _average([r.get("best_of_last_ten") for r in results]),
         "gate_accuracy": _average([gate_accuracy(r) for r in results]),

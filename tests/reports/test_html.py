@@ -10,7 +10,7 @@ from reports.samples import ACCURACY, CLIENTS, TEXT, classified, result, routing
 
 from coterie.evaluation import row, rows
 from coterie.reports import chart, tokens
-from coterie.reports.chart import Line, Style
+from coterie.reports.chart import Axes, Line, Style
 from coterie.reports.html import write_comparison, write_report
 
 ROWS = [result("pretrained", 0, 9.0), result("local", 4, 5.0), result("comigs-1g1s", 4, 0.0)]
@@ -71,12 +71,12 @@ def test_router_scores_have_a_line_for_each_block_and_kind(routed: str) -> None:
 
 def test_known_routing_has_the_known_colours() -> None:
     page = tokens.routing(routing(["ann"]))
-    classes = re.findall(r'<span class="t ([^"]*)" data-w="([^"]*)">', page)
+    classes = re.findall(r'<span class="t ([^"]*)" style="[^"]*" data-w="([^"]*)">', page)
     assert len(classes) == len(TEXT)
-    assert classes[0] == ("first-g0 middle-s0 last-s0", "900,100;400,600;250,750")
-    assert classes[1] == ("first-g0 middle-g0 last-s0", "900,100;600,400;250,750")
-    assert "generalist 100 %, specialist 0 %" in page
-    assert "generalist 44 %, specialist 56 %" in page
+    assert classes[0] == ("fg0 ms0 ls0", "900,100;400,600;250,750")
+    assert classes[1] == ("fg0 mg0 ls0", "900,100;600,400;250,750")
+    for shares in ("90 %, specialist 10 %", "49 %, specialist 51 %", "25 %, specialist 75 %"):  # mean weights
+        assert f"generalist {shares}" in page
     assert "first <small>(1 of 5)" in page
     assert "last <small>(5 of 5)" in page
 
@@ -104,10 +104,10 @@ def test_shallow_bases_have_fewer_blocks_to_choose_from(blocks: list[int], names
 
 
 def test_points_lie_where_their_values_say() -> None:
-    svg = chart.panel("t", [Line([(0, 10.0), (5, 20.0), (10, math.inf)], "a", Style("#000"))], "x", "y", (0, 20))
-    targets = re.findall(r'class="target" cx="([\d.]+)" cy="([\d.]+)"', svg)
-    right, bottom, top = chart.WIDTH - chart.RIGHT, chart.HEIGHT - chart.BOTTOM, chart.TOP
-    assert targets == [(f"{chart.LEFT:.1f}", f"{(top + bottom) / 2:.1f}"), (f"{right:.1f}", f"{top:.1f}")]
+    svg = chart.panel("t", [Line([(0, 10.0), (5, 20.0), (10, math.inf)], "a", Style("#000"))], Axes("x", "y", (0, 20)))
+    targets = re.findall(r'class="target" cx="([\d.]+)%" cy="([\d.]+)"', svg)
+    bottom, top = chart.HEIGHT - chart.BOTTOM, chart.TOP
+    assert targets == [("0.00", f"{(top + bottom) / 2:.1f}"), ("100.00", f"{top:.1f}")]
     assert re.findall(r'text-anchor="end">([\d.]+)<', svg) == ["0", "5", "10", "15", "20"]
 
 
@@ -125,7 +125,7 @@ def test_of_many_clients_the_table_shows_the_ends_and_folds_the_rest(tmp_path: P
     page = (tmp_path / "report.html").read_text()
     assert "best client" in page
     assert "<summary>All 20 clients</summary>" in page
-    assert "<summary>8 more</summary>" in page
+    assert "<summary>16 more</summary>" in page
 
 
 def test_it_says_when_texts_are_of_a_few_clients_only(routed: str, tmp_path: Path) -> None:

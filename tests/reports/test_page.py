@@ -1,6 +1,7 @@
 """The report in a real browser, opened as a file: no requests, no errors, and every control does what it says."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,6 +38,12 @@ def background(page: "Page", selector: str) -> str:
     return str(page.locator(selector).first.evaluate("e => getComputedStyle(e).backgroundColor"))
 
 
+def shade(page: "Page", selector: str) -> tuple[tuple[float, ...], float]:
+    """Red, green and blue of a background that lets the page's shine through, and how much of it there is."""
+    *colour, fullness = map(float, re.findall(r"[\d.]+", background(page, selector)))
+    return tuple(round(part, 2) for part in colour), fullness
+
+
 def scrolls_sideways(page: "Page") -> bool:
     return bool(page.evaluate("document.documentElement.scrollWidth > innerWidth"))
 
@@ -58,18 +65,18 @@ def test_the_block_selector_changes_the_picture(report: Make) -> None:
     address = report()
     with opened() as page:
         page.goto(address)
-        generalist, specialist = (background(page, f".legend .{key}") for key in ("g0", "s0"))
+        (generalist, whole), (specialist, _) = (shade(page, f".legend .{key}") for key in ("g0", "s0"))
         assert generalist != specialist
         token = ".cell.own .text .t"
-        assert background(page, token) == specialist
+        assert shade(page, token) == (specialist, pytest.approx(whole * 0.5, abs=0.01))  # 25 and 75 %
         assert "underline" in page.locator(token).first.evaluate("e => getComputedStyle(e).textDecorationLine")
         page.get_by_text("first (1 of 5)").click()
-        assert background(page, token) == generalist
+        assert shade(page, token) == (generalist, pytest.approx(whole * 0.8, abs=0.01))  # 90 and 10 %
         assert page.locator(token).first.evaluate("e => getComputedStyle(e).textDecorationLine") == "none"
-        assert page.locator(".cell.own .share:visible").first.inner_text() == "generalist 100 %, specialist 0 %"
+        assert page.locator(".cell.own .share:visible").first.inner_text() == "generalist 90 %, specialist 10 %"
         page.keyboard.press("ArrowRight")  # the radio buttons by keyboard: the middle block
         assert page.locator("#block-middle").is_checked()
-        assert background(page, token) == specialist
+        assert shade(page, token) == (specialist, pytest.approx(whole * 0.2, abs=0.01))  # 40 and 60 %
 
 
 def test_weights_are_told_on_hover_by_keys_and_on_a_tap(report: Make) -> None:

@@ -93,5 +93,5 @@ def test_a_comparison_tells_both(tmp_path: Path) -> None:
     ],
 )
 def test_large_figures_leave_room_for_the_name_of_their_axis(top: float, ticks: list[str]) -> None:
-    svg = chart.panel("t", [Line([(0, 0.0), (5, top)], "a", Style("#000"))], "x", "y", (0, top))
+    svg = chart.panel("t", [Line([(0, 0.0), (5, top)], "a", Style("#000"))], chart.Axes("x", "y", (0, top)))
     assert re.findall(r'text-anchor="end">([^<]+)<', svg)[: len(ticks)] == ticks

@@ -128,8 +128,8 @@ def audited(found: Json | None) -> tuple[str, ...]:
     observers = list(found["observers"])
     first = table(["", *(_of(name, found) for name in observers), "by guessing"], rows(found))
     said = '<ul class="notes">' + "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences(found)) + "</ul>"
-    drawn = "".join(captioned(title, told, picture) for title, told, picture in _pictures(found))
-    parts = [ABOUT, f"<p class=note>{escape(about(found))}</p>", said, f'<div class="panels">{drawn}</div>', first]
+    drawn = [captioned(title, told, picture) for title, told, picture in _pictures(found)]
+    parts = [ABOUT, f"<p class=note>{escape(about(found))}</p>", said, chart.grid(drawn), first]
     words = found["words"]
     if words and words["examples"]:
         lines = [[f"… {e['prompt'].strip()}", e["word"], e["owner"], ", ".join(e["by"])] for e in words["examples"]]

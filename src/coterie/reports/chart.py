@@ -1,23 +1,32 @@
-"""Line charts, strips, bars, dots and heat maps as inline SVG, which follows the page's colours and needs no library."""
+"""Line charts, strips, bars, dots and heat maps as inline SVG, which follows the page's colours and needs no library.
+
+Letters are as large in every chart and in every window: charts that stretch do so in percent of their width, the others have a width of
+their own and scroll.
+"""
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.cells import cell_len, set_cell_size
 
-from coterie.reports.parts import BLUE, escape, figure
+from coterie.reports.parts import BLUE, escape, figure, folded, level
 
-WIDTH, HEIGHT = 320, 224
-LEFT, RIGHT, TOP, BOTTOM = 54, 10, 10, 40
+HEIGHT, BROAD = 224, 300  # of a panel, in pixels
+LEFT, RIGHT, TOP, BOTTOM = 54, 12, 10, 40
+LETTER = 7.2  # pixels that a letter of an axis is wide
+COLUMNS = 4  # panels side by side, at most
+ALL, FIRST = 6, 4  # up to so many panels are all open; of more, so many
+UNITS = 1000  # of a panel's width, in the paths of its lines
+RATIO = 20.0  # between the ends of a range of ratios: beyond, its scale is logarithmic
 DASHES = ("", "6 3", "2 3", "8 3 2 3")  # the second cue beside the colour
 MARKED = 40  # points up to which a line has markers
 MARKERS = ("circle", "square", "triangle", "diamond")
 LEVELS = 10  # steps of a heat map's colours above 0
 STAGES = 100  # of a slider, at most
 FIELDS = 200_000  # of all stages of a heat map, at most: two characters each
-FIELD, LEGIBLE = 26.0, 12.0  # sides of a heat map's field: at most, and at least for its row to have a name
+FIELD, LEGIBLE = 22.0, 12.0  # sides of a heat map's field: at most, and at least for its row to have a name
 
 Point = tuple[float, float]
 Matrix = Sequence[Sequence[float]]
@@ -42,7 +51,7 @@ class Style:
     @property
     def sample(self) -> str:
         """A piece of it, for a legend."""
-        marker = _marker(self, 14, 6) if self.marked else ""
+        marker = _marker(self, "14", 6) if self.marked else ""
         return f'<svg class="sample" viewBox="0 0 28 12" width="28" height="12" aria-hidden="true">{self.path("M0 6H28")}{marker}</svg>'
 
     def path(self, d: str) -> str:
@@ -60,46 +69,84 @@ class Line:
     style: Style
 
 
-def panels(charts: Mapping[str, Sequence[Line]], x: str, y: str, limits: Point | None = None, shown: int = 12, broad: bool = False) -> str:
-    """A panel for each title. Those beyond the first `shown` are folded away.
+@dataclass(frozen=True)
+class Axes:
+    """What the axes of a panel are.
+
+    Args:
+        x: What the horizontal axis counts; it starts at 0.
+        y: What the vertical axis is, with its unit.
+        limits: Of the vertical axis; default: what the panel's points need.
+        log: Whether the vertical axis is logarithmic; points that are not positive are left out.
+    """
+
+    x: str
+    y: str
+    limits: Point | None = None
+    log: bool = False
+
+    def height(self, value: float) -> float:
+        """Where a value is, on a scale that is not logarithmic."""
+        return math.log10(value) if self.log else value
+
+
+def panels(
+    charts: Mapping[str, Sequence[Line]], x: str, y: str, limits: Point | None = None, broad: bool = False, ratios: bool = False
+) -> str:
+    """A panel for each title. Of more than a few, those beyond the first ones are folded away, and in a narrow window all.
 
     Args:
         charts: Lines by title.
         x: What the horizontal axis counts; it starts at 0.
         y: What the vertical axis is, with its unit.
-        limits: Of the vertical axis; default: what the panel's points need.
-        shown: How many panels are open at first.
+        limits: Of the vertical axes; default: one range for all panels, which their points need.
         broad: Whether panels are to be large.
+        ratios: Whether values are positive and only their ratios count: a large range has a logarithmic scale then.
     """
-    drawn = [
-        f"<figure><figcaption>{escape(title)}</figcaption>{panel(title, lines, x, y, limits)}</figure>" for title, lines in charts.items()
-    ]
-    folded = f"<details><summary>{len(drawn) - shown} more</summary>{_grid(drawn[shown:], broad)}</details>" if len(drawn) > shown else ""
-    return _grid(drawn[:shown], broad) + folded
+    values = [py for lines in charts.values() for line in lines for _, py in line.points if math.isfinite(py)]
+    log = ratios and limits is None and min(values, default=0) > 0 and max(values) / min(values) > RATIO
+    axes = Axes(x, f"{y}, logarithmic" if log else y, limits or (_around_log if log else _around)(values), log)
+    drawn = [f"<figure><figcaption>{escape(t)}</figcaption>{panel(t, lines, axes, broad)}</figure>" for t, lines in charts.items()]
+    if len(drawn) <= ALL:
+        return grid(drawn, broad)
+    first, others = (grid(part, broad) for part in (drawn[:FIRST], drawn[FIRST:]))
+    return folded(f"The first {FIRST}", first, narrow=True) + folded(f"{len(drawn) - FIRST} more", others)
 
 
-def _grid(drawn: Sequence[str], broad: bool) -> str:
-    return f'<div class="panels{" broad" if broad else ""}">{"".join(drawn)}</div>'
+def grid(drawn: Sequence[str], broad: bool = False) -> str:
+    """Figures side by side, in rows that are full: as many rows as needed, each with about as many figures."""
+    if not drawn:
+        return ""
+    columns = level(len(drawn), COLUMNS)
+    return f'<div class="panels{" broad" if broad else ""}" style="--columns:{columns}">{"".join(drawn)}</div>'
 
 
-def panel(title: str, lines: Sequence[Line], x: str, y: str, limits: Point | None = None) -> str:
+def panel(title: str, lines: Sequence[Line], axes: Axes, broad: bool = False) -> str:
     """One SVG with axes, lines, and a tooltip for every point. Points that are not finite are left out."""
-    kept = [Line([p for p in line.points if math.isfinite(p[1])], line.name, line.style) for line in lines]
+    kept = [Line([p for p in line.points if math.isfinite(p[1]) and (p[1] > 0 or not axes.log)], line.name, line.style) for line in lines]
     points = [p for line in kept for p in line.points]
-    right = max((px for px, _ in points), default=0) or 1
-    low, high = limits or _around([py for _, py in points])
-    horizontal = _Scale(0, right, LEFT, WIDTH - RIGHT)
-    vertical = _Scale(low, high, HEIGHT - BOTTOM, TOP)
-    body = "".join(_line(line, horizontal, vertical, x) for line in kept)
+    values, height = [py for _, py in points], BROAD if broad else HEIGHT
+    horizontal = _Scale(0, max((px for px, _ in points), default=0) or 1, 0, 100)
+    low, high = axes.limits or (_around_log(values) if axes.log else _around(values))
+    vertical = _Scale(axes.height(low), axes.height(high), height - BOTTOM, TOP)
+    places = [[(horizontal(px), vertical(axes.height(py))) for px, py in line.points] for line in kept]
+    paths = "".join(_path(line, found, height) for line, found in zip(kept, places, strict=True) if found)
+    marks = "".join(_marks(line, found, axes.x) for line, found in zip(kept, places, strict=True))
     return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(f"{title}: {y} against {x}")}">'
-        f"{_axes(horizontal, vertical, x, y)}{body}</svg>"
+        f'<svg class="plot" height="{height}" role="img" aria-label="{escape(f"{title}: {axes.y} against {axes.x}")}">'
+        f"{_axes(horizontal, vertical, axes, height)}"
+        f'<svg viewBox="0 0 {UNITS} {height}" preserveAspectRatio="none">{paths}</svg>{marks}</svg>'
     )
+
+
+def around(charts: Iterable[Sequence[Line]]) -> Point:
+    """The range that the points of several panels need, so that these can be compared."""
+    return _around([py for lines in charts for line in lines for _, py in line.points if math.isfinite(py)])
 
 
 @dataclass(frozen=True)
 class _Scale:
-    """From values low..high to places start..stop."""
+    """From values low..high to places start..stop: percent of a chart's width, or pixels of its height."""
 
     low: float
     high: float
@@ -108,6 +155,10 @@ class _Scale:
 
     def __call__(self, value: float) -> float:
         return self.start + (value - self.low) / (self.high - self.low) * (self.stop - self.start)
+
+    def at(self, value: float) -> str:
+        """A value's place across, in percent."""
+        return f"{self(value):.2f}%"
 
     def ticks(self, most: int = 5, least: float = 0.0) -> list[float]:
         """Round values within the scale: multiples of 1, 2 or 5 times a power of ten, at least `least` apart."""
@@ -124,23 +175,30 @@ def _around(values: Sequence[float]) -> Point:
     return low - room, high + room
 
 
-def _axes(horizontal: _Scale, vertical: _Scale, x: str, y: str) -> str:
+def _around_log(values: Sequence[float]) -> Point:
+    """The same where only ratios count."""
+    low, high = min(values, default=0.1), max(values, default=1.0)
+    room = (high / low) ** 0.06 if high > low else 2.0
+    return low / room, high * room
+
+
+def _axes(horizontal: _Scale, vertical: _Scale, axes: Axes, height: int) -> str:
+    bottom = height - BOTTOM
     rows = "".join(
-        f'<path class="rule" d="M{LEFT} {vertical(v):.1f}H{WIDTH - RIGHT}"/>'
-        f'<text class="tick" x="{LEFT - 6}" y="{vertical(v) + 3.5:.1f}" text-anchor="end">{_tick(v)}</text>'
-        for v in vertical.ticks()
+        f'<line class="rule" x2="100%" y1="{vertical(v):.1f}" y2="{vertical(v):.1f}"/>'
+        f'<text class="tick" x="-6" y="{vertical(v) + 4:.1f}" text-anchor="end">{_tick(10**v if axes.log else v)}</text>'
+        for v in vertical.ticks(least=axes.log)  # of a logarithmic scale, whole decades
     )
     columns = "".join(
-        f'<path class="axis" d="M{horizontal(v):.1f} {HEIGHT - BOTTOM}v4"/>'
-        f'<text class="tick" x="{horizontal(v):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{v:.6g}</text>'
+        f'<line class="axis" x1="{horizontal.at(v)}" x2="{horizontal.at(v)}" y1="{bottom}" y2="{bottom + 4}"/>'
+        f'<text class="tick" x="{horizontal.at(v)}" y="{bottom + 17}" text-anchor="middle">{v:.6g}</text>'
         for v in horizontal.ticks(least=1)  # iterations and steps are counted
     )
-    middle = (LEFT + WIDTH - RIGHT) / 2
-    height = (TOP + HEIGHT - BOTTOM) / 2
     return (
-        f'{rows}{columns}<path class="axis" d="M{LEFT} {HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>'
-        f'<text class="label" x="{middle}" y="{HEIGHT - 5}" text-anchor="middle">{escape(x)}</text>'
-        f'<text class="label" transform="translate(11 {height}) rotate(-90)" text-anchor="middle">{escape(y)}</text>'
+        f'{rows}{columns}<line class="axis" x2="100%" y1="{bottom}" y2="{bottom}"/>'
+        f'<text class="label" x="50%" y="{height - 5}" text-anchor="middle">{escape(axes.x)}</text>'
+        f'<text class="label" transform="translate({11 - LEFT} {(TOP + bottom) / 2}) rotate(-90)" text-anchor="middle">'
+        f"{escape(axes.y)}</text>"
     )
 
 
@@ -151,65 +209,97 @@ def _tick(value: float) -> str:
     return f"{value / unit:.6g}{sign}"
 
 
-def _line(line: Line, horizontal: _Scale, vertical: _Scale, x: str) -> str:
-    places = [(horizontal(px), vertical(py)) for px, py in line.points]
-    path = line.style.path("M" + "L".join(f"{px:.1f} {py:.1f}" for px, py in places)) if places else ""
-    marks = "".join(
-        f"<g>{_marker(line.style, *place) if line.style.marked else ''}"
-        f'<circle class="target" cx="{place[0]:.1f}" cy="{place[1]:.1f}" r="7"/>'
+def _path(line: Line, places: Sequence[Point], height: int) -> str:
+    return line.style.path("M" + "L".join(f"{px * UNITS / 100:.4g} {py:.1f}" for px, py in places))
+
+
+def _marks(line: Line, places: Sequence[Point], x: str) -> str:
+    """A marker, and what tells the value, at every point."""
+    return "".join(
+        f"<g>{_marker(line.style, f'{across:.2f}%', up) if line.style.marked else ''}"
+        f'<circle class="target" cx="{across:.2f}%" cy="{up:.1f}" r="7"/>'
         f"<title>{escape(f'{line.name}: {figure(py)} at {px:g} {x}')}</title></g>"
-        for (px, py), place in zip(line.points, places, strict=True)
+        for (px, py), (across, up) in zip(line.points, places, strict=True)
     )
-    return path + marks
 
 
-def _marker(style: Style, x: float, y: float) -> str:
+SHAPES = {
+    "square": "M-2.8-2.8h5.6v5.6h-5.6z",
+    "triangle": "M0-3.6l3.4 6h-6.8z",
+    "diamond": "M0-4l4 4l-4 4l-4-4z",
+}
+
+
+def _marker(style: Style, x: str, y: float) -> str:
+    """A marker at a place across, in pixels or percent, and one from above."""
     shape = MARKERS[style.number % len(MARKERS)]
-    fill = f'fill="{style.colour}" fill-opacity="{style.strength:.2f}"'
+    fill = f'fill="{style.colour}"' + ("" if style.strength == 1 else f' fill-opacity="{style.strength:.2f}"')
     if shape == "circle":
-        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" {fill}/>'
-    if shape == "square":
-        return f'<path d="M{x - 2.8:.1f} {y - 2.8:.1f}h5.6v5.6h-5.6z" {fill}/>'
-    if shape == "triangle":
-        return f'<path d="M{x:.1f} {y - 3.6:.1f}l3.4 6h-6.8z" {fill}/>'
-    return f'<path d="M{x:.1f} {y - 4:.1f}l4 4l-4 4l-4 -4z" {fill}/>'
+        return f'<circle cx="{x}" cy="{y:.1f}" r="3" {fill}/>'
+    return f'<svg x="{x}" y="{y:.1f}"><path d="{SHAPES[shape]}" {fill}/></svg>'
 
 
-def strip(rows: Mapping[str, tuple[Mapping[str, float], float, float]], unit: str) -> str:
+def _beside_names(rows: Iterable[str], svg: str, height: int, unit: str) -> str:
+    """A chart with the names of its rows on its left, where it leaves room for them."""
+    left = 24 + LETTER * max(map(cell_len, rows))
+    return (
+        f'<svg class="rows" height="{height}" style="--left:{left:.0f}px" role="img" aria-label="{escape(unit)}">{svg}'
+        f'<text class="label" x="50%" y="{height - 4}" text-anchor="middle">{escape(unit)}</text></svg>'
+    )
+
+
+def _columns(scale: _Scale, bottom: float, most: int = 5) -> str:
+    """Vertical rules with their numbers."""
+    return "".join(
+        f'<line class="rule" x1="{scale.at(v)}" x2="{scale.at(v)}" y1="6" y2="{bottom}"/>'
+        f'<text class="tick" x="{scale.at(v)}" y="{bottom + 15}" text-anchor="middle">{v:.6g}</text>'
+        for v in scale.ticks(most)
+    )
+
+
+Strip = Mapping[str, tuple[Mapping[str, float], float, float]]  # by title: the clients' values, their mean, and its deviation over seeds
+
+
+def reach(strips: Iterable[Strip]) -> Point:
+    """The range that all values of some strips need, so that these can be compared."""
+    rows = [row for strip in strips for row in strip.values()]
+    return _around([v for clients, mean, std in rows for v in (*clients.values(), mean - std, mean + std) if math.isfinite(v)])
+
+
+def strip(rows: Strip, unit: str, limits: Point) -> str:
     """One line for each row: a dot for every client, and the mean with its deviation.
 
     Args:
-        rows: By title: the clients' values, their mean, and its deviation over seeds.
+        rows: What to draw.
         unit: What the axis is.
+        limits: Of the axis.
     """
-    values = [v for clients, mean, std in rows.values() for v in (*clients.values(), mean - std, mean + std) if math.isfinite(v)]
-    step, width, left = 30, 560, 24 + 9.5 * max(map(len, rows))
+    step = 30
     height = step * len(rows) + 44
-    scale = _Scale(*_around(values), left, width - 14)
-    ticks = "".join(
-        f'<path class="rule" d="M{scale(v):.1f} 6V{height - 36}"/>'
-        f'<text class="tick" x="{scale(v):.1f}" y="{height - 22}" text-anchor="middle">{v:.6g}</text>'
-        for v in scale.ticks()
-    )
+    scale = _Scale(*limits, 0, 100)
     lines = "".join(_strip_row(title, *row, scale, 6 + step * (k + 0.5)) for k, (title, row) in enumerate(rows.items()))
-    label = f'<text class="label" x="{(left + width) / 2}" y="{height - 4}" text-anchor="middle">{escape(unit)}</text>'
-    opening = f'<svg class="strip" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(unit)}">'
-    return f"{opening}{ticks}{lines}{label}</svg>"
+    return _beside_names(rows, _columns(scale, height - 38) + lines, height, unit)
 
 
 def _strip_row(title: str, clients: Mapping[str, float], mean: float, std: float, scale: _Scale, y: float) -> str:
     dots = "".join(
-        f'<circle class="dot" cx="{scale(value):.1f}" cy="{y}" r="5" fill="{BLUE}">'
+        f'<circle class="dot" cx="{scale.at(value)}" cy="{y}" r="5" fill="{BLUE}">'
         f"<title>{escape(f'{title}, {i}: {figure(value)}')}</title></circle>"
         for i, value in clients.items()
         if math.isfinite(value)
     )
-    name = f'<text class="name" x="{scale.start - 12}" y="{y + 4}" text-anchor="end">{escape(title)}</text>'
+    name = f'<text class="tick" x="-12" y="{y + 4}" text-anchor="end">{escape(title)}</text>'
     if not math.isfinite(mean):
         return name + dots
-    whisker = f'<path class="whisker" d="M{scale(mean - std):.1f} {y}H{scale(mean + std):.1f}M{scale(mean):.1f} {y - 10}v20"/>'
     told = f"{title}, mean: {figure(mean)} ± {figure(std)}"
-    return f'{name}{dots}<g>{whisker}<path class="target" d="M{scale(mean) - 4:.1f} {y - 10}h8v20h-8z"/><title>{escape(told)}</title></g>'
+    stroke = f'<line class="whisker" x1="{scale.at(mean)}" x2="{scale.at(mean)}" y1="{y - 10}" y2="{y + 10}"/>'
+    return f"{name}{dots}<g>{stroke}{_whisker(scale, mean - std, mean + std, y)}<title>{escape(told)}</title></g>"
+
+
+def _whisker(scale: _Scale, low: float, high: float, y: float) -> str:
+    """A stroke from one value to another, and what a pointer finds of it."""
+    across = f'x1="{scale.at(low)}" x2="{scale.at(high)}" y1="{y}" y2="{y}"'
+    return f'<line class="whisker" {across}/><line class="grip" {across}/>'
 
 
 @dataclass(frozen=True)
@@ -232,27 +322,22 @@ def intervals(rows: Mapping[str, Interval], unit: str, limits: Point, chance: fl
         limits: Of the axis.
         chance: A value that is marked: what would come of guessing.
     """
-    step, width, left = 26, 330, 16 + 6.4 * max(map(cell_len, rows))
+    step = 26
     height = step * len(rows) + 44
-    scale = _Scale(*limits, left, width - 14)
-    ticks = "".join(
-        f'<path class="rule" d="M{scale(v):.1f} 6V{height - 36}"/>'
-        f'<text class="tick" x="{scale(v):.1f}" y="{height - 22}" text-anchor="middle">{v:.6g}</text>'
-        for v in scale.ticks(4)
-    )
-    told = "" if chance is None else f'<path class="axis" stroke-dasharray="4 3" d="M{scale(chance):.1f} 2V{height - 36}"/>'
+    scale = _Scale(*limits, 0, 100)
+    guess = ""
+    if chance is not None:
+        guess = f'<line class="axis" stroke-dasharray="4 3" x1="{scale.at(chance)}" x2="{scale.at(chance)}" y1="2" y2="{height - 38}"/>'
     drawn = "".join(_interval(title, row, scale, 6 + step * (k + 0.5)) for k, (title, row) in enumerate(rows.items()))
-    label = f'<text class="label" x="{(left + width) / 2:.1f}" y="{height - 4}" text-anchor="middle">{escape(unit)}</text>'
-    return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(unit)}">{ticks}{told}{drawn}{label}</svg>'
+    return _beside_names(rows, _columns(scale, height - 38, 4) + guess + drawn, height, unit)
 
 
 def _interval(title: str, row: Interval, scale: _Scale, y: float) -> str:
-    low, high = (scale(min(max(v, scale.low), scale.high)) for v in (row.low, row.high))
+    low, high = (min(max(v, scale.low), scale.high) for v in (row.low, row.high))
     return (
-        f'<text class="tick" x="{scale.start - 8:.1f}" y="{y + 3.5:.1f}" text-anchor="end">{escape(title)}</text>'
-        f'<g><path class="whisker" d="M{low:.1f} {y}H{high:.1f}"/>'
-        f'<circle cx="{scale(row.value):.1f}" cy="{y}" r="4.5" fill="{row.colour}"/>'
-        f'<path class="target" d="M{low - 4:.1f} {y - 10}H{high + 4:.1f}v20H{low - 4:.1f}z"/><title>{escape(row.name)}</title></g>'
+        f'<text class="tick" x="-12" y="{y + 4:.1f}" text-anchor="end">{escape(title)}</text>'
+        f'<g>{_whisker(scale, low, high, y)}<circle cx="{scale.at(row.value)}" cy="{y}" r="4.5" fill="{row.colour}"/>'
+        f"<title>{escape(row.name)}</title></g>"
     )
 
 
@@ -275,13 +360,13 @@ def bars(groups: Mapping[str, Sequence[Bar]], y: str) -> str:
     """
     shown = {name: [bar for bar in group if math.isfinite(bar.value)] for name, group in groups.items()}
     gap, thick = 22.0, 20.0
-    widths = {name: max(thick * len(group), 6.2 * cell_len(name)) for name, group in shown.items()}
+    widths = {name: max(thick * len(group), LETTER * cell_len(name)) for name, group in shown.items()}
     width, height = LEFT + sum(widths.values()) + gap * len(widths) + RIGHT, 260
     top = max((bar.value + bar.std for group in shown.values() for bar in group), default=1.0) or 1.0
     vertical = _Scale(0, 1.04 * top, height - BOTTOM, TOP)
     rules = "".join(
         f'<path class="rule" d="M{LEFT} {vertical(v):.1f}H{width - RIGHT:.1f}"/>'
-        f'<text class="tick" x="{LEFT - 6}" y="{vertical(v) + 3.5:.1f}" text-anchor="end">{_tick(v)}</text>'
+        f'<text class="tick" x="{LEFT - 6}" y="{vertical(v) + 4:.1f}" text-anchor="end">{_tick(v)}</text>'
         for v in vertical.ticks()
     )
     drawn, left = [], LEFT + gap / 2
@@ -289,13 +374,13 @@ def bars(groups: Mapping[str, Sequence[Bar]], y: str) -> str:
         start = left + (widths[name] - thick * len(group)) / 2
         drawn += [_bar(bar, f"{name}, {bar.name}", start + thick * k, thick, vertical) for k, bar in enumerate(group)]
         middle = left + widths[name] / 2
-        drawn.append(f'<text class="tick" x="{middle:.1f}" y="{height - BOTTOM + 16}" text-anchor="middle">{escape(name)}</text>')
+        drawn.append(f'<text class="tick" x="{middle:.1f}" y="{height - BOTTOM + 17}" text-anchor="middle">{escape(name)}</text>')
         left += widths[name] + gap
     label = (
         f'<text class="label" transform="translate(11 {(TOP + height - BOTTOM) / 2}) rotate(-90)" text-anchor="middle">{escape(y)}</text>'
     )
-    opening = f'<svg viewBox="0 0 {width:.1f} {height}" role="img" aria-label="{escape(y)}" style="max-width:{1.3 * width:.0f}px">'
-    return f'<figure class="bars">{opening}{rules}{"".join(drawn)}{label}</svg></figure>'
+    opening = f'<svg width="{width:.0f}" height="{height}" role="img" aria-label="{escape(y)}">'
+    return f'<figure class="fixed">{opening}{rules}{"".join(drawn)}{label}</svg></figure>'
 
 
 def _bar(bar: Bar, title: str, left: float, thick: float, vertical: _Scale) -> str:
@@ -337,18 +422,18 @@ def plane(dots: Sequence[Dot], x: str, y: str) -> str:
         across = middle[0] + (dot.x - (left_most + right_most) / 2) / unit
         up = middle[1] - (dot.y - (lowest + highest) / 2) / unit
         drawn.append(
-            f'<g>{_marker(dot.style, across, up)}<circle class="target" cx="{across:.1f}" cy="{up:.1f}" r="7"/>'
+            f'<g>{_marker(dot.style, f"{across:.1f}", up)}<circle class="target" cx="{across:.1f}" cy="{up:.1f}" r="7"/>'
             f"<title>{escape(dot.name)}</title></g>"
         )
         if all(abs(across - tx) > 7 * cell_len(dot.text) or abs(up - ty) > 11 for tx, ty in told):
             told.append((across, up))
             drawn.append(f'<text class="tick" x="{across:.1f}" y="{up - 6:.1f}" text-anchor="middle">{escape(dot.text)}</text>')
     return (
-        f'<svg class="plane" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(f"{y} against {x}")}">'
+        f'<figure class="fixed"><svg width="{width}" height="{height}" role="img" aria-label="{escape(f"{y} against {x}")}">'
         f'<path class="axis" d="M{left} 0V{height - bottom}H{width}"/>'
         f'<text class="label" x="{middle[0]}" y="{height - 8}" text-anchor="middle">{escape(x)}</text>'
         f'<text class="label" transform="translate(14 {middle[1]}) rotate(-90)" text-anchor="middle">{escape(y)}</text>'
-        f"{''.join(drawn)}</svg>"
+        f"{''.join(drawn)}</svg></figure>"
     )
 
 
@@ -411,7 +496,7 @@ def heat_map(heat: Heat, width: float = 12 * FIELD, height: float = 12 * FIELD, 
     right, below = left + columns * wide + 4, above + rows * high + 4
     moving, diagonal = " moving" * (len(heat.stages) > 1), f'<path class="own" d="M0 0L{columns} {rows}"/>' * heat.masked
     return (
-        f'<svg class="heat{moving}" viewBox="0 0 {right:.1f} {below:.1f}" style="--wide:{right:.0f}px" role="img" '
+        f'<svg class="heat{moving}" width="{right:.0f}" height="{below:.0f}" role="img" '
         f'aria-label="{escape(heat.label)}"{data}>{names}<g transform="translate({left:.1f} {above:.1f}) scale({wide:.4f} {high:.4f})">'
         f'{paths}{diagonal}<path class="block" d="{heat.frames}"/><rect class="fields" width="{columns}" height="{rows}"/>'
         '<rect class="cursor" width="1" height="1" visibility="hidden"/></g></svg>'
@@ -423,20 +508,20 @@ def _short(name: str) -> str:
 
 
 def _margin(names: Sequence[str]) -> float:
-    return 8 + 6.1 * max(cell_len(_short(name)) for name in names)
+    return 8 + LETTER * max(len(_short(name)) for name in names)
 
 
 def _beside(names: Sequence[str], side: float, left: float, above: float) -> str:
     """The names of rows, where a field's side has room for them."""
     return "".join(
-        f'<text class="tick" x="{left - 5:.1f}" y="{above + (i + 0.5) * side + 3.5:.1f}" text-anchor="end">{escape(_short(name))}</text>'
+        f'<text class="tick" x="{left - 5:.1f}" y="{above + (i + 0.5) * side + 4:.1f}" text-anchor="end">{escape(_short(name))}</text>'
         for i, name in enumerate(names if side >= LEGIBLE else ())
     )
 
 
 def _above(names: Sequence[str], side: float, left: float, above: float) -> str:
     """The names of columns, likewise; they are turned unless all are as short as a number."""
-    shift, turn, anchor = (0.0, "", "middle") if max(map(cell_len, names)) <= 2 else (3.5, " rotate(-90)", "start")
+    shift, turn, anchor = (0.0, "", "middle") if max(map(len, names)) <= 2 else (4.0, " rotate(-90)", "start")
     return "".join(
         f'<text class="tick" transform="translate({left + (j + 0.5) * side + shift:.1f} {above - 5:.1f}){turn}" text-anchor="{anchor}">'
         f"{escape(_short(name))}</text>"

@@ -10,7 +10,7 @@ from typing import Any
 
 from coterie.reports import chart
 from coterie.reports.chart import Dot, Heat, Line, Matrix, Style
-from coterie.reports.parts import COLOURS, captioned, escape, legend, table, thinned, unseen
+from coterie.reports.parts import COLOURS, captioned, escape, folded, legend, table, thinned, unseen
 
 Json = Mapping[str, Any]
 CLUSTERS = 5  # of K-means where there are no anchors
@@ -103,7 +103,7 @@ def clustering(result: Json) -> str:
     return (
         f"<h3>K-means on these shares finds {verdict}</h3><p>Each of the {len(trains)} normal clients with its two main classes; colour "
         f"and shape tell which of {k} clusters it is in. The mean silhouette is {silhouette:.2f}: 1 stands for groups far apart, 0 for "
-        f"groups that touch, and up to 0.25 for no substantial structure.</p><figure>{chart.plane(dots, *axes)}</figure>"
+        f"groups that touch, and up to 0.25 for no substantial structure.</p>{chart.plane(dots, *axes)}"
     )
 
 
@@ -229,16 +229,23 @@ def experts(results: Mapping[str, Json]) -> tuple[str, ...]:
 
 
 def choice_maps(found: Sequence[Choices]) -> str:
-    """For each method heat maps of the headline group, by class and by anchor, with one slider for all."""
-    group, figures = found[0].groups[0], []
+    """For each method heat maps by class and by anchor, with one slider for all; those of all groups but the first are folded away."""
+    outlined = " Outlined are the classes of the expert's own anchor." if any(own.anchors for own in found) else ""
+    first, *others = found[0].groups
+    folds = "".join(folded(f"The same of {unseen(group)}", _staged_maps(found, group)) for group in others)
+    return ABOUT_CHOICES.format(whose=escape(unseen(first)), outlined=outlined) + _staged_maps(found, first) + folds
+
+
+def _staged_maps(found: Sequence[Choices], group: str) -> str:
+    """The heat maps of a group of clients, with their slider."""
+    figures = []
     for own in found:
         heats = {"by class": own.shares(group)} | ({"by anchor, its classes together": own.confusion(group)} if own.anchors else {})
         figures += [captioned(own.title, told, chart.heat_map(heat)) for told, heat in heats.items()]
     moments = sorted({at for own in found for at, _ in own.stages})
-    outlined = " Outlined are the classes of the expert's own anchor." if any(own.anchors for own in found) else ""
     return (
-        f'{ABOUT_CHOICES.format(whose=escape(unseen(group)), outlined=outlined)}<div class="staged">{chart.slider(moments, "rounds")}'
-        f'{chart.scale("0 % of the row", "100 %")}<div class="maps owned">{"".join(figures)}</div></div>'
+        f'<div class="staged">{chart.slider(moments, "rounds")}{chart.scale("0 % of the row", "100 %")}'
+        f'<div class="maps owned">{"".join(figures)}</div></div>'
     )
 
 
@@ -279,6 +286,6 @@ def decisions(title: str, result: Json) -> str:
         rows.append(["average", "", "", "", f"{100 * fmean(wrong.values()):.1f} %"])
         tables.append(table([unseen(group), "experts", "incorrect", "correct", "error rate"], rows, len(wrong)))
     first, *others = tables
-    folded = "".join(f"<details><summary>{escape(unseen(g))}</summary>{t}</details>" for g, t in zip(list(groups)[1:], others, strict=True))
+    folds = "".join(folded(unseen(g), t) for g, t in zip(list(groups)[1:], others, strict=True))
     about = "<p>Test samples that the gate gave to an expert whose anchor does not have, or has, their class.</p>"
-    return f"<h3>{escape(title)}: decisions of the gate</h3>{about}{first}{folded}"
+    return f"<h3>{escape(title)}: decisions of the gate</h3>{about}{first}{folds}"

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from coterie.reports.parts import (
     captioned,
     escape,
     figure,
+    folded,
     legend,
     page,
     ranked,
@@ -33,6 +35,7 @@ from coterie.reports.parts import (
     size,
     table,
     thinned,
+    tiles,
     unseen,
 )
 from coterie.reports.tokens import Expert
@@ -56,9 +59,10 @@ PEAK = (
     "row that ran before it.</p>"
 )
 TEXTS = (
-    "<p>The beginning of each client's test text, every token coloured by the expert that the router of the chosen block gives the largest "
-    "weight. Rows are models, columns are texts: the framed pictures show a model on its own client's kind of text, the others on that of "
-    "somebody else. Hover over a token, tap it, or reach it with Tab and the arrow keys, to see all weights.</p>"
+    "<p>The beginning of each client's test text, every token in the colour of the expert that the router of the chosen block gives the "
+    "largest weight: the fuller the colour, the larger that weight. Below each text are the mean weights of its tokens. Rows are models, "
+    "columns are texts: the framed pictures show a model on its own client's kind of text, the others on that of somebody else. Hover over "
+    "a token, tap it, or reach it with Tab and the arrow keys, to see all weights.</p>"
     "<p class=note>These lines of the clients' texts are in this file because this run had all data on one machine. "
     "<code>--set samples=false</code> leaves them out. ¶ ends a document, ↵ a line; ◌ is a token that is but a part of a character.</p>"
 )
@@ -108,7 +112,7 @@ def write_report(folder: Path, results: Sequence[Json], description: str) -> Non
         "costs": section("costs", "What it cost", COSTS, _once(results), _costs(rows, results), PEAK),
     }
     title = f"{own['recipe']}: {METHODS[own['method']].title}"
-    write_atomically(folder / "report.html", page(title, _body(title, description, about, _tiles(rows), sections)))
+    write_atomically(folder / "report.html", page(title, _body(title, description, about, _headline(rows, own), sections)))
 
 
 def write_comparison(folder: Path, comparison: Json, description: str) -> None:
@@ -127,12 +131,7 @@ def write_comparison(folder: Path, comparison: Json, description: str) -> None:
     firsts = [folder / r["method"] / f"seed-{seeds[0]}" / "result.json" for r in rows]
     results = [read_json(path) for path in firsts if path.exists()]
     about = f"{len(seeds)} {'seed' if len(seeds) == 1 else 'seeds'} ({', '.join(map(str, seeds))}), {_made_with(comparison)}"
-    headline = next(iter(rows[0].get("groups") or {}), None)
-    shown = [i for i in rows[0]["clients"] if not headline or (results and results[-1]["clients"][i]["group"] == headline)]
-    spread = {_title(r): ({i: r["clients"][i] for i in shown}, r["mean"], r["std"]) for r in rows}
     deviation = "<p>± is the sample standard deviation over seeds.</p>" if len(seeds) > 1 else "<p>One seed: no deviation can be given.</p>"
-    whose = f" of {escape(unseen(headline))}" if headline else ""
-    between = f"<p>Each dot is a client{whose}, its mean over seeds; the stroke is their mean, the whisker its deviation over seeds.</p>"
     first = f"<p class=note>Of seed {seeds[0]}.</p>"
     sections = {
         "scores": section(
@@ -144,7 +143,7 @@ def write_comparison(folder: Path, comparison: Json, description: str) -> None:
             _verdict(rows, comparison.get("own", "")),
             _notes(comparison["notes"]),
         ),
-        "clients": section("clients", "Spread between clients", between, chart.strip(spread, label(metric))),
+        "clients": section("clients", "Spread between clients", *_spread(rows, results)),
         "training": section("training", f"{metric['name'].capitalize()} over training", first, _curves(results)) if results else "",
         "weights": _collaboration(results, first),
         "labels": _labels(results, first),
@@ -153,6 +152,26 @@ def write_comparison(folder: Path, comparison: Json, description: str) -> None:
     }
     title = f"{comparison['recipe']}: {len(rows)} methods"
     write_atomically(folder / "report.html", page(title, _body(title, description, about, "", sections)))
+
+
+def _spread(rows: Sequence[Json], results: Sequence[Json]) -> list[str]:
+    """What a dot is, and a strip of all clients or, where some are unseen, one for each group of them, all of one range."""
+    of_group = {i: client.get("group", "") for i, client in results[-1]["clients"].items()} if results else {}
+    strips: dict[str, chart.Strip] = {}
+    for group in rows[0].get("groups") or [""]:
+        shown = [i for i in rows[0]["clients"] if of_group.get(i, "") == group]
+        strips[group] = {_title(r): ({i: r["clients"][i] for i in shown}, *_mean(r, group)) for r in rows}
+    limits = chart.reach(strips.values())
+    parts = ["<p>Each dot is a client, its mean over seeds; the stroke is their mean, the whisker its deviation over seeds.</p>"]
+    for group, strip in strips.items():
+        parts += [f"<h3>{escape(unseen(group))}</h3>"] * bool(group)
+        parts.append(chart.strip(strip, label(metric_of(rows[0])), limits))
+    return parts
+
+
+def _mean(row: Json, group: str) -> tuple[float, float]:
+    """The mean of a group of clients, "" for all, and its deviation over seeds; 0 in rows from before that was known."""
+    return (row["groups"][group], (row.get("groups_std") or {}).get(group, 0.0)) if group else (row["mean"], row["std"])
 
 
 def _known_audit(folder: Path) -> Json | None:
@@ -250,8 +269,8 @@ def _title(row: Json) -> str:
     return METHODS[row["method"]].title
 
 
-def _tiles(rows: Sequence[Json]) -> str:
-    """The figures that people look for first, of the run's own method."""
+def _headline(rows: Sequence[Json], result: Json) -> str:
+    """The figures that people look for first, of the run's own method, whose result is given too."""
     own, metric = rows[-1], metric_of(rows[-1])
     unit = " %" if metric["unit"] == "%" else ""
     groups = own.get("groups") or {"": own["mean"]}
@@ -261,8 +280,8 @@ def _tiles(rows: Sequence[Json]) -> str:
     if (privacy := own["privacy"]) and privacy["epsilon"] is not None:
         of = ", of an experiment," if privacy.get("experiment") else ""
         found.append((f"{privacy['epsilon']:.2f}", f"epsilon{of} at delta {privacy['delta']:.2g}, {privacy['where']}"))
-    if own["gate_accuracy"] is not None:
-        found.append((f"{own['gate_accuracy']:.1f} %", "gate accuracy: samples given to an expert whose anchor has their class"))
+    for group, gate in _gates(result).items():
+        found.append((f"{gate:.1f} %", f"gate accuracy of {unseen(group)}: samples given to an expert whose anchor has their class"))
     if own["improved"] is not None:
         found.append((f"{own['improved']:.0f} %", "of clients do better than alone"))
     if own["weights_error"] is not None:
@@ -270,7 +289,13 @@ def _tiles(rows: Sequence[Json]) -> str:
     found.append((size(own["bytes_up_per_round"]), "up per client and round"))
     if own["state_bytes"] is not None:
         found.append((size(own["state_bytes"]), "state of a client"))
-    return '<ul class="tiles">' + "".join(f"<li><b>{escape(value)}</b> {escape(name)}</li>" for value, name in found) + "</ul>"
+    return tiles(found)
+
+
+def _gates(result: Json) -> dict[str, float]:
+    """Gate accuracy of each group of unseen clients at the end; nothing where there is no gate, or it has no anchors."""
+    choices = result["evaluations"][-1].get("choices") or {}
+    return {group: found["gate_accuracy"] for group, found in choices.items() if found["gate_accuracy"] is not None}
 
 
 def _against(own: Json, others: Sequence[Json], group: str) -> tuple[str, str]:
@@ -296,7 +321,10 @@ def _scores(rows: Sequence[Json]) -> str:
         "method": [_title(r) for r in rows],
         unseen(first) if first else "mean": ranked([r["mean"] for r in rows], metric, texts=means),
     }
-    columns |= {unseen(group): ranked([r["groups"][group] for r in rows], metric) for group in others}
+    for group in others:
+        found = [(*_mean(r, group), len(r["per_seed"]) > 1) for r in rows]
+        texts = [figure(mean) + (f" ± {figure(std)}" if several else "") for mean, std, several in found]
+        columns[unseen(group)] = ranked([mean for mean, _, _ in found], metric, texts=texts)
     beside = {"loss": ("loss", 3), "between_clients": ("± between clients", 2), "improved": ("Imp.%", 0), "weights_error": ("W error", 2)}
     if first:
         beside = {"best": ("best", 2), "best_of_last_ten": ("best of last ten", 2), "gate_accuracy": ("gate, %", 1)} | beside
@@ -321,7 +349,8 @@ def _scores(rows: Sequence[Json]) -> str:
 
 def _verdict(rows: Sequence[Json], own: str) -> str:
     said = verdict(rows, own)
-    return f'<p class="verdict">{escape(said)}</p>' if said else ""
+    shown = re.sub("`(.*?)`", r"<code>\1</code>", escape(said))
+    return f'<p class="verdict">{shown}</p>' if said else ""
 
 
 def _costs(rows: Sequence[Json], results: Sequence[Json]) -> str:
@@ -372,13 +401,19 @@ def _curves(results: Sequence[Json]) -> str:
 
     means = {f"Mean of {unseen(g)}": lines(group_test(g)) for g in groups}
     means = means or {f"Mean over {len(own['clients'])} clients": lines(mean_test)}
-    charts = {i: lines(test_of(i)) for i in list(own["clients"])[:PANELS]}
     samples = legend((style.sample, METHODS[r["method"]].title) for r, style in zip(results, styles, strict=True))
-    more = len(own["clients"]) - len(charts)
-    left_out = f"<p class=note>The first {len(charts)} of {more + len(charts)} clients.</p>" if more else ""
-    axes = count, label(metric)
-    whole = chart.panels(means, *axes, broad=True)
-    return f"{samples}{whole}<h3>Client by client</h3>{left_out}{chart.panels(charts, *axes)}"
+    axes, ratios = (count, label(metric)), metric["lower_is_better"]
+    whole = chart.panels(means, *axes, broad=True, ratios=ratios)
+    members = {g: [i for i, client in own["clients"].items() if client.get("group", "") == g] for g in groups or [""]}
+    charts = {g: {i: lines(test_of(i)) for i in clients[: PANELS // len(members)]} for g, clients in members.items()}
+    limits = chart.around(drawn for of_group in charts.values() for drawn in of_group.values()) if groups else None
+    parts = []
+    for g, drawn in charts.items():
+        known = len(members[g])
+        note = f"<p class=note>The first {len(drawn)} of {known} clients.</p>" if len(drawn) < known else ""
+        panels = chart.panels(drawn, *axes, limits, ratios=ratios)
+        parts.append(note + (folded(f"{known} client{'s' * (known > 1)}, {unseen(g)}", panels) if g else panels))
+    return f"{samples}{whole}<h3>Client by client</h3>{''.join(parts)}"
 
 
 def mean_test(evaluation: Json) -> float:
@@ -418,7 +453,7 @@ def _privacy(path: Path, own: Json) -> tuple[str, ...]:
     """What was spent by each round, and the norm C if it adapts, from metrics.jsonl; nothing of a run without privacy."""
     if not own.get("privacy"):
         return ()
-    lines, style, drawn = _of_kind(path, "privacy"), Style(BLUE, marked=own["rounds"] <= chart.MARKED), ""
+    lines, style, drawn = _of_kind(path, "privacy"), Style(BLUE, marked=own["rounds"] <= chart.MARKED), []
     curves = {
         "epsilon": ("epsilon", f"Epsilon at delta {own['privacy']['delta']:.2g}", 0.0),
         "clip": ("C", "Clipping norm C", own["privacy"]["clip"]),
@@ -427,8 +462,8 @@ def _privacy(path: Path, own: Json) -> tuple[str, ...]:
         values = {0: start} | {line["round"]: line[key] for line in lines if key in line}  # of a round's exchanges the last one
         if len(set(values.values())) > 1:
             line, limits = Line(list(values.items()), title, style), (0, 1.06 * max(values.values()))
-            drawn += captioned(title, "", chart.panel(title, [line], "rounds", axis, limits))
-    return (SPENT, f'<div class="panels">{drawn}</div>') if drawn else ()
+            drawn.append(captioned(title, "", chart.panel(title, [line], chart.Axes("rounds", axis, limits))))
+    return (SPENT, chart.grid(drawn)) if drawn else ()
 
 
 def router_series(path: Path) -> dict[str, list[tuple[int, list[list[float]]]]]:

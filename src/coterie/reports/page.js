@@ -163,6 +163,7 @@
 
   // With many clients, or in a narrow window: one model, on its own text and on another.
   const narrow = matchMedia("(max-width: 700px)");
+  if (narrow.matches) for (const some of document.querySelectorAll("details.narrow")) some.open = false;
   for (const routing of document.querySelectorAll(".routing")) {
     const [model, text] = routing.querySelectorAll("select");
     if (text.options.length > 1) text.selectedIndex = 1;

@@ -16,6 +16,7 @@ GREY, BROWN = "#7d8590", "#9c6b3f"
 COLOURS = (BLUE, VERMILION, GREEN, PINK, ORANGE, SKY, GREY, BROWN)
 T = TypeVar("T")
 FEW = 8  # clients that a table has a column for
+TILES = 6  # side by side, at most
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,29 @@ def captioned(title: str, told: str, drawn: str) -> str:
     """A picture with its title, and what is told beside it."""
     small = f" <small>{escape(told)}</small>" if told else ""
     return f"<figure><figcaption>{escape(title)}{small}</figcaption>{drawn}</figure>"
+
+
+def folded(summary: str, content: str, narrow: bool = False) -> str:
+    """Content that is folded away until somebody asks for it; of nothing, nothing.
+
+    Args:
+        summary: What is there in its place; not yet escaped.
+        content: HTML.
+        narrow: Whether it is so in a narrow window only.
+    """
+    opened = " open class=narrow" if narrow else ""
+    return f"<details{opened}><summary>{escape(summary)}</summary>{content}</details>" if content else ""
+
+
+def tiles(items: Sequence[tuple[str, str]]) -> str:
+    """Figures that people look for first, each with what it is, in rows of about as many."""
+    shown = "".join(f"<li><b>{escape(value)}</b> {escape(name)}</li>" for value, name in items)
+    return f'<ul class="tiles" style="--columns:{level(len(items), TILES)}">{shown}</ul>'
+
+
+def level(count: int, most: int) -> int:
+    """How many things stand side by side, at most so many, for all rows to be about as long."""
+    return -(-count // -(-count // most))
 
 
 def legend(items: Iterable[tuple[str, str]]) -> str:

@@ -118,7 +118,9 @@ def _beside(cells: Sequence[Json]) -> dict[str, list[str]]:
     else:
         del kinds["best"], kinds["best of ten"]
     known = {name: (key, form) for name, (key, form) in kinds.items() if any(cell.get(key) is not None for cell in cells)}
-    found = {group: [figure(cell["groups"][group]) for cell in cells] for group in groups or ()}
+    found = {
+        group: [plus_minus(cell["groups"][group], (cell.get("groups_std") or {}).get(group)) for cell in cells] for group in groups or ()
+    }
     return found | {name: [form(cell.get(key)) for cell in cells] for name, (key, form) in known.items()}
 
 

@@ -1,13 +1,18 @@
-"""Sample texts coloured by the expert that weighs most for each token: rows are models, columns are texts (CoMiGS, Fig. 3)."""
+"""Sample texts shaded by the weights of experts: rows are models, columns are texts (CoMiGS, Fig. 3).
+
+A token has the colour of the expert with the largest weight, the fuller the larger that weight is: none where all experts weigh alike,
+all of it where one has all weight.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from coterie.reports.parts import BLUE, GREEN, ORANGE, PINK, SKY, VERMILION, escape
 
 GRID = 4  # clients whose texts all fit side by side; of more, two are chosen
-SLOTS = ("first", "middle", "last")
+SLOTS = ("first", "middle", "last")  # their first letters stand in the pages
 GENERALISTS = ((BLUE, "none"), (SKY, "overline"), (GREEN, "overline dotted"), (PINK, "overline double"))
 SPECIALISTS = (
     (VERMILION, "underline"),
@@ -81,10 +86,11 @@ def _rules(kinds: Sequence[Expert], slots: Sequence[str]) -> str:
     """Which class of a token counts depends on the block that is chosen: no script is needed."""
     looks = "".join(f".{e.key}{{--c:{e.colour};text-decoration:{e.cue}}}" for e in kinds)
     chosen = "".join(
-        f".routing:has(#block-{slot}:checked) .{slot}-{e.key}{{--c:{e.colour};text-decoration:{e.cue}}}" for slot in slots for e in kinds
+        f".routing:has(#block-{slot}:checked) .{slot[0]}{e.key}{{--c:{e.colour};text-decoration:{e.cue}}}" for slot in slots for e in kinds
     )
+    fullness = "".join(f".routing:has(#block-{slot}:checked) .text .t{{--k:var(--{slot[0]})}}" for slot in slots)
     shares = "".join(f".routing:has(#block-{slot}:checked) .share-{slot}{{display:flex}}" for slot in slots)
-    return looks + chosen + shares
+    return looks + chosen + fullness + shares
 
 
 def _selector(slots: Sequence[str], found: Mapping[str, Any]) -> str:
@@ -99,7 +105,8 @@ def _selector(slots: Sequence[str], found: Mapping[str, Any]) -> str:
 
 def _legend(kinds: Sequence[Expert]) -> str:
     items = "".join(f'<li><span class="t {e.key}">{escape(e.name)}</span></li>' for e in kinds)
-    return f'<ul class="legend">{items}</ul>'
+    steps = "".join(f'<i class="t" style="--k:{k}"></i>' for k in range(0, 101, 25))
+    return f'<ul class="legend">{items}<li>all experts alike <span class="shades" aria-hidden="true">{steps}</span> one alone</li></ul>'
 
 
 def _choices(found: Mapping[str, Any]) -> str:
@@ -129,10 +136,17 @@ def _picture(model: str, text: str, found: Mapping[str, Any], mixture: Sequence[
 
 
 def _token(piece: str, weights: Sequence[Sequence[float]], mixture: Sequence[Expert], slots: Sequence[str]) -> str:
-    top = " ".join(f"{slot}-{mixture[_argmax(w)].key}" for slot, w in zip(slots, weights, strict=True))
+    top = " ".join(f"{slot[0]}{mixture[_argmax(w)].key}" for slot, w in zip(slots, weights, strict=True))
     told = ";".join(",".join(f"{1000 * value:.0f}" for value in w) for w in weights)
+    full = ";".join(f"--{slot[0]}:{100 * lead(w):.0f}" for slot, w in zip(slots, weights, strict=True))
     shown = piece.replace("\r\n", "\n").replace("\n", "↵\n")
-    return f'<span class="t {top}" data-w="{told}">{escape(shown)}</span>'
+    return f'<span class="t {top}" style="{full}" data-w="{told}">{escape(shown)}</span>'
+
+
+def lead(weights: Sequence[float]) -> float:
+    """How far the largest weight is from an equal share: 0 where all are alike, 1 where it is all there is."""
+    alike = 1 / len(weights)
+    return max(0.0, (max(weights) - alike) / (1 - alike)) if len(weights) > 1 else 1.0
 
 
 def _argmax(weights: Sequence[float]) -> int:
@@ -140,9 +154,8 @@ def _argmax(weights: Sequence[float]) -> int:
 
 
 def _shares(block: Sequence[Sequence[float]], mixture: Sequence[Expert], slot: str) -> str:
-    """How many of the tokens each expert is first for, as a bar and in words."""
-    first = [_argmax(token) for token in block]
-    shares = [(expert, first.count(k) / len(first)) for k, expert in enumerate(mixture)]
+    """The mean weight of each expert, as a bar and in words."""
+    shares = list(zip(mixture, map(fmean, zip(*block, strict=True)), strict=True))
     parts = "".join(f'<i style="flex:{share:.3f};background:{e.colour}"></i>' for e, share in shares if share)
     words = ", ".join(f"{e.name} {100 * share:.0f} %" for e, share in shares)
     return f'<div class="share share-{slot}"><span class="mix" aria-hidden="true">{parts}</span><small>{escape(words)}</small></div>'

@@ -48,18 +48,24 @@ def _compared(mine: Row, rival: Row) -> str:
     groups = {unseen(g): (first["groups"][g], second["groups"][g]) for g in first.get("groups") or {} if g in (second.get("groups") or {})}
     pairs = groups or {i: (x, second["clients"][i]) for i, x in first["clients"].items() if i in second["clients"]}
     ahead = [name for name, (x, y) in pairs.items() if better(x, y, metric)]
-    whom = _whom(ahead, pairs, bool(groups))
-    if won:
-        return f"On these data {ours} is better than {theirs}, the best other row, {whom} ({figures}). {_advice_won(ahead, pairs)}"
-    better_figures = f"{_value(rival['mean'], metric)} against {_value(mine['mean'], metric)}"
-    return f"On these data {theirs} is better than {ours} {whom} ({better_figures}): {_advice_lost(rival)}"
-
-
-def _whom(ahead: Sequence[str], pairs: Mapping[str, Any], groups: bool) -> str:
-    """For whom the better one is better."""
     if groups:
-        behind = [name for name in pairs if name not in ahead]
-        return f"for {' and '.join(ahead) or 'no group'}" + (f", not for {' and '.join(behind)}" if behind else "")
+        whom = _which(ahead, groups, metric)
+    else:
+        whom = f"{_whom(ahead, pairs)} ({_value(first['mean'], metric)} against {_value(second['mean'], metric)})"
+    if won:
+        return f"On these data {ours} is better than {theirs}, the best other row, {whom}. {_advice_won(ahead, pairs)}"
+    return f"On these data {theirs} is better than {ours} {whom}: {_advice_lost(rival)}"
+
+
+def _which(ahead: Sequence[str], groups: Mapping[str, tuple[float, float]], metric: Mapping[str, Any]) -> str:
+    """For which groups the better one is better and for which not, each with the two figures."""
+    told = {name: f"{name} ({_value(x, metric)} against {_value(y, metric)})" for name, (x, y) in groups.items()}
+    behind = [text for name, text in told.items() if name not in ahead]
+    return f"for {' and '.join(told[name] for name in ahead) or 'no group'}" + (f", not for {' and '.join(behind)}" if behind else "")
+
+
+def _whom(ahead: Sequence[str], pairs: Mapping[str, Any]) -> str:
+    """For how many clients the better one is better."""
     if len(ahead) == len(pairs):
         return "for the only client" if len(pairs) == 1 else f"for all {len(pairs)} clients"
     return f"on average, for {len(ahead)} of {len(pairs)} clients"
