@@ -3,10 +3,14 @@
 import os
 from pathlib import Path
 
-import numpy as np
-import pytest
-import torch
-from hypothesis import settings
+from coterie.threads import wait_briefly
+
+wait_briefly()  # where two threads are asked for, as the command line does, and before PyTorch is there
+
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from hypothesis import settings  # noqa: E402
 
 torch.set_num_threads(1)  # tests run side by side
 settings.register_profile("coterie", deadline=None)  # first calls compile and import

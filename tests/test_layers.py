@@ -9,7 +9,7 @@ SOURCE = Path(coterie.__file__).parent
 # From the ground up. A room may import from its own line and from those before it; `protocol` and `roles` are one room.
 ROOMS = [
     {"errors", "names", "printing", "tensors"},
-    {"profiling"},
+    {"profiling", "threads"},
     {"limits"},
     {"theory"},
     {"protocol", "roles"},

@@ -15,6 +15,7 @@ from coterie.engines import resident
 from coterie.engines.flower import Grid, client_app, server_app
 from coterie.errors import CoterieError, Refused
 from coterie.printing import printable
+from coterie.threads import wait_briefly
 
 if TYPE_CHECKING:
     from coterie.device import Device
@@ -104,5 +105,6 @@ def default_home() -> Path:
     return Path(own) if own else (Path(data) if data else Path.home() / ".local/share") / "coterie"
 
 
+wait_briefly()  # these programs are Flower's: no command line of ours came before
 client = client_app(answer)
 server = server_app(serve)

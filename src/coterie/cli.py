@@ -20,6 +20,7 @@ from coterie import __version__
 from coterie.errors import CoterieError, Refused
 from coterie.names import normal
 from coterie.printing import printable
+from coterie.threads import wait_briefly
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -699,4 +700,5 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):  # names of files need not be text
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    wait_briefly()
     app()

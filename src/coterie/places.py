@@ -1,6 +1,8 @@
 """Where a run's clients are: in this process, in a simulation on this machine, or on devices that a grid of Flower's reaches."""
 
-from collections.abc import Mapping, Sequence
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,11 +19,13 @@ from coterie.prepared import Prepared, check_member, prepare, seen_from_afar
 from coterie.protocol import ClientId
 from coterie.recipe import Recipe
 from coterie.records import KEPT
+from coterie.threads import SAID, Chosen, choose
 
 if TYPE_CHECKING:
     from coterie.engines.flower import Flower, Grid
 
 JOURNAL = "begun.json"  # the file of a run in which exchanges under masks are written down before they begin
+PASS_S = 0.05  # seconds of one thread, about, for a pass of the trial that finds the number of threads
 ARRIVAL_S = 60.0  # seconds for devices that were there a moment ago
 
 
@@ -64,7 +68,7 @@ class OnThisMachine:
             return kind(prepared.site, prepared.method, listener, States(folder, most))
         from coterie.engines.flower import gathered, simulated
 
-        clients, threads = len(prepared.site.data), prepared.modality.threads or torch.get_num_threads()
+        clients, threads = len(prepared.site.data), computing_threads(prepared)
         grid = simulated(clients, threads, simulated_device)
         engine = flower_engine(prepared.recipe, grid, listener, tuple(prepared.site.data), threads, folder, folder / JOURNAL)
         gathered(engine, lambda found: len(found) == clients, patience=600)
@@ -72,6 +76,48 @@ class OnThisMachine:
 
     def _carrier(self, recipe: Recipe) -> str:
         return self.carrier or recipe.engine
+
+
+def computing_threads(prepared: Prepared) -> int:
+    """Return with how many threads a run on this machine computes."""
+    return prepared.threads or prepared.modality.threads or torch.get_num_threads()
+
+
+def choose_threads(prepared: Prepared) -> Chosen:
+    """Return with how many threads a run on this machine had best compute, see `threads.choose`.
+
+    It is tried only where nobody has decided it: models so small that one thread is best, and who sets OMP_NUM_THREADS, have.
+    """
+    modality, most = prepared.modality, torch.get_num_threads()
+    if modality.threads or most == 1 or modality.device.type != "cpu" or any(name in os.environ for name in SAID):
+        return Chosen(modality.threads or most)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return choose(_passes(prepared), most)
+    finally:
+        torch.set_num_threads(most)
+
+
+def _passes(prepared: Prepared) -> Callable[[int], object]:
+    """What does forward passes of the model of a recipe with so many threads, of as many rows as are short work, a batch at most."""
+    client = prepared.site.client(prepared.clients[0], {})
+    split, embed = client.data.train, client.model.embed
+
+    def forward(rows: int) -> float:
+        begun, batch = time.monotonic(), split.batch(0, rows)
+        with torch.no_grad():
+            client.model.score(iter([batch])) if embed is None else embed(batch)
+        return time.monotonic() - begun
+
+    torch.set_num_threads(1)
+    forward(1)
+    rows = max(1, min(int(PASS_S / forward(1)), prepared.recipe.training.micro_batch or prepared.recipe.training.batch_size))
+
+    def work(threads: int) -> float:
+        torch.set_num_threads(threads)
+        return forward(rows)
+
+    return work
 
 
 def simulated_device(node: Mapping[str, Any], text: str, body: bytes) -> tuple[str, bytes]:

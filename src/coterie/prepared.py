@@ -42,6 +42,7 @@ class Prepared:
         site: What clients of this process need.
         clients: That train, in the order of the data.
         planted: The canaries among the data; None without any.
+        threads: With how many this process computes; None: as many as suit the model, or PyTorch has.
     """
 
     recipe: Recipe
@@ -50,6 +51,7 @@ class Prepared:
     site: Site
     clients: tuple[ClientId, ...]
     planted: Planted | None = None
+    threads: int | None = None
 
     @property
     def blueprint(self) -> Blueprint:

@@ -282,6 +282,14 @@ class Recipe(BaseModel):
             "null: half of this machine's memory, or of its GPU's where the model is there",
         ),
     ] = None
+    threads: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            description="that compute on a CPU of this machine; results are the same to the bit only with as many; null: "
+            "OMP_NUM_THREADS if that is set, else one or all cores by a short trial at the start; a run that is resumed keeps its number",
+        ),
+    ] = None
     compare_with: Annotated[tuple[str, ...], Field(description="methods that `coterie run` runs beside this one, for its table")] = ()
     samples: Annotated[bool, Field(description="keep beginnings of test texts, coloured by expert, in the report")] = True
     seed: Annotated[int, Field(ge=0, description="of everything but the splits of the data")] = 0

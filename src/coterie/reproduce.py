@@ -45,7 +45,16 @@ Cell = tuple[str, str]  # a row and a column
 _GATE_ERROR = {"name": "gate error", "unit": "%", "lower_is_better": True}
 _OWN = "each client's model right after its last local iteration"
 _UNSEEN = "clients never trained with are scored, each by the model that it got without labels"
-_BESIDE = {"name", "description", "paper", "seed", "compare_with", "samples", "memory"}  # what does not change what a run measures
+_BESIDE = {
+    "name",
+    "description",
+    "paper",
+    "seed",
+    "compare_with",
+    "samples",
+    "memory",
+    "threads",
+}  # what does not change what a run measures
 
 
 def _digest(recipe: Recipe) -> str:

@@ -27,13 +27,13 @@ from coterie.aggregation.privacy import Accountant, Privacy, central
 from coterie.client import Client, Metrics, Site
 from coterie.data.examples import ExampleSplit
 from coterie.engines import Engine, Listener
-from coterie.errors import ClientError, Refused, TensorError
+from coterie.errors import CheckpointError, ClientError, Refused, TensorError
 from coterie.inputs import RESULT, Inputs, Kept
 from coterie.methods import METHODS
 from coterie.models.layout import Layout
 from coterie.names import encoded
 from coterie.observations import Observations
-from coterie.places import OnThisMachine, Place, kept
+from coterie.places import OnThisMachine, Place, choose_threads, computing_threads, kept
 from coterie.prepared import Prepared, joined
 from coterie.profiling import Profile
 from coterie.protocol import Ask, ClientId, Form, Replies, State, drive, mix, nothing, trains
@@ -53,10 +53,12 @@ from coterie.records import (
 from coterie.reports import Reporter
 from coterie.reports.html import write_comparison, write_report
 from coterie.tensors import Tensors, nbytes, to_bytes, write_atomically
+from coterie.threads import Chosen, Watch
 
 RECIPE, COMPARISON, ROUTING = "recipe.yaml", "comparison.json", "routing.json"
 SECRET = "secret"  # the file of the server's key, see `Execution.secret`
 AUDIT, CANARIES = "audit", "canaries.json"  # a folder of the run, and the list in it
+SAMPLED_S, WATCHED_S = 1.0, 5.0  # seconds between looks at who wants a core, and that make a judgement
 AGAIN_S = 10.0  # seconds until clients are asked again, where a quorum is waited for
 Json = dict[str, Any]
 
@@ -120,6 +122,7 @@ class Execution(Listener):
         self.recipe, self.method = self.prepared.recipe, self.prepared.method
         self.modality, self.metric = self.prepared.modality, self.prepared.modality.metric
         self._take_in(self.prepared)
+        self.threads = computing_threads(self.prepared)
         self.metrics: MetricsFile | None = None
         decisive = self.recipe.model_dump(mode="json", exclude={"compare_with", "samples", "memory"})
         decisive |= {"common_expert": known} if (known := self.modality.fingerprint) else {}
@@ -144,6 +147,7 @@ class Execution(Listener):
         audit = self.recipe.audit
         self.seen = None if audit is None else Observations(self.folder / AUDIT, audit.exchanges)
         self.engine: Engine = self.place.engine(self.prepared, self.folder, self)
+        self.cores, self.sampled = Watch(), 0.0
         self.left_out = range(0)  # rounds that were lost when the run was resumed
 
     def _accountant(self, privacy: Privacy) -> Accountant | ExampleAccountant:
@@ -237,7 +241,8 @@ class Execution(Listener):
         self.started = time.monotonic() - self.progress["seconds"]
         self.metrics = MetricsFile(self.folder, self.progress["position"], self.iteration)
         threads = torch.get_num_threads()
-        torch.set_num_threads(self.modality.threads or threads)
+        torch.set_num_threads(self.threads)
+        self.cores = Watch()
         self._keep_canaries()
         try:
             self.reporter.begin(self.title, self.method.rounds, self.round, self.clients, self.metric.about)
@@ -294,7 +299,7 @@ class Execution(Listener):
             self.profile.enter("checkpoint")
             position, digest = self.metrics.flush() if self.metrics is not None else (0, None)
             self.progress |= {"seconds": time.monotonic() - self.started, "position": position, "metrics": digest}
-            progress = self.progress | {"engine": self.engine.memo()}
+            progress = self.progress | {"engine": self.engine.memo(), "threads": self.threads}
             self.checkpoints.save(Checkpoint(self.round, self.server, self.engine.states(), progress))
         self.profile.end()
         self.reporter.round(self.round)
@@ -454,7 +459,19 @@ class Execution(Listener):
         if self.metrics is not None:
             self.metrics.write(kind, round, iteration, client, values)
 
+    def _look_at_cores(self) -> None:
+        """Tell the reporter, now and then, how many others compute while this process lacks cores, if it is this one that computes."""
+        if self.engine.distant or self.modality.device.type != "cpu":
+            return
+        now = time.monotonic()
+        if now - self.sampled >= SAMPLED_S:
+            self.sampled = now
+            self.cores.sample(self.threads)
+        if self.cores.seconds >= WATCHED_S:
+            self.reporter.cores(self.cores.look().lacking(self.threads))
+
     def measured(self, client: ClientId, metrics: Metrics) -> None:
+        self._look_at_cores()
         if "tokens" not in metrics:
             self.reporter.answered(client)
             return
@@ -732,12 +749,54 @@ def execute_all(
         for _, folder in rows:
             with alone(folder):
                 pass  # it can be written to, and nobody else is at it
+        threads = _Threads(rows, place, reporter)
         for k, (recipe, folder) in enumerate(rows):
             title = titles[k] if titles else METHODS[recipe.method["name"]].title
             recorder = profile if profile is not None and k == len(rows) - 1 else Profile()
             with alone(folder):
-                results.append(_executed(Execution(place.prepare(recipe), folder, reporter, title, place, recorder), changed))
+                prepared = threads.given(place.prepare(recipe), folder)
+                results.append(_executed(Execution(prepared, folder, reporter, title, place, recorder), changed))
     return results
+
+
+class _Threads:
+    """With how many threads the rows of a command compute: all alike, so that what differs between them is no matter of arithmetic.
+
+    A row that has begun goes on with its own number, because sums of floating-point numbers depend on how many threads share them: with
+    another one it would not end bit-equal to the same run without an interruption. New rows take that of one that has begun; otherwise
+    the first row that needs a number has it found out, see `choose_threads`.
+    """
+
+    def __init__(self, rows: Sequence[tuple[Recipe, Path]], place: Place, reporter: Reporter) -> None:
+        self._place, self._reporter = place, reporter
+        self._kept = {folder: kept_threads(folder) for _, folder in rows}
+        self._common = next((number for number in self._kept.values() if number), None)
+
+    def given(self, prepared: Prepared, folder: Path) -> Prepared:
+        """The same with a number of threads; as it is where others compute, or PyTorch's own number was good enough before."""
+        if self._place.devices or prepared.recipe.threads or prepared.modality.threads:
+            return replace(prepared, threads=prepared.recipe.threads)
+        kept = self._kept[folder]
+        if kept is None and self._common is None:
+            self._common = self._found(choose_threads(prepared))
+        return replace(prepared, threads=self._common if kept is None else kept or None)
+
+    def _found(self, chosen: Chosen) -> int:
+        if chosen.others:
+            self._reporter.cores(chosen.others)
+        return chosen.threads
+
+
+def kept_threads(folder: Path) -> int | None:
+    """Return with how many threads the run in a folder computes: 0 if it has begun and does not say, as older versions; None if it has not.
+
+    What is damaged says nothing here: whoever goes on from it is told.
+    """
+    begun = sorted((folder / "checkpoints").glob("round-*/checkpoint.json"))
+    try:
+        return int(read_json(begun[-1])["progress"].get("threads", 0)) if begun else None
+    except (CheckpointError, KeyError, TypeError, ValueError, AttributeError):
+        return 0
 
 
 def _check_apart(recipe: Recipe, folder: Path) -> None:

@@ -31,6 +31,9 @@ class Reporter:
     def warning(self, round: int, client: str, text: str) -> None:
         """Something about a client that stops nothing: it did not answer, or not what it was asked for."""
 
+    def cores(self, others: int) -> None:
+        """How many other processes compute while the machine is short of cores for this one; 0: it is not."""
+
     def evaluating(self, round: int) -> None:
         """The clients' models are about to be scored."""
 

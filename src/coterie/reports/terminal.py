@@ -164,7 +164,7 @@ class Terminal(Reporter, AbstractContextManager["Terminal"]):
         self.task: TaskID | None = None
         self.stage, self.stretch, self.pace = "", Stretch(0, 0), Pace()
         self.losses: dict[str, float] = {}
-        self.metric, self.privacy = metric_of({"metric": None}), ""
+        self.metric, self.privacy, self.lack = metric_of({"metric": None}), "", 0
         self.spoke = time.monotonic()  # when the last plain line was
         self._closing = threading.Event()
         self._watch = threading.Thread(target=self._keep_talking, daemon=True)
@@ -269,7 +269,13 @@ class Terminal(Reporter, AbstractContextManager["Terminal"]):
         """Loss, privacy and pace."""
         loss = f"loss {sum(self.losses.values()) / len(self.losses):.3f}  " if self.losses else ""
         pace = f"{self.pace.per_second:,.0f} {prediction(self.metric)}s/s" if self.pace.known else ""
-        return f"{loss}{self.privacy}{pace}".rstrip()
+        return f"{loss}{self.privacy}{pace}{'  short of cores' if self.lack and self.live else ''}".strip()
+
+    def cores(self, others: int) -> None:
+        said, self.lack = self.lack, others
+        if others and not said:
+            self.spoke = time.monotonic()
+            self.progress.console.print(f"  {_short_of_cores(others)}", markup=False, highlight=False, style="yellow")
 
     def spent(self, round: int, epsilon: float, delta: float) -> None:
         self.privacy = f"epsilon {epsilon:.2f} at delta {delta:.1g}  "
@@ -297,7 +303,8 @@ class Terminal(Reporter, AbstractContextManager["Terminal"]):
         self.stage = "training" if done < self.stretch.rounds else "finishing"
         self._show()
         if self._speaks("round", done):
-            self._line(f"  round {done}/{self.stretch.rounds}  {self._figures()}  {self.stretch}")
+            lack = f"  ({_short_of_cores(self.lack)})" if self.lack else ""
+            self._line(f"  round {done}/{self.stretch.rounds}  {self._figures()}  {self.stretch}{lack}")
 
     def _speaks(self, kind: str, done: int) -> bool:
         """Whether a plain line of a kind is due: the last of a method is, and any other a while after the one before."""
@@ -316,6 +323,10 @@ class Terminal(Reporter, AbstractContextManager["Terminal"]):
         status = f"{self.metric['name']} {result['mean']:.2f}{self._unit}"
         if self.task is not None:
             self.progress.update(self.task, completed=self.stretch.rounds + 1, status=status, refresh=True)
+
+
+def _short_of_cores(others: int) -> str:
+    return f"the machine is short of cores: {others} other {'process computes' if others == 1 else 'processes compute'}"
 
 
 def _clock(seconds: float) -> str:
