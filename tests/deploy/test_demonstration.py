@@ -3,12 +3,14 @@
 import json
 import signal
 import socket
+import unicodedata
 from pathlib import Path
 
 import pytest
 from terminals import MINUTE, OWN, left, loaded, terminals, texts, written
 
 import coterie
+from coterie import names
 from coterie.run import run
 
 
@@ -51,3 +53,23 @@ def test_a_demonstration_that_is_stopped_leaves_nothing_running(tmp_path: Path, 
     host, _, port = config.partition('address = "')[2].partition('"')[0].rpartition(":")
     with socket.socket() as probe:
         assert probe.connect_ex((host, int(port)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["demo", "simulation"])
+def test_clients_have_names_of_any_alphabet_in_flower_s_own_programs(how: str, tmp_path: Path) -> None:
+    people = {"O'Neil & Söhne": "ann", unicodedata.normalize("NFD", "ünï code"): "ben", "数学": "cleo"}
+    data = texts(tmp_path / "texts", *people.values())
+    for person, folder in people.items():
+        (data / folder).rename(data / person)
+    recipe, given = written(tmp_path, method__rounds=1), ("--set", f"data.path={data}", "--out", "run")
+    command = ("deploy", "--demo", "--recipe", str(recipe)) if how == "demo" else ("run", str(recipe), "--set", "engine=flower")
+    with terminals(tmp_path) as terminal:
+        shown = terminal("here", *command, *given)
+        assert shown.ends(400) == 0, shown.text
+    result = json.loads((tmp_path / "here/run/result.json").read_text(encoding="utf-8"))
+    assert result["lost"] == {}
+    assert set(result["clients"]) == {unicodedata.normalize("NFC", person) for person in people}
+    for person in result["clients"]:
+        ((kept,),) = [list((tmp_path / "here/run").glob(f"{'devices/*/*/' * (how == 'demo')}clients/{names.encoded(person)}"))]
+        assert coterie.load(kept).about.client == person
