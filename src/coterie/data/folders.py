@@ -23,7 +23,7 @@ Files = dict[str, list[Path]]  # by split, or all of them under ""
 
 
 class Folders(Section):
-    """One folder per client; its name is the client's id, see `names.mistake`.
+    """One folder per client; its name is the client's id: letters and digits of any alphabet, single spaces, and `-_.'&+@`.
 
     A folder holds text files (*.txt, *.md: a document each) and JSON lines (*.jsonl, *.jsonl.gz: a document per line), also in folders
     below it. Documents are split by seed; where there are fewer than ten, they are cut at blank lines into chunks of about 2,000
