@@ -13,9 +13,9 @@ from coterie import evaluation, reproductions
 from coterie.errors import Refused
 from coterie.evaluation import ACCURACY, PERPLEXITY
 from coterie.prepared import prepare
-from coterie.recipe import Recipe
+from coterie.recipe import Recipe, load
 from coterie.reports.reproduction import markdown, terminal, write_page
-from coterie.reproduce import Job, _shown, _verdicts, reproduce
+from coterie.reproduce import Job, _effort, _shown, _verdicts, reproduce
 from coterie.reproductions import Better, Gate, Improved, Lower, Near, Picture, Reproduction, Routers, Statement, Weights
 from coterie.run import RESULT
 
@@ -123,6 +123,44 @@ def test_the_learning_rate_is_the_best_on_validation_at_the_first_seed(toy: tupl
             valid[lr] = json.loads((folder / RESULT).read_text())["evaluations"][-1]["valid"]
         assert len(valid) == 2
         assert cell["choice"] == {key: min(valid, key=lambda lr: valid[lr])}
+
+
+def test_the_page_says_how_many_settings_each_row_tried(toy: tuple[Job, dict]) -> None:
+    job, _ = toy
+    for ending in ("md", "html"):
+        page = Path(f"{job.folder / 'comigs-table2'}.{ending}").read_text()
+        assert "Settings that a row tried on validation at the first seed" in page
+        assert "every row 2." in page  # two learning rates; what is not trained has nothing to try
+    assert "every other row 1" in _effort(Job("cobo/table2", "small", job.folder, columns=("digits",)))
+    assert "Ditto 4" in _effort(Job("cobo/table2", "small", job.folder, columns=("digits",)))
+
+
+@pytest.mark.parametrize(("name", "scale"), [(n, s) for n in reproductions.names() for s in reproductions.SCALES])
+def test_no_baseline_tries_fewer_settings_than_our_rows(name: str, scale: str, tmp_path: Path) -> None:
+    job = Job(name, scale, tmp_path)
+    if not any(scale in column.recipes for column in job.reproduction.columns.values()):
+        return  # which `test_every_cell` is about
+    for column in {column for _, column in job.cells}:
+        rows = [row for row, own in job.cells if own == column]
+        ours = {row for row in rows if job.reproduction.rows[row].method.startswith(("comigs", "cobo", "ddome"))}
+        tried = {row: count for row in rows if (count := job.tried(row, column))}
+        most = max((tried[row] for row in ours & tried.keys()), default=0)
+        assert not {row: count for row, count in tried.items() if row not in ours and count < most}, column
+
+
+def test_ditto_is_swept_alike_wherever_it_stands_beside_cobo(tmp_path: Path) -> None:
+    table = Job("cobo/table2", "small", tmp_path)
+    for name, column in (("cobo/figure2b", "digits"), ("cobo/figure6", "device")):
+        assert Job(name, "small", tmp_path).sweep("ditto", column) == table.sweep("ditto", column)
+    for name, column in (("cobo/figure2b", "silo"), ("cobo/figure6", "device")):
+        assert Job(name, "paper", tmp_path).sweep("ditto", column) == Job("cobo/table2", "paper", tmp_path).sweep("ditto", column)
+
+
+def test_the_pull_between_languages_is_as_long_as_the_papers() -> None:
+    """After all rounds 1/e^0.5 of a disagreement is left where gradients are nought."""
+    for name in ("cobo-languages", "gpt2-languages"):
+        method = load(name).build_method()
+        assert method.rho * method.rounds == pytest.approx(0.5, rel=0.01)
 
 
 def test_what_was_run_is_not_run_again(toy: tuple[Job, dict]) -> None:

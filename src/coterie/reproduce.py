@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
+from statistics import mode
 from typing import Any
 
 import torch
@@ -130,10 +131,17 @@ class Job:
 
     def sweep(self, row: str, column: str) -> Mapping[str, Sequence[Any]]:
         """What is chosen on validation for a cell: keys of a recipe, and the values that are tried."""
-        own = self.reproduction.rows[row]
-        if self._bases[column].with_method(own.method).build_method().total_iterations == 0:  # nothing is trained, nothing to choose
+        if not self._trains(row, column):  # nothing to choose
             return {}
+        own = self.reproduction.rows[row]
         return {**self.reproduction.columns[column].tune.get(self.scale, {}), **own.sweep.get(self.scale, {})}
+
+    def _trains(self, row: str, column: str) -> bool:
+        return self._bases[column].with_method(self.reproduction.rows[row].method).build_method().total_iterations > 0
+
+    def tried(self, row: str, column: str) -> int:
+        """How many settings of a cell compete on validation: 1 where the recipe's are taken as they are, 0 where nothing is trained."""
+        return int(self._trains(row, column)) + sum(len(values) - 1 for values in self.sweep(row, column).values())
 
     def run(self, row: str, column: str, choice: Settings, seed: int) -> tuple[Recipe, Path]:
         """One run of a cell and its folder. Cells of all tables that are the same run share one."""
@@ -184,7 +192,7 @@ def reproduce(job: Job, reporter: Reporter | None = None) -> Json:
         "cells": cells,
         "statements": statements,
         "order": _orders(cells),
-        "notes": [*reproduction.notes, *_comparability(cells)],
+        "notes": [*reproduction.notes, _effort(job), *_comparability(cells)],
         "unjudged": sum(len(s.columns) for s in reproduction.statements) - len(statements),
         "versions": {"coterie": coterie.__version__, "torch": torch.__version__, "python": platform.python_version()},
         "machine": read_json(folder / cells[0]["folders"][0] / RESULT)["machine"],
@@ -293,6 +301,19 @@ def _orders(cells: Sequence[Json]) -> dict[str, float]:
         if len(pairs) > 2 and min(len(measured), len(published)) > 1:  # rows that are all alike have no order
             found[c] = float(kendalltau(*zip(*pairs, strict=True)).statistic)
     return found
+
+
+def _effort(job: Job) -> str:
+    """Say how many settings each row tried, so that a reader sees whether one was held down; columns that are alike together."""
+    alike: dict[str, list[str]] = {}
+    for c in dict.fromkeys(c for _, c in job.cells):
+        counts = {job.reproduction.rows[r].title: count for r, column in job.cells if column == c and (count := job.tried(r, c))}
+        usual = mode(counts.values()) if counts else 0
+        others = [f"{title} {count}" for title, count in counts.items() if count != usual]
+        text = ", ".join([*others, f"every {'other ' if others else ''}row {usual}"])
+        alike.setdefault(text, []).append(job.reproduction.columns[c].title)
+    found = "; ".join(f"{text} ({', '.join(titles)})" if len(alike) > 1 else text for text, titles in alike.items())
+    return f"Settings that a row tried on validation at the first seed (1: those of the recipe, which all rows share): {found}."
 
 
 def _comparability(cells: Sequence[Json]) -> list[str]:
