@@ -148,7 +148,7 @@ def _foretell(recipe: "Recipe") -> None:
     for index, row in enumerate(rows):
         prepared = OnThisMachine().prepare(row)
         foretold(Console(), prepared, estimate(prepared), first=index == 0)
-    print("Estimates of this machine as busy as it is now, from a few steps. Nothing was written.")
+    print("Estimates of this machine as busy as it is now, from a few steps.\nNothing was written.")
 
 
 @app.command()

@@ -170,4 +170,5 @@ def test_a_dry_run_says_what_it_would_take_and_writes_nothing(tmp_path: Path, mo
     assert done.exit_code == 0, done.output
     for expected in ("4 clients", "examples", "parameters trained a client", "a round:", "in all", "GB of memory"):
         assert expected in done.output
+    assert max(map(len, done.output.splitlines())) <= 80
     assert not list(tmp_path.iterdir())

@@ -383,10 +383,8 @@ def foretold(console: Console, prepared: Any, estimate: Any, first: bool) -> Non
     trained = "none" if not method.total_iterations else " to ".join(f"{n:,}" for n in dict.fromkeys((sizes[0], sizes[-1])))
     memory = "" if estimate.memory is None else f", {estimate.memory / 1e9:,.1f} GB of memory"
     _say(console, f"{METHODS[prepared.recipe.method['name']].title}: {method.rounds} rounds, parameters trained a client: {trained}")
-    _say(
-        console,
-        f"  a round: {size(estimate.up)} up and {size(estimate.down)} down a client; about {_clock(estimate.seconds)} in all{memory}",
-    )
+    cost = f"a round: {size(estimate.up)} up and {size(estimate.down)} down a client; about {_clock(estimate.seconds)} in all{memory}"
+    console.print(Padding(Text(cost), (0, 0, 0, 2)))  # wrapped between words
 
 
 def _say(console: Console, text: str) -> None:
