@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matplotlib.figure import Figure
 
-from coterie.theory import THEOREMS, Experiment, draw
+from coterie.theory import THEOREMS, Experiment
 from coterie.theory import cobo as module
 from coterie.theory.cobo import Clusters, CoBo, Run, Setting, measure, polygon, safe_step, search, surrounding
+from theory.typeset import check_page
 
 NAME = "cobo/theorem-1"
 RNG = np.random.default_rng
@@ -33,13 +33,7 @@ def test_claims_hold_and_come_with_a_table_and_a_figure() -> None:
     assert {type(claim.holds) for claim in experiment.claims} == {bool}  # written as JSON
     assert {len(row) for row in experiment.table.rows} == {len(experiment.table.columns)}
     assert {claim.beside for claim in experiment.claims} == {True, False}
-    for panel in experiment.panels:
-        figure = Figure(layout="constrained")
-        draw(figure, panel)
-        (axis,) = figure.axes
-        assert len(axis.lines) == len(axis.get_legend().get_texts()) == len(panel.curves)
-        assert all(len(line.get_xdata()) > 1 for line in axis.lines)
-        figure.canvas.draw()  # the mathematics in labels parses
+    check_page(experiment)
 
 
 @pytest.mark.usefixtures("brief")

@@ -8,11 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matplotlib.figure import Figure
 from scipy.stats import chi2
 from torch import Generator, Tensor
 
-from coterie.theory import THEOREMS, Experiment, draw
+from coterie.theory import THEOREMS, Experiment
 from coterie.theory import ddome as module
 from coterie.theory.ddome import (
     DRAWS,
@@ -30,6 +29,7 @@ from coterie.theory.ddome import (
     likelihood,
     train_disjointly,
 )
+from theory.typeset import check_page
 
 NAME = "ddome/theorem-1"
 
@@ -73,13 +73,7 @@ def test_claims_hold_and_come_with_a_table_and_a_figure(small: tuple[Experiment,
     assert {type(claim.holds) for claim in experiment.claims} == {bool}  # written as JSON
     assert {len(row) for row in experiment.table.rows} == {len(experiment.table.columns)}
     assert {claim.beside for claim in experiment.claims} == {True, False}
-    for panel in experiment.panels:
-        figure = Figure(layout="constrained")
-        draw(figure, panel)
-        (axis,) = figure.axes
-        assert len(axis.lines) == len(axis.get_legend().get_texts()) == len(panel.curves)
-        assert all(len(line.get_xdata()) > 1 for line in axis.lines)
-        figure.canvas.draw()  # the mathematics in labels parses
+    check_page(experiment)
 
 
 def test_claims_fail_where_training_is_not_what_they_say(small: tuple[Experiment, list[Size]]) -> None:

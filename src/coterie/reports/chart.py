@@ -20,6 +20,7 @@ COLUMNS = 4  # panels side by side, at most
 ALL, FIRST = 6, 4  # up to so many panels are all open; of more, so many
 UNITS = 1000  # of a panel's width, in the paths of its lines
 RATIO = 20.0  # between the ends of a range of ratios: beyond, its scale is logarithmic
+RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 DASHES = ("", "6 3", "2 3", "8 3 2 3")  # the second cue beside the colour
 MARKED = 40  # points up to which a line has markers
 MARKERS = ("circle", "square", "triangle", "diamond")
@@ -186,7 +187,7 @@ def _axes(horizontal: _Scale, vertical: _Scale, axes: Axes, height: int) -> str:
     bottom = height - BOTTOM
     rows = "".join(
         f'<line class="rule" x2="100%" y1="{vertical(v):.1f}" y2="{vertical(v):.1f}"/>'
-        f'<text class="tick" x="-6" y="{vertical(v) + 4:.1f}" text-anchor="end">{_tick(10**v if axes.log else v)}</text>'
+        f'<text class="tick" x="-6" y="{vertical(v) + 4:.1f}" text-anchor="end">{_power(v) if axes.log else _tick(v)}</text>'
         for v in vertical.ticks(least=axes.log)  # of a logarithmic scale, whole decades
     )
     columns = "".join(
@@ -209,6 +210,13 @@ def _tick(value: float) -> str:
     return f"{value / unit:.6g}{sign}"
 
 
+def _power(exponent: float) -> str:
+    """The number that a whole power of ten is, or where that is long the power itself."""
+    if -3 <= exponent <= 4:
+        return f"{10**exponent:g}"
+    return "10" + f"{exponent:.0f}".translate(RAISED)
+
+
 def _path(line: Line, places: Sequence[Point], height: int) -> str:
     return line.style.path("M" + "L".join(f"{px * UNITS / 100:.4g} {py:.1f}" for px, py in places))
 
@@ -218,9 +226,14 @@ def _marks(line: Line, places: Sequence[Point], x: str) -> str:
     return "".join(
         f"<g>{_marker(line.style, f'{across:.2f}%', up) if line.style.marked else ''}"
         f'<circle class="target" cx="{across:.2f}%" cy="{up:.1f}" r="7"/>'
-        f"<title>{escape(f'{line.name}: {figure(py)} at {px:g} {x}')}</title></g>"
+        f"<title>{escape(f'{line.name}: {_told(py)} at {px:g} {x}'.rstrip())}</title></g>"
         for (px, py), (across, up) in zip(line.points, places, strict=True)
     )
+
+
+def _told(value: float) -> str:
+    """A number with two digits behind the point, or with two digits that are not 0 where it is small."""
+    return figure(value) if value == 0 or abs(value) >= 0.1 else f"{value:.2g}"
 
 
 SHAPES = {
@@ -508,7 +521,7 @@ def _short(name: str) -> str:
 
 
 def _margin(names: Sequence[str]) -> float:
-    return 8 + LETTER * max(len(_short(name)) for name in names)
+    return 8 + LETTER * max(cell_len(_short(name)) for name in names)
 
 
 def _beside(names: Sequence[str], side: float, left: float, above: float) -> str:

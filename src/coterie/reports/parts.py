@@ -1,7 +1,7 @@
 """The parts that reports are made of: tables, legends, colours. All text is escaped here or marked as HTML by its type."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape as html_escape
 from importlib.resources import files
@@ -33,11 +33,11 @@ class Cell:
     share: float | None = None
     best: bool = False
 
-    @property
-    def html(self) -> str:
+    def html(self, typeset: Callable[[str], str]) -> str:
+        """The cell; `typeset` makes HTML of its text."""
         bar = "" if self.share is None else f' class="bar" style="--share:{100 * self.share:.1f}%"'
         best = " class=best" if self.best and not bar else ""
-        return f"<td{bar}{best}>{escape(self.text)}</td>"
+        return f"<td{bar}{best}>{typeset(self.text)}</td>"
 
 
 def escape(text: str) -> str:
@@ -45,17 +45,21 @@ def escape(text: str) -> str:
     return html_escape(printable(text, lines=True))
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[Cell | str]], best: int | None = None) -> str:
+def table(
+    header: Sequence[str], rows: Sequence[Sequence[Cell | str]], best: int | None = None, typeset: Callable[[str], str] | None = None
+) -> str:
     """A table that scrolls within itself where it is too wide; its first column names the rows.
 
     Args:
         header: Of the columns.
         rows: Cells, or their texts.
         best: The row that is set off.
+        typeset: Makes HTML of texts; default: `escape`.
     """
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in header)
+    shown = typeset or escape
+    head = "".join(f'<th scope="col">{shown(name)}</th>' for name in header)
     lines = "".join(
-        f"<tr{' class=best' if k == best else ''}>{_row_name(first)}{''.join(_cell(cell).html for cell in rest)}</tr>"
+        f"<tr{' class=best' if k == best else ''}>{_row_name(first, shown)}{''.join(_cell(cell).html(shown) for cell in rest)}</tr>"
         for k, (first, *rest) in enumerate(rows)
     )
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
@@ -65,8 +69,8 @@ def _cell(cell: Cell | str) -> Cell:
     return cell if isinstance(cell, Cell) else Cell(cell)
 
 
-def _row_name(cell: Cell | str) -> str:
-    return f'<th scope="row">{escape(_cell(cell).text)}</th>'
+def _row_name(cell: Cell | str, shown: Callable[[str], str]) -> str:
+    return f'<th scope="row">{shown(_cell(cell).text)}</th>'
 
 
 def bars(values: Sequence[float | None], form: str, unit: float = 1) -> list[Cell]:
@@ -157,11 +161,17 @@ def legend(items: Iterable[tuple[str, str]]) -> str:
     return '<ul class="legend">' + "".join(f"<li>{sample} {escape(name)}</li>" for sample, name in items) + "</ul>"
 
 
-def verdicts(items: Iterable[tuple[bool, str, str]]) -> str:
-    """Sentences that were checked: whether each holds, the sentence, and the numbers behind the verdict."""
+def verdicts(items: Iterable[tuple[bool, str, str]], typeset: Callable[[str], str] | None = None) -> str:
+    """Sentences that were checked.
+
+    Args:
+        items: Whether each holds, the sentence, and the numbers behind the verdict.
+        typeset: Makes HTML of sentences and numbers; default: `escape`.
+    """
+    shown = typeset or escape
     lines = (
         f'<li class="{"holds" if holds else "fails"}"><b>{"holds" if holds else "does not hold"}</b>'
-        f"<span>{escape(says)}<small>{escape(detail)}</small></span></li>"
+        f"<span>{shown(says)}<small>{shown(detail)}</small></span></li>"
         for holds, says, detail in items
     )
     return f'<ul class="verdicts">{"".join(lines)}</ul>'

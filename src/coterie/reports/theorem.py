@@ -1,6 +1,5 @@
-"""What an experiment on a theorem shows: its claims with their verdicts, its numbers, and its picture."""
+"""What an experiment on a theorem shows: its claims with their verdicts, its numbers, and its pictures."""
 
-import io
 from dataclasses import asdict
 from pathlib import Path
 
@@ -9,10 +8,13 @@ from rich.console import Console
 from rich.table import Table
 
 from coterie.records import write_json
-from coterie.reports.parts import escape, page, section, table, verdicts
+from coterie.reports import chart
+from coterie.reports.chart import Line, Style
+from coterie.reports.mathematics import plain, typeset
+from coterie.reports.parts import COLOURS, escape, page, section, table, verdicts
 from coterie.reports.terminal import verdicts as print_verdicts
 from coterie.tensors import write_atomically
-from coterie.theory import Claim, Experiment, Panel, draw
+from coterie.theory import Claim, Experiment, Panel
 
 
 def show(console: Console, experiment: Experiment, stem: Path) -> None:
@@ -29,15 +31,15 @@ def show(console: Console, experiment: Experiment, stem: Path) -> None:
     console.print(f"\n{experiment.title}", style="bold", highlight=False)
     numbers = Table(box=SIMPLE, pad_edge=False)
     for k, name in enumerate(experiment.table.columns):
-        numbers.add_column(name, justify="right" if k else "left", overflow="fold")
+        numbers.add_column(plain(name), justify="right" if k else "left", overflow="fold")
     for row in experiment.table.rows:
-        numbers.add_row(*map(_text, row))
+        numbers.add_row(*(plain(_text(cell)) for cell in row))
     console.print(numbers)
     for heading, claims in _kinds(experiment):
         console.print(heading, style="bold", highlight=False)
-        print_verdicts(console, ((claim.holds, claim.text, claim.detail) for claim in claims))
-    write_json(stem.with_name(f"{stem.name}.json"), asdict(experiment))
-    write_atomically(stem.with_name(f"{stem.name}.html"), _page(experiment))
+        print_verdicts(console, ((claim.holds, plain(claim.text), plain(claim.detail)) for claim in claims))
+    write_json(stem.with_name(f"{stem.name}.json"), plain(asdict(experiment)))
+    write_atomically(stem.with_name(f"{stem.name}.html"), experiment_page(experiment))
 
 
 def _text(cell: str | float) -> str:
@@ -55,25 +57,26 @@ def _kinds(experiment: Experiment) -> list[tuple[str, list[Claim]]]:
     return [(title, [claim for claim in experiment.claims if claim.beside is beside]) for title, beside in kinds.items()]
 
 
-def _page(experiment: Experiment) -> bytes:
+def experiment_page(experiment: Experiment) -> bytes:
+    """The page of an experiment: one file without anything from elsewhere."""
     numbers = [[_text(cell) for cell in row] for row in experiment.table.rows]
-    parts = [section("picture", "Picture", f'<div class="panels broad">{"".join(map(_picture, experiment.panels))}</div>')]
+    parts = [section("picture", "Picture", chart.grid([picture(panel) for panel in experiment.panels], broad=True))]
     for k, (title, claims) in enumerate(_kinds(experiment)):
-        parts.append(section(f"claims-{k}", title, verdicts((claim.holds, claim.text, claim.detail) for claim in claims)))
-    parts.append(section("numbers", "Numbers", table(list(experiment.table.columns), numbers)))
+        parts.append(section(f"claims-{k}", title, verdicts(((claim.holds, claim.text, claim.detail) for claim in claims), typeset)))
+    columns = list(experiment.table.columns)
+    parts.append(section("numbers", "Numbers", table(columns, numbers, typeset=typeset)))
     about = f"{experiment.source}. Numbers in brackets are the paper's equations."
-    header = f"<header><h1>{escape(experiment.title)}</h1><p class=about>{escape(about)}</p></header>"
+    header = f"<header><h1>{escape(experiment.title)}</h1><p class=about>{typeset(about)}</p></header>"
     return page(experiment.title, f"{header}<main>{''.join(parts)}</main>")
 
 
-def _picture(panel: Panel) -> str:
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    drawn = Figure(figsize=(5, 4.8), layout="constrained")
-    draw(drawn, panel)
-    buffer = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": panel.title}):  # ids that differ between the pictures of a page
-        drawn.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    svg = buffer.getvalue()
-    return f"<figure>{svg[svg.index('<svg') :]}</figure>"
+def picture(panel: Panel) -> str:
+    """A panel with its legend. Names of axes and curves hold mathematics, and so stand around the SVG, not within it."""
+    looks = [Style(COLOURS[c.colour], int(c.dashed), marked=not c.dashed and len(c.values) <= chart.MARKED) for c in panel.curves]
+    lines = [Line(list(enumerate(c.values)), plain(c.label), look) for c, look in zip(panel.curves, looks, strict=True)]
+    samples = "".join(f"<li>{look.sample} <span>{typeset(c.label)}</span></li>" for c, look in zip(panel.curves, looks, strict=True))
+    drawn = chart.panel(plain(f"{panel.title}: {panel.y} against {panel.x}"), lines, chart.Axes("", "", log=panel.log))
+    return (
+        f"<figure><figcaption>{typeset(panel.title)}</figcaption><p class=upright>{typeset(panel.y)}</p>{drawn}"
+        f'<p class=across>{typeset(panel.x)}</p><ul class="legend">{samples}</ul></figure>'
+    )

@@ -6,7 +6,7 @@ from coterie.theory.cobo import convergence
 from coterie.theory.comigs import contraction
 from coterie.theory.comigs_experts import linear_experts
 from coterie.theory.ddome import disjoint_training
-from coterie.theory.experiment import Claim, Curve, Experiment, Panel, Table, draw
+from coterie.theory.experiment import Claim, Curve, Experiment, Panel, Table
 
 THEOREMS: Mapping[str, Callable[[int], Experiment]] = {
     "comigs/theorem-2.1": contraction,
@@ -15,4 +15,4 @@ THEOREMS: Mapping[str, Callable[[int], Experiment]] = {
     "ddome/theorem-1": disjoint_training,
 }
 
-__all__ = ["THEOREMS", "Claim", "Curve", "Experiment", "Panel", "Table", "draw"]
+__all__ = ["THEOREMS", "Claim", "Curve", "Experiment", "Panel", "Table"]

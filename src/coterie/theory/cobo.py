@@ -146,7 +146,7 @@ def convergence(seed: int) -> Experiment:
         source=f"{PAPER}, Theorem I and Corollary II with the constants of their proofs, and Example 2",
         claims=(*_assumption_claims(rng), *found, *_theorem_claims(exact), *_noise_claims(exact, noisy), *_step_claims(rng)),
         table=Table(
-            (f"M, T = {HORIZONS[-1]}", "distance", "(9)", "amended", "pairs / root", "clients / root", "|w - w*|"),
+            (f"$M$, $T = {HORIZONS[-1]}$", "distance", "(9)", "amended", "pairs / root", "clients / root", "$|w - w*|$"),
             tuple(
                 (
                     run.setting.name,
@@ -175,12 +175,12 @@ def _assumption_claims(rng: np.random.Generator) -> Iterator[Claim]:
     one, two, agreement = _at(pair, x)
     gap = float(np.abs(_square(one - two) / _square(one + two) / M**2 - 1).max())
     yield Claim(
-        "Within a cluster (5) holds with M_ij = |a_i - a_j| / (a_i + a_j), exactly", gap <= 1e-9, f"largest relative deviation {gap:.0e}"
+        "Within a cluster (5) holds with $M_ij = |a_i - a_j| / (a_i + a_j)$, exactly", gap <= 1e-9, f"largest relative deviation {gap:.0e}"
     )
     least = (1 - M**2) / (2 * (1 + M**2)) * (_square(one) + _square(two))
     worst = float((least / agreement).max())
     yield Claim(
-        "Case 1 of the proof: <g_i, g_j> >= (1 - M^2) / (2 (1 + M^2)) (||g_i||^2 + ||g_j||^2) within a cluster, so that w stays 1",
+        "Case 1 of the proof: $<g_i, g_j> >= (1 - M^2) / (2 (1 + M^2)) (||g_i||^2 + ||g_j||^2)$ within a cluster, so that $w$ stays 1",
         worst <= 1 + 1e-9 and bool((agreement > 0).all()),
         f"attained in Example 2: largest right / left side {worst:.6f}",
     )
@@ -203,21 +203,22 @@ def _separation_claims(pair: Clusters, rng: np.random.Generator) -> Iterator[Cla
     least = sum(_square(gradient) for gradient in _at(pair, best)[:2])
     attained = float(np.abs(least / lowest - 1).max())
     yield Claim(
-        "Between clusters ||grad f_i||^2 + ||grad f_j||^2 has a positive lower bound (6)",
+        "Between clusters $||grad f_i||^2 + ||grad f_j||^2$ has a positive lower bound (6)",
         elsewhere >= 1 and attained <= 1e-9,
-        f"a_i^2 a_j^2 / (a_i^2 + a_j^2) ||mu_k - mu_l||^2, attained; at random points at least {elsewhere:.3f} of it",
+        f"$a_i^2 a_j^2 / (a_i^2 + a_j^2) ||mu_k - mu_l||^2$, attained; at random points at least {elsewhere:.3f} of it",
     )
     below = least < printed
     yield Claim(
-        "Example 2 prints that bound with (a_i^2 + a_j^2)^2 below the line, which is too high where a_i^2 + a_j^2 < 1",
+        "Example 2 prints that bound with $(a_i^2 + a_j^2)^2$ below the line, which is too high where $a_i^2 + a_j^2 < 1$",
         bool(below.any() and (below == ((a**2).sum(1) < 1)).all()),
-        f"a_i = a_j = 1/2: 1/4 ||mu_k - mu_l||^2, the minimum is 1/8; too high for {below.sum()} of {count} random pairs",
+        f"$a_i = a_j = 1/2$: $1/4 ||mu_k - mu_l||^2$, the minimum is 1/8; too high for {below.sum()} of {count} random pairs",
         beside=True,
     )
     inside, disagree = away < reach, agreement < 0
     condition = _square(one + two) <= lowest
     yield Claim(
-        "Theorem I wants zeta^2 >= ||grad f_i + grad f_k||^2 at every x; Example 2 has no such clusters. Two of them disagree just inside "
+        "Theorem I wants $zeta^2 >= ||grad f_i + grad f_k||^2$ at every $x$; Example 2 has no such clusters. Two of "
+        "them disagree just inside "
         "the ball whose diameter joins their centres",
         bool((disagree == inside).all() and disagree[condition].all() and condition.any() and not condition.all()),
         f"{count} random points: {inside.sum()} inside, the same {disagree.sum()} disagree, {condition.sum()} meet the condition",
@@ -281,21 +282,23 @@ def _recovery(rng: np.random.Generator) -> tuple[list[Claim], Panel]:
     stuck = [search(polygon(6, 2), 2, 0.1, start * rng.standard_normal(2)) for start in (0.1, 10.0)]
     claims = [
         Claim(
-            "Without noise, W* is found exactly after finitely many rounds, and stays",
+            "Without noise, $W*$ is found exactly after finitely many rounds, and stays",
             all(run.found for run in near),
-            f"{len(near)} federations, 2 to 5 clusters around the start, gamma = 0.1: in {_span(run.found for run in near)} of 400 rounds",
+            f"{len(near)} federations, 2 to 5 clusters around the start, $gamma = 0.1$: in "
+            f"{_span(run.found for run in near)} of 400 rounds",
         ),
         Claim(
-            "It must be if all start at an x_0 with <x_0 - mu_k, x_0 - mu_l> < 0 for any two centres, gamma takes those w to 0 at once, "
-            "and eta (a_i + rho c) <= 1: models stay between x_0 and their centre, and their midpoints stay inside the ball",
+            "It must be if all start at an $x_0$ with $<x_0 - mu_k, x_0 - mu_l> < 0$ for any two centres, $gamma$ "
+            "takes those $w$ to 0 at once, "
+            "and $eta (a_i + rho c) <= 1$: models stay between $x_0$ and their centre, and their midpoints stay inside the ball",
             all(run.found == 1 for run in at_once),
-            f"{len(at_once)} federations with the smallest such gamma: W* from round {_span(run.found for run in at_once)} on",
+            f"{len(at_once)} federations with the smallest such $gamma$: $W*$ from round {_span(run.found for run in at_once)} on",
             beside=True,
         ),
         Claim(
-            "Point A of figure 1: from far away all clients collaborate at first; two clusters still find W*",
+            "Point A of figure 1: from far away all clients collaborate at first; two clusters still find $W*$",
             all(run.found and run.held > 1 for run in far),
-            f"{len(far)} starts at a distance of 100: every w = 1 for {_span(run.held for run in far)} rounds, W* after "
+            f"{len(far)} starts at a distance of 100: every $w = 1$ for {_span(run.held for run in far)} rounds, $W*$ after "
             f"{_span(run.found for run in far)}",
             beside=True,
         ),
@@ -306,7 +309,7 @@ def _recovery(rng: np.random.Generator) -> tuple[list[Claim], Panel]:
         Curve("2 clusters, start 100 away (point A)", far[0].wrong[:100], 1),
         Curve("6 clusters on a hexagon", stuck[1].wrong[:100], 2),
     )
-    return claims, Panel("Weights, without noise", "round $t$", r"mean $|w_{ij} - w^*_{ij}|$", curves, log=False)
+    return claims, Panel("Weights, without noise", "round $t$", "mean $|w_ij - w*_ij|$", curves, log=False)
 
 
 def _hexagon_claim(runs: list[Search]) -> Claim:
@@ -318,12 +321,13 @@ def _hexagon_claim(runs: list[Search]) -> Claim:
     away = max(float(np.abs(run.X - run.f.mu / (1 + rho_c)).max()) for run in runs)
     least = min(float(products.min(initial=np.inf)) for products in agreement)
     return Claim(
-        "With more clusters W* may never be found: on a regular hexagon neighbours hold each other outside of their ball for good",
+        "With more clusters $W*$ may never be found: on a regular hexagon neighbours hold each other outside of their ball for good",
         all(links.sum() == 12 * 4 and (run.W[links] == 1).all() for run, links in zip(runs, linked, strict=True))
         and max(moved, away) <= 1e-9
         and least > 0.01,
-        f"rho c = sqrt 3 L as the theorem asks for, 6 x 2 clients, a_i = 1: from near and far to the fixed point x_i = mu_i / (1 + rho c), "
-        f"where neighbours' <g_i, g_k> = {least:.3f} > 0 and ||grad f_i(x_i)|| = {rho_c / (1 + rho_c):.3f} ||mu_i||",
+        "$rho c = sqrt 3 L$ as the theorem asks for, 6 x 2 clients, $a_i = 1$: from near and far to the fixed point "
+        "$x_i = mu_i / (1 + rho c)$, "
+        f"where neighbours' $<g_i, g_k> = {least:.3f} > 0$ and $||grad f_i(x_i)|| = {rho_c / (1 + rho_c):.3f} ||mu_i||$",
         beside=True,
     )
 
@@ -349,8 +353,8 @@ class Setting:
 
     @property
     def name(self) -> str:
-        penalty = "" if self.penalty == 1 else f", {self.penalty:g} rho"
-        return f"{self.M:g}{penalty}" + ("" if np.isinf(self.batch) else f", b = {self.batch:g}")
+        penalty = "" if self.penalty == 1 else f", {self.penalty:g} $rho$"
+        return f"{self.M:g}{penalty}" + ("" if np.isinf(self.batch) else f", $b = {self.batch:g}$")
 
     @property
     def a(self) -> Array:
@@ -459,22 +463,24 @@ def _theorem_claims(runs: list[Run]) -> Iterator[Claim]:
     falls = [_slope(kind, lambda run: run.midpoints) for kind in kinds]
     midpoints, clients = max(run.midpoints / run.root for run in runs), max(run.clients / run.root for run in runs)
     yield Claim(
-        "The mean of ||grad f_ij(z_ij)||^2 over rounds and a cluster's pairs is at most 3 sqrt(L sigma^2 F_0 / T)",
+        "The mean of $||grad f_ij(z_ij)||^2$ over rounds and a cluster's pairs is at most $3 sqrt(L sigma^2 F_0 / T)$",
         midpoints <= 3 and max(falls) <= -0.45 and all(run.wrong == 0 for run in runs),
-        f"{len(kinds)} settings, T = {HORIZONS[0]} to {HORIZONS[-1]}, {SEEDS} seeds: at most {midpoints:.2f} roots; it falls like "
-        f"T^{min(falls):.2f} to T^{max(falls):.2f}",
+        f"{len(kinds)} settings, $T$ = {HORIZONS[0]} to {HORIZONS[-1]}, {SEEDS} seeds: at most {midpoints:.2f} roots; it falls like "
+        f"$T^{min(falls):.2f}$ to $T^{max(falls):.2f}$",
     )
     yield Claim(
-        "Corollary II: that of ||grad f_i(x_i)||^2 is at most 4 sqrt(L sigma^2 F_0 / T)", clients <= 4, f"at most {clients:.2f} roots"
+        "Corollary II: that of $||grad f_i(x_i)||^2$ is at most $4 sqrt(L sigma^2 F_0 / T)$", clients <= 4, f"at most {clients:.2f} roots"
     )
     falls = [_slope(kind, lambda run: run.consensus) for kind in kinds]
-    yield Claim("The consensus distance converges to 0 like T^-1/2", max(falls) <= -0.45, f"like T^{min(falls):.2f} to T^{max(falls):.2f}")
+    yield Claim(
+        "The consensus distance converges to 0 like $T^-1/2$", max(falls) <= -0.45, f"like $T^{min(falls):.2f}$ to $T^{max(falls):.2f}$"
+    )
     compared = (Setting(0.1), Setting(0.01), Setting(0.1, penalty=4))
     base, smaller, larger = (run.consensus for run in measure(compared, 1000, np.random.default_rng(0), sigma=0.0, seeds=1))
     yield Claim(
-        "A larger rho and a smaller M lead to less consensus distance, where there is no noise",
+        "A larger $rho$ and a smaller $M$ lead to less consensus distance, where there is no noise",
         smaller / base <= 0.02 and larger / base <= 0.25,
-        f"M / 10: a factor of {smaller / base:.2g}; 4 rho: {larger / base:.2g}",
+        f"$M / 10$: a factor of {smaller / base:.2g}; $4 rho$: {larger / base:.2g}",
     )
 
 
@@ -483,16 +489,16 @@ def _noise_claims(exact: list[Run], noisy: list[Run]) -> Iterator[Claim]:
     last = {run.setting: run for run in exact + noisy if run.horizon == HORIZONS[-1]}
     equal, base, spread, high = (last[setting] for setting in SETTINGS[:4])
     yield Claim(
-        "(9) fails with noise: it loses the variance of g_i - g_j, which has no M in it. Equal a_i do not make models equal",
+        "(9) fails with noise: it loses the variance of $g_i - g_j$, which has no $M$ in it. Equal $a_i$ do not make models equal",
         equal.printed == 0 < equal.consensus and min(run.consensus / run.printed for run in (base, spread)) > 4,
-        f"T = {HORIZONS[-1]}: "
-        + ", ".join(f"M = {run.setting.M:g}: {run.consensus:.2g} against {run.printed:.2g}" for run in (equal, base, spread))
-        + f"; twice the rho divides it by {base.consensus / high.consensus:.2f}, not by 4",
+        f"$T = {HORIZONS[-1]}$: "
+        + ", ".join(f"$M = {run.setting.M:g}$: {run.consensus:.2g} against {run.printed:.2g}" for run in (equal, base, spread))
+        + f"; twice the $rho$ divides it by {base.consensus / high.consensus:.2f}, not by 4",
         beside=True,
     )
     closest = max(max(run.consensus / run.amended[0], run.midpoints / run.amended[1]) for run in exact)
     yield Claim(
-        "With 4 eta sigma^2 (1 - 1/c) / (rho c) for that noise the proof's bounds hold, and the rate stays T^-1/2",
+        "With $4 eta sigma^2 (1 - 1/c) / (rho c)$ for that noise the proof's bounds hold, and the rate stays $T^-1/2$",
         closest <= 1,
         f"largest measured / bound {closest:.2f} in {len(exact)} cases",
         beside=True,
@@ -500,15 +506,16 @@ def _noise_claims(exact: list[Run], noisy: list[Run]) -> Iterator[Claim]:
     single = [run for run in noisy if run.setting.batch == 1]
     wrong = [last[setting].wrong for setting in dict.fromkeys(run.setting for run in noisy)]
     yield Claim(
-        "With b fixed in the selection weights do not settle and gradients need not vanish: b must grow, while the theorem's condition on "
-        "it, b of order L eta sigma^2, weakens with T",
+        "With $b$ fixed in the selection weights do not settle and gradients need not vanish: $b$ must grow, while "
+        "the theorem's condition on "
+        "it, $b$ of order $L eta sigma^2$, weakens with $T$",
         single[-1].midpoints > 3 * single[-1].root
         and _slope(single, lambda run: run.midpoints) > -0.2
         and wrong == sorted(wrong, reverse=True)
         and wrong[-1] > 0,
-        f"T = {HORIZONS[-1]}: "
+        f"$T = {HORIZONS[-1]}$: "
         + "; ".join(
-            f"b = {run.setting.batch:g}: mean |w - w*| {run.wrong:.2g}, {run.midpoints / run.root:.2g} roots"
+            f"$b = {run.setting.batch:g}$: mean $|w - w*|$ {run.wrong:.2g}, {run.midpoints / run.root:.2g} roots"
             for run in last.values()
             if run.setting.batch < np.inf
         ),
@@ -517,31 +524,31 @@ def _noise_claims(exact: list[Run], noisy: list[Run]) -> Iterator[Claim]:
 
 
 def _bound_panels(runs: list[Run]) -> tuple[Panel, Panel, Panel]:
-    axis = f"$k$, with $T$ = {HORIZONS[0]} · $2^k$ rounds"
+    axis = f"$k$, with $T = {HORIZONS[0]} · 2^k$ rounds"
     equal, base, _, high, single, several, _ = ([run for run in runs if run.setting == setting] for setting in SETTINGS)
     consensus = (
-        Curve("$M$ = 0.1", [run.consensus for run in base], 0),
-        Curve("$M$ = 0.1, twice the $\\rho$", [run.consensus for run in high], 1),
-        Curve("$M$ = 0", [run.consensus for run in equal], 2),
-        Curve("(9), $M$ = 0.1", [run.printed for run in base], 3, dashed=True),
-        Curve("amended, $M$ = 0.1", [run.amended[0] for run in base], 0, dashed=True),
+        Curve("$M = 0.1$", [run.consensus for run in base], 0),
+        Curve("$M = 0.1$, twice the $rho$", [run.consensus for run in high], 1),
+        Curve("$M = 0$", [run.consensus for run in equal], 2),
+        Curve("(9), $M = 0.1$", [run.printed for run in base], 3, dashed=True),
+        Curve("amended, $M = 0.1$", [run.amended[0] for run in base], 0, dashed=True),
     )
     gradients = (
-        Curve(r"$\|\nabla f_{ij}(z_{ij})\|^2$", [run.midpoints for run in base], 0),
-        Curve(r"$\|\nabla f_i(x_i)\|^2$", [run.clients for run in base], 1),
-        Curve(r"bound, $3 \sqrt{L \sigma^2 F_0 / T}$", [3 * run.root for run in base], 0, dashed=True),
-        Curve(r"bound, $4 \sqrt{L \sigma^2 F_0 / T}$", [4 * run.root for run in base], 1, dashed=True),
+        Curve("$||grad f_ij(z_ij)||^2$", [run.midpoints for run in base], 0),
+        Curve("$||grad f_i(x_i)||^2$", [run.clients for run in base], 1),
+        Curve("bound, $3 sqrt(L sigma^2 F_0 / T)$", [3 * run.root for run in base], 0, dashed=True),
+        Curve("bound, $4 sqrt(L sigma^2 F_0 / T)$", [4 * run.root for run in base], 1, dashed=True),
     )
     noisy = (
         Curve("exact", [run.midpoints for run in base], 0),
-        Curve("$b$ = 16", [run.midpoints for run in several], 1),
-        Curve("$b$ = 1", [run.midpoints for run in single], 2),
-        Curve(r"bound, $3 \sqrt{L \sigma^2 F_0 / T}$", [3 * run.root for run in base], 0, dashed=True),
+        Curve("$b = 16$", [run.midpoints for run in several], 1),
+        Curve("$b = 1$", [run.midpoints for run in single], 2),
+        Curve("bound, $3 sqrt(L sigma^2 F_0 / T)$", [3 * run.root for run in base], 0, dashed=True),
     )
     return (
-        Panel("Consensus distance", axis, r"mean $\|x_i - x_j\|^2$", consensus),
-        Panel("Gradients, $M$ = 0.1", axis, "mean squared norm", gradients),
-        Panel("Noise in the selection", axis, r"mean $\|\nabla f_{ij}(z_{ij})\|^2$", noisy),
+        Panel("Consensus distance", axis, "mean $||x_i - x_j||^2$", consensus),
+        Panel("Gradients, $M = 0.1$", axis, "mean squared norm", gradients),
+        Panel("Noise in the selection", axis, "mean $||grad f_ij(z_ij)||^2$", noisy),
     )
 
 
@@ -559,10 +566,10 @@ def _step_claims(rng: np.random.Generator) -> Iterator[Claim]:
     below, above = (_growth(one, CoBo(share * limit, rho, 1.0), start, 2000) for share in (0.99, 1.01))
     penalty_only = _growth(one, CoBo(0.99 * 2 / (rho * 4), rho, 1.0), start, 50)
     yield Claim(
-        "The models converge for eta lambda_max(diag(a) + rho (diag(W 1) - W)) < 2, and diverge just above",
+        "The models converge for $eta lambda_max(diag(a) + rho (diag(W 1) - W)) < 2$, and diverge just above",
         below < 1e-6 and min(above, penalty_only) > 1e6,
-        f"a cluster of four: the error changes by {below:.0e} in 2000 rounds at 0.99 of it, by {above:.0e} at 1.01. Without diag(a), "
-        f"0.99 is too much where rho c = sqrt 3 L: {penalty_only:.0e} in 50 rounds",
+        f"a cluster of four: the error changes by {below:.0e} in 2000 rounds at 0.99 of it, by {above:.0e} at 1.01. Without $diag(a)$, "
+        f"0.99 is too much where $rho c = sqrt 3 L$: {penalty_only:.0e} in 50 rounds",
         beside=True,
     )
     f, rho, start = Clusters(np.tile([1, 0.8], 6), np.repeat(np.eye(6), 2, 0)), np.sqrt(3) / 2, np.full((12, 6), 1 / 6)
@@ -570,9 +577,10 @@ def _step_claims(rng: np.random.Generator) -> Iterator[Claim]:
     ones, oracle = _growth(f, allowed, start, 200), _growth(f, allowed, start, 200, weights=f.oracle)
     safe = _growth(f, replace(allowed, eta=safe_step(f, rho)), start, 1000)
     yield Claim(
-        "The proof's largest eta, 1 / (2 rho c), suits W*; but with w = 1, as at the start, eta rho n = K / 2 > 2 for K > 4 equal clusters",
+        "The proof's largest $eta$, $1 / (2 rho c)$, suits $W*$; but with $w = 1$, as at the start, $eta rho n = K / "
+        "2 > 2$ for $K > 4$ equal clusters",
         ones > 1e6 and max(oracle, safe) < 1e-6,
-        f"six clusters of two, gamma = 0.05: the error changes by {ones:.0e} in 200 rounds, from W* by {oracle:.0e}; with "
-        f"eta = 1 / (L + rho n), from w = 1, by {safe:.0e} in 1000",
+        f"six clusters of two, $gamma = 0.05$: the error changes by {ones:.0e} in 200 rounds, from $W*$ by {oracle:.0e}; with "
+        f"$eta = 1 / (L + rho n)$, from $w = 1$, by {safe:.0e} in 1000",
         beside=True,
     )

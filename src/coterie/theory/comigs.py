@@ -94,8 +94,8 @@ def contraction(seed: int) -> Experiment:
         "8 + 5": random_quadratic(rng, (8, 5), 100),
         "20 + 30": random_quadratic(rng, (20, 30), 1e4),
         "nearly singular, 10 + 10": random_quadratic(rng, (10, 10), 1e6),
-        "C = 0, 6 + 4": replace(uncoupled, C=np.zeros_like(uncoupled.C)),
-        "A = B = 1, C = 0.8": Quadratic(np.eye(1), np.eye(1), np.full((1, 1), 0.8), np.zeros(1), np.zeros(1)),
+        "$C = 0$, 6 + 4": replace(uncoupled, C=np.zeros_like(uncoupled.C)),
+        "$A = B = 1$, $C = 0.8$": Quadratic(np.eye(1), np.eye(1), np.full((1, 1), 0.8), np.zeros(1), np.zeros(1)),
         "counterexample, 2 + 1": euclidean_counterexample(),
     }
     runs = [_run_quadratic(name, f, rng) for name, f in cases.items()]
@@ -105,7 +105,14 @@ def contraction(seed: int) -> Experiment:
         source=f"{PAPER}, Theorem 2.1 (G.1) and Example 1",
         claims=(*_quadratic_claims(runs), _euclidean_claim(runs[-1], rng), *shared),
         table=Table(
-            ("quadratic, |Theta| + |Phi|", "mu / L", "norm of T, A-norm", "(L - mu) / L", "norm of T, Euclidean", "error after 10 steps"),
+            (
+                "quadratic, $|Theta| + |Phi|$",
+                "$mu / L$",
+                "norm of $T$, $A$-norm",
+                "$(L - mu) / L$",
+                "norm of $T$, Euclidean",
+                "error after 10 steps",
+            ),
             tuple((r.name, r.mu / r.L, r.rate, r.bound, r.euclidean, r.errors[10] / r.errors[0]) for r in runs),
         ),
         panels=(_rate_panel([runs[0], runs[1], runs[3]]), _euclidean_panel(runs[-1]), shared_panel),
@@ -158,27 +165,27 @@ def _norm(M: Array, v: Array) -> float:
 
 def _quadratic_claims(runs: list[_QuadraticRun]) -> Iterator[Claim]:
     deviation = max(run.deviation for run in runs)
-    yield Claim("The iterates obey T = A^-1 C^T B^-1 C (eq. 12)", deviation <= 1e-8, f"largest relative deviation {deviation:.1e}")
+    yield Claim("The iterates obey $T = A^-1 C^T B^-1 C$ (eq. 12)", deviation <= 1e-8, f"largest relative deviation {deviation:.1e}")
     closest = max(runs, key=lambda run: run.rate / run.bound)
     yield Claim(
-        "||A^-1/2 (C^T B^-1 C) A^-1/2|| <= (L - mu) / L: T contracts in the A-norm",
+        "$||A^-1/2 (C^T B^-1 C) A^-1/2|| <= (L - mu) / L$: $T$ contracts in the $A$-norm",
         all(run.rate <= run.bound + 1e-9 for run in runs),
-        f"closest: {closest.rate:.6f} <= {closest.bound:.6f} ({closest.name})",
+        f"closest: ${closest.rate:.6f} <= {closest.bound:.6f}$ ({closest.name})",
     )
     worst = max(max(excess(run.errors, run.bound), excess(run.errors_phi, run.bound)) for run in runs if run.f.C.any())
     yield Claim(
-        "||Theta_k - Theta*||_A and ||Phi_k - Phi*||_B fall at least as fast as ((L - mu) / L)^k",
+        "$||Theta_k - Theta*||_A$ and $||Phi_k - Phi*||_B$ fall at least as fast as $((L - mu) / L)^k$",
         worst <= SLACK,
         f"largest error / bound over 40 steps: {worst:.6f}",
     )
     left = max(run.errors[1] for run in runs if not run.f.C.any())
-    yield Claim("With C = 0 one step reaches the optimum", left == 0, f"error after one step: {left:.1e}")
+    yield Claim("With $C = 0$ one step reaches the optimum", left == 0, f"error after one step: {left:.1e}")
     sharp = [(run, ((run.L - run.mu) / (run.L + run.mu)) ** 2) for run in runs]
     attained, value = max(sharp, key=lambda pair: pair[0].rate / pair[1])
     yield Claim(
-        "Sharper, by Wielandt's inequality: ||T||_A <= ((L - mu) / (L + mu))^2, which is attained",
+        "Sharper, by Wielandt's inequality: $||T||_A <= ((L - mu) / (L + mu))^2$, which is attained",
         all(run.rate <= limit + 1e-9 for run, limit in sharp) and attained.rate >= value - 1e-9,
-        f"attained: {attained.rate:.6f} = {value:.6f} ({attained.name})",
+        f"attained: ${attained.rate:.6f} = {value:.6f}$ ({attained.name})",
         beside=True,
     )
 
@@ -190,11 +197,11 @@ def _euclidean_claim(example: _QuadraticRun, rng: np.random.Generator) -> Claim:
     above = sum(float(np.linalg.norm(f.operator(), 2)) > 1 - f.spectrum[0] / f.spectrum[1] for f in random)
     growth = example.errors_euclidean[1] / example.errors_euclidean[0]
     return Claim(
-        "Example 1's ||A^-1 C^T B^-1 C|| = ||A^-1/2 (C^T B^-1 C) A^-1/2|| fails in the Euclidean norm, where T may not even contract",
+        "Example 1's $||A^-1 C^T B^-1 C|| = ||A^-1/2 (C^T B^-1 C) A^-1/2||$ fails in the Euclidean norm, where $T$ may not even contract",
         example.euclidean > 1 > example.bound >= example.rate and growth > 1,
-        f"A = diag(1, 0.01), B = 1, C = sqrt(0.4) (1, 0.1): {example.euclidean:.3f} > {example.bound:.4f}, norm on the right "
+        f"$A = diag(1, 0.01)$, $B = 1$, $C = sqrt(0.4) (1, 0.1)$: ${example.euclidean:.3f} > {example.bound:.4f}$, norm on the right "
         f"{example.rate:.2f}; the Euclidean error grows {growth:.2f}-fold in the first step; of {draws} random quadratics with "
-        f"L / mu = 1e4, {above} exceed the bound",
+        f"$L / mu = 1e4$, {above} exceed the bound",
         beside=True,
     )
 
@@ -222,23 +229,23 @@ def _shared_optimum(rng: np.random.Generator) -> tuple[list[Claim], Panel]:
     convex = min(f.spectrum[0] for f in (valid, train, *apart))
     claims = [
         Claim(
-            "f_valid != f_train with one optimum and lambda_1 lambda_2 < 1: both errors obey (11)",
+            "$f_valid != f_train$ with one optimum and $lambda_1 lambda_2 < 1$: both errors obey (11)",
             worst <= SLACK and product < 1 and fixed <= 1e-12 and convex > 0,
-            f"lambda_1 lambda_2 = {product:.3f}; largest error / bound {worst:.6f}; Assumption 1 up to {fixed:.0e}",
+            f"$lambda_1 lambda_2 = {product:.3f}$; largest error / bound {worst:.6f}; Assumption 1 up to {fixed:.0e}",
         ),
         Claim(
-            "Without lambda_1 lambda_2 < 1 it may diverge, although both are strictly convex with one optimum",
+            "Without $lambda_1 lambda_2 < 1$ it may diverge, although both are strictly convex with one optimum",
             apart_product > 1 and growth > 1.01 and convex > 0,
-            f"lambda_1 lambda_2 = {apart_product:.3f}; the error grows {growth:.3f}-fold per step; smallest eigenvalue {convex:.2g}",
+            f"$lambda_1 lambda_2 = {apart_product:.3f}$; the error grows {growth:.3f}-fold per step; smallest eigenvalue {convex:.2g}",
             beside=True,
         ),
     ]
     curves = (
-        Curve(rf"$\lambda_1 \lambda_2$ = {product:.2f}", [error if error > floor else 0.0 for error in errors], 0),
-        Curve(rf"$\lambda_1 \lambda_2$ = {apart_product:.2f}", away, 1),
-        Curve(f"bound, {product:.2f}$^k$", [errors[0] * product**k for k in range(41)], 0, dashed=True),
+        Curve(f"$lambda_1 lambda_2 = {product:.2f}$", [error if error > floor else 0.0 for error in errors], 0),
+        Curve(f"$lambda_1 lambda_2 = {apart_product:.2f}$", away, 1),
+        Curve(f"bound, ${product:.2f}^k$", [errors[0] * product**k for k in range(41)], 0, dashed=True),
     )
-    return claims, Panel(r"$f_{valid} \neq f_{train}$ with one optimum", "step $k$", r"$\|\Theta_k - \Theta^*\|$, Euclidean", curves)
+    return claims, Panel("$f_valid != f_train$ with one optimum", "step $k$", "$||Theta_k - Theta*||$, Euclidean", curves)
 
 
 def _lipschitz(valid: Quadratic, train: Quadratic) -> float:
@@ -249,14 +256,14 @@ def _lipschitz(valid: Quadratic, train: Quadratic) -> float:
 def _rate_panel(runs: list[_QuadraticRun]) -> Panel:
     errors = (Curve(run.name, [error / run.errors[0] for error in run.errors], colour) for colour, run in enumerate(runs))
     bounds = (
-        Curve(f"bound, {run.bound:.6g}$^k$", [run.bound**k for k in range(len(run.errors))], colour, dashed=True)
+        Curve(f"bound, ${run.bound:.6g}^k$", [run.bound**k for k in range(len(run.errors))], colour, dashed=True)
         for colour, run in enumerate(runs)
     )
-    return Panel("Example 1, $f_{valid} = f_{train}$", "step $k$", r"$\|\Theta_k - \Theta^*\|_A$ / start", (*errors, *bounds))
+    return Panel("Example 1, $f_valid = f_train$", "step $k$", "$||Theta_k - Theta*||_A$ / start", (*errors, *bounds))
 
 
 def _euclidean_panel(run: _QuadraticRun) -> Panel:
     a, e = ([error / errors[0] for error in errors] for errors in (run.errors, run.errors_euclidean))
     bound = [run.bound**k for k in range(len(a))]
-    curves = (Curve("A-norm", a, 0), Curve("Euclidean norm", e, 1), Curve(f"bound, {run.bound:.4f}$^k$", bound, 0, dashed=True))
-    return Panel("The norm matters: A = diag(1, 0.01)", "step $k$", r"$\|\Theta_k - \Theta^*\|$ / start", curves)
+    curves = (Curve("$A$-norm", a, 0), Curve("Euclidean norm", e, 1), Curve(f"bound, ${run.bound:.4f}^k$", bound, 0, dashed=True))
+    return Panel("The norm matters: $A = diag(1, 0.01)$", "step $k$", "$||Theta_k - Theta*||$ / start", curves)

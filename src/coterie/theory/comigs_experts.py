@@ -320,14 +320,14 @@ def linear_experts(seed: int) -> Experiment:
         claims=tuple(_experts_claims(runs)),
         table=Table(
             (
-                "mu",
-                "alpha / (21)",
+                "$mu$",
+                "$alpha$ / (21)",
                 "norm of start",
                 "least eigenvalue",
-                "(1 - mu/L)^2",
+                "$(1 - mu/L)^2$",
                 "slowest step",
                 "spread of experts",
-                "F - F one expert",
+                "$F$ - $F$ one expert",
             ),
             tuple(
                 (
@@ -395,19 +395,21 @@ def _experts_claims(runs: list[_ExpertsRun]) -> Iterator[Claim]:
     other = [run for run in runs if run.ratio < 0.05]
     block = min(run.least_block for run in runs)
     yield Claim(
-        "Every block update of (22) is a convex problem, whatever alpha", block >= 0, f"least eigenvalue of a sampled block {block:.2g}"
+        "Every block update of (22) is a convex problem, whatever $alpha$", block >= 0, f"least eigenvalue of a sampled block {block:.2g}"
     )
     margin = min(run.least - run.certified[0] for run in premise)
     yield Claim(
         "With (21) the objective (19) is jointly strongly convex (Proposition 1)",
         margin >= 0 and all(run.certified[0] > 0 for run in premise),
         "; ".join(
-            f"mu {r.problem.mu:g}: sampled Hessians >= {r.least:.3f}, certified {r.certified[0]:.3f}" for r in premise if r.start < 1
+            f"$mu = {r.problem.mu:g}$: sampled Hessians at least {r.least:.3f}, certified {r.certified[0]:.3f}"
+            for r in premise
+            if r.start < 1
         ),
     )
     rise = max(after - before for run in runs for before, after in pairwise(run.values))
     yield Claim(
-        "No block update increases F_mu",
+        "No block update increases $F_mu$",
         rise <= 10 * ROUNDING,
         f"largest increase {rise:.0e} (rounding) in {sum(len(run.values) - 1 for run in runs)} updates",
     )
@@ -416,18 +418,18 @@ def _experts_claims(runs: list[_ExpertsRun]) -> Iterator[Claim]:
     yield Claim(
         "Where (19) is strongly convex the process reaches the global minimum",
         still <= 1e-10,
-        f"at most {max(len(run.gaps) - 1 for run in convex)} steps; gradient <= {still:.0e}, hence F_mu - f* <= {inexact:.0e}",
+        f"at most {max(len(run.gaps) - 1 for run in convex)} steps; gradient at most {still:.0e}, hence $F_mu - f* <= {inexact:.0e}$",
     )
     worst = max(excess(run.gaps, factor(run.certified), ROUNDING) for run in convex)
     yield Claim(
-        "The gap obeys (1 - mu / L)^(2k), mu and L certified on a region that holds the run and the optimum",
+        "The gap obeys $(1 - mu / L)^(2k)$, $mu$ and $L$ certified on a region that holds the run and the optimum",
         worst <= SLACK,
         f"largest gap / bound {worst:.2g}; per step, bound and slowest: "
         + ", ".join(f"1 - {1 - factor(run.certified):.1g} and {run.slowest:.3f}" for run in convex),
     )
     worst = max(excess(run.gaps, factor(run.measured), ROUNDING) for run in convex)
     yield Claim(
-        "So it does with mu and L from the Hessians between iterates and optimum (sampled, not certified)",
+        "So it does with $mu$ and $L$ from the Hessians between iterates and optimum (sampled, not certified)",
         worst <= SLACK,
         f"largest gap / bound {worst:.2g}; bounds per step " + ", ".join(f"{factor(run.measured):.3f}" for run in convex),
         beside=True,
@@ -435,7 +437,7 @@ def _experts_claims(runs: list[_ExpertsRun]) -> Iterator[Claim]:
     yield Claim(
         "Far below (21) joint convexity fails",
         all(run.least < 0 for run in other),
-        "; ".join(f"alpha = {r.ratio:g} of (21): least sampled eigenvalue {r.least:.2g}" for r in runs if r.ratio < 1),
+        "; ".join(f"$alpha = {r.ratio:g}$ of (21): least sampled eigenvalue {r.least:.2g}" for r in runs if r.ratio < 1),
         beside=True,
     )
     spread = max(run.spread for run in premise)
@@ -443,7 +445,7 @@ def _experts_claims(runs: list[_ExpertsRun]) -> Iterator[Claim]:
     yield Claim(
         "The price of (21): strongly convex and, unless constraints tell experts apart, symmetric in them, (19) makes them all equal",
         spread <= 1e-9 and same <= 10 * ROUNDING,
-        f"with (21), experts differ by {spread:.0e} and F_mu from one logistic regression's by {same:.0e}; "
+        f"with (21), experts differ by {spread:.0e} and $F_mu$ from one logistic regression's by {same:.0e}; "
         + "; ".join(f"at {r.ratio:g} of (21), by {r.spread:.2g} and {r.values[-1] - r.one_expert:.2g}" for r in other),
         beside=True,
     )
@@ -457,19 +459,19 @@ def _bound_panel(near: _ExpertsRun, far: _ExpertsRun) -> Panel:
     curves = (
         Curve(f"near start, norm {near.start:g}", _visible(near), 0),
         Curve(f"far start, norm {far.start:g}", _visible(far), 1),
-        Curve(f"near, certified, {certified:.3f}$^k$", bound(near, certified), 0, dashed=True),
-        Curve(f"near, along the run, {measured:.3f}$^k$", bound(near, measured), 2, dashed=True),
-        Curve(f"far, certified, (1 - {1 - remote:.0e})$^k$", bound(far, remote), 1, dashed=True),
+        Curve(f"near, certified, ${certified:.3f}^k$", bound(near, certified), 0, dashed=True),
+        Curve(f"near, along the run, ${measured:.3f}^k$", bound(near, measured), 2, dashed=True),
+        Curve(f"far, certified, $(1 - {1 - remote:.0e})^k$", bound(far, remote), 1, dashed=True),
     )
-    return Panel(r"$\alpha$ as (21) asks for, $\mu$ = 1", "step $k$", r"$F_\mu - f^*$", curves)
+    return Panel("$alpha$ as (21) asks for, $mu = 1$", "step $k$", "$F_mu - f*$", curves)
 
 
 def _ridge_panel(runs: list[_ExpertsRun]) -> Panel:
     curves = tuple(
-        Curve(rf"$\alpha$ / (21) = {run.ratio:g}, eigenvalues from {run.least:.2g}", _visible(run)[:40], colour)
+        Curve(f"$alpha$ / (21) = {run.ratio:g}, eigenvalues from {run.least:.2g}", _visible(run)[:40], colour)
         for colour, run in enumerate(runs)
     )
-    return Panel(r"The same with less $\alpha$", "step $k$", r"$F_\mu$ - its limit", curves)
+    return Panel("The same with less $alpha$", "step $k$", "$F_mu$ - its limit", curves)
 
 
 def _visible(run: _ExpertsRun) -> list[float]:

@@ -269,7 +269,7 @@ def _experiment(generator: Generator) -> Experiment:
     rows = [size.rows() for size in sizes]
     return Experiment(
         title="Experts trained before their gate do not specialise",
-        source=f"{PAPER}, Theorem 1 and appendix J; losses are 2 L / E[y^2], mean and deviation over {DRAWS} truths and starts",
+        source=f"{PAPER}, Theorem 1 and appendix J; losses are $2 L / E[y^2]$, mean and deviation over {DRAWS} truths and starts",
         claims=(
             *_theorem_claims(sizes, generator),
             *_limit_claims(sizes, wide, generator),
@@ -277,7 +277,7 @@ def _experiment(generator: Generator) -> Experiment:
             *_proof_claims(sizes, generator),
         ),
         table=Table(
-            ("trained", *(f"d = {size.d}, m = {size.m}" for size in sizes)),
+            ("trained", *(f"$d = {size.d}$, $m = {size.m}$" for size in sizes)),
             tuple((name, *(f"{row[name].mean():.3f} ± {row[name].std():.3f}" for row in rows)) for name in rows[0]),
         ),
         panels=(_loss_panel(rows), _match_panel(sizes[-1]), _wide_panel(wide), _pass_panel(sizes)),
@@ -295,20 +295,20 @@ def _theorem_claims(sizes: list[Size], generator: Generator) -> Iterator[Claim]:
     loss = max(float(test.loss(model).max()) for model in (truth, Mixture(3 * truth.gate[:, order], truth.experts[:, order])))
     other = float(test.loss(Mixture(truth.gate, truth.experts.roll(1, 1))).min())
     yield Claim(
-        "L(theta*) = 0, whatever the order of the experts and the gate's scale",
+        "$L(theta*) = 0$, whatever the order of the experts and the gate's scale",
         loss <= 1e-9 < other,
         f"{loss:.0e}; with the experts in another order than the gate {other:.2f}",
     )
     least = [float(size.disjoint.distances.min()) for size in sizes]
     yield Claim(
-        "||w_j - w*_j'|| stays above a constant for every trained expert and every truth (of norm 1), here not only in the mean over the "
+        "$||w_j - w*_j'||$ stays above a constant for every trained expert and every truth (of norm 1), here not only in the mean over the "
         "gate's start",
         min(least) >= 0.5,
         f"least of {sum(size.disjoint.distances.numel() for size in sizes)}: " + ", ".join(f"{value:.2f}" for value in least),
     )
     gated = [size.disjoint.gated for size in sizes]
     yield Claim(
-        "So does L / E[y^2] once the gate is trained, as d grows with m = sqrt(d)",
+        "So does $L / E[y^2]$ once the gate is trained, as $d$ grows with $m = sqrt(d)$",
         min(float(loss.min()) for loss in gated) >= 0.4 and bool(torch.stack(gated).mean(1).diff().min() > 0),
         f"{_means(gated)} after {_means(size.disjoint.initial for size in sizes)} at the gate's start; one linear model has "
         f"{_means(size.disjoint.linear for size in sizes)}",
@@ -335,26 +335,28 @@ def _limit_claims(sizes: list[Size], wide: list[Disjoint], generator: Generator)
     last = wide[-1]
     limits = [last.initial, last.gated, last.oracle, last.linear]
     yield Claim(
-        "With m = 4 fixed and d growing, experts all tend to the mean of the truths: their loss to 1 - 1/m, that of one linear model, and "
-        "their cosine to 1/sqrt(m)",
+        "With $m = 4$ fixed and $d$ growing, experts all tend to the mean of the truths: their loss to $1 - 1/m$, "
+        "that of one linear model, and "
+        "their cosine to $1/sqrt(m)$",
         max(abs(float(loss.mean()) - 0.75) for loss in limits) <= 0.08 and abs(float(last.cosines.mean()) - 0.5) <= 0.05,
-        f"d = {WIDE[-1]}: (1) {last.initial.mean():.3f}, (2) {last.gated.mean():.3f}, oracle {last.oracle.mean():.3f}, one linear model "
+        f"$d = {WIDE[-1]}$: (1) {last.initial.mean():.3f}, (2) {last.gated.mean():.3f}, oracle {last.oracle.mean():.3f}, one linear model "
         f"{last.linear.mean():.3f}; cosines {last.cosines.mean():.2f}",
         beside=True,
     )
     printed = [float((run.gated * run.labels).mean()) / 2 / math.sqrt(d) for d, run in zip(WIDE, wide, strict=True)]
     yield Claim(
-        "L itself does not stay above a constant: zero experts are allowed in (1), so that L <= E[y^2] / 2, which falls like 1 / sqrt(d) "
-        "with the covariance of the text and like 1 / d with that of the appendix",
+        "$L$ itself does not stay above a constant: zero experts are allowed in (1), so that $L <= E[y^2] / 2$, which "
+        "falls like $1 / sqrt(d)$ "
+        "with the covariance of the text and like $1 / d$ with that of the appendix",
         printed == sorted(printed, reverse=True) and printed[-1] < printed[0] / 8,
-        f"m = 4, d = {WIDE[0]} to {WIDE[-1]}, covariance I / sqrt(d): L = " + ", ".join(f"{value:.2g}" for value in printed),
+        f"$m = 4$, $d$ = {WIDE[0]} to {WIDE[-1]}, covariance $I / sqrt(d)$: $L$ = " + ", ".join(f"{value:.2g}" for value in printed),
         beside=True,
     )
     one, two = (train_disjointly(4, m, generator) for m in (1, 2))
     yield Claim(
-        "m = 1 is an exception that the theorem does not name: there is nothing to route, and (1) finds the truth",
+        "$m = 1$ is an exception that the theorem does not name: there is nothing to route, and (1) finds the truth",
         max(float(one.gated.max()), float(one.distances.max())) < 1e-3 and float(two.gated.mean()) > 0.01,
-        f"loss {one.gated.max():.0e}, distance {one.distances.max():.0e}; m = 2, d = 4: {two.gated.mean():.2f} ± {two.gated.std():.2f}",
+        f"loss {one.gated.max():.0e}, distance {one.distances.max():.0e}; $m = 2$, $d = 4$: {two.gated.mean():.2f} ± {two.gated.std():.2f}",
         beside=True,
     )
 
@@ -365,7 +367,7 @@ def _joint_claims(sizes: list[Size]) -> Iterator[Claim]:
     yield Claim(
         "It is disjoint training that gains no more than a constant factor on the zero function; the remark on the theorem says joint",
         max(gains[0]) < 3 and min(gains[1]) > 10,
-        *("; ".join(f"d = {size.d}: {one:.1f} times, jointly {two:.0f} times" for size, one, two in zip(sizes, *gains, strict=True)),),
+        *("; ".join(f"$d = {size.d}$: {one:.1f} times, jointly {two:.0f} times" for size, one, two in zip(sizes, *gains, strict=True)),),
         beside=True,
     )
     last = [size.passes[-1] for size in sizes]
@@ -392,8 +394,9 @@ def _proof_claims(sizes: list[Size], generator: Generator) -> Iterator[Claim]:
     """Steps of appendix J that do not hold."""
     outside = [size.disjoint.outside for size in sizes]
     yield Claim(
-        "The proof ends with a bound for the gate's start, not for the trained gate: it wants routes that are independent of x across the "
-        "span of all v*_j and v_j,0, which training leaves. The bound by oracle routing does without",
+        "The proof ends with a bound for the gate's start, not for the trained gate: it wants routes that are "
+        "independent of $x$ across the "
+        "span of all $v*_j$ and $v_{j,0}$, which training leaves. The bound by oracle routing does without",
         all(float(share.mean()) > 0.1 for share in outside),
         f"share of the trained gate's norm across that span: {_means(outside)}",
         beside=True,
@@ -401,21 +404,22 @@ def _proof_claims(sizes: list[Size], generator: Generator) -> Iterator[Claim]:
     shapes = (*SIZES, (WIDE[-2], 4))
     norms = [_gram_errors(d, m, generator) / math.sqrt(m / d) for d, m in shapes]
     yield Claim(
-        "||V^T V - I|| <= sqrt(m / d) / 2, said to hold with probability 1 - exp(-Theta(d)), hardly ever does: the norm is nearer to "
-        "2 sqrt(m / d)",
+        "$||V^T V - I|| <= sqrt(m / d) / 2$, said to hold with probability $1 - exp(-Theta(d))$, hardly ever does: the norm is nearer to "
+        "$2 sqrt(m / d)$",
         all(float((norm <= 0.5).float().mean()) < 0.05 for norm in norms),
         "; ".join(
-            f"d = {d}, m = {m}: {norm.median():.1f} sqrt(m / d), below in {(norm <= 0.5).float().mean():.1%}"
+            f"$d = {d}$, $m = {m}$: ${norm.median():.1f} sqrt(m / d)$, below in {(norm <= 0.5).float().mean():.1%}"
             for (d, m), norm in zip(shapes, norms, strict=True)
         ),
         beside=True,
     )
     rates = {k: -math.log(_tail(k)) / k for k in (4, 16, 64, 256)}
     yield Claim(
-        "Lemma 1 holds with probability 1 - exp(-Theta(m m')), without squares: sums of m m' squared normal numbers have no thinner tail. "
-        "For m' = m that is the theorem's probability, but its expectations over the gate's start leave nothing random",
+        "Lemma 1 holds with probability $1 - exp(-Theta(m m'))$, without squares: sums of $m m'$ squared normal "
+        "numbers have no thinner tail. "
+        "For $m' = m$ that is the theorem's probability, but its expectations over the gate's start leave nothing random",
         min(rates.values()) > 0.15 and max(rates.values()) < 0.7,
-        "-ln P(chi^2_k > 2 k) / k: " + ", ".join(f"k = {k}: {rate:.2f}" for k, rate in rates.items()) + "; limit 0.15",
+        "$-ln P(chi^2_k > 2 k) / k$: " + ", ".join(f"$k = {k}$: {rate:.2f}" for k, rate in rates.items()) + "; limit 0.15",
         beside=True,
     )
 
@@ -435,7 +439,7 @@ def _tail(k: int) -> float:
 def _loss_panel(rows: list[dict[str, Tensor]]) -> Panel:
     curves = tuple(Curve(name, [float(row[name].mean()) for row in rows], k) for k, name in enumerate(list(rows[0])[:5]))
     names = ", ".join(str(d) for d, _ in SIZES)
-    return Panel("Loss", rf"$k$, with $d$ = {names} and $m$ = $\sqrt{{d}}$", "$2 L / E[y^2]$", curves)
+    return Panel("Loss", f"$k$, with $d$ = {names} and $m = sqrt(d)$", "$2 L / E[y^2]$", curves)
 
 
 def _match_panel(size: Size) -> Panel:
@@ -446,12 +450,12 @@ def _match_panel(size: Size) -> Panel:
     curves = (
         Curve("jointly", joint, 3),
         Curve("experts at the gate's start", disjoint, 1),
-        Curve(r"mean of the truths, $1 / \sqrt{m}$", [1 / math.sqrt(size.m)] * len(joint), 1, dashed=True),
+        Curve("mean of the truths, $1 / sqrt(m)$", [1 / math.sqrt(size.m)] * len(joint), 1, dashed=True),
     )
     return Panel(
-        f"Experts and truths, $d$ = {size.d}, $m$ = {size.m}",
+        f"Experts and truths, $d = {size.d}$, $m = {size.m}$",
         "expert, by its cosine",
-        r"$\max_{j'} \cos(w_j, w^*_{j'})$",
+        "$max_j' cos(w_j, w*_j')$",
         curves,
         log=False,
     )
@@ -469,12 +473,12 @@ def _wide_panel(wide: list[Disjoint]) -> Panel:
         for (name, values), colour in zip(losses.items(), (0, 1, 2, 4), strict=True)
     )
     limit = Curve("$1 - 1 / m$", [0.75] * len(wide), 0, dashed=True)
-    return Panel("Four experts", f"$k$, with $d$ = {WIDE[0]} · $4^k$", "$2 L / E[y^2]$", (*curves, limit), log=False)
+    return Panel("Four experts", f"$k$, with $d = {WIDE[0]} · 4^k$", "$2 L / E[y^2]$", (*curves, limit), log=False)
 
 
 def _pass_panel(sizes: list[Size]) -> Panel:
     curves = tuple(
-        Curve(f"$d$ = {size.d}, $m$ = {size.m}", [float(size.disjoint.initial.mean()), *size.passes.mean(1).tolist()], k)
+        Curve(f"$d = {size.d}$, $m = {size.m}$", [float(size.disjoint.initial.mean()), *size.passes.mean(1).tolist()], k)
         for k, size in enumerate(sizes)
     )
     return Panel("Experts and gate in turn", "times (1) and (2)", "$2 L / E[y^2]$", curves)
