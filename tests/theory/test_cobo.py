@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coterie.reports.mathematics import plain
 from coterie.theory import THEOREMS, Experiment
 from coterie.theory import cobo as module
 from coterie.theory.cobo import Clusters, CoBo, Run, Setting, measure, polygon, safe_step, search, surrounding
@@ -17,7 +18,7 @@ RNG = np.random.default_rng
 
 
 def failed(experiment: Experiment) -> str:
-    return "\n".join(claim.text for claim in experiment.claims if not claim.holds)
+    return "\n".join(plain(claim.text) for claim in experiment.claims if not claim.holds)
 
 
 @pytest.fixture

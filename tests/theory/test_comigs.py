@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.errors import CoterieError
+from coterie.reports.mathematics import plain
 from coterie.theory import THEOREMS, Experiment
 from coterie.theory.comigs import Quadratic, alternate, euclidean_counterexample, random_quadratic
 from coterie.theory.comigs_experts import LinearExperts, Point, exclusive_or, newton, softmax
@@ -20,7 +21,7 @@ CONTRACTION, EXPERTS = "comigs/theorem-2.1", "comigs/theorem-g.2"
 
 
 def failed(experiment: Experiment) -> str:
-    return "\n".join(claim.text for claim in experiment.claims if not claim.holds)
+    return "\n".join(plain(claim.text) for claim in experiment.claims if not claim.holds)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from scipy.stats import chi2
 from torch import Generator, Tensor
 
+from coterie.reports.mathematics import plain
 from coterie.theory import THEOREMS, Experiment
 from coterie.theory import ddome as module
 from coterie.theory.ddome import (
@@ -63,7 +64,7 @@ def small() -> tuple[Experiment, list[Size]]:
 
 
 def failed(claims: object) -> str:
-    return "\n".join(claim.text for claim in claims if not claim.holds)
+    return "\n".join(plain(claim.text) for claim in claims if not claim.holds)
 
 
 def test_claims_hold_and_come_with_a_table_and_a_figure(small: tuple[Experiment, list[Size]]) -> None:
