@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -241,12 +241,17 @@ def test_a_device_outlives_a_program_that_cannot_be_started(tmp_path: Path, monk
             if calls[0] == 2:
                 raise OSError(11, "Resource temporarily unavailable")
             if calls[0] == 8:
-                raise SystemExit  # of this thread: left alone it would start the real program again and again, beside the tests that follow
+                raise SystemExit  # of the thread: left alone it would start the real program again and again, beside the tests that follow
             return look()
 
         # Of this supervisor alone: those of other tests still watch in their threads.
         monkeypatch.setattr(supervisor, "look", sometimes)
-        watching = threading.Thread(target=lambda: said.extend(supervisor.watch()), daemon=True)
+
+        def watch() -> None:
+            with suppress(SystemExit):
+                said.extend(supervisor.watch())
+
+        watching = threading.Thread(target=watch, daemon=True)
         watching.start()
         watching.join(3 * MINUTE)
         assert not watching.is_alive()
