@@ -36,6 +36,7 @@ ROOMS = [
     {"estimate"},
     {"places"},
     {"run"},
+    {"personalise"},
     {"adapt", "audit", "reproduce"},
     {"apps"},
     {"front", "keys"},

@@ -106,3 +106,41 @@ def test_nothing_is_gone_on_with_where_nothing_is(tmp_path: Path, option: str, t
     said = coterie("compare", "local", "--recipe", "cobo-digits", *settings(*DIGITS), "--out", str(out), option, exit_code=2)
     assert "nothing to go on with" in said
     assert not everything(out)
+
+
+@pytest.mark.parametrize("place", ["mine", "mine/ann/home", "."])
+def test_the_home_of_a_device_is_apart_from_its_data(mine: Path, place: str) -> None:
+    before = everything(mine.parent)
+    known = ("--server", "localhost:9", "--insecure", "--data", str(mine / "ann" if place == "." else mine))
+    said = coterie("client", *known, "--home", str(mine.parent / place), exit_code=2)
+    assert "the folder of the data" in said
+    assert "--home" in said
+    assert everything(mine.parent) == before
+
+
+def test_the_home_that_a_device_has_by_itself_is_apart_from_its_data(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COTERIE_HOME", str(mine / "home"))
+    said = coterie("client", "--server", "localhost:9", "--insecure", "--data", str(mine), exit_code=2)
+    assert "lies in the folder of the data" in said
+
+
+@pytest.mark.parametrize("place", ["mine", "mine/ann", "mine/ann/new", "."])
+def test_a_new_clients_model_is_apart_from_its_data(mine: Path, tiny_base: Path, place: str) -> None:
+    run = mine.parent / "run"
+    coterie("run", *folders(mine, tiny_base), "--out", str(run))
+    before = everything(mine.parent)
+    said = coterie("adapt", str(run), "--data", str(mine / "ann"), "--client", "you", "--out", str(mine.parent / place), exit_code=2)
+    assert "the folder of the data" in said
+    assert "--out" in said
+    assert everything(mine.parent) == before
+
+
+def test_a_new_clients_model_is_not_written_into_a_run_among_its_data(mine: Path, tiny_base: Path) -> None:
+    run = mine.parent / "run"
+    coterie("run", *folders(mine, tiny_base), "--out", str(run))
+    run.rename(mine / "ann/run")
+    before = everything(mine.parent)
+    assert "lies in the folder of the data" in coterie(
+        "adapt", str(mine / "ann/run"), "--data", str(mine / "ann"), "--client", "you", exit_code=2
+    )
+    assert everything(mine.parent) == before

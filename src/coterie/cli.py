@@ -291,28 +291,42 @@ def adapt(
         str | None, typer.Option("--client", metavar="ID", callback=_normal, help="Of the new client; default: that of --data.")
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="A new folder; default: clients/ID of the run.")] = None,
+    train: Annotated[
+        bool, typer.Option("--train", help="Personalise a language model: train specialist and router, or a LoRA, on this text.")
+    ] = False,
+    iterations: Annotated[
+        int | None, typer.Option("--iterations", min=1, help="With --train, at most; default: as many as a client of the run does.")
+    ] = None,
     trust_remote_code: Trust = False,
 ) -> None:
     """Give a client that the run has never seen a personal model; its data need no labels, and never leave it."""
     with _stopping("stopped; nothing is kept."):
         from coterie import adapt as adapting
         from coterie.personal import PersonalClassifier
+        from coterie.reports import adapted as told
 
-        found = adapting.adapt(run, data, client, out)
-        about = found.model.about
+        if iterations is not None and not train:
+            raise Refused("--iterations are of --train", "Give both, or neither.")
+        training = adapting.Training(iterations, lambda line: print(f"  {line}", flush=True)) if train else None
+        found = adapting.adapt(run, data, client, out, training=training)
+        about, classifies = found.model.about, isinstance(found.model, PersonalClassifier)
         if about.round < found.rounds:
             print(f"The run has done {about.round} of {found.rounds} rounds: what follows is of what it knows by then.")
-        print(f"{printable(about.client)}: {found.samples:,} sample{'s' * (found.samples != 1)}, labels neither needed nor read.")
+        if classifies:
+            print(f"{printable(about.client)}: {found.samples:,} sample{'s' * (found.samples != 1)}, labels neither needed nor read.")
         for expert in sorted(found.experts, key=lambda m: -found.scores[m]) if found.scores else found.experts:
             print(f"  expert {expert}" + (f": {found.scores[expert]:.1%} of the scores" if found.scores else ""))
         if rest := [score for m, score in enumerate(found.scores) if m not in found.experts]:
             print(f"  not sent: {len(rest)} others, {sum(rest):.1%} of the scores")
-        if not found.experts:
+        if not found.experts and classifies:
             print("  the model that everybody gets")
+        if not classifies:
+            for sentence in told.sentences(printable(about.client), found.personalised):
+                print(sentence)
         sent = f"{found.up:,} bytes (its scores)" if found.up else "nothing"
         once = f"; and before, as everybody does, {found.once:,} of the common expert" if found.once else ""
         print(f"It sent {sent} and got {found.down:,} bytes{once}.")
-        given = f"--data {shlex.quote(str(data))}" if isinstance(found.model, PersonalClassifier) else '--text "What you would write"'
+        given = f"--data {shlex.quote(str(data))}" if classifies else '--text "What you would write"'
         print(f"Its model is in {found.folder}. To use it:\n  coterie predict {shlex.quote(str(found.folder))} {given}")
 
 
@@ -518,10 +532,13 @@ def client(
     """Make this machine the device of a client: Flower's SuperNode, and a process that keeps the base model loaded (extra `flower`)."""
     with _stopping("stopped. What this client has learned is kept."):
         from coterie import apps, deploy
+        from coterie.records import check_apart
 
         if (ca is None and key is None) != insecure:
             raise Refused("give --ca and --key, or --insecure alone", "They are made where the server is: coterie keys.")
         folder = home or apps.default_home()
+        if data is not None:
+            check_apart(folder, data, "--home")
         node = deploy.Node(deploy.Link(server, ca), folder, id, data, base, key, resident, secure, limits)
         node.check()
         if limits is not None:

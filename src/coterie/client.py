@@ -213,6 +213,7 @@ class Client:
         sanitizer: Makes the gradients of what is shared, if single examples are protected.
         round: Rounds that the run has done.
         round_steps: L, the client's local iterations in a round.
+        frozen: Roles whose tensors no step changes: what is the others' and not sent back, see `Method.iterate`.
     """
 
     id: ClientId
@@ -225,6 +226,7 @@ class Client:
     sanitizer: Sanitizer | None = None
     round: int = 0
     round_steps: int = 0
+    frozen: frozenset[Role] = frozenset()
     stats: dict[str, list[dict[str, Tensor]]] = field(default_factory=dict)
     tokens: int = 0
 
@@ -446,7 +448,7 @@ class Client:
 
     def step_on(self, batch: Batch, *roles: Role, extra: Callable[[], Named] | None = None) -> None:
         """As `step`, on a batch that was drawn before."""
-        present = [role for role in roles if self._parameters[role]]
+        present = [role for role in roles if self._parameters[role] and role not in self.frozen]
         at = self.position if UPPER.issuperset(roles) else self.advance()
         if not present:  # a single expert has no router to train
             return

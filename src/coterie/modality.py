@@ -146,8 +146,11 @@ class Language(Modality):
 
     def keep(self, folder: Path, client: Client, layout: Layout, origin: personal.Origin) -> None:
         assert isinstance(client.model, LanguageModel)
-        layout, tensors = client.model.settled()
-        personal.save(folder, personal.About(client.id, self.section.base, layout, self.section.context, **vars(origin)), tensors)
+        self.write(folder, client.id, *client.model.settled(), origin)
+
+    def write(self, folder: Path, id: ClientId, layout: Layout, tensors: Tensors, origin: personal.Origin) -> None:
+        """Write a personal model that needs no pool, see `LanguageModel.settled`, to a folder. Raises SaveError."""
+        personal.save(folder, personal.About(id, self.section.base, layout, self.section.context, **vars(origin)), tensors)
 
     def look(self, clients: Mapping[ClientId, Client]) -> Any | None:
         shown = {i: clients[i] for i in islice(clients, CLIENTS)}

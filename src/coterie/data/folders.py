@@ -88,6 +88,14 @@ class Folders(Section):
             texts = [chunk for text in texts for chunk in cut(text)]
         return split(keyed_by_text(texts), self.fractions, self.seed)
 
+    def read_one(self, path: Path) -> Sequence[Sequence[str]]:
+        """Read the documents of one client, as if its folder, or its only file, were in the folder of clients: train, valid and test.
+
+        Raises:
+            DataError: No text, splits that are incomplete, or files that cannot be read.
+        """
+        return self._read_client(_find(path) if path.is_dir() else {"": text_files(path)})
+
 
 def _find(folder: Path) -> Files:
     """The files of a client: by split if the folder fixes them, else all under "".

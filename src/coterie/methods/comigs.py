@@ -75,10 +75,13 @@ class CoMiGS(Routed, Aggregating):
     def local_iterations(self, client: Client) -> None:
         """L steps of the experts; after every tau-th, s steps of the router."""
         for _ in range(self.steps(client)):
-            self.lower_step(client)  # eq. 3
-            if client.iteration % self.router_every == 0:
-                for _ in range(self.router_steps):
-                    self.upper_step(client)  # eq. 4
+            self.iterate(client)
+
+    def iterate(self, client: Client) -> None:
+        self.lower_step(client)  # eq. 3
+        if client.iteration % self.router_every == 0:
+            for _ in range(self.router_steps):
+                self.upper_step(client)  # eq. 4
 
     def lower_step(self, client: Client) -> None:
         client.step(GENERALIST, SPECIALIST, on=client.train)

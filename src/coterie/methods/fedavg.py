@@ -27,7 +27,7 @@ class FedAvg(Averaged, OneAdapter):
     def local_round(self, client: Client, theta: Tensors) -> Tensors:
         client.load(theta)
         for _ in range(self.steps(client)):
-            client.step(GENERALIST, on=client.train)
+            self.iterate(client)
         return client.read(GENERALIST) | self.size(client.data)
 
     def local_round_together(self, cohort: Cohort, theta: Mapping[ClientId, Tensors]) -> Replies:

@@ -15,6 +15,7 @@ class FedAvgMoE(Averaged, TwoExperts):
     """Experts, attention LoRAs and routers are averaged uniformly every round."""
 
     shared: ClassVar[tuple[Role, ...]] = (GENERALIST, ROUTER)
+    joinable: ClassVar[bool] = True
 
     @property
     def by_examples(self) -> bool:

@@ -19,6 +19,7 @@ class FedSALoRA(FedAvg):
     """Both matrices are trained; the As, which learn what is general, are averaged, and the Bs stay with their client."""
 
     universal: ClassVar[bool] = False
+    joinable: ClassVar[bool] = True
 
     def layout(self, position: int, base: Layout) -> Layout:
         return replace(super().layout(position, base), local_b=True)
@@ -27,5 +28,8 @@ class FedSALoRA(FedAvg):
     def local_round(self, client: Client, theta: Tensors) -> Tensors:
         client.load(theta)
         for _ in range(self.steps(client)):
-            client.step(GENERALIST, SPECIALIST, on=client.train)
+            self.iterate(client)
         return client.read(GENERALIST) | self.size(client.data)
+
+    def iterate(self, client: Client) -> None:
+        client.step(GENERALIST, SPECIALIST, on=client.train)

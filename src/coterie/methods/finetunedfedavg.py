@@ -32,6 +32,7 @@ class FinetunedFedAvg(FedAvg):
     """
 
     universal: ClassVar[bool] = False
+    joinable: ClassVar[bool] = True
 
     start: Annotated[float, Field(ge=0, le=1, description="share of the rounds after which every client trains alone")] = 0.5
 

@@ -53,6 +53,7 @@ class Method(ABC):
     per_client: ClassVar[tuple[str, ...]] = ()  # fields that may be lists with one value per client
     elastic: ClassVar[bool] = False  # whether clients may join the federation and leave it, see `members`
     universal: ClassVar[bool] = False  # whether the server alone can give a model to anyone, also to clients that it never saw
+    joinable: ClassVar[bool] = False  # whether new clients can train on from what the server has, though it is no model for them yet
     stateful: ClassVar[bool] = False  # whether clients must keep what nobody else has of their model
     forgetful: ClassVar[bool] = False  # whether clients keep nothing of the model between rounds, whatever the recipe says
 
@@ -132,6 +133,10 @@ class Method(ABC):
         """Give a model to clients that have none: new ones, unlabelled data and all. Returns what each of them gets; see `universal`."""
         yield from ()
         return self.download(state, clients)
+
+    def iterate(self, client: Client) -> None:
+        """Do one local iteration of a client by itself: all of its model that the method trains, but what is `frozen` there."""
+        client.step(GENERALIST, on=client.train)
 
     def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
         """What each client would get from the server now: with it loaded, it is synchronised (`test_synced`)."""
@@ -365,7 +370,6 @@ class TwoExperts(Routed):
         return self.mixture(base, generalists=2, specialists=0)
 
     def iterate(self, client: Client) -> None:
-        """One local iteration."""
         if self.updates == "simultaneous":
             client.step(GENERALIST, ROUTER, on=client.train)
             return

@@ -5,6 +5,7 @@ Yi et al., "pFedMoE: Data-Level Personalization with Mixture of Experts for Mode
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from coterie.client import Client
 from coterie.methods.method import Averaged, Routed
@@ -18,6 +19,7 @@ from coterie.tensors import Tensors
 class PFedMoE(Averaged, Routed):
     """The shared expert is averaged, local expert and router stay; one step on the training loss updates all three (their eq. 5 to 7)."""
 
+    joinable: ClassVar[bool] = True
     by_examples = True
 
     def layout(self, position: int, base: Layout) -> Layout:
@@ -27,5 +29,8 @@ class PFedMoE(Averaged, Routed):
     def local_round(self, client: Client, theta_g: Tensors) -> Tensors:
         client.load(theta_g)
         for _ in range(self.steps(client)):
-            client.step(GENERALIST, SPECIALIST, ROUTER, on=client.train)
+            self.iterate(client)
         return client.read(GENERALIST) | self.size(client.data)
+
+    def iterate(self, client: Client) -> None:
+        client.step(GENERALIST, SPECIALIST, ROUTER, on=client.train)
