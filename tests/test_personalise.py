@@ -34,7 +34,7 @@ METHODS = {
     "comigs-1g1s": {},
     "comigs-2g": {},
     "comigs-2s": {},
-    "comigs-pool": {"pool": 3, "chosen": 2},
+    "comigs-pool": {"pool": 3, "generalists": 2},
     "comigs-published": {},
     "comigs-cobo": {},
     "pfedmoe": {},
