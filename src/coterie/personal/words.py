@@ -11,7 +11,6 @@ begin with the same characters (token healing, Lundberg 2023). Probabilities are
 the sum over all sequences that begin with them.
 """
 
-import copy
 import string
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -65,6 +64,7 @@ class _Beginning:
         begun: Whether a word has begun or been continued behind the text.
         tokens: How many of them belong to that word.
         experts: (n,) summed over the positions that chose these; None without a router.
+        row: Of all but the last of these tokens, in the pass that came before.
     """
 
     ids: tuple[int, ...] = ()
@@ -74,6 +74,7 @@ class _Beginning:
     begun: bool = False
     tokens: int = 0
     experts: Tensor | None = None
+    row: int = 0
 
 
 @dataclass
@@ -129,9 +130,13 @@ class _Search:
         self.level = words[: self.beam] + spelling[: self.beam]
         return len(self.level)
 
-    def ids(self, rows: int, filling: list[int]) -> list[list[int]]:
-        """The beginnings' tokens, and up to so many rows something else."""
-        return [list(b.ids) for b in self.level] + [filling] * (rows - len(self.level))
+    def last(self, rows: int, filling: int) -> list[int]:
+        """The beginnings' last tokens, and up to so many rows something else."""
+        return [b.ids[-1] for b in self.level] + [filling] * (rows - len(self.level))
+
+    def before(self, rows: int) -> list[int]:
+        """In which row of the pass before the beginnings' other tokens were."""
+        return [b.row for b in self.level] + [0] * (rows - len(self.level))
 
     def note(self, piece: str, b: _Beginning, p: float) -> None:
         """Add a complete word, or another spelling of one; `piece` is what its tokens say."""
@@ -197,11 +202,16 @@ class Words:
             cache, p, experts = self._forward(adapter, prompts[:, None].to(self.backbone.device), mask=mask)
             for search, of_prompt, e in zip(searches, p, experts, strict=True):
                 self._go_on(search, of_prompt[None], [e])
-            for length in range(1, UNFINISHED + LONGEST + 1):
+            before = 1
+            for _ in range(UNFINISHED + LONGEST):
                 if not (rows := max(search.prune() for search in searches)):
                     break
-                ids = torch.tensor([search.ids(rows, [self.anchor] * length) for search in searches], device=self.backbone.device)
-                _, p, experts = self._forward(adapter, ids, cache, mask)
+                last = torch.tensor([search.last(rows, self.anchor) for search in searches], device=self.backbone.device)
+                parents = [before * i + row for i, search in enumerate(searches) for row in search.before(rows)]
+                cache.batch_select_indices(torch.tensor(parents, device=self.backbone.device))
+                mask = None if mask is None else torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+                cache, p, experts = self._forward(adapter, last[..., None], cache, mask)
+                before = rows
                 for first, search in zip(range(0, len(p), rows), searches, strict=True):
                     of_search = slice(first, first + len(search.level))
                     self._go_on(search, p[of_search], experts[of_search])
@@ -239,14 +249,14 @@ class Words:
                 search.note(self._decode(b.ids), b, b.p * max(end, 0.0))
         top, ids = goes_on.topk(min(search.beam, p.shape[1]), dim=-1)
         level: list[_Beginning] = []
-        for b, row, e, values, tokens in zip(search.level, p, experts, top.tolist(), ids.tolist(), strict=True):
+        for number, (b, row, e, values, tokens) in enumerate(zip(search.level, p, experts, top.tolist(), ids.tolist(), strict=True)):
             longer = dict(zip(tokens, values, strict=True))
             if b.left:
                 completing = self._longer(b.left)
                 search.mass += b.p * float(row[completing].sum())
                 shorter = self._shorter(b.left)
                 longer |= dict(zip(shorter, row[shorter].tolist(), strict=True))
-            level += [self._child(search, b, token, b.p * value, e) for token, value in longer.items() if value > 0]
+            level += [self._child(search, b, number, token, b.p * value, e) for token, value in longer.items() if value > 0]
         search.level = level
 
     def _allowed(self, b: _Beginning) -> Tensor:
@@ -276,8 +286,8 @@ class Words:
             yield self._sorted[place][1]
             place += 1
 
-    def _child(self, search: _Search, b: _Beginning, token: int, p: float, experts: Tensor | None) -> _Beginning:
-        """A beginning with one token more; `experts` are the weights at the position that chose it."""
+    def _child(self, search: _Search, b: _Beginning, row: int, token: int, p: float, experts: Tensor | None) -> _Beginning:
+        """A beginning with one token more than that in a row; `experts` are the weights at the position that chose it."""
         name = self.names[token]
         left = b.left[len(name) :]
         begun = b.begun or (not left and name != b.left)
@@ -286,7 +296,7 @@ class Words:
         tokens, before = (0, None) if anew else (b.tokens, b.experts)
         own = experts if before is None or experts is None else before + experts
         letters = b.letters + (" " + name.lstrip(SPACES) if name[0] in SPACES else name)
-        return _Beginning((*b.ids, token), p, left, letters, begun, tokens + 1, own)
+        return _Beginning((*b.ids, token), p, left, letters, begun, tokens + 1, own, row)
 
     def _decode(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode([self.anchor, *ids]))[len(self.anchor_text) :]
@@ -294,22 +304,19 @@ class Words:
     def _forward(
         self, adapter: Attachable, ids: Tensor, cache: Any = None, mask: Tensor | None = None
     ) -> tuple[Any, Tensor, Sequence[Tensor | None]]:
-        """One pass over `rows` pieces of text behind each cached prompt, or over the prompts.
+        """One pass over the prompts, or over one token more of `rows` texts that begin with each.
 
         Args:
             adapter: See `of`.
             ids: (prompts, rows, C).
-            cache: Of the prompts, which stays as it is.
-            mask: (prompts, C) of the prompts; None without padding.
+            cache: Of what comes before them, (prompts * rows) texts.
+            mask: (prompts, C) of each text of a prompt, as long as it is by now; None without padding.
 
         Returns:
             The cache behind `ids`; and of each row (V,) the next token's probabilities and (n,) the experts' weights at the last position.
         """
-        prompts, rows, length = ids.shape
-        if cache is not None:
-            cache = copy.deepcopy(cache)
-            cache.batch_repeat_interleave(rows)
-            mask = None if mask is None else torch.cat([mask, mask.new_ones(prompts, length)], dim=1).repeat_interleave(rows, dim=0)
+        rows, length = ids.shape[1:]
+        mask = None if mask is None else mask.repeat_interleave(rows, dim=0)
         padding = {} if mask is None else {"attention_mask": mask, "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -length:]}
         record: list[Routing] = []
         with self.backbone.using(adapter, record):
