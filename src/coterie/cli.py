@@ -448,13 +448,14 @@ def export(
     client: Client = None,
     format: Annotated[Literal["peft"], typer.Option("--format", help="peft: an adapter that PeftModel.from_pretrained loads.")] = "peft",
     expert: Annotated[str | None, typer.Option("--expert", help="G, G2, S1 ...; default: the first generalist, or the only one.")] = None,
+    base: Base = None,
     trust_remote_code: Trust = False,
 ) -> None:
     """Write one expert and the attention of a client's model in a form that other programs load."""
     with _stopping():
         from coterie.personal import peft
 
-        left_out = peft.export(run, client, out, expert)
+        left_out = peft.export(run, client, out, expert, base)
         print(f"The adapter is in {out}; {out}/README.md says how to load it.")
         for sentence in left_out:
             print(f"  {printable(sentence)}")

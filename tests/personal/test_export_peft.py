@@ -1,13 +1,16 @@
 """The exported adapter, loaded by PEFT on the base, is the personal model with that expert at weight 1."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 import coterie
+from coterie.cli import app
 from coterie.errors import Refused
 from coterie.models.adapter import Layout
 from coterie.models.architecture import FAMILIES
@@ -89,6 +92,18 @@ def test_what_cannot_be_exported_is_refused(make_run, tmp_path: Path):
     assert not (tmp_path / "a").exists()
     equal = make_run("llama", cleo=Layout(rank=2, routing="equal"))
     assert any("mean of their outputs" in sentence for sentence in export(equal, "cleo", tmp_path / "c"))
+
+
+def test_a_base_that_has_moved_is_found_where_it_is_said_to_be(make_run, bases, tmp_path: Path) -> None:
+    run = make_run("llama", ann=Layout(rank=2))
+    about = run / "clients/ann/client.json"
+    about.write_text(about.read_text().replace(str(bases["llama"]), str(tmp_path / "gone")))
+    refused = CliRunner().invoke(app, ["export", str(run), "--out", str(tmp_path / "out")])
+    assert (refused.exit_code, (tmp_path / "out").exists()) == (2, False)
+    done = CliRunner().invoke(app, ["export", str(run), "--out", str(tmp_path / "out"), "--base", str(bases["llama"])])
+    assert done.exit_code == 0, done.output
+    config = json.loads((tmp_path / "out/adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == bases["llama"].name
 
 
 @pytest.mark.parametrize("base", ["folder", "embedded", "somebody/model"])

@@ -1,5 +1,6 @@
 """One expert and the attention of a personal model as a standard PEFT adapter, which any program that knows PEFT can load."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from coterie.tensors import load, save, write_atomically
 PREFIX = "base_model.model."  # PEFT's, of every module of the base
 
 
-def export(run: Path | str, client: str | None, out: Path, expert: str | None = None) -> list[str]:
+def export(run: Path | str, client: str | None, out: Path, expert: str | None = None, base: str | None = None) -> list[str]:
     """Write `adapter_model.safetensors`, `adapter_config.json` and a `README.md` that says what a PEFT adapter cannot hold.
 
     Args:
@@ -25,6 +26,7 @@ def export(run: Path | str, client: str | None, out: Path, expert: str | None = 
         client: The client's id.
         out: An empty or new folder.
         expert: G, G2, S1 ... (see `PersonalModel.experts`); the first generalist by default, or the only expert.
+        base: Where the base is now; default: where the client's JSON says.
 
     Returns:
         What the adapter leaves out, sentence by sentence; nothing if it is the whole model.
@@ -36,6 +38,7 @@ def export(run: Path | str, client: str | None, out: Path, expert: str | None = 
     """
     folder = folder_of(run, client)
     about = read_about(folder)
+    about = about if base is None else replace(about, base=base)
     role, index, label = _expert(about, expert)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise Refused(f"{out} is not an empty folder", "Give --out a new folder.")
