@@ -53,10 +53,57 @@ def estimate(prepared: Prepared) -> Estimate:
         seconds = method.rounds * per_round
     every = recipe.evaluate_every
     evaluations = max(math.ceil(method.rounds / every), 1) if every else 1
-    seconds += (evaluations + 0.5) * trial.scoring()  # and once more, synchronised, of the test sets alone
+    scoring = trial.scoring()
+    seconds += (evaluations + 0.5) * scoring  # and once more, synchronised, of the test sets alone
+    seconds += scoring * _curve(prepared)
     peak = peak_memory()
     states = trial.state_bytes * len(prepared.site.data)
     return Estimate(seconds, trial.up, trial.down, None if peak is None else peak + states)
+
+
+def _curve(prepared: Prepared) -> float:
+    """What the points of the curves take, in evaluations."""
+    recipe = prepared.recipe
+    if recipe.curve_every is None:
+        return 0.0
+    found = list(prepared.modality.federation.everyone.values())
+    share = sum(min(recipe.curve_windows, data.test.windows) for data in found) / sum(d.valid.windows + d.test.windows for d in found)
+    return share * (1 + math.ceil(prepared.method.rounds / recipe.curve_every))
+
+
+def work(prepared: Prepared) -> float:
+    """Rows that all clients train on, and a third of those that they are scored on: what methods on one base take about alike."""
+    federation, recipe = prepared.modality.federation, prepared.recipe
+    trained = prepared.method.rounds * len(recipe.active(federation, 0)) * _iterations(prepared) * recipe.training.batch_size
+    return trained + sum(data.valid.windows + data.test.windows for data in federation.everyone.values()) / 3
+
+
+class Foresight:
+    """How long several methods will take, by measuring as many of them as a few seconds allow; the others by how much they train.
+
+    Args:
+        most: Seconds after which nothing more is measured.
+    """
+
+    def __init__(self, most: float = 3.0) -> None:
+        self._left, self._known = most, dict[str, tuple[float, float]]()  # seconds and work, by method
+        self._rows: list[tuple[str, float]] = []
+
+    def add(self, prepared: Prepared, done: bool) -> None:
+        """Take in a method; one that is done takes no time."""
+        name = f"{prepared.recipe.name}, {prepared.recipe.method['name']}"
+        begun, size = time.monotonic(), 0.0 if done else work(prepared)
+        if size and self._left > 0 and name not in self._known:
+            self._known[name] = estimate(prepared).seconds, size
+            self._left -= time.monotonic() - begun
+        self._rows.append((name, size))
+
+    def seconds(self) -> list[float]:
+        """Of each method, in the order in which they came."""
+        measured, sizes = (sum(found[k] for found in self._known.values()) for k in (0, 1))
+        usual = measured / sizes if sizes else 0.0
+        rates = {name: seconds / size for name, (seconds, size) in self._known.items()}
+        return [size * rates.get(name, usual) for name, size in self._rows]
 
 
 def _iterations(prepared: Prepared) -> float:

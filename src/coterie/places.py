@@ -2,7 +2,8 @@
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -81,6 +82,17 @@ class OnThisMachine:
 def computing_threads(prepared: Prepared) -> int:
     """Return with how many threads a run on this machine computes."""
     return prepared.threads or prepared.modality.threads or torch.get_num_threads()
+
+
+@contextmanager
+def computing(prepared: Prepared) -> Iterator[None]:
+    """Within the block this process computes with as many threads as the run."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(computing_threads(prepared))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def choose_threads(prepared: Prepared) -> Chosen:

@@ -258,6 +258,15 @@ class Recipe(BaseModel):
     ] = "inprocess"
     quorum: Annotated[Quorum, Field(description="when the server goes on without some of those that it asked")] = Quorum()
     evaluate_every: Annotated[int, Field(ge=0, description="rounds between evaluations; 0: only after the last")] = 0
+    curve_every: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            description="rounds between points of the curves, each of a part of the test sets, from before the first round on; they decide "
+            "nothing, and are left out where clients are in processes of their own; null: curves are of the evaluations",
+        ),
+    ] = None
+    curve_windows: Annotated[int, Field(ge=1, description="windows of text, or examples, of each client in such a point")] = 8
     metrics_every: Annotated[int, Field(ge=1, description="rounds between lines of what training measured")] = 1
     presence: Annotated[
         dict[str, tuple[Annotated[int, Field(ge=0)], int | None]],

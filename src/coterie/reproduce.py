@@ -55,6 +55,8 @@ _BESIDE = {
     "samples",
     "memory",
     "threads",
+    "curve_every",
+    "curve_windows",
 }  # what does not change what a run measures
 
 

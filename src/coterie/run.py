@@ -28,12 +28,13 @@ from coterie.client import Client, Metrics, Site
 from coterie.data.examples import ExampleSplit
 from coterie.engines import Engine, Listener
 from coterie.errors import CheckpointError, ClientError, Refused, TensorError
+from coterie.estimate import Foresight
 from coterie.inputs import RESULT, Inputs, Kept
 from coterie.methods import METHODS
 from coterie.models.layout import Layout
 from coterie.names import encoded
 from coterie.observations import Observations
-from coterie.places import OnThisMachine, Place, choose_threads, computing_threads, kept
+from coterie.places import OnThisMachine, Place, choose_threads, computing, computing_threads, kept
 from coterie.prepared import Prepared, joined
 from coterie.profiling import Profile
 from coterie.protocol import Ask, ClientId, Form, Replies, State, drive, mix, nothing, trains
@@ -124,7 +125,7 @@ class Execution(Listener):
         self._take_in(self.prepared)
         self.threads = computing_threads(self.prepared)
         self.metrics: MetricsFile | None = None
-        decisive = self.recipe.model_dump(mode="json", exclude={"compare_with", "samples", "memory"})
+        decisive = self.recipe.model_dump(mode="json", exclude={"compare_with", "samples", "memory", "curve_every", "curve_windows"})
         decisive |= {"common_expert": known} if (known := self.modality.fingerprint) else {}
         self.checkpoints = Checkpoints(self.folder / "checkpoints", decisive)
         self._sizes: dict[Layout, dict[str, int]] = {}
@@ -134,6 +135,7 @@ class Execution(Listener):
             "up": dict.fromkeys(self.federation.everyone, 0),
             "down": dict.fromkeys(self.federation.everyone, 0),
             "evaluations": [],
+            "curve": [],
             "seconds": 0.0,
             "position": 0,
             "lost": {},
@@ -175,7 +177,7 @@ class Execution(Listener):
             self._count_released()
             self._leave_out()
             return False
-        self.round, self.server, self.progress = found.round, found.server, found.progress
+        self.round, self.server, self.progress = found.round, found.server, {"curve": []} | found.progress
         if self.accountant is not None:
             self.accountant = replace(self.accountant, runs=self.progress["spent"])
             self._count_released()
@@ -251,6 +253,8 @@ class Execution(Listener):
                     "the server",
                     f"round {round + 1} is lost: clients answer an exchange of secure aggregation once, and it had begun before",
                 )
+            if self.round == 0:
+                self._add_to_curve()
             recorded = min(self.round + 1, self.method.rounds - 1)
             while self.round < self.method.rounds:
                 self.profile.begin(self.round == recorded)
@@ -292,7 +296,9 @@ class Execution(Listener):
         if self.round + 1 == self.method.rounds:
             self.server = drive(self.method.finish(self.server, there), self._exchange)
         self.round += 1
-        every = self.recipe.evaluate_every
+        every, between = self.recipe.evaluate_every, self.recipe.curve_every
+        if between and (self.round % between == 0 or self.round == self.method.rounds):
+            self._add_to_curve()
         if (every and self.round % every == 0) or self.round == self.method.rounds:
             self._evaluate()
         if self.round % self.recipe.checkpoint_every == 0 or self.round == self.method.rounds:
@@ -548,6 +554,30 @@ class Execution(Listener):
         self.progress["evaluations"].append(entry)
         self.reporter.evaluated(self.round, means)
 
+    def _add_to_curve(self) -> None:
+        """Score a part of each test set: a point of the curves, which says how training goes, and is no part of the figures.
+
+        Clients elsewhere are not asked: each exchange with them takes seconds, and tells something of their data.
+        """
+        if self.recipe.curve_every is None or self.engine.distant:
+            return
+        self.profile.enter("evaluation")
+        tensors, states = self._personal(), self.engine.states()
+        found = {i: {"test": self._of_part(i, states.get(i, {}), tensors[i])} for i in self.scored if i in tensors}
+        everyone = {group: tuple(of) for group, of in self.federation.unseen.items()} or {"": self.clients}
+        means = {group: evaluation.mean(found[i]["test"] for i in of if i in found) for group, of in everyone.items()}
+        point: Json = {"round": self.round, "iteration": self.iteration, "test": next(iter(means.values())), "clients": found}
+        self.progress["curve"].append(point | ({"groups": means} if self.groups else {}))
+        for i, values in found.items():
+            self._write("curve", self.round, self.iteration, i, values)
+        self.reporter.point(self.round, point["test"], self.recipe.curve_windows)
+
+    def _of_part(self, id: ClientId, state: State, tensors: Tensors) -> float:
+        """Return the metric of a client on a part of its test set; of what it remembers nothing changes."""
+        client = self.prepared.site.client(id, dict(state))
+        with torch.random.fork_rng(devices=[]), client.borrowing(self.method.loadable(client, tensors)):
+            return self.metric.of(client.score_part(client.test, self.recipe.curve_windows))
+
     def _form(self, *names: str) -> Form:
         """The form of what comes back from scoring: these of all that there may be."""
         scores = self.modality.scores(self.prepared.site.layouts[self.scored[0]])
@@ -598,6 +628,7 @@ class Execution(Listener):
             "clusters": self.federation.clusters,
             "weights_error": self._weights_error(last),
             "evaluations": self.progress["evaluations"],
+            "curve": {"windows": self.recipe.curve_windows, "points": self.progress["curve"]} if self.progress["curve"] else None,
             "lost": self.progress["lost"],
             "rounds_taken_part": {i: self.progress["took_part"].get(i, 0) for i in self.clients},
             "never_took_part": list(self._absent()),
@@ -738,10 +769,15 @@ def execute_all(
         for recipe, folder in rows:
             _check_apart(recipe, within or folder)
     reporter.preparing()
+    threads, foresight = _Threads(rows, place, reporter), Foresight()
     for recipe, folder in rows:
         prepared = place.prepare(recipe)
         if not changed and Kept(folder).begun() and _same(recipe, folder):  # of another recipe, `_executed` says more
             Kept(folder).check(Inputs.of(prepared))
+        if reporter.foretells and not place.devices and recipe.engine != "flower":
+            with computing(threads.given(prepared, folder)):
+                foresight.add(prepared, (folder / RESULT).exists())
+    reporter.expects(foresight.seconds())
     results = []
     with ExitStack() as stack:
         if within is not None:
@@ -749,7 +785,6 @@ def execute_all(
         for _, folder in rows:
             with alone(folder):
                 pass  # it can be written to, and nobody else is at it
-        threads = _Threads(rows, place, reporter)
         for k, (recipe, folder) in enumerate(rows):
             title = titles[k] if titles else METHODS[recipe.method["name"]].title
             recorder = profile if profile is not None and k == len(rows) - 1 else Profile()

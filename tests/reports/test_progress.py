@@ -51,7 +51,8 @@ def test_a_long_round_is_not_silent_and_time_left_shows_before_it_ends(clock: Cl
     exchange(terminal, clock, "abcd", 60.0)
     lines = said(terminal)[1:]
     assert lines[0] == "  round 1 of 3: 0 of 4 clients  0:30 so far"
-    assert lines[2] == "  round 1 of 3: 1 of 4 clients  loss 2.000  10 tokens/s  10:30 left"  # 11 minutes after the first minute
+    assert lines[2] == "  round 1 of 3: 1 of 4 clients  loss 2.000  10 tokens/s  1:30 so far"  # the first one says nothing of the others
+    assert lines[4] == "  round 1 of 3: 2 of 4 clients  loss 2.000  10 tokens/s  9:30 left"  # 10 minutes after the second minute
     assert lines[-1].startswith("  round 1 of 3: 3 of 4 clients")
     assert len(lines) == 4 * 60 / SILENCE
 
@@ -120,7 +121,7 @@ def test_a_terminal_that_shows_rounds_live_says_no_such_lines(clock: Clock) -> N
     assert "[2/2] FedAvg" in text
     assert "round 0/2" in text
     assert "10 tokens/s  1/1 clients" in text
-    assert "1:00 left" in text
+    assert "1:00 so far" in text
     assert "of 1 clients" not in text
 
 
@@ -153,12 +154,55 @@ def test_time_left_is_of_this_session(clock: Clock) -> None:
     stretch.ask(2, training=True)
     clock.now = 10.0
     stretch.reply()
-    assert stretch.left == 10.0 / 0.5 * 3.5
+    assert stretch.left is None  # until the first reply much is done once: it says nothing of the others
     clock.now = 15.0
-    assert stretch.left == 10.0 / 0.5 * 3.5 - 5.0
     stretch.reply()
     stretch.round(7)
-    assert stretch.left == 15.0 * 3
+    assert stretch.left == 5.0 / 0.5 * 3
+    clock.now = 18.0
+    assert stretch.left == 5.0 / 0.5 * 3 - 3.0
+
+
+@pytest.mark.parametrize("expected", [None, 40.0, 60.0])
+def test_no_estimate_is_wild_however_long_the_first_step_takes(clock: Clock, expected: float | None) -> None:
+    stretch, found = Stretch(10, 0, expected), []
+    ends = [30.0 + reply for reply in range(40)]  # the first reply comes after half a minute, the others a second apart
+    for reply, end in enumerate(ends):
+        if reply % 4 == 0:
+            stretch.ask(4, training=True)
+        clock.now = end
+        stretch.reply()
+        if reply % 4 == 3:
+            stretch.round(reply // 4 + 1)
+        found.append((stretch.left, ends[-1] - end))
+    assert found[0][0] is None or expected is not None
+    for left, true in found[1:]:
+        assert left == pytest.approx(true, rel=0.6, abs=3.0)
+
+
+def test_with_an_expectation_there_is_time_left_from_the_start(clock: Clock) -> None:
+    stretch = Stretch(10, 5, 60.0)
+    assert stretch.left == 30.0  # half of the rounds were done before
+    clock.now = 10.0
+    assert stretch.left == 20.0
+
+
+def test_time_left_over_all_methods(clock: Clock) -> None:
+    out = io.StringIO()
+    terminal = Terminal(Console(file=out, width=160), rows=3)
+    terminal.preparing()
+    terminal.expects([10.0, 100.0, 100.0])
+    assert "about 3:30 in all" in out.getvalue()
+    terminal.begin("Pretrained", 0, 0, "ab")
+    assert terminal._left() == "0:10 left (all: 3:30)"
+    clock.now += 20.0
+    terminal.end({"mean": 3.0})
+    terminal.begin("Local", 2, 0, "ab")
+    assert terminal._left() == "1:40 left (all: 5:00)"  # all took twice as long as expected so far
+    clock.now += 200.0
+    terminal.end({"mean": 3.0})
+    terminal.begin("FedAvg", 2, 0, "ab")
+    assert terminal._left() == "1:40 left"  # the last one
 
 
 def test_a_round_with_several_exchanges_is_as_long_as_the_one_before(clock: Clock) -> None:

@@ -383,21 +383,22 @@ def _curves(results: Sequence[Json]) -> str:
     """
     own, metric = results[-1], metric_of(results[-1])
     looks = [*range(1, len(results)), 0]  # the run's own method has the first
-    styles = [Style(COLOURS[k % len(COLOURS)], k, marked=_marked(r)) for k, r in zip(looks, results, strict=True)]
     groups = own.get("groups") or {}
     unit, count = ("round", "rounds") if groups else ("iteration", "local iterations")
-    last = max((e[unit] for r in results for e in r["evaluations"]), default=0)
+    windows, series = _series(results)
+    last = max((e[unit] for points in series for e in points), default=0)
+    styles = [Style(COLOURS[k % len(COLOURS)], k, marked=_marked(r, p)) for k, r, p in zip(looks, results, series, strict=True)]
     # Every method starts from the base, so that all curves begin where it stands.
     base = next((r for r in results if r["method"] == "pretrained"), None)
 
-    def line(result: Json, style: Style, value: Callable[[Json], float]) -> Line:
-        points = [(e[unit], value(e)) for e in thinned(result["evaluations"], POINTS)]
-        start = [(0, value(base["evaluations"][0]))] if base else []
+    def line(result: Json, found: Sequence[Json], style: Style, value: Callable[[Json], float]) -> Line:
+        points = [(e[unit], value(e)) for e in thinned(found, POINTS)]
+        start = [(0, value(base["evaluations"][0]))] if base and not windows else []
         level = [(0, points[0][1]), (last, points[0][1])]
         return Line(level if result["rounds"] == 0 else start + points, METHODS[result["method"]].title, style)
 
     def lines(value: Callable[[Json], float]) -> list[Line]:
-        return [line(r, style, value) for r, style in zip(results, styles, strict=True)]
+        return [line(r, points, style, value) for r, points, style in zip(results, series, styles, strict=True)]
 
     means = {f"Mean of {unseen(g)}": lines(group_test(g)) for g in groups}
     means = means or {f"Mean over {len(own['clients'])} clients": lines(mean_test)}
@@ -413,7 +414,9 @@ def _curves(results: Sequence[Json]) -> str:
         note = f"<p class=note>The first {len(drawn)} of {known} clients.</p>" if len(drawn) < known else ""
         panels = chart.panels(drawn, *axes, limits, ratios=ratios)
         parts.append(note + (folded(f"{known} client{'s' * (known > 1)}, {unseen(g)}", panels) if g else panels))
-    return f"{samples}{whole}<h3>Client by client</h3>{''.join(parts)}"
+    what = "windows" if prediction(metric) == "token" else "examples"
+    part = f"<p class=note>On {windows} {what} of each client's test set, to see how training goes; the tables are of all of it.</p>"
+    return f"{samples}{part if windows else ''}{whole}<h3>Client by client</h3>{''.join(parts)}"
 
 
 def mean_test(evaluation: Json) -> float:
@@ -430,8 +433,15 @@ def test_of(client: str) -> Callable[[Json], float]:
     return lambda evaluation: float(evaluation["clients"].get(client, {"test": math.nan})["test"])
 
 
-def _marked(result: Json) -> bool:
-    return result["rounds"] > 0 and len(result["evaluations"]) <= chart.MARKED
+def _series(results: Sequence[Json]) -> tuple[int | None, list[Sequence[Json]]]:
+    """The points of each method's curve: of as large a part of the test sets, if all have such points, and how large; else of all."""
+    parts = {r["curve"]["windows"] if r.get("curve") else None for r in results}
+    windows: int | None = parts.pop() if len(parts) == 1 else None
+    return windows, [r["curve"]["points"] if windows else r["evaluations"] for r in results]
+
+
+def _marked(result: Json, points: Sequence[Json]) -> bool:
+    return result["rounds"] > 0 and len(points) <= chart.MARKED
 
 
 def router_panels(path: Path, clients: Mapping[str, Json]) -> tuple[str, ...]:

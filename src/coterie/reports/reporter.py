@@ -7,6 +7,11 @@ from typing import Any
 class Reporter:
     """Told of what happens, and does nothing: the base of those that show it."""
 
+    foretells = False  # whether it wants to be told beforehand how long things will take, which costs a few steps of training
+
+    def expects(self, seconds: Sequence[float]) -> None:
+        """About how long each method will take, before the first one begins; 0 for one that is done."""
+
     def preparing(self) -> None:
         """Base and data are about to be loaded, and what everybody begins with trained."""
 
@@ -39,6 +44,9 @@ class Reporter:
 
     def evaluated(self, round: int, means: Mapping[str, float]) -> None:
         """The mean of the metric over clients, by split."""
+
+    def point(self, round: int, test: float, windows: int) -> None:
+        """The mean of the metric over clients on so many windows of each one's test set, after a round."""
 
     def round(self, done: int) -> None:
         """A round is done and saved."""

@@ -65,16 +65,19 @@ class Stretch:
     """How far the rounds of one method have come in this session, and how long the rest will take.
 
     A round is as far as the share of its clients' replies that are there, of as many as the round before had; of the first one, as many as
-    have been asked. Time left is by the mean round of this session, scoring and checkpoints included, as of the last reply.
+    have been asked. Time left is by the mean round of this session, scoring and checkpoints included, as of the last reply. What goes on
+    until the first reply is left out, as it warms up; and a tenth of the rounds long, what was expected before the start counts as well.
 
     Args:
         rounds: Of the method.
         done: Of them, before this session.
+        expected: Seconds for all rounds, and all that is done between and after them; None where nobody knows.
     """
 
-    def __init__(self, rounds: int, done: int) -> None:
-        self.rounds, self.done = rounds, done
+    def __init__(self, rounds: int, done: int, expected: float | None = None) -> None:
+        self.rounds, self.done, self.expected = rounds, done, expected
         self.started = time.monotonic()
+        self._warm: tuple[float, float] | None = None  # when the first reply was there, and how far the rounds were then
         self._first, self._usual = done, 0
         self._replies = self._expected = self.asked = self.got = 0
         self._estimate: tuple[float, float] | None = None  # when it was made, seconds left then
@@ -110,9 +113,19 @@ class Stretch:
         return min(self.done + self._replies / max(self._expected, self._replies, 1), self.rounds)
 
     def _guess(self) -> None:
-        now = time.monotonic()
-        if (here := self.rounds_done - self._first) > 0:
-            self._estimate = now, (now - self.started) / here * (self.rounds - self.rounds_done)
+        now, here = time.monotonic(), self.rounds_done
+        if self._warm is None:
+            self._warm = now, here
+        since, warm = self._warm
+        rest = self.rounds - here
+        if here > warm:
+            left, known = (now - since) / (here - warm) * rest, min(10 * (here - warm) / max(self.rounds, 1), 1.0)
+            prior = left if self.expected is None else self.expected * rest / max(self.rounds, 1)
+            self._estimate = now, known * left + (1 - known) * prior
+
+    @property
+    def resumed(self) -> bool:
+        return self._first > 0
 
     @property
     def elapsed(self) -> float:
@@ -121,9 +134,10 @@ class Stretch:
     @property
     def left(self) -> float | None:
         """Seconds; None as long as nobody can know."""
-        if self._estimate is None:
+        if self._estimate is None and self.expected is None:
             return None
-        made, seconds = self._estimate
+        share = (self.rounds - self._first) / max(self.rounds, 1)
+        made, seconds = self._estimate or (self.started, (self.expected or 0.0) * (share if self.rounds else 1.0))
         return max(seconds - (time.monotonic() - made), 0.0)
 
     def __str__(self) -> str:
@@ -136,7 +150,7 @@ class _Time(ProgressColumn):
     max_refresh = 0.5
 
     def render(self, task: Task) -> Text:
-        return Text(f"in {_clock(task.finished_time or 0)}" if task.finished else str(task.fields["stretch"]), style="cyan")
+        return Text(f"in {_clock(task.finished_time or 0)}" if task.finished else task.fields["left"](), style="cyan")
 
 
 class Terminal(Reporter, AbstractContextManager["Terminal"]):
@@ -163,6 +177,8 @@ class Terminal(Reporter, AbstractContextManager["Terminal"]):
         )
         self.task: TaskID | None = None
         self.stage, self.stretch, self.pace = "", Stretch(0, 0), Pace()
+        self.expected: Sequence[float] = ()  # seconds of each method, by a trial before the first
+        self.took: list[tuple[float, float]] = []  # of those that are done in this session: seconds, and what was expected
         self.losses: dict[str, float] = {}
         self.metric, self.privacy, self.lack = metric_of({"metric": None}), "", 0
         self.spoke = time.monotonic()  # when the last plain line was
@@ -192,7 +208,7 @@ class Terminal(Reporter, AbstractContextManager["Terminal"]):
         training = self.stage == "training"
         where = f"round {stretch.done + 1} of {stretch.rounds}" if training else self.stage
         clients = f": {stretch.got} of {stretch.asked} clients" if stretch.asked else ""
-        parts = (f"  {where}{clients}", self._figures() if training else "", str(stretch))
+        parts = (f"  {where}{clients}", self._figures() if training else "", self._left())
         self._line("  ".join(part for part in parts if part))
 
     def _line(self, text: str) -> None:
@@ -203,13 +219,30 @@ class Terminal(Reporter, AbstractContextManager["Terminal"]):
     def preparing(self) -> None:
         self.stage, self.stretch = PREPARING, Stretch(0, 0)
         if self.live:
-            self.task = self.progress.add_task(self.stage, total=None, where="", status="", stretch=self.stretch)
+            self.task = self.progress.add_task(self.stage, total=None, where="", status="", left=self._left)
 
     def _prepared(self) -> None:
         """Take the line about the preparation away."""
         if self.live and self.stage == PREPARING and self.task is not None:
             self.progress.remove_task(self.task)
         self.stage = ""
+
+    foretells = True
+
+    def expects(self, seconds: Sequence[float]) -> None:
+        self.expected = seconds
+        if (whole := sum(seconds)) > 0:
+            self.progress.console.print(f"about {_clock(whole)} in all, by a few steps", markup=False, highlight=False)
+            self.spoke = time.monotonic()
+
+    def _left(self) -> str:
+        """Time left of the method that goes on and, where others follow, of all."""
+        rest = sum(self.expected[self.row :])
+        if self.stretch.left is None or not rest:
+            return str(self.stretch)
+        took, expected = (sum(found[k] for found in self.took) for k in (0, 1))
+        slower = took / expected if expected else 1.0  # than was expected, so far
+        return f"{self.stretch} (all: {_clock(self.stretch.left + rest * slower)})"
 
     def known(self, title: str) -> None:
         self._prepared()
@@ -223,12 +256,13 @@ class Terminal(Reporter, AbstractContextManager["Terminal"]):
     def begin(self, title: str, rounds: int, done: int, clients: Sequence[str], metric: Mapping[str, Any] | None = None) -> None:
         self._prepared()
         self._next(title)
-        self.metric, self.stretch, self.pace = metric_of({"metric": metric}), Stretch(rounds, done), Pace()
+        expected = self.expected[self.row - 1] if self.row <= len(self.expected) else None
+        self.metric, self.stretch, self.pace = metric_of({"metric": metric}), Stretch(rounds, done, expected), Pace()
         self.stage, self.training_since = "training" if done < rounds else "finishing", time.monotonic()
         self.said = dict.fromkeys(("round", "score"), self.training_since)  # when the last line of each kind was
         self.losses, self.privacy = {}, ""
         self.task = self.progress.add_task(
-            self.heading.replace("[", r"\["), total=rounds + 1, completed=done, where="", status="", stretch=self.stretch
+            self.heading.replace("[", r"\["), total=rounds + 1, completed=done, where="", status="", left=self._left
         )
         self._show()
         if not self.live:
@@ -297,6 +331,12 @@ class Terminal(Reporter, AbstractContextManager["Terminal"]):
             scores = ", ".join(f"{split} {name} {value:.2f}{self._unit}" for split, value in means.items())
             self._line(f"  after round {round}: {scores}")
 
+    def point(self, round: int, test: float, windows: int) -> None:
+        self.training_since = time.monotonic()  # what comes next is trained
+        if self._speaks("point", round):
+            what = "windows" if prediction(self.metric) == "token" else "examples"
+            self._line(f"  after round {round}: {self.metric['name']} {test:.2f}{self._unit} on {windows} {what} of each client")
+
     def round(self, done: int) -> None:
         self.stretch.round(done)
         self.training_since = time.monotonic()
@@ -304,12 +344,12 @@ class Terminal(Reporter, AbstractContextManager["Terminal"]):
         self._show()
         if self._speaks("round", done):
             lack = f"  ({_short_of_cores(self.lack)})" if self.lack else ""
-            self._line(f"  round {done}/{self.stretch.rounds}  {self._figures()}  {self.stretch}{lack}")
+            self._line(f"  round {done}/{self.stretch.rounds}  {self._figures()}  {self._left()}{lack}")
 
     def _speaks(self, kind: str, done: int) -> bool:
         """Whether a plain line of a kind is due: the last of a method is, and any other a while after the one before."""
         now = time.monotonic()
-        due = not self.live and (done == self.stretch.rounds or now - self.said[kind] >= EVERY)
+        due = not self.live and (done == self.stretch.rounds or now - self.said.get(kind, 0.0) >= EVERY)
         if due:
             self.said[kind] = now
         return due
@@ -320,6 +360,8 @@ class Terminal(Reporter, AbstractContextManager["Terminal"]):
 
     def end(self, result: Mapping[str, Any]) -> None:
         self.stage = ""
+        if self.stretch.expected and not self.stretch.resumed:
+            self.took.append((self.stretch.elapsed, self.stretch.expected))
         status = f"{self.metric['name']} {result['mean']:.2f}{self._unit}"
         if self.task is not None:
             self.progress.update(self.task, completed=self.stretch.rounds + 1, status=status, refresh=True)
