@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -229,6 +230,9 @@ def test_compare_writes_one_table(options: list[str], tmp_path: Path, finished: 
     assert rows["local"]["mean"] < rows["pretrained"]["mean"]
     for title in ("Pretrained", "Local", "Centralized", "CoMiGS-1G1S"):
         assert title in done.stdout
+    lines = re.findall(r"^\[(\d)/8\] (.*?):", done.stdout, re.MULTILINE)
+    titles = [f"{title}, seed {seed}" for title in ("Pretrained", "Local", "Centralized", "CoMiGS-1G1S") for seed in (3, 4)]
+    assert lines == [(str(k + 1), title) for k, title in enumerate(titles)]
 
 
 def test_progress_is_plain_lines_without_a_terminal(finished: Path, options: list[str], tmp_path: Path) -> None:

@@ -106,6 +106,11 @@ def test_letters_and_colours_hold_on_either_ground(dark, address, models):
         assert abs(brightness[0] - brightness[1]) > 0.5
         assert (brightness[0] > brightness[1]) == dark
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        page.set_viewport_size({"width": 390, "height": 800})
+        page.locator("button.word").first.evaluate("b => b.firstChild.textContent = b.innerText = 'functions\\n9%'")
+        assert page.locator("button.word").first.evaluate("b => b.scrollWidth <= b.clientWidth")
+        tops = page.locator("button.example").evaluate_all("all => all.map(b => Math.round(b.getBoundingClientRect().top))")
+        assert len(set(tops)) <= 2  # two of them in a row
 
 
 def test_only_this_machine_is_served(address):

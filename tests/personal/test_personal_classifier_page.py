@@ -14,7 +14,7 @@ import coterie
 from coterie.models.text import TextShape
 from coterie.personal import PersonalClassifier, save_classifier
 from coterie.personal.artifact import Origin
-from coterie.personal.sorter import served
+from coterie.personal.sorter import grouped, served
 
 
 def settled(page, model: PersonalClassifier, given: object) -> None:
@@ -80,3 +80,13 @@ def test_equal_answers_are_one_row(tmp_path: Path, photo: Path) -> None:
         page.locator("#image input[type=file]").set_input_files(photo)
         page.get_by_text("ben, cleo, dan").wait_for()
         assert set(page.locator(".client:visible").all_inner_texts()) == {"ben, cleo, dan"}
+
+
+def test_one_expert_says_one_thing_whatever_else_its_clients_have() -> None:
+    classes, other = {"cat": 0.9, "dog": 0.1}, {"cat": 0.4, "dog": 0.6}
+    four, three = "expert **4**", "expert **3**"
+    answers = {"ann": (classes, four, " of 3, 4"), "ben": (classes, four, " of 1, 4"), "cleo": (other, three, " of 1, 3")}
+    assert grouped(answers | {"dan": (other, three, " of 1, 3")}) == {
+        "ann": (["ann", "ben"], (classes, four)),
+        "cleo": (["cleo", "dan"], (other, f"{three} of 1, 3")),
+    }

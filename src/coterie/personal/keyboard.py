@@ -36,7 +36,12 @@ STYLE = """
   background: var(--block-background-fill) !important }
 .word::first-line { font-size: 1.15rem; font-weight: 600 }
 .word:hover, .word:focus-visible { background: var(--background-fill-secondary) !important; outline: 2px solid var(--body-text-color) }
-@media (max-width: 640px) { .client { flex: 1 0 100% !important } .word { flex: 1 1 28% !important; min-width: 28% !important } }
+@media (max-width: 640px) {
+  .client { flex: 1 0 100% !important }
+  .word { flex: 1 1 28% !important; min-width: 28% !important; padding: .35rem .15rem; overflow-wrap: anywhere }
+  .word::first-line { font-size: .9rem }
+  .example { flex: 1 1 45% !important; min-width: 45% !important }
+}
 .legend span { display: inline-block; margin-right: 1.4rem }
 .legend i { display: inline-block; width: .9rem; height: .9rem; border-radius: 2px; margin-right: .45rem; vertical-align: -.12rem }
 """ + "".join(

@@ -12,7 +12,8 @@ from coterie.personal import page
 from coterie.personal.classifier import PersonalClassifier
 from coterie.printing import printable
 
-Answer = tuple[dict[str, float], str]  # the probability of each class, and which expert spoke
+Answer = tuple[dict[str, float], str, str]  # the probability of each class, which expert spoke, and of which
+Shown = tuple[dict[str, float], str]
 SHOWN = 3  # classes for each client
 STYLE = """
 .expert { min-width: 9rem !important; align-self: center }
@@ -45,7 +46,7 @@ def sorter(models: Mapping[str, PersonalClassifier]) -> Any:
     def hidden() -> list[Any]:
         return [gradio.Row(visible=False), "", None, ""]
 
-    def shown(clients: list[str], answer: Answer) -> list[Any]:
+    def shown(clients: list[str], answer: Shown) -> list[Any]:
         return [gradio.Row(visible=True), page.plain(", ".join(clients)), *answer]
 
     with gradio.Blocks(title="coterie", analytics_enabled=False) as blocks:
@@ -70,21 +71,29 @@ def served(models: Mapping[str, PersonalClassifier], port: int) -> AbstractConte
     return page.served(sorter(models), STYLE, port)
 
 
-def grouped(answers: Mapping[str, Answer]) -> dict[str, tuple[list[str], Answer]]:
-    """Equal answers once, as far as one sees: by the first client that gives it, all that do, and the answer."""
-    found: dict[Any, tuple[list[str], Answer]] = {}
-    for client, (classes, expert) in answers.items():
+def grouped(answers: Mapping[str, Answer]) -> dict[str, tuple[list[str], Shown]]:
+    """Show equal answers once, as far as one sees: by the first client that gives it, all that do, and the answer.
+
+    Clients for whom the same expert spoke have the same answer, whatever other experts they have; these are named where all have the same.
+    """
+    found: dict[Any, dict[str, Answer]] = {}
+    for client, answer in answers.items():
+        classes, expert, _ = answer
         seen = tuple((name, round(share, 2)) for name, share in sorted(classes.items())), expert
-        found.setdefault(seen, ([], (classes, expert)))[0].append(client)
-    return {clients[0]: (clients, answer) for clients, answer in found.values()}
+        found.setdefault(seen, {})[client] = answer
+    rows = {}
+    for group in found.values():
+        (classes, expert, among), *others = group.values()
+        rows[next(iter(group))] = list(group), (classes, expert + among * all(held == among for _, _, held in others))
+    return rows
 
 
 def _answer(model: PersonalClassifier, given: str) -> Answer:
     """The probability of each class, and the expert that the gate wants most."""
     (batch,) = model.batches(given)
     outputs, experts = model.answer(batch.x)
-    shown = "" if experts is None else f"expert **{experts.item()}** of {', '.join(map(str, model.experts))}"
-    return dict(zip(map(printable, model.about.names), outputs[0].exp().tolist(), strict=True)), shown
+    classes = dict(zip(map(printable, model.about.names), outputs[0].exp().tolist(), strict=True))
+    return (classes, "", "") if experts is None else (classes, f"expert **{experts.item()}**", f" of {', '.join(map(str, model.experts))}")
 
 
 def _asked(shape: NetworkShape | TextShape) -> str:
