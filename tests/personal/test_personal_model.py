@@ -1,5 +1,6 @@
 """A personal model behaves like a transformers model: generation with and without a cache, padding, several of them on one base."""
 
+import logging
 import subprocess
 import sys
 import threading
@@ -197,13 +198,16 @@ def test_several_prompts_are_answered_as_each_alone(make_run):
     assert model.generate([]) == model.next_words([]) == []
 
 
-def test_a_model_is_used_moved_and_saved_as_one_of_transformers(make_run, tmp_path):
+def test_a_model_is_used_moved_and_saved_as_one_of_transformers(make_run, tmp_path, caplog, monkeypatch):
     from transformers import pipeline
 
     model = coterie.load(make_run("llama", ann=Layout(rank=2)), "ann")
     words = model.next_words("In my", 3)
     assert model.to("cpu").eval() is model
+    log = logging.getLogger("transformers")
+    monkeypatch.setattr(log, "propagate", True)  # so that what it says is seen here
     write = pipeline("text-generation", model=model, tokenizer=model.tokenizer, device="cpu")
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
     (found,) = write("In my free time", max_new_tokens=6, do_sample=False)
     assert found["generated_text"] == model.generate("In my free time", max_new_tokens=6, do_sample=False)
     model.save_pretrained(tmp_path / "mine")

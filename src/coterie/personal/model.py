@@ -63,7 +63,16 @@ class PersonalModel:
         return self.backbone.model.generation_config
 
     def can_generate(self) -> bool:
-        """Tell transformers' pipelines that there is a `generate`."""
+        """Tell transformers' pipelines that there is a `generate`, and that they know this class.
+
+        They log an error about any class that is neither in their list of models nor among the wrappers of models, which are PEFT's.
+        Nothing that is documented adds to either: `AutoModelForCausalLM.register` adds to another list.
+        """
+        from transformers.pipelines import base
+
+        wrappers: list[str] = getattr(base, "SUPPORTED_PEFT_TASKS", {}).get("text-generation", [])
+        if (own := type(self).__name__) not in wrappers:
+            wrappers.append(own)
         return True
 
     def to(self, device: str | int | torch.device) -> "PersonalModel":
