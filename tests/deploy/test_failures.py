@@ -142,3 +142,28 @@ def test_a_server_that_is_killed_goes_on_from_its_checkpoint_to_the_same_result(
         for client in ("ann", "ben"):
             (mine,) = (tmp_path / client / "home").glob("*/clients/*/adapter.safetensors")
             assert mine.read_bytes() == (tmp_path / f"one/clients/{client}/adapter.safetensors").read_bytes()
+
+
+def test_a_run_whose_metrics_are_lost_goes_on_where_that_is_meant(tmp_path: Path) -> None:
+    recipe = written(tmp_path, method__rounds=1000)
+    with terminals(tmp_path) as open:
+        site = Site(tmp_path, open, "ann", "ben")
+        site.server("ann", "ben")
+        for client in ("ann", "ben"):
+            site.client(client)
+        first = site.submit(recipe, 2)
+        until((site.run / "checkpoints/round-00002").exists, "a checkpoint")
+        kill(tmp_path / "server", "flwr-serverapp")
+        assert first.ends() == 1
+        done = int(max((site.run / "checkpoints").glob("round-?????")).name.removeprefix("round-"))
+        (site.run / "metrics.jsonl").unlink()
+        second = site.submit(recipe, 2, "--resume")
+        assert second.ends() == 1
+        assert "metrics of the rounds before it are lost" in second.text
+        assert "--resume-changed" in second.text
+        assert not site.lines("train")
+        third = site.submit(recipe, 2, "--resume-changed")
+        third.says(f"round {done + 2}/1000")
+        begun = [line["round"] for line in until(lambda: site.lines("train"), "metrics of what follows")]
+        assert min(begun) == done + 1
+        assert third.stop() == 143
