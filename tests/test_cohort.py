@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from coterie.client import Blueprint, Metrics, Site, Training
-from coterie.cohort import Cohort, stacked
+from coterie.cohort import ClientBatch, Ragged, stacked
 from coterie.data.federation import Federation
 from coterie.data.images import Digits
 from coterie.engines import InProcess
@@ -22,7 +22,7 @@ from coterie.models.layout import Layout
 from coterie.models.networks import NetworkShape
 from coterie.optimisers import SGD, AdamW
 from coterie.protocol import ClientId, State, drive
-from coterie.roles import GENERALIST
+from coterie.roles import EXPERT, GENERALIST
 
 DIGITS = (1, 8, 8)
 COBO = CoBo(rounds=3, local_steps=2, rho=0.1, gamma=0.05, pairs="all")
@@ -85,8 +85,8 @@ class Run:
     def states(self) -> Mapping[ClientId, State]:
         return self.engine.states()
 
-    def cohort(self) -> Cohort | None:
-        return Cohort.of(self.site, {i: dict(self.states[i]) for i in self.ids})
+    def batch(self) -> ClientBatch | None:
+        return ClientBatch.of(self.site, {i: dict(self.states[i]) for i in self.ids})
 
 
 @pytest.fixture(scope="module")
@@ -123,8 +123,8 @@ def test_clients_at_once_are_clients_one_by_one(federation: Federation, method: 
     at_once, single = (Run(method, federation, shape, kind, shared=shared) for kind in (AtOnce, OneByOne))
     before = dict(single.state)
     assert_same(at_once.go(3), single.go(3))
-    assert at_once.cohort() is not None
-    assert single.cohort() is None
+    assert at_once.batch() is not None
+    assert single.batch() is None
     assert any(not torch.equal(before[name], value) for name, value in single.state.items())
     if norm == "batch" and network != "mlp":
         buffers = [state["buffers"] for state in at_once.states.values()]
@@ -139,14 +139,14 @@ def test_with_any_optimiser(federation: Federation, optimiser: AdamW | SGD) -> N
 
 def test_midpoints_leave_running_statistics_alone(federation: Federation) -> None:
     run = Run(COBO, federation, NetworkShape("cnn", DIGITS, 10, width=2), AtOnce).go(1)
-    cohort = run.cohort()
-    assert cohort is not None
-    before = {i: state["buffers"].clone() for i, state in cohort.states.items()}
-    cohort.gradients_at(cohort.x, cohort.ids, "midpoints")
-    assert all(torch.equal(state["buffers"], before[i]) for i, state in cohort.states.items())
-    some = cohort.ids[1:3]
-    cohort.gradients_at(cohort.x[1:3], some)  # at their own models, of some clients only
-    assert [i for i, state in cohort.states.items() if not torch.equal(state["buffers"], before[i])] == some
+    batch = run.batch()
+    assert batch is not None
+    before = {i: state["buffers"].clone() for i, state in batch.states.items()}
+    batch.gradients_at(Ragged({f"{i}/another": x for i, x in zip(batch.ids, batch.x.clone(), strict=True)}), "midpoints")
+    assert all(torch.equal(state["buffers"], before[i]) for i, state in batch.states.items())
+    some = batch.ids[1:3]
+    batch.gradients_at(Ragged({f"{i}/{i}": x for i, x in zip(some, batch.x[1:3].clone(), strict=True)}), "others")  # at their own models
+    assert [i for i, state in batch.states.items() if not torch.equal(state["buffers"], before[i])] == some
 
 
 def test_restored_states_go_on_as_if_nothing_had_happened(federation: Federation) -> None:
@@ -161,9 +161,9 @@ def test_restored_states_go_on_as_if_nothing_had_happened(federation: Federation
 def test_batches_in_pieces_are_asked_for_one_by_one(federation: Federation) -> None:
     kinds = NetworkShape("cnn", DIGITS, 10, width=2, norm="group"), NetworkShape("cnn", DIGITS, 10, width=2)
     whole, pieces = Training(batch_size=6, micro_batch=6, experts=MOMENTUM), Training(batch_size=6, micro_batch=5, experts=MOMENTUM)
-    assert Run(COBO, federation, kinds[0], AtOnce, whole).go(1).cohort() is not None
+    assert Run(COBO, federation, kinds[0], AtOnce, whole).go(1).batch() is not None
     run = Run(COBO, federation, kinds[0], AtOnce, pieces).go(1)
-    assert run.cohort() is None
+    assert run.batch() is None
     with pytest.raises(ClientError, match="micro_batch 5 would cut"):
         Run(COBO, federation, kinds[1], AtOnce, pieces).go(1)
 
@@ -171,22 +171,24 @@ def test_batches_in_pieces_are_asked_for_one_by_one(federation: Federation) -> N
 def test_values_that_are_missing_or_foreign_are_refused(federation: Federation) -> None:
     shape = NetworkShape("cnn", DIGITS, 10, width=2)
     run = Run(FedAvg(rounds=1), federation, shape, AtOnce, shared=True).go(1)
-    cohort = run.cohort()
-    assert cohort is not None
-    values = cohort.read()[cohort.ids[0]]
-    assert values.keys() == dict(run.site.client(cohort.ids[0], {}).read(GENERALIST)).keys()
+    batch = run.batch()
+    assert batch is not None
+    values = batch.split(batch.read(GENERALIST))[batch.ids[0]]
+    assert values.keys() == dict(run.site.client(batch.ids[0], {}).read(GENERALIST)).keys()
     statistic = next(name for name in values if name.endswith("running_var"))
     for wrong in (
         {name: t for name, t in values.items() if name != statistic},
         values | {"stranger": torch.zeros(1)},
         values | {statistic: torch.full_like(values[statistic], torch.nan)},
     ):
-        with pytest.raises(TensorError, match=cohort.ids[0]):
-            cohort.load(dict.fromkeys(cohort.ids, wrong))
-    cohort.load({i: {} if i == cohort.ids[0] else {name: t + 1 for name, t in values.items()} for i in cohort.ids})
-    moved = cohort.read()
-    assert torch.equal(moved[cohort.ids[0]][statistic], values[statistic])
-    assert torch.equal(moved[cohort.ids[1]][statistic], values[statistic] + 1)
+        with pytest.raises(TensorError, match=batch.ids[0]):
+            batch.load(batch.stack(dict.fromkeys(batch.ids, wrong)))
+    batch.load(batch.stack({i: {} if i == batch.ids[0] else {name: t + 1 for name, t in values.items()} for i in batch.ids}))
+    moved = batch.split(batch.read(GENERALIST))
+    assert torch.equal(moved[batch.ids[0]][statistic], values[statistic])
+    assert torch.equal(moved[batch.ids[1]][statistic], values[statistic] + 1)
+    with pytest.raises(TypeError, match="generalist alone"):
+        batch.read(GENERALIST, EXPERT)
 
 
 def test_rows_of_one_matrix_are_that_matrix() -> None:

@@ -11,7 +11,7 @@ from coterie.roles import GENERALIST, ROUTER, by_role
 class Doubling:
     """Two exchanges a round."""
 
-    @task
+    @task()
     def twice(self, client: object, x: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {"x": 2 * x["x"]}
 

@@ -99,6 +99,32 @@ class Model(Protocol):
     def score(self, batches: Iterator[Any]) -> Tensor: ...
 
 
+class AnyClient(Protocol):
+    """What a `Client` and a `ClientBatch` both have: all that a task may use that is to serve either, see `protocol.task`.
+
+    The tensors that a batch takes and gives have a first dimension more, its clients.
+    """
+
+    @property
+    def training(self) -> Training: ...
+    @property
+    def windows(self) -> int: ...
+    @property
+    def sample_count(self) -> Tensor: ...
+    @property
+    def train(self) -> Any: ...
+    @property
+    def lr(self) -> float: ...
+    def advance(self) -> int: ...
+    def load(self, tensors: Tensors) -> None: ...
+    def read(self, *roles: Role) -> Tensors: ...
+    def flat(self, role: Role = ..., into: Tensor | None = None) -> Tensor: ...
+    def step(self, *roles: Role, on: Any) -> None: ...
+    def shift(self, scale: float, direction: Tensor) -> None: ...
+    def descend(self, role: Role, gradient: Tensor, at: int | None = None) -> None: ...
+    def gradients_at(self, points: Tensors, purpose: str) -> Tensors: ...
+
+
 def initial_seed(seed: int, role: Role, client: ClientId) -> int:
     """What is shared starts the same everywhere, from the run's seed; what is local starts from the client's own."""
     return mix(seed, "initial", role, client if role in (SPECIALIST, ROUTER) else "")
@@ -283,6 +309,16 @@ class Client:
     @property
     def train(self) -> Split:
         return self._embedded(self.data.train)
+
+    @property
+    def windows(self) -> int:
+        """Rows of training data."""
+        return self.data.train.windows
+
+    @property
+    def sample_count(self) -> Tensor:
+        """The same as a tensor, (): what a server weighs by."""
+        return torch.tensor(self.windows)
 
     def again(self, purpose: str) -> Split:
         """The training data in another order and with a cursor of its own, for batches beside those that train the client."""
@@ -535,6 +571,27 @@ class Client:
             gradients, stats = self.model.gradient_elsewhere(batch, wrt, self.training.micro_batch)
             self._note("elsewhere", len(batch), stats)
             return torch.cat([gradient.flatten() for gradient in gradients]).float()
+
+    def gradients_at(self, points: Tensors, purpose: str) -> Tensors:
+        """The gradients of the client's loss at several models.
+
+        Args:
+            points: (d,) each, by the ids of the clients whose models they are, or are halfway to. What is under the client's own id becomes
+                its model, and the batch is of those that train it, which its running statistics follow.
+            purpose: The other batches are those of `again(purpose)`.
+
+        Returns:
+            (d,) fp32 each, under the same names.
+        """
+        others, found = self.again(purpose), Tensors()
+        for name, values in sorted(points.items()):
+            if name != self.id:
+                found[name] = self.gradient_at(values, self.draw(others))
+                continue
+            self.load({GENERALIST: values})
+            (gradients,) = self._gradients(self.draw(self.train), [GENERALIST])
+            found[name] = torch.cat([gradient.flatten() for gradient in gradients]).float()
+        return found
 
     def gradient_to_share(self, values: Tensor, batch: Batch, role: Role = GENERALIST) -> Tensor:
         """As `gradient_at`, of what is shared though it is not the client's own model.

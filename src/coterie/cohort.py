@@ -1,4 +1,4 @@
-"""Several clients at once, for small models that stack: what the batched form of a task sees instead of one client after the other."""
+"""Many clients in one batch, for small models that stack: a task that allows it sees a batch where it would see a client."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,21 +7,28 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from coterie.client import Metrics, Site, advance, draw, position, training_data
+from coterie.client import Metrics, Site, Training, advance, draw, position, training_data
+from coterie.data.splits import Split
 from coterie.errors import ClientError, TensorError
 from coterie.models.classifier import Classifier, parted
-from coterie.protocol import ClientId, State
-from coterie.roles import GENERALIST
-from coterie.tensors import Named, Tensors, all_finite, check_alike
+from coterie.protocol import ClientId, Replies, State
+from coterie.roles import GENERALIST, Role
+from coterie.tensors import Named, Tensors, all_finite, check_alike, under
 
 _X, _OPTIMISER, _BUFFERS = f"parameters/{GENERALIST}", f"optimiser/{GENERALIST}", "buffers"
 
 
-@dataclass
-class Cohort:
-    """Clients whose parameters are the rows of one matrix X, (n, d), and whose optimisers' moments and running statistics those of others.
+class Ragged(Tensors):
+    """Tensors of a batch whose clients have some under unlike names: each under `<client>/<name>`."""
 
-    The rows are the tensors of the clients' states, so that nothing is copied between a cohort and its clients one by one.
+
+@dataclass
+class ClientBatch:
+    """Clients that do a task as one: what `Client` does for one client, under the same names, see `AnyClient`.
+
+    Their parameters are the rows of one matrix X, (n, d), and their optimisers' moments and running statistics those of others. The rows
+    are the tensors of the clients' states, so that nothing is copied between a batch and its clients one by one. Tensors that come and go
+    have the clients as their first dimension, or are `Ragged`.
 
     Args:
         site: What the process needs to be these clients.
@@ -40,8 +47,8 @@ class Cohort:
     _stats: dict[ClientId, dict[str, list[float]]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, site: Site, states: Mapping[ClientId, State], round: int = 0, round_steps: int = 0) -> "Cohort | None":
-        """The cohort of these clients; None where they must be asked one by one.
+    def of(cls, site: Site, states: Mapping[ClientId, State], round: int = 0, round_steps: int = 0) -> "ClientBatch | None":
+        """Return the batch of these clients; None where they must be asked one by one.
 
         They must have one layout, a model that stacks and gains by it, batches in one piece, no privacy of single examples, optimisers that
         have done the same number of steps, and schedules at one place.
@@ -69,26 +76,77 @@ class Cohort:
         """X, (n, d)."""
         return self._matrix(_X)
 
+    def stack(self, received: Mapping[ClientId, Tensors]) -> Tensors:
+        """Return what the clients get as the tensors of the batch, on the device of the model; what is one for all is not copied."""
+        first, device = received[self.ids[0]], self.model.device
+        forms = {tuple((name, t.shape) for name, t in found.items()) for found in received.values()}
+        if len(forms) > 1:
+            return Ragged({f"{i}/{name}": t.to(device) for i, found in received.items() for name, t in found.items()})
+        if all(found is first for found in received.values()):
+            return {name: t.to(device).expand(len(received), *t.shape) for name, t in first.items()}
+        return {name: stacked([received[i][name] for i in self.ids]).to(device) for name in first}
+
+    def split(self, reply: Tensors) -> Replies:
+        """Return the tensors of the batch as those of its clients."""
+        return {i: self._of(i, reply) for i in self.ids}
+
+    def _of(self, client: ClientId, tensors: Tensors) -> Tensors:
+        if isinstance(tensors, Ragged):
+            return under(client, tensors)
+        k = self.ids.index(client)
+        return {name: t[k] for name, t in tensors.items()}
+
+    @property
+    def training(self) -> Training:
+        """How they train."""
+        return self.site.training
+
+    @property
+    def windows(self) -> int:
+        """Rows of training data of the first: who have unlike many are in one batch only where that decides nothing."""
+        return self.site.data[self.ids[0]].train.windows
+
+    @property
+    def sample_count(self) -> Tensor:
+        """See `Client.sample_count`, (n,)."""
+        return torch.tensor([self.site.data[i].train.windows for i in self.ids])
+
+    @property
+    def train(self) -> Mapping[ClientId, Split]:
+        """Their training data."""
+        return {i: training_data(self.site.data[i]) for i in self.ids}
+
     @property
     def lr(self) -> float:
         """See `Client.lr`."""
-        return self.site.training.experts.lr_at(self._position, self.site.total_iterations)
+        return self._lr(self._position)
+
+    def _lr(self, at: int) -> float:
+        return self.site.training.experts.lr_at(at, self.site.total_iterations)
 
     @property
     def _position(self) -> int:
         return position(next(iter(self.states.values())), self.round, self.round_steps)
 
-    def load(self, tensors: Mapping[ClientId, Named]) -> None:
-        """See `Client.load`; a client gets all of its values, by their names or as one vector, or {}.
+    def advance(self) -> int:
+        """See `Client.advance`."""
+        before = self._position
+        for state in self.states.values():
+            advance(state, self.round)
+        return before
+
+    def load(self, tensors: Tensors) -> None:
+        """See `Client.load`; a client gets all of its values, by their names or as one vector, or none.
 
         Raises:
             TensorError: As there.
         """
-        flats = {id(found): self._flats(i, found) for i, found in tensors.items() if found}  # often all get the same
+        alike = not isinstance(tensors, Ragged) and all(t.stride(0) == 0 for t in tensors.values())  # what is one for all
         matrices = {key: self._matrix(key) for key in self._shared}
-        for k, i in enumerate(self.ids):
-            for key, flat in flats.get(id(tensors[i]), {}).items():
-                matrices[key][k].copy_(flat)
+        for k, i in enumerate(self.ids[:1] if alike else self.ids):
+            if found := self._of(i, tensors):
+                for key, flat in self._flats(i, found).items():
+                    (matrices[key] if alike else matrices[key][k]).copy_(flat)
 
     @property
     def _shared(self) -> dict[str, Named]:
@@ -109,37 +167,65 @@ class Cohort:
             return {_X: tensors[GENERALIST]}
         return {key: torch.cat([tensors[name].flatten() for name in own]) for key, own in shared.items()}
 
-    def read(self) -> dict[ClientId, Tensors]:
-        """Copies of every client's tensors, by name, see `Client.read`."""
-        stacks: dict[str, Tensor] = {}
+    def read(self, *roles: Role) -> Tensors:
+        """See `Client.read`: the values of GENERALIST, which is all that there is, and what travels with it."""
+        self._check_role(*roles)
+        stacks = Tensors()
         for key, named in self._shared.items():
             stacks |= parted(self._matrix(key).clone(), named)
-        return {i: {name: stack[k] for name, stack in stacks.items()} for k, i in enumerate(self.ids)}
+        return stacks
 
-    def step(self) -> None:
-        """One local iteration of every client, see `Client.step`, along the gradients at their own models."""
-        self.descend(self.gradients_at(self.x, self.ids))
+    def flat(self, role: Role = GENERALIST, into: Tensor | None = None) -> Tensor:
+        """See `Client.flat`, (n, d)."""
+        self._check_role(role)
+        return self.x.clone() if into is None else into.copy_(self.x)
 
-    def descend(self, gradients: Tensor) -> None:
-        """One optimiser step of every client, which is a local iteration; gradients: (n, d)."""
-        lr, memory = self.lr, {key: self._matrix(key) for key in next(iter(self.states.values())) if key.startswith(_OPTIMISER)}
+    def step(self, *roles: Role, on: Mapping[ClientId, Split]) -> None:
+        """One local iteration of every client, see `Client.step`."""
+        self._check_role(*roles)
+        gradients = self._gradients(self.x, self.ids, on)
+        self.descend(GENERALIST, gradients, self.advance())
+
+    def descend(self, role: Role, gradients: Tensor, at: int | None = None) -> None:
+        """See `Client.descend`; gradients: (n, d)."""
+        self._check_role(role)
+        memory = {key: self._matrix(key) for key in next(iter(self.states.values())) if key.startswith(_OPTIMISER)}
+        lr = self._lr(self._position - 1 if at is None else at)
         self.site.training.experts.step(self.x, gradients.to(self.model.device), lr, memory, _OPTIMISER)
         for k, state in enumerate(self.states.values()):
             state |= {key: moment[k] if moment.ndim == 2 else moment.clone() for key, moment in memory.items()}
-            advance(state, self.round)
 
     def shift(self, scale: float, directions: Tensor) -> None:
         """See `Client.shift`; directions: (n, d)."""
         self.x.add_(directions.to(self.model.device), alpha=scale)
 
-    def gradients_at(self, points: Tensor, owners: Sequence[ClientId], purpose: str = "") -> Tensor:
-        """The gradient at each point of its owner's loss, each on a batch of its own.
+    def gradients_at(self, points: Tensors, purpose: str) -> Tensors:
+        """See `Client.gradients_at`; what a client's points are called may differ from client to client."""
+        pairs = [(i, j, x) for i, own in self.split(points).items() for j, x in sorted(own.items())]
+        found = Ragged()
+        if own := [(i, x) for i, j, x in pairs if i == j]:
+            self.load(Ragged({f"{i}/{GENERALIST}": x for i, x in own}))
+            gradients = self._gradients(torch.stack([x for _, x in own]), [i for i, _ in own], self.train)
+            found |= {f"{i}/{i}": gradient for (i, _), gradient in zip(own, gradients, strict=True)}
+        if others := [pair for pair in pairs if pair[0] != pair[1]]:
+            batches = {i: training_data(self.site.data[i], purpose) for i in dict.fromkeys(i for i, *_ in others)}
+            gradients = self._gradients(torch.stack([x for *_, x in others]), [i for i, *_ in others], batches, purpose)
+            found |= {f"{i}/{j}": gradient for (i, j, _), gradient in zip(others, gradients, strict=True)}
+        return found
+
+    def _check_role(self, *roles: Role) -> None:
+        if roles != (GENERALIST,):
+            raise TypeError(f"a batch of clients has values of {GENERALIST} alone, asked for {roles}")
+
+    def _gradients(self, points: Tensor, owners: Sequence[ClientId], on: Mapping[ClientId, Split], purpose: str = "") -> Tensor:
+        """Return the gradient at each point of its owner's loss, each on a batch of its own.
 
         Args:
             points: (m, d).
             owners: Of each point; one client may own several.
-            purpose: Batches are those of `Client.again(purpose)`, see `Client.gradient_at`. By default they are those that train, each
-                point is its owner's model, the only one, and running statistics follow.
+            on: What each owner's batches are drawn from.
+            purpose: Of gradients elsewhere, see `Client.gradient_at`. By default each point is its owner's model, the only one, and running
+                statistics follow.
 
         Returns:
             (m, d).
@@ -149,8 +235,7 @@ class Cohort:
         """
         if purpose and not all_finite({"points": points}):
             raise TensorError(f"points for {purpose}: not all values are finite", "A client diverged: lower the learning rate.")
-        splits = {i: training_data(self.site.data[i], purpose) for i in dict.fromkeys(owners)}
-        batches = [draw(splits[i], self.states[i], self.site.training.batch_size) for i in owners]
+        batches = [draw(on[i], self.states[i], self.site.training.batch_size) for i in owners]
         x, y = (torch.stack([getattr(batch, part) for batch in batches]) for part in ("x", "y"))
         if purpose or not self.model.buffers():
             gradients, stats = self.model.vectorised(points, x, y)
@@ -196,16 +281,17 @@ class Cohort:
 
 
 def _optimiser(state: State) -> list[tuple[str, float]]:
-    """The names of what an optimiser remembers, and the figures that clients of a cohort must have in common, such as Adam's t."""
+    """The names of what an optimiser remembers, and the figures that clients of a batch must have in common, such as Adam's t."""
     found = {key: tensor for key, tensor in state.items() if key.startswith(_OPTIMISER)}
     return sorted((key, float(tensor) if tensor.ndim == 0 else 0.0) for key, tensor in found.items())
 
 
 def stacked(rows: Sequence[Tensor]) -> Tensor:
-    """(n, d): the rows, each (d,), as one matrix; it is that of which they are the rows already, if there is one."""
+    """Return the rows, (d,) each, as one matrix, (n, d): that of which they are the rows already, if there is one. Others are stacked."""
     base, size = rows[0]._base, rows[0].numel()
     if (
         base is not None
+        and rows[0].ndim == 1
         and base.shape == (len(rows), size)
         and all(row._base is base and row.storage_offset() == k * size for k, row in enumerate(rows))
     ):

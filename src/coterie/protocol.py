@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from hashlib import blake2b
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,7 +21,7 @@ Replies = Mapping[ClientId, Tensors]  # in the order of `Ask.to`, without the cl
 Task = Callable[..., Tensors]
 Form = Callable[[Named], Named]  # by what a client was sent: tensors of the names, shapes and dtypes that it must send back
 
-_SENDS = "__coterie_sends__"
+_SENDS, _BATCHED = "__coterie_sends__", "__coterie_batched__"
 MOST_SCORES = 64  # numbers in a reply that is called scores: in more of them a model could hide
 MOST_COUNTS = 2  # integers beside an update
 PROTECTS = "It protects its owner, whatever a run says: see docs/privacy.md."
@@ -38,28 +38,30 @@ class Sends(Enum):
     NOTHING = "nothing"
 
 
-@overload
-def task(sends: Sends) -> Callable[[F], F]: ...
-@overload
-def task(sends: F) -> F: ...
-def task(sends: Sends | F) -> Callable[[F], F] | F:
+def task(sends: Sends = Sends.PRIVATE, *, batched: bool = False) -> Callable[[F], F]:
     """Mark a method of a method's class as the client half: `(self, client, tensors) -> Tensors`. It travels by its name.
 
-    `@task(Sends.UPDATE)` declares what it sends; a bare `@task` counts as sending something private.
+    Args:
+        sends: What its reply is declared to be.
+        batched: Whether it uses nothing of its client but what a `ClientBatch` has too, so that one call can serve many clients.
     """
 
-    def mark(function: F, sends: Sends) -> F:
+    def mark(function: F) -> F:
         setattr(function, _SENDS, sends)
+        setattr(function, _BATCHED, batched)
         return function
 
-    if isinstance(sends, Sends):
-        return lambda function: mark(function, sends)
-    return mark(sends, Sends.PRIVATE)
+    return mark
 
 
 def declared(function: Task) -> Sends:
     """Return what a task is declared to send."""
     return getattr(function, _SENDS, Sends.PRIVATE)
+
+
+def batched(function: Task) -> bool:
+    """Return whether one call of a task can serve a batch of clients."""
+    return bool(getattr(function, _BATCHED, False))
 
 
 def trains(function: Task) -> bool:
@@ -183,17 +185,6 @@ def find_task(method: Any, name: str) -> Task:
     if not hasattr(found, _SENDS):
         raise TensorError(f"{type(method).__name__} has no task {name!r}", "Server and client must run the same version of coterie.")
     return found  # type: ignore[return-value]
-
-
-def find_together(method: Any, name: str) -> Callable[..., Replies] | None:
-    """The batched form of a task, if it has one: `<name>_together(cohort, tensors by client)`. It must equal the task, one by one."""
-    for owner in type(method).__mro__:
-        if f"{name}_together" in vars(owner):
-            together: Callable[..., Replies] = getattr(method, f"{name}_together")
-            return together
-        if name in vars(owner):  # the task is another one than its batched form was written for
-            return None
-    return None
 
 
 def drive(round: Generator[Ask, Replies, R], answer: Callable[[Ask, int], Replies]) -> R:

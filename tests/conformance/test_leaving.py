@@ -98,7 +98,7 @@ def test_what_goes_under_masks_is_an_update(method: Method, said_by_clients: lis
 class Forgetful(FedAvg):
     """A new method whose author has declared nothing: as of any method, its device must not send what it trained."""
 
-    @task
+    @task()
     def local_round(self, client: Client, theta: Tensors) -> Tensors:
         return super().local_round(client, theta)
 

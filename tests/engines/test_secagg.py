@@ -52,7 +52,7 @@ class Pair:
     @task(Sends.UPDATE)
     def train(self, client: Any, tensors: Any) -> Any: ...
 
-    @task
+    @task()
     def score(self, client: Any, tensors: Any) -> Any: ...
 
 

@@ -1,6 +1,6 @@
 """All clients in one process, on one backbone: the engine for simulation, and for debugging.
 
-They do a task one after the other, or at once where the task has a batched form and their models are small enough to stack.
+They do a task one after the other, or in one batch where the task allows that and their models are small enough to stack.
 A failing client stops the run with a ClientError that names it; the cause is chained.
 """
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coterie.client import Site
-from coterie.cohort import Cohort
+from coterie.cohort import ClientBatch
 from coterie.engines.engine import Here, Listener, Write
 from coterie.engines.states import States
 from coterie.methods import Method
 from coterie.models.layout import Layout
-from coterie.protocol import Ask, ClientId, Replies, State, find_together
+from coterie.protocol import Ask, ClientId, Replies, State, batched, find_task
 from coterie.tensors import nbytes
 
 
@@ -29,18 +29,22 @@ class InProcess(Here):
     _bytes: dict[Layout, int] = field(default_factory=dict)
 
     def answer(self, ask: Ask, round: int, phase: int) -> Replies:
-        together = find_together(self.method, ask.name) if self.method.local_epochs is None else None
-        states = None if together is None else self.kept.together(list(ask.to), self._most)
-        cohort = None if states is None else Cohort.of(self.site, states, round, self.method.local_steps)
-        if together is not None and states is not None and cohort is not None:
-            replies = together(cohort, ask.to)
-            for i, metrics in cohort.measured.items():
-                self.listener.measured(i, self.site.measured(metrics))
-            for i, state in states.items():
-                self.site.end(state, self.method)
-                self.kept.put(i, state)
-            return {i: self.site.leaving(self.method, ask.name, i, ask.to[i], r, round, phase) for i, r in replies.items()}
-        return {i: self._one(ask.name, i, tensors, round, phase) for i, tensors in ask.to.items()}
+        if (batch := self._batch(ask, round)) is None:
+            return {i: self._one(ask.name, i, tensors, round, phase) for i, tensors in ask.to.items()}
+        replies = batch.split(find_task(self.method, ask.name)(batch, batch.stack(ask.to)))
+        for i, metrics in batch.measured.items():
+            self.listener.measured(i, self.site.measured(metrics))
+        for i, state in batch.states.items():
+            self.site.end(state, self.method)
+            self.kept.put(i, state)
+        return {i: self.site.leaving(self.method, ask.name, i, ask.to[i], r, round, phase) for i, r in replies.items()}
+
+    def _batch(self, ask: Ask, round: int) -> ClientBatch | None:
+        """All that are asked as one batch; None where they must be asked one by one."""
+        if not batched(ask.task) or self.method.local_epochs is not None:
+            return None
+        states = self.kept.together(list(ask.to), self._most)
+        return None if states is None else ClientBatch.of(self.site, states, round, self.method.local_steps)
 
     def _one(self, task: str, client: ClientId, tensors: State, round: int, phase: int) -> State:
         state = self.kept.take(client)

@@ -14,11 +14,10 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.aggregation import agreement, ascend_box, ascend_simplex, midpoints, pulls, rearranged, start_weights
-from coterie.client import Client, Training
-from coterie.cohort import Cohort, stacked
+from coterie.client import AnyClient, Client, Training
 from coterie.errors import RecipeError
 from coterie.methods.method import Comparing, OneAdapter, Reader
-from coterie.protocol import Ask, ClientId, Replies, Round, Sends, State, nothing, task
+from coterie.protocol import Ask, ClientId, Round, Sends, State, nothing, task
 from coterie.roles import GENERALIST
 from coterie.tensors import Tensors
 
@@ -121,23 +120,14 @@ class CoBo(OneAdapter, Comparing):
         client.load(x)
         return {}
 
-    @task
-    def descend(self, client: Client, pull: Tensors) -> Tensors:
+    @task(batched=True)
+    def descend(self, client: AnyClient, pull: Tensors) -> Tensors:
         """x_i <- x_i - eta (g_i(x_i) + rho sum_k w_ik (x_i - x_k)), the pull as the server found it before the round."""
         for _ in range(self.steps(client)):
             eta = client.lr if self.pull == "gradient" else 1.0
             client.step(GENERALIST, on=client.train)
             client.shift(-eta * self.rho, pull["pull"])
         return {GENERALIST: client.flat(into=pull["pull"])}  # the pull's memory is free now
-
-    def descend_together(self, cohort: Cohort, pull: Mapping[ClientId, Tensors]) -> Replies:
-        """`descend` of many clients at once."""
-        together = stacked([pull[i]["pull"] for i in cohort.ids]).to(cohort.x.device)
-        for _ in range(self.local_steps):
-            eta = cohort.lr if self.pull == "gradient" else 1.0
-            cohort.step()
-            cohort.shift(-eta * self.rho, together)
-        return {i: {GENERALIST: x} for i, x in zip(cohort.ids, together.copy_(cohort.x), strict=True)}  # the pulls' memory is free now
 
     def collaboration(self, state: State, clients: Sequence[ClientId]) -> Tensor:
         known = _known(state)

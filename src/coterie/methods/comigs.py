@@ -70,7 +70,7 @@ class CoMiGS(Routed, Aggregating):
     def local_round(self, client: Client, theta_g: Tensors) -> Tensors:
         client.load(theta_g)
         self.local_iterations(client)
-        return client.read(GENERALIST) | self.size(client.data)  # specialists and routers never leave
+        return client.read(GENERALIST) | self.size(client)  # specialists and routers never leave
 
     def local_iterations(self, client: Client) -> None:
         """L steps of the experts; after every tau-th, s steps of the router."""

@@ -96,7 +96,7 @@ class CoMiGSPool(CoMiGS):
         if client.state[NUMBERS].tolist() != held:
             client.forget(EXPERT)  # the optimiser's moments are of other generalists
         self.local_iterations(client)
-        return client.read(GENERALIST) | client.experts() | {GATE: client.flat(GATE)} | self.size(client.data)
+        return client.read(GENERALIST) | client.experts() | {GATE: client.flat(GATE)} | self.size(client)
 
     def lower_step(self, client: Client) -> None:
         client.step(GENERALIST, EXPERT, SPECIALIST, on=client.train)

@@ -55,7 +55,7 @@ class Ditto(OneAdapter, Aggregating):
             gradient = client.gradient_to_share(w_i, batch)
             client.step_on(batch, GENERALIST, extra=lambda: self._pull(client.read(GENERALIST), received))
             client.training.experts.step(w_i, gradient, eta, client.state, "ditto/optimiser")
-        return {GENERALIST: w_i} | self.size(client.data)
+        return {GENERALIST: w_i} | self.size(client)
 
     def _pull(self, v: Tensors, w: Tensors) -> Tensors:
         """Lambda (v - w), name by name."""

@@ -4,7 +4,7 @@ Werner et al., "Provably Personalized and Robust Federated Learning", TMLR 2023,
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -12,8 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie.client import Client, Training
-from coterie.cohort import Cohort
+from coterie.client import AnyClient, Training
 from coterie.errors import RecipeError
 from coterie.methods.method import OneAdapter, Reader
 from coterie.protocol import Ask, ClientId, Replies, Round, State, task
@@ -78,41 +77,16 @@ class FC(OneAdapter):
                 state |= {f"{i}/weights": found[i][1] for i in replies}
         return state
 
-    @task
-    def gradients(self, client: Client, models: Tensors) -> Tensors:
+    @task(batched=True)
+    def gradients(self, client: AnyClient, models: Tensors) -> Tensors:
         """Grad f_j(x_i) at each model x_i that came, on fresh batches; at client j's own one on the batch that trains it."""
-        others = client.again("others")
-        found: Tensors = {}
-        for i, x in sorted(models.items()):
-            if i == client.id:
-                client.load({GENERALIST: x})
-                found[i] = _own_gradient(client)
-            else:
-                found[i] = client.gradient_at(x, client.draw(others))
-        return found
+        return client.gradients_at(models, "others")
 
-    @task
-    def descend(self, client: Client, v: Tensors) -> Tensors:
+    @task(batched=True)
+    def descend(self, client: AnyClient, v: Tensors) -> Tensors:
         """x_i <- x_i - eta v_i."""
         client.descend(GENERALIST, v["direction"], client.advance())
         return {GENERALIST: client.flat(into=v["direction"])}  # the direction's memory is free now
-
-    def gradients_together(self, cohort: Cohort, models: Mapping[ClientId, Tensors]) -> Replies:
-        """`gradients` of many clients at once."""
-        pairs = [(j, i, x) for j, found in models.items() for i, x in sorted(found.items())]
-        cohort.load({j: {GENERALIST: found[j]} if j in found else {} for j, found in models.items()})
-        replies: dict[ClientId, Tensors] = {j: {} for j in models}
-        for purpose, part in (("", [p for p in pairs if p[0] == p[1]]), ("others", [p for p in pairs if p[0] != p[1]])):
-            if part:
-                gradients = cohort.gradients_at(torch.stack([x for *_, x in part]), [j for j, *_ in part], purpose)
-                for (j, i, _), gradient in zip(part, gradients, strict=True):
-                    replies[j][i] = gradient
-        return replies
-
-    def descend_together(self, cohort: Cohort, v: Mapping[ClientId, Tensors]) -> Replies:
-        """`descend` of many clients at once."""
-        cohort.descend(torch.stack([v[i]["direction"] for i in cohort.ids]))
-        return {i: {GENERALIST: x} for i, x in zip(cohort.ids, cohort.x.clone(), strict=True)}
 
     def collaboration(self, state: State, clients: Sequence[ClientId]) -> Tensor:
         return torch.stack([state[f"{i}/weights"] for i in clients])[:, [sorted(clients).index(i) for i in clients]]
@@ -145,16 +119,6 @@ class FC(OneAdapter):
             if weight:
                 v.add_(point, alpha=weight)
         return v, row
-
-
-def _own_gradient(client: Client) -> Tensor:
-    """Of the client's loss at its own model, (d,), on the next batch that trains it: which its running statistics follow."""
-    batch = client.draw(client.train)
-    parameters = list(client.model.parameters_by_role()[GENERALIST].values())
-    gradients, stats = client.model.gradient(batch, parameters, client.training.micro_batch)
-    client.stats.setdefault(GENERALIST, []).append(stats)
-    client.tokens += len(batch) * client.train.context
-    return torch.cat([gradient.flatten() for gradient in gradients]).float()
 
 
 def threshold_clustering(points: Sequence[Tensor], start: int, size: int, rounds: int) -> Tensor:

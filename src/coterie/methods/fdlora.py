@@ -83,11 +83,11 @@ class FDLoRA(OneAdapter, Aggregating):
         yield Ask(self.fuse, self.download(state, clients), lambda sent: weights)
         return state
 
-    @task
+    @task()
     def local_round(self, client: Client, asked: Tensors) -> Tensors:
         self._descend(client)
         client.state |= prefixed("personal", client.read(GENERALIST))
-        return client.read(GENERALIST) | self.size(client.data) if asked["send"] else {}
+        return client.read(GENERALIST) | self.size(client) if asked["send"] else {}
 
     @task(Sends.UPDATE)
     def federated_round(self, client: Client, asked: Tensors) -> Tensors:
@@ -95,7 +95,7 @@ class FDLoRA(OneAdapter, Aggregating):
         self._descend(client)
         if asked["sync"]:
             client.state |= prefixed("personal", client.read(GENERALIST))
-        return client.read(GENERALIST) | self.size(client.data)
+        return client.read(GENERALIST) | self.size(client)
 
     def _descend(self, client: Client) -> None:
         for _ in range(self.steps(client)):

@@ -4,12 +4,12 @@ Zhang et al., "Federated Learning with Domain Generalization", 2021 (arXiv:2111.
 """
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from coterie.client import Client
-from coterie.methods.fedavg import FedAvg
+from coterie.methods.method import Averaged, OneAdapter
 from coterie.models.generalising import AdversarialLayout
 from coterie.models.layout import Layout
 from coterie.protocol import Sends, task
@@ -20,7 +20,7 @@ DISCRIMINATOR = "discriminator"  # a client's own, between rounds
 
 
 @dataclass(frozen=True)
-class FedADG(FedAvg):
+class FedADG(Averaged, OneAdapter):
     """The feature extractor, the classifier and the generator are averaged; the discriminator stays with its client, as in the paper.
 
     See `AdversarialClassifier` for the model and its losses. A round begins with classification alone. Reconstructed from the paper and the
@@ -33,6 +33,8 @@ class FedADG(FedAvg):
         hidden: Width of the noise, the random projection, and the generator's and discriminator's hidden layers; in the authors' code
             1,024 to 4,096, for 4,096 features.
     """
+
+    universal: ClassVar[bool] = True
 
     align: Annotated[float, Field(ge=0, le=1, description="share of the adversarial loss in the feature extractor's")] = 0.15
     alone: Annotated[float, Field(ge=0, le=1, description="share of a round's local iterations that train classification alone")] = 0.3
@@ -50,4 +52,4 @@ class FedADG(FedAvg):
         for step in range(steps):
             client.step(GENERALIST, *([SPECIALIST] if step >= alone else []), on=client.train)
         client.state[DISCRIMINATOR] = client.flat(SPECIALIST)  # also where clients keep nothing of the model
-        return client.read(GENERALIST) | self.size(client.data)
+        return client.read(GENERALIST) | self.size(client)

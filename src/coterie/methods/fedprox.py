@@ -4,19 +4,19 @@ Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, Algor
 """
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from coterie.client import Client
-from coterie.methods.fedavg import FedAvg
+from coterie.methods.method import Averaged, OneAdapter
 from coterie.protocol import Sends, task
 from coterie.roles import GENERALIST
 from coterie.tensors import Tensors
 
 
 @dataclass(frozen=True)
-class FedProx(FedAvg):
+class FedProx(Averaged, OneAdapter):
     """Each client minimises f_i(w) + mu/2 |w - w_t|^2 from w_t; the mean of the results is w_{t+1}.
 
     DDOME prints the norm without its square. Running statistics are averaged, but not held.
@@ -24,6 +24,8 @@ class FedProx(FedAvg):
     Args:
         mu: The strength of the pull to w_t. With 0 it is FedAvg; the authors take the best of 0.001, 0.01, 0.1 and 1 on each data set.
     """
+
+    universal: ClassVar[bool] = True
 
     mu: Annotated[float, Field(ge=0, description="how strongly a client is held near the model that it received")] = 0.01
 
@@ -35,7 +37,7 @@ class FedProx(FedAvg):
         received = client.read(GENERALIST)
         for _ in range(self.steps(client)):
             client.step(GENERALIST, on=client.train, extra=lambda: self._pull(client.read(GENERALIST), received))
-        return client.read(GENERALIST) | self.size(client.data)
+        return client.read(GENERALIST) | self.size(client)
 
     def _pull(self, w: Tensors, received: Tensors) -> Tensors:
         """Mu (w - w_t), name by name."""

@@ -4,10 +4,9 @@ Guo et al., "Selective Aggregation for Low-Rank Adaptation in Federated Learning
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from coterie.client import Client
-from coterie.methods.fedavg import FedAvg
+from coterie.methods.method import Averaged, OneAdapter
 from coterie.models.adapter import Layout
 from coterie.protocol import Sends, task
 from coterie.roles import GENERALIST, SPECIALIST
@@ -15,10 +14,9 @@ from coterie.tensors import Tensors
 
 
 @dataclass(frozen=True)
-class FedSALoRA(FedAvg):
+class FedSALoRA(Averaged, OneAdapter):
     """Both matrices are trained; the As, which learn what is general, are averaged, and the Bs stay with their client."""
 
-    universal: ClassVar[bool] = False
     joinable: ClassVar[bool] = True
 
     def layout(self, position: int, base: Layout) -> Layout:
@@ -29,7 +27,7 @@ class FedSALoRA(FedAvg):
         client.load(theta)
         for _ in range(self.steps(client)):
             self.iterate(client)
-        return client.read(GENERALIST) | self.size(client.data)
+        return client.read(GENERALIST) | self.size(client)
 
     def iterate(self, client: Client) -> None:
         client.step(GENERALIST, SPECIALIST, on=client.train)

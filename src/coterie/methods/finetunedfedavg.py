@@ -11,11 +11,10 @@ from typing import Annotated, ClassVar
 import torch
 from pydantic import Field
 
-from coterie.client import Client
-from coterie.cohort import Cohort
+from coterie.client import AnyClient
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.method import Reader
-from coterie.protocol import Ask, ClientId, Replies, Round, Sends, State, nothing, task
+from coterie.protocol import Ask, ClientId, Round, Sends, State, nothing, task
 from coterie.roles import GENERALIST
 from coterie.tensors import Tensors, prefixed, under
 
@@ -53,17 +52,10 @@ class FinetunedFedAvg(FedAvg):
         replies = yield Ask(self.finetune, down, nothing)
         return then | {f"{i}/alone": torch.tensor(True) for i in replies}
 
-    @task(Sends.NOTHING)
-    def finetune(self, client: Client, mean: Tensors) -> Tensors:
+    @task(Sends.NOTHING, batched=True)
+    def finetune(self, client: AnyClient, mean: Tensors) -> Tensors:
         """L local iterations of a client that is alone, from the last mean if that comes with the request."""
         client.load(mean)
         for _ in range(self.steps(client)):
             client.step(GENERALIST, on=client.train)
         return {}
-
-    def finetune_together(self, cohort: Cohort, mean: Mapping[ClientId, Tensors]) -> Replies:
-        """`finetune` of many clients at once."""
-        cohort.load(mean)
-        for _ in range(self.local_steps):
-            cohort.step()
-        return {i: {} for i in cohort.ids}

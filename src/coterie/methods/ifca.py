@@ -65,7 +65,7 @@ class IFCA(OneAdapter, Aggregating):
         """The form of the centre that a client chose, trained, and of its number."""
         return super().back({GENERALIST: sent["0"], _CHOICE: torch.tensor(len(sent) - 1)})
 
-    @task
+    @task()
     def local_round(self, client: Client, centres: Tensors) -> Tensors:
         """L local iterations from the centre of least loss; all are compared on one batch beside those that train."""
         batch = client.draw(client.again(_CHOICE))
@@ -80,7 +80,7 @@ class IFCA(OneAdapter, Aggregating):
         client.load({GENERALIST: centres[str(int(choice))]})
         for _ in range(self.steps(client)):
             client.step(GENERALIST, on=client.train)
-        return {GENERALIST: client.flat(), _CHOICE: choice} | self.size(client.data)
+        return {GENERALIST: client.flat(), _CHOICE: choice} | self.size(client)
 
     def collaboration(self, state: State, clients: Sequence[ClientId]) -> Tensor:
         chosen = torch.stack([state.get(f"{_CHOICE}/{i}", torch.tensor(_UNDECIDED)) for i in clients])

@@ -12,9 +12,7 @@ from torch import Tensor
 
 from coterie.aggregation import MOST_SAMPLES, SAMPLES, Mean, Rule, by_holders
 from coterie.aggregation.lowrank import own_factors
-from coterie.client import Client, Training
-from coterie.cohort import Cohort
-from coterie.data.federation import ClientData
+from coterie.client import AnyClient, Client, Training
 from coterie.models.adapter import Layout
 from coterie.models.layout import Balance
 from coterie.models.lora import LoRA
@@ -63,9 +61,9 @@ class Method(ABC):
         int | None, Field(ge=1, description="instead of local_steps: how often a client goes through its own data in a round")
     ] = None
 
-    def steps(self, client: Client) -> int:
+    def steps(self, client: AnyClient) -> int:
         """Local iterations of a client in a round."""
-        return self.steps_of(client.data.train.windows, client.training.batch_size)
+        return self.steps_of(client.windows, client.training.batch_size)
 
     def steps_of(self, windows: int, batch_size: int) -> int:
         """Local iterations in a round of a client with so many rows of training data."""
@@ -192,9 +190,9 @@ class Aggregating(Method):
         """What the rule makes of the replies, see `by_holders`, which are updates of `around`; of none the empty dict."""
         return by_holders(self.aggregation, replies, around)
 
-    def size(self, data: ClientData) -> Tensors:
-        """What a client says of how much it counts, beside its tensors, if the rule needs it."""
-        return {SAMPLES: torch.tensor(data.train.windows)} if self.aggregation.counts else {}
+    def size(self, client: AnyClient) -> Tensors:
+        """Return how many training samples a client has, to be sent beside its tensors if the rule weights by it."""
+        return {SAMPLES: client.sample_count} if self.aggregation.counts else {}
 
     def back(self, sent: Named) -> Named:
         """The form of what a client sends back of what it was sent: the same, and its `size`."""
@@ -271,20 +269,10 @@ class OneAdapter(Method):
 class Comparing(Method):
     """A method whose server compares clients by their gradients halfway between their models (CoBo)."""
 
-    @task
-    def midpoint_gradients(self, client: Client, midpoints: Tensors) -> Tensors:
+    @task(batched=True)
+    def midpoint_gradients(self, client: AnyClient, midpoints: Tensors) -> Tensors:
         """g_i = grad f_i(z_ij), (d,), for each j whose midpoint came, each on a fresh batch of the client's own data."""
-        data = client.again("midpoints")
-        return {j: client.gradient_at(z, client.draw(data)) for j, z in sorted(midpoints.items())}
-
-    def midpoint_gradients_together(self, cohort: Cohort, midpoints: Mapping[ClientId, Tensors]) -> Replies:
-        """`midpoint_gradients` of many clients at once."""
-        pairs = [(i, j, z) for i, found in midpoints.items() for j, z in sorted(found.items())]
-        gradients = cohort.gradients_at(torch.stack([z for *_, z in pairs]), [i for i, *_ in pairs], "midpoints")
-        replies: dict[ClientId, Tensors] = {i: {} for i in midpoints}
-        for (i, j, _), gradient in zip(pairs, gradients, strict=True):
-            replies[i][j] = gradient
-        return replies
+        return client.gradients_at(midpoints, "midpoints")
 
 
 Rank = Annotated[int, Field(ge=1)]

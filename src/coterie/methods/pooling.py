@@ -62,7 +62,7 @@ class Pooling(Aggregating):
     def trained(self, client: Client) -> Tensors:
         """What a client sends back: the gate and the experts that it has, and how much it counts."""
         gate = {GATE: client.flat(GATE)} if f"parameters/{GATE}" in client.state else {}
-        return client.experts() | gate | self.size(client.data)
+        return client.experts() | gate | self.size(client)
 
     @task(Sends.SCORES)
     def score(self, client: Client, tensors: Tensors) -> Tensors:

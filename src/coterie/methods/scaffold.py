@@ -5,15 +5,14 @@ Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated Lea
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field
 
 from coterie.client import Client, Training
 from coterie.errors import RecipeError
-from coterie.methods.fedavg import FedAvg
-from coterie.methods.method import Reader
+from coterie.methods.method import Averaged, OneAdapter, Reader
 from coterie.optimisers import SGD, Optimiser, Scheduled
 from coterie.protocol import Ask, ClientId, Round, Sends, State, task
 from coterie.roles import GENERALIST
@@ -25,7 +24,7 @@ CLIENTS = "clients"  # N
 
 
 @dataclass(frozen=True)
-class Scaffold(FedAvg):
+class Scaffold(Averaged, OneAdapter):
     """Clients step along g_i(y_i) - c_i + c from x, with control variates c_i of their own, which stay with them, and c of the server.
 
     c_i becomes the mean gradient of the round, c_i - c + (x - y_i) / (K eta_l) (option II); the server takes
@@ -41,6 +40,8 @@ class Scaffold(FedAvg):
         server_lr: eta_g. The authors' experiments use 1; beyond it, averaged running variances could become negative.
         momentum: Keep the recipe's momentum in the clients' steps, with eta_l as the recipe has it, to see what it does.
     """
+
+    universal: ClassVar[bool] = True
 
     server_lr: Annotated[float, Field(gt=0, le=1, description="eta_g, the server's learning rate")] = 1.0
     momentum: Annotated[bool, Field(description="keep the recipe's momentum; control variates may no longer fit the steps")] = False
@@ -98,7 +99,7 @@ class Scaffold(FedAvg):
         change = {name: (x[name] - y[name]) / travelled - c[name] for name in x}
         client.state |= prefixed(CONTROL, axpy(1.0, change, c_i))
         sent = {name: change.get(name, torch.zeros_like(tensor)) for name, tensor in y.items()}  # running statistics have no gradients
-        return y | prefixed(CHANGE, sent) | self.size(client.data)
+        return y | prefixed(CHANGE, sent) | self.size(client)
 
 
 def plain(experts: Optimiser) -> SGD:
