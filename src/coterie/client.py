@@ -27,7 +27,19 @@ from coterie.models.lora import LoRA
 from coterie.models.pool import ABSENT
 from coterie.optimisers import AdamW, Optimiser
 from coterie.profiling import STEP, span
-from coterie.protocol import PROTECTS, ClientId, Sends, State, Task, check_declared, declared, find_task, mix, protects_examples
+from coterie.protocol import (
+    MOST_SCORES,
+    PROTECTS,
+    ClientId,
+    Sends,
+    State,
+    Task,
+    check_declared,
+    declared,
+    find_task,
+    mix,
+    protects_examples,
+)
 from coterie.roles import BACKBONE, EXPERT, GATE, GENERALIST, ROUTER, SPECIALIST, Role
 from coterie.tensors import Named, Tensors, all_finite, check_alike, to_bytes
 
@@ -826,6 +838,7 @@ class Site:
     total_iterations: int
     outbound: Outbound | None = None
     models: dict[Layout, Model] = field(default_factory=dict)
+    _known: dict[Layout, tuple[dict[str, Role], dict[Role, int]]] = field(default_factory=dict)
 
     def model(self, id: ClientId) -> Model:
         """The model that clients of this one's layout take turns in."""
@@ -837,6 +850,35 @@ class Site:
     def client(self, id: ClientId, state: State) -> Client:
         """The client `id` with its remembered state."""
         return Client(id, self.model(id), self.data[id], self.training, state, self.seed, self.total_iterations)
+
+    def _unshared(self, shared: Sequence[Role], id: ClientId, name: str, tensor: Tensor) -> str | None:
+        """Say why a tensor of a reply is none of a shared role; None where it is one, or a few scores or counts.
+
+        What belongs to several models has a prefix for each (`change/<name>`); gradients travel under the names of clients.
+        """
+        roles, sizes = self._roles_of(id)
+        parts = name.split("/")
+        suffixes = [".".join(parts[at:]) for at in range(len(parts))]  # the two matrices of a product travel as `<module>/A` and `/B`
+        role = next((roles[suffix] for suffix in suffixes if suffix in roles), None)
+        role = next((Role(part) for part in parts if part in set(Role) and part not in self.layouts), role)
+        if role in shared or (tensor.numel() <= MOST_SCORES and tensor.dtype in (torch.float64, torch.int64, torch.bool)):
+            return None
+        if role is None:
+            vector = tensor.numel() in {sizes[own] for own in shared}
+            return None if vector else f"it is {tensor.numel():,} numbers that are no tensor of a shared role"
+        return f"it is of the {role}"
+
+    def _roles_of(self, id: ClientId) -> tuple[dict[str, Role], dict[Role, int]]:
+        """The role of each tensor of a client's model by its name, and how many values each role has."""
+        layout = self.layouts[id]
+        if layout not in self._known:
+            model = self.model(id)
+            named = model.parameters_by_role()
+            roles = {name: role for role, own in named.items() for name in own}
+            if model.statistics is not None:
+                roles |= dict.fromkeys(model.buffers(), model.statistics)
+            self._known[layout] = roles, {role: sum(p.numel() for p in own.values()) for role, own in named.items()}
+        return self._known[layout]
 
     @property
     def sanitizes(self) -> bool:
@@ -854,7 +896,12 @@ class Site:
         return metrics if self.outbound is None else self.outbound.measured(metrics)
 
     def leaving(self, method: Any, task: str, id: ClientId, sent: Named, reply: Tensors, round: int, phase: int) -> Tensors:
-        """A reply as it leaves the client."""
+        """Return a reply as it leaves the client. Raises Refused for a tensor of a role that the method does not share."""
+        for name, tensor in reply.items():
+            if problem := self._unshared(method.shared, id, name, tensor):
+                shares = ", ".join(method.shared) or "nothing"
+                problem = f"{task}: {name!r} does not leave client {id!r}: {problem}, and {type(method).__name__} shares {shares}"
+                raise Refused(problem, "Send what is shared alone, or declare its role in the method's `shared`.")
         return reply if self.outbound is None else self.outbound(find_task(method, task), id, sent, reply, round, phase)
 
     def answer(

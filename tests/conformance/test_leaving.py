@@ -6,11 +6,14 @@ import pytest
 import torch
 
 from coterie.aggregation.privacy import Privacy
-from coterie.client import Client, Outbound
-from coterie.errors import Refused
+from coterie.client import AnyClient, Client, Outbound
+from coterie.engines import InProcess, Loopback
+from coterie.errors import ClientError, Refused
 from coterie.methods import METHODS, Method
+from coterie.methods.comigs import CoMiGS
 from coterie.methods.fedavg import FedAvg
 from coterie.protocol import Ask, ClientId, Replies, Sends, declared, find_task, task
+from coterie.roles import ROUTER, SPECIALIST
 from coterie.tensors import Named, Tensors
 
 from .test_forms import exchanges
@@ -146,7 +149,7 @@ def test_every_task_of_every_method_says_what_it_sends_or_never_leaves_a_device_
     assert private == {
         ("CoBo", "descend"),
         ("CoBo", "midpoint_gradients"),
-        ("CoMiGS", "midpoint_gradients"),
+        ("CoMiGSCoBo", "midpoint_gradients"),
         ("CoMiGSAlone", "midpoint_gradients"),
         ("CoMiGSPublished", "midpoint_gradients"),
         ("FC", "descend"),
@@ -154,3 +157,50 @@ def test_every_task_of_every_method_says_what_it_sends_or_never_leaves_a_device_
         ("FDLoRA", "local_round"),
         ("IFCA", "local_round"),
     }
+
+
+@dataclass(frozen=True)
+class Leaking(CoMiGS):
+    """A method whose author sends more than it shares."""
+
+    leak: str = ""
+
+    @task(Sends.UPDATE)
+    def local_round(self, client: Client, theta_g: Tensors) -> Tensors:
+        specialists, flat, router = client.read(SPECIALIST), client.flat(SPECIALIST), client.flat(ROUTER)
+        (name, tensor), *_ = specialists.items()
+        leaks = {"named": specialists, "flat": {"specialist": flat}, "prefixed": {f"change/{name}": tensor}, "renamed": {"x": router}}
+        return super().local_round(client, theta_g) | leaks.get(self.leak, {})
+
+
+@pytest.mark.parametrize("kind", [InProcess, Loopback])
+@pytest.mark.parametrize(
+    ("leak", "why"),
+    [
+        ("named", "specialist.*does not leave client 'ann': it is of the specialist, and Leaking shares generalist"),
+        ("flat", "'specialist' does not leave client 'ann': it is of the specialist"),
+        ("prefixed", "'change/.*does not leave client 'ann': it is of the specialist"),
+        ("renamed", "'x' does not leave client 'ann': it is .* numbers that are no tensor of a shared role"),
+    ],
+)
+def test_what_a_method_does_not_share_is_refused_where_it_leaves(leak: str, why: str, kind: type[Loopback], language: World) -> None:  # noqa: F811
+    run = Run(Leaking(local_steps=1, leak=leak), language)
+    with pytest.raises(ClientError, match=why):
+        kind(run.site, run.method).answer(Ask(run.method.local_round, {"ann": run.server}), 0, 0)
+    honest = Leaking(local_steps=1)
+    assert kind(run.site, honest).answer(Ask(honest.local_round, {"ann": run.server}), 0, 0)["ann"].keys() == run.server.keys()
+
+
+@dataclass(frozen=True)
+class LeakingTogether(FedAvg):
+    """As `Leaking`, of clients in one batch."""
+
+    @task(Sends.UPDATE, batched=True)
+    def local_round(self, client: AnyClient, theta: Tensors) -> Tensors:
+        return super().local_round(client, theta) | {"x": client.flat()[..., :-1]}
+
+
+def test_of_a_batch_of_clients_nothing_else_leaves_either(pictures: World) -> None:  # noqa: F811
+    run = Run(LeakingTogether(local_steps=1), pictures)
+    with pytest.raises(Refused, match="'x' does not leave client 'ann'"):
+        InProcess(run.site, run.method).answer(Ask(run.method.local_round, dict.fromkeys(run.clients, run.server)), 0, 0)
