@@ -24,6 +24,7 @@ from coterie.client import Metrics, Outbound, Site
 from coterie.engines.wire import Member, Reply, Request, failed, parsed
 from coterie.errors import CoterieError, DataError, Refused, TensorError
 from coterie.limits import EXCHANGES, Limits
+from coterie.methods import is_own
 from coterie.prepared import Prepared, outbound, prepare
 from coterie.protocol import ClientId, Sends, State, declared, find_task
 from coterie.recipe import Recipe
@@ -220,6 +221,7 @@ class Device:
             prepared = _loaded(section, None, None, alone=False)
             site = replace(prepared.site)
         else:
+            _check_code(request.recipe, self.limits)
             prepared = _loaded(section, None if self.data is None else str(self.data), self.base, alone=True)
             _check_run(prepared.recipe, self.limits)
             layout = prepared.method.layout(request.position, prepared.modality.base)
@@ -325,6 +327,16 @@ class _Door:
     @property
     def _updates(self) -> bool:
         return declared(find_task(self.prepared.method, self.request.task)) is Sends.UPDATE
+
+
+def _check_code(section: Mapping[str, Any], limits: Limits) -> None:
+    """Refuse a method that a server names by its module, before it is imported: a device runs only what its owner installed or allows."""
+    method = section.get("method")
+    name = method.get("name") if isinstance(method, Mapping) else None
+    if is_own(name) and name not in (limits.methods or ()):
+        raise Refused(
+            f"method.name: this device imports no module that a server names, {name!r}", "Its owner may allow it: limits.methods."
+        )
 
 
 def _check_run(recipe: Recipe, limits: Limits) -> None:

@@ -26,7 +26,7 @@ from coterie.data.images import Images
 from coterie.data.labelled import LabelledTexts
 from coterie.data.section import Section
 from coterie.errors import RecipeError
-from coterie.methods import METHODS, Method
+from coterie.methods import METHODS, Method, import_problem, is_own
 from coterie.models.common import Pretraining
 from coterie.models.layout import Layout
 from coterie.models.networks import NetworkShape, Norm
@@ -490,6 +490,8 @@ def _apply(section: dict[str, Any], override: str) -> str | None:
 
 
 def _unknown_method(name: str) -> str:
+    if is_own(name):
+        return f"{name!r} is no method: {import_problem(name)}"
     close = difflib.get_close_matches(name, METHODS, n=1)
     return f"there is no method {name!r}" + (f", did you mean {close[0]}?" if close else "; see `coterie methods`")
 

@@ -1,12 +1,15 @@
 """The methods by name: what `coterie methods` lists and `method.name` of a recipe may be.
 
-Each is imported when it is asked for: a list of their names needs no torch.
+Each is imported when it is asked for: a list of their names needs no torch. A method of one's own has the name of its module and class,
+`my_package.my_file:MyMethod`; one that an installed package brings is an entry point of the group `coterie.methods`.
 """
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,7 +21,7 @@ class Entry:
     """A name on the command line.
 
     Args:
-        home: The method's class, as `file.Class` in this room.
+        home: The method's class, as `file.Class` in this room, or `module:Class` anywhere.
         title: In tables and figures.
         paper: Where it comes from.
         fixed: Fields that the name fixes.
@@ -32,8 +35,9 @@ class Entry:
     @cached_property
     def method(self) -> "type[Method]":
         """The class."""
-        file, _, name = self.home.partition(".")
-        found: type[Method] = getattr(import_module(f"coterie.methods.{file}"), name)
+        home = self.home if ":" in self.home else f"{__name__}.{self.home.replace('.', ':')}"
+        module, _, name = home.partition(":")
+        found: type[Method] = getattr(import_module(module), name)
         return found
 
 
@@ -42,11 +46,15 @@ _COMIGS = "Fan et al., On-Device Collaborative Language Modeling via a Mixture o
 _ABLATION = "CoMiGS, Table 5, two experts and a router on the training loss"
 _ALTERNATING = "CoMiGS, Table 5, routers on fresh training batches"
 
-METHODS: Mapping[str, Entry] = {
+_SHIPPED: Mapping[str, Entry] = {
     "pretrained": Entry("pretrained.Pretrained", "Pretrained", "the base model without training"),
     "centralized": Entry("centralized.Centralized", "Centralized", "one model on the union of all data: a bound, not private"),
     "local": Entry("local.Local", "Local", "every client alone"),
-    "fedavg": Entry("fedavg.FedAvg", "FedAvg", "McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data"),
+    "fedavg": Entry(
+        "fedavg.FedAvg",
+        "FedAvg",
+        "McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data",
+    ),
     "comigs": Entry("comigs.CoMiGS", "CoMiGS", f"{_COMIGS}: any number of generalists and specialists"),
     "comigs-1g1s": Entry("comigs.CoMiGS", "CoMiGS-1G1S", f"{_COMIGS}: one of each", {"generalists": 1, "specialists": 1}),
     "comigs-2g": Entry("comigs.CoMiGS", "CoMiGS-2G", f"{_COMIGS}: two generalists", {"generalists": 2, "specialists": 0}),
@@ -84,13 +92,19 @@ METHODS: Mapping[str, Entry] = {
     "fdlora": Entry("fdlora.FDLoRA", "FDLoRA", "Qi et al., FDLoRA: Personalized Federated Learning of LLM via Dual LoRA Tuning"),
     "ffa-lora": Entry("ffalora.FFALoRA", "FFA-LoRA", "Sun et al., Improving LoRA in Privacy-preserving Federated Learning"),
     "fedsa-lora": Entry(
-        "fedsalora.FedSALoRA", "FedSA-LoRA", "Guo et al., Selective Aggregation for Low-Rank Adaptation in Federated Learning"
+        "fedsalora.FedSALoRA",
+        "FedSA-LoRA",
+        "Guo et al., Selective Aggregation for Low-Rank Adaptation in Federated Learning",
     ),
     "hetlora": Entry(
-        "hetlora.HetLoRA", "HetLoRA", "Cho et al., Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundation Models"
+        "hetlora.HetLoRA",
+        "HetLoRA",
+        "Cho et al., Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundation Models",
     ),
     "flexlora": Entry(
-        "flexlora.FlexLoRA", "FlexLoRA", "Bai et al., Federated Fine-tuning of LLMs under Heterogeneous Tasks and Client Resources"
+        "flexlora.FlexLoRA",
+        "FlexLoRA",
+        "Bai et al., Federated Fine-tuning of LLMs under Heterogeneous Tasks and Client Resources",
     ),
     "local-moe": Entry("localmoe.LocalMoE", "Local-MoE", f"{_ABLATION}: every client alone", {"updates": "simultaneous"}),
     "fedavg-moe": Entry("fedavgmoe.FedAvgMoE", "FedAvg-MoE", f"{_ABLATION}: all of it averaged", {"updates": "simultaneous"}),
@@ -105,24 +119,89 @@ METHODS: Mapping[str, Entry] = {
     "oracle": Entry("oracle.Oracle", "Oracle", "FedAvg inside the true clusters: a bound for methods that must find them"),
     "cobo": Entry("cobo.CoBo", "CoBo", "Hashemi et al., CoBo: Collaborative Learning via Bilevel Optimization"),
     "common-expert": Entry(
-        "commonexpert.CommonExpert", "Common expert", "the frozen, pretrained expert that everybody has; a baseline of DDOME"
+        "commonexpert.CommonExpert",
+        "Common expert",
+        "the frozen, pretrained expert that everybody has; a baseline of DDOME",
     ),
     "fedmix": Entry("fedmix.FedMix", "FedMix", "Reisser et al., Federated Mixture of Experts: all experts go to everybody"),
     "ensemble": Entry(
-        "ensemble.Ensemble", "Average ensembles", "Lakshminarayanan et al., Simple and Scalable Predictive Uncertainty Estimation"
+        "ensemble.Ensemble",
+        "Average ensembles",
+        "Lakshminarayanan et al., Simple and Scalable Predictive Uncertainty Estimation",
     ),
     "fedprox": Entry("fedprox.FedProx", "FedProx", "Li et al., Federated Optimization in Heterogeneous Networks"),
     "scaffold": Entry(
-        "scaffold.Scaffold", "SCAFFOLD", "Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning"
+        "scaffold.Scaffold",
+        "SCAFFOLD",
+        "Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning",
     ),
     "fedsr": Entry(
-        "fedsr.FedSR", "FedSR", "Nguyen et al., FedSR: A Simple and Effective Domain Generalization Method for Federated Learning"
+        "fedsr.FedSR",
+        "FedSR",
+        "Nguyen et al., FedSR: A Simple and Effective Domain Generalization Method for Federated Learning",
     ),
     "fedadg": Entry("fedadg.FedADG", "FedADG", "Zhang et al., Federated Learning with Domain Generalization"),
     "ddome": Entry("ddome.DDOME", "DDOME", "Farhat et al., Learning to Specialize: Joint Gating-Expert Training for Adaptive MoEs"),
 }
 
-__all__ = ["METHODS", "Entry", "Method"]
+GROUP = "coterie.methods"  # of the entry points
+
+
+class _Methods(Mapping[str, Entry]):
+    """The shipped methods, those of installed packages, and by the name of its module and class any other."""
+
+    def __iter__(self) -> Iterator[str]:
+        yield from _SHIPPED
+        yield from (name for name in _installed() if name not in _SHIPPED)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, name: str) -> Entry:
+        if name in _SHIPPED:
+            return _SHIPPED[name]
+        if name in _installed():
+            point = _installed()[name]
+            return _entry(point.value, f"{point.dist.name} {point.dist.version}" if point.dist is not None else point.value)
+        if is_own(name) and import_problem(name) is None:
+            return _entry(name, f"{name.partition(':')[0]}, a method of one's own")
+        raise KeyError(name)
+
+
+METHODS: Mapping[str, Entry] = _Methods()
+
+
+def is_own(name: object) -> bool:
+    """Return whether a name is that of a module and a class in it."""
+    return isinstance(name, str) and ":" in name
+
+
+@cache
+def import_problem(name: str) -> str | None:
+    """Import `module:Class`; returns why it is no method, or None where it is one. The folder that one works in is looked in, too."""
+    from coterie.methods.method import Method
+
+    if "" not in sys.path:
+        sys.path.append("")
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(import_module(module), attribute)
+    except Exception as error:  # whatever the module does when it is imported
+        return f"{type(error).__name__}: {error}"
+    return None if isinstance(found, type) and issubclass(found, Method) else f"{attribute} is no class of a coterie.methods.Method"
+
+
+@cache
+def _installed() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=GROUP)}
+
+
+@cache
+def _entry(home: str, paper: str) -> Entry:
+    return Entry(home, home.partition(":")[2], paper)
+
+
+__all__ = ["GROUP", "METHODS", "Entry", "Method", "import_problem", "is_own"]
 
 
 def __getattr__(name: str) -> Any:
