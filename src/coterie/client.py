@@ -860,7 +860,8 @@ class Site:
         parts = name.split("/")
         suffixes = [".".join(parts[at:]) for at in range(len(parts))]  # the two matrices of a product travel as `<module>/A` and `/B`
         role = next((roles[suffix] for suffix in suffixes if suffix in roles), None)
-        role = next((Role(part) for part in parts if part in set(Role) and part not in self.layouts), role)
+        whole = {own for own in Role if own in parts and tensor.numel() == sizes[own]}  # a client may be called as a role is
+        role = EXPERT if len(parts) == 2 and parts[0] == EXPERT else next(iter(whole), role)
         if role in shared or (tensor.numel() <= MOST_SCORES and tensor.dtype in (torch.float64, torch.int64, torch.bool)):
             return None
         if role is None:

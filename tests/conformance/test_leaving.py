@@ -10,6 +10,7 @@ from coterie.client import AnyClient, Client, Outbound
 from coterie.engines import InProcess, Loopback
 from coterie.errors import ClientError, Refused
 from coterie.methods import METHODS, Method
+from coterie.methods.cobo import CoBo
 from coterie.methods.comigs import CoMiGS
 from coterie.methods.fedavg import FedAvg
 from coterie.protocol import Ask, ClientId, Replies, Sends, declared, find_task, task
@@ -150,8 +151,6 @@ def test_every_task_of_every_method_says_what_it_sends_or_never_leaves_a_device_
         ("CoBo", "descend"),
         ("CoBo", "midpoint_gradients"),
         ("CoMiGSCoBo", "midpoint_gradients"),
-        ("CoMiGSAlone", "midpoint_gradients"),
-        ("CoMiGSPublished", "midpoint_gradients"),
         ("FC", "descend"),
         ("FC", "gradients"),
         ("FDLoRA", "local_round"),
@@ -204,3 +203,10 @@ def test_of_a_batch_of_clients_nothing_else_leaves_either(pictures: World) -> No
     run = Run(LeakingTogether(local_steps=1), pictures)
     with pytest.raises(Refused, match="'x' does not leave client 'ann'"):
         InProcess(run.site, run.method).answer(Ask(run.method.local_round, dict.fromkeys(run.clients, run.server)), 0, 0)
+
+
+def test_a_client_may_be_called_as_a_role_is(pictures: World) -> None:  # noqa: F811
+    data = pictures.federation.clients
+    world = pictures.among({"router": data["ann"], "expert": data["ben"], "specialist": data["cleo"]})  # noqa: F811
+    run = Run(CoBo(rounds=1, pairs="all"), world).rounds(1)
+    assert run.server["router/generalist"].isfinite().all()

@@ -4,6 +4,7 @@ Guo et al., "Selective Aggregation for Low-Rank Adaptation in Federated Learning
 """
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from coterie.client import Client
 from coterie.methods.method import Averaged, OneAdapter
