@@ -106,6 +106,13 @@ def test_a_wide_range_of_perplexities_is_logarithmic() -> None:
     assert "logarithmic" not in chart.panels(lines, "x", "accuracy")
 
 
+def test_only_panels_of_one_kind_share_a_range() -> None:
+    lines = {t: [Line([(0, least), (1, 2 * least)], "m", Style("#000"))] for t, least in (("a", 1.0), ("b", 2.0), ("c", 500.0))}
+    one, two, three = panels(chart.panels(lines, "x", "y", kinds={"a": "near", "b": "near", "c": "far"}) + "STOP", "<div", "STOP")
+    assert heights(one) == heights(two) != heights(three)
+    assert len({tuple(heights(p)) for p in panels(chart.panels(lines, "x", "y") + "STOP", "<div", "STOP")}) == 1
+
+
 def test_charts_of_many_clients_are_folded_away_and_all_of_them_on_a_phone(tmp_path: Path) -> None:
     write_report(tmp_path, [result("local", 4, 0.0, unlike(30))], "")
     visible = "all => all.filter(figure => figure.checkVisibility()).length"

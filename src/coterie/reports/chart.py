@@ -92,7 +92,13 @@ class Axes:
 
 
 def panels(
-    charts: Mapping[str, Sequence[Line]], x: str, y: str, limits: Point | None = None, broad: bool = False, ratios: bool = False
+    charts: Mapping[str, Sequence[Line]],
+    x: str,
+    y: str,
+    limits: Point | None = None,
+    broad: bool = False,
+    ratios: bool = False,
+    kinds: Mapping[str, str] | None = None,
 ) -> str:
     """A panel for each title. Of more than a few, those beyond the first ones are folded away, and in a narrow window all.
 
@@ -100,18 +106,25 @@ def panels(
         charts: Lines by title.
         x: What the horizontal axis counts; it starts at 0.
         y: What the vertical axis is, with its unit.
-        limits: Of the vertical axes; default: one range for all panels, which their points need.
+        limits: Of the vertical axes; default: one range for all panels of a kind, which their points need.
         broad: Whether panels are to be large.
         ratios: Whether values are positive and only their ratios count: a large range has a logarithmic scale then.
+        kinds: The kind of each title, as only panels of one kind are compared; default: all are of one.
     """
-    values = [py for lines in charts.values() for line in lines for _, py in line.points if math.isfinite(py)]
-    log = ratios and limits is None and min(values, default=0) > 0 and max(values) / min(values) > RATIO
-    axes = Axes(x, f"{y}, logarithmic" if log else y, limits or (_around_log if log else _around)(values), log)
-    drawn = [f"<figure><figcaption>{escape(t)}</figcaption>{panel(t, lines, axes, broad)}</figure>" for t, lines in charts.items()]
+    kind = kinds or dict.fromkeys(charts, "")
+    axes = {k: _shared(x, y, [charts[t] for t in charts if kind[t] == k], limits, ratios) for k in dict.fromkeys(kind.values())}
+    drawn = [f"<figure><figcaption>{escape(t)}</figcaption>{panel(t, lines, axes[kind[t]], broad)}</figure>" for t, lines in charts.items()]
     if len(drawn) <= ALL:
         return grid(drawn, broad)
     first, others = (grid(part, broad) for part in (drawn[:FIRST], drawn[FIRST:]))
     return folded(f"The first {FIRST}", first, narrow=True) + folded(f"{len(drawn) - FIRST} more", others)
+
+
+def _shared(x: str, y: str, charts: Iterable[Sequence[Line]], limits: Point | None, ratios: bool) -> Axes:
+    """The axes of panels that are compared."""
+    values = [py for lines in charts for line in lines for _, py in line.points if math.isfinite(py)]
+    log = ratios and limits is None and min(values, default=0) > 0 and max(values) / min(values) > RATIO
+    return Axes(x, f"{y}, logarithmic" if log else y, limits or (_around_log if log else _around)(values), log)
 
 
 def grid(drawn: Sequence[str], broad: bool = False) -> str:

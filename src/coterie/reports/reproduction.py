@@ -334,6 +334,7 @@ def _curves(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) ->
     """
     styles = _styles(cells)
     charts: dict[str, list[Line]] = {}
+    kinds: dict[str, str] = {}  # the column of each panel: only within one are panels compared
     count, axis = ("round", "rounds") if cells[0].get("groups") else ("iteration", "local iterations")
     ends = {cell["column"]: max(c["evaluations"][-1][count] for c in cells if c["column"] == cell["column"]) for cell in cells}
 
@@ -347,15 +348,17 @@ def _curves(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) ->
         if picture.kind in ("mean", "curves"):
             values = {f"{title}, {unseen(group)}": _of_group(group) for group in cell.get("groups") or ()} or {title: _test}
             for panel, value in values.items():
+                kinds[panel] = title
                 charts.setdefault(panel, []).append(line(cell, value))
             continue
         for i in picture.clients or cell["clients"]:
+            kinds[f"{title}: {i}"] = title
             charts.setdefault(f"{title}: {i}", []).append(line(cell, test_of(i)))
     samples = legend((styles[r].sample, found["rows"][r]) for r in styles)
     names = {label(metric_of(cell)): None for cell in cells}
     name = ", ".join(names)
     whose = f" of {', '.join(picture.clients)}" if picture.clients else ""
-    drawn = chart.panels(charts, axis, name, broad=picture.kind == "curves")
+    drawn = chart.panels(charts, axis, name, broad=picture.kind == "curves", kinds=kinds)
     return (f"{name.capitalize()}{whose} over training, first seed", samples, drawn)
 
 
