@@ -85,7 +85,7 @@ class Foresight:
         most: Seconds after which nothing more is measured.
     """
 
-    def __init__(self, most: float = 3.0) -> None:
+    def __init__(self, most: float = 1.5) -> None:
         self._left, self._known = most, dict[str, tuple[float, float]]()  # seconds and work, by method
         self._rows: list[tuple[str, float]] = []
 

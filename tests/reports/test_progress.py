@@ -187,6 +187,23 @@ def test_with_an_expectation_there_is_time_left_from_the_start(clock: Clock) -> 
     assert stretch.left == 20.0
 
 
+def test_in_eighty_columns_the_line_is_one_line(clock: Clock) -> None:
+    out = io.StringIO()
+    with Terminal(Console(file=out, width=80, force_terminal=True), 3) as terminal:
+        terminal.preparing()
+        terminal.expects([10.0, 100.0, 100.0])
+        terminal.begin("CoMiGS-1G1S", 10, 0, "abcd")
+        terminal.cores(4)
+        exchange(terminal, clock, "a", 20.0)
+        terminal.progress.refresh()
+        rows = terminal.console.render_lines(terminal.progress.get_renderable(), terminal.console.options)
+    text = "".join(segment.text for segment in rows[-1])
+    assert len(rows) == 1
+    assert "3:20 left" in text
+    assert "short of cores" in text
+    assert "1/1 clients" in text
+
+
 def test_time_left_over_all_methods(clock: Clock) -> None:
     out = io.StringIO()
     terminal = Terminal(Console(file=out, width=160), rows=3)

@@ -166,6 +166,7 @@ class Terminal(Reporter, AbstractContextManager["Terminal"]):
     def __init__(self, console: Console, rows: int) -> None:
         self.console, self.rows, self.row = console, rows, 0
         self.live = console.is_terminal
+        self.narrow = self.live and console.width < BROAD  # what does not fit would go on below, and jump
         self.progress = Progress(
             TextColumn("{task.description}"),
             *([BarColumn(bar_width=16)] if console.width >= BROAD else []),
@@ -236,13 +237,14 @@ class Terminal(Reporter, AbstractContextManager["Terminal"]):
             self.spoke = time.monotonic()
 
     def _left(self) -> str:
-        """Time left of the method that goes on and, where others follow, of all."""
+        """Time left of the method that goes on and, where others follow, of all; of all alone where there is no room for both."""
         rest = sum(self.expected[self.row :])
         if self.stretch.left is None or not rest:
             return str(self.stretch)
         took, expected = (sum(found[k] for found in self.took) for k in (0, 1))
         slower = took / expected if expected else 1.0  # than was expected, so far
-        return f"{self.stretch} (all: {_clock(self.stretch.left + rest * slower)})"
+        whole = _clock(self.stretch.left + rest * slower)
+        return f"{whole} left" if self.narrow else f"{self.stretch} (all: {whole})"
 
     def known(self, title: str) -> None:
         self._prepared()
@@ -303,7 +305,8 @@ class Terminal(Reporter, AbstractContextManager["Terminal"]):
         """Loss, privacy and pace."""
         loss = f"loss {sum(self.losses.values()) / len(self.losses):.3f}  " if self.losses else ""
         pace = f"{self.pace.per_second:,.0f} {prediction(self.metric)}s/s" if self.pace.known else ""
-        return f"{loss}{self.privacy}{pace}{'  short of cores' if self.lack and self.live else ''}".strip()
+        lack = "short of cores" if self.lack and self.live else ""
+        return f"{loss}{self.privacy}{lack if self.narrow and lack else f'{pace}  {lack}'}".strip()
 
     def cores(self, others: int) -> None:
         said, self.lack = self.lack, others
