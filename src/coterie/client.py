@@ -852,7 +852,7 @@ class Site:
         return Client(id, self.model(id), self.data[id], self.training, state, self.seed, self.total_iterations)
 
     def _unshared(self, shared: Sequence[Role], id: ClientId, name: str, tensor: Tensor) -> str | None:
-        """Say why a tensor of a reply is none of a shared role; None where it is one, or a few scores or counts.
+        """Say why a tensor of a reply is none of a shared role; None where it is one, or scores or counts.
 
         What belongs to several models has a prefix for each (`change/<name>`); gradients travel under the names of clients.
         """
@@ -862,7 +862,8 @@ class Site:
         role = next((roles[suffix] for suffix in suffixes if suffix in roles), None)
         whole = {own for own in Role if own in parts and tensor.numel() == sizes[own]}  # a client may be called as a role is
         role = EXPERT if len(parts) == 2 and parts[0] == EXPERT else next(iter(whole), role)
-        if role in shared or (tensor.numel() <= MOST_SCORES and tensor.dtype in (torch.float64, torch.int64, torch.bool)):
+        figures = tensor.dtype in (torch.float64, torch.int64, torch.bool)  # no model's tensors
+        if role in shared or (figures and (role is None or tensor.numel() <= MOST_SCORES)):
             return None
         if role is None:
             vector = tensor.numel() in {sizes[own] for own in shared}
