@@ -38,8 +38,8 @@ def sentences(client: str, found: Personalised | None) -> list[str]:
     """
     if found is None:
         return [
-            f"{client}: nothing was personalised. This is the shared part as it is, without specialists or a router of its own; to train "
-            "them on this text: --train."
+            f"{client}: nothing was personalised. This is the shared part as it is, with nothing of {client}'s own; to train on this text: "
+            "--train."
         ]
     tokens = found.tokens
     what = "specialists and router of its own, the shared part as it was" if found.own else "a copy of the shared part"
