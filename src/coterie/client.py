@@ -899,7 +899,10 @@ class Site:
 
     def leaving(self, method: Any, task: str, id: ClientId, sent: Named, reply: Tensors, round: int, phase: int) -> Tensors:
         """Return a reply as it leaves the client. Raises Refused for a tensor of a role that the method does not share."""
+        scores = declared(find_task(method, task)) is Sends.SCORES
         for name, tensor in reply.items():
+            if scores and tensor.dtype == torch.float64 and bool((tensor == tensor.floor()).all()):
+                continue  # counts, of a pool's choices in each class; an owner who is protected lets few of them out, see `check_declared`
             if problem := self._unshared(method.shared, id, name, tensor):
                 shares = ", ".join(method.shared) or "nothing"
                 problem = f"{task}: {name!r} does not leave client {id!r}: {problem}, and {type(method).__name__} shares {shares}"
