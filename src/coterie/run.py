@@ -563,6 +563,9 @@ class Execution(Listener):
             return
         self.profile.enter("evaluation")
         tensors, states = self._personal(), self.engine.states()
+        if not self.round and self._with_models:  # nobody has anything yet, and of a pool nobody could predict
+            start = self.method.download(self.server, self.clients)
+            tensors = {i: own or start.get(i, {}) for i, own in tensors.items()}
         found = {i: {"test": self._of_part(i, states.get(i, {}), tensors[i])} for i in self.scored if i in tensors}
         everyone = {group: tuple(of) for group, of in self.federation.unseen.items()} or {"": self.clients}
         means = {group: evaluation.mean(found[i]["test"] for i in of if i in found) for group, of in everyone.items()}
