@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import coterie
 from coterie.cli import app
 from coterie.device import Device
 from coterie.engines.wire import Reply, Request, parsed
@@ -118,3 +119,14 @@ def test_a_device_imports_no_module_that_a_server_names(package: Path) -> None:
         assert ("imports no module that a server names" in parsed(Reply, text).problem) != sprung, json.loads(text)
         assert (package / "sprung").exists() == sprung
         assert bool(body) == sprung
+
+
+def test_who_uses_a_personal_model_does_not_import_its_method(package: Path, tiny_base: Path) -> None:
+    run(load("quickstart", [f"model.base={tiny_base}", "model.context=16", "method.name=fedavg", *SMALL]), package / "run")
+    (package / "trap.py").write_text(f"open({str(package / 'sprung')!r}, 'w').close()\n")
+    for file in (package / "run/clients").glob("*/client.json"):
+        file.write_text(file.read_text().replace('"fedavg"', '"trap:Half"'))
+    models = coterie.load_many(package / "run", base=tiny_base)
+    assert models.next_words("the")
+    assert coterie.load(package / "run", "network", base=tiny_base).about.method == "trap:Half"
+    assert not (package / "sprung").exists()
