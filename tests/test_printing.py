@@ -234,7 +234,7 @@ def test_answers_and_errors_of_the_local_page_of_classifiers(monkeypatch: pytest
         batches: Callable[[str], Any] = staticmethod(lambda given: [type("Batch", (), {"x": None})()])
         answer: Callable[[Any], Any] = staticmethod(lambda x: (torch.tensor([[0.5, 0.5]]).log(), None))
 
-    labels, _ = sorter._answer(Model(), "text")  # type: ignore[arg-type]
+    labels, *_ = sorter._answer(Model(), "text")  # type: ignore[arg-type]
     assert all(map(clean, labels))
 
     def refuses(given: str) -> Any:

@@ -22,8 +22,8 @@ _OF_LINES = {"kind", "round", "iteration", "client"}  # what a line of metrics.j
 
 
 def _named(client: str) -> str:
-    """Return a client's name if it is one. Raises ValueError."""
-    if mistake := names.mistake(client):
+    """Return a client's name if it is one, or that of the union of all clients' data, which a simulation has. Raises ValueError."""
+    if client != names.POOL and (mistake := names.mistake(client)):
         raise ValueError(f"no client can have this name: {mistake}")
     return client
 
