@@ -145,7 +145,7 @@ def test_a_newcomer_that_does_not_fit_changes_nothing() -> None:
         with pytest.raises(Refused, match=problem):
             joined(prepared, late)
         assert prepared.modality.federation is before
-    assert list(joined(prepared, member("A")).clients) == ["a", "b", "A"]
+    assert list(joined(prepared, member("c")).clients) == ["a", "b", "c"]
     assert list(prepared.clients) == ["a", "b"]
 
 
