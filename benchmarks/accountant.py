@@ -20,7 +20,8 @@ import dp_accounting as dp
 from common import report, table
 from dp_accounting import pld, rdp
 
-from coterie.aggregation.privacy import Accountant, Privacy
+from coterie.aggregation.accountant import Accountant
+from coterie.aggregation.privacy import Privacy
 
 DELTAS = (1e-3, 1e-5, 1e-6)
 FULL = [(z, steps) for z in (0.7, 1.0, 2.0, 4.0, 6.0, 12.0, 20.0) for steps in (1, 30, 300, 1000)]

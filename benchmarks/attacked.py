@@ -22,10 +22,12 @@ from typing import Any
 import torch
 
 import coterie
-from coterie.errors import ClientError
-from coterie.recipe import Recipe, load
-from coterie.records import read_json, write_json
-from coterie.run import METRICS, RESULT, run
+from coterie.core.errors import ClientError
+from coterie.core.files import read_json, write_json
+from coterie.runs.inputs import RESULT
+from coterie.runs.metrics import METRICS
+from coterie.runs.recipe import Recipe, load
+from coterie.runs.run import run
 
 Json = dict[str, Any]
 RECIPE = "attacked"

@@ -25,18 +25,20 @@ import numpy as np
 import torch
 from common import machine, report, seconds
 
-from coterie.client import Blueprint, Site, Training
+from coterie.client.blueprint import Blueprint
+from coterie.client.settings import Training
+from coterie.client.site import Site
+from coterie.core.metrics import peak_memory
+from coterie.core.protocol import Ask, State, drive
+from coterie.core.roles import GENERALIST
+from coterie.core.tensors import nbytes
 from coterie.data.federation import ClientData
 from coterie.data.splits import TokenSplit
 from coterie.engines import InProcess
-from coterie.evaluation import peak_memory
 from coterie.methods.comigs import CoMiGS
 from coterie.models.adapter import Adapter, Layout
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
-from coterie.protocol import Ask, State, drive
-from coterie.roles import GENERALIST
-from coterie.tensors import nbytes
 
 GIB = 2**30
 

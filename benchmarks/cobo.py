@@ -28,7 +28,11 @@ from common import RESULTS, in_turns, ratios, report
 from torch import Tensor
 
 from coterie.aggregation import pulls, start_weights
-from coterie.client import Blueprint, Site, Training
+from coterie.client.blueprint import Blueprint
+from coterie.client.optimizers import SGD
+from coterie.client.settings import Training
+from coterie.client.site import Site
+from coterie.core.protocol import Ask, ClientId, Replies, State, drive
 from coterie.data.examples import ExampleSplit
 from coterie.data.federation import ClientData
 from coterie.engines import InProcess
@@ -37,8 +41,6 @@ from coterie.methods.cobo import CoBo
 from coterie.models.classifier import Classifier
 from coterie.models.layout import Layout
 from coterie.models.networks import NetworkShape
-from coterie.optimisers import SGD
-from coterie.protocol import Ask, ClientId, Replies, State, drive
 
 SGD_EMA = SGD(optimiser="sgd", lr=0.01, momentum=0.9)
 SHAPES = {

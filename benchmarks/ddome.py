@@ -17,14 +17,15 @@ import torch
 from cobo import NAMES, Timed
 from common import RESULTS, in_turns, ratios, report
 
-from coterie import modality, recipe
 from coterie.data.examples import ExampleSplit
 from coterie.data.federation import ClientData, Federation
 from coterie.methods.ddome import DDOME
 from coterie.models.classifier import Classifier
 from coterie.models.common import CommonExpert
-from coterie.prepared import assembled
-from coterie.recipe import ClassifierSection, Recipe
+from coterie.runs import classification, loading, problem, recipe
+from coterie.runs.prepare import assembled
+from coterie.runs.recipe import Recipe
+from coterie.runs.sections import ClassifierSection
 
 TASKS = {"score_experts": "scoring", "train": "training", "local_round": "training"}
 
@@ -32,7 +33,7 @@ TASKS = {"score_experts": "scoring", "train": "training", "local_round": "traini
 class Run(Timed):
     """A recipe's method on some data."""
 
-    def __init__(self, settings: Recipe, data: modality.Modality) -> None:
+    def __init__(self, settings: Recipe, data: problem.Modality) -> None:
         prepared = assembled(settings, data)
         super().__init__(prepared.method, prepared.site, prepared.method.init(prepared.blueprint, prepared.clients))
         self.settings, self.federation, self.found = settings, data.federation, list[dict[str, float]]()
@@ -49,7 +50,7 @@ class Run(Timed):
         return statistics.median(found.get(name, 0.0) for found in self.found[-repeats:])
 
 
-def pictures(examples: int, device: str) -> modality.Modality:
+def pictures(examples: int, device: str) -> problem.Modality:
     """40 clients of random images, five of them anchors, with a common expert that knows nothing."""
     section = ClassifierSection(kind="classifier", network="resnet20", device=device)  # type: ignore[arg-type]
     shape = section.shape((3, 32, 32), 10)
@@ -63,13 +64,13 @@ def pictures(examples: int, device: str) -> modality.Modality:
     clients = {f"c{k:02}": ClientData(f"c{k:02}", *(split(name, k) for name in NAMES)) for k in range(40)}
     federation = Federation(clients, "random images", anchors=tuple(clients)[:5])
     common = CommonExpert(shape, shape.initial(3) | Classifier(shape).initial_buffers(), device)
-    return modality.Examples(shape, common, section, torch.device(device), federation)
+    return classification.Examples(shape, common, section, torch.device(device), federation)
 
 
 def measured(data: str, repeats: int, device: str, examples: int) -> list[dict[str, Any]]:
     """One row a method."""
     settings = recipe.load(f"ddome-{'digits' if data == 'digits' else 'cifar10'}", [f"model.device={device}", "training.batch_size=16"])
-    found = modality.load(settings) if data == "digits" else pictures(examples, device)
+    found = loading.load(settings) if data == "digits" else pictures(examples, device)
     runs = {name: Run(settings.with_method(name), found) for name in ("ddome", "fedavg")}
     taken = ratios(in_turns({name: run.turn for name, run in runs.items()}, repeats), "fedavg")
     rows = []

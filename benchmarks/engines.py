@@ -20,13 +20,16 @@ from typing import Any
 import torch
 from common import in_turns, ratios, report
 
-from coterie import deploy, recipe, run
-from coterie.client import Client
-from coterie.places import OnThisMachine
-from coterie.prepared import prepare
-from coterie.recipe import Recipe
+from coterie.client.client import Client
+from coterie.core.roles import GENERALIST
+from coterie.deploy import demo
 from coterie.reports import Reporter
-from coterie.roles import GENERALIST
+from coterie.runs import recipe, run
+from coterie.runs.backends import OnThisMachine
+from coterie.runs.execution import Execution
+from coterie.runs.metrics import MetricsFile
+from coterie.runs.prepare import prepare
+from coterie.runs.recipe import Recipe
 
 TEXTS = sorted(path for path in Path(os.__file__).parent.glob("*.py") if path.stat().st_size > 30_000)
 
@@ -102,9 +105,9 @@ def bare(chosen: Recipe) -> Callable[[], None]:
 def beside_the_bare_loop(chosen: Recipe, folder: Path) -> dict[str, Any]:
     """Seconds of a round, bare and in process with all that a run does; rounds alternate, for the machine is never the same twice."""
     loop = bare(chosen)
-    execution = run.Execution(prepare(chosen), folder, Reporter(), "", OnThisMachine("inprocess"))
+    execution = Execution(prepare(chosen), folder, Reporter(), "", OnThisMachine("inprocess"))
     folder.mkdir(parents=True)
-    execution.started, execution.metrics = time.monotonic(), run.MetricsFile(folder)
+    execution.started, execution.metrics = time.monotonic(), MetricsFile(folder)
     found = ratios(in_turns({"bare": loop, "inprocess": execution._one_round}, chosen.method["rounds"] - 2), "bare")
     execution.metrics.close()
     return {f"{name}_s": own["seconds"] for name, own in found.items()} | {"ratio": found["inprocess"]["ratio"]}
@@ -128,7 +131,7 @@ def wire(folder: Path, result: dict[str, Any]) -> dict[str, Any]:
 def deployed(chosen: Recipe, folder: Path, resident: bool) -> dict[str, Any]:
     """The same of real devices on this machine. Rounds are timed by when their checkpoints were written."""
     clients = list(prepare(chosen).clients)
-    deploy.demo(chosen, clients, folder, lambda line: print(f"  {line}", flush=True), resident=resident)
+    demo.demo(chosen, clients, folder, lambda line: print(f"  {line}", flush=True), resident=resident)
     before, after = (path.stat().st_mtime for path in sorted((folder / "checkpoints").glob("round-*")))
     every = chosen.checkpoint_every
     return {"deployed_s": (after - before) / every} | wire(folder, json.loads((folder / "result.json").read_text()))

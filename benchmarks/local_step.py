@@ -21,13 +21,14 @@ import torch
 from common import RESULTS, in_turns, ratios, report
 from torch import Tensor, nn
 
+from coterie.core.roles import GENERALIST, SPECIALIST
 from coterie.models.backbone import DTYPES, Backbone
 from coterie.models.language import LanguageModel
 from coterie.models.layout import Layout
 from coterie.models.loss import head_loss
-from coterie.models.mixture import FrozenMLP, Mixture
+from coterie.models.mixture import Mixture
+from coterie.models.mixture_kernel import FrozenMLP
 from coterie.models.routing import Routing
-from coterie.roles import GENERALIST, SPECIALIST
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 

@@ -14,7 +14,7 @@ from common import in_turns, ratios, report
 
 from coterie.aggregation.noise import Source
 from coterie.aggregation.privacy import Privacy, central, clipped, local
-from coterie.tensors import Named, Tensors
+from coterie.core.tensors import Named, Tensors
 
 SIZE, TENSORS, CLIENTS = 156_160, 32, 8  # d of comigs-1g1s on the embedded base
 

@@ -20,11 +20,11 @@ from common import machine
 
 import coterie
 from coterie.audit import Settings, audit
-from coterie.errors import ClientError
-from coterie.inputs import RESULT
-from coterie.recipe import load
-from coterie.records import read_json, write_json
-from coterie.run import run
+from coterie.core.errors import ClientError
+from coterie.core.files import read_json, write_json
+from coterie.runs.inputs import RESULT
+from coterie.runs.recipe import load
+from coterie.runs.run import run
 
 Json = dict[str, Any]
 METHODS = {"fedavg": "FedAvg", "comigs-1g1s": "CoMiGS-1G1S"}

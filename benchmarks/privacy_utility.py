@@ -26,15 +26,16 @@ from common import in_turns, ratios
 from scipy import optimize
 
 import coterie
+from coterie.aggregation.accountant import Ledger, epsilon_of
 from coterie.aggregation.dpsgd import rate_of, rdp_of_steps
-from coterie.aggregation.privacy import Ledger, epsilon_of
-from coterie.client import Client
+from coterie.client.client import Client
+from coterie.core.files import read_json, write_json
+from coterie.core.roles import GENERALIST, SPECIALIST
 from coterie.methods.comigs import CoMiGS
-from coterie.prepared import prepare
-from coterie.recipe import Recipe, load, validate
-from coterie.records import read_json, write_json
-from coterie.roles import GENERALIST, SPECIALIST
-from coterie.run import RESULT, run
+from coterie.runs.inputs import RESULT
+from coterie.runs.prepare import prepare
+from coterie.runs.recipe import Recipe, load, validate
+from coterie.runs.run import run
 
 Json = dict[str, Any]
 EPSILONS = (8.0, 4.0, 2.0, 1.0)

@@ -19,9 +19,9 @@ from common import RESULTS, in_turns, report
 
 UNTIL_A_STEP = """
 import os, sys
-from coterie.client import Client
+from coterie.client.client import Client
 Client.step_on = lambda *given, **more: os._exit(3)
-from coterie.cli import main
+from coterie.cli.base import main
 sys.argv = ["coterie", *sys.argv[1:]]
 main()
 """

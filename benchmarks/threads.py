@@ -22,7 +22,7 @@ from typing import Any
 
 from common import RESULTS, report
 
-from coterie.threads import _BRIEFLY, _WAITING, SAID
+from coterie.core.threads import _BRIEFLY, _WAITING, SAID
 
 VARIANTS: dict[str, tuple[dict[str, str], int | None]] = {  # the environment, and how many threads; None: as chosen
     "two threads that spin (before)": ({}, 2),
@@ -36,9 +36,9 @@ def child(threads: int | None, seconds: float, priority: bool) -> dict[str, floa
     """Train one client of the quickstart in this process for some seconds."""
     import torch
 
-    from coterie import recipe as recipes
-    from coterie.places import OnThisMachine, choose_threads
-    from coterie.roles import GENERALIST, SPECIALIST
+    from coterie.core.roles import GENERALIST, SPECIALIST
+    from coterie.runs import recipe as recipes
+    from coterie.runs.backends import OnThisMachine, choose_threads
 
     prepared = OnThisMachine().prepare(recipes.load("quickstart", ["compare_with=[]"]))
     number = choose_threads(prepared).threads if threads is None else threads

@@ -15,28 +15,29 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from coterie import recipes
 from coterie.aggregation import ClippedMean, GeometricMedian, Krum, Mean, Median, MultiKrum, TrimmedMean
+from coterie.aggregation.attacks import Attack
 from coterie.aggregation.privacy import Adaptive, Privacy
-from coterie.attackers import Attack
-from coterie.client import Training
+from coterie.client.optimizers import SGD, AdamW
+from coterie.client.settings import Training
 from coterie.data import AgNews, Folders, Hub, HubClients, Multilingual, Stdlib, Synthetic, Topics
 from coterie.data.canaries import Audit
-from coterie.data.dealing import Dealing
 from coterie.data.hub import HubClient
 from coterie.data.images import Cifar10, Cifar100, Digits, Emnist, Mnist
 from coterie.data.labelled import Clinc150, DBpedia14, YahooAnswers
+from coterie.data.partition import Dealing
 from coterie.methods import METHODS
 from coterie.models.common import Pretraining
-from coterie.optimisers import SGD, AdamW
-from coterie.recipe import ClassifierSection, CommonSection, LanguageSection, Participation, Quorum, Recipe, TextClassifierSection
+from coterie.runs import recipes
+from coterie.runs.recipe import Recipe
+from coterie.runs.sections import ClassifierSection, CommonSection, LanguageSection, Participation, Quorum, TextClassifierSection
 
 PAGE = Path(__file__).parents[1] / "docs/recipes.md"
 HEAD = """# Recipes
 
 A recipe is a YAML file with the sections `data`, `model`, `method` and `training`. `coterie recipes` lists the shipped ones; they lie in
-`src/coterie/recipes/`. Any field is changed on the command line by `--set section.field=value`, values being YAML. All mistakes of a recipe
-are named at once, before any work. Written by `scripts/recipe_reference.py`; do not edit by hand.
+`src/coterie/runs/recipes/`. Any field is changed on the command line by `--set section.field=value`, values being YAML. All mistakes of
+a recipe are named at once, before any work. Written by `scripts/recipe_reference.py`; do not edit by hand.
 
 ```yaml
 """

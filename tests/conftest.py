@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from coterie.threads import wait_briefly
+from coterie.core.threads import wait_briefly
 
 wait_briefly()  # where two threads are asked for, as the command line does, and before PyTorch is there
 

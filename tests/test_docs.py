@@ -26,7 +26,9 @@ def test_the_readme_names_every_method() -> None:
 
 def test_files_that_the_paper_index_names_exist() -> None:
     page = (REPOSITORY / "docs/paper-index.md").read_text()
-    paths = re.findall(r"`((?:tests|methods|models|recipes)/[\w./-]+|\w+\.py)`", page)
+    paths = re.findall(
+        r"`((?:tests|core|data|models|aggregation|client|methods|engines|reports|personal|runs|papers|deploy|cli)/[\w./-]+)`", page
+    )
     assert len(paths) > 10
     for path in paths:
         assert any((root / path).exists() for root in (REPOSITORY, Path(coterie.__file__).parent)), path

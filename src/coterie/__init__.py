@@ -2,10 +2,10 @@
 
 from typing import TYPE_CHECKING, Any
 
+from coterie.core.version import __version__
+
 if TYPE_CHECKING:
     from coterie.personal import load, load_all, load_many
-
-__version__ = "0.1.0"
 __all__ = ["__version__", "load", "load_all", "load_many"]
 
 

@@ -1,5 +1,5 @@
 """`python -m coterie` is the command line."""
 
-from coterie.cli import main
+from coterie.cli.base import main
 
 main()

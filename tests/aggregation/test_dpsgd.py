@@ -9,11 +9,12 @@ import torch
 from pydantic import ValidationError
 from scipy import integrate, stats
 
+from coterie.aggregation.accountant import ORDERS, epsilon_of
 from coterie.aggregation.dpsgd import ExampleAccountant, Sanitizer, clipped_sum, rate_of, rdp_of_steps
 from coterie.aggregation.noise import Source, grid
-from coterie.aggregation.privacy import ORDERS, Privacy, epsilon_of
-from coterie.errors import Refused, TensorError
-from coterie.roles import GENERALIST
+from coterie.aggregation.privacy import Privacy
+from coterie.core.errors import Refused, TensorError
+from coterie.core.roles import GENERALIST
 
 pytest.importorskip("opacus")
 

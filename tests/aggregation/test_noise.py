@@ -19,10 +19,10 @@ from scipy import stats
 import coterie
 from coterie.aggregation.noise import Source, grid, kept_key, on_grid, protected
 from coterie.aggregation.privacy import Privacy, central, local
-from coterie.client import Outbound
-from coterie.errors import Refused, SaveError, TensorError
+from coterie.client.outbound import Outbound
+from coterie.core.errors import Refused, SaveError, TensorError
+from coterie.core.tensors import Tensors
 from coterie.methods.fedavg import FedAvg
-from coterie.tensors import Tensors
 
 KEY = bytes(range(32))
 
@@ -231,22 +231,23 @@ def test_what_is_no_number_does_not_leave() -> None:
 ORDINARY = re.compile(r"randbits|Generator\(|default_rng|RandomState|np\.random\.\w+\(|torch\.rand\w*\(|import random|uniform_\(|normal_\(")
 HARMLESS = {  # files that draw from generators which anybody can predict, and what for
     "adapter.py": "where training starts",
-    "attackers.py": "lies of simulated clients",
+    "attacks.py": "lies of simulated clients",
     "auditing.py": "which rows an audit looks at",
     "canaries.py": "canaries of an experiment, whose coins follow from its seed",
-    "client.py": "lies of simulated clients",
+    "outbound.py": "lies of simulated clients",
     "cobo.py": "which pairs of clients CoBo compares, see below; or the theory's examples",
     "comigs.py": "the theory's examples",
     "comigs_experts.py": "the theory's examples",
     "common.py": "splits of public data",
     "ddome.py": "the theory's examples",
-    "dealing.py": "how data are dealt out to simulated clients",
+    "ddome_model.py": "the theory's examples",
+    "schemes.py": "how data are dealt out to simulated clients",
     "estimate.py": "a trial round before a run, of which nothing is kept or sent",
     "generalising.py": "noise of a method's own objective while it trains, which stays on the client",
     "labelled.py": "how data are dealt out to simulated clients",
     "networks.py": "where training starts",
-    "recipe.py": "who takes part, where nothing depends on its being unknown",
-    "run.py": "which pairs of clients CoBo compares: with privacy no such method runs",
+    "sections.py": "who takes part, where nothing depends on its being unknown",
+    "execution.py": "which pairs of clients CoBo compares: with privacy no such method runs",
     "splits.py": "the order of a client's own batches",
     "statistics.py": "resampling for intervals",
     "synthetic.py": "made-up texts",

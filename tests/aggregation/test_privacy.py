@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from scipy import integrate, optimize, special, stats
 
+from coterie.aggregation.accountant import Accountant, Ledger, rdp_of_drawn
 from coterie.aggregation.noise import Source
-from coterie.aggregation.privacy import Accountant, Adaptive, Ledger, Privacy, central, clipped, local, rdp_of_drawn
-from coterie.errors import Refused, TensorError
-from coterie.tensors import Tensors, dot, norm
+from coterie.aggregation.privacy import Adaptive, Privacy, central, clipped, local
+from coterie.core.errors import Refused, TensorError
+from coterie.core.tensors import Tensors, dot, norm
 
 PAGE = Path(__file__).parents[2] / "docs/privacy.md"
 

@@ -29,10 +29,10 @@ from coterie.aggregation import (
     robust,
 )
 from coterie.aggregation.collaboration import CHUNK
-from coterie.errors import RecipeError, TensorError
+from coterie.core.errors import RecipeError, TensorError
+from coterie.core.tensors import Tensors
 from coterie.methods.fedavg import FedAvg
-from coterie.recipe import validate
-from coterie.tensors import Tensors
+from coterie.runs.recipe import validate
 
 Vectors = NDArray[np.float64]  # (n, d)
 RULES: dict[str, Combining] = {

@@ -13,15 +13,15 @@ from folders import WORDS, written
 from typer.testing import CliRunner
 
 from coterie import personal
-from coterie import recipe as recipes
-from coterie import run as runs
 from coterie.audit import Settings, audit
-from coterie.cli import app
-from coterie.errors import Refused
-from coterie.observations import Observations
-from coterie.prepared import prepare, seen_from_afar
+from coterie.cli.base import app
+from coterie.core.errors import Refused
+from coterie.core.files import load
 from coterie.reports import audit as told
-from coterie.tensors import load
+from coterie.runs import recipe as recipes
+from coterie.runs import run as runs
+from coterie.runs.observations import Observations
+from coterie.runs.prepare import prepare, seen_from_afar
 
 CANARIES = "audit={canaries: 8, repeats: 2, prefix: 1, length: 4, references: 24}"
 
@@ -275,8 +275,8 @@ def test_what_all_have_alike_is_there_once(tmp_path: Path) -> None:
 
 
 def test_devices_plant_nothing(texts: Path, tiny_base: Path) -> None:
-    from coterie.device import _loaded
-    from coterie.engines.wire import Member
+    from coterie.engines.messages import Member
+    from coterie.runs.device import _loaded
 
     recipe = recipes.load("folders", [f"data.path={texts}", f"model.base={tiny_base}", "engine=flower", CANARIES])
     with pytest.raises(Refused, match="plant canaries in this device's data"):

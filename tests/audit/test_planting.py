@@ -8,10 +8,10 @@ import pytest
 
 from coterie.audit.canaries import Scored, chance
 from coterie.audit.membership import Told, drawn, measured
+from coterie.core.errors import DataError
 from coterie.data.canaries import Audit, Canaries, plant
 from coterie.data.federation import ClientData, Federation
 from coterie.data.splits import TokenSplit
-from coterie.errors import DataError
 
 AUDIT = Audit(canaries=10, repeats=3, prefix=2, length=5, references=20)
 CONTEXT, LOW = 16, 500  # the clients' own ids are below LOW, those of canaries are not

@@ -1,7 +1,7 @@
 """Every method by name, with settings under which two rounds show all that it does. A new method joins with one line."""
 
 from coterie.methods import METHODS, Method
-from coterie.recipe import build_method
+from coterie.runs.recipe import build_method
 
 CASES: dict[str, dict[str, object]] = {
     "pretrained": {},

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from coterie.aggregation import SAMPLES
-from coterie.errors import TensorError
+from coterie.core.errors import TensorError
+from coterie.core.protocol import Ask, ClientId, Replies, drive, nothing, trains
+from coterie.core.tensors import Named, Tensors
 from coterie.methods import Method
-from coterie.protocol import Ask, ClientId, Replies, drive, nothing, trains
-from coterie.tensors import Named, Tensors
 
 from .cases import method_of
 from .test_methods import Run, World, case, language, method, pictures, world  # noqa: F401 - the fixtures

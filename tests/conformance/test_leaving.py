@@ -6,16 +6,18 @@ import pytest
 import torch
 
 from coterie.aggregation.privacy import Privacy
-from coterie.client import AnyClient, Client, Outbound
+from coterie.client.client import Client
+from coterie.client.interfaces import AnyClient
+from coterie.client.outbound import Outbound
+from coterie.core.errors import ClientError, Refused
+from coterie.core.protocol import Ask, ClientId, Replies, Sends, declared, find_task, task
+from coterie.core.roles import ROUTER, SPECIALIST
+from coterie.core.tensors import Named, Tensors
 from coterie.engines import InProcess, Loopback
-from coterie.errors import ClientError, Refused
 from coterie.methods import METHODS, Method
 from coterie.methods.cobo import CoBo
 from coterie.methods.comigs import CoMiGS
 from coterie.methods.fedavg import FedAvg
-from coterie.protocol import Ask, ClientId, Replies, Sends, declared, find_task, task
-from coterie.roles import ROUTER, SPECIALIST
-from coterie.tensors import Named, Tensors
 
 from .test_forms import exchanges
 from .test_methods import Run, World, case, language, method, pictures, world  # noqa: F401 - the fixtures

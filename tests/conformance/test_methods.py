@@ -9,24 +9,30 @@ import pytest
 import torch
 
 from coterie.aggregation.lowrank import own_factors
-from coterie.client import OWNED, Blueprint, Client, Model, Site, Trainable, Training
+from coterie.client.blueprint import Blueprint
+from coterie.client.client import Client
+from coterie.client.interfaces import Model, Trainable
+from coterie.client.settings import Training
+from coterie.client.site import Site
+from coterie.client.state import OWNED
+from coterie.core.protocol import Ask, ClientId, Replies, drive
+from coterie.core.roles import GATE
+from coterie.core.tensors import Tensors, all_finite
 from coterie.data.federation import POOL, ClientData, Federation
 from coterie.data.splits import SPLITS
 from coterie.engines import ENGINES, Engine
 from coterie.methods import Method
 from coterie.methods.fdlora import FDLoRA
-from coterie.methods.method import Ranked
-from coterie.modality import Examples
+from coterie.methods.templates import Ranked
 from coterie.models.adapter import Adapter, Layout
 from coterie.models.backbone import Backbone
 from coterie.models.classifier import Classifier, NetworkShape
 from coterie.models.common import CommonExpert
 from coterie.models.language import LanguageModel
-from coterie.protocol import Ask, ClientId, Replies, drive
-from coterie.recipe import ClassifierSection, Recipe
-from coterie.records import Checkpoint, Checkpoints
-from coterie.roles import GATE
-from coterie.tensors import Tensors, all_finite
+from coterie.runs.checkpoints import Checkpoint, Checkpoints
+from coterie.runs.classification import Examples
+from coterie.runs.recipe import Recipe
+from coterie.runs.sections import ClassifierSection
 
 from .cases import ALL, NETWORKS, PICTURES, method_of
 
@@ -361,8 +367,8 @@ def test_fedavg_of_one_client_is_local(language: World) -> None:
 
 
 def test_every_shipped_recipe_parses() -> None:
-    from coterie import recipes
-    from coterie.recipe import load
+    from coterie.runs import recipes
+    from coterie.runs.recipe import load
 
     assert {"quickstart", "folders", "agnews-ood", "agnews-id", "multilingual", "topics"} <= set(recipes.names())
     for name in recipes.names():

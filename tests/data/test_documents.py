@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coterie.core.errors import DataError
 from coterie.data.documents import Document, cut, keyed_by_text, read_rows, read_text, split
-from coterie.errors import DataError
 
 FRACTIONS = (0.8, 0.1, 0.1)
 

@@ -17,11 +17,11 @@ from PIL import Image
 from pyarrow import parquet
 from pydantic import ValidationError
 
+from coterie.core.errors import DataError
 from coterie.data.examples import Examples, ExampleSplit
 from coterie.data.federation import POOL, Federation
 from coterie.data.images import Cifar10, Cifar100, Digits, Emnist, Images, Mnist
 from coterie.data.splits import PooledSplit
-from coterie.errors import DataError
 
 NAMES = ("train", "valid", "test")
 

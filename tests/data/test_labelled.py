@@ -14,10 +14,10 @@ from pydantic import TypeAdapter
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from coterie.core.errors import DataError
 from coterie.data import Data
 from coterie.data.documents import read_rows
 from coterie.data.labelled import DOMAINS, INTENTS, Clinc150, DBpedia14, LabelledTexts, YahooAnswers
-from coterie.errors import DataError
 
 WORDS = [f"w{i}" for i in range(40)]
 DOMAIN_OF = {intent: sorted(DOMAINS).index(domain) for domain, intents in DOMAINS.items() for intent in intents.split()}

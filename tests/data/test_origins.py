@@ -17,13 +17,14 @@ from pathlib import Path
 import pytest
 
 import coterie
-from coterie import recipes, reproductions
 from coterie.data import Multilingual, Topics
 from coterie.data.origins import MULTILINGUAL, TOPICS
 from coterie.data.pretraining import seen_in_pretraining
-from coterie.inputs import INPUTS
-from coterie.recipe import load
-from coterie.run import run
+from coterie.papers import tables
+from coterie.runs import recipes
+from coterie.runs.inputs import INPUTS
+from coterie.runs.recipe import load
+from coterie.runs.run import run
 
 REPOSITORY = Path(__file__).parents[2]
 PART = REPOSITORY / "corpora"
@@ -85,7 +86,7 @@ def test_shipped_recipes_read_the_same_from_the_part(data_root: Path) -> None:
     for section in sections.values():
         assert section.exclude_pretraining
         assert texts(section) == texts(section.model_copy(update={"root": data_root}))
-    for path in Path(reproductions.__file__).parent.rglob("*.yaml"):
+    for path in Path(tables.__file__).parent.rglob("*.yaml"):
         assert not re.search(r"exclude_pretraining|data\.(seed|fractions)", path.read_text()), path
 
 
@@ -145,7 +146,7 @@ def test_the_part_is_small() -> None:
 def refusals_of(site: Path) -> dict[str, str]:
     """What is said by a package in a folder `site` where no data are named."""
     program = (
-        "import json; from coterie.data import Multilingual, Topics; from coterie.errors import DataError; found = {}\n"
+        "import json; from coterie.data import Multilingual, Topics; from coterie.core.errors import DataError; found = {}\n"
         "for section in (Multilingual(), Topics()):\n"
         "    try:\n        section.source()\n"
         "    except DataError as error:\n        found[section.kind] = str(error)\n"

@@ -12,14 +12,14 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from coterie import personal
+from coterie.core.errors import DataError
 from coterie.data import AgNews, Data, Folders, Hub, HubClients, Multilingual, Stdlib, Synthetic, Topics, corpora
 from coterie.data.corpora import mixtures
 from coterie.data.hub import HubClient
 from coterie.data.pretraining import STDLIB_TOPICS, seen_in_pretraining
-from coterie.errors import DataError
-from coterie.prepared import prepare
-from coterie.recipe import load
-from coterie.run import run
+from coterie.runs.prepare import prepare
+from coterie.runs.recipe import load
+from coterie.runs.run import run
 
 SPLITS = ("train", "valid", "test")
 

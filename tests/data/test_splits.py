@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coterie.core.errors import DataError
 from coterie.data.federation import POOL, ClientData, Federation, Size, federate
 from coterie.data.splits import PooledSplit, Split, TokenSplit
-from coterie.errors import DataError
 
 contexts = st.integers(1, 7)
 

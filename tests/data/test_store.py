@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from coterie.core.errors import DataError, SaveError
 from coterie.data import Folders
 from coterie.data.store import default_cache, encode, key_of
-from coterie.errors import DataError, SaveError
 
 WORDS = "the cat and the dog and the bird "
 

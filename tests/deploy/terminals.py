@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from coterie import recipe as recipes
-from coterie.recipe import Recipe
+from coterie.runs import recipe as recipes
+from coterie.runs.recipe import Recipe
 
 RECIPE = """
 data: {kind: folders}

@@ -10,8 +10,8 @@ import pytest
 from terminals import MINUTE, OWN, left, loaded, terminals, texts, written
 
 import coterie
-from coterie import names
-from coterie.run import run
+from coterie.core import names
+from coterie.runs.run import run
 
 
 def test_devices_come_to_the_same_as_one_process_and_nothing_is_left(tmp_path: Path) -> None:

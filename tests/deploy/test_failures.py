@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from terminals import MINUTE, OWN, Terminal, kill, left, loaded, terminals, texts, until, written
 
-from coterie import deploy
-from coterie.run import run
+from coterie.deploy.link import Link, free_port
+from coterie.runs.run import run
 
 pytestmark = pytest.mark.slow
 Open = Callable[..., Terminal]
@@ -27,7 +27,7 @@ class Site:
     """
 
     def __init__(self, folder: Path, open: Open, *clients: str) -> None:
-        self.folder, self.open, self.ports = folder, open, (deploy.free_port(), deploy.free_port())
+        self.folder, self.open, self.ports = folder, open, (free_port(), free_port())
         assert open("server", "keys", "keys", *(part for client in clients for part in ("--client", client))).ends() == 0
         self.keys, self.run = folder / "server/keys", folder / "server/run"
 
@@ -73,9 +73,7 @@ def test_strangers_are_refused_and_never_appear_in_a_run(tmp_path: Path) -> None
         links = [["--insecure"], ["--root-certificates", str(site.keys / "ca.crt")]]  # no TLS; TLS, but no key
         names = [f'client="cleo" home="{tmp_path}/flower"', f'client="ann" home="{tmp_path}/flower"']
         for number, link in enumerate(links):
-            flower = " ".join(
-                f"'{part}'" for part in ["--superlink", f"127.0.0.1:{site.ports[0]}", *link, "--port", str(deploy.free_port())]
-            )
+            flower = " ".join(f"'{part}'" for part in ["--superlink", f"127.0.0.1:{site.ports[0]}", *link, "--port", str(free_port())])
             open(f"flower-{number}", f"exec flower-supernode {flower} --node-config '{names[number]}'", shell=True)
         assert site.submit(written(tmp_path, method__rounds=1), 2).ends() == 0
         result = json.loads((site.run / "result.json").read_text())
@@ -125,7 +123,7 @@ def test_a_server_that_is_killed_goes_on_from_its_checkpoint_to_the_same_result(
         kill(tmp_path / "server", "flower-superlink")
         server.says("The SuperLink ended and is started again")
         assert second.ends() == 1
-        until(lambda: deploy.Link(f"127.0.0.1:{site.ports[0]}", site.keys / "ca.crt").answers("fleet"), "a SuperLink again")
+        until(lambda: Link(f"127.0.0.1:{site.ports[0]}", site.keys / "ca.crt").answers("fleet"), "a SuperLink again")
         server.process.kill()
         until(lambda: not left(tmp_path / "server/home"), "what it had started ends with it")
         server = site.server()

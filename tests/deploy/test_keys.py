@@ -8,8 +8,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes, uses_nist_ec_curve
 
-from coterie import keys
-from coterie.errors import Refused
+from coterie.core.errors import Refused
+from coterie.deploy import keys
 
 
 @pytest.fixture

@@ -14,10 +14,13 @@ import pytest
 from terminals import left, until
 from typer.testing import CliRunner
 
-from coterie import deploy, keys
-from coterie.cli import app
-from coterie.deploy import Link, Node, Supervisor
-from coterie.errors import Refused
+from coterie.cli.base import app
+from coterie.core.errors import Refused
+from coterie.deploy import command as commands
+from coterie.deploy import keys, server, submit, supernode
+from coterie.deploy import process as processes
+from coterie.deploy.link import Link, free_port
+from coterie.deploy.supernode import Node, Supervisor
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -52,7 +55,7 @@ def test_what_a_device_needs(tmp_path: Path) -> None:
 def test_nobody_may_be_there_and_that_is_no_mistake(tmp_path: Path) -> None:
     keys.make(tmp_path, [], [])
     for ca in (None, tmp_path / "ca.crt"):
-        assert not Link(f"127.0.0.1:{deploy.free_port()}", ca).answers("fleet")
+        assert not Link(f"127.0.0.1:{free_port()}", ca).answers("fleet")
 
 
 def test_the_configuration_of_a_node_survives_flowers_parser(tmp_path: Path) -> None:
@@ -71,7 +74,7 @@ def test_the_configuration_of_a_node_survives_flowers_parser(tmp_path: Path) -> 
 
 def test_the_project_is_the_app_that_is_submitted() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
-    assert {key: project[key] for key in ("publisher", "components", "config")} == tomllib.loads(deploy.APP)["tool"]["flwr"]["app"]
+    assert {key: project[key] for key in ("publisher", "components", "config")} == tomllib.loads(submit.APP)["tool"]["flwr"]["app"]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +108,7 @@ def test_the_command_line_says_which_option_is_wrong(
 def test_ports_that_are_taken_are_refused(tmp_path: Path) -> None:
     keys.make(tmp_path / "keys", [], ["ann"])
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port, free = str(taken.getsockname()[1]), str(deploy.free_port())
+        port, free = str(taken.getsockname()[1]), str(free_port())
         common = ["server", "--keys", str(tmp_path / "keys"), "--host", "127.0.0.1", "--home", str(tmp_path / "home")]
         assert f"port {port} is taken\n  Choose another --port." in refused(*common, "--port", port, "--runs-port", free)
         assert "Choose another --runs-port." in refused(*common, "--port", free, "--runs-port", port)
@@ -116,9 +119,9 @@ def test_ports_that_are_taken_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "without"),
     [
-        ("from coterie.cli import app; app(['--help'], standalone_mode=False)", ("torch", "flwr", "cryptography")),
-        ("import coterie.apps", ("torch", "transformers")),
-        ("import coterie.deploy", ("torch", "flwr")),
+        ("from coterie.cli.base import app; app(['--help'], standalone_mode=False)", ("torch", "flwr", "cryptography")),
+        ("import coterie.deploy.apps", ("torch", "transformers")),
+        ("import coterie.deploy.server", ("torch", "flwr")),
     ],
 )
 def test_heavy_libraries_wait_until_they_are_needed(code: str, without: tuple[str, ...]) -> None:
@@ -135,7 +138,7 @@ def test_what_a_program_starts_in_groups_of_their_own_ends_with_it(tmp_path: Pat
     )
     for dies_before in (False, True):
         log = tmp_path / f"{dies_before}.log"
-        program = deploy.Program([sys.executable, "-c", parent], tmp_path, log)
+        program = processes.Program([sys.executable, "-c", parent], tmp_path, log)
         until(lambda log=log: "up" in log.read_text(), "the grandchild")
         assert len(left(tmp_path)) == 2
         if dies_before:
@@ -146,9 +149,10 @@ def test_what_a_program_starts_in_groups_of_their_own_ends_with_it(tmp_path: Pat
 
 def test_a_supervisor_starts_again_what_has_ended_and_says_why_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Node, "supernode", lambda node: ["sh", "-c", "echo '[code: 2004] Failed to activate SuperNode.'"])
-    monkeypatch.setattr(deploy, "_AGAIN_S", 0.05)
+    monkeypatch.setattr(server, "_AGAIN_S", 0.05)
+    monkeypatch.setattr(supernode, "_AGAIN_S", 0.05)
     said: list[str] = []
-    with deploy.device(Node(Link("127.0.0.1:9", None), tmp_path, resident=False)) as supervisor:
+    with supernode.device(Node(Link("127.0.0.1:9", None), tmp_path, resident=False)) as supervisor:
         threading.Thread(target=lambda: said.extend(supervisor.watch()), daemon=True).start()  # extend takes each line as it comes
         until(lambda: (tmp_path / "supernode.log").read_text().count("2004") >= 4, "it was started again and again")
         monkeypatch.setattr(Supervisor, "look", lambda self: [])
@@ -176,10 +180,11 @@ def test_a_server_knows_the_devices_whose_keys_are_there(tmp_path: Path, monkeyp
         return json.dumps({"success": True, "node-id": used[key]})
 
     used: dict[str, str] = {}
-    monkeypatch.setattr(deploy, "flwr", flower)
+    monkeypatch.setattr(commands, "flwr", flower)
+    monkeypatch.setattr(server, "flwr", flower)
     keys.make(tmp_path, [], ["ann", "ben"])
-    link, process = Link("127.0.0.1:9", None), cast("deploy.Program", None)
-    first = deploy.Server(link, link, tmp_path, tmp_path, process, {})
+    link, process = Link("127.0.0.1:9", None), cast("processes.Program", None)
+    first = server.Server(link, link, tmp_path, tmp_path, process, {})
     assert list(first.look()) == ["The device of ann is known now.", "The device of ben is known now."]
     assert list(first.look()) == []
     (tmp_path / "clients/ann.pub").rename(tmp_path / "ann.pub")
@@ -187,11 +192,11 @@ def test_a_server_knows_the_devices_whose_keys_are_there(tmp_path: Path, monkeyp
     (tmp_path / "ann.pub").rename(tmp_path / "clients/ann.pub")
     assert [line.partition(" was refused")[1] for line in first.look()] == [" was refused"]
     assert list(first.look()) == []
-    second = deploy.Server(link, link, tmp_path, tmp_path, process, json.loads((tmp_path / deploy.NODES).read_text()))
+    second = server.Server(link, link, tmp_path, tmp_path, process, json.loads((tmp_path / server.NODES).read_text()))
     (tmp_path / "clients/ann.pub").unlink()
     assert list(second.look()) == []
     assert seen == ["+ node of ann", "+ node of ben", "- node of ann"]
-    assert list(deploy.Server(link, link, None, tmp_path, process, {}).look()) == []
+    assert list(server.Server(link, link, None, tmp_path, process, {}).look()) == []
 
 
 @pytest.mark.parametrize("failed", [False, True])
@@ -203,8 +208,11 @@ def test_what_a_run_prints_is_shown_without_flowers_own_lines(tmp_path: Path, mo
     log = tmp_path / "flwr"
     log.write_text(f"#!/bin/sh\ncat <<'END'\n{lines}{problem if failed else ''}{error}END\n")
     log.chmod(0o755)
-    monkeypatch.setattr(deploy, "program", lambda name: str(log))
+    monkeypatch.setattr(commands, "program", lambda name: str(log))
+    monkeypatch.setattr(server, "program", lambda name: str(log))
+    monkeypatch.setattr(submit, "program", lambda name: str(log))
+    monkeypatch.setattr(supernode, "program", lambda name: str(log))
     said: list[str] = []
-    deploy._follow("1", tmp_path, said.append)
+    submit._follow("1", tmp_path, said.append)
     last = problem.splitlines() if failed else ["ERROR :     ServerApp raised an exception", "Traceback (most recent call last):"]
     assert said == ["  round 1/2  loss 3.1", "WARNING :   odd", *last]

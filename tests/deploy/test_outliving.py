@@ -14,10 +14,14 @@ from pathlib import Path
 import pytest
 from terminals import MINUTE, left, terminals, texts, until, written
 
-from coterie import deploy, keys
-from coterie.deploy import Link, Node, Server
-from coterie.engines.resident import private
-from coterie.errors import ClientError, Refused
+from coterie.core.errors import ClientError, Refused
+from coterie.deploy import command, keys, link, supernode
+from coterie.deploy import process as processes
+from coterie.deploy import server as superlink
+from coterie.deploy.link import Link
+from coterie.deploy.resident import private
+from coterie.deploy.server import Server
+from coterie.deploy.supernode import Node
 
 # Answers every request with 200, as a SuperLink would some of them.
 STUB = """
@@ -46,10 +50,13 @@ def registering(arguments: Sequence[str], home: Path) -> str:
 def serving(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Server, list[str]]]:
     """A server whose SuperLink is a stub, and what it tells."""
     monkeypatch.setattr(
-        deploy, "_superlink", lambda ca, certificate, key, home, port: [sys.executable, "-c", STUB, str(port), str(certificate), str(key)]
+        superlink,
+        "_superlink",
+        lambda ca, certificate, key, home, port: [sys.executable, "-c", STUB, str(port), str(certificate), str(key)],
     )
-    monkeypatch.setattr(deploy, "_LOOK_S", 0.1)
-    monkeypatch.setattr(deploy, "_AGAIN_S", 0.2)
+    monkeypatch.setattr(superlink, "_LOOK_S", 0.1)
+    monkeypatch.setattr(superlink, "_AGAIN_S", 0.2)
+    monkeypatch.setattr(supernode, "_AGAIN_S", 0.2)
     said: list[str] = []
     stop = threading.Event()
 
@@ -59,7 +66,7 @@ def serving(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Ser
             if stop.is_set():
                 return
 
-    with deploy.server(folder / "keys", folder / "home", "127.0.0.1", deploy.free_port(), deploy.free_port()) as found:
+    with superlink.server(folder / "keys", folder / "home", "127.0.0.1", link.free_port(), link.free_port()) as found:
         watching = threading.Thread(target=watch, daemon=True)
         watching.start()
         yield found, said
@@ -69,7 +76,8 @@ def serving(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Ser
 
 
 def test_a_superlink_that_dies_is_started_again_and_devices_are_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deploy, "flwr", registering)
+    monkeypatch.setattr(command, "flwr", registering)
+    monkeypatch.setattr(superlink, "flwr", registering)
     keys.make(tmp_path / "keys", [], ["ann"])
     with serving(tmp_path, monkeypatch) as (found, said):
         until(lambda: "The device of ann is known now." in said, "ann")
@@ -87,7 +95,8 @@ def test_a_superlink_that_dies_is_started_again_and_devices_are_answered(tmp_pat
 
 def test_what_is_no_key_is_told_and_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the device whose key has become unreadable is not shut out: Flower would never take that key again."""
-    monkeypatch.setattr(deploy, "flwr", registering)
+    monkeypatch.setattr(command, "flwr", registering)
+    monkeypatch.setattr(superlink, "flwr", registering)
     keys.make(tmp_path / "keys", [], ["ann", "ben"])
     folder = tmp_path / "keys/clients"
     with serving(tmp_path, monkeypatch) as (found, said):
@@ -162,7 +171,8 @@ def test_a_key_that_nobody_may_read_is_told(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_keys_that_is_away_shuts_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deploy, "flwr", registering)
+    monkeypatch.setattr(command, "flwr", registering)
+    monkeypatch.setattr(superlink, "flwr", registering)
     keys.make(tmp_path / "keys", [], ["ann"])
     with serving(tmp_path, monkeypatch) as (found, said):
         until(lambda: found.nodes, "ann")
@@ -175,7 +185,8 @@ def test_a_folder_of_keys_that_is_away_shuts_nobody_out(tmp_path: Path, monkeypa
 
 
 def test_a_disk_that_is_full_for_a_while_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deploy, "flwr", registering)
+    monkeypatch.setattr(command, "flwr", registering)
+    monkeypatch.setattr(superlink, "flwr", registering)
     keys.make(tmp_path / "keys", [], ["ann"])
     write, full = Server._write, threading.Event()
 
@@ -202,7 +213,8 @@ def test_a_device_that_cannot_be_shut_out_now_is_shut_out_later_and_is_a_strange
             raise ClientError("flwr supernode unregister failed")
         return registering(arguments, home)
 
-    monkeypatch.setattr(deploy, "flwr", flower)
+    monkeypatch.setattr(command, "flwr", flower)
+    monkeypatch.setattr(superlink, "flwr", flower)
     keys.make(tmp_path / "keys", [], ["ann"])
     failing.set()
     with serving(tmp_path, monkeypatch) as (found, said):
@@ -221,8 +233,8 @@ def test_a_device_that_cannot_be_shut_out_now_is_shut_out_later_and_is_a_strange
 def test_a_damaged_list_of_devices_is_refused_and_the_remedy_named(tmp_path: Path, content: str, monkeypatch: pytest.MonkeyPatch) -> None:
     keys.make(tmp_path / "keys", [], ["ann"])
     private(tmp_path / "home")
-    (tmp_path / "home" / deploy.NODES).write_text(content)
-    (tmp_path / "home" / deploy.DATABASE).write_text("")
+    (tmp_path / "home" / superlink.NODES).write_text(content)
+    (tmp_path / "home" / superlink.DATABASE).write_text("")
     with pytest.raises(Refused, match=r"nodes\.json is damaged") as refused, serving(tmp_path, monkeypatch):
         pass
     assert "flwr.db" in refused.value.remedy
@@ -231,9 +243,10 @@ def test_a_damaged_list_of_devices_is_refused_and_the_remedy_named(tmp_path: Pat
 
 def test_a_device_outlives_a_program_that_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Node, "supernode", lambda node: ["sh", "-c", "exit 1"])
-    monkeypatch.setattr(deploy, "_AGAIN_S", 0.05)
+    monkeypatch.setattr(superlink, "_AGAIN_S", 0.05)
+    monkeypatch.setattr(supernode, "_AGAIN_S", 0.05)
     said: list[str] = []
-    with deploy.device(Node(Link("127.0.0.1:9", None), tmp_path, resident=False)) as supervisor:
+    with supernode.device(Node(Link("127.0.0.1:9", None), tmp_path, resident=False)) as supervisor:
         look, calls = supervisor.look, [0]
 
         def sometimes() -> list[str]:
@@ -262,7 +275,8 @@ def test_a_device_outlives_a_program_that_cannot_be_started(tmp_path: Path, monk
 
 
 def test_homes_are_their_owners_alone_and_those_that_are_there_become_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deploy, "flwr", registering)
+    monkeypatch.setattr(command, "flwr", registering)
+    monkeypatch.setattr(superlink, "flwr", registering)
     monkeypatch.setattr(Node, "supernode", lambda node: ["sleep", "60"])
     keys.make(tmp_path / "keys", [], [])
     for name in ("home", "device"):
@@ -271,7 +285,7 @@ def test_homes_are_their_owners_alone_and_those_that_are_there_become_so(tmp_pat
     with serving(tmp_path, monkeypatch):
         assert (tmp_path / "home").stat().st_mode & 0o7777 == 0o700
     for home in (tmp_path / "device", tmp_path / "new"):
-        with deploy.device(Node(Link("127.0.0.1:9", None), home, resident=False)):
+        with supernode.device(Node(Link("127.0.0.1:9", None), home, resident=False)):
             assert home.stat().st_mode & 0o7777 == 0o700
 
 
@@ -290,11 +304,11 @@ def test_a_folder_for_everybody_is_left_as_it_is_and_refused(tmp_path: Path) -> 
 
 STOPS = """
 import time
-from coterie import cli
+from coterie.cli import base
 
-@cli.app.command()
+@base.app.command()
 def wait():
-    with cli._stopping("stopped."):
+    with base._stopping("stopped."):
         try:
             print("ready", flush=True)
             time.sleep(60)
@@ -304,7 +318,7 @@ def wait():
                 time.sleep(0.1)
             print("all done", flush=True)
 
-cli.app(["wait"])
+base.app(["wait"])
 """
 
 
@@ -346,7 +360,7 @@ def test_a_run_that_is_told_twice_to_stop_stops_once(tmp_path: Path, first: int,
 def test_a_server_a_device_and_a_demonstration_that_are_told_twice(tmp_path: Path, first: int, second: int, code: int) -> None:
     keys.make(tmp_path / "keys", [], ["ann"])
     data, recipe = texts(tmp_path / "texts", "ann", "ben"), written(tmp_path, method__rounds=100)
-    port, runs = deploy.free_port(), deploy.free_port()
+    port, runs = link.free_port(), link.free_port()
     with terminals(tmp_path) as terminal:
         known = ("--ca", str(tmp_path / "keys/ca.crt"), "--key", str(tmp_path / "keys/clients/ann"))
         ports = ("--port", str(port), "--runs-port", str(runs))
@@ -369,7 +383,7 @@ def test_a_server_a_device_and_a_demonstration_that_are_told_twice(tmp_path: Pat
 
 def test_a_program_is_ended_though_whoever_waits_for_it_loses_patience(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
-    program = deploy.Program([sys.executable, "-c", stubborn], tmp_path, tmp_path / "log")
+    program = processes.Program([sys.executable, "-c", stubborn], tmp_path, tmp_path / "log")
     until(lambda: "up" in (tmp_path / "log").read_text(), "it ignores signals")
 
     sleep, lost, whoever_waits = time.sleep, [True], threading.current_thread()
@@ -380,7 +394,7 @@ def test_a_program_is_ended_though_whoever_waits_for_it_loses_patience(tmp_path:
             raise KeyboardInterrupt
         sleep(seconds)
 
-    monkeypatch.setattr(deploy.time, "sleep", impatient)
+    monkeypatch.setattr(processes.time, "sleep", impatient)
     with pytest.raises(KeyboardInterrupt):
         program.stop()
     monkeypatch.undo()

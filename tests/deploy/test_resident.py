@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from coterie.engines import resident
-from coterie.errors import Refused, TensorError
+from coterie.core.errors import Refused, TensorError
+from coterie.deploy import resident
 
 ECHO = """
 import os, sys, time
 from pathlib import Path
-from coterie.engines import resident
+from coterie.deploy import resident
 
 def answer(text, body):
     if text == "die":

@@ -13,15 +13,17 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.task_identity import TaskIdentity
 
-from coterie import apps
+from coterie.deploy import apps
 from coterie.engines import Listener
-from coterie.engines.flower import client_app
-from coterie.engines.wire import Reply, Request
-from coterie.inputs import Inputs, Kept
-from coterie.places import OnDevices, Place, simulated_device
-from coterie.recipe import Recipe
+from coterie.engines.flower.apps import client_app
+from coterie.engines.messages import Reply, Request
 from coterie.reports import Reporter
-from coterie.run import Execution, Json, execute_all
+from coterie.runs.backends import OnDevices, Place, simulated_device
+from coterie.runs.execution import Execution
+from coterie.runs.files import Json
+from coterie.runs.inputs import Inputs, Kept
+from coterie.runs.recipe import Recipe
+from coterie.runs.run import execute_all
 
 Handle = Callable[[Mapping[str, Any], str, bytes], tuple[str, bytes]]
 Spoil = Callable[[Message, Message], Message | None]  # (request, reply) -> what arrives; None: nothing ever does

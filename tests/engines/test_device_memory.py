@@ -17,15 +17,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nodes import Nodes, devices, execution, simulated_nodes
 
-from coterie import run
-from coterie.device import Device, Memory, Turn
-from coterie.engines.wire import Reply, Request
-from coterie.errors import SaveError, TensorError
-from coterie.modality import load as load_modality
-from coterie.places import OnThisMachine, kept
-from coterie.recipe import Recipe, load
-from coterie.records import KEPT
-from coterie.tensors import from_bytes, to_bytes
+from coterie.core.errors import SaveError, TensorError
+from coterie.core.tensors import from_bytes, to_bytes
+from coterie.engines.messages import Reply, Request
+from coterie.runs import run
+from coterie.runs.backends import OnThisMachine, kept
+from coterie.runs.checkpoints import KEPT
+from coterie.runs.device import Device, Memory, Turn
+from coterie.runs.loading import load as load_modality
+from coterie.runs.metrics import MetricsFile
+from coterie.runs.recipe import Recipe, load
 
 SETTINGS = ["method.rounds=6", "compare_with=[]", "data.clusters=2", "checkpoint_every=2", "evaluate_every=2"]
 
@@ -112,7 +113,7 @@ def test_any_number_of_damaged_states_fits_into_a_reply(tmp_path: Path) -> None:
 def test_a_device_that_is_killed_while_it_saves_has_its_former_state(tmp_path: Path) -> None:
     remembered(tmp_path, (0, 0))
     program = (
-        "import os, signal, sys, torch; from pathlib import Path; from coterie.device import Memory; "
+        "import os, signal, sys, torch; from pathlib import Path; from coterie.runs.device import Memory; "
         "os.replace = lambda *paths: os.kill(os.getpid(), signal.SIGKILL); "
         "Memory(Path(sys.argv[1])).commit((1, 0), {'at': torch.tensor(10)}, 0)"
     )
@@ -340,7 +341,7 @@ def test_no_request_makes_it_fail_to_answer(data: st.DataObject) -> None:
 def stopped_after(place: Any, recipe: Recipe, folder: Path, count: int) -> None:
     """A run whose server dies in the middle of the round after `count` rounds: when the first exchange of it was answered."""
     started = execution(place, recipe, folder)
-    started.started, started.metrics = 0.0, run.MetricsFile(folder)
+    started.started, started.metrics = 0.0, MetricsFile(folder)
     torch.set_num_threads(1)
     for _ in range(count):
         started._one_round()
@@ -389,7 +390,7 @@ def test_a_server_that_comes_back_ends_as_if_nothing_had_happened(rounds: int, r
 def test_a_simulation_that_died_before_its_first_checkpoint_starts_again(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coterie.engines.flower.simulated", lambda clients, threads, handle: simulated_nodes(clients))
+    monkeypatch.setattr("coterie.engines.flower.simulation.simulated", lambda clients, threads, handle: simulated_nodes(clients))
     whole = run.run(recipe, tmp_path / "whole")[-1]
     stopped_after(OnThisMachine(), recipe, tmp_path / "part", 1)
     (tmp_path / "part/recipe.yaml").write_text(run.recipes.dump(recipe))

@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nodes import Nodes, Notes, altered, content, devices, execution, finished
 
-from coterie import run
-from coterie.engines.flower import Flower
-from coterie.engines.wire import MOST_HEADER, Reply, Request, parsed
-from coterie.errors import TensorError
+from coterie.core.errors import TensorError
+from coterie.core.protocol import Ask
+from coterie.core.tensors import Tensors, from_bytes, to_bytes
+from coterie.engines.flower.engine import Flower
+from coterie.engines.messages import MOST_HEADER, Reply, Request, parsed
 from coterie.methods import Method
-from coterie.protocol import Ask
-from coterie.recipe import Recipe, build_method, load
-from coterie.tensors import Tensors, from_bytes, to_bytes
+from coterie.runs.inputs import RESULT
+from coterie.runs.recipe import Recipe, build_method, load
 
 SETTINGS = ["method.rounds=1", "compare_with=[]", "data.clusters=2", "metrics_every=1", "checkpoint_every=1", "engine=flower"]
 THETA = {"a.weight": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "b": torch.tensor([5.0])}
@@ -351,4 +351,4 @@ def test_scores_are_checked_too(grid: Nodes, tmp_path: Path) -> None:
     assert set(result["clients"]) == {"c0-0", "c1-0"}
     assert result["lost"] == {"c0-1": 1}
     assert isinstance(recipe.build_method(), Method)
-    assert run.RESULT in {path.name for path in (tmp_path / "out").iterdir()}
+    assert RESULT in {path.name for path in (tmp_path / "out").iterdir()}

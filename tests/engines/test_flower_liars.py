@@ -11,15 +11,15 @@ import torch
 from flwr.app import Message
 from nodes import Nodes, Notes, altered, content, devices, finished, parts
 
-from coterie.data.dealing import Dealing
+from coterie.core.errors import Refused, TensorError
+from coterie.core.metrics import check_scores
+from coterie.core.tensors import from_bytes, to_bytes
 from coterie.data.federation import POOL
-from coterie.device import _member
-from coterie.engines.wire import Member, Reply, parsed
-from coterie.errors import Refused, TensorError
-from coterie.evaluation import check_scores
-from coterie.prepared import check_member, prepare
-from coterie.recipe import Recipe, load
-from coterie.tensors import from_bytes, to_bytes
+from coterie.data.partition import Dealing
+from coterie.engines.messages import Member, Reply, parsed
+from coterie.runs.device import _member
+from coterie.runs.prepare import check_member, prepare
+from coterie.runs.recipe import Recipe, load
 
 HONEST = ("c0-0", "c0-1", "c1-0")
 LIAR = "c1-1"
@@ -203,7 +203,7 @@ def test_such_measurements_are_dropped_and_named(tmp_path: Path) -> None:
 
 
 def test_weights_of_routers_that_a_client_does_not_have_are_in_no_picture(tmp_path: Path) -> None:
-    from coterie.reports.html import router_panels
+    from coterie.reports.curves import router_panels
 
     lines = [(1, [[0.5, 0.5]]), (2, [[1.0]]), (3, [[0.5, 0.5], [0.5, 0.5]]), (4, [[0.25, 0.75]])]
     written = [json.dumps({"kind": "train", "client": "ann", "iteration": at, "router/experts": weights}) for at, weights in lines]

@@ -8,14 +8,18 @@ import pytest
 from flwr.app import Message
 from nodes import Nodes, Notes, altered, content, devices, execution, finished, on_device, parts, silent
 
-from coterie import run
-from coterie.engines import flower
-from coterie.engines.flower import gathered, simulated
-from coterie.engines.wire import Member, Reply
-from coterie.errors import ClientError, Refused
-from coterie.places import OnDevices, flower_engine
-from coterie.prepared import federated, joined, seen_from_afar
-from coterie.recipe import Recipe, load
+from coterie.core.errors import ClientError, Refused
+from coterie.engines.flower import engine as flower
+from coterie.engines.flower import simulation
+from coterie.engines.flower.engine import gathered
+from coterie.engines.flower.simulation import simulated
+from coterie.engines.messages import Member, Reply
+from coterie.reports import Reporter
+from coterie.runs import run
+from coterie.runs.backends import OnDevices, flower_engine
+from coterie.runs.metrics import MetricsFile
+from coterie.runs.prepare import federated, joined, seen_from_afar
+from coterie.runs.recipe import Recipe, load
 
 SETTINGS = ["method.rounds=4", "compare_with=[]", "data.clusters=2", "checkpoint_every=1", "evaluate_every=1", "metrics_every=1"]
 CLIENTS = ("c0-0", "c0-1", "c1-0", "c1-1")
@@ -114,7 +118,7 @@ def test_with_other_clients_it_is_not_resumed_where_all_are_needed(grid: Nodes, 
 def test_with_other_clients_it_is_resumed_where_that_can_be(grid: Nodes, tmp_path: Path) -> None:
     recipe = recipe_of("fedavg")
     started = execution(devices(grid, recipe, 3), recipe, tmp_path / "out")
-    started.started, started.metrics = 0.0, run.MetricsFile(tmp_path / "out")
+    started.started, started.metrics = 0.0, MetricsFile(tmp_path / "out")
     started._one_round()
     started.metrics.close()
     (tmp_path / "out/recipe.yaml").write_text(run.recipes.dump(recipe))
@@ -323,12 +327,12 @@ def test_the_same_simulation_is_used_again_and_another_ends_it(monkeypatch: pyte
     made: list[tuple[Any, ...]] = []
     ended: list[tuple[Any, ...]] = []
 
-    def start(*about: Any) -> flower._Simulation:
+    def start(*about: Any) -> simulation._Simulation:
         made.append(about)
-        return flower._Simulation(about, Nodes(), lambda: ended.append(about))  # type: ignore[arg-type]
+        return simulation._Simulation(about, Nodes(), lambda: ended.append(about))  # type: ignore[arg-type]
 
-    monkeypatch.setattr(flower, "_simulation", start)
-    monkeypatch.setattr(flower, "_going_on", [])
+    monkeypatch.setattr(simulation, "_simulation", start)
+    monkeypatch.setattr(simulation, "_going_on", [])
     one = simulated(3, 1, on_device)
     assert simulated(3, 1, on_device) is one
     assert ended == []
@@ -342,7 +346,7 @@ def test_runs_on_one_grid_know_nothing_of_each_other(grid: Nodes, tmp_path: Path
     rows = [(recipe, tmp_path / "a"), (recipe_of("cobo"), tmp_path / "b"), (recipe, tmp_path / "c")]
     for _, folder in rows:
         folder.mkdir()
-    a, _, c = run.execute_all(rows, run.Reporter(), place=devices(grid, recipe, 3))
+    a, _, c = run.execute_all(rows, Reporter(), place=devices(grid, recipe, 3))
     assert a["evaluations"] == c["evaluations"]
     runs = {request.run for request in grid.of("c0-0").requests if request.action == "task"}
     assert len(runs) == 3

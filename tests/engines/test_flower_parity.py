@@ -16,18 +16,19 @@ from conformance.cases import ALL, NETWORKS, PICTURES, method_of
 from conformance.test_methods import BASE, Run, World, classifiers, longer, one_by_one, some
 from nodes import Nodes, devices, on_device, simulated_nodes
 
-from coterie import device as devices_module
-from coterie import modality, run
-from coterie.device import Memory
-from coterie.engines.flower import Flower
+from coterie.core.files import load as load_tensors
+from coterie.core.tensors import Tensors
+from coterie.engines.flower.engine import Flower
 from coterie.models.adapter import Adapter
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
-from coterie.places import OnThisMachine
-from coterie.prepared import Prepared
-from coterie.recipe import Recipe, load
-from coterie.tensors import Tensors
-from coterie.tensors import load as load_tensors
+from coterie.runs import device as devices_module
+from coterie.runs import loading, run
+from coterie.runs.backends import OnThisMachine
+from coterie.runs.device import Memory
+from coterie.runs.language import load_backbone
+from coterie.runs.prepare import Prepared
+from coterie.runs.recipe import Recipe, load
 
 WORDS = {
     "ann": "the cat sat on a warm mat and slept while the dog looked for its bone",
@@ -91,7 +92,7 @@ def assert_same_run(here: Path, there: Path, differing: tuple[str, ...] = ()) ->
 
 def simulated(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run under a simulation whose nodes are in this process."""
-    monkeypatch.setattr("coterie.engines.flower.simulated", lambda clients, threads, handle: simulated_nodes(clients))
+    monkeypatch.setattr("coterie.engines.flower.simulation.simulated", lambda clients, threads, handle: simulated_nodes(clients))
     run.run(recipe, folder, place=OnThisMachine("flower"))
 
 
@@ -119,9 +120,9 @@ def only_devices_load(grid: Nodes, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     for node in grid.nodes.values():
         node.handle = on_a_device
     devices_module._loaded.cache_clear()
-    modality.load_backbone.cache_clear()
+    load_backbone.cache_clear()
     with monkeypatch.context() as patch:
-        for owner, name in ((modality, "load"), (modality, "load_backbone"), (Backbone, "load")):
+        for owner, name in ((loading, "load"), (loading, "load_backbone"), (Backbone, "load")):
             patch.setattr(owner, name, guarded(name, getattr(owner, name)))
         yield done
 

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from nodes import Nodes, devices, execution, finished, silent
 
-from coterie import run
-from coterie.errors import ClientError
-from coterie.recipe import Recipe, load
+from coterie.core.errors import ClientError
+from coterie.runs import base, evaluate, run
+from coterie.runs import execution as executing
+from coterie.runs.metrics import MetricsFile
+from coterie.runs.recipe import Recipe, load
 
 SETTINGS = ["method.rounds=3", "compare_with=[]", "data.clusters=2", "metrics_every=1", "checkpoint_every=1", "evaluate_every=0"]
 CLIENTS = ("c0-0", "c0-1", "c1-0")
@@ -89,7 +91,7 @@ def test_nobody_there_is_no_round(method: str, grid: Nodes, tmp_path: Path) -> N
     """A method that can do without some of its clients cannot do without all."""
     recipe = recipe_of(method, "deadline: 0.2")
     started = execution(devices(grid, recipe, 3), recipe, tmp_path / "out")
-    started.started, started.metrics = 0.0, run.MetricsFile(tmp_path / "out")
+    started.started, started.metrics = 0.0, MetricsFile(tmp_path / "out")
     started._one_round()
     for node in grid.nodes.values():
         node.alive = False
@@ -111,7 +113,9 @@ def test_it_waits_for_a_device_that_was_started_again(method: str, grid: Nodes, 
         if len(waited) == 3:
             grid.restart(1014)
 
-    monkeypatch.setattr(run, "time", type("Clock", (), {"sleep": staticmethod(sleep), "monotonic": staticmethod(time.monotonic)}))
+    monkeypatch.setattr(base, "time", type("Clock", (), {"sleep": staticmethod(sleep), "monotonic": staticmethod(time.monotonic)}))
+    monkeypatch.setattr(evaluate, "time", type("Clock", (), {"sleep": staticmethod(sleep), "monotonic": staticmethod(time.monotonic)}))
+    monkeypatch.setattr(executing, "time", type("Clock", (), {"sleep": staticmethod(sleep), "monotonic": staticmethod(time.monotonic)}))
 
     def kill(request: Any) -> None:
         if request.round == 1 and not waited:
@@ -120,7 +124,7 @@ def test_it_waits_for_a_device_that_was_started_again(method: str, grid: Nodes, 
     before_task(grid, kill)
     result = finished(recipe, tmp_path / "out", devices(grid, recipe, 3))
     assert set(result["clients"]) == set(CLIENTS)
-    assert waited == [run.AGAIN_S] * 3
+    assert waited == [base.AGAIN_S] * 3
     assert result["lost"] == {"c1-0": 1}  # said once, however long it was waited for
     others = Nodes()
     for client in CLIENTS:
@@ -133,7 +137,7 @@ def test_who_answered_is_not_asked_again_and_a_late_one_is_answered_alike(
 ) -> None:
     """The first exchange of a client whose reply was lost: it has done the work already, and does it again from the same state."""
     recipe = recipe_of("fedavg", "deadline: 0.2, min_clients: 3, otherwise: wait")
-    monkeypatch.setattr(run, "AGAIN_S", 0.01)
+    monkeypatch.setattr(base, "AGAIN_S", 0.01)
     grid.nodes[1014].spoil = silent()
     asked: list[str] = []
 

@@ -14,9 +14,9 @@ from uuid import uuid4
 
 import pytest
 
-from coterie import run
-from coterie.recipe import load
-from coterie.tensors import load as load_tensors
+from coterie.core.files import load as load_tensors
+from coterie.runs import run
+from coterie.runs.recipe import load
 
 SETTINGS = ["method.rounds=2", "compare_with=[fedavg]", "data.clusters=1", "evaluate_every=1"]
 

@@ -12,10 +12,13 @@ import pytest
 from flwr.app import Message
 from nodes import Nodes, Notes, content, devices, finished, parts
 
-from coterie import names, personal, recipe, run
-from coterie.deploy import Link, Node
-from coterie.errors import Refused
-from coterie.recipe import Recipe
+from coterie import personal
+from coterie.core import names
+from coterie.core.errors import Refused
+from coterie.deploy.link import Link
+from coterie.deploy.supernode import Node
+from coterie.runs import recipe, run
+from coterie.runs.recipe import Recipe
 
 PEOPLE = ("Ayşe Yılmaz", "O'Neil", "Zoë & Co.", "ünï code", "数学")
 DECOMPOSED = unicodedata.normalize("NFD", "ünï code")

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 from nodes import Nodes, devices, finished
 
-from coterie.account import Account
+from coterie.aggregation.accountant import epsilon_of
 from coterie.aggregation.dpsgd import rate_of, rdp_of_steps
-from coterie.aggregation.privacy import epsilon_of
-from coterie.device import ACCOUNT
-from coterie.engines.wire import Request
-from coterie.prepared import prepare
-from coterie.recipe import Recipe, load
-from coterie.run import run
+from coterie.engines.messages import Request
+from coterie.runs.account import Account
+from coterie.runs.device import ACCOUNT
+from coterie.runs.prepare import prepare
+from coterie.runs.recipe import Recipe, load
+from coterie.runs.run import run
 
 pytest.importorskip("opacus")
 IDS = tuple(f"c{a}-{b}" for a in range(2) for b in range(2))

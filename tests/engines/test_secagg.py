@@ -24,13 +24,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coterie.aggregation import secure
+from coterie.core.errors import TensorError
+from coterie.core.protocol import Ask, Sends, task
+from coterie.core.tensors import from_bytes, to_bytes
 from coterie.engines.engine import Listener
-from coterie.engines.flower import QUERY, Flower, _packed, _unpacked, client_app
-from coterie.engines.secagg import EXCHANGE, TRAIN
-from coterie.engines.wire import Member, Reply, Request, parsed
-from coterie.errors import TensorError
-from coterie.protocol import Ask, Sends, task
-from coterie.tensors import from_bytes, to_bytes
+from coterie.engines.flower.apps import QUERY, client_app
+from coterie.engines.flower.engine import Flower
+from coterie.engines.flower.packing import _packed, _unpacked
+from coterie.engines.flower.secagg_device import EXCHANGE, TRAIN
+from coterie.engines.messages import Member, Reply, Request, parsed
 
 SENT = {
     "w": torch.randn(30, 20, generator=torch.Generator().manual_seed(1)),

@@ -12,18 +12,18 @@ from flwr.app import ConfigRecord, Message
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Stage
 from test_secagg import SENT, Ear, InProcess, Pair, as_in_a_run, assert_is_mean, engine, stage_of  # noqa: F401 - the fixture
 
-from coterie import run
-from coterie.device import Device
-from coterie.engines.flower import Flower
-from coterie.engines.secagg import EXCHANGE
-from coterie.engines.wire import Request
-from coterie.limits import Limits
-from coterie.places import OnDevices
-from coterie.prepared import prepare
-from coterie.protocol import Ask
-from coterie.recipe import Recipe, load
+from coterie.core.protocol import Ask
+from coterie.core.tensors import Tensors, axpy, norm
+from coterie.engines.flower.engine import Flower
+from coterie.engines.flower.secagg_device import EXCHANGE
+from coterie.engines.messages import Request
 from coterie.reports import Reporter
-from coterie.tensors import Tensors, axpy, norm
+from coterie.runs import run
+from coterie.runs.backends import OnDevices
+from coterie.runs.device import Device
+from coterie.runs.limits import Limits
+from coterie.runs.prepare import prepare
+from coterie.runs.recipe import Recipe, load
 
 IDS = ("c0-0", "c0-1", "c1-0", "c1-1")
 SETTINGS = ["method.name=fedavg", "method.local_steps=2", "compare_with=[]", "data.clusters=2", "data.clients_per_cluster=2"]
@@ -115,7 +115,7 @@ def test_it_is_on_the_disk_before_the_update_leaves(tmp_path: Path, monkeypatch:
         raise OSError("killed")
 
     with monkeypatch.context() as patch:
-        patch.setattr("coterie.device.Memory.commit", dies)
+        patch.setattr("coterie.runs.device.Memory.commit", dies)
         assert server.sum_of(IDS) is None
     assert server.sum_of(IDS) is None
     assert "answers each exchange once" in server.ear.reasons["c0-0"]
@@ -190,7 +190,7 @@ def test_an_update_of_a_model_of_its_own_is_not_alone_in_the_sum() -> None:
             from flwr.common import Parameters
             from flwr.compat.common import recorddict_compat as compat
 
-            from coterie.tensors import to_bytes
+            from coterie.core.tensors import to_bytes
 
             ins = compat.recorddict_to_fitins(message.content, keep_input=True)
             ins.parameters = Parameters([to_bytes({name: t + 1 for name, t in SENT.items()})], "safetensors")

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from nodes import Nodes, devices, execution, finished
 
-from coterie import recipe as recipes
-from coterie import run
-from coterie.aggregation.privacy import Accountant
+from coterie.aggregation.accountant import Accountant
+from coterie.core.errors import CheckpointError
 from coterie.data.federation import ClientData, Federation
 from coterie.data.splits import SPLITS, Elsewhere
-from coterie.engines.wire import Request
-from coterie.errors import CheckpointError
-from coterie.recipe import Recipe, load
-from coterie.records import Released
+from coterie.engines.messages import Request
+from coterie.runs import files, run
+from coterie.runs import recipe as recipes
+from coterie.runs.metrics import Released
+from coterie.runs.recipe import Recipe, load
 
 pytest.importorskip("opacus")
 
@@ -66,7 +66,7 @@ def test_a_device_cannot_predict_who_is_drawn(grid: Nodes, tmp_path: Path) -> No
     truth, spied = asked(grid), list(grid.of("c1-1").requests)
     assert [len(truth[round]) for round in range(8)] == [2] * 8
     assert predicted(spied, 8) != truth  # all of them right by chance: 1 of 6^8
-    secret = tmp_path / "run" / run.SECRET
+    secret = tmp_path / "run" / files.SECRET
     assert stat.S_IMODE(secret.stat().st_mode) == 0o600
     sent = "".join(request.model_dump_json() for node in grid.nodes.values() for request in node.requests)
     assert secret.read_bytes().hex() not in sent
@@ -83,7 +83,7 @@ def test_where_draws_follow_from_the_seed_the_epsilon_is_said_to_be_of_an_experi
     (result,) = run.run(recipe, tmp_path / "run")
     assert result["privacy"]["experiment"]
     assert "can draw the same noise, and the same clients" in result["privacy"]["assumes"]
-    assert not (tmp_path / "run" / run.SECRET).exists()
+    assert not (tmp_path / "run" / files.SECRET).exists()
     again = run.run(recipe, tmp_path / "again")[-1]
     assert again["mean"] == result["mean"]
     many = Accountant(recipe.privacy, 10_000, experiment=True)
@@ -107,7 +107,7 @@ def test_all_methods_of_a_comparison_see_the_same_draws(tmp_path: Path) -> None:
 def test_a_device_that_cannot_be_reached_makes_nobody_elses_chance_smaller(grid: Nodes, tmp_path: Path) -> None:
     recipe = drawing("participation.clients=3", "quorum.min_clients=1", "method.rounds=4")
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / run.SECRET).write_bytes(bytes(32))  # always the same draws
+    (tmp_path / "run" / files.SECRET).write_bytes(bytes(32))  # always the same draws
     started = execution(devices(grid, recipe, 4), recipe, tmp_path / "run")
     grid.of(IDS[0]).alive = False
     started.execute()

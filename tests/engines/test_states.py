@@ -11,25 +11,31 @@ from pathlib import Path
 import pytest
 import torch
 
-from coterie import run, tensors
-from coterie.client import Blueprint, Site, Training
+from coterie.client.blueprint import Blueprint
+from coterie.client.settings import Training
+from coterie.client.site import Site
+from coterie.core import files
+from coterie.core.errors import CheckpointError, ClientError, SaveError
+from coterie.core.files import make_folder
+from coterie.core.protocol import Ask, ClientId, State, drive
 from coterie.data.federation import Federation
 from coterie.engines import InProcess
 from coterie.engines.states import States, Stored, half_of_memory
-from coterie.errors import CheckpointError, ClientError, SaveError
+from coterie.methods.base import Method
 from coterie.methods.cobo import CoBo
 from coterie.methods.comigs import CoMiGS
-from coterie.methods.method import Method
 from coterie.models.adapter import Adapter, Layout
 from coterie.models.backbone import Backbone
 from coterie.models.classifier import Classifier
 from coterie.models.language import LanguageModel
 from coterie.models.networks import NetworkShape
-from coterie.prepared import prepare
-from coterie.protocol import Ask, ClientId, State, drive
-from coterie.recipe import load
-from coterie.records import Checkpoint, Checkpoints, MetricsFile, make_folder
 from coterie.reports import Reporter
+from coterie.runs import evaluate, execution, run
+from coterie.runs.checkpoints import Checkpoint, Checkpoints
+from coterie.runs.inputs import Inputs, Kept
+from coterie.runs.metrics import MetricsFile
+from coterie.runs.prepare import prepare
+from coterie.runs.recipe import load
 
 METHOD = CoMiGS(rounds=3, local_steps=2, router_every=2, router_steps=1)
 SIZE = 40  # bytes of `state`
@@ -58,7 +64,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def seeing(path: Path) -> object:
         seen.append(path.stem)
-        return tensors.load(path)
+        return files.load(path)
 
     monkeypatch.setattr("coterie.engines.states.load", seeing)
     return seen
@@ -328,9 +334,9 @@ SHORT = [  # with micro-batches clients train one by one, wherever their states 
 
 def test_a_run_in_files_resumed_in_memory_ends_as_one_in_memory(tmp_path: Path) -> None:
     whole = run.run(load("cobo-digits", SHORT), tmp_path / "whole")[-1]
-    part = run.Execution(prepare(load("cobo-digits", [*SHORT, "memory=0"])), tmp_path / "part", Reporter(), "")
+    part = execution.Execution(prepare(load("cobo-digits", [*SHORT, "memory=0"])), tmp_path / "part", Reporter(), "")
     make_folder(tmp_path / "part")
-    run.Kept(tmp_path / "part").begin(run.Inputs.of(part.prepared))
+    Kept(tmp_path / "part").begin(Inputs.of(part.prepared))
     part.started, part.metrics = 0.0, MetricsFile(tmp_path / "part", 0, 0)
     part._one_round()
     part._one_round()
@@ -348,8 +354,8 @@ def test_a_run_in_files_resumed_in_memory_ends_as_one_in_memory(tmp_path: Path) 
 
 def test_owners_are_made_when_they_are_asked_for(site: Site, tmp_path: Path, reads: list[str]) -> None:
     for i in site.data:
-        tensors.save(tmp_path / f"{i}.safetensors", {"iteration": torch.tensor(len(i))})
-    owners = run.Owners(site, Stored({i: tmp_path / f"{i}.safetensors" for i in site.data}), ["cleo", "ann"])
+        files.save(tmp_path / f"{i}.safetensors", {"iteration": torch.tensor(len(i))})
+    owners = evaluate.Owners(site, Stored({i: tmp_path / f"{i}.safetensors" for i in site.data}), ["cleo", "ann"])
     assert list(owners) == ["ann", "cleo"]
     assert reads == []
     assert owners["cleo"].iteration == 4

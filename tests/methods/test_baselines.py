@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from coterie.aggregation.lowrank import factors, modules, own_factors, product_norm, read_factors, svd_of_sum
-from coterie.client import OWNED, Blueprint, Client, Site, Training
+from coterie.client.blueprint import Blueprint
+from coterie.client.client import Client
+from coterie.client.optimizers import AdamW
+from coterie.client.settings import Training
+from coterie.client.site import Site
+from coterie.client.state import OWNED
+from coterie.core.protocol import Ask, drive
+from coterie.core.roles import BACKBONE, GENERALIST, ROUTER, SPECIALIST
+from coterie.core.tensors import Tensors, under
 from coterie.data.federation import Federation
 from coterie.engines import InProcess
 from coterie.methods import Method
@@ -30,10 +38,6 @@ from coterie.methods.pfedmoe import PFedMoE
 from coterie.models.adapter import Adapter, Layout
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
-from coterie.optimisers import AdamW
-from coterie.protocol import Ask, drive
-from coterie.roles import BACKBONE, GENERALIST, ROUTER, SPECIALIST
-from coterie.tensors import Tensors, under
 
 TRAINING = Training(batch_size=4, experts=AdamW(lr=5e-3), routers=AdamW(lr=5e-3))
 NAMES = ("ann", "ben", "cleo")
@@ -444,7 +448,7 @@ def test_the_tr_rows_train_routers_in_turn_on_fresh_training_batches(
 
 def test_equal_budgets(backbone: Backbone) -> None:
     """Every row of Table 2 that trains has the parameters of 1G1S, but for the router; FFA-LoRA trains only the Bs."""
-    from coterie.recipe import build_method
+    from coterie.runs.recipe import build_method
 
     base = Layout(rank=4)
     sizes = {

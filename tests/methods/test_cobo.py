@@ -9,20 +9,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from coterie.client import Blueprint, Site, Training
+from coterie.client.blueprint import Blueprint
+from coterie.client.optimizers import SGD, AdamW
+from coterie.client.settings import Training
+from coterie.client.site import Site
+from coterie.core.errors import ClientError, RecipeError
+from coterie.core.protocol import Ask, ClientId, Replies, State, drive
+from coterie.core.roles import GENERALIST
 from coterie.data.federation import ClientData, Federation
 from coterie.data.images import Digits
 from coterie.engines import ENGINES
-from coterie.errors import ClientError, RecipeError
 from coterie.methods import Method
 from coterie.methods.cobo import CoBo
 from coterie.methods.local import Local
 from coterie.models.classifier import Classifier
 from coterie.models.layout import Layout
 from coterie.models.networks import NetworkShape
-from coterie.optimisers import SGD, AdamW
-from coterie.protocol import Ask, ClientId, Replies, State, drive
-from coterie.roles import GENERALIST
 
 SHAPE = NetworkShape("mlp", (1, 8, 8), 10, (6,))
 SLOW = SGD(optimiser="sgd", lr=0.2, momentum=0.9)

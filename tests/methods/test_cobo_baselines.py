@@ -11,12 +11,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from coterie.client import Blueprint, Client, Site, Training
+from coterie.client.blueprint import Blueprint
+from coterie.client.client import Client
+from coterie.client.optimizers import SGD
+from coterie.client.settings import Training
+from coterie.client.site import Site
+from coterie.core.errors import RecipeError
+from coterie.core.protocol import Ask, ClientId, Replies, drive
+from coterie.core.roles import GENERALIST
+from coterie.core.tensors import Tensors
 from coterie.data.examples import Examples
 from coterie.data.federation import ClientData, Federation
 from coterie.data.images import Digits
 from coterie.engines import InProcess
-from coterie.errors import RecipeError
 from coterie.methods import Method
 from coterie.methods.ditto import Ditto
 from coterie.methods.fc import FC, threshold_clustering
@@ -29,10 +36,6 @@ from coterie.methods.pcl import PCL
 from coterie.models.classifier import Classifier
 from coterie.models.layout import Layout
 from coterie.models.networks import NetworkShape
-from coterie.optimisers import SGD
-from coterie.protocol import Ask, ClientId, Replies, drive
-from coterie.roles import GENERALIST
-from coterie.tensors import Tensors
 
 HIDDEN, ROWS, LR, SEED = 6, 4, 0.2, 3
 MLP = NetworkShape("mlp", (1, 8, 8), 10, (HIDDEN,))

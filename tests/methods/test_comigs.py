@@ -10,7 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from coterie.client import Blueprint, Client, Site, Training
+from coterie.client.blueprint import Blueprint
+from coterie.client.client import Client
+from coterie.client.optimizers import AdamW
+from coterie.client.settings import Training
+from coterie.client.site import Site
+from coterie.core.protocol import Ask, drive
+from coterie.core.roles import GENERALIST, ROUTER, SPECIALIST
+from coterie.core.tensors import Tensors
 from coterie.data.federation import Federation
 from coterie.engines import InProcess
 from coterie.methods.comigs import CoMiGS
@@ -20,10 +27,6 @@ from coterie.methods.comigs_published import CoMiGSPublished
 from coterie.models.adapter import Adapter, Layout
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
-from coterie.optimisers import AdamW
-from coterie.protocol import Ask, drive
-from coterie.roles import GENERALIST, ROUTER, SPECIALIST
-from coterie.tensors import Tensors
 
 TRAINING = Training(batch_size=4, experts=AdamW(lr=5e-3, schedule="cosine"), routers=AdamW(lr=3e-3))
 METHOD = CoMiGS(rounds=3, local_steps=2, router_every=3, router_steps=2, specialists=(1, 2, 1), balance="uniform", balance_weight=0.5)
@@ -72,7 +75,7 @@ def naive_algorithm_1(site: Site, leaking: bool = False) -> tuple[Tensors, dict[
 
     Where it is `leaking`, each backward pass adds to the gradients of all tensors, and a step clears those of its own roles alone.
     """
-    from coterie.client import initial_seed
+    from coterie.client.blueprint import initial_seed
 
     models = {i: LanguageModel(backbone_of(site), layout) for i, layout in site.layouts.items()}
     values, optimisers, drawn, iteration = {}, {}, {}, dict.fromkeys(models, 0)

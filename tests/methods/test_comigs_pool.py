@@ -15,22 +15,25 @@ from oracle import mixture as oracle
 from torch import Tensor, nn
 
 from coterie.aggregation import deal
-from coterie.client import Blueprint, Client, Site, Training
+from coterie.client.blueprint import Blueprint
+from coterie.client.client import Client
+from coterie.client.optimizers import AdamW
+from coterie.client.settings import Training
+from coterie.client.site import Site
+from coterie.core.errors import ModelError
+from coterie.core.protocol import Ask, Replies, State, drive
+from coterie.core.roles import EXPERT, GATE, GENERALIST, ROUTER, SPECIALIST
+from coterie.core.tensors import Tensors
 from coterie.data.corpora import Multilingual
 from coterie.data.federation import Federation
 from coterie.engines import InProcess
-from coterie.errors import ModelError
 from coterie.methods.comigs import CoMiGS
 from coterie.methods.comigs_cobo import CoMiGSCoBo
 from coterie.methods.comigs_pool import CHOSEN, SCORES, CoMiGSPool
 from coterie.models.adapter import Adapter, Layout
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
-from coterie.optimisers import AdamW
 from coterie.personal import PersonalModel
-from coterie.protocol import Ask, Replies, State, drive
-from coterie.roles import EXPERT, GATE, GENERALIST, ROUTER, SPECIALIST
-from coterie.tensors import Tensors
 
 TRAINING = Training(batch_size=4, experts=AdamW(lr=5e-3, schedule="cosine"), routers=AdamW(lr=3e-3))
 METHOD = CoMiGSPool(rounds=2, local_steps=2, router_every=1, router_steps=1, pool=4, generalists=2, specialists=1, top_k=2)

@@ -10,23 +10,25 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from coterie.aggregation import Mean
-from coterie.client import Blueprint, Site, Training
+from coterie.client.blueprint import Blueprint
+from coterie.client.optimizers import SGD
+from coterie.client.settings import Training
+from coterie.client.site import Site
+from coterie.core.errors import RecipeError
+from coterie.core.protocol import Ask, ClientId, Replies, State, drive
+from coterie.core.tensors import Tensors
 from coterie.data.federation import ClientData, Federation
 from coterie.engines import InProcess
-from coterie.errors import RecipeError
+from coterie.methods.base import Method
 from coterie.methods.ddome import DDOME
 from coterie.methods.ensemble import Ensemble
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.fedmix import FedMix
-from coterie.methods.method import Method
-from coterie.modality import Examples
 from coterie.models.common import CommonExpert
 from coterie.models.layout import Layout
 from coterie.models.networks import NetworkShape
-from coterie.optimisers import SGD
-from coterie.protocol import Ask, ClientId, Replies, State, drive
-from coterie.recipe import ClassifierSection
-from coterie.tensors import Tensors
+from coterie.runs.classification import Examples
+from coterie.runs.sections import ClassifierSection
 
 SHAPE = NetworkShape("mlp", (1, 4, 4), 10, (6,))
 LR, GATE_LR, BATCH = 0.1, 0.05, 4

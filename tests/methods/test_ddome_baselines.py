@@ -12,13 +12,19 @@ from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 from torch.nn.functional import cross_entropy, leaky_relu, softplus
 
-from coterie import run
 from coterie.aggregation import Mean
-from coterie.client import Blueprint, Client, Site, Training
+from coterie.client.blueprint import Blueprint
+from coterie.client.client import Client
+from coterie.client.optimizers import SGD, AdamW, Optimiser
+from coterie.client.settings import Training
+from coterie.client.site import Site
+from coterie.core.errors import ClientError, RecipeError
+from coterie.core.protocol import Ask, ClientId, Replies, drive, mix
+from coterie.core.roles import BACKBONE, GENERALIST, SPECIALIST
+from coterie.core.tensors import Tensors, nbytes, under
 from coterie.data.examples import Examples
 from coterie.data.federation import ClientData, Federation
 from coterie.engines import InProcess
-from coterie.errors import ClientError, RecipeError
 from coterie.methods import Method
 from coterie.methods.fedadg import FedADG
 from coterie.methods.fedavg import FedAvg
@@ -32,11 +38,8 @@ from coterie.models.generalising import AdversarialClassifier, AdversarialLayout
 from coterie.models.language import LanguageModel
 from coterie.models.layout import Layout
 from coterie.models.networks import NetworkShape
-from coterie.optimisers import SGD, AdamW, Optimiser
-from coterie.protocol import Ask, ClientId, Replies, drive, mix
-from coterie.recipe import load
-from coterie.roles import BACKBONE, GENERALIST, SPECIALIST
-from coterie.tensors import Tensors, nbytes, under
+from coterie.runs import run
+from coterie.runs.recipe import load
 
 HIDDEN, ROWS, LR, SEED = 5, 4, 0.2, 3
 MLP = NetworkShape("mlp", (1, 4, 4), 10, (HIDDEN,))

@@ -7,14 +7,14 @@ import pytest
 from typer.testing import CliRunner
 
 import coterie
-from coterie.cli import app
-from coterie.device import Device
-from coterie.engines.wire import Reply, Request, parsed
-from coterie.errors import RecipeError
-from coterie.limits import Limits
+from coterie.cli.base import app
+from coterie.core.errors import RecipeError
+from coterie.engines.messages import Reply, Request, parsed
 from coterie.methods import METHODS, import_problem
-from coterie.recipe import load
-from coterie.run import run
+from coterie.runs.device import Device
+from coterie.runs.limits import Limits
+from coterie.runs.recipe import load
+from coterie.runs.run import run
 
 HALF = '''
 """FedAvg that takes half a step to the mean."""
@@ -25,7 +25,7 @@ from typing import Annotated
 from pydantic import Field
 
 from coterie.methods.fedavg import FedAvg
-from coterie.protocol import Ask
+from coterie.core.protocol import Ask
 
 
 @dataclass(frozen=True)

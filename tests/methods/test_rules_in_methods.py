@@ -8,15 +8,16 @@ import pytest
 import torch
 
 from coterie.aggregation import SAMPLES, ClippedMean, Combining, Krum, Mean, Median, MultiKrum, TrimmedMean
-from coterie.errors import RecipeError
+from coterie.core.errors import RecipeError
+from coterie.core.protocol import Ask, ClientId, Replies, drive, mix, trains
+from coterie.core.tensors import Tensors
 from coterie.methods import METHODS
+from coterie.methods.base import Method
 from coterie.methods.comigs_cobo import CoMiGSCoBo
 from coterie.methods.comigs_pool import CoMiGSPool
-from coterie.methods.method import Aggregating, Method
 from coterie.methods.oracle import Oracle
-from coterie.protocol import Ask, ClientId, Replies, drive, mix, trains
-from coterie.recipe import build_method
-from coterie.tensors import Tensors
+from coterie.methods.templates import Aggregating
+from coterie.runs.recipe import build_method
 
 IDS = ("ann", "ben", "cleo", "dan", "eve")
 CLUSTERS = {"ann": 0, "ben": 0, "cleo": 1, "dan": 1, "eve": 1}

@@ -11,12 +11,12 @@ import torch
 from conftest import FAMILIES, VOCABULARY, tiny
 from torch import nn
 
-from coterie.errors import ModelError
+from coterie.core.errors import ModelError
+from coterie.core.roles import GENERALIST, ROUTER, SPECIALIST
 from coterie.models.adapter import Adapter, Architecture, Layout
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
 from coterie.models.routing import Router, balance_loss
-from coterie.roles import GENERALIST, ROUTER, SPECIALIST
 
 STORIES = Path(os.environ.get("COTERIE_DATA", Path(__file__).parents[3] / "shared/data")).parent / "models/stories260K"
 

@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from coterie.core.errors import ModelError
+from coterie.core.protocol import mix
+from coterie.core.roles import GENERALIST, SPECIALIST
 from coterie.data.examples import Examples
-from coterie.errors import ModelError
 from coterie.models.classifier import Classifier, NetworkShape
 from coterie.models.networks import ResNet9
-from coterie.protocol import mix
-from coterie.roles import GENERALIST, SPECIALIST
 
 DIGITS, MNIST, CIFAR = (1, 8, 8), (1, 28, 28), (3, 32, 32)
 SHAPES = [

@@ -6,13 +6,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from coterie.core.errors import CheckpointError, CoterieError, DataError, ModelError, SaveError
+from coterie.core.roles import GENERALIST
 from coterie.data.examples import ExampleSplit
 from coterie.data.images import Cifar10, Digits
-from coterie.errors import CheckpointError, CoterieError, DataError, ModelError, SaveError
 from coterie.models.classifier import Classifier
 from coterie.models.common import CommonExpert, Normalisation, Pretraining, pretrained, trained
 from coterie.models.networks import NetworkShape, build
-from coterie.roles import GENERALIST
 
 DIGITS, CIFAR = (1, 8, 8), (3, 32, 32)
 SHAPE, CONVOLUTIONS = NetworkShape("mlp", DIGITS, 10, hidden=(16,)), NetworkShape("cnn", CIFAR, 10, width=2)

@@ -11,8 +11,8 @@ import torch
 from typer.testing import CliRunner
 
 from coterie import personal
-from coterie.cli import app
-from coterie.errors import ModelError
+from coterie.cli.base import app
+from coterie.core.errors import ModelError
 from coterie.models.architecture import Architecture, tokenizer
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
@@ -114,8 +114,8 @@ def test_a_strangers_personal_model_runs_nothing(foreign: Path, tiny_base: Path,
 
 
 def test_a_recipe_cannot_allow_it(foreign: Path, marker: Path) -> None:
-    from coterie import recipe as recipes
-    from coterie.errors import RecipeError
+    from coterie.core.errors import RecipeError
+    from coterie.runs import recipe as recipes
 
     for key in ("model.trust_remote_code", "trust_remote_code", "data.trust_remote_code"):
         with pytest.raises(RecipeError, match="unknown key"):

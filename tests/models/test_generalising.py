@@ -9,8 +9,10 @@ from torch.distributions import Normal, kl_divergence
 from torch.nn.functional import cross_entropy, leaky_relu
 from transformers import BertConfig
 
+from coterie.core.errors import ModelError
+from coterie.core.roles import BACKBONE, GENERALIST, SPECIALIST, Role
+from coterie.core.tensors import Tensors
 from coterie.data.examples import Examples
-from coterie.errors import ModelError
 from coterie.models.classifier import Classifier
 from coterie.models.generalising import (
     AdversarialClassifier,
@@ -22,8 +24,6 @@ from coterie.models.generalising import (
 )
 from coterie.models.networks import NetworkShape
 from coterie.models.text import TextShape
-from coterie.roles import BACKBONE, GENERALIST, SPECIALIST, Role
-from coterie.tensors import Tensors
 
 DIGITS = (1, 8, 8)
 MLP = NetworkShape("mlp", DIGITS, 4, hidden=(6, 5))

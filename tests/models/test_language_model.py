@@ -6,12 +6,12 @@ from conftest import FAMILIES, VOCABULARY, tiny
 from oracle import mixture as oracle
 from torch import Tensor, nn
 
-from coterie.errors import ModelError
+from coterie.core.errors import ModelError
+from coterie.core.roles import GENERALIST, ROUTER, SPECIALIST
 from coterie.models.adapter import Layout
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
 from coterie.models.routing import Routing
-from coterie.roles import GENERALIST, ROUTER, SPECIALIST
 
 
 def filled(family: str, layout: Layout, std: float = 0.1) -> LanguageModel:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from coterie.models import mixture
 from coterie.models.architecture import LinearShape, MLPShape
 from coterie.models.layout import Layout
-from coterie.models.mixture import Activation, FrozenMLP, Mixture
+from coterie.models.mixture import Mixture
+from coterie.models.mixture_kernel import Activation, FrozenMLP
 
 D, F = 6, 10
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.1}

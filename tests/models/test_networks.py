@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm, conv2d, cross_entropy, linear
 
+from coterie.core.errors import CheckpointError, ModelError
 from coterie.data.examples import ExampleSplit
 from coterie.data.images import Cifar10
 from coterie.data.store import default_cache
-from coterie.errors import CheckpointError, ModelError
 from coterie.models import networks
 from coterie.models.classifier import Classifier
 from coterie.models.networks import NetworkShape, build

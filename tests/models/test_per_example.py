@@ -9,12 +9,12 @@ from conftest import FAMILIES
 from test_language_model import LAYOUTS, filled, ids, parameters
 from torch import nn
 
+from coterie.core.errors import ModelError
+from coterie.core.roles import GENERALIST, ROUTER, SPECIALIST
 from coterie.data.examples import Examples
-from coterie.errors import ModelError
 from coterie.models.adapter import Layout
 from coterie.models.classifier import Classifier
 from coterie.models.networks import NetworkShape
-from coterie.roles import GENERALIST, ROUTER, SPECIALIST
 
 MORE = {"one factor frozen": Layout(rank=2, frozen_a=True), "ranks of their own": Layout(rank=2, mlp_rank=3)}
 CASES = {(family, name): layout for family in FAMILIES for name, layout in (LAYOUTS | MORE).items()}

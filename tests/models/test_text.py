@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from coterie import tensors
+from coterie.core import files, tensors
+from coterie.core.errors import ModelError
+from coterie.core.roles import GENERALIST, SPECIALIST
 from coterie.data.examples import Examples
-from coterie.errors import ModelError
 from coterie.models.classifier import Classifier
 from coterie.models.text import TextShape
-from coterie.roles import GENERALIST, SPECIALIST
 
 VOCABULARY, CLASSES, LENGTH = 61, 5, 12
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": VOCABULARY}
@@ -307,9 +307,9 @@ def test_bases_that_will_not_do_are_refused(bases, tmp_path) -> None:
 def test_incomplete_and_damaged_weights_are_refused(bases, tmp_path) -> None:
     for name in ("part", "broken"):
         transformers.AutoConfig.from_pretrained(bases["bert"]).save_pretrained(tmp_path / name)
-    named, _ = tensors.load(bases["bert"] / "model.safetensors")
+    named, _ = files.load(bases["bert"] / "model.safetensors")
     del named["encoder.layer.1.output.dense.weight"]
-    tensors.save(tmp_path / "part/model.safetensors", named, {"format": "pt"})
+    files.save(tmp_path / "part/model.safetensors", named, {"format": "pt"})
     with pytest.raises(ModelError, match=r"lack 'bert.encoder.layer.1.output.dense.weight' \(1 tensors"):
         shape_of(tmp_path / "part").build()
     (tmp_path / "broken/model.safetensors").write_bytes(b"nothing")

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from coterie.core.errors import ModelError
+from coterie.core.roles import GENERALIST
 from coterie.data.examples import Examples
-from coterie.errors import ModelError
 from coterie.models.classifier import Bounds, Classifier
 from coterie.models.networks import NetworkShape
-from coterie.roles import GENERALIST
 
 DIGITS, CIFAR = (1, 8, 8), (3, 32, 32)
 SHAPES = [

@@ -10,14 +10,14 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import coterie
-from coterie.cli import app
-from coterie.errors import Refused
+from coterie.cli.base import app
+from coterie.core.errors import Refused
+from coterie.core.roles import BACKBONE, GENERALIST, SPECIALIST
 from coterie.models.adapter import Layout
 from coterie.models.architecture import FAMILIES
 from coterie.models.language import LanguageModel
 from coterie.personal import About, peft
 from coterie.personal.peft import export
-from coterie.roles import BACKBONE, GENERALIST, SPECIALIST
 
 
 def with_one_expert(model: coterie.personal.PersonalModel, role: str, index: int) -> LanguageModel:

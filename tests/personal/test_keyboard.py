@@ -10,9 +10,9 @@ import torch
 from browser import browser_page, opened  # noqa: F401
 
 import coterie
-from coterie.errors import Refused
+from coterie.core.errors import Refused
 from coterie.models.adapter import Layout
-from coterie.personal.keyboard import BASE, EXAMPLES, OFFERED, SHOWN, most_disputed, served, with_base
+from coterie.personal.ui.keyboard import BASE, EXAMPLES, OFFERED, SHOWN, most_disputed, served, with_base
 
 
 def free_port() -> int:
@@ -132,7 +132,7 @@ def test_a_taken_port_is_refused(models):
 
 def test_without_gradio_the_message_names_the_command(models, tmp_path):
     (tmp_path / "gradio.py").write_text("raise ImportError('not here')")
-    code = "import sys; sys.path.insert(0, sys.argv.pop(1)); from coterie.cli import main; main()"
+    code = "import sys; sys.path.insert(0, sys.argv.pop(1)); from coterie.cli.base import main; main()"
     command = [sys.executable, "-c", code, str(tmp_path), "serve", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr

@@ -7,9 +7,10 @@ import torch
 
 import coterie
 from coterie import personal
-from coterie.errors import CoterieError, ModelError, Refused
+from coterie.core.errors import CoterieError, ModelError, Refused
 from coterie.models.adapter import Layout
-from coterie.personal import ManyModels, many
+from coterie.personal import ManyModels
+from coterie.personal.inference import batched
 
 LAYOUTS = {
     "ann": Layout(rank=2),
@@ -71,7 +72,7 @@ def test_more_tokens_than_one_part_holds(make_run, monkeypatch):
     ids = windows(6, 30)
     whole = together(ids, IN_ORDER).logits
     for part in (7, 30, 64):  # within a row; a row; two rows
-        monkeypatch.setattr(many, "MANY", part)
+        monkeypatch.setattr(batched, "MANY", part)
         torch.testing.assert_close(together(ids, IN_ORDER).logits, whole, rtol=1e-4, atol=1e-4)
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import coterie
-from coterie.errors import ModelError, Refused
+from coterie.core.errors import ModelError, Refused
 from coterie.models.adapter import Layout
 
 LAYOUTS = {"1G1S": Layout(rank=2), "1G3S, top 2": Layout(specialists=3, rank=2, mlp_rank=3), "one expert": Layout(specialists=0, rank=2)}

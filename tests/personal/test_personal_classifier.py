@@ -12,10 +12,11 @@ from PIL import Image
 from torch import Tensor, nn
 
 import coterie
+from coterie.core.errors import CheckpointError, DataError, ModelError, Refused
+from coterie.core.files import load, save
 from coterie.data.examples import Examples, ExampleSplit
 from coterie.data.images import Cifar10, Cifar100, Digits, Emnist, Images, Mnist
 from coterie.data.labelled import _DOMAIN, INTENTS, Clinc150, DBpedia14, LabelledTexts, YahooAnswers
-from coterie.errors import CheckpointError, DataError, ModelError, Refused
 from coterie.models.classifier import Classifier
 from coterie.models.common import CommonExpert, Normalisation
 from coterie.models.networks import NetworkShape
@@ -23,7 +24,6 @@ from coterie.models.pool import PoolClassifier, PoolLayout
 from coterie.models.text import TextShape
 from coterie.personal import Origin, PersonalClassifier, PersonalModel, save_classifier
 from coterie.personal.samples import of_array, read
-from coterie.tensors import load, save
 
 ORIGIN = Origin("ddome", "digits", 7, 0)
 DIGITS, COLOURS = (1, 4, 4), (3, 8, 6)

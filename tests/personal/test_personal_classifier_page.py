@@ -14,7 +14,7 @@ import coterie
 from coterie.models.text import TextShape
 from coterie.personal import PersonalClassifier, save_classifier
 from coterie.personal.artifact import Origin
-from coterie.personal.sorter import grouped, served
+from coterie.personal.ui.sorter import grouped, served
 
 
 def settled(page, model: PersonalClassifier, given: object) -> None:

@@ -14,8 +14,8 @@ import torch
 from test_keyboard import free_port
 
 import coterie
+from coterie.core.files import load, save
 from coterie.models.adapter import Layout
-from coterie.tensors import load, save
 
 TWO = {"ann": Layout(rank=2), "ben": Layout(rank=2, routing="equal")}
 

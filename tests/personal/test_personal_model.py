@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import coterie
-from coterie.errors import CheckpointError, ModelError
+from coterie.core.errors import CheckpointError, ModelError
 from coterie.models.adapter import Layout
 from coterie.models.routing import by_experts
 

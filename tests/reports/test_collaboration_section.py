@@ -7,8 +7,8 @@ from html import unescape
 import pytest
 from reports.samples import PAIRED, classified
 
-from coterie.reports.chart import LEVELS
 from coterie.reports.collaboration import Weights, at_stages, collaboration, domains, heat_map, shares
+from coterie.reports.heat import LEVELS
 
 
 def weights(**figures: object) -> Weights:

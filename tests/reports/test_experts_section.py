@@ -14,15 +14,15 @@ from browser import opened
 from reports.samples import ANCHORS, UNSEEN, classified, pooled
 from rich.console import Console
 
-from coterie import recipe as recipes
-from coterie import run as runs
-from coterie.evaluation import rows
 from coterie.methods import METHODS
-from coterie.reports.chart import LEVELS, Heat, heat_map
+from coterie.reports.comparison import rows
 from coterie.reports.experts import Choices, choice_maps, classes, clustering, decisions, distribution, expert_curves, experts, gate_curves
+from coterie.reports.heat import LEVELS, Heat, heat_map
 from coterie.reports.html import write_comparison, write_report
 from coterie.reports.parts import bars
-from coterie.reports.terminal import tables
+from coterie.reports.tables import tables
+from coterie.runs import recipe as recipes
+from coterie.runs import run as runs
 
 PAGE = [pooled("common-expert", -20.0, rounds=0, gate=False), pooled("fedavg", -5.0, gate=False), pooled("ddome")]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from reports.samples import ACCURACY, CLIENTS, TEXT, classified, result, routing, write_metrics
 
-from coterie.evaluation import row, rows
 from coterie.reports import chart, tokens
 from coterie.reports.chart import Axes, Line, Style
+from coterie.reports.comparison import row, rows
 from coterie.reports.html import write_comparison, write_report
 
 ROWS = [result("pretrained", 0, 9.0), result("local", 4, 5.0), result("comigs-1g1s", 4, 0.0)]

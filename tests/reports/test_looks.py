@@ -9,10 +9,11 @@ import pytest
 from browser import opened
 from reports.samples import CLIENTS, TEXT, classified, pooled, result, routing, write_metrics
 
-from coterie.evaluation import rows
-from coterie.reports import chart, tokens
-from coterie.reports.chart import Bar, Interval, Line, Style
+from coterie.reports import chart, marks, tokens
+from coterie.reports.chart import Line, Style
+from coterie.reports.comparison import rows
 from coterie.reports.html import write_comparison, write_report
+from coterie.reports.marks import Bar, Interval
 from coterie.reports.parts import page as whole_page
 
 WIDTHS = (1280, 390)
@@ -53,7 +54,7 @@ def kinds(tmp_path: Path) -> list[str]:
     about = {key: seeds[0][key] for key in ("recipe", "versions", "machine")}
     write_comparison(tmp_path / "d", about | {"rows": rows(seeds), "seeds": [0, 1], "notes": []}, "")
     row = Interval(5, 4, 6, "told", "#000")
-    drawn = chart.bars({"one": [Bar(3, 1, "a", "#000")]}, "y") + chart.intervals({"a row": row}, "x", (0, 10), 5)
+    drawn = marks.bars({"one": [Bar(3, 1, "a", "#000")]}, "y") + marks.intervals({"a row": row}, "x", (0, 10), 5)
     (tmp_path / "e.html").write_bytes(whole_page("t", drawn))
     return [(tmp_path / name).as_uri() for name in (*(f"{k}/report.html" for k in "abcd"), "e.html")]
 

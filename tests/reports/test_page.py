@@ -10,7 +10,7 @@ import pytest
 from browser import opened
 from reports.samples import TEXT, classified, result, routing, write_metrics
 
-from coterie.evaluation import row
+from coterie.reports.comparison import row
 from coterie.reports.html import write_comparison, write_report
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 from rich.console import Console
 
-from coterie.reports import terminal as terminals
-from coterie.reports.terminal import SILENCE, WINDOW, Pace, Stretch, Terminal
+from coterie.reports import progress as terminals
+from coterie.reports.progress import SILENCE, WINDOW, Pace, Stretch, Terminal
 
 
 class Clock:

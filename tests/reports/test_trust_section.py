@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from reports.samples import result
 
-from coterie.evaluation import comparability, rows
 from coterie.reports import chart
 from coterie.reports.chart import Line, Style
+from coterie.reports.comparison import comparability, rows
 from coterie.reports.html import write_comparison, write_report
 
 PRIVACY = {

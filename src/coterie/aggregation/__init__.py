@@ -1,5 +1,6 @@
 """What a method composes to make one set of tensors of many."""
 
+from coterie.aggregation.assignment import deal
 from coterie.aggregation.collaboration import (
     agreement,
     ascend_box,
@@ -11,7 +12,6 @@ from coterie.aggregation.collaboration import (
     start_weights,
     weights_error,
 )
-from coterie.aggregation.dealing import deal
 from coterie.aggregation.means import MOST_SAMPLES, SAMPLES, Combining, Mean, by_holders, uniform_mean, weighted_mean
 from coterie.aggregation.robust import ClippedMean, GeometricMedian, Krum, Median, MultiKrum, Rule, TrimmedMean
 

@@ -10,8 +10,8 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from coterie.protocol import ClientId, Replies
-from coterie.tensors import Tensors
+from coterie.core.protocol import ClientId, Replies
+from coterie.core.tensors import Tensors
 
 Pair = tuple[ClientId, ClientId]
 CHUNK = 1 << 13  # columns at a time: they stay in the cache, and a product of many large models needs nothing beside its result

@@ -21,11 +21,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from coterie.aggregation.accountant import ORDERS, epsilon_of, library
 from coterie.aggregation.noise import Source, grid, on_grid
-from coterie.aggregation.privacy import ORDERS, Privacy, epsilon_of, library
-from coterie.errors import Refused
-from coterie.protocol import ClientId
-from coterie.roles import Role
+from coterie.aggregation.privacy import Privacy
+from coterie.core.errors import Refused
+from coterie.core.protocol import ClientId
+from coterie.core.roles import Role
 
 _HIGHEST = 500  # the largest order that is tried: opacus sums as many terms
 _EXACT = 100  # up to which fractional orders are computed themselves; beyond, the next whole one bounds them

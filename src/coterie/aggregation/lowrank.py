@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from coterie.core.tensors import Named, Tensors
 from coterie.models.lora import LoRA
-from coterie.tensors import Named, Tensors
 
 Factors = tuple[Tensor, Tensor]  # A (count, r, in) and gamma B (count, out, r)
 

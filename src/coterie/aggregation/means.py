@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from coterie.protocol import ClientId, Replies
-from coterie.tensors import Named, Tensors, check_alike, weighted_sum
+from coterie.core.protocol import ClientId, Replies
+from coterie.core.tensors import Named, Tensors, check_alike, weighted_sum
 
 SAMPLES = "samples"  # how many training examples a client has, in its reply
 MOST_SAMPLES = 1 << 40  # that a server believes

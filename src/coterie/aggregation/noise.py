@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import numpy as np
 from filelock import FileLock
 
-from coterie.errors import Refused, SaveError, TensorError, extra
+from coterie.core.errors import Refused, SaveError, TensorError, extra
 
 KEY = 32  # bytes
 MOST_STEPS = 2.0**32  # a deviation beyond it is not drawn: too much would have to be settled in long arithmetic

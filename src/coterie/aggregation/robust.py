@@ -17,9 +17,9 @@ from torch import Tensor
 
 from coterie.aggregation.collaboration import CHUNK
 from coterie.aggregation.means import Combining, Mean, ordered, uniform_mean, weighted_mean
-from coterie.errors import RecipeError
-from coterie.protocol import Replies
-from coterie.tensors import Named, Tensors, weighted_sum
+from coterie.core.errors import RecipeError
+from coterie.core.protocol import Replies
+from coterie.core.tensors import Named, Tensors, weighted_sum
 
 
 class _Trimming(Combining, ABC):

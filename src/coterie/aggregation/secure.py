@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.errors import TensorError
-from coterie.tensors import Named, Tensors, check_alike
+from coterie.core.errors import TensorError
+from coterie.core.tensors import Named, Tensors, check_alike
 
 FEWEST = 3  # of two clients, each would learn the other's update from the sum
 RANGE = 8.0  # no value of an update may be beyond

@@ -7,30 +7,31 @@ from typing import Any
 
 import numpy as np
 
-from coterie import modality as modalities
 from coterie import personal
-from coterie import recipe as recipes
-from coterie import run as runs
 from coterie.audit import canaries as of_canaries
 from coterie.audit import membership, words
 from coterie.audit.observers import ABLE, Shared, SharedText, View, calibrated, shared
 from coterie.audit.statistics import Values
+from coterie.core.errors import CheckpointError, Refused
+from coterie.core.files import read_json, write_json
+from coterie.core.protocol import ClientId, mix
+from coterie.core.roles import GENERALIST
+from coterie.core.tensors import Tensors, weighted_sum
 from coterie.data.canaries import Canaries
 from coterie.data.splits import TokenSplit, Walk
-from coterie.errors import CheckpointError, Refused
-from coterie.inputs import RESULT
-from coterie.modality import Language
-from coterie.observations import Exchange
 from coterie.personal import PersonalModel
 from coterie.personal.words import Words
-from coterie.places import OnThisMachine
-from coterie.prepared import Planted, prepare
-from coterie.protocol import ClientId, mix
-from coterie.records import read_json, write_json
 from coterie.reports import Reporter
 from coterie.reports.html import AUDITED, write_report
-from coterie.roles import GENERALIST
-from coterie.tensors import Tensors, weighted_sum
+from coterie.runs import files
+from coterie.runs import loading as modalities
+from coterie.runs import recipe as recipes
+from coterie.runs.backends import OnThisMachine
+from coterie.runs.execution import Execution
+from coterie.runs.inputs import RESULT
+from coterie.runs.language import Language
+from coterie.runs.observations import Exchange
+from coterie.runs.prepare import Planted, prepare
 
 DELTA = 1e-5  # of the bound on epsilon, where the recipe has none
 SERVER, OTHERS = "server", "others"
@@ -97,7 +98,7 @@ class _Auditor:
         self.recipe = _recipe(run)
         self.prepared = prepare(self.recipe)
         self._check()
-        self.execution = runs.Execution(self.prepared, run, Reporter(), "", OnThisMachine("inprocess"))
+        self.execution = Execution(self.prepared, run, Reporter(), "", OnThisMachine("inprocess"))
         if not self.execution.restore():
             raise CheckpointError(
                 f"{run} has no checkpoint yet", "Wait for the first one (checkpoint_every), or go on: coterie run --resume."
@@ -121,7 +122,7 @@ class _Auditor:
         """The canaries as the run's folder lists them; None without any. Raises CheckpointError where the list is gone."""
         if self.prepared.planted is None:
             return None
-        found = read_json(self.run / runs.AUDIT / runs.CANARIES)
+        found = read_json(self.run / files.AUDIT / files.CANARIES)
         canaries = {i: Canaries.from_json(own) for i, own in found["clients"].items()}
         return Planted(canaries, np.array(found["references"], dtype=np.int64))
 
@@ -278,6 +279,6 @@ def _documents(tokenizer: Any, split: Any) -> list[str]:
 
 def _recipe(run: Path) -> recipes.Recipe:
     """What a folder is a run of. Raises CheckpointError."""
-    if not (run / runs.RECIPE).is_file():
-        raise CheckpointError(f"{run} holds no run: there is no {runs.RECIPE}", "Give the folder that `coterie run` wrote (--out).")
+    if not (run / files.RECIPE).is_file():
+        raise CheckpointError(f"{run} holds no run: there is no {files.RECIPE}", "Give the folder that `coterie run` wrote (--out).")
     return recipes.resolve(run)

@@ -11,8 +11,8 @@ import torch
 from coterie.audit.observers import SharedText, View, calibrated
 from coterie.audit.onerun import audited
 from coterie.audit.statistics import Estimate, Values, auc, bootstrapped
+from coterie.core.protocol import ClientId
 from coterie.data.canaries import Canaries, Ids
-from coterie.protocol import ClientId
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from coterie.audit.statistics import Values, auc, bootstrapped, tpr_at
+from coterie.core.protocol import ClientId
 from coterie.data.splits import Numbers, Walk
-from coterie.protocol import ClientId
 
 RATE = 0.01  # of false alarms
 

@@ -11,16 +11,16 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from coterie.audit.statistics import Values
-from coterie.client import Client
+from coterie.client.client import Client
+from coterie.core.errors import Refused, TensorError
+from coterie.core.protocol import ClientId
+from coterie.core.roles import GENERALIST
+from coterie.core.tensors import Named, Tensors
 from coterie.data.examples import Examples as Batch
-from coterie.errors import Refused, TensorError
-from coterie.modality import Language
 from coterie.models.classifier import Classifier
 from coterie.models.language import LanguageModel
-from coterie.prepared import Prepared
-from coterie.protocol import ClientId
-from coterie.roles import GENERALIST
-from coterie.tensors import Named, Tensors
+from coterie.runs.language import Language
+from coterie.runs.prepare import Prepared
 
 LOGITS = 2**23  # values at once
 LOWEST = 0.2  # k of Min-K%++

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from coterie.audit.statistics import Estimate, Values, bootstrapped, proportion
+from coterie.core.protocol import ClientId
 from coterie.data.splits import Tokens
-from coterie.protocol import ClientId
 
 WORD = re.compile(r"[^\W\d_]{3,}")
 LEAST = 2  # times that a word stands in its client's training text

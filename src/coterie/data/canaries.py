@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
+from coterie.core.errors import DataError
+from coterie.core.protocol import ClientId, mix
 from coterie.data.federation import ClientData, Federation
 from coterie.data.refusals import Refusals
 from coterie.data.splits import Numbers, TokenSplit
-from coterie.errors import DataError
-from coterie.protocol import ClientId, mix
 
 Ids = npt.NDArray[np.int64]
 

@@ -10,14 +10,14 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from coterie.core.errors import DataError
+from coterie.core.protocol import ClientId
 from coterie.data.documents import Document, Row, cut, keyed_by_text, read_rows, read_text, split
 from coterie.data.hub import fetch, located
 from coterie.data.origins import BUILD, MULTILINGUAL, PART, TOPICS, Origin, in_checkout, listed
 from coterie.data.pretraining import STDLIB_TOPICS, seen_in_pretraining
 from coterie.data.refusals import Refusals
 from coterie.data.section import Fractions, Names, Section, Share, Source, Texts, choose, stamps
-from coterie.errors import DataError
-from coterie.protocol import ClientId
 
 _FRACTIONS = Field(description="shares of train, valid and test in a client's text")
 

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from coterie.core.errors import DataError
+from coterie.core.protocol import mix
 from coterie.data.refusals import Refusals
-from coterie.errors import DataError
-from coterie.protocol import mix
 
 CHUNK = 2000  # characters
 

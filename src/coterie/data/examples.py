@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from coterie.core.errors import DataError
 from coterie.data.splits import Numbers, Walk
-from coterie.errors import DataError
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from coterie import names
+from coterie.core import names
+from coterie.core.errors import DataError
+from coterie.core.protocol import ClientId, mix
 from coterie.data.refusals import Refusals
 from coterie.data.splits import SPLITS, PooledSplit, Split, Tokens, TokenSplit
-from coterie.errors import DataError
-from coterie.protocol import ClientId, mix
 
 POOL: ClientId = names.POOL
 _SHOWN = 120  # characters of an id that a message shows

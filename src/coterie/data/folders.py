@@ -6,13 +6,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from coterie import names
+from coterie.core import names
+from coterie.core.errors import DataError
 from coterie.data.documents import cut, keyed_by_text, read_many, split
 from coterie.data.federation import check_id
 from coterie.data.refusals import Refusals
 from coterie.data.section import Fractions, Section, Source, Texts, stamps
 from coterie.data.splits import SPLITS
-from coterie.errors import DataError
 
 ENDINGS = (".txt", ".md", ".jsonl", ".jsonl.gz")
 

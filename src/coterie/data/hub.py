@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from coterie import names
+from coterie.core import names
+from coterie.core.errors import DataError
 from coterie.data.documents import keyed_by_text, split
 from coterie.data.refusals import Refusals
 from coterie.data.section import Fractions, Names, Section, Source, Texts, choose, stamps
-from coterie.errors import DataError
 
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
 _REMEDY = "Check its dataset, subset, split and revision; without a network, name a local folder or file as its dataset."

@@ -17,14 +17,14 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from coterie.data.dealing import Dealing, Labelled
+from coterie.core.errors import DataError, SaveError
 from coterie.data.documents import decompressed
 from coterie.data.federation import Federation
 from coterie.data.hub import fetch, located
+from coterie.data.partition import Dealing, Labelled
 from coterie.data.section import stamps
 from coterie.data.splits import Numbers
 from coterie.data.store import default_cache, put_in_place
-from coterie.errors import DataError, SaveError
 
 FORMAT = 1  # raise it whenever equal keys would no longer mean equal arrays
 

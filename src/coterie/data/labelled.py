@@ -11,14 +11,15 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from coterie.data.dealing import Dealing, Labelled, Positive
+from coterie.core.errors import DataError
 from coterie.data.documents import read_rows
 from coterie.data.federation import Federation
 from coterie.data.hub import fetch, located
+from coterie.data.partition import Dealing, Labelled
+from coterie.data.schemes import Positive
 from coterie.data.section import stamps
 from coterie.data.splits import Numbers, Tokens
 from coterie.data.store import LONGEST, Streams, default_cache, key_of, stored
-from coterie.errors import DataError
 
 FORMAT = 1  # raise it whenever equal keys would no longer mean equal arrays
 

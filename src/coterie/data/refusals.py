@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
-from coterie.errors import DataError
+from coterie.core.errors import DataError
 
 
 class Refusals:

@@ -8,14 +8,14 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from coterie.core.errors import DataError
+from coterie.core.files import digest_of
+from coterie.core.protocol import ClientId
 from coterie.data.federation import Federation, Standing, check_id, federate
 from coterie.data.origins import PART
 from coterie.data.refusals import Refusals
 from coterie.data.splits import SPLITS
 from coterie.data.store import Streams, Tokenizer, default_cache, dtype_for, encode, key_of, stored
-from coterie.errors import DataError
-from coterie.protocol import ClientId
-from coterie.tensors import digest_of
 
 Texts = Mapping[ClientId, Sequence[Sequence[str]]]  # of each client: its train, its valid and its test documents
 

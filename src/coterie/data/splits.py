@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from coterie.errors import DataError
-from coterie.protocol import mix
+from coterie.core.errors import DataError
+from coterie.core.protocol import mix
 
 SPLITS = ("train", "valid", "test")
 Tokens = npt.NDArray[np.unsignedinteger]

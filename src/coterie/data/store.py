@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from coterie.core.errors import DataError, SaveError
+from coterie.core.protocol import ClientId
 from coterie.data.splits import Tokens
-from coterie.errors import DataError, SaveError
-from coterie.protocol import ClientId
 
 FORMAT = 1  # raise it whenever equal keys would no longer mean equal tokens
 

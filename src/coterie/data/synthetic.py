@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, ValidationInfo, field_validator
 
+from coterie.core.protocol import ClientId, mix
 from coterie.data.section import Bound, Section, Source, Texts
 from coterie.data.splits import SPLITS
 from coterie.data.store import Tokenizer
-from coterie.protocol import ClientId, mix
 
 NONE, SHARED, PRIVATE, TOPIC = -1, 0, 1, 2  # kinds of tokens; topic t is TOPIC + t
 

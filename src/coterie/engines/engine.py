@@ -3,10 +3,11 @@
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, ClassVar, Protocol
 
-from coterie.client import Client, Metrics
-from coterie.engines.wire import Member
-from coterie.protocol import Ask, ClientId, Replies, State
-from coterie.tensors import Tensors
+from coterie.client.client import Client
+from coterie.client.interfaces import Metrics
+from coterie.core.protocol import Ask, ClientId, Replies, State
+from coterie.core.tensors import Tensors
+from coterie.engines.messages import Member
 
 Write = Callable[[Client, Tensors], None]  # writes a client's personal model, which needs these tensors besides
 

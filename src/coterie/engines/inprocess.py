@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from coterie.client import Site
-from coterie.cohort import ClientBatch
+from coterie.client.cohort import ClientBatch
+from coterie.client.site import Site
+from coterie.core.protocol import Ask, ClientId, Replies, State, batched, find_task
+from coterie.core.tensors import nbytes
 from coterie.engines.engine import Here, Listener, Write
 from coterie.engines.states import States
 from coterie.methods import Method
 from coterie.models.layout import Layout
-from coterie.protocol import Ask, ClientId, Replies, State, batched, find_task
-from coterie.tensors import nbytes
 
 
 @dataclass

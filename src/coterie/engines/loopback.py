@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from coterie.client import Site
+from coterie.client.site import Site
+from coterie.core.protocol import Ask, ClientId, Replies, State
+from coterie.core.tensors import from_bytes, nbytes, to_bytes
 from coterie.engines.engine import Here, Listener, Write
 from coterie.methods import Method
-from coterie.protocol import Ask, ClientId, Replies, State
-from coterie.tensors import from_bytes, nbytes, to_bytes
 
 
 @dataclass

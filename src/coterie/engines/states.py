@@ -12,10 +12,11 @@ from pathlib import Path
 import torch
 from filelock import BaseFileLock, FileLock, Timeout
 
-from coterie.errors import CheckpointError, SaveError
-from coterie.names import encoded
-from coterie.protocol import ClientId, State
-from coterie.tensors import digest_later, load, nbytes, nbytes_of_file, same_as_file, save
+from coterie.core.errors import CheckpointError, SaveError
+from coterie.core.files import digest_later, load, nbytes_of_file, same_as_file, save
+from coterie.core.names import encoded
+from coterie.core.protocol import ClientId, State
+from coterie.core.tensors import nbytes
 
 _PREFIX = "states-"  # what the names of folders begin with in which states lie while a process lives
 

@@ -13,7 +13,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from coterie.methods.method import Method
+    from coterie.methods.base import Method
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def is_own(name: object) -> bool:
 @cache
 def import_problem(name: str) -> str | None:
     """Import `module:Class`; returns why it is no method, or None where it is one. The folder that one works in is looked in, too."""
-    from coterie.methods.method import Method
+    from coterie.methods.base import Method
 
     if "" not in sys.path:
         sys.path.append("")
@@ -207,5 +207,5 @@ __all__ = ["GROUP", "METHODS", "Entry", "Method", "import_problem", "is_own"]
 def __getattr__(name: str) -> Any:
     """`Method`, imported when asked for."""
     if name == "Method":
-        return import_module("coterie.methods.method").Method
+        return import_module("coterie.methods.base").Method
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

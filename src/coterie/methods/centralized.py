@@ -6,12 +6,13 @@ from typing import ClassVar
 
 import torch
 
-from coterie.client import Client
+from coterie.client.client import Client
+from coterie.core.protocol import Ask, ClientId, Round, Sends, State, task
+from coterie.core.roles import GENERALIST
+from coterie.core.tensors import Tensors
 from coterie.data.federation import POOL
-from coterie.methods.method import OneAdapter, Reader
-from coterie.protocol import Ask, ClientId, Round, Sends, State, task
-from coterie.roles import GENERALIST
-from coterie.tensors import Tensors
+from coterie.methods.base import Reader
+from coterie.methods.templates import OneAdapter
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,15 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.aggregation import agreement, ascend_box, ascend_simplex, midpoints, pulls, rearranged, start_weights
-from coterie.client import AnyClient, Client, Training
-from coterie.errors import RecipeError
-from coterie.methods.method import Comparing, OneAdapter, Reader
-from coterie.protocol import Ask, ClientId, Round, Sends, State, nothing, task
-from coterie.roles import GENERALIST
-from coterie.tensors import Tensors
+from coterie.client.client import Client
+from coterie.client.interfaces import AnyClient
+from coterie.client.settings import Training
+from coterie.core.errors import RecipeError
+from coterie.core.protocol import Ask, ClientId, Round, Sends, State, nothing, task
+from coterie.core.roles import GENERALIST
+from coterie.core.tensors import Tensors
+from coterie.methods.base import Reader
+from coterie.methods.templates import Comparing, OneAdapter
 
 Pair = tuple[ClientId, ClientId]
 

@@ -10,13 +10,14 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from pydantic import Field
 
-from coterie.client import Client
+from coterie.client.client import Client
+from coterie.core.protocol import Ask, ClientId, Round, Sends, State, task
+from coterie.core.roles import GENERALIST, ROUTER, SPECIALIST, Role
+from coterie.core.tensors import Tensors
 from coterie.data.splits import Split
-from coterie.methods.method import Aggregating, Count, Reader, Routed
+from coterie.methods.base import Count, Reader
+from coterie.methods.templates import Aggregating, Routed
 from coterie.models.adapter import Layout
-from coterie.protocol import Ask, ClientId, Round, Sends, State, task
-from coterie.roles import GENERALIST, ROUTER, SPECIALIST, Role
-from coterie.tensors import Tensors
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from typing import ClassVar
 
 import torch
 
-from coterie.client import Client
+from coterie.client.client import Client
+from coterie.core.protocol import Ask, ClientId, Round, Sends, State, nothing, task
+from coterie.core.tensors import Tensors
+from coterie.methods.base import Reader
 from coterie.methods.comigs import CoMiGS
-from coterie.methods.method import Reader
-from coterie.protocol import Ask, ClientId, Round, Sends, State, nothing, task
-from coterie.tensors import Tensors
 
 
 @dataclass(frozen=True)

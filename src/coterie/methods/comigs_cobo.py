@@ -10,13 +10,15 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.aggregation import Mean, agreement, ascend_simplex, midpoints, mixtures
-from coterie.client import Client, Training
-from coterie.errors import RecipeError
+from coterie.client.client import Client
+from coterie.client.settings import Training
+from coterie.core.errors import RecipeError
+from coterie.core.protocol import Adaptation, Ask, ClientId, Round, Sends, State, task
+from coterie.core.roles import GENERALIST
+from coterie.core.tensors import Tensors
+from coterie.methods.base import Reader
 from coterie.methods.comigs import CoMiGS
-from coterie.methods.method import Comparing, Reader
-from coterie.protocol import Adaptation, Ask, ClientId, Round, Sends, State, task
-from coterie.roles import GENERALIST
-from coterie.tensors import Tensors
+from coterie.methods.templates import Comparing
 
 EPSILON = 1e-12  # keeps a row of weights from summing to 0 where none of its collaborators took part
 

@@ -12,14 +12,15 @@ import torch
 from pydantic import Field
 
 from coterie.aggregation import deal
-from coterie.client import NUMBERS, Client
+from coterie.client.client import Client
+from coterie.client.state import NUMBERS
+from coterie.core.protocol import Adaptation, Ask, ClientId, Replies, Round, Sends, State, task
+from coterie.core.roles import EXPERT, GATE, GENERALIST, ROUTER, SPECIALIST, Role
+from coterie.core.tensors import Tensors
+from coterie.methods.base import Reader
 from coterie.methods.comigs import CoMiGS
-from coterie.methods.method import Reader
 from coterie.models.adapter import Layout
 from coterie.models.language import LanguageModel
-from coterie.protocol import Adaptation, Ask, ClientId, Replies, Round, Sends, State, task
-from coterie.roles import EXPERT, GATE, GENERALIST, ROUTER, SPECIALIST, Role
-from coterie.tensors import Tensors
 
 CHOSEN = "chosen"  # each client's generalists, in the server's state
 SCORES = "scores"  # how much a client's text wants each generalist of the pool

@@ -7,11 +7,11 @@ gradients stay with the router and are added to its next validation step. Algori
 
 from dataclasses import dataclass
 
-from coterie.client import Client
+from coterie.client.client import Client
+from coterie.core.roles import GENERALIST, ROUTER, SPECIALIST, Role
+from coterie.core.tensors import prefixed, under, weighted_sum
 from coterie.data.splits import Batch
 from coterie.methods.comigs import CoMiGS
-from coterie.roles import GENERALIST, ROUTER, SPECIALIST, Role
-from coterie.tensors import prefixed, under, weighted_sum
 
 LOWER, UPPER = (GENERALIST, SPECIALIST), (ROUTER,)  # roles that each level trains
 LEAK = "leak"  # gradients that were not cleared, in a client's state

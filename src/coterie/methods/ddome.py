@@ -11,17 +11,19 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie.client import NUMBERS, Client, Training
+from coterie.client.client import Client
+from coterie.client.settings import Training
+from coterie.client.state import NUMBERS
+from coterie.core.errors import RecipeError
+from coterie.core.protocol import Adaptation, Ask, ClientId, Replies, Round, Sends, State, Task, task
+from coterie.core.roles import EXPERT, GATE
+from coterie.core.tensors import Named, Tensors
 from coterie.data.examples import Examples
 from coterie.data.splits import Split
-from coterie.errors import RecipeError
-from coterie.methods.method import Reader
-from coterie.methods.pooling import Pooling
+from coterie.methods.base import Reader
+from coterie.methods.pools import Pooling
 from coterie.models.layout import Layout
 from coterie.models.pool import PoolClassifier, PoolLayout, Towards
-from coterie.protocol import Adaptation, Ask, ClientId, Replies, Round, Sends, State, Task, task
-from coterie.roles import EXPERT, GATE
-from coterie.tensors import Named, Tensors
 
 ANCHOR = "anchor"  # tells a client that it is the anchor of the one expert that it gets
 SCORES = "scores"  # how much a client's data want each expert of the pool

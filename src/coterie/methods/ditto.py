@@ -10,11 +10,12 @@ from typing import Annotated, ClassVar
 import torch
 from pydantic import Field
 
-from coterie.client import Client
-from coterie.methods.method import Aggregating, OneAdapter, Reader
-from coterie.protocol import Ask, ClientId, Round, Sends, State, task
-from coterie.roles import GENERALIST
-from coterie.tensors import Tensors
+from coterie.client.client import Client
+from coterie.core.protocol import Ask, ClientId, Round, Sends, State, task
+from coterie.core.roles import GENERALIST
+from coterie.core.tensors import Tensors
+from coterie.methods.base import Reader
+from coterie.methods.templates import Aggregating, OneAdapter
 
 
 @dataclass(frozen=True)

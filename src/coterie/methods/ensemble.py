@@ -10,13 +10,13 @@ from typing import Annotated, Literal
 import torch
 from pydantic import Field
 
-from coterie.client import Client
-from coterie.methods.pooling import WholePool
+from coterie.client.client import Client
+from coterie.core.protocol import Sends, task
+from coterie.core.roles import EXPERT
+from coterie.core.tensors import Tensors
+from coterie.methods.pools import WholePool
 from coterie.models.layout import Layout
 from coterie.models.pool import PoolLayout
-from coterie.protocol import Sends, task
-from coterie.roles import EXPERT
-from coterie.tensors import Tensors
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,14 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie.client import AnyClient, Training
-from coterie.errors import RecipeError
-from coterie.methods.method import OneAdapter, Reader
-from coterie.protocol import Ask, ClientId, Replies, Round, State, task
-from coterie.roles import GENERALIST
-from coterie.tensors import Tensors
+from coterie.client.interfaces import AnyClient
+from coterie.client.settings import Training
+from coterie.core.errors import RecipeError
+from coterie.core.protocol import Ask, ClientId, Replies, Round, State, task
+from coterie.core.roles import GENERALIST
+from coterie.core.tensors import Tensors
+from coterie.methods.base import Reader
+from coterie.methods.templates import OneAdapter
 
 Size = Annotated[int, Field(ge=1)]
 _CHUNK = 1 << 16  # columns at a time

@@ -8,13 +8,13 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from coterie.client import Client
-from coterie.methods.method import Averaged, OneAdapter
+from coterie.client.client import Client
+from coterie.core.protocol import Sends, task
+from coterie.core.roles import GENERALIST, SPECIALIST
+from coterie.core.tensors import Tensors
+from coterie.methods.templates import Averaged, OneAdapter
 from coterie.models.generalising import AdversarialLayout
 from coterie.models.layout import Layout
-from coterie.protocol import Sends, task
-from coterie.roles import GENERALIST, SPECIALIST
-from coterie.tensors import Tensors
 
 DISCRIMINATOR = "discriminator"  # a client's own, between rounds
 

@@ -6,11 +6,11 @@ McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentra
 from dataclasses import dataclass
 from typing import ClassVar
 
-from coterie.client import AnyClient
-from coterie.methods.method import Averaged, OneAdapter
-from coterie.protocol import Sends, task
-from coterie.roles import GENERALIST
-from coterie.tensors import Tensors
+from coterie.client.interfaces import AnyClient
+from coterie.core.protocol import Sends, task
+from coterie.core.roles import GENERALIST
+from coterie.core.tensors import Tensors
+from coterie.methods.templates import Averaged, OneAdapter
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from coterie.client import Client
-from coterie.methods.method import Averaged, TwoExperts
-from coterie.protocol import Sends, task
-from coterie.roles import GENERALIST, ROUTER, Role
-from coterie.tensors import Tensors
+from coterie.client.client import Client
+from coterie.core.protocol import Sends, task
+from coterie.core.roles import GENERALIST, ROUTER, Role
+from coterie.core.tensors import Tensors
+from coterie.methods.templates import Averaged, TwoExperts
 
 
 @dataclass(frozen=True)

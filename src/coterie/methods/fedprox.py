@@ -8,11 +8,11 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from coterie.client import Client
-from coterie.methods.method import Averaged, OneAdapter
-from coterie.protocol import Sends, task
-from coterie.roles import GENERALIST
-from coterie.tensors import Tensors
+from coterie.client.client import Client
+from coterie.core.protocol import Sends, task
+from coterie.core.roles import GENERALIST
+from coterie.core.tensors import Tensors
+from coterie.methods.templates import Averaged, OneAdapter
 
 
 @dataclass(frozen=True)

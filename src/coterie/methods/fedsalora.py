@@ -6,12 +6,12 @@ Guo et al., "Selective Aggregation for Low-Rank Adaptation in Federated Learning
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from coterie.client import Client
-from coterie.methods.method import Averaged, OneAdapter
+from coterie.client.client import Client
+from coterie.core.protocol import Sends, task
+from coterie.core.roles import GENERALIST, SPECIALIST
+from coterie.core.tensors import Tensors
+from coterie.methods.templates import Averaged, OneAdapter
 from coterie.models.adapter import Layout
-from coterie.protocol import Sends, task
-from coterie.roles import GENERALIST, SPECIALIST
-from coterie.tensors import Tensors
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from typing import Annotated, ClassVar
 import torch
 from pydantic import Field
 
-from coterie.client import AnyClient
+from coterie.client.interfaces import AnyClient
+from coterie.core.protocol import Ask, ClientId, Round, Sends, State, nothing, task
+from coterie.core.roles import GENERALIST
+from coterie.core.tensors import Tensors, prefixed, under
+from coterie.methods.base import Reader
 from coterie.methods.fedavg import FedAvg
-from coterie.methods.method import Reader
-from coterie.protocol import Ask, ClientId, Round, Sends, State, nothing, task
-from coterie.roles import GENERALIST
-from coterie.tensors import Tensors, prefixed, under
 
 
 @dataclass(frozen=True)

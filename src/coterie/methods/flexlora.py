@@ -10,11 +10,12 @@ import torch
 
 from coterie.aggregation import MOST_SAMPLES
 from coterie.aggregation.lowrank import factors, modules, own_factors, read_factors, svd_of_sum, truncated
-from coterie.client import Client
-from coterie.methods.method import Ranked, Reader
-from coterie.protocol import Ask, ClientId, Replies, Round, Sends, State, task
-from coterie.roles import GENERALIST
-from coterie.tensors import Named, Tensors, prefixed, under
+from coterie.client.client import Client
+from coterie.core.protocol import Ask, ClientId, Replies, Round, Sends, State, task
+from coterie.core.roles import GENERALIST
+from coterie.core.tensors import Named, Tensors, prefixed, under
+from coterie.methods.base import Reader
+from coterie.methods.templates import Ranked
 
 TOKENS = "tokens"  # how much a client counts, in its reply
 

@@ -11,12 +11,13 @@ import torch
 from pydantic import Field
 
 from coterie.aggregation.lowrank import factors, modules, own_factors, product_norm, ranks, read_factors, resized, truncated
-from coterie.client import Client
-from coterie.methods.method import Ranked, Reader
+from coterie.client.client import Client
+from coterie.core.protocol import Ask, ClientId, Replies, Round, Sends, State, task
+from coterie.core.roles import GENERALIST
+from coterie.core.tensors import Named, Tensors, prefixed, under, weighted_sum
+from coterie.methods.base import Reader
+from coterie.methods.templates import Ranked
 from coterie.models.lora import LoRA
-from coterie.protocol import Ask, ClientId, Replies, Round, Sends, State, task
-from coterie.roles import GENERALIST
-from coterie.tensors import Named, Tensors, prefixed, under, weighted_sum
 
 Kept = Mapping[str, int]  # the ranks that a client has left, by module
 

@@ -11,12 +11,14 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie.client import Client, Training
-from coterie.errors import RecipeError
-from coterie.methods.method import Aggregating, OneAdapter, Reader
-from coterie.protocol import Ask, ClientId, Round, State, task
-from coterie.roles import GENERALIST
-from coterie.tensors import Named, Tensors, under
+from coterie.client.client import Client
+from coterie.client.settings import Training
+from coterie.core.errors import RecipeError
+from coterie.core.protocol import Ask, ClientId, Round, State, task
+from coterie.core.roles import GENERALIST
+from coterie.core.tensors import Named, Tensors, under
+from coterie.methods.base import Reader
+from coterie.methods.templates import Aggregating, OneAdapter
 
 _CENTRE, _CHOICE, _UNDECIDED = "centre", "choice", -1
 

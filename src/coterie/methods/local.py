@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from coterie.client import AnyClient
-from coterie.methods.method import Alone, OneAdapter
-from coterie.protocol import Sends, task
-from coterie.roles import GENERALIST
-from coterie.tensors import Tensors
+from coterie.client.interfaces import AnyClient
+from coterie.core.protocol import Sends, task
+from coterie.core.roles import GENERALIST
+from coterie.core.tensors import Tensors
+from coterie.methods.templates import Alone, OneAdapter
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from coterie.client import Client
-from coterie.methods.method import Alone, TwoExperts
-from coterie.protocol import Sends, task
-from coterie.tensors import Tensors
+from coterie.client.client import Client
+from coterie.core.protocol import Sends, task
+from coterie.core.tensors import Tensors
+from coterie.methods.templates import Alone, TwoExperts
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from typing import ClassVar
 
 import torch
 
-from coterie.client import Training
-from coterie.errors import RecipeError
+from coterie.client.settings import Training
+from coterie.core.errors import RecipeError
+from coterie.core.protocol import Ask, ClientId, Round, State
+from coterie.core.tensors import Tensors, prefixed, under
+from coterie.methods.base import Reader
 from coterie.methods.fedavg import FedAvg
-from coterie.methods.method import Reader
-from coterie.protocol import Ask, ClientId, Round, State
-from coterie.tensors import Tensors, prefixed, under
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,12 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.aggregation import weighted_mean
-from coterie.client import Client
-from coterie.methods.method import OneAdapter, Reader
-from coterie.protocol import Ask, ClientId, Replies, Round, Sends, State, task
-from coterie.roles import GENERALIST
-from coterie.tensors import Tensors, prefixed, under
+from coterie.client.client import Client
+from coterie.core.protocol import Ask, ClientId, Replies, Round, Sends, State, task
+from coterie.core.roles import GENERALIST
+from coterie.core.tensors import Tensors, prefixed, under
+from coterie.methods.base import Reader
+from coterie.methods.templates import OneAdapter
 
 _WORST = torch.finfo(torch.float64).max  # a perplexity that leaves a model no weight, whoever broke it
 

@@ -7,12 +7,12 @@ Yi et al., "pFedMoE: Data-Level Personalization with Mixture of Experts for Mode
 from dataclasses import dataclass
 from typing import ClassVar
 
-from coterie.client import Client
-from coterie.methods.method import Averaged, Routed
+from coterie.client.client import Client
+from coterie.core.protocol import Sends, task
+from coterie.core.roles import GENERALIST, ROUTER, SPECIALIST
+from coterie.core.tensors import Tensors
+from coterie.methods.templates import Averaged, Routed
 from coterie.models.adapter import Layout
-from coterie.protocol import Sends, task
-from coterie.roles import GENERALIST, ROUTER, SPECIALIST
-from coterie.tensors import Tensors
 
 
 @dataclass(frozen=True)

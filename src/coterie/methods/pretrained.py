@@ -7,9 +7,9 @@ from typing import Annotated, ClassVar
 import torch
 from pydantic import Field
 
-from coterie.methods.method import Method, Reader
+from coterie.core.protocol import ClientId, Round, State
+from coterie.methods.base import Method, Reader
 from coterie.models.adapter import Layout
-from coterie.protocol import ClientId, Round, State
 
 
 @dataclass(frozen=True)

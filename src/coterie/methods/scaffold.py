@@ -10,13 +10,15 @@ from typing import Annotated, ClassVar
 import torch
 from pydantic import Field
 
-from coterie.client import Client, Training
-from coterie.errors import RecipeError
-from coterie.methods.method import Averaged, OneAdapter, Reader
-from coterie.optimisers import SGD, Optimiser, Scheduled
-from coterie.protocol import Ask, ClientId, Round, Sends, State, task
-from coterie.roles import GENERALIST
-from coterie.tensors import Named, Tensors, axpy, prefixed, under, weighted_sum
+from coterie.client.client import Client
+from coterie.client.optimizers import SGD, Optimiser, Scheduled
+from coterie.client.settings import Training
+from coterie.core.errors import RecipeError
+from coterie.core.protocol import Ask, ClientId, Round, Sends, State, task
+from coterie.core.roles import GENERALIST
+from coterie.core.tensors import Named, Tensors, axpy, prefixed, under, weighted_sum
+from coterie.methods.base import Reader
+from coterie.methods.templates import Averaged, OneAdapter
 
 CONTROL = "control"  # c at the server, c_i at a client
 CHANGE = "change"  # c_i^+ - c_i

@@ -5,14 +5,14 @@ import math
 import torch
 from torch import Tensor, nn
 
+from coterie.core.protocol import mix
+from coterie.core.roles import BACKBONE, EXPERT, Role, by_role
+from coterie.core.tensors import Tensors
 from coterie.models.architecture import Architecture, BlockShape
 from coterie.models.layout import Layout
 from coterie.models.lora import LoRA, SingleLoRA
 from coterie.models.mixture import Mixture
 from coterie.models.routing import Gate, Router
-from coterie.protocol import mix
-from coterie.roles import BACKBONE, EXPERT, Role, by_role
-from coterie.tensors import Tensors
 
 __all__ = ["Adapter", "AdapterBlock", "Architecture", "Layout"]
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
-from coterie.errors import ModelError
+from coterie.core.errors import ModelError
 
 EMBEDDED = "embedded"  # the name of the small base model that comes with the package
 TRUST = "COTERIE_TRUST_REMOTE_CODE"  # environment variable: 1 where whoever runs this process lets a base bring code of its own

@@ -11,10 +11,10 @@ from typing import Any, Literal, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from coterie.errors import ModelError
+from coterie.core.errors import ModelError
 from coterie.models.adapter import Adapter, AdapterBlock
 from coterie.models.architecture import Architecture, Family, explained, family_of, locate, outline, tokenizer, trusted
-from coterie.models.mixture import Activation, FrozenMLP
+from coterie.models.mixture_kernel import Activation, FrozenMLP
 from coterie.models.routing import Routing
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from coterie.core.errors import ModelError
+from coterie.core.roles import GENERALIST, Role, by_role
+from coterie.core.tensors import Named, Tensors
 from coterie.data.examples import Examples
-from coterie.errors import ModelError
 from coterie.models.lora import LoRA
 from coterie.models.networks import MLP, Network, NetworkShape, Shape, check, statistics
-from coterie.roles import GENERALIST, Role, by_role
-from coterie.tensors import Named, Tensors
 
 __all__ = ["Classifier", "NetworkShape", "Shape"]
 

@@ -15,14 +15,15 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from coterie.core.errors import CheckpointError, CoterieError, ModelError, SaveError
+from coterie.core.files import save
+from coterie.core.protocol import mix
+from coterie.core.tensors import Named, Tensors, all_finite, nbytes
 from coterie.data.examples import ExampleSplit
 from coterie.data.store import default_cache
-from coterie.errors import CheckpointError, CoterieError, ModelError, SaveError
 from coterie.models import networks
 from coterie.models.classifier import Classifier
 from coterie.models.networks import Shape
-from coterie.protocol import mix
-from coterie.tensors import Named, Tensors, all_finite, nbytes, save
 
 FORMAT = 1  # raise it whenever equal keys would no longer mean an expert that was trained in the same way
 

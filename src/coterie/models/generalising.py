@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot, softplus
 
+from coterie.core.roles import BACKBONE, GENERALIST, SPECIALIST, Role, tag
+from coterie.core.tensors import Tensors
 from coterie.models.classifier import Classifier, Shape
 from coterie.models.layout import Balance, Layout
 from coterie.models.networks import initial, statistics
-from coterie.roles import BACKBONE, GENERALIST, SPECIALIST, Role, tag
-from coterie.tensors import Tensors
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from coterie.errors import ModelError
+from coterie.core.errors import ModelError
+from coterie.core.roles import EXPERT, GATE, Role
+from coterie.core.tensors import Tensors
 from coterie.models.adapter import Adapter
 from coterie.models.backbone import Attachable, Backbone
 from coterie.models.layout import Layout
@@ -17,8 +19,6 @@ from coterie.models.loss import head_loss, head_nll
 from coterie.models.per_example import CopiedAdapter, copies
 from coterie.models.pool import ABSENT
 from coterie.models.routing import Routing, balance_loss
-from coterie.roles import EXPERT, GATE, Role
-from coterie.tensors import Tensors
 
 
 class LanguageModel:

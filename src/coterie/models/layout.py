@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from coterie.errors import ModelError
-from coterie.roles import BACKBONE, SPECIALIST, Role
+from coterie.core.errors import ModelError
+from coterie.core.roles import BACKBONE, SPECIALIST, Role
 
 Balance = Literal["none", "uniform", "generalist", "generalist-printed"]
 

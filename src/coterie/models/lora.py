@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from coterie.core.roles import GENERALIST, Role
 from coterie.models.layout import Layout
-from coterie.roles import GENERALIST, Role
 
 
 def gamma(alpha: float, rank: int) -> float:

@@ -12,16 +12,13 @@ from typing import ClassVar, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
-from coterie.errors import ModelError, TensorError
-from coterie.protocol import mix
-from coterie.roles import GENERALIST, tag
-from coterie.tensors import Named, Tensors, all_finite, check_alike
-from coterie.tensors import load as load_tensors
-
-Norm = Literal["batch", "group", "none"]
-_LARGEST_GROUPS = 32  # of group normalisation, as its authors propose
+from coterie.core.errors import ModelError, TensorError
+from coterie.core.files import load as load_tensors
+from coterie.core.protocol import mix
+from coterie.core.roles import GENERALIST, tag
+from coterie.core.tensors import Named, Tensors, all_finite, check_alike
+from coterie.models.layers import Block, Convolution, GlobalMax, Norm, Residual, _norm
 
 
 class Shape(Protocol):
@@ -153,43 +150,6 @@ class MLP(nn.Sequential):
         return x
 
 
-class Convolution(nn.Sequential):
-    """3x3 convolution, normalisation and ReLU, then max pooling if asked for.
-
-    Args:
-        inputs: Channels in.
-        outputs: Channels out.
-        norm: Which normalisation; without one the convolution has a bias.
-        pool: Halve height and width.
-    """
-
-    def __init__(self, inputs: int, outputs: int, norm: Norm, pool: bool = False) -> None:
-        layers = [nn.Conv2d(inputs, outputs, 3, padding=1, bias=norm == "none"), _norm(norm, outputs), nn.ReLU()]
-        super().__init__(*layers, *[nn.MaxPool2d(2)] * pool)
-
-
-def _norm(kind: Norm, channels: int) -> nn.Module:
-    if kind == "none":
-        return nn.Identity()
-    if kind == "group":
-        return nn.GroupNorm(math.gcd(_LARGEST_GROUPS, channels), channels)
-    layer = nn.BatchNorm2d(channels)
-    layer.num_batches_tracked = None  # momentum is constant, so that nothing reads it
-    return layer
-
-
-class Residual(nn.Module):
-    """x + f(x), f being two convolutions."""
-
-    def __init__(self, channels: int, norm: Norm) -> None:
-        super().__init__()
-        self.body = nn.Sequential(Convolution(channels, channels, norm), Convolution(channels, channels, norm))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) -> the same."""
-        return x + cast(Tensor, self.body(x))
-
-
 class CNN(nn.Module):
     """Two convolutions of width w and 2w, each with pooling while the map is larger than one pixel, and a linear layer."""
 
@@ -207,14 +167,6 @@ class CNN(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, classes)."""
         return cast(Tensor, self.head(self.features(x)))
-
-
-class GlobalMax(nn.Module):
-    """The largest value of each channel."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, C)."""
-        return x.amax(dim=(2, 3))
 
 
 class ResNet9(nn.Module):
@@ -242,48 +194,6 @@ class ResNet9(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, classes)."""
         return cast(Tensor, self.head(self.features(x)))
-
-
-class Subsampling(nn.Module):
-    """Every second pixel of each row and column, and `extra` channels of zeros: a shortcut without parameters."""
-
-    def __init__(self, extra: int) -> None:
-        super().__init__()
-        self.before, self.behind = extra // 2, extra - extra // 2
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, C + extra, ceil(H / 2), ceil(W / 2))."""
-        return pad(x[:, :, ::2, ::2], (0, 0, 0, 0, self.before, self.behind))
-
-
-class Block(nn.Module):
-    """relu(s(x) + f(x)), f being two convolutions, and s the identity where f keeps the size.
-
-    Args:
-        inputs: Channels in.
-        outputs: Channels out.
-        norm: Which normalisation.
-        halves: Whether f halves height and width; s is then a 1x1 convolution (option B of He et al.), or else subsampling (option A).
-        projects: Which of the two.
-    """
-
-    def __init__(self, inputs: int, outputs: int, norm: Norm, halves: bool, projects: bool) -> None:
-        super().__init__()
-        stride, bias = 2 if halves else 1, norm == "none"
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=bias)
-        self.bn1 = _norm(norm, outputs)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=bias)
-        self.bn2 = _norm(norm, outputs)
-        self.shortcut: nn.Module = nn.Identity()
-        if halves and projects:
-            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=bias), _norm(norm, outputs))
-        elif halves:
-            self.shortcut = Subsampling(outputs - inputs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, inputs, H, W) -> (B, outputs, H', W')."""
-        inner = self.bn1(self.conv1(x)).relu()
-        return cast(Tensor, self.shortcut(x) + self.bn2(self.conv2(inner))).relu()
 
 
 class ResNet(nn.Module):

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from coterie.models.adapter import Adapter, AdapterBlock, Architecture
 from coterie.models.lora import LoRA, SingleLoRA, project
-from coterie.models.mixture import FrozenMLP, Mixture
+from coterie.models.mixture import Mixture
+from coterie.models.mixture_kernel import FrozenMLP
 from coterie.models.routing import Router, Routing
 
 Copies = Mapping[nn.Parameter, Tensor]  # (B, ...), each row's own copy of a parameter

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, nll_loss
 
+from coterie.core.errors import ModelError
+from coterie.core.roles import EXPERT, GATE, GENERALIST, Role, tag
+from coterie.core.tensors import Tensors
 from coterie.data.examples import Examples
-from coterie.errors import ModelError
 from coterie.models.classifier import Classifier, Shape
 from coterie.models.common import CommonExpert
 from coterie.models.layout import Balance, Layout
 from coterie.models.lora import LoRA
 from coterie.models.networks import NetworkShape
-from coterie.roles import EXPERT, GATE, GENERALIST, Role, tag
-from coterie.tensors import Tensors
 
 Mixture = Literal["logits", "probabilities", "scores", "mean"]
 ABSENT = -1  # the number of an expert in a place where there is none

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from coterie.roles import Role
+from coterie.core.roles import Role
 
 
 @dataclass(frozen=True)

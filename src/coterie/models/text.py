@@ -11,11 +11,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from coterie.errors import ModelError
+from coterie.core.errors import ModelError
+from coterie.core.protocol import mix
+from coterie.core.roles import GENERALIST, tag
+from coterie.core.tensors import Tensors
 from coterie.models.architecture import configuration, explained, locate, trusted
-from coterie.protocol import mix
-from coterie.roles import GENERALIST, tag
-from coterie.tensors import Tensors
 
 _WEIGHTS = (".safetensors", ".bin")  # endings of files that hold them
 _RANGE = 0.02  # standard deviation of initial weights, where a configuration names none

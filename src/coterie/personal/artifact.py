@@ -9,12 +9,12 @@ from typing import Any, TypeVar, cast
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from coterie.errors import CheckpointError, ModelError, TensorError
+from coterie.core.errors import CheckpointError, ModelError, TensorError
+from coterie.core.files import read_json, write_json
+from coterie.core.files import save as save_tensors
+from coterie.core.roles import GENERALIST, SPECIALIST, Role
+from coterie.core.tensors import Named, all_finite, check_alike
 from coterie.models.adapter import Adapter, Architecture, Layout
-from coterie.records import read_json, write_json
-from coterie.roles import GENERALIST, SPECIALIST, Role
-from coterie.tensors import Named, all_finite, check_alike
-from coterie.tensors import save as save_tensors
 
 FORMAT = 1
 WEIGHTS, CLASSIFIER_WEIGHTS, ABOUT = "adapter.safetensors", "classifier.safetensors", "client.json"

@@ -8,8 +8,13 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
+from coterie.core.errors import CheckpointError, Refused
+from coterie.core.files import load as load_tensors
+from coterie.core.files import save as save_tensors
+from coterie.core.files import write_json
+from coterie.core.roles import EXPERT, GATE
+from coterie.core.tensors import Named, Tensors, prefixed, under
 from coterie.data.examples import Examples, ExampleSplit
-from coterie.errors import CheckpointError, Refused
 from coterie.models.classifier import Classifier, Shape
 from coterie.models.common import CommonExpert, Normalisation
 from coterie.models.networks import NetworkShape, check, check_size
@@ -17,11 +22,6 @@ from coterie.models.pool import ABSENT, Mixture, PoolClassifier, PoolLayout
 from coterie.models.text import TextShape
 from coterie.personal.artifact import ABOUT, CLASSIFIER, CLASSIFIER_WEIGHTS, FORMAT, Origin, checked, fill, read_about_json
 from coterie.personal.samples import as_samples
-from coterie.records import write_json
-from coterie.roles import EXPERT, GATE
-from coterie.tensors import Named, Tensors, prefixed, under
-from coterie.tensors import load as load_tensors
-from coterie.tensors import save as save_tensors
 
 COMMON = "common"  # what the names of the common expert's tensors begin with
 _ROWS = 32  # samples at a time

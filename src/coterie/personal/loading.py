@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, cast
 
-from coterie import names
-from coterie.errors import CheckpointError, Refused
+from coterie.core import names
+from coterie.core.errors import CheckpointError, Refused
 from coterie.models.backbone import Backbone
 from coterie.personal.artifact import ABOUT, CLASSIFIER, read_about_json
 from coterie.personal.classifier import PersonalClassifier

@@ -8,13 +8,13 @@ from typing import Any, Literal, cast, overload
 import torch
 from torch import Tensor
 
-from coterie.errors import ModelError
+from coterie.core.errors import ModelError
+from coterie.core.files import load as load_tensors
 from coterie.models.backbone import Attachable, Backbone
 from coterie.models.language import LanguageModel
 from coterie.personal.artifact import WEIGHTS, About, check_size, expert_names, fill, read_about, save
-from coterie.personal.fast import FastAdapter
+from coterie.personal.inference.single import FastAdapter
 from coterie.personal.words import Word, Words, left_padded
-from coterie.tensors import load as load_tensors
 
 
 class PersonalModel:

@@ -6,14 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from coterie.errors import Refused
+from coterie.core.errors import Refused
+from coterie.core.files import load, make_folder, save, write_atomically
 from coterie.models.adapter import Adapter
 from coterie.models.architecture import EMBEDDED, FAMILIES, Architecture, Family, locate
 from coterie.models.lora import LoRA
 from coterie.personal.artifact import WEIGHTS, About, check_size, expert_names, fill, read_about
 from coterie.personal.loading import folder_of
-from coterie.records import make_folder
-from coterie.tensors import load, save, write_atomically
 
 PREFIX = "base_model.model."  # PEFT's, of every module of the base
 

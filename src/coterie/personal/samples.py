@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from coterie.core.errors import DataError
 from coterie.data.documents import read_rows, read_text
 from coterie.data.examples import ExampleSplit
 from coterie.data.images import pixels
 from coterie.data.refusals import Refusals
 from coterie.data.store import LONGEST
-from coterie.errors import DataError
 from coterie.models.architecture import tokenizer
 from coterie.models.networks import NetworkShape, Shape
 from coterie.models.text import TextShape

@@ -7,7 +7,7 @@ from coterie.reports.parts import figure
 
 
 class Personalised(Protocol):
-    """See `coterie.personalise.Personalised`, which is above reports."""
+    """See `coterie.runs.personalise.Personalised`, which is above reports."""
 
     @property
     def own(self) -> bool: ...

@@ -7,8 +7,8 @@ from typing import Any
 from rich.box import SIMPLE
 from rich.table import Table
 
-from coterie.reports import chart
-from coterie.reports.chart import Interval
+from coterie.reports import chart, marks
+from coterie.reports.marks import Interval
 from coterie.reports.parts import BLUE, GREEN, GREY, VERMILION, captioned, table
 
 Json = Mapping[str, Any]
@@ -146,7 +146,7 @@ def _pictures(found: Json) -> list[tuple[str, str, str]]:
             _of(name, found): Interval(v["value"], v["low"], v["high"], f"{_of(name, found)}: {_interval(v, 3)}", COLOURS[name])
             for name, v in values.items()
         }
-        return chart.intervals(shown, unit, limits, chance)
+        return marks.intervals(shown, unit, limits, chance)
 
     if found["canaries"]:
         exposures = {name: own["canaries"]["exposure"] for name, own in observers.items()}
@@ -179,4 +179,4 @@ def _words(words: Json) -> str:
         for key, name, colour in names
         if words[key] is not None
     }
-    return chart.intervals(shown, "% among the suggestions", (0, max(1.05 * max(row.high for row in shown.values()), 1.0)))
+    return marks.intervals(shown, "% among the suggestions", (0, max(1.05 * max(row.high for row in shown.values()), 1.0)))

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from coterie.reports import chart
-from coterie.reports.chart import Heat, Line, Matrix, Style
+from coterie.reports import chart, heat
+from coterie.reports.chart import Line, Style
+from coterie.reports.heat import Heat, Matrix
 from coterie.reports.parts import COLOURS, GREY, captioned, escape, legend, thinned
 
 Json = Mapping[str, Any]
@@ -40,7 +41,7 @@ class Weights:
             return None
         clients, known = list(result["clients"]), result.get("clusters")
         order = sorted(range(len(clients)), key=lambda k: known[clients[k]]) if known else list(range(len(clients)))
-        stages = [(at, [[w[i][j] for j in order] for i in order]) for at, w in thinned(found, chart.room(len(clients) ** 2))]
+        stages = [(at, [[w[i][j] for j in order] for i in order]) for at, w in thinned(found, heat.room(len(clients) ** 2))]
         clusters = [known[clients[k]] for k in order] if known else None
         return cls(title, [clients[k] for k in order], clusters, stages, result.get("weights_error"))
 
@@ -114,7 +115,7 @@ def _maps(found: Sequence[Weights]) -> str:
     figures = [captioned(w.title, _told(w), heat_map(w, w.stages[-1][1], stages=True) + ("" if alike else scale(w.top))) for w in found]
     if found[0].truth is not None:
         figures.append(captioned("True clusters", "", heat_map(found[0], found[0].truth)))
-    slider = chart.slider(moments, "local iterations")
+    slider = heat.slider(moments, "local iterations")
     return f'<div class="staged">{slider}{scale(found[0].top) if alike else ""}<div class="maps">{"".join(figures)}</div></div>'
 
 
@@ -124,7 +125,7 @@ def _told(weights: Weights) -> str:
 
 def scale(top: float) -> str:
     """The legend of the colours, with numbers."""
-    return chart.scale("weight 0", f"{top:g}")
+    return heat.scale("weight 0", f"{top:g}")
 
 
 def heat_map(weights: Weights, matrix: Matrix, stages: bool = False) -> str:
@@ -139,7 +140,7 @@ def heat_map(weights: Weights, matrix: Matrix, stages: bool = False) -> str:
     label = f"{weights.title}: weights of {len(names)} clients for each other"
     shown = weights.stages if stages else [(0, matrix)]
     told = "{row} takes {value} from {column}"
-    return chart.heat_map(Heat(names, names, shown, weights.top, label, told, masked=True, frames=_blocks(weights)))
+    return heat.heat_map(Heat(names, names, shown, weights.top, label, told, masked=True, frames=_blocks(weights)))
 
 
 def _blocks(weights: Weights) -> str:

@@ -8,8 +8,10 @@ from math import nan
 from statistics import fmean
 from typing import Any
 
-from coterie.reports import chart
-from coterie.reports.chart import Dot, Heat, Line, Matrix, Style
+from coterie.reports import chart, marks
+from coterie.reports.chart import Line, Style
+from coterie.reports.heat import Heat, Matrix, heat_map, room, scale, slider
+from coterie.reports.marks import Dot
 from coterie.reports.parts import COLOURS, captioned, escape, folded, legend, table, thinned, unseen
 
 Json = Mapping[str, Any]
@@ -49,8 +51,8 @@ def distribution(result: Json) -> str:
             "{column}: {value} % of class {row}",
             digits=0,
         )
-        figures.append(captioned(kind, "", chart.heat_map(heat, 900, 450, field=16)))
-    return f'{chart.scale("0 % of a client", f"{top:.0f} %")}<div class="kinds">{"".join(figures)}</div>'
+        figures.append(captioned(kind, "", heat_map(heat, 900, 450, field=16)))
+    return f'{scale("0 % of a client", f"{top:.0f} %")}<div class="kinds">{"".join(figures)}</div>'
 
 
 def _kinds(result: Json) -> dict[str, list[str]]:
@@ -103,7 +105,7 @@ def clustering(result: Json) -> str:
     return (
         f"<h3>K-means on these shares finds {verdict}</h3><p>Each of the {len(trains)} normal clients with its two main classes; colour "
         f"and shape tell which of {k} clusters it is in. The mean silhouette is {silhouette:.2f}: 1 stands for groups far apart, 0 for "
-        f"groups that touch, and up to 0.25 for no substantial structure.</p>{chart.plane(dots, *axes)}"
+        f"groups that touch, and up to 0.25 for no substantial structure.</p>{marks.plane(dots, *axes)}"
     )
 
 
@@ -135,7 +137,7 @@ class Choices:
         if not found:
             return None
         given = next(iter(found[0][1].values()))["given"]
-        stages = thinned(found, chart.room(len(given) * len(given[0])))
+        stages = thinned(found, room(len(given) * len(given[0])))
         tied = len(result.get("anchors") or ()) == len(given[0])
         return cls(title, result["anchors"] if tied else (), _anchored(result) if tied else (), stages)
 
@@ -241,10 +243,10 @@ def _staged_maps(found: Sequence[Choices], group: str) -> str:
     figures = []
     for own in found:
         heats = {"by class": own.shares(group)} | ({"by anchor, its classes together": own.confusion(group)} if own.anchors else {})
-        figures += [captioned(own.title, told, chart.heat_map(heat)) for told, heat in heats.items()]
+        figures += [captioned(own.title, told, heat_map(heat)) for told, heat in heats.items()]
     moments = sorted({at for own in found for at, _ in own.stages})
     return (
-        f'<div class="staged">{chart.slider(moments, "rounds")}{chart.scale("0 % of the row", "100 %")}'
+        f'<div class="staged">{slider(moments, "rounds")}{scale("0 % of the row", "100 %")}'
         f'<div class="maps owned">{"".join(figures)}</div></div>'
     )
 

@@ -7,8 +7,8 @@ from html import escape as html_escape
 from importlib.resources import files
 from typing import Any, TypeVar
 
-from coterie.evaluation import best
-from coterie.printing import printable
+from coterie.core.metrics import best
+from coterie.core.printing import printable
 
 # Okabe and Ito's colours, which colour-blind people tell apart, and two more; they hold on a light and on a dark ground.
 BLUE, VERMILION, GREEN, PINK, ORANGE, SKY = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"

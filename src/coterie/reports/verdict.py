@@ -4,8 +4,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from coterie.evaluation import ALONE, BOUNDS, badness, better, metric_of
+from coterie.core.metrics import badness, better, metric_of
 from coterie.methods import METHODS
+from coterie.reports.comparison import ALONE, BOUNDS
 from coterie.reports.parts import figure, unseen
 
 Row = Mapping[str, Any]

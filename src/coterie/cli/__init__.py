@@ -1,0 +1,10 @@
+"""The command line: a file for each family of commands."""
+
+# Each registers its commands, in the order of `coterie --help`.
+# isort: off
+from coterie.cli import train, papers, lists, use, deploy
+
+# isort: on
+from coterie.cli.base import app, main
+
+__all__ = ["app", "deploy", "lists", "main", "papers", "train", "use"]

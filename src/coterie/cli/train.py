@@ -1,0 +1,124 @@
+"""Commands that train: run, compare."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from coterie.cli.base import RESUMABLE, Changed, Out, Resume, Seed, Set, Trust, _folder, _load, _stopping, app
+from coterie.core.printing import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from coterie.runs.recipe import Recipe
+
+
+@app.command()
+def run(
+    recipe: Annotated[str, typer.Argument(help="A shipped recipe (`coterie recipes`) or a YAML file.")],
+    set_: Set = None,
+    seed: Seed = None,
+    out: Out = None,
+    resume: Resume = False,
+    resume_changed: Changed = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Record a few steps of the second round: a trace for PyTorch's tools.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what it would take: clients, tokens, parameters, bytes, time and memory.")
+    ] = False,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Run a recipe: train, score, and keep every client's personal model."""
+    with _stopping("stopped." if dry_run else RESUMABLE):
+        loaded = _load(recipe, set_, seed)  # first: what is refused needs nothing of the rest
+        if dry_run:
+            _foretell(loaded)
+            return
+        from rich.console import Console
+
+        from coterie.core.profiling import Profile
+        from coterie.reports import comparison as comparing
+        from coterie.reports.progress import Terminal
+        from coterie.reports.tables import profiled
+        from coterie.runs import run as runs
+
+        folder = out or _folder(loaded.name, resume or resume_changed)
+        console, trace = Console(), Profile(folder / "profile" / "trace.json.gz" if profile else None)
+        with Terminal(console, len(loaded.compare_with) + 1) as terminal:
+            results = runs.run(loaded, folder, resume=resume, changed=resume_changed, reporter=terminal, profile=trace)
+        _show(console, comparing.rows(results), loaded.name, loaded.method["name"])
+        if profile:
+            profiled(console, trace, elsewhere=loaded.engine == "flower")
+        console.print(
+            f"Everything is in {folder}: open {folder}/report.html, or `tensorboard --logdir {folder}`.",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def _foretell(recipe: "Recipe") -> None:
+    """Print what a recipe would take, a line for each of its methods; nothing is written."""
+    from rich.console import Console
+
+    from coterie.reports.tables import foretold
+    from coterie.runs.backends import OnThisMachine
+    from coterie.runs.estimate import estimate
+
+    rows = [recipe.with_method(name) for name in recipe.compare_with] + [recipe]
+    for index, row in enumerate(rows):
+        prepared = OnThisMachine().prepare(row)
+        foretold(Console(), prepared, estimate(prepared), first=index == 0)
+    print("Estimates of this machine as busy as it is now, from a few steps.\nNothing was written.")
+
+
+@app.command()
+def compare(
+    methods: Annotated[list[str], typer.Argument(help="Methods (`coterie methods`).")],
+    recipe: Annotated[str, typer.Option("--recipe", help="A shipped recipe or a YAML file: the data, base and budget of all rows.")],
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Runs per method, with consecutive seeds.")] = 3,
+    set_: Set = None,
+    seed: Seed = None,
+    out: Out = None,
+    resume: Resume = False,
+    resume_changed: Changed = False,
+    trust_remote_code: Trust = False,
+) -> None:
+    """One table: methods on the same data, base and budget, mean and deviation over seeds."""
+    with _stopping():
+        loaded = _load(recipe, set_, seed)
+        from rich.console import Console
+
+        from coterie.reports.progress import Terminal
+        from coterie.runs import run as runs
+
+        folder = out or _folder(f"compare-{loaded.name}", resume or resume_changed)
+        console = Console()
+        with Terminal(console, len(set(methods)) * seeds) as terminal:
+            comparison = runs.compare(methods, loaded, folder, seeds=seeds, resume=resume, changed=resume_changed, reporter=terminal)
+        _show(console, comparison["rows"], f"{loaded.name}, {seeds} seed{'s' * (seeds > 1)}", loaded.method["name"])
+        console.print(f"Everything is in {folder}; open {folder}/report.html.", markup=False, highlight=False, soft_wrap=True)
+
+
+def _show(console: "Console", rows: Sequence[Mapping[str, Any]], title: str, own: str) -> None:
+    from coterie.core.metrics import direction, metric_of
+    from coterie.methods import METHODS
+    from coterie.reports.comparison import comparability
+    from coterie.reports.tables import tables
+    from coterie.reports.verdict import verdict
+
+    *beside, scores = tables(rows, {name: entry.title for name, entry in METHODS.items()}, console.width)
+    for table in beside:
+        console.print(table)
+    for note in comparability(rows, own):
+        console.print(f"- {note}", markup=False, highlight=False)
+    console.print(f"\n{printable(title)}", style="bold", markup=False, highlight=False)
+    console.print(scores)
+    scored = "Each client's model right after its last local iteration; synced: after one more synchronisation."
+    if rows[0].get("groups"):
+        scored = "Clients that never took part, with the model that the server gives them."
+    console.print(f"{direction(metric_of(rows[0])).capitalize()}, best in bold. {scored}", highlight=False)
+    if said := verdict(rows, own):
+        console.print(f"\n{said}", markup=False, highlight=False)

@@ -1,0 +1,302 @@
+"""Many clients in one batch, for small models that stack: a task that allows it sees a batch where it would see a client."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from coterie.client.counters import advance, draw, position, training_data
+from coterie.client.interfaces import Metrics
+from coterie.client.settings import Training
+from coterie.client.site import Site
+from coterie.core.errors import ClientError, TensorError
+from coterie.core.protocol import ClientId, Replies, State
+from coterie.core.roles import GENERALIST, Role
+from coterie.core.tensors import Named, Tensors, all_finite, check_alike, under
+from coterie.data.splits import Split
+from coterie.models.classifier import Classifier, parted
+
+_X, _OPTIMISER, _BUFFERS = f"parameters/{GENERALIST}", f"optimiser/{GENERALIST}", "buffers"
+
+
+class Ragged(Tensors):
+    """Tensors of a batch whose clients have some under unlike names: each under `<client>/<name>`."""
+
+
+@dataclass
+class ClientBatch:
+    """Clients that do a task as one: what `Client` does for one client, under the same names, see `AnyClient`.
+
+    Their parameters are the rows of one matrix X, (n, d), and their optimisers' moments and running statistics those of others. The rows
+    are the tensors of the clients' states, so that nothing is copied between a batch and its clients one by one. Tensors that come and go
+    have the clients as their first dimension, or are `Ragged`.
+
+    Args:
+        site: What the process needs to be these clients.
+        states: Of the clients, in order.
+        model: Theirs.
+        round: Rounds that the run has done.
+        round_steps: L, local iterations in a round.
+    """
+
+    site: Site
+    states: Mapping[ClientId, State]
+    model: Classifier
+    round: int = 0
+    round_steps: int = 0
+    _tokens: dict[ClientId, int] = field(default_factory=dict)
+    _stats: dict[ClientId, dict[str, list[float]]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, site: Site, states: Mapping[ClientId, State], round: int = 0, round_steps: int = 0) -> "ClientBatch | None":
+        """Return the batch of these clients; None where they must be asked one by one.
+
+        They must have one layout, a model that stacks and gains by it, batches in one piece, no privacy of single examples, optimisers that
+        have done the same number of steps, and schedules at one place.
+        """
+        if len(states) < 2 or site.sanitizes:
+            return None
+        first, *others = [site.model(i) for i in states]
+        if not isinstance(first, Classifier) or not first.stacks or any(model is not first for model in others):
+            return None
+        rows, at_once = site.training.batch_size, site.training.micro_batch
+        if (at_once or rows) < rows or not first.gains(rows):
+            return None
+        for i, state in states.items():
+            if _X not in state:
+                site.client(i, state)  # gives it its initial values
+        kinds = {(position(state, round, round_steps), *_optimiser(state)) for state in states.values()}
+        return cls(site, states, first, round, round_steps) if len(kinds) == 1 else None
+
+    @property
+    def ids(self) -> list[ClientId]:
+        return list(self.states)
+
+    @property
+    def x(self) -> Tensor:
+        """X, (n, d)."""
+        return self._matrix(_X)
+
+    def stack(self, received: Mapping[ClientId, Tensors]) -> Tensors:
+        """Return what the clients get as the tensors of the batch, on the device of the model; what is one for all is not copied."""
+        first, device = received[self.ids[0]], self.model.device
+        forms = {tuple((name, t.shape) for name, t in found.items()) for found in received.values()}
+        if len(forms) > 1:
+            return Ragged({f"{i}/{name}": t.to(device) for i, found in received.items() for name, t in found.items()})
+        if all(found is first for found in received.values()):
+            return {name: t.to(device).expand(len(received), *t.shape) for name, t in first.items()}
+        return {name: stacked([received[i][name] for i in self.ids]).to(device) for name in first}
+
+    def split(self, reply: Tensors) -> Replies:
+        """Return the tensors of the batch as those of its clients."""
+        return {i: self._of(i, reply) for i in self.ids}
+
+    def _of(self, client: ClientId, tensors: Tensors) -> Tensors:
+        if isinstance(tensors, Ragged):
+            return under(client, tensors)
+        k = self.ids.index(client)
+        return {name: t[k] for name, t in tensors.items()}
+
+    @property
+    def training(self) -> Training:
+        """How they train."""
+        return self.site.training
+
+    @property
+    def windows(self) -> int:
+        """Rows of training data of the first: who have unlike many are in one batch only where that decides nothing."""
+        return self.site.data[self.ids[0]].train.windows
+
+    @property
+    def sample_count(self) -> Tensor:
+        """See `Client.sample_count`, (n,)."""
+        return torch.tensor([self.site.data[i].train.windows for i in self.ids])
+
+    @property
+    def train(self) -> Mapping[ClientId, Split]:
+        """Their training data."""
+        return {i: training_data(self.site.data[i]) for i in self.ids}
+
+    @property
+    def lr(self) -> float:
+        """See `Client.lr`."""
+        return self._lr(self._position)
+
+    def _lr(self, at: int) -> float:
+        return self.site.training.experts.lr_at(at, self.site.total_iterations)
+
+    @property
+    def _position(self) -> int:
+        return position(next(iter(self.states.values())), self.round, self.round_steps)
+
+    def advance(self) -> int:
+        """See `Client.advance`."""
+        before = self._position
+        for state in self.states.values():
+            advance(state, self.round)
+        return before
+
+    def load(self, tensors: Tensors) -> None:
+        """See `Client.load`; a client gets all of its values, by their names or as one vector, or none.
+
+        Raises:
+            TensorError: As there.
+        """
+        alike = not isinstance(tensors, Ragged) and all(t.stride(0) == 0 for t in tensors.values())  # what is one for all
+        matrices = {key: self._matrix(key) for key in self._shared}
+        for k, i in enumerate(self.ids[:1] if alike else self.ids):
+            if found := self._of(i, tensors):
+                for key, flat in self._flats(i, found).items():
+                    (matrices[key] if alike else matrices[key][k]).copy_(flat)
+
+    @property
+    def _shared(self) -> dict[str, Named]:
+        """What travels of a model, by name, under each key of a client's state."""
+        found: dict[str, Named] = {_X: self.model.parameters_by_role()[GENERALIST]}
+        if self.model.statistics is not None and (buffers := self.model.buffers()):
+            found[_BUFFERS] = buffers
+        return found
+
+    def _flats(self, client: ClientId, tensors: Named) -> Tensors:
+        """What a client gets as one vector for each key of its state."""
+        shared = self._shared
+        named = {name: tensor for own in shared.values() for name, tensor in own.items()}
+        check_alike({GENERALIST: self.x[0]} if GENERALIST in tensors else named, tensors, f"tensors for client {client!r}")
+        if not all_finite(tensors):
+            raise TensorError(f"tensors for client {client!r}: not all values are finite", "A client diverged: lower the learning rate.")
+        if GENERALIST in tensors:
+            return {_X: tensors[GENERALIST]}
+        return {key: torch.cat([tensors[name].flatten() for name in own]) for key, own in shared.items()}
+
+    def read(self, *roles: Role) -> Tensors:
+        """See `Client.read`: the values of GENERALIST, which is all that there is, and what travels with it."""
+        self._check_role(*roles)
+        stacks = Tensors()
+        for key, named in self._shared.items():
+            stacks |= parted(self._matrix(key).clone(), named)
+        return stacks
+
+    def flat(self, role: Role = GENERALIST, into: Tensor | None = None) -> Tensor:
+        """See `Client.flat`, (n, d)."""
+        self._check_role(role)
+        return self.x.clone() if into is None else into.copy_(self.x)
+
+    def step(self, *roles: Role, on: Mapping[ClientId, Split]) -> None:
+        """One local iteration of every client, see `Client.step`."""
+        self._check_role(*roles)
+        gradients = self._gradients(self.x, self.ids, on)
+        self.descend(GENERALIST, gradients, self.advance())
+
+    def descend(self, role: Role, gradients: Tensor, at: int | None = None) -> None:
+        """See `Client.descend`; gradients: (n, d)."""
+        self._check_role(role)
+        memory = {key: self._matrix(key) for key in next(iter(self.states.values())) if key.startswith(_OPTIMISER)}
+        lr = self._lr(self._position - 1 if at is None else at)
+        self.site.training.experts.step(self.x, gradients.to(self.model.device), lr, memory, _OPTIMISER)
+        for k, state in enumerate(self.states.values()):
+            state |= {key: moment[k] if moment.ndim == 2 else moment.clone() for key, moment in memory.items()}
+
+    def shift(self, scale: float, directions: Tensor) -> None:
+        """See `Client.shift`; directions: (n, d)."""
+        self.x.add_(directions.to(self.model.device), alpha=scale)
+
+    def gradients_at(self, points: Tensors, purpose: str) -> Tensors:
+        """See `Client.gradients_at`; what a client's points are called may differ from client to client."""
+        pairs = [(i, j, x) for i, own in self.split(points).items() for j, x in sorted(own.items())]
+        found = Ragged()
+        if own := [(i, x) for i, j, x in pairs if i == j]:
+            self.load(Ragged({f"{i}/{GENERALIST}": x for i, x in own}))
+            gradients = self._gradients(torch.stack([x for _, x in own]), [i for i, _ in own], self.train)
+            found |= {f"{i}/{i}": gradient for (i, _), gradient in zip(own, gradients, strict=True)}
+        if others := [pair for pair in pairs if pair[0] != pair[1]]:
+            batches = {i: training_data(self.site.data[i], purpose) for i in dict.fromkeys(i for i, *_ in others)}
+            gradients = self._gradients(torch.stack([x for *_, x in others]), [i for i, *_ in others], batches, purpose)
+            found |= {f"{i}/{j}": gradient for (i, j, _), gradient in zip(others, gradients, strict=True)}
+        return found
+
+    def _check_role(self, *roles: Role) -> None:
+        if roles != (GENERALIST,):
+            raise TypeError(f"a batch of clients has values of {GENERALIST} alone, asked for {roles}")
+
+    def _gradients(self, points: Tensor, owners: Sequence[ClientId], on: Mapping[ClientId, Split], purpose: str = "") -> Tensor:
+        """Return the gradient at each point of its owner's loss, each on a batch of its own.
+
+        Args:
+            points: (m, d).
+            owners: Of each point; one client may own several.
+            on: What each owner's batches are drawn from.
+            purpose: Of gradients elsewhere, see `Client.gradient_at`. By default each point is its owner's model, the only one, and running
+                statistics follow.
+
+        Returns:
+            (m, d).
+
+        Raises:
+            TensorError: A point is not finite, and not a client's own model, whose loss will tell.
+        """
+        if purpose and not all_finite({"points": points}):
+            raise TensorError(f"points for {purpose}: not all values are finite", "A client diverged: lower the learning rate.")
+        batches = [draw(on[i], self.states[i], self.site.training.batch_size) for i in owners]
+        x, y = (torch.stack([getattr(batch, part) for batch in batches]) for part in ("x", "y"))
+        if purpose or not self.model.buffers():
+            gradients, stats = self.model.vectorised(points, x, y)
+        else:
+            statistics, rows = self._matrix(_BUFFERS), [self.ids.index(i) for i in owners]
+            running = statistics[rows]
+            gradients, stats = self.model.vectorised(points, x, y, running)
+            statistics[rows] = running
+        self._note(owners, "elsewhere" if purpose else GENERALIST, stats, y.shape[1])
+        return gradients
+
+    def _note(self, owners: Sequence[ClientId], what: str, stats: Tensors, examples: int) -> None:
+        for i, *values in zip(owners, *(found.tolist() for found in stats.values()), strict=True):
+            self._tokens[i] = self._tokens.get(i, 0) + examples
+            own = self._stats.setdefault(i, {})
+            for name, value in zip(stats, values, strict=True):
+                if not math.isfinite(value):
+                    raise ClientError(
+                        f"client {i!r}: {name} is not finite near iteration {self._position}",
+                        "Training diverged: lower training.experts.lr or training.routers.lr.",
+                    )
+                own.setdefault(f"{name}/{what}", []).append(value)
+
+    @property
+    def measured(self) -> dict[ClientId, Metrics]:
+        """See `Client.metrics`, of each client."""
+        return {i: self._measured(i) if i in self._stats else {} for i in self.ids}
+
+    def _measured(self, client: ClientId) -> Metrics:
+        means = {name: sum(values) / len(values) for name, values in self._stats[client].items()}
+        return {"tokens": self._tokens[client], **means}
+
+    def _matrix(self, key: str) -> Tensor:
+        """The clients' tensors under a key as the rows of one matrix, or what they all share if it is a scalar."""
+        rows = [state[key] for state in self.states.values()]
+        if rows[0].ndim == 0:
+            return rows[0].clone()
+        base = stacked([row.to(self.model.device) for row in rows])
+        if base is not rows[0]._base:
+            for state, row in zip(self.states.values(), base, strict=True):
+                state[key] = row
+        return base
+
+
+def _optimiser(state: State) -> list[tuple[str, float]]:
+    """The names of what an optimiser remembers, and the figures that clients of a batch must have in common, such as Adam's t."""
+    found = {key: tensor for key, tensor in state.items() if key.startswith(_OPTIMISER)}
+    return sorted((key, float(tensor) if tensor.ndim == 0 else 0.0) for key, tensor in found.items())
+
+
+def stacked(rows: Sequence[Tensor]) -> Tensor:
+    """Return the rows, (d,) each, as one matrix, (n, d): that of which they are the rows already, if there is one. Others are stacked."""
+    base, size = rows[0]._base, rows[0].numel()
+    if (
+        base is not None
+        and rows[0].ndim == 1
+        and base.shape == (len(rows), size)
+        and all(row._base is base and row.storage_offset() == k * size for k, row in enumerate(rows))
+    ):
+        return base
+    return torch.stack(list(rows))

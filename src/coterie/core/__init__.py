@@ -1,0 +1,1 @@
+"""The ground: errors, roles, the protocol's types, tensors, files and metrics."""

@@ -1,0 +1,140 @@
+"""Files that are whole or not there: tensors, JSON, and their digests."""
+
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file as _encode_file
+
+from coterie.core.errors import CheckpointError, Refused, SaveError
+from coterie.core.tensors import Named, Tensors, _dense, _owned
+
+
+def write_atomically(path: Path, data: bytes, lasting: bool = True) -> None:
+    """Write a file so that after a crash or on a full disk either the old or the new content is there, never a part.
+
+    Args:
+        path: The file; the folders above it are made.
+        data: Its content.
+        lasting: Whether it must outlive a power cut: wait until it is on the disk. Otherwise it outlives the process.
+
+    Raises:
+        SaveError: It could not be written; a former file of that name is unchanged.
+    """
+    _replace(path, lambda new: new.write_bytes(data), lasting)
+
+
+def _replace(path: Path, write: Callable[[Path], object], lasting: bool) -> None:
+    """Have `write` make a file of another name, and put it in the place of this one. Raises SaveError, see `write_atomically`."""
+    new = path.with_name(path.name + ".new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(new)
+        if lasting:
+            with open(new, "rb") as file:
+                os.fsync(file.fileno())
+        os.replace(new, path)
+    except (OSError, SafetensorError) as error:
+        new.unlink(missing_ok=True)
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        full = isinstance(error, SafetensorError) or error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "Free some space and resume." if full else "Check the folder's permissions."
+        raise SaveError(f"cannot write {path}: {reason}; what was there before is unchanged", remedy) from error
+
+
+def save(path: Path, named: Named, metadata: Mapping[str, str] | None = None, lasting: bool = True) -> None:
+    """Write a safetensors file atomically, without a second copy in memory. Raises SaveError, see `write_atomically`."""
+    _replace(path, lambda new: _encode_file(_dense(named), new, metadata=dict(metadata or {}) or None), lasting)
+
+
+def load(path: Path) -> tuple[Tensors, dict[str, str]]:
+    """Tensors, which own their memory, and metadata of a safetensors file.
+
+    Raises:
+        CheckpointError: The file is missing, truncated or not safetensors.
+    """
+    with _opened(path) as file:
+        return {name: _owned(file.get_tensor(name)) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+
+
+_HASHING = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="sha256")  # beside the work: hashlib lets other threads run
+
+
+def digest_of(path: Path) -> str:
+    """The SHA-256 of a file's content, as `sha256sum` writes it. Raises OSError."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digest_later(path: Path) -> "Future[str]":
+    """`digest_of` a file, computed beside other work."""
+    return _HASHING.submit(digest_of, path)
+
+
+def nbytes_of_file(path: Path) -> int:
+    """`nbytes` of the tensors in a safetensors file: what is behind the header and its length, 8 bytes."""
+    with open(path, "rb") as file:
+        return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
+
+
+def same_as_file(path: Path, named: Named) -> bool:
+    """Whether a safetensors file holds just these tensors. The smallest are read first, and none behind one that differs.
+
+    Raises:
+        CheckpointError: As `load`.
+    """
+    with _opened(path) as file:
+        if set(file.keys()) != named.keys():
+            return False
+        pairs = ((file.get_tensor(name), named[name]) for name in sorted(named, key=lambda name: named[name].numel()))
+        return all(kept.dtype == tensor.dtype and torch.equal(kept, tensor.cpu()) for kept, tensor in pairs)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (FileNotFoundError, IsADirectoryError):
+        raise CheckpointError(f"no tensors at {path}: the file does not exist", "Check the path.") from None
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path} is truncated or not a safetensors file ({error})", "Use an earlier copy, or make it again."
+        ) from None
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write JSON atomically. Raises SaveError."""
+    write_atomically(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder for results, and those above it. Raises Refused where that is not possible."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Refused(f"cannot make the folder {path}: {error.strerror}", "Choose another --out.") from None
+
+
+def read_json(path: Path) -> Any:
+    """Read JSON.
+
+    Raises:
+        CheckpointError: The file is missing or damaged.
+    """
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist", "Is this the folder of a run? See `coterie run --out`.") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror})", "Check the path and its permissions.") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged ({error})", "It was not written by coterie, or was changed by hand.") from None

@@ -1,0 +1,181 @@
+"""What clients are scored by, and which of two scores is better."""
+
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coterie.core.errors import TensorError
+
+
+def perplexity(score: Tensor) -> float:
+    """exp(mean token NLL) of a client's score, (2,): total NLL in nats and the number of tokens. Infinite beyond float range."""
+    nll, tokens = score.tolist()
+    mean = nll / tokens
+    return math.exp(mean) if mean < 700 else math.inf
+
+
+def accuracy(score: Tensor) -> float:
+    """Percent of a client's examples that were classified right, of its score, (3,): total NLL, examples, right ones."""
+    _, examples, right = score.tolist()
+    return float(100 * right / examples)
+
+
+def loss(score: Tensor) -> float:
+    """Mean negative log-likelihood in nats of a client's score, (2,) or (3,)."""
+    nll, predictions = score.tolist()[:2]
+    return float(nll / predictions)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What the tables of a kind of model show.
+
+    Args:
+        name: As in tables.
+        unit: For people.
+        lower_is_better: Whether the least is the best.
+        of: Computes it from a client's score.
+        totals: Numbers in a score.
+    """
+
+    name: str
+    unit: str
+    lower_is_better: bool
+    of: Callable[[Tensor], float]
+    totals: int
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What result.json says of it."""
+        return {"name": f"test {self.name}", "unit": self.unit, "lower_is_better": self.lower_is_better}
+
+    def scores(self, score: Mapping[str, Tensor]) -> dict[str, float]:
+        """The metric and the loss of each split that was scored: `valid`, `test`, `valid_loss`, `test_loss`."""
+        splits = {split: score[split] for split in ("valid", "test") if split in score}
+        return {split: self.of(found) for split, found in splits.items()} | {
+            f"{split}_loss": loss(found) for split, found in splits.items()
+        }
+
+
+MOST = 1 << 53  # what can be counted without loss
+
+
+def check_scores(score: Mapping[str, Tensor]) -> None:
+    """Refuse sums of a client that cannot be, whatever its data are.
+
+    Args:
+        score: By split (2,) or (3,), see `Metric`; `choices`, see `choices`. Finite.
+
+    Raises:
+        TensorError: No predictions, more right ones than there are, a loss below zero, or a part of one prediction.
+    """
+    for split in score.keys() & {"valid", "test"}:
+        nll, predictions, *right = score[split].tolist()
+        counted = all(float(value).is_integer() for value in (predictions, *right))
+        if not (counted and 1 <= predictions <= MOST and nll >= -1e-3 * predictions and all(0 <= r <= predictions for r in right)):
+            raise TensorError(f"{split} {score[split].tolist()} cannot be sums of losses, predictions and right ones", "")
+    if "choices" in score:
+        given, right = score["choices"]
+        whole = bool((score["choices"] == score["choices"].floor()).all())
+        if not (whole and bool((right >= 0).all()) and bool((right <= given).all()) and 1 <= float(given.sum()) <= MOST):
+            raise TensorError("choices cannot be numbers of samples and of those that were right", "")
+
+
+PERPLEXITY = Metric("perplexity", "per token", True, perplexity, 2)
+ACCURACY = Metric("accuracy", "%", False, accuracy, 3)
+
+
+def choices(found: Sequence[Tensor], anchored: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Which experts of a pool a gate gave samples to (DDOME, Table 5 and Figure 7).
+
+    Args:
+        found: Of each client (2, classes, M): samples of each class that each expert got, and how many of them it got right.
+        anchored: The classes of each expert's anchor; empty where there are none.
+
+    Returns:
+        `given` and `right`, (classes, M) sums over the clients; and `gate_accuracy`, percent of the samples whose expert's anchor has their
+        class; None where the experts have no anchors.
+    """
+    given, right = (total.long() for total in torch.stack(list(found)).sum(dim=0))
+    gate = None
+    if len(anchored) == given.shape[1]:
+        fitting = sum(int(given[list(classes), m].sum()) for m, classes in enumerate(anchored))
+        gate = 100 * fitting / int(given.sum())
+    return {"given": given.tolist(), "right": right.tolist(), "gate_accuracy": gate}
+
+
+def metric_of(found: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The metric of a result or a row; results from before there were several are of perplexity."""
+    return found.get("metric") or PERPLEXITY.about
+
+
+def label(metric: Mapping[str, Any]) -> str:
+    """What axes and headings call a metric: its name, and its unit unless that is what it is counted per."""
+    return str(metric["name"]) if metric["unit"].startswith("per ") else f"{metric['name']}, {metric['unit']}"
+
+
+def prediction(metric: Mapping[str, Any]) -> str:
+    """What a model predicts one of at a time: a token, or an example."""
+    return "token" if metric["unit"] == PERPLEXITY.unit else "example"
+
+
+def direction(metric: Mapping[str, Any]) -> str:
+    """A sentence's beginning: which way is better."""
+    return "lower is better" if metric["lower_is_better"] else "higher is better"
+
+
+def badness(value: float, metric: Mapping[str, Any]) -> float:
+    """The value, with the sign that makes the least the best: what a ranking sorts by."""
+    return value if metric["lower_is_better"] else -value
+
+
+def better(a: float, b: float, metric: Mapping[str, Any]) -> bool:
+    """Whether a beats b by the metric of a result."""
+    return badness(a, metric) < badness(b, metric)
+
+
+def best(values: Iterable[float], metric: Mapping[str, Any]) -> float:
+    """The best of some values by the metric of a result."""
+    return min(values, key=lambda value: badness(value, metric))
+
+
+def worst(values: Iterable[float], metric: Mapping[str, Any]) -> float:
+    """The worst of some values by the metric of a result."""
+    return max(values, key=lambda value: badness(value, metric))
+
+
+def change(value: float, reference: float, metric: Mapping[str, Any]) -> tuple[float, str]:
+    """How far a value is from another, with its sign and unit: points of a percentage, otherwise percent."""
+    return (value - reference, "points") if metric["unit"] == "%" else (100 * (value / reference - 1), "%")
+
+
+def gate_accuracy(result: Mapping[str, Any]) -> float | None:
+    """Percent of the test samples of the headline group that went to an expert whose anchor has their class; None without a gate."""
+    found = (result.get("evaluations") or [{}])[-1].get("choices") or {}
+    first: dict[str, Any] = next(iter(found.values()), {})
+    return first.get("gate_accuracy")
+
+
+def mean(values: Iterable[float]) -> float:
+    return statistics.fmean(values)
+
+
+def deviation(values: list[float]) -> float:
+    """The sample standard deviation over seeds; 0 for one."""
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def peak_memory() -> int | None:
+    """Bytes: the most memory that this process, libraries and all, was ever resident in. None where the system does not tell (Windows)."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak

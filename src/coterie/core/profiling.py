@@ -1,0 +1,173 @@
+"""Where the time of a round goes: a trace of a few clients' steps and of what the server does, for the PyTorch profiler's tools."""
+
+import gzip
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from coterie.core.errors import SaveError
+
+STEPS, TASKS = 10, 2  # of each part of a round, whichever comes first: a trace stays small, and the rest of the run as fast as without
+STEP = "step"  # what the name of an optimiser step's span begins with; all other spans are tasks of clients
+_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
+_NOTHING = nullcontext()
+_recording: list["Profile"] = []  # who wants to know that a span has ended: one at most, as the profiler of a process
+
+
+def span(name: str) -> AbstractContextManager[None]:
+    """A range of this name in a trace: `local_round ann`, `step router`. Where nothing is recorded it costs less than a microsecond."""
+    return _range(name) if _recording else _NOTHING
+
+
+@contextmanager
+def _range(name: str) -> Iterator[None]:
+    with record_function(name):
+        yield
+    for recording in tuple(_recording):
+        recording.passed(name)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps Kineto from writing to stderr, where a live display may be, that it starts and stops: no level of its log does."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+@dataclass
+class Cost:
+    """An operator, or a kernel of the GPU, in a trace: how often it ran, and its own milliseconds, without those of what it called."""
+
+    calls: int = 0
+    ms: float = 0.0
+
+
+@dataclass
+class Profile:
+    """The trace of one round, part by part: each exchange, aggregation, evaluation, checkpoint. Of each part the first tasks and steps.
+
+    Args:
+        path: Of the trace, `.json.gz`: Chrome's trace events, with shapes and memory; None: nothing is recorded.
+        active: Whether the round that is going on is recorded.
+        device: Whose time `costs` are: the GPU's where it did something.
+        costs: By operator or kernel, the dearest first.
+    """
+
+    path: Path | None = None
+    active: bool = False
+    device: str = "CPU"
+    costs: dict[str, Cost] = field(default_factory=dict)
+    _stopped: list[profile] = field(default_factory=list)
+    _profiler: profile | None = None
+
+    def begin(self, wanted: bool) -> None:
+        """A round begins; whether it is to be recorded, which one of a run is."""
+        self.active = wanted and self.path is not None and not self._stopped
+
+    def enter(self, part: str) -> None:
+        """A part of the round begins, and the one before it has ended. Nothing happens outside of the recorded round."""
+        self.leave()
+        if not self.active:
+            return
+        self._steps = self._tasks = 0
+        device = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+        self._profiler = profile(activities=[ProfilerActivity.CPU, *device], record_shapes=True, profile_memory=True)
+        with _quiet():
+            self._profiler.start()
+        self._range = ExitStack()
+        self._range.enter_context(record_function(part))
+        _recording.append(self)
+
+    def passed(self, name: str) -> None:
+        """A span has ended; after enough of them nothing more of this part is recorded."""
+        if name.startswith(STEP):
+            self._steps += 1
+        else:
+            self._tasks += 1
+        if self._steps >= STEPS or self._tasks >= TASKS:
+            self.leave()
+
+    def leave(self) -> None:
+        """The part has ended."""
+        if self._profiler is None:
+            return
+        _recording.remove(self)
+        profiler, self._profiler = self._profiler, None
+        self._range.close()
+        with _quiet():
+            profiler.stop()
+        self._stopped.append(profiler)
+
+    def end(self) -> None:
+        """The recorded round has ended: write the trace. Raises SaveError."""
+        self.leave()
+        if not self.active or self.path is None:
+            return
+        self.active = False
+        found = _joined(self._stopped)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with gzip.open(self.path, "wt", compresslevel=5) as file:
+                file.write(json.dumps(found))
+        except OSError as error:
+            raise SaveError(f"cannot write {self.path}: {error.strerror}", "Free some space, or run without --profile.") from error
+        self.costs = costs(found["traceEvents"], _GPU)
+        self.device = "GPU" if self.costs else "CPU"
+        self.costs = self.costs or costs(found["traceEvents"], {"cpu_op"})
+
+    @property
+    def written(self) -> bool:
+        return bool(self._stopped) and not self.active
+
+
+def costs(events: Sequence[Mapping[str, Any]], kinds: Set[str]) -> dict[str, Cost]:
+    """What each operator of some kinds cost by itself, the dearest first.
+
+    Args:
+        events: Of a trace: `X` events have a beginning `ts` and a length `dur` in microseconds, and lie within each other on their thread.
+        kinds: Categories.
+    """
+    found: dict[str, Cost] = {}
+    around: dict[Any, list[Mapping[str, Any]]] = {}  # by thread, the operators that have not ended yet
+    timed = (event for event in events if event.get("ph") == "X" and event.get("cat") in kinds)
+    for event in sorted(timed, key=lambda e: (e["ts"], -e["dur"])):
+        stack = around.setdefault((event["pid"], event["tid"]), [])
+        while stack and event["ts"] >= stack[-1]["ts"] + stack[-1]["dur"]:
+            stack.pop()
+        if stack:
+            found[stack[-1]["name"]].ms -= event["dur"] / 1000
+        stack.append(event)
+        cost = found.setdefault(event["name"], Cost())
+        cost.calls, cost.ms = cost.calls + 1, cost.ms + event["dur"] / 1000
+    return dict(sorted(found.items(), key=lambda item: item[1].ms, reverse=True))
+
+
+def _joined(parts: list[profile]) -> dict[str, Any]:
+    """One trace of several parts; their clocks are one."""
+    about: dict[str, Any] = {}
+    events: list[dict[str, Any]] = []
+    for number, part in enumerate(parts):
+        with tempfile.TemporaryDirectory() as folder:
+            part.export_chrome_trace(f"{folder}/part.json")
+            about = json.loads(Path(folder, "part.json").read_bytes())
+        for event in about.pop("traceEvents"):
+            if event.get("ph") in ("s", "t", "f"):  # arrows, which each part numbers from the start
+                event["id"] = f"{number}/{event['id']}"
+            events.append(event)
+    return about | {"traceEvents": events}

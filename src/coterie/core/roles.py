@@ -1,0 +1,55 @@
+"""The role of a tensor: what it is for, and so whether it may leave the client. Never guessed from a name.
+
+A module declares the roles of the parameters that it owns itself:
+
+    class Router(nn.Module):
+        def __init__(self, ...):
+            self.weight = nn.Parameter(...)
+            self.roles = {"weight": Role.ROUTER}
+"""
+
+from enum import StrEnum
+
+from torch import nn
+
+from coterie.core.errors import TensorError
+
+
+class Role(StrEnum):
+    """What a tensor is for."""
+
+    GENERALIST = "generalist"  # shared: averaged across clients
+    SPECIALIST = "specialist"  # local
+    ROUTER = "router"  # local
+    EXPERT = "expert"  # a member of a server's pool
+    GATE = "gate"  # chooses experts of a pool
+    BACKBONE = "backbone"  # frozen, the same for all
+
+
+GENERALIST, SPECIALIST, ROUTER, EXPERT, GATE, BACKBONE = Role
+
+
+def by_role(module: nn.Module) -> dict[Role, dict[str, nn.Parameter]]:
+    """The parameters of `module` by role, in the order of `named_parameters`: one that several modules share is there once.
+
+    Raises:
+        TensorError: A trainable parameter has no declared role.
+    """
+    found: dict[Role, dict[str, nn.Parameter]] = {role: {} for role in Role}
+    for name, parameter in module.named_parameters():
+        prefix, _, own = name.rpartition(".")
+        owner = module.get_submodule(prefix)
+        declared: dict[str, Role] = getattr(owner, "roles", {})
+        if own not in declared and parameter.requires_grad:
+            raise TensorError(
+                f"trainable parameter {name!r} of {type(owner).__name__} has no role",
+                f"Declare it: self.roles = {{{own!r}: Role...}}, or freeze it.",
+            )
+        found[declared.get(own, BACKBONE)][name] = parameter
+    return found
+
+
+def tag(module: nn.Module, role: Role) -> None:
+    """Give every parameter of `module`, and of the modules in it, one role: of layers that declare none themselves."""
+    for owner in module.modules():
+        owner.roles = {name: role for name, _ in owner.named_parameters(recurse=False)}  # type: ignore[assignment]

@@ -1,0 +1,132 @@
+"""Named tensors: the mathematics that methods compose, and the one codec for every wire and every file."""
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as _decode
+from safetensors.torch import save as _encode
+from torch import Tensor
+
+from coterie.core.errors import TensorError
+
+Named = Mapping[str, Tensor]
+Tensors = dict[str, Tensor]
+
+
+def check_alike(expected: Named, found: Named, what: str = "tensors") -> None:
+    """Refuse `found` unless it has exactly the names, shapes and dtypes of `expected`.
+
+    Raises:
+        TensorError: Naming the first foreign, missing or misshapen tensor.
+    """
+    if foreign := sorted(found.keys() - expected.keys()):
+        raise TensorError(f"{what}: foreign tensor {foreign[0]!r} ({len(foreign)} in all)", "Expected only: " + _few(expected))
+    if missing := sorted(expected.keys() - found.keys()):
+        raise TensorError(f"{what}: tensor {missing[0]!r} is missing ({len(missing)} in all)", "Found: " + _few(found))
+    for name, tensor in expected.items():
+        if found[name].shape != tensor.shape or found[name].dtype != tensor.dtype:
+            raise TensorError(
+                f"{what}: {name!r} is {_form(found[name])}, expected {_form(tensor)}",
+                "Both sides must come from the same recipe (rank, experts, base model).",
+            )
+
+
+def _few(named: Named) -> str:
+    names = sorted(named)
+    return ", ".join(names[:3]) + (f", ... ({len(names)} in all)" if len(names) > 3 else "") if names else "nothing"
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def weighted_sum(terms: Iterable[tuple[float, Named]]) -> Tensors:
+    """sum_i w_i x_i, name by name, in the order given. Of no terms: the empty dict.
+
+    Raises:
+        TensorError: The terms differ in names, shapes or dtypes.
+    """
+    total: Tensors = {}
+    first: Named | None = None
+    for weight, named in terms:
+        if first is None:
+            first, total = named, {name: tensor * weight for name, tensor in named.items()}
+            continue
+        check_alike(first, named, "terms of a sum")
+        for name, tensor in named.items():
+            total[name].add_(tensor, alpha=weight)
+    return total
+
+
+def axpy(alpha: float, x: Named, y: Named) -> Tensors:
+    """Alpha x + y, name by name."""
+    return weighted_sum([(1.0, y), (alpha, x)])
+
+
+def dot(x: Named, y: Named) -> float:
+    """The inner product over all names, accumulated in float64."""
+    check_alike(x, y, "inner product")
+    return float(sum(torch.sum(x[name].double() * y[name].double()) for name in x))
+
+
+def norm(x: Named) -> float:
+    """The Euclidean norm over all names."""
+    return math.sqrt(dot(x, x))
+
+
+def all_finite(named: Named) -> bool:
+    return all(bool(torch.isfinite(tensor).all()) for tensor in named.values() if tensor.is_floating_point())
+
+
+def copy(named: Named) -> Tensors:
+    """Detached copies that share no memory with the originals."""
+    return {name: tensor.detach().clone() for name, tensor in named.items()}
+
+
+def prefixed(prefix: str, named: Named) -> Tensors:
+    """The same tensors as `<prefix>/<name>`: several sets in one message or state."""
+    return {f"{prefix}/{name}": tensor for name, tensor in named.items()}
+
+
+def under(prefix: str, named: Named) -> Tensors:
+    """The inverse of `prefixed`: the tensors of one set, by their own names."""
+    return {name.removeprefix(f"{prefix}/"): tensor for name, tensor in named.items() if name.startswith(f"{prefix}/")}
+
+
+def nbytes(named: Named) -> int:
+    """The size of the values in bytes, without names and shapes."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in named.values())
+
+
+def to_bytes(named: Named, metadata: Mapping[str, str] | None = None) -> bytes:
+    """Safetensors bytes: a manifest of names, shapes and dtypes, then one flat array."""
+    encoded: bytes = _encode(_dense(named), metadata=dict(metadata or {}) or None)
+    return encoded
+
+
+def _dense(named: Named) -> Tensors:
+    """The tensors as they can be written down."""
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
+
+
+def from_bytes(data: bytes, what: str = "message") -> Tensors:
+    """The inverse of `to_bytes`; the tensors own their memory, see `_owned`.
+
+    Raises:
+        TensorError: The bytes are truncated or not safetensors.
+    """
+    try:
+        decoded = {name: _owned(tensor) for name, tensor in _decode(data).items()}
+    except (SafetensorError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        reason = str(error).partition("\n")[0]  # some headers get as far as PyTorch, which refuses them in its own ways
+        raise TensorError(
+            f"{what}: not valid safetensors bytes ({reason})", "It was truncated or damaged on the way: send it again."
+        ) from None
+    return decoded
+
+
+def _owned(tensor: Tensor) -> Tensor:
+    """A copy, which begins where PyTorch's tensors begin: where values begin decides how products of them are rounded."""
+    return tensor.clone()

@@ -1,0 +1,63 @@
+"""A server, devices and a run, all of them on this machine."""
+
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from coterie.core import names
+from coterie.core.printing import printable
+from coterie.deploy.link import free_port
+from coterie.deploy.server import server
+from coterie.deploy.submit import submit
+from coterie.deploy.supernode import Node, device
+
+if TYPE_CHECKING:
+    from coterie.runs.recipe import Recipe
+
+
+def demo(recipe: "Recipe", clients: Sequence[str], out: Path, say: Callable[[str], None], resident: bool = True) -> None:
+    """A server and real devices on this machine, encrypted and with keys; a recipe runs on them, and nothing is left running.
+
+    Args:
+        recipe: Resolved.
+        clients: Of its data, all of which are on this machine.
+        out: The run's folder; what devices keep goes to `devices/<id>` in it, see `names.encoded`.
+        say: Is told in a line what happens.
+        resident: Whether each device has a process that keeps the base model loaded.
+
+    Raises:
+        Refused: As `server` and `submit`.
+        ClientError: Likewise.
+    """
+    from coterie.deploy import keys
+
+    folder = out.resolve()
+    with ExitStack() as stack:
+        own = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="coterie-")))
+        keys.make(own, [], clients)
+        port, runs_port = free_port(), free_port()
+        found = stack.enter_context(server(own, folder / "server", "127.0.0.1", port, runs_port))
+        say("A SuperLink is up, with TLS.")
+        for line in found.look():
+            say(printable(line))
+        for client in clients:
+            home, key = folder / "devices" / names.encoded(client), keys.private(own, client)
+            node = Node(found.devices, home, client, _data(recipe, client, home), key=key, resident=resident)
+            stack.enter_context(device(node))
+        say(f"{len(clients)} SuperNodes are coming up{', each with a process that keeps the base model loaded' * resident}.")
+        config = {"recipe": recipe.model_dump_json(), "out": str(folder), "clients": len(clients)}
+        submit(found.runs, folder / "server", config, say)
+    say("Everything is stopped.")
+
+
+def _data(recipe: "Recipe", client: str, home: Path) -> Path | None:
+    """Where a device of the demonstration finds its data; of folders of clients it has its own alone."""
+    path: Path | None = getattr(recipe.data, "path", None)
+    if recipe.data.kind != "folders" or path is None:
+        return path or getattr(recipe.data, "root", None)
+    (home / "data").mkdir(parents=True, exist_ok=True)
+    own = next(folder for folder in path.iterdir() if names.normal(folder.name) == client)
+    (home / "data" / own.name).symlink_to(own.resolve())
+    return home / "data"

@@ -1,0 +1,104 @@
+"""How a server is reached."""
+
+import http.client
+import socket
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+from coterie.core.errors import Refused
+
+_ANSWER_S = 10.0  # seconds for a server to show that it is there
+_LAST_PORT = (1 << 16) - 1
+
+
+@dataclass(frozen=True)
+class Link:
+    """How a server is reached.
+
+    Args:
+        address: `host:port`.
+        ca: The certificate of its authority; None: without encryption.
+    """
+
+    address: str
+    ca: Path | None
+
+    @property
+    def flags(self) -> list[str]:
+        return ["--superlink", self.address, *(("--root-certificates", str(self.ca)) if self.ca else ("--insecure",))]
+
+    def check(self) -> None:
+        """Refuse an address or a certificate that cannot be. Raises Refused."""
+        host, sign, port = self.address.rpartition(":")
+        if not sign or not host or not port.isdigit():
+            raise Refused(f"{self.address!r} is not the address of a server", "It is HOST:PORT, for instance example.org:9500.")
+        if self.ca is not None:
+            _there(self.ca, "the certificate of the server's authority", "Copy ca.crt from the server's keys, or ask for --insecure.")
+
+    def answers(self, api: str) -> bool:
+        """Whether a server is there.
+
+        Args:
+            api: What is wanted of it: `fleet`, by devices, or `control`, by whoever submits runs.
+
+        Raises:
+            Refused: It is another one than this link describes, or takes no runs here.
+        """
+        connection, host = self._connection(), self.address.rpartition(":")[0]
+        try:
+            connection.request("POST", f"/v1/{api}/hello", b"")
+            status = connection.getresponse().status
+        except ssl.SSLCertVerificationError as error:
+            remedy = f"Is it the ca.crt of this server's keys, and were they made with --host {host}?"
+            raise Refused(f"{self.address} has no certificate that {self.ca} vouches for: {error.verify_message}", remedy) from None
+        except ssl.SSLError:
+            raise Refused(
+                f"{self.address} speaks no TLS", "Is it the right port? A server that runs with --insecure wants that here."
+            ) from None
+        except (http.client.HTTPException, ConnectionResetError):
+            if self.ca is None:
+                raise Refused(f"{self.address} wants TLS, or is no server", "Give --ca (and, for a device, --key).") from None
+            return False
+        except OSError:
+            return False
+        finally:
+            connection.close()
+        if status == http.HTTPStatus.FORBIDDEN:
+            raise Refused(
+                f"{self.address} is for devices", "Runs go to the server's --runs-port, from its own machine or through a tunnel."
+            )
+        return status != http.HTTPStatus.SERVICE_UNAVAILABLE
+
+    def _connection(self) -> http.client.HTTPConnection:
+        host, _, port = self.address.rpartition(":")
+        if self.ca is None:
+            return http.client.HTTPConnection(host, int(port), timeout=_ANSWER_S)
+        try:
+            context = ssl.create_default_context(cafile=self.ca)
+        except ssl.SSLError:
+            raise Refused(f"{self.ca} is no certificate", "Copy ca.crt from the server's keys.") from None
+        return http.client.HTTPSConnection(host, int(port), timeout=_ANSWER_S, context=context)
+
+
+def _there(path: Path, what: str, remedy: str) -> None:
+    if not path.is_file():
+        raise Refused(f"{path}: {what} is not there", remedy)
+
+
+def listening(address: str) -> bool:
+    """Whether somebody listens at host:port."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=2):
+            return True
+    except OSError:
+        return False
+
+
+def free_port() -> int:
+    """A port of this machine that nobody has now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

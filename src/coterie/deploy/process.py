@@ -1,0 +1,153 @@
+"""Flower's programs as processes of this machine, which end with the one that started them."""
+
+import ctypes
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from uuid import uuid4
+
+from coterie.core.errors import ClientError, Refused, extra
+from coterie.core.printing import printable
+
+_QUIET = {  # nothing is sent to anybody, nothing is installed, and new messages are looked for ten times a second
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
+}
+_UP_S = 60.0  # seconds for a program to come up
+_AGAIN_S = 5.0  # seconds before a program that ended is started again
+_TAIL = 1 << 16  # bytes of a log that are looked at
+_TELL_AGAIN_S = 600.0  # seconds until the same thing is told again
+_MARK = "COTERIE_PROGRAM"
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def environment(home: Path) -> dict[str, str]:
+    """The environment of Flower's programs, whose own files are below `home`, and which find each other."""
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+    own = {"FLWR_HOME": str((home / "flwr").resolve()), "PATH": path}
+    return os.environ | own | {k: os.environ.get(k, v) for k, v in _QUIET.items()}
+
+
+def program(name: str) -> str:
+    """The path of one of Flower's programs. Raises Refused where Flower is not installed."""
+    beside = Path(sys.executable).parent / name
+    found = str(beside) if beside.is_file() else shutil.which(name)
+    if found is None:
+        raise Refused(f"{name} is not installed", extra("flower"))
+    return found
+
+
+class Program(subprocess.Popen[bytes]):
+    """A program in a group of its own that ends when we do, its output going to a file.
+
+    Flower's programs start others, in groups of their own. All of them have the program's mark in their environment.
+    """
+
+    def __init__(self, arguments: Sequence[str], home: Path, log: Path) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._mark = uuid4().hex
+        with open(log, "ab") as out:
+            super().__init__(
+                arguments,
+                env=environment(home) | {_MARK: self._mark},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+                preexec_fn=_with_us,  # it makes one system call, and takes no lock that another thread may hold
+            )
+
+    def stop(self, patience: float = 10.0) -> None:
+        """End it and all that it has started: as they please, and after so many seconds at once."""
+        try:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGTERM)
+            end = time.monotonic() + patience
+            while (self.poll() is None or self._family()) and time.monotonic() < end:
+                time.sleep(0.1)
+        finally:  # somebody may have lost patience
+            self._end()
+
+    def _end(self) -> None:
+        """End it and all that it has started at once."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        while family := self._family():
+            for process in family:
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            time.sleep(0.02)
+        self.wait()
+
+    def _family(self) -> list[int]:
+        """The processes with its mark. Where the system does not tell (not on Linux) they end by themselves when their parent is gone."""
+        mark, found = f"{_MARK}={self._mark}".encode(), []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                if mark in path.read_bytes():
+                    found.append(int(path.parent.name))
+        return found
+
+
+def _with_us() -> None:
+    """In a new process: end when the one that started it ends, however that comes about (Linux; elsewhere only when it is stopped)."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+@contextmanager
+def running(arguments: Sequence[str], home: Path, log: Path) -> Iterator[Program]:
+    """A program for as long as the block lasts."""
+    process = Program(arguments, home, log)
+    try:
+        yield process
+    finally:
+        process.stop()
+
+
+class _Told:
+    """What was said lately: each thing is said once in ten minutes, for some happen every few seconds."""
+
+    def __init__(self) -> None:
+        self._when: dict[str, float] = {}
+
+    def new(self, lines: Iterable[str]) -> Iterator[str]:
+        """Those of the lines that were not said lately, as they can be printed."""
+        for line in lines:
+            now = time.monotonic()
+            if now - self._when.get(line, -_TELL_AGAIN_S) >= _TELL_AGAIN_S:
+                self._when = {said: when for said, when in self._when.items() if now - when < _TELL_AGAIN_S} | {line: now}
+                yield printable(line)
+
+
+def _wait_for(ready: Callable[[], bool], process: Program, log: Path) -> None:
+    """Wait until a program is ready. Raises ClientError with the end of its log if it ends before, or takes too long."""
+    end = time.monotonic() + _UP_S
+    while not ready():
+        if process.poll() is not None or time.monotonic() > end:
+            raise _ended(log)
+        time.sleep(0.2)
+
+
+def _last_lines(log: Path) -> list[str]:
+    """The last lines of a log, as they can be printed."""
+    with open(log, "rb") as file:
+        file.seek(max(os.fstat(file.fileno()).st_size - _TAIL, 0))
+        text = file.read(_TAIL).decode(errors="replace")
+    return [printable(line) for line in _COLOUR.sub("", text).splitlines()[-15:]]
+
+
+def _ended(log: Path) -> ClientError:
+    tail = "\n".join(_last_lines(log))
+    return ClientError(f"{log.stem} does not run; its log ends:\n{tail}", f"The whole log is {log}.")

@@ -1,0 +1,250 @@
+"""The only door that devices have to a SuperLink, and what keeps strangers from blocking it.
+
+A SuperLink has one port for devices, for whoever submits runs, and for its own programs. To submit a run no login is needed, and a run is
+any program, on the server and on every device. So the SuperLink listens to its own machine alone, and this passes on what devices may ask.
+
+A SuperLink reads the whole body of a request before it looks at who sent it, has no limit for that, and none for connections. So this
+looks at the signature in a request's header first: who shows none of a known key is a stranger, whose requests are a few kilobytes, soon
+there, and few at a time. HTTP is parsed and written by h11, passed on by httpx, and TLS is asyncio's.
+"""
+
+import asyncio
+import resource
+import socket
+import ssl
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from coterie.core.errors import Refused, extra
+from coterie.deploy.visit import _HOP, Keys, Limits, _Rejected, _Visit
+
+try:
+    import h11
+    import httpx
+except ImportError:  # pragma: no cover - they come with Flower
+    raise Refused("Flower is not installed", extra("flower")) from None
+
+
+_AGAIN_S = 1.0  # seconds until what failed is tried again
+_PROBLEMS = 10  # that wait to be told
+_DESCRIPTORS = 1 << 16  # that are asked for; most systems give as many
+_OF_AN_ADDRESS = 16  # devices that may be behind one address, where there are no keys to tell them apart
+
+
+@dataclass
+class _Device:
+    """What is open of one device."""
+
+    connections: int = 0
+    large: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class Front:
+    """Passes on what devices may ask; see `front`, which opens and closes it.
+
+    Args:
+        listener: A socket that listens.
+        behind: Where the SuperLink listens.
+        outer: The server's part of TLS; None: without.
+        inner: A client's part, towards the SuperLink; None: without.
+        keys: Of the devices that are known; None: without keys, where everybody is a device.
+        limits: For all of them.
+
+    Attributes:
+        keys: May be replaced at any time, from any thread.
+        problems: What went wrong here, to be told; not what others did wrong.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        behind: tuple[str, int],
+        outer: ssl.SSLContext | None,
+        inner: ssl.SSLContext | None,
+        keys: Keys | None,
+        limits: Limits,
+    ) -> None:
+        self.keys, self.limits, self.problems = keys, limits, deque[str](maxlen=_PROBLEMS)
+        self._listener, self._outer, self._inner = listener, outer, inner
+        self._behind = f"{'http' if inner is None else 'https'}://{behind[0]}:{behind[1]}"
+        self._closing = threading.Event()
+        self._main: tuple[asyncio.AbstractEventLoop, asyncio.Task[None]] | None = None
+
+    def run(self) -> None:
+        """Work until `close`, whatever happens."""
+        while not self._closing.is_set():
+            try:
+                asyncio.run(self._live())
+            except asyncio.CancelledError:
+                return
+            except Exception as error:
+                self.problems.append(f"The front failed and is started again. {type(error).__name__}: {error}")
+                self._closing.wait(_AGAIN_S)
+
+    def close(self) -> None:
+        """Have `run` end, in another thread."""
+        self._closing.set()
+        if self._main is not None:
+            loop, task = self._main
+            with suppress(RuntimeError):  # it has just ended
+                loop.call_soon_threadsafe(task.cancel)
+
+    async def _live(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        loop = asyncio.get_running_loop()
+        self._strangers: dict[asyncio.Task[None], str] = {}  # and their addresses, who came first before the others
+        self._devices: dict[bytes, _Device] = {}
+        self._asked = asyncio.Semaphore(self.limits.asked)
+        self._main = loop, task
+        if self._closing.is_set():
+            return
+        async with self._client() as self._superlink:
+            while True:
+                try:
+                    connection, address = await loop.sock_accept(self._listener)
+                except OSError:  # who came is gone already, or there are no descriptors left
+                    self._dismiss(self._strangers)
+                    await asyncio.sleep(0.05)
+                    continue
+                self._admit(connection, str(address[0]))
+                await asyncio.sleep(0)  # `sock_accept` does not let others work while somebody is waiting
+
+    def _client(self) -> httpx.AsyncClient:
+        """Towards the SuperLink, which closes what was idle for five seconds: connections are not used again for as long as that."""
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
+        return httpx.AsyncClient(verify=self._inner or False, timeout=self.limits.idle, limits=limits, trust_env=False)
+
+    def _admit(self, connection: socket.socket, address: str) -> None:
+        """Take in somebody who came; a stranger goes where there are too many."""
+        alike = [task for task, where in self._strangers.items() if where == address]
+        if len(alike) >= self.limits.of_an_address:
+            self._dismiss(alike)
+        elif len(self._strangers) >= self.limits.strangers:
+            self._dismiss(self._strangers)
+        task = asyncio.create_task(self._serve(connection, address))
+        self._strangers[task] = address
+        task.add_done_callback(self._left)
+
+    def _dismiss(self, among: Iterable[asyncio.Task[None]]) -> None:
+        """Close the connection of the stranger that came first."""
+        if (task := next(iter(among), None)) is not None:
+            del self._strangers[task]
+            task.cancel()
+
+    def _left(self, task: asyncio.Task[None]) -> None:
+        self._strangers.pop(task, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.problems.append(f"A request failed. {type(error).__name__}: {error}")
+
+    async def _serve(self, connection: socket.socket, address: str) -> None:
+        """One connection, from its first byte to its last. Whoever goes away, speaks no TLS or sends nonsense is no problem of ours."""
+        loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
+        protocol = asyncio.StreamReaderProtocol(reader)
+        patience = None if self._outer is None else self.limits.handshake
+        transport: asyncio.Transport | None = None
+        visit: _Visit | None = None
+        try:
+            transport, _ = await loop.connect_accepted_socket(lambda: protocol, connection, ssl=self._outer, ssl_handshake_timeout=patience)
+            writer = asyncio.StreamWriter(transport, protocol, reader, loop)
+            visit = _Visit(self, reader, writer, address)
+            await visit.last()
+            writer.close()
+            async with asyncio.timeout(self.limits.linger):
+                await writer.wait_closed()
+        except (OSError, TimeoutError, h11.ProtocolError, httpx.HTTPError):
+            pass
+        finally:
+            if visit is not None:
+                visit.leave()
+            if transport is None:
+                connection.close()
+            else:
+                transport.abort()
+
+    def device(self, key: bytes) -> _Device:
+        """What is open of the device with this key."""
+        return self._devices.setdefault(key, _Device())
+
+    def enter(self, key: bytes) -> None:
+        """Note that the connection which is being served is of a device. Raises _Rejected where that has too many."""
+        device, task = self.device(key), asyncio.current_task()
+        if device.connections >= self.limits.of_a_device * (_OF_AN_ADDRESS if self.keys is None else 1):
+            raise _Rejected(429, "Too many connections of this device")
+        device.connections += 1
+        if task is not None:
+            self._strangers.pop(task, None)
+
+    def leave(self, key: bytes) -> None:
+        """The reverse of `enter`."""
+        device = self.device(key)
+        device.connections -= 1
+        if not device.connections:
+            del self._devices[key]
+
+    async def forward(self, request: h11.Request, content: bytes | AsyncIterator[bytes], length: int) -> httpx.Response:
+        """Pass a request on, written anew so that nothing can hide in it; returns the response, whose body was not read yet."""
+        kept = [(name, value) for name, value in request.headers if name not in _HOP | {b"content-length"}]
+        url, headers = self._behind + request.target.decode(), [*kept, (b"content-length", b"%d" % length)]
+        return await self._superlink.send(httpx.Request("POST", url, headers=headers, content=content), stream=True)
+
+    @property
+    def asked(self) -> asyncio.Semaphore:
+        """Of requests of strangers."""
+        return self._asked
+
+
+@contextmanager
+def front(
+    address: tuple[str, int],
+    behind: tuple[str, int],
+    certificate: Path | None,
+    key: Path | None,
+    ca: Path | None,
+    limits: Limits | None = None,
+) -> Iterator[Front]:
+    """Pass on what devices may ask, for as long as the block lasts.
+
+    Args:
+        address: To listen at.
+        behind: Where the SuperLink listens.
+        certificate: The server's; None: without encryption, and without keys.
+        key: Its private key.
+        ca: The certificate of the authority that made it.
+        limits: For connections; default: those of `Limits`.
+
+    Yields:
+        What passes it on. With a certificate it knows no device's key at first.
+
+    Raises:
+        OSError: It cannot listen there.
+    """
+    outer = inner = None
+    if certificate is not None:
+        outer = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        outer.load_cert_chain(certificate, key)
+        inner = ssl.create_default_context(cafile=ca)
+    _raise_descriptors()
+    with socket.create_server(address, backlog=512) as listener:
+        listener.setblocking(False)
+        found = Front(listener, behind, outer, inner, None if certificate is None else {}, limits or Limits())
+        thread = threading.Thread(target=found.run, name="front", daemon=True)
+        thread.start()
+        try:
+            yield found
+        finally:
+            found.close()
+            thread.join()
+
+
+def _raise_descriptors() -> None:
+    """Ask for as many open files as this process may have: many devices need more than the usual 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

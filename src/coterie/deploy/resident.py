@@ -1,0 +1,125 @@
+"""A process on a device that keeps the backbone loaded, and the way to hand it a request.
+
+Flower starts a program for every message. Loading torch, transformers and a base each time takes longer than most tasks: the program only
+hands the request on to this process, over a socket in a folder of the device's own that nobody else may enter.
+"""
+
+import os
+import socket
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+
+from coterie.core.errors import Refused, TensorError
+
+SOCKET = "resident.sock"
+_KEY = "resident.key"  # who can read it may ask
+_LONGEST = 100  # bytes of the path of a socket; Linux takes 107, macOS 103
+_MOST = 1 << 20  # bytes of a request or reply without its tensors
+
+Answer = Callable[[str, bytes], tuple[str, bytes]]  # (request, tensors) -> (reply, tensors)
+
+
+def serve(home: Path, answer: Answer, ready: Callable[[], None]) -> None:
+    """Answer requests one after the other, for as long as the process lives.
+
+    Args:
+        home: The device's folder; gets the socket, and the key that who asks must know.
+        answer: What a device does.
+        ready: Is called once requests can come.
+
+    Raises:
+        Refused: Another process serves this folder already, or the folder cannot be had.
+    """
+    private(home)
+    if _alive(home):
+        raise Refused(f"{home} is served by another process already", "One client has one folder: choose another --home, or stop that one.")
+    (home / SOCKET).unlink(missing_ok=True)
+    key = _new_key(home / _KEY)
+    with _address(home) as address, Listener(address, "AF_UNIX", authkey=key) as listener:
+        (home / SOCKET).chmod(stat.S_IRUSR | stat.S_IWUSR)
+        ready()
+        while True:
+            try:
+                connection = listener.accept()
+            except (OSError, EOFError, AuthenticationError):  # whoever it was did not know the key, or went away
+                continue
+            with connection:
+                _serve_one(connection, answer)
+
+
+def private(home: Path) -> None:
+    """Make a folder that nobody else may enter, or make that so of one which is there.
+
+    Raises:
+        Refused: It cannot be, or others need it: it is somebody else's, or for everybody as `/tmp` is.
+    """
+    try:
+        home.mkdir(parents=True, exist_ok=True, mode=stat.S_IRWXU)
+        mode = home.stat().st_mode
+        if mode & stat.S_ISVTX:
+            raise Refused(f"{home} is a folder for everybody", "Choose another --home.")
+        if stat.S_IMODE(mode) & (stat.S_IRWXG | stat.S_IRWXO):
+            home.chmod(stat.S_IRWXU)
+    except OSError as error:
+        raise Refused(f"{home} cannot be a folder that nobody else may enter: {error.strerror}", "Choose another --home.") from None
+
+
+def _serve_one(connection: Connection, answer: Answer) -> None:
+    """One request. Who asked may be gone by then: its SuperNode was killed, say; the state is on disk all the same."""
+    try:
+        text, body = connection.recv_bytes(_MOST).decode(), connection.recv_bytes()
+        for part in answer(text, body):
+            connection.send_bytes(part.encode() if isinstance(part, str) else part)
+    except (OSError, EOFError, UnicodeDecodeError):
+        return
+
+
+def ask(home: Path, text: str, body: bytes) -> tuple[str, bytes]:
+    """Hand a request on, and wait for the reply.
+
+    Raises:
+        TensorError: Nobody serves there, the process ended while it worked, or was started again with another key at this moment.
+    """
+    try:
+        with _address(home) as address, Client(address, "AF_UNIX", authkey=(home / _KEY).read_bytes()) as connection:
+            connection.send_bytes(text.encode())
+            connection.send_bytes(body)
+            return connection.recv_bytes(_MOST).decode(), connection.recv_bytes()
+    except (OSError, EOFError, AuthenticationError) as error:
+        raise TensorError(
+            f"the process of this device does not answer: {error or 'it ended'}", "Start it again: coterie client ..."
+        ) from None
+
+
+@contextmanager
+def _address(home: Path) -> Iterator[str]:
+    """The path of the socket; by a detour where systems would find it too long."""
+    if len(os.fsencode(home / SOCKET)) <= _LONGEST:
+        yield str(home / SOCKET)
+        return
+    with tempfile.TemporaryDirectory(prefix="coterie-") as short:
+        (Path(short) / "home").symlink_to(home.resolve())
+        yield f"{short}/home/{SOCKET}"
+
+
+def _alive(home: Path) -> bool:
+    """Whether somebody listens."""
+    with _address(home) as address, socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(address)
+        except OSError:
+            return False
+    return True
+
+
+def _new_key(path: Path) -> bytes:
+    key = os.urandom(32)
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(key)
+    return key

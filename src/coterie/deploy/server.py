@@ -1,0 +1,233 @@
+"""Flower's own programs, started and watched over: a server, a device, the submission of a run, and all of them on one machine to try it.
+
+Everything is encrypted, and devices are known by their keys, unless somebody asks for `insecure`. Flower's names are in `engines.flower`;
+here are only the command lines of its programs.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from coterie.core.errors import ClientError, CoterieError, Refused
+from coterie.deploy.command import NAME, configure, flwr, register
+from coterie.deploy.link import _LAST_PORT, Link, _there, listening
+from coterie.deploy.process import _AGAIN_S, _TELL_AGAIN_S, Program, _Told, _wait_for, program
+from coterie.deploy.resident import private
+
+if TYPE_CHECKING:
+    from coterie.deploy.proxy import Front
+
+
+LOG, DATABASE, NODES = "superlink.log", "flwr.db", "nodes.json"
+_LOOK_S = 2.0  # seconds between looks at what runs
+LARGEST = 256 << 20  # bytes that a device may send at once
+_AGAIN_MOST_S = 60.0  # seconds before one that ends again and again is
+
+
+@dataclass
+class Server:
+    """A server that runs.
+
+    Args:
+        devices: How devices on this machine reach it; others by its name, at the same port.
+        runs: How runs are given to it, from this machine alone.
+        keys: The folder with its keys; None: without.
+        home: For its database, logs and runs.
+        process: The SuperLink.
+        nodes: Devices that it knows: client and number of the node, by their public keys.
+        command: That starts the SuperLink.
+        front: Through which devices come.
+    """
+
+    devices: Link
+    runs: Link
+    keys: Path | None
+    home: Path
+    process: Program
+    nodes: dict[str, tuple[str, str]]
+    command: Sequence[str] = ()
+    front: "Front | None" = None
+    _refused: dict[str, float] = field(default_factory=dict)  # keys, and until when they are
+    _starting: bool = False
+    _ends: int = 0  # of the SuperLink, one soon after the other
+    _started: float = field(default_factory=time.monotonic)
+
+    def look(self) -> Iterator[str]:
+        """Make devices known whose public keys have come, and forget those whose keys have gone; yields what is to be told."""
+        if self.keys is None:
+            return
+        from coterie.deploy import keys
+
+        try:
+            found, wrong = keys.public_keys(self.keys)
+        except Refused as error:
+            yield f"{error.problem}. {error.remedy}"
+            return
+        yield from (f"{path} was refused. {problem}" for path, problem in wrong.items())
+        for key, path in found.items():
+            if key not in self.nodes and time.monotonic() >= self._refused.get(key, 0.0):
+                yield self._register(key, path)
+        unclear = {keys.owner(path) for path in wrong}  # whose file is there all the same
+        gone = [key for key, (client, _) in self.nodes.items() if key not in found and client not in unclear]
+        self._open(gone)
+        for key in gone:
+            yield self._unregister(key)
+
+    def _register(self, key: str, path: Path) -> str:
+        """Make a device known; returns what is to be told."""
+        from coterie.deploy import keys
+
+        client = keys.owner(path)
+        try:
+            self.nodes[key] = (client, register(path, self.home))
+        except ClientError as error:
+            self._refused[key] = time.monotonic() + _TELL_AGAIN_S
+            return f"{path} was refused. {error.problem}"
+        self._write()
+        return f"The device of {client} is known now."
+
+    def _unregister(self, key: str) -> str:
+        """Forget a device; returns what is to be told."""
+        client, node = self.nodes[key]
+        try:
+            flwr(["supernode", "unregister", node, NAME], self.home)
+        except ClientError as error:
+            return f"The device of {client} could not be shut out. {error.problem}"
+        del self.nodes[key]
+        self._write()
+        return f"The device of {client} is shut out: its public key has gone."
+
+    def _open(self, gone: Sequence[str] = ()) -> None:
+        """Have the front take for devices those that are known, but for these."""
+        if self.front is None or self.keys is None:
+            return
+        from coterie.deploy import keys
+
+        known = [keys.public_key(key) for key in self.nodes if key not in gone]
+        self.front.keys = {keys.shown(key): key for key in known}
+
+    def _write(self) -> None:
+        new = self.home / f"{NODES}.new"
+        new.write_text(json.dumps(self.nodes))
+        new.replace(self.home / NODES)
+
+    def stop(self) -> None:
+        """End the SuperLink, and all that it has started."""
+        self.process.stop()
+
+    def watch(self) -> Iterator[str]:
+        """Look again and again, and start the SuperLink again whenever it ends, whatever happens; yields what is to be told."""
+        told = _Told()
+        while True:
+            yield from told.new(self._outlived())
+            time.sleep(_LOOK_S)
+
+    def _outlived(self) -> Iterator[str]:
+        """One look, of which nothing that can go wrong ends the server."""
+        try:
+            yield from self._front_problems()
+            if self.process.poll() is not None:
+                yield from self._start_again()
+            elif not self._starting or listening(self.runs.address):
+                self._starting = False
+                yield from self.look()
+        except (OSError, CoterieError) as error:
+            yield f"The server goes on, but: {error}"
+
+    def _front_problems(self) -> Iterator[str]:
+        while self.front is not None and self.front.problems:
+            yield self.front.problems.popleft()
+
+    def _start_again(self) -> Iterator[str]:
+        """Start the SuperLink again if it is time to."""
+        now = time.monotonic()
+        if now - self._started > 2 * _AGAIN_MOST_S:
+            self._ends = 0
+        if now - self._started < min(_AGAIN_S * self._ends, _AGAIN_MOST_S):
+            return
+        self._started, self._ends, self._starting = now, self._ends + 1, True
+        self.process.stop()  # what it had started itself
+        self.process = Program(self.command, self.home, self.home / LOG)
+        yield (
+            f"The SuperLink ended and is started again; why is in {self.home / LOG}. A run that was going on has ended: "
+            "submit it again, with --resume and its --out."
+        )
+
+
+@contextmanager
+def server(keys: Path | None, home: Path, host: str, port: int, runs_port: int, largest: int = LARGEST) -> Iterator[Server]:
+    """A SuperLink, with the devices registered whose keys are known. It listens to this machine; devices come by `front`.
+
+    Args:
+        keys: The folder that `keys.make` made; None: neither encryption nor keys.
+        home: For its database, logs and runs.
+        host: That devices come to; 0.0.0.0 for all of this machine's addresses.
+        port: Likewise.
+        runs_port: For whoever submits runs, on this machine.
+        largest: Bytes that a device may send at once. Flower cuts tensors into parts of 5 MiB, but for those of secure aggregation.
+
+    Raises:
+        Refused: Keys are missing, a port is taken, or `home` cannot be had.
+        ClientError: It did not come up.
+    """
+    from coterie.deploy.keys import CA, CERTIFICATE, KEY
+    from coterie.deploy.proxy import front
+    from coterie.deploy.visit import Limits
+
+    ca, certificate, key = (None, None, None) if keys is None else (keys / CA, keys / CERTIFICATE, keys / KEY)
+    for path in (ca, certificate, key):
+        if path is not None:
+            _there(path, "a key of the server", "Make the keys first: coterie keys DIR --host HOST --client ID ...")
+    devices, runs = (
+        Link(f"{'127.0.0.1' if where == '0.0.0.0' else where}:{p}", ca) for where, p in ((host, port), ("127.0.0.1", runs_port))
+    )
+    if port == runs_port or runs_port > _LAST_PORT:
+        raise Refused(f"port {runs_port} cannot be the one for runs", "Give --port and --runs-port, and not the same.")
+    for link, option in ((devices, "--port"), (runs, "--runs-port")):
+        if listening(link.address):
+            raise Refused(f"port {link.address.rpartition(':')[2]} is taken", f"Choose another {option}.")
+    private(home)
+    command, log = _superlink(ca, certificate, key, home, runs_port), home / LOG
+    found = Server(devices, runs, keys, home, Program(command, home, log), {}, command)
+    with ExitStack() as stack:
+        stack.callback(found.stop)
+        found.nodes = {} if keys is None else _nodes(home)
+        _wait_for(lambda: listening(runs.address), found.process, log)
+        configure(runs, home)
+        try:
+            limits = Limits(body=largest)
+            found.front = stack.enter_context(front((host, port), ("127.0.0.1", runs_port), certificate, key, ca, limits))
+        except OSError as error:
+            raise Refused(f"cannot listen at {host}:{port}: {error.strerror}", "Choose another --host or --port.") from None
+        found._open()
+        yield found
+
+
+def _nodes(home: Path) -> dict[str, tuple[str, str]]:
+    """The devices that a server knew when it ended. Raises Refused where that cannot be told."""
+    from coterie.deploy import keys
+
+    path = home / NODES
+    if not path.exists() or not (home / DATABASE).exists():
+        return {}
+    try:
+        found = {str(key): (str(client), str(node)) for key, (client, node) in json.loads(path.read_text()).items()}
+        for key in found:
+            keys.public_key(key)
+    except (OSError, ValueError, AttributeError, TypeError, Refused) as error:
+        remedy = f"Delete it and {home / DATABASE}: the devices, whose keys are there, become known again."
+        raise Refused(f"{path} is damaged: {error}", remedy) from None
+    return found
+
+
+def _superlink(ca: Path | None, certificate: Path | None, key: Path | None, home: Path, port: int) -> list[str]:
+    """The command line of a SuperLink."""
+    listen = [program("flower-superlink"), "--host", "127.0.0.1", "--port", str(port), "--database", str(home / DATABASE)]
+    if ca is None:
+        return [*listen, "--insecure"]
+    files = ("--ssl-ca-certfile", ca), ("--ssl-certfile", certificate), ("--ssl-keyfile", key)
+    return listen + [part for flag, path in files for part in (flag, str(path))] + ["--enable-supernode-auth"]

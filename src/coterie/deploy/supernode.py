@@ -1,0 +1,132 @@
+"""A device: Flower's program for it, watched over."""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coterie.core import names
+from coterie.core.errors import CoterieError, Refused
+from coterie.deploy.command import _toml
+from coterie.deploy.link import Link, _there, free_port
+from coterie.deploy.process import _AGAIN_S, Program, _last_lines, _Told, program
+from coterie.deploy.resident import private
+from coterie.runs import limits
+
+
+@dataclass(frozen=True)
+class Node:
+    """A client's device.
+
+    Args:
+        link: To the server.
+        home: Where it keeps everything.
+        client: Who it is; None: the only client of its data.
+        data: Where its data are.
+        base: Where the base model is.
+        key: Its private key; None: without.
+        resident: Whether a process keeps the base loaded between messages.
+        secure: Whether it lets nothing that was trained leave but by secure aggregation.
+        limits: The owner's file of limits, see `coterie.runs.limits`; None: without.
+    """
+
+    link: Link
+    home: Path
+    client: str | None = None
+    data: Path | None = None
+    base: str | None = None
+    key: Path | None = None
+    resident: bool = True
+    secure: bool = False
+    limits: Path | None = None
+
+    def check(self) -> None:
+        """Refuse what cannot work. Raises Refused."""
+        self.link.check()
+        if self.client is not None and (mistake := names.mistake(self.client)):
+            raise Refused(f"--client {self.client!r}: {mistake}", "Give the name by which the server's data or keys know this client.")
+        if self.limits is not None:
+            limits.read(self.limits).check_installed()
+        if self.key is not None:
+            _there(self.key, "the device's private key", "Copy it from the server's keys (clients/ID).")
+        elif self.link.ca is not None:
+            raise Refused("a device needs its private key", "Give --key, or ask for --insecure.")
+        if self.data is not None and not self.data.exists():
+            raise Refused(f"--data: {self.data} does not exist", "Name the folder with this client's data.")
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        """What the programs that Flower starts are told of the node."""
+        places = {"home": self.home, "data": self.data, "limits": self.limits}
+        found = {key: path and str(path.resolve()) for key, path in places.items()} | {"client": self.client, "base": self.base}
+        switches = {"resident": self.resident, "secure": self.secure}
+        return {k: v for k, v in found.items() if v is not None} | {k: True for k, on in switches.items() if on}
+
+    def supernode(self) -> list[str]:
+        """The command line of its SuperNode."""
+        config = " ".join(line.replace(" = ", "=", 1) for line in _toml(self.configuration))
+        port = free_port()
+        keys = ["--auth-supernode-private-key", str(self.key)] if self.key is not None else []
+        return [program("flower-supernode"), *self.link.flags, *keys, "--host", "127.0.0.1", "--port", str(port), "--node-config", config]
+
+
+@contextmanager
+def device(node: Node) -> Iterator["Supervisor"]:
+    """A SuperNode and, if wanted, its resident process, started again whenever they end."""
+    node.check()
+    private(node.home)
+    supervisor = Supervisor(node, {})
+    try:
+        supervisor.look()
+        yield supervisor
+    finally:
+        for process in supervisor.processes.values():
+            process.stop()
+
+
+@dataclass
+class Supervisor:
+    """Starts the programs of a device, and again whenever one has ended."""
+
+    node: Node
+    processes: dict[str, Program]
+
+    def look(self) -> list[str]:
+        """Start what does not run; returns what that was."""
+        ended = [name for name in self._names if name not in self.processes or self.processes[name].poll() is not None]
+        for name in ended:
+            if name in self.processes:
+                self.processes[name].stop()  # what it had started itself
+            own = [sys.executable, "-m", "coterie", "resident", json.dumps(self.node.configuration)]
+            command = own if name == "resident" else self.node.supernode()
+            self.processes[name] = Program(command, self.node.home, self.node.home / f"{name}.log")
+        return ended
+
+    @property
+    def _names(self) -> list[str]:
+        return ["resident", "supernode"] if self.node.resident else ["supernode"]
+
+    def watch(self) -> Iterator[str]:
+        """Look again and again, whatever happens; yields what is to be told."""
+        told = _Told()
+        while True:
+            time.sleep(_AGAIN_S)
+            yield from told.new(self._outlived())
+
+    def _outlived(self) -> Iterator[str]:
+        """One look, of which nothing that can go wrong ends the device."""
+        try:
+            yield from map(self._why, self.look())
+        except (OSError, CoterieError) as error:
+            yield f"The device goes on, but: {error}"
+
+    def _why(self, name: str) -> str:
+        log = self.node.home / f"{name}.log"
+        reason = next((line for line in reversed(_last_lines(log)) if line.startswith(("[code", "coterie: "))), "")
+        if reason.startswith("[code: 2004]"):
+            reason += " The server does not know its key, or takes its predecessor for alive, for a minute at most."
+        return f"The {name} ended and is started again. {reason or f'Its log is {log}.'}"

@@ -1,0 +1,82 @@
+"""Flower's simulation in a thread of this process."""
+
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flwr.serverapp import Grid
+
+from coterie.core.errors import ClientError, extra
+from coterie.engines.flower.apps import Handle, client_app, server_app
+
+
+@dataclass(frozen=True)
+class _Simulation:
+    """A simulation that goes on in a thread of its own."""
+
+    about: tuple[int, int, Handle]
+    grid: Grid
+    stop: Callable[[], None]
+
+
+_going_on: list[_Simulation] = []  # at most one: Ray is started once in a process
+
+
+def simulated(clients: int, threads: int, handle: Handle) -> Grid:
+    """The grid of a simulation with so many nodes; that of the last call if it was for the same. It ends with the process, or the next one.
+
+    Args:
+        clients: Nodes; the i-th has `partition-id` i.
+        threads: Cores for each program; as many run at once as the machine has cores for.
+        handle: What each does; must be picklable.
+
+    Raises:
+        ClientError: Flower's simulation could not be started.
+    """
+    about = (clients, threads, handle)
+    if _going_on and _going_on[0].about != about:
+        _going_on.pop().stop()
+    if not _going_on:
+        _going_on.append(_simulation(*about))
+    return _going_on[0].grid
+
+
+def _simulation(clients: int, threads: int, handle: Handle) -> _Simulation:
+    """Start a simulation. Raises ClientError."""
+    for name, value in {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "RAY_USAGE_STATS_ENABLED": "0"}.items():
+        os.environ.setdefault(name, value)
+    from flwr.simulation import run_simulation
+
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    grids: queue.Queue[Grid | BaseException] = queue.Queue()
+    done = threading.Event()
+
+    def main(grid: Grid, config: Mapping[str, Any]) -> None:
+        grids.put(grid)
+        done.wait()
+
+    def simulate() -> None:
+        resources: dict[str, Any] = {"client_resources": {"num_cpus": threads, "num_gpus": 0.0}}
+        try:
+            run_simulation(server_app(main), client_app(handle), num_supernodes=clients, backend_config=resources)
+            grids.put(RuntimeError("it ended"))  # nobody looks, if it ended because we wanted it to
+        except BaseException as error:
+            grids.put(error)
+
+    thread = threading.Thread(target=simulate, name="flower-simulation", daemon=True)
+    thread.start()
+
+    def stop() -> None:
+        done.set()
+        thread.join(timeout=30)
+
+    # Flower's simulation works in a thread pool, which Python waits for before it calls what `atexit` knows: it would wait for good.
+    threading._register_atexit(stop)  # type: ignore[attr-defined]
+    found = grids.get()
+    if isinstance(found, BaseException):
+        raise ClientError(f"Flower's simulation could not be started: {found}", f"Is the extra complete? {extra('simulation')}")
+    return _Simulation((clients, threads, handle), found, stop)

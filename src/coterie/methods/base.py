@@ -1,0 +1,169 @@
+"""What every method is: one file, state in and state out."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Protocol
+
+import torch
+from pydantic import ConfigDict, Field
+from torch import Tensor
+
+from coterie.client.client import Client
+from coterie.client.interfaces import AnyClient
+from coterie.client.settings import Training
+from coterie.core.protocol import Adaptation, ClientId, Round, Sends, State, task
+from coterie.core.roles import GENERALIST, Role
+from coterie.core.tensors import Tensors
+from coterie.models.adapter import Layout
+from coterie.models.lora import LoRA
+
+
+class Reader(Protocol):
+    """The server's view of the model: initial values of the shared tensors."""
+
+    def read(self, *roles: Role) -> Tensors: ...
+    def flat(self, role: Role = ..., start: int = ...) -> Tensor: ...
+    def loras(self) -> Mapping[str, LoRA]: ...
+    @property
+    def clusters(self) -> Mapping[ClientId, int] | None: ...
+    @property
+    def anchors(self) -> Sequence[ClientId]: ...
+    @property
+    def ranks(self) -> Mapping[ClientId, Sequence[int]]: ...
+
+
+@dataclass(frozen=True)
+class Method(ABC):
+    """A way of training personal models together. Subclasses give `init`, `round` and their `@task`s.
+
+    Args:
+        rounds: T, communication rounds.
+        local_steps: L, local iterations per round.
+        local_epochs: Instead: how often a client goes through its own data in a round, so that clients with more data do more.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    pooled: ClassVar[bool] = False  # whether it trains on the union of all clients' data
+    shared: ClassVar[tuple[Role, ...]] = (GENERALIST,)  # roles whose tensors may leave a client
+    per_client: ClassVar[tuple[str, ...]] = ()  # fields that may be lists with one value per client
+    elastic: ClassVar[bool] = False  # whether clients may join the federation and leave it, see `members`
+    universal: ClassVar[bool] = False  # whether the server alone can give a model to anyone, also to clients that it never saw
+    joinable: ClassVar[bool] = False  # whether new clients can train on from what the server has, though it is no model for them yet
+    stateful: ClassVar[bool] = False  # whether clients must keep what nobody else has of their model
+    forgetful: ClassVar[bool] = False  # whether clients keep nothing of the model between rounds, whatever the recipe says
+
+    rounds: Annotated[int, Field(ge=0, description="T, communication rounds")] = 20
+    local_steps: Annotated[int, Field(ge=1, description="L, local iterations per round")] = 10
+    local_epochs: Annotated[
+        int | None, Field(ge=1, description="instead of local_steps: how often a client goes through its own data in a round")
+    ] = None
+
+    def steps(self, client: AnyClient) -> int:
+        """Local iterations of a client in a round."""
+        return self.steps_of(client.windows, client.training.batch_size)
+
+    def steps_of(self, windows: int, batch_size: int) -> int:
+        """Local iterations in a round of a client with so many rows of training data."""
+        return self.local_steps if self.local_epochs is None else math.ceil(self.local_epochs * windows / batch_size)
+
+    @property
+    def total_iterations(self) -> int:
+        """T * L: what the cosine schedule of the experts runs over."""
+        return self.rounds * self.local_steps
+
+    @abstractmethod
+    def layout(self, position: int, base: Layout) -> Layout:
+        """The adapter of the client at `position` of the federation; `base` carries the recipe's rank, alpha and dropout."""
+
+    @abstractmethod
+    def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
+        """The server's state before the first round."""
+
+    def members(self, state: State, clients: Sequence[ClientId]) -> State:
+        """Return the state for a federation of these clients, where some have joined or left it since; see `elastic`."""
+        return state
+
+    @abstractmethod
+    def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
+        """One round: yields Asks, is sent the replies, returns the next state.
+
+        Args:
+            state: The server's.
+            clients: Those that take part. The other members keep what they have, at home and in the state, and go on from it.
+            rng: The server's random numbers of this round.
+        """
+
+    def finish(self, state: State, clients: Sequence[ClientId]) -> Round:
+        """Do what comes once, after the last round, with all clients that are there; most have nothing to do."""
+        yield from ()
+        return state
+
+    def check(self, model: Reader, clients: Sequence[ClientId], training: Training) -> None:  # noqa: B027 - most have nothing to refuse
+        """Refuse, before anything starts, a combination that cannot work. Raises RecipeError."""
+
+    @property
+    def sums(self) -> bool:
+        """Whether all that the server ever needs of updates is their uniform mean."""
+        return False
+
+    @property
+    def by_examples(self) -> bool:
+        """Whether all that a client sends was trained by gradients that can be made private, one in each local iteration.
+
+        Those are `Client.step` of the roles in `shared`, and `Client.gradient_to_share`. A method has to say so itself: what it inherits
+        does not count, see `protocol.protects_examples`.
+        """
+        return False
+
+    @property
+    def shares(self) -> bool:
+        """Whether each row of `collaboration` is shares of one; otherwise its weights lie in [0, 1] each."""
+        return True
+
+    def collaboration(self, state: State, clients: Sequence[ClientId]) -> Tensor | None:
+        """(N, N): row i says how much client i takes from each client, where the method has such weights."""
+        return None
+
+    def adapt(self, state: State, clients: Sequence[ClientId]) -> Adaptation:
+        """Give a model to clients that have none: new ones, unlabelled data and all. Returns what each of them gets; see `universal`."""
+        yield from ()
+        return self.download(state, clients)
+
+    def iterate(self, client: Client) -> None:
+        """Do one local iteration of a client by itself: all of its model that the method trains, but what is `frozen` there."""
+        client.step(GENERALIST, on=client.train)
+
+    def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
+        """What each client would get from the server now: with it loaded, it is synchronised (`test_synced`)."""
+        return {i: {} for i in clients}
+
+    def loadable(self, client: Client, download: Tensors) -> Tensors:
+        """Return what a client loads of what it gets from the server, where that travels in another form."""
+        return download
+
+    def personal(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
+        """What a client needs beyond its own state to have its personal model: nothing, right after its last local iteration."""
+        return {i: {} for i in clients}
+
+    @task(Sends.SCORES)
+    def score(self, client: Client, tensors: Tensors) -> Tensors:
+        """The score, see `Client.score`, of the whole valid and test sets, with `tensors` on loan."""
+        with client.borrowing(self.loadable(client, tensors)):
+            return {"valid": client.score(client.valid), "test": client.score(client.test)}
+
+    @task(Sends.SCORES)
+    def score_test(self, client: Client, tensors: Tensors) -> Tensors:
+        """The score, see `Client.score`, of the whole test set, with `tensors` on loan."""
+        with client.borrowing(self.loadable(client, tensors)):
+            return {"test": client.score(client.test)}
+
+    @task(Sends.NOTHING)
+    def keep(self, client: Client, tensors: Tensors) -> Tensors:
+        """Make `tensors` part of the client's personal model."""
+        client.load(self.loadable(client, tensors))
+        return {}
+
+
+Count = Annotated[int, Field(ge=0)]

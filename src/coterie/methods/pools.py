@@ -1,0 +1,90 @@
+"""What methods have in common whose server holds a pool of whole models, some or all of which a client trains at once."""
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from pydantic import Field
+
+from coterie.aggregation import Mean, Rule
+from coterie.client.client import Client
+from coterie.core.protocol import Ask, ClientId, Round, Sends, State, task
+from coterie.core.roles import EXPERT, GATE, Role
+from coterie.core.tensors import Tensors
+from coterie.methods.base import Reader
+from coterie.methods.templates import Aggregating
+from coterie.models.layout import Layout
+from coterie.models.pool import PoolClassifier, PoolLayout
+
+
+@dataclass(frozen=True)
+class Pooling(Aggregating):
+    """A client keeps nothing of the pool between rounds; what it had is averaged over all that had it.
+
+    The server's state holds `expert/<number>`, (d,) each, running statistics included, and `gate`, (d_g,), if there is one.
+
+    Args:
+        initial: Of the experts: at random, each from values of its own; from the common expert; or from that where it fits. Where texts
+            are classified, "at random" is from the pretrained base.
+        aggregation: The rule, for each member of the pool over the clients that had it; by default clients count by their samples.
+    """
+
+    elastic: ClassVar[bool] = True
+    universal: ClassVar[bool] = True
+    forgetful: ClassVar[bool] = True
+    shared: ClassVar[tuple[Role, ...]] = (EXPERT, GATE)
+
+    initial: Annotated[
+        Literal["random", "common", "auto"], Field(description="of the experts: at random, from the common expert, or that where it fits")
+    ] = "random"
+    aggregation: Annotated[
+        Rule, Field(description="as of fedavg, for each member of the pool over the clients that had it; by default a mean by samples")
+    ] = Mean(weighting="samples")  # noqa: RUF009 - rules are frozen
+
+    @property
+    @abstractmethod
+    def size_of_pool(self) -> int:
+        """M."""
+
+    @abstractmethod
+    def layout(self, position: int, base: Layout) -> PoolLayout: ...
+
+    def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
+        experts = {f"{EXPERT}/{m}": model.flat(EXPERT, m) for m in range(self.size_of_pool)}
+        return experts | ({GATE: model.flat(GATE)} if self.layout(0, Layout()).gated else {})
+
+    def parcel(self, state: State, experts: Iterable[int]) -> Tensors:
+        """What a client gets: the gate, and these experts of the pool alone."""
+        gate = {GATE: state[GATE]} if GATE in state else {}
+        return gate | {f"{EXPERT}/{m}": state[f"{EXPERT}/{m}"] for m in experts}
+
+    def trained(self, client: Client) -> Tensors:
+        """What a client sends back: the gate and the experts that it has, and how much it counts."""
+        gate = {GATE: client.flat(GATE)} if f"parameters/{GATE}" in client.state else {}
+        return client.experts() | gate | self.size(client)
+
+    @task(Sends.SCORES)
+    def score(self, client: Client, tensors: Tensors) -> Tensors:
+        """As any method's, and `choices` of the test set, see `PoolClassifier.judge`."""
+        with client.borrowing(tensors):
+            assert isinstance(client.model, PoolClassifier)
+            test, choices = client.model.judge(client.batches(client.test))
+            return {"valid": client.score(client.valid), "test": test, "choices": choices}
+
+
+@dataclass(frozen=True)
+class WholePool(Pooling):
+    """All of the pool goes to everybody, who trains all of it."""
+
+    def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
+        replies = yield Ask(self.train, dict.fromkeys(clients, state), self.back)
+        return state | self.combine(replies, state)
+
+    def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
+        return dict.fromkeys(clients, state)
+
+    @abstractmethod
+    def train(self, client: Client, received: Tensors) -> Tensors:
+        """The client's local iterations from the whole pool. A @task that returns `trained`."""

@@ -1,0 +1,220 @@
+"""Families of methods: what those that only average, train alone, compare, or route have in common."""
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from pydantic import Field
+
+from coterie.aggregation import MOST_SAMPLES, SAMPLES, Mean, Rule, by_holders
+from coterie.aggregation.lowrank import own_factors
+from coterie.client.client import Client
+from coterie.client.interfaces import AnyClient
+from coterie.client.settings import Training
+from coterie.core.protocol import Ask, ClientId, Replies, Round, State, nothing, task
+from coterie.core.roles import GENERALIST, ROUTER, Role
+from coterie.core.tensors import Named, Tensors
+from coterie.methods.base import Method, Reader
+from coterie.models.adapter import Layout
+from coterie.models.layout import Balance
+
+
+@dataclass(frozen=True)
+class Aggregating(Method):
+    """A method whose server makes one set of tensors of those that its clients sent: their mean, or by a rule that withstands attackers.
+
+    Args:
+        aggregation: The rule, see `coterie.aggregation`.
+    """
+
+    aggregation: Annotated[
+        Rule,
+        Field(
+            description="how what clients send becomes one: `rule` mean (`weighting` uniform or samples), median, trimmed-mean (`trim`), "
+            "krum (`attackers`), multi-krum (`attackers`, `keep`), geometric-median or clipped-mean (`norm`)"
+        ),
+    ] = Mean()  # noqa: RUF009 - rules are frozen
+
+    def check(self, model: Reader, clients: Sequence[ClientId], training: Training) -> None:
+        self.aggregation.check(len(clients))
+
+    def combine(self, replies: Replies, around: Named) -> Tensors:
+        """What the rule makes of the replies, see `by_holders`, which are updates of `around`; of none the empty dict."""
+        return by_holders(self.aggregation, replies, around)
+
+    def size(self, client: AnyClient) -> Tensors:
+        """Return how many training samples a client has, to be sent beside its tensors if the rule weights by it."""
+        return {SAMPLES: client.sample_count} if self.aggregation.counts else {}
+
+    def back(self, sent: Named) -> Named:
+        """The form of what a client sends back of what it was sent: the same, and its `size`."""
+        return {**sent, SAMPLES: torch.tensor(MOST_SAMPLES)} if self.aggregation.counts else sent
+
+
+@dataclass(frozen=True)
+class Averaged(Aggregating):
+    """A method whose server sends out what it makes of what its clients sent, all tensors of the roles in `shared`, every round."""
+
+    elastic: ClassVar[bool] = True
+
+    @property
+    def sums(self) -> bool:
+        return self.aggregation.sums
+
+    def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
+        return model.read(*self.shared)
+
+    def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
+        return dict.fromkeys(clients, state)
+
+    def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
+        replies = yield Ask(self.local_round, self.download(state, clients), self.back)
+        return state | self.combine(replies, state)
+
+    @abstractmethod
+    def local_round(self, client: Client, theta: Tensors) -> Tensors:
+        """The client's L local iterations from `theta`; what it sends back, with its `size`. A @task."""
+
+
+@dataclass(frozen=True)
+class Alone(Method):
+    """A method of which nothing is ever sent."""
+
+    elastic: ClassVar[bool] = True
+    shared: ClassVar[tuple[Role, ...]] = ()
+
+    def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
+        return {}
+
+    def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
+        yield Ask(self.local_round, {i: {} for i in clients}, nothing)
+        return state
+
+    @abstractmethod
+    def local_round(self, client: Client, empty: Tensors) -> Tensors:
+        """The client's L local iterations. A @task that returns {}."""
+
+
+@dataclass(frozen=True)
+class OneAdapter(Method):
+    """A method without routing, at the budget of CoMiGS-1G1S (spec section 4).
+
+    Args:
+        budget: "experts": two LoRA experts with fixed equal weights, as the authors did; "rank": one LoRA of twice the rank; "one": one
+            LoRA of the recipe's rank, the setting of CoBo. An image classifier is one whole network in any case.
+    """
+
+    budget: Annotated[
+        Literal["experts", "rank", "one"],
+        Field(description="experts: two LoRA experts with fixed equal weights; rank: one LoRA of twice the rank; one: one of the rank"),
+    ] = "experts"
+
+    def layout(self, position: int, base: Layout) -> Layout:
+        if self.budget == "one":
+            return replace(base, generalists=1, specialists=0, routing="equal", balance="none")
+        if self.budget == "rank":
+            return replace(base, generalists=1, specialists=0, mlp_rank=2 * base.rank, routing="equal", balance="none")
+        return replace(base, generalists=2, specialists=0, routing="equal", balance="none")
+
+
+@dataclass(frozen=True)
+class Comparing(Method):
+    """A method whose server compares clients by their gradients halfway between their models (CoBo)."""
+
+    @task(batched=True)
+    def midpoint_gradients(self, client: AnyClient, midpoints: Tensors) -> Tensors:
+        """g_i = grad f_i(z_ij), (d,), for each j whose midpoint came, each on a fresh batch of the client's own data."""
+        return client.gradients_at(midpoints, "midpoints")
+
+
+Rank = Annotated[int, Field(ge=1)]
+
+
+@dataclass(frozen=True)
+class Ranked(Method):
+    """A method whose clients have MLP LoRAs of different ranks; the rank of the attention LoRAs is the recipe's.
+
+    Args:
+        ranks: r_i of the MLP LoRAs: one number, or one per client in the order of the federation; None for twice the recipe's rank, the
+            budget of CoMiGS-1G1S.
+    """
+
+    per_client: ClassVar[tuple[str, ...]] = ("ranks",)
+
+    ranks: Annotated[
+        Rank | tuple[Rank, ...] | None, Field(description="r_i of the MLP LoRAs, one number or one per client; null: twice model.rank")
+    ] = None
+
+    def layout(self, position: int, base: Layout) -> Layout:
+        rank = self.ranks[position] if isinstance(self.ranks, tuple) else self.ranks
+        return replace(base, generalists=1, specialists=0, mlp_rank=rank or 2 * base.rank, routing="equal", balance="none")
+
+    def loadable(self, client: Client, download: Tensors) -> Tensors:
+        """As any method's, of tensors in the form that updates of unlike ranks travel in."""
+        return own_factors(client.loras, download) if download else {}
+
+
+@dataclass(frozen=True)
+class Routed(Method):
+    """A method whose MLPs are mixtures with a learned router.
+
+    Args:
+        top_k: k, experts that a token is routed to, at most n_i.
+        balance: Load-balancing loss: none, uniform, or generalist-favoured (CoMiGS, eq. 6), see `Layout.balance_coefficients`.
+        balance_weight: lambda.
+    """
+
+    top_k: Annotated[int, Field(ge=1, description="k, experts per token")] = 2
+    balance: Annotated[
+        Balance,
+        Field(description="load-balancing loss; generalist: eq. 6 to the scale of the uniform one; generalist-printed: to its own scale"),
+    ] = "uniform"
+    balance_weight: Annotated[float, Field(ge=0, description="lambda")] = 0.01
+
+    def mixture(self, base: Layout, generalists: int, specialists: int) -> Layout:
+        """Return the layout of a client with so many experts.
+
+        Raises:
+            ValueError: A token would use one of several experts: the softmax over one logit is 1 whatever the router says, so that it has
+                no gradient. Weighted by its share of all logits instead, the frozen MLP itself would be scaled down with its expert, and
+                a fresh adapter would no longer be the base.
+        """
+        if self.top_k == 1 < generalists + specialists:
+            raise ValueError(f"top_k: 1 of {generalists + specialists} experts leaves the router without a gradient; use 2 or more")
+        return replace(
+            base,
+            generalists=generalists,
+            specialists=specialists,
+            top_k=self.top_k,
+            balance=self.balance,
+            balance_weight=self.balance_weight,
+        )
+
+
+@dataclass(frozen=True)
+class TwoExperts(Routed):
+    """Two experts of the same kind and a router, all trained on training data alone (CoMiGS, Table 5, ii and iii).
+
+    Args:
+        updates: "simultaneous": experts and router in the same step; "alternating": routers on fresh training batches (the rows "-tr").
+        router_every: tau, local iterations between alternating updates of the router.
+        router_steps: s, optimiser steps per alternating update.
+    """
+
+    updates: Annotated[Literal["simultaneous", "alternating"], Field(description="routers with the experts, or in turn")] = "simultaneous"
+    router_every: Annotated[int, Field(ge=1, description="tau, local iterations between alternating router updates")] = 30
+    router_steps: Annotated[int, Field(ge=0, description="s, optimiser steps per alternating router update")] = 10
+
+    def layout(self, position: int, base: Layout) -> Layout:
+        return self.mixture(base, generalists=2, specialists=0)
+
+    def iterate(self, client: Client) -> None:
+        if self.updates == "simultaneous":
+            client.step(GENERALIST, ROUTER, on=client.train)
+            return
+        client.step(GENERALIST, on=client.train)
+        if client.iteration % self.router_every == 0:
+            for _ in range(self.router_steps):
+                client.step(ROUTER, on=client.train)

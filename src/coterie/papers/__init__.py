@@ -1,0 +1,1 @@
+"""The papers' tables, figures and theorems: run, measured, and put beside what was published."""

@@ -1,0 +1,225 @@
+"""What a reproduction shows: tables of measured beside published numbers, verdicts, and the paper's pictures."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.table import Table
+
+from coterie.core.files import write_atomically
+from coterie.core.metrics import badness, direction, label, metric_of, prediction
+from coterie.papers.pictures import _name, _picture
+from coterie.papers.tables import Picture
+from coterie.reports.parts import bars, escape, figure, page, section, table, verdicts
+
+Json = Mapping[str, Any]
+_BEST = "chosen by the test data themselves, as in the paper, of the mean"
+_LEADS = {
+    "mean": "Mean",
+    "best": f"Best of all evaluations, {_BEST}",
+    "best_of_last_ten": f"Best of the last ten evaluations, {_BEST}",
+    "gate_error": "Samples whose expert's anchor does not have their class: mean",
+}
+
+
+def plus_minus(mean: float | None, std: float | None, digits: int = 2) -> str:
+    """A mean, and its deviation where there is one."""
+    if mean is None:
+        return ""
+    return figure(mean, digits) + (f" ± {figure(std, digits)}" if std else "")
+
+
+def _measured(found: Json, cell: Json) -> str:
+    return plus_minus(cell["mean"], cell["std"] if len(found["seeds"]) > 1 else None)
+
+
+def _of(found: Json, column: str) -> list[Json]:
+    """The cells of a column, in the order of the rows."""
+    own = {cell["row"]: cell for cell in found["cells"] if cell["column"] == column}
+    return [own[r] for r in found["rows"] if r in own]
+
+
+def _verdict(statement: Json) -> str:
+    return "holds" if statement["holds"] else "does not hold"
+
+
+def notes(found: Json) -> list[str]:
+    """What a reader must know to compare, and what could not be judged."""
+    count = found["unjudged"]
+    one, many = (
+        "statement of the paper is not judged: not all that it speaks",
+        "statements of the paper are not judged: not all that they speak",
+    )
+    return [*found["notes"], *([f"{count} {one if count == 1 else many} of was run."] if count else [])]
+
+
+def said(found: Json) -> Iterator[tuple[bool, str, str]]:
+    """The paper's statements: whether each holds, the statement with its place in the paper, and the measured numbers."""
+    for s in found["statements"]:
+        yield s["holds"], f"{found['columns'][s['column']]}: {s['says']} ({s['source']})", s["detail"]
+
+
+def _metric(found: Json, column: str) -> Json:
+    return metric_of(_of(found, column)[0])
+
+
+def _has_published(cells: Sequence[Json]) -> bool:
+    return any(cell["published"] is not None for cell in cells)
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.0f}"
+
+
+def _optional(value: float | None) -> str:
+    return "" if value is None else figure(value)
+
+
+def _synced(cells: Sequence[Json]) -> dict[str, list[str]]:
+    """The metric after one more synchronisation; unseen clients have nothing but what the server sent."""
+    return {} if cells[0].get("groups") else {"synced": [figure(cell["mean_synced"]) for cell in cells]}
+
+
+def _lead(found: Json, column: str) -> str:
+    metric = _metric(found, column)
+    return f"{_LEADS[found['shows']]} {label(metric)} over clients; {direction(metric)}."
+
+
+def _beside(cells: Sequence[Json]) -> dict[str, list[str]]:
+    """What is known of the cells of a column beside the metric: Imp.%, measured and the paper's, loss, spread, W error, unseen clients."""
+    kinds = {
+        "Imp.%": ("improved", _percent),
+        "Imp.%, paper": ("published_improved", _percent),
+        "loss": ("loss", lambda value: "" if value is None else figure(value, 3)),
+        "± between clients": ("between_clients", figure),
+        "W error": ("weights_error", _optional),
+        "best": ("best", _optional),
+        "best of ten": ("best_of_last_ten", _optional),
+        "gate, %": ("gate_accuracy", _optional),
+    }
+    if groups := cells[0].get("groups"):  # the spread would mix them
+        del kinds["± between clients"]
+    else:
+        del kinds["best"], kinds["best of ten"]
+    known = {name: (key, form) for name, (key, form) in kinds.items() if any(cell.get(key) is not None for cell in cells)}
+    found = {
+        group: [plus_minus(cell["groups"][group], (cell.get("groups_std") or {}).get(group)) for cell in cells] for group in groups or ()
+    }
+    return found | {name: [form(cell.get(key)) for cell in cells] for name, (key, form) in known.items()}
+
+
+def terminal(found: Json) -> list[Table]:
+    """Tables that fit 80 columns, one for each column, and a second one for classifiers and where the paper tells more than the metric."""
+    shown = []
+    for c, title in found["columns"].items():
+        cells = _of(found, c)
+        paper, beside = _has_published(cells), _beside(cells)
+        metric = f"{title}: {label(_metric(found, c))}, {direction(_metric(found, c))}"
+        one = _plain(metric, ("row", "measured", *(("paper",) if paper else ()), "params", "MFLOPs", "kB up, down", "s"))
+        for cell in cells:
+            traffic = ", ".join(f"{cell[key] / 1000:,.0f}" for key in ("bytes_up_per_round", "bytes_down_per_round"))
+            work, size = f"{cell['flops_per_token'] / 1e6:.2f}", f"{cell['trainable_parameters'] / 1000:,.0f} k"
+            published = (plus_minus(cell["published"], cell["published_std"]),) if paper else ()
+            one.add_row(_name(found, cell), _measured(found, cell), *published, size, work, traffic, f"{cell['wall_s']:.0f}")
+        shown.append(one)
+        if beside.keys() & {"Imp.%, paper", "W error", "gate, %"} or not _metric(found, c)["lower_is_better"]:
+            two = _plain(f"{title}, beside the mean", ("row", *beside))
+            for cell, *values in zip(cells, *beside.values(), strict=True):
+                two.add_row(_name(found, cell), *values)
+            shown.append(two)
+    return shown
+
+
+def _plain(title: str, header: Sequence[str]) -> Table:
+    shown = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)
+    for k, name in enumerate(header):
+        shown.add_column(name, justify="right" if k else "left", no_wrap=k > 0, overflow="fold")
+    return shown
+
+
+def markdown(found: Json) -> str:
+    """The whole reproduction as one Markdown page."""
+    lines = [f"# {found['title']}", "", _about(found), ""]
+    for c, title in found["columns"].items():
+        cells = _of(found, c)
+        columns = {
+            "row": [_name(found, cell) for cell in cells],
+            "measured": [_measured(found, cell) for cell in cells],
+            "paper": [plus_minus(cell["published"], cell["published_std"]) for cell in cells],
+            **_synced(cells),
+            **_beside(cells),
+            "parameters": [f"{cell['trainable_parameters']:,}" for cell in cells],
+            "active": ["" if cell["active_parameters"] is None else f"{cell['active_parameters']:,}" for cell in cells],
+            f"MFLOPs/{prediction(_metric(found, c))}": [f"{cell['flops_per_token'] / 1e6:.2f}" for cell in cells],
+            "kB up": [f"{cell['bytes_up_per_round'] / 1000:,.0f}" for cell in cells],
+            "kB down": [f"{cell['bytes_down_per_round'] / 1000:,.0f}" for cell in cells],
+            "s": [f"{cell['wall_s']:.0f}" for cell in cells],
+        }
+        lines += [f"## {title}", "", _lead(found, c), ""]
+        lines += [f"| {' | '.join(columns)} |", "| --- |" + " ---: |" * (len(columns) - 1)]
+        lines += [f"| {' | '.join(cells_)} |" for cells_ in zip(*columns.values(), strict=True)]
+        if c in found["order"]:
+            lines += ["", f"Order of the rows against the paper's: Kendall's tau {found['order'][c]:.2f}."]
+        lines.append("")
+    if found["statements"]:
+        lines += ["## What the paper says", "", "| verdict | statement | on | measured |", "| --- | --- | --- | --- |"]
+        for s in found["statements"]:
+            lines.append(f"| {_verdict(s)} | {s['says']} ({s['source']}) | {found['columns'][s['column']]} | {s['detail']} |")
+        lines.append("")
+    lines += [f"- {note}" for note in notes(found)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _about(found: Json) -> str:
+    machine, versions = found["machine"], found["versions"]
+    threads = f"{machine['threads']} thread" + "s" * (machine["threads"] > 1)
+    changed = f", with {', '.join(found['overrides'])}" if found["overrides"] else ""
+    command = " ".join([f"coterie reproduce {found['name']} --scale {found['scale']} --seeds {len(found['seeds'])}", *found["part"]])
+    metrics = dict.fromkeys(f"{label(_metric(found, c))} ({direction(_metric(found, c))})" for c in found["columns"])
+    return (
+        f"`{command}`{changed}. Mean {' or '.join(metrics)} "
+        f"over clients, mean ± deviation over seeds {found['seeds']}; {found['scored']}. Bytes are per client and round, "
+        f"seconds those of a run with all clients. {machine['device']}, {machine['dtype']}, {threads}, "
+        f"coterie {versions['coterie']}, torch {versions['torch']}."
+    )
+
+
+def write_page(path: Path, found: Json, pictures: Sequence[Picture], runs: Path) -> None:
+    """Write the reproduction as one self-contained HTML file.
+
+    Args:
+        path: Of the file.
+        found: What `reproduce` found.
+        pictures: What to draw.
+        runs: The folder that the cells' folders are in.
+
+    Raises:
+        SaveError: It could not be written.
+    """
+    parts = [section(f"picture-{k}", *_picture(picture, found, runs)) for k, picture in enumerate(pictures)]
+    for c, title in found["columns"].items():
+        cells = _of(found, c)
+        metric, what = _metric(found, c), prediction(_metric(found, c))
+        best = min(range(len(cells)), key=lambda k: badness(cells[k]["mean"], metric))
+        columns = {
+            "row": [_name(found, cell) for cell in cells],
+            "measured": [_measured(found, cell) for cell in cells],
+            **({"paper": [plus_minus(cell["published"], cell["published_std"]) for cell in cells]} if _has_published(cells) else {}),
+            **_synced(cells),
+            **_beside(cells),
+            "trainable parameters": bars([cell["trainable_parameters"] for cell in cells], ",.0f"),
+            f"MFLOPs per {what}": bars([cell["flops_per_token"] for cell in cells], ",.2f", 1e6),
+            "kB up per round": bars([cell["bytes_up_per_round"] for cell in cells], ",.1f", 1000),
+            "kB down per round": bars([cell["bytes_down_per_round"] for cell in cells], ",.1f", 1000),
+            "seconds": bars([cell["wall_s"] for cell in cells], ",.0f"),
+        }
+        about = f"<p>{escape(_lead(found, c))}</p>"
+        order = f"<p>Order against the paper's: Kendall's tau {found['order'][c]:.2f}.</p>" if c in found["order"] else ""
+        parts.append(section(f"column-{c}", title, about, table(list(columns), list(zip(*columns.values(), strict=True)), best), order))
+    if found["statements"]:
+        parts.append(section("statements", "What the paper says", verdicts(said(found))))
+    told = "".join(f"<p class=note>{escape(note)}</p>" for note in notes(found))
+    about = escape(_about(found).replace("`", ""))
+    body = f"<header><h1>{escape(found['title'])}</h1><p class=about>{about}</p>{told}</header><main>{''.join(parts)}</main>"
+    write_atomically(path, page(found["title"], body))

@@ -1,0 +1,201 @@
+"""The papers' figures, drawn from results."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from coterie.core.files import read_json
+from coterie.core.metrics import label, metric_of
+from coterie.papers.tables import Picture
+from coterie.reports import chart, collaboration, experts, marks
+from coterie.reports.chart import Line, Style
+from coterie.reports.collaboration import Weights
+from coterie.reports.curves import router_panels, test_of
+from coterie.reports.experts import Choices
+from coterie.reports.parts import COLOURS, escape, legend, thinned, unseen
+
+Json = Mapping[str, Any]
+POINTS = 120  # of a curve, at most
+
+
+def _choice(cell: Json) -> str:
+    return ", ".join(f"{key.rpartition('.')[2]} {value:g}" for key, value in cell["choice"].items())
+
+
+def _name(found: Json, cell: Json) -> str:
+    chosen = _choice(cell)
+    return str(found["rows"][cell["row"]]) + (f" ({chosen})" if chosen else "")
+
+
+def _picture(picture: Picture, found: Json, runs: Path) -> tuple[str, ...]:
+    """Title and parts of one picture."""
+    cells = [
+        cell
+        for cell in found["cells"]
+        if (not picture.rows or cell["row"] in picture.rows) and (not picture.columns or cell["column"] in picture.columns)
+    ]
+    if not cells:
+        return ("",)
+    title, *parts = _KINDS[picture.kind](picture, cells, found, runs)
+    return (picture.title or title, *parts)
+
+
+def _headed(found: Json, cell: Json, *parts: str) -> list[str]:
+    """Parts of one cell under its name; nothing without parts."""
+    heading = f"<h3>{escape(found['rows'][cell['row']])}, {escape(found['columns'][cell['column']])}</h3>"
+    return [heading, *parts] if any(parts) else []
+
+
+def _routers(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) -> tuple[str, ...]:
+    parts: list[str] = []
+    for cell in cells:
+        clients = read_json(runs / cell["folders"][0] / "result.json")["clients"]
+        parts += _headed(found, cell, *router_panels(runs / cell["folders"][0] / "metrics.jsonl", clients))
+    return ("Router scores over training", *parts)
+
+
+def _weights_of(cell: Json, runs: Path) -> Weights | None:
+    return Weights.of(cell["title"], read_json(runs / cell["folders"][0] / "result.json"))
+
+
+def _weights(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) -> tuple[str, ...]:
+    """W of each row at some iterations."""
+    parts: list[str] = []
+    for cell in cells:
+        if weights := _weights_of(cell, runs):
+            parts += _headed(found, cell, collaboration.at_stages(weights, picture.iterations), collaboration.scale(weights.top))
+    return ("Collaboration weights at stages of training, first seed", *parts)
+
+
+def _domains(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) -> tuple[str, ...]:
+    """A client's weights for each other one."""
+    parts: list[str] = []
+    for cell in cells:
+        if weights := _weights_of(cell, runs):
+            parts += _headed(found, cell, collaboration.domains(weights, picture.clients))
+    whose = f" of {', '.join(picture.clients)}" if picture.clients else ""
+    return (f"Collaboration weights{whose} over training, first seed", *parts)
+
+
+def _labels(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) -> tuple[str, ...]:
+    return ("Who has which classes", *_each(cells, found, runs, lambda title, result: experts.distribution(result)))
+
+
+def _k_means(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) -> tuple[str, ...]:
+    return ("Clients clustered by their classes", *_each(cells, found, runs, lambda title, result: experts.clustering(result)))
+
+
+def _experts(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) -> tuple[str, ...]:
+    def curves(title: str, result: Json) -> str:
+        choices = Choices.of(title, result)
+        return experts.expert_curves(choices) if choices else ""
+
+    return ("Accuracy of each expert over rounds, first seed", *_each(cells, found, runs, curves))
+
+
+def _gate(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) -> tuple[str, ...]:
+    def decided(title: str, result: Json) -> str:
+        choices = Choices.of(title, result)
+        return experts.choice_maps([choices]) + experts.decisions(title, result) if choices else ""
+
+    return ("Decisions of the gate, first seed", *_each(cells, found, runs, decided))
+
+
+def _each(cells: Sequence[Json], found: Json, runs: Path, draw: Callable[[str, Json], str]) -> list[str]:
+    """What is drawn of the result of each cell's first seed, by the title of its row, under the cell's name."""
+    drawn = ((cell, draw(cell["title"], read_json(runs / cell["folders"][0] / "result.json"))) for cell in cells)
+    return [part for cell, shown in drawn for part in _headed(found, cell, shown)]
+
+
+def _styles(cells: Sequence[Json]) -> dict[str, Style]:
+    """A look for each row; without markers where there are many points."""
+    points = max(len(cell["evaluations"]) for cell in cells)
+    rows = dict.fromkeys(cell["row"] for cell in cells)
+    return {r: Style(COLOURS[k % len(COLOURS)], k, marked=points <= chart.MARKED) for k, r in enumerate(rows)}
+
+
+def _curves(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) -> tuple[str, ...]:
+    """The test metric of each client, or its mean over clients, over training; a row that trains nothing is a level line.
+
+    Training is counted in local iterations, or in rounds where clients are scored that take part in none: a panel for each group of them.
+    """
+    styles = _styles(cells)
+    charts: dict[str, list[Line]] = {}
+    kinds: dict[str, str] = {}  # the column of each panel: only within one are panels compared
+    count, axis = ("round", "rounds") if cells[0].get("groups") else ("iteration", "local iterations")
+    ends = {cell["column"]: max(c["evaluations"][-1][count] for c in cells if c["column"] == cell["column"]) for cell in cells}
+
+    def line(cell: Json, value: Callable[[Json], float]) -> Line:
+        points = [(e[count], value(e)) for e in thinned(cell["evaluations"], POINTS)]
+        level = [(0, points[0][1]), (ends[cell["column"]], points[0][1])]
+        return Line(points if points[-1][0] else level, found["rows"][cell["row"]], styles[cell["row"]])
+
+    for cell in cells:
+        title = found["columns"][cell["column"]]
+        if picture.kind in ("mean", "curves"):
+            values = {f"{title}, {unseen(group)}": _of_group(group) for group in cell.get("groups") or ()} or {title: _test}
+            for panel, value in values.items():
+                kinds[panel] = title
+                charts.setdefault(panel, []).append(line(cell, value))
+            continue
+        for i in picture.clients or cell["clients"]:
+            kinds[f"{title}: {i}"] = title
+            charts.setdefault(f"{title}: {i}", []).append(line(cell, test_of(i)))
+    samples = legend((styles[r].sample, found["rows"][r]) for r in styles)
+    names = {label(metric_of(cell)): None for cell in cells}
+    name = ", ".join(names)
+    whose = f" of {', '.join(picture.clients)}" if picture.clients else ""
+    drawn = chart.panels(charts, axis, name, broad=picture.kind == "curves", kinds=kinds)
+    return (f"{name.capitalize()}{whose} over training, first seed", samples, drawn)
+
+
+def _test(evaluation: Json) -> float:
+    return float(evaluation["test"])
+
+
+def _of_group(group: str) -> Callable[[Json], float]:
+    """What gives the mean of a group of unseen clients in an evaluation."""
+    return lambda evaluation: float(evaluation["groups"][group])
+
+
+def _bars(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) -> tuple[str, ...]:
+    """The mean of each row, a group of bars for each column."""
+    rows = list(dict.fromkeys(cell["row"] for cell in cells))
+    colours = {r: COLOURS[k % len(COLOURS)] for k, r in enumerate(rows)}
+    groups = {
+        found["columns"][c]: [
+            marks.Bar(cell["mean"], cell["std"], found["rows"][cell["row"]], colours[cell["row"]]) for cell in cells if cell["column"] == c
+        ]
+        for c in dict.fromkeys(cell["column"] for cell in cells)
+    }
+    samples = legend((f'<i class="swatch" style="background:{colours[r]}"></i>', found["rows"][r]) for r in rows)
+    name = label(metric_of(cells[0]))
+    return (f"Mean {name}", samples, marks.bars(groups, name))
+
+
+def _sweep(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) -> tuple[str, ...]:
+    """One line for each tau, over s."""
+    lines: dict[int, list[tuple[float, float]]] = {}
+    for cell in cells:
+        lines.setdefault(cell["settings"]["router_every"], []).append((cell["settings"]["router_steps"], cell["mean"]))
+    styles = {tau: Style(COLOURS[k % len(COLOURS)], k) for k, tau in enumerate(sorted(lines))}
+    drawn = [Line(sorted(points), f"tau {tau}", styles[tau]) for tau, points in lines.items()]
+    samples = legend((styles[tau].sample, f"tau {tau}") for tau in sorted(lines))
+    panel = chart.panels({next(iter(found["columns"].values())): drawn}, "s, router steps per update", f"mean {label(metric_of(cells[0]))}")
+    return f"Mean {label(metric_of(cells[0]))} by how often and how long routers learn", samples, panel
+
+
+_KINDS: Mapping[str, Callable[[Picture, Sequence[Json], Json, Path], tuple[str, ...]]] = {
+    "clients": _curves,
+    "mean": _curves,
+    "curves": _curves,
+    "routers": _routers,
+    "sweep": _sweep,
+    "weights": _weights,
+    "domains": _domains,
+    "bars": _bars,
+    "labels": _labels,
+    "k-means": _k_means,
+    "experts": _experts,
+    "gate": _gate,
+}

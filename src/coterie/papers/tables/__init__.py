@@ -1,0 +1,223 @@
+"""Tables and figures of the papers: YAML files in this folder, found as `<paper>/<name>`."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from coterie.core.errors import RecipeError, Refused
+from coterie.runs.recipes import read
+
+FOLDER = Path(__file__).parent
+Scale = Literal["small", "paper"]
+SCALES: tuple[Scale, ...] = ("small", "paper")
+Settings = Mapping[str, Any]  # dotted keys of a recipe
+Figure = Literal["mean", "best", "best_of_last_ten", "gate_error"]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Row(_Strict):
+    """One row: a method, and what it sets beside the recipe's."""
+
+    title: str
+    method: str
+    columns: tuple[str, ...] = ()  # only in these; () for all
+    set: Settings = {}
+    sweep: Mapping[Scale, Mapping[str, tuple[Any, ...]]] = {}  # keys and values; the best on validation at the first seed is the row's
+
+
+class Column(_Strict):
+    """One data set and base at a scale or two, with the rows that it has settings of its own for."""
+
+    title: str
+    recipes: Mapping[Scale, str]
+    set: Settings = {}
+    at: Mapping[Scale, Settings] = {}
+    tune: Mapping[Scale, Mapping[str, tuple[Any, ...]]] = {}  # keys that every row chooses for itself, as by its sweep
+    rows: Mapping[str, Settings] = {}
+
+
+class Lower(_Strict):
+    """Every row of `lower` has a smaller mean than every row of `than`."""
+
+    kind: Literal["lower"] = "lower"
+    says: str
+    source: str
+    columns: tuple[str, ...]
+    lower: tuple[str, ...]
+    than: tuple[str, ...]
+    clients: tuple[str, ...] = ()  # of these clients; () for the mean over all
+    group: str | None = None  # of these unseen clients, after the last round
+
+
+class Better(_Strict):
+    """Every row of `better` has a better mean than every row of `than`, in the direction of the column's metric."""
+
+    kind: Literal["better"]
+    says: str
+    source: str
+    columns: tuple[str, ...]
+    better: tuple[str, ...]
+    than: tuple[str, ...]
+    by: Annotated[float, Field(ge=0)] = 0.0  # at least so much, in the metric's unit
+    clients: tuple[str, ...] = ()
+    group: str | None = None
+
+
+class Near(_Strict):
+    """A row's mean is at most `within` of the best of some worse than that: a share of it or, with `points`, in the metric's unit."""
+
+    kind: Literal["near"]
+    says: str
+    source: str
+    columns: tuple[str, ...]
+    row: str
+    best_of: tuple[str, ...]
+    within: Annotated[float, Field(gt=0)]
+    points: bool = False
+    clients: tuple[str, ...] = ()
+    group: str | None = None
+
+
+class Weights(_Strict):
+    """At the end at most this share of a row's collaboration weights, its W error, is on the wrong side; of the mean over seeds."""
+
+    kind: Literal["weights"]
+    says: str
+    source: str
+    columns: tuple[str, ...]
+    row: str
+    at_most: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+
+class Improved(_Strict):
+    """At least this many percent of a row's clients do better than alone (Imp.%)."""
+
+    kind: Literal["improved"]
+    says: str
+    source: str
+    columns: tuple[str, ...]
+    row: str
+    at_least: Annotated[float, Field(ge=0, le=100)]
+
+
+class Gate(_Strict):
+    """At least this share of the samples of unseen clients, in percent, goes to an expert whose anchor has their class."""
+
+    kind: Literal["gate"]
+    says: str
+    source: str
+    columns: tuple[str, ...]
+    row: str
+    at_least: Annotated[float, Field(ge=0, le=100)]
+
+
+class Routers(_Strict):
+    """How the mean routing weight of the generalist moves over training, averaged over clients and blocks."""
+
+    kind: Literal["routers"]
+    says: str
+    source: str
+    columns: tuple[str, ...]
+    row: str
+    generalist: Literal["falls", "below half at the end"]
+
+
+Statement = Lower | Better | Near | Weights | Improved | Gate | Routers
+
+
+class Picture(_Strict):
+    """What a figure draws, of the first seed but for `sweep` and `bars`.
+
+    `clients`: test metric over iterations by client; `mean`: the same averaged over clients; `curves`: like `mean`, one broad panel
+    for each column; `routers`: router scores; `sweep`: the mean by how often and how long routers learn; `weights`: collaboration weights
+    at some iterations beside the true clusters; `domains`: a client's weights for each other client over iterations; `bars`: the mean of
+    rows across columns, which are the values of a sweep; `labels`: which classes each client has; `k-means`: clusters of these;
+    `experts`: the accuracy of each expert of a pool over rounds; `gate`: which expert gets which class, and the gate's error by client.
+    """
+
+    kind: Literal["clients", "mean", "curves", "routers", "sweep", "weights", "domains", "bars", "labels", "k-means", "experts", "gate"]
+    title: str | None = None  # default: what is drawn
+    rows: tuple[str, ...] = ()  # () for all
+    columns: tuple[str, ...] = ()  # () for all
+    clients: tuple[str, ...] = ()  # () for all
+    iterations: tuple[int, ...] = ()  # of `weights`: the nearest evaluations; () for five of them
+
+
+class Reproduction(_Strict):
+    """A table or a figure of a paper.
+
+    Args:
+        title: What it is, as the paper names it.
+        seeds: Runs per cell that the paper averages over.
+        shows: Which figure of a run is in the table. The best evaluation is chosen by the test metric itself, as in the paper.
+        set: What is set in every recipe.
+        scales: What a scale sets in every recipe.
+        columns: By id.
+        rows: By id.
+        published: The paper's mean by row and column, and its deviation where it gives one.
+        published_improved: The paper's Imp.% by row and column.
+        statements: What the paper says of it, to be checked on the measured numbers.
+        pictures: What it shows, if it is a figure.
+        notes: What a reader must know to compare.
+    """
+
+    title: str
+    seeds: Annotated[int, Field(ge=1)] = 3
+    shows: Figure = "mean"
+    set: Settings = {}
+    scales: Mapping[Scale, Settings] = {}
+    columns: Mapping[str, Column]
+    rows: Mapping[str, Row]
+    published: Mapping[str, Mapping[str, float | tuple[float, float]]] = {}
+    published_improved: Mapping[str, Mapping[str, float]] = {}
+    statements: tuple[Statement, ...] = ()
+    pictures: tuple[Picture, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _names(self) -> "Reproduction":
+        published = (self.published, self.published_improved)
+        rows = [r for c in self.columns.values() for r in c.rows] + [r for known in published for r in known]
+        rows += [r for s in self.statements for r in spoken_of(s)] + [r for p in self.pictures for r in p.rows]
+        columns = [c for spoken in (*self.statements, *self.pictures) for c in spoken.columns]
+        columns += [c for known in published for p in known.values() for c in p] + [c for r in self.rows.values() for c in r.columns]
+        if unknown := sorted({r for r in rows if r not in self.rows} | {c for c in columns if c not in self.columns}):
+            raise ValueError(f"no such row or column: {', '.join(unknown)}")
+        return self
+
+
+def spoken_of(statement: Statement) -> tuple[str, ...]:
+    """The rows that a statement is about: it can be judged only where all of them were run."""
+    if isinstance(statement, Lower):
+        return (*statement.lower, *statement.than)
+    if isinstance(statement, Better):
+        return (*statement.better, *statement.than)
+    if isinstance(statement, Near):
+        return (statement.row, *statement.best_of)
+    return (statement.row,)
+
+
+def names() -> list[str]:
+    """The tables and figures that there are, as `<paper>/<name>`."""
+    return sorted(f"{path.parent.name}/{path.stem}" for path in FOLDER.glob("*/*.yaml"))
+
+
+def load(name: str) -> Reproduction:
+    """A table or figure by its name.
+
+    Raises:
+        Refused: There is none of that name.
+        RecipeError: Its file has mistakes.
+    """
+    if name not in names():
+        raise Refused(f"reproduction {name!r}: there is none of that name", "Choose one of: " + ", ".join(names()))
+    paper, _, stem = name.partition("/")
+    try:
+        return Reproduction.model_validate(read(FOLDER / paper / f"{stem}.yaml"))
+    except ValidationError as error:
+        raise RecipeError(f"reproduction {name}", [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]) from None

@@ -1,0 +1,1 @@
+"""How a personal model, or several of them, predict fast."""

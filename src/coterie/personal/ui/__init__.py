@@ -1,0 +1,1 @@
+"""Personal models on a page or in a terminal."""

@@ -1,0 +1,104 @@
+"""A local web page for classifiers: one gives an image or a text, and sees what each client's model says it is."""
+
+import html
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from coterie.core.errors import DataError
+from coterie.core.printing import printable
+from coterie.models.networks import NetworkShape
+from coterie.models.text import TextShape
+from coterie.personal.classifier import PersonalClassifier
+from coterie.personal.ui import page
+
+Answer = tuple[dict[str, float], str, str]  # the probability of each class, which expert spoke, and of which
+Shown = tuple[dict[str, float], str]
+SHOWN = 3  # classes for each client
+STYLE = """
+.expert { min-width: 9rem !important; align-self: center }
+#image img { width: 100%; height: 100%; object-fit: contain; image-rendering: pixelated }
+@media (max-width: 640px) { .client { flex: 1 0 100% !important } }
+"""
+
+
+def sorter(models: Mapping[str, PersonalClassifier]) -> Any:
+    """The page, a Gradio `Blocks` with nothing started yet.
+
+    Args:
+        models: A classifier for each client, in the order of the rows, all of images or all of texts.
+
+    Raises:
+        Refused: Gradio is not installed.
+    """
+    gradio = page.gradio()
+    shape = next(iter(models.values())).shape
+
+    def classify(given: str | None) -> list[Any]:
+        if not given or not given.strip():
+            return hidden() * len(models)
+        try:
+            groups = grouped({client: _answer(model, given) for client, model in models.items()})
+        except DataError as error:
+            raise gradio.Error(html.escape(printable(str(error))), print_exception=False) from None
+        return [value for client in models for value in (shown(*groups[client]) if client in groups else hidden())]
+
+    def hidden() -> list[Any]:
+        return [gradio.Row(visible=False), "", None, ""]
+
+    def shown(clients: list[str], answer: Shown) -> list[Any]:
+        return [gradio.Row(visible=True), page.plain(", ".join(clients)), *answer]
+
+    with gradio.Blocks(title="coterie", analytics_enabled=False) as blocks:
+        gradio.Markdown(f"## What would each of them say it is?\n{_asked(shape)}")
+        if isinstance(shape, TextShape):
+            given = gradio.Textbox(label="Text", lines=3, autofocus=True, elem_id="text")
+        else:
+            # without a mode the file stays as it was sent
+            given = gradio.Image(label="Image", type="filepath", image_mode=None, sources=["upload"], height=220, elem_id="image")
+        answers: list[Any] = []
+        for client in models:
+            with gradio.Row(visible=False) as row:
+                answers += [row, gradio.Markdown(page.plain(client), elem_classes="client")]
+                answers.append(gradio.Label(show_label=False, show_heading=False, num_top_classes=SHOWN, elem_classes="answer", scale=3))
+                answers.append(gradio.Markdown(elem_classes="expert"))
+        given.change(classify, given, answers, trigger_mode="always_last", **page.QUIET)
+    return blocks
+
+
+def served(models: Mapping[str, PersonalClassifier], port: int) -> AbstractContextManager[str]:
+    """Show the page on this machine only, see `page.served`."""
+    return page.served(sorter(models), STYLE, port)
+
+
+def grouped(answers: Mapping[str, Answer]) -> dict[str, tuple[list[str], Shown]]:
+    """Show equal answers once, as far as one sees: by the first client that gives it, all that do, and the answer.
+
+    Clients for whom the same expert spoke have the same answer, whatever other experts they have; these are named where all have the same.
+    """
+    found: dict[Any, dict[str, Answer]] = {}
+    for client, answer in answers.items():
+        classes, expert, _ = answer
+        seen = tuple((name, round(share, 2)) for name, share in sorted(classes.items())), expert
+        found.setdefault(seen, {})[client] = answer
+    rows = {}
+    for group in found.values():
+        (classes, expert, among), *others = group.values()
+        rows[next(iter(group))] = list(group), (classes, expert + among * all(held == among for _, _, held in others))
+    return rows
+
+
+def _answer(model: PersonalClassifier, given: str) -> Answer:
+    """The probability of each class, and the expert that the gate wants most."""
+    (batch,) = model.batches(given)
+    outputs, experts = model.answer(batch.x)
+    classes = dict(zip(map(printable, model.about.names), outputs[0].exp().tolist(), strict=True))
+    return (classes, "", "") if experts is None else (classes, f"expert **{experts.item()}**", f" of {', '.join(map(str, model.experts))}")
+
+
+def _asked(shape: NetworkShape | TextShape) -> str:
+    """What one is to do."""
+    if isinstance(shape, TextShape):
+        return "Type a text."
+    _, height, width = shape.inputs
+    return f"Choose an image of height {height} and width {width} pixels."

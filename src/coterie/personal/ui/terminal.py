@@ -1,0 +1,66 @@
+"""Suggestions of several clients side by side in a terminal."""
+
+from collections.abc import Mapping, Sequence
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from coterie.core.printing import printable
+from coterie.personal.classifier import Prediction
+from coterie.personal.model import PersonalModel
+from coterie.personal.words import Word
+
+
+def show(console: Console, models: Mapping[str, PersonalModel], words: Mapping[str, Sequence[Word]], text: str) -> None:
+    """Print a table: a row for each client, its words from the likeliest on, with their probabilities and experts.
+
+    Args:
+        console: Where to.
+        models: By client.
+        words: Likewise, best first.
+        text: What they continue.
+    """
+    console.print(Text(printable(f"{text.rstrip()} …", lines=True), style="italic"))
+    table = Table(box=SIMPLE, pad_edge=False)
+    table.add_column("client", overflow="fold")
+    for place in range(max(map(len, words.values()))):
+        table.add_column(str(place + 1), overflow="fold")
+    for client, found in words.items():
+        table.add_row(Text(printable(client)), *(_cell(models[client], word) for word in found))
+    console.print(table)
+    if any(word.experts for found in words.values() for word in found):
+        console.print(
+            "G generalist, S specialist: the expert with the largest routing weight where the word was chosen (mean over all blocks).",
+            highlight=False,
+        )
+
+
+def _cell(model: PersonalModel, word: Word) -> Text:
+    speaker = model.speaker(word)
+    return Text.assemble((printable(word.word), "bold"), f" {word.probability:.1%}" + (f" {speaker}" if speaker else ""))
+
+
+def show_classes(console: Console, names: Sequence[str], predictions: Mapping[str, Sequence[Prediction]]) -> None:
+    """Print a table: a row for each sample and client, with the class, its probability, and the expert that the gate wants most.
+
+    Args:
+        console: Where to.
+        names: Of the samples.
+        predictions: By client, in the order of the samples.
+    """
+    table = Table(box=SIMPLE, pad_edge=False)
+    several = len(predictions) > 1
+    gated = any(prediction.expert is not None for found in predictions.values() for prediction in found)
+    for column in ["sample", *["client"] * several, "class"]:
+        table.add_column(column, overflow="fold")
+    for column in ["probability", *["expert"] * gated]:
+        table.add_column(column, justify="right")
+    for k, name in enumerate(names):
+        for client, found in predictions.items():
+            said = found[k]
+            expert = ["" if said.expert is None else str(said.expert)] * gated
+            cells = [name, *[client] * several, said.name, f"{said.probability:.1%}", *expert]
+            table.add_row(*(Text(printable(cell)) for cell in cells))
+    console.print(table)

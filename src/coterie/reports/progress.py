@@ -1,0 +1,364 @@
+"""A run's progress in a terminal."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.text import Text
+
+from coterie.core.metrics import metric_of, prediction
+from coterie.core.printing import printable
+from coterie.reports.reporter import Reporter
+from coterie.reports.tables import _clock
+
+EVERY = 2.0  # seconds between plain lines of progress of a kind
+SILENCE = 30.0  # seconds after which a plain line says how far a round, the scoring or the preparation has come
+WINDOW = 60.0  # seconds of training that predictions per second are of
+PREPARING = "preparing base and data"
+BROAD = 100  # characters of a terminal that has room for a bar
+
+
+def loss_of(metrics: Mapping[str, Any]) -> float | None:
+    """The training loss among a client's metrics: that of the step which is not the router's alone."""
+    return next((value for name, value in metrics.items() if name.startswith("loss/") and name != "loss/router"), None)
+
+
+class Pace:
+    """Predictions per second while clients train, over the last `WINDOW` seconds of that: scoring and checkpoints are no part of it."""
+
+    def __init__(self) -> None:
+        self._spans: deque[tuple[float, int]] = deque()  # seconds of training, predictions
+        self._seconds, self._predictions = 0.0, 0
+
+    def add(self, seconds: float, predictions: int) -> None:
+        self._spans.append((seconds, predictions))
+        self._seconds, self._predictions = self._seconds + seconds, self._predictions + predictions
+        while self._seconds - self._spans[0][0] >= WINDOW:
+            seconds, predictions = self._spans.popleft()
+            self._seconds, self._predictions = self._seconds - seconds, self._predictions - predictions
+
+    @property
+    def known(self) -> bool:
+        return bool(self._spans)
+
+    @property
+    def per_second(self) -> float:
+        return self._predictions / max(self._seconds, 1e-9)
+
+
+class Stretch:
+    """How far the rounds of one method have come in this session, and how long the rest will take.
+
+    A round is as far as the share of its clients' replies that are there, of as many as the round before had; of the first one, as many as
+    have been asked. Time left is by the mean round of this session, scoring and checkpoints included, as of the last reply. What goes on
+    until the first reply is left out, as it warms up; and a tenth of the rounds long, what was expected before the start counts as well.
+
+    Args:
+        rounds: Of the method.
+        done: Of them, before this session.
+        expected: Seconds for all rounds, and all that is done between and after them; None where nobody knows.
+    """
+
+    def __init__(self, rounds: int, done: int, expected: float | None = None) -> None:
+        self.rounds, self.done, self.expected = rounds, done, expected
+        self.started = time.monotonic()
+        self._warm: tuple[float, float] | None = None  # when the first reply was there, and how far the rounds were then
+        self._first, self._usual = done, 0
+        self._replies = self._expected = self.asked = self.got = 0
+        self._estimate: tuple[float, float] | None = None  # when it was made, seconds left then
+        self._exchange = self.started
+
+    def ask(self, clients: int, training: bool) -> None:
+        """An exchange begins, of a round or outside of one."""
+        self.asked, self.got, self._exchange = clients, 0, time.monotonic()
+        if training:
+            self._expected = max(self._usual, self._replies + clients)
+
+    def reply(self) -> None:
+        """A client's reply to an exchange of a round is there."""
+        self.got += 1
+        self._replies += 1
+        self._guess()
+
+    def score(self) -> None:
+        """A client's reply to something else is there."""
+        self.got += 1
+        if self.rounds_done >= self.rounds:  # what is left is this
+            now = time.monotonic()
+            self._estimate = now, (now - self._exchange) / self.got * max(self.asked - self.got, 0)
+
+    def round(self, done: int) -> None:
+        self.done, self._usual = done, self._replies
+        self._replies = self._expected = self.asked = self.got = 0
+        self._guess()
+
+    @property
+    def rounds_done(self) -> float:
+        """With the share of the round that is going on."""
+        return min(self.done + self._replies / max(self._expected, self._replies, 1), self.rounds)
+
+    def _guess(self) -> None:
+        now, here = time.monotonic(), self.rounds_done
+        if self._warm is None:
+            self._warm = now, here
+        since, warm = self._warm
+        rest = self.rounds - here
+        if here > warm:
+            left, known = (now - since) / (here - warm) * rest, min(10 * (here - warm) / max(self.rounds, 1), 1.0)
+            prior = left if self.expected is None else self.expected * rest / max(self.rounds, 1)
+            self._estimate = now, known * left + (1 - known) * prior
+
+    @property
+    def resumed(self) -> bool:
+        return self._first > 0
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self.started
+
+    @property
+    def left(self) -> float | None:
+        """Seconds; None as long as nobody can know."""
+        if self._estimate is None and self.expected is None:
+            return None
+        share = (self.rounds - self._first) / max(self.rounds, 1)
+        made, seconds = self._estimate or (self.started, (self.expected or 0.0) * (share if self.rounds else 1.0))
+        return max(seconds - (time.monotonic() - made), 0.0)
+
+    def __str__(self) -> str:
+        return f"{_clock(self.elapsed)} so far" if self.left is None else f"{_clock(self.left)} left"
+
+
+class _Time(ProgressColumn):
+    """Time left of what goes on, or how long it took. A method is as long as its rounds, and one more for scoring at the end."""
+
+    max_refresh = 0.5
+
+    def render(self, task: Task) -> Text:
+        return Text(f"in {_clock(task.finished_time or 0)}" if task.finished else task.fields["left"](), style="cyan")
+
+
+class Terminal(Reporter, AbstractContextManager["Terminal"]):
+    """Rounds, clients, loss, predictions per second (see `Pace`) and time left (see `Stretch`): a live display, or plain lines.
+
+    There is a plain line a round, but one every `EVERY` seconds; and after `SILENCE` seconds without one, another says what goes on.
+
+    Args:
+        console: Where to.
+        rows: How many methods will run, for the heading of each.
+    """
+
+    def __init__(self, console: Console, rows: int) -> None:
+        self.console, self.rows, self.row = console, rows, 0
+        self.live = console.is_terminal
+        self.narrow = self.live and console.width < BROAD  # what does not fit would go on below, and jump
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            *([BarColumn(bar_width=16)] if console.width >= BROAD else []),
+            TextColumn("{task.fields[where]}"),
+            _Time(),
+            TextColumn("{task.fields[status]}"),
+            console=console,
+            disable=not self.live,
+        )
+        self.task: TaskID | None = None
+        self.stage, self.stretch, self.pace = "", Stretch(0, 0), Pace()
+        self.expected: Sequence[float] = ()  # seconds of each method, by a trial before the first
+        self.took: list[tuple[float, float]] = []  # of those that are done in this session: seconds, and what was expected
+        self.losses: dict[str, float] = {}
+        self.metric, self.privacy, self.lack = metric_of({"metric": None}), "", 0
+        self.spoke = time.monotonic()  # when the last plain line was
+        self._closing = threading.Event()
+        self._watch = threading.Thread(target=self._keep_talking, daemon=True)
+
+    def __enter__(self) -> "Terminal":
+        self.progress.start()
+        if not self.live:
+            self._watch.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._closing.set()
+        self._prepared()
+        self.progress.stop()
+
+    def _keep_talking(self) -> None:
+        while not self._closing.wait(1.0):
+            self.beat()
+
+    def beat(self) -> None:
+        """Say what goes on if nothing was said for a while."""
+        if self.live or not self.stage or time.monotonic() - self.spoke < SILENCE:
+            return
+        stretch = self.stretch
+        training = self.stage == "training"
+        where = f"round {stretch.done + 1} of {stretch.rounds}" if training else self.stage
+        clients = f": {stretch.got} of {stretch.asked} clients" if stretch.asked else ""
+        parts = (f"  {where}{clients}", self._figures() if training else "", self._left())
+        self._line("  ".join(part for part in parts if part))
+
+    def _line(self, text: str) -> None:
+        """A plain line."""
+        self.spoke = time.monotonic()
+        self.console.print(text, markup=False, highlight=False)
+
+    def preparing(self) -> None:
+        self.stage, self.stretch = PREPARING, Stretch(0, 0)
+        if self.live:
+            self.task = self.progress.add_task(self.stage, total=None, where="", status="", left=self._left)
+
+    def _prepared(self) -> None:
+        """Take the line about the preparation away."""
+        if self.live and self.stage == PREPARING and self.task is not None:
+            self.progress.remove_task(self.task)
+        self.stage = ""
+
+    foretells = True
+
+    def expects(self, seconds: Sequence[float]) -> None:
+        self.expected = seconds
+        if (whole := sum(seconds)) > 0:
+            self.progress.console.print(f"about {_clock(whole)} in all, by a few steps", markup=False, highlight=False)
+            self.spoke = time.monotonic()
+
+    def _left(self) -> str:
+        """Time left of the method that goes on and, where others follow, of all; of all alone where there is no room for both."""
+        rest = sum(self.expected[self.row :])
+        if self.stretch.left is None or not rest:
+            return str(self.stretch)
+        took, expected = (sum(found[k] for found in self.took) for k in (0, 1))
+        slower = took / expected if expected else 1.0  # than was expected, so far
+        whole = _clock(self.stretch.left + rest * slower)
+        return f"{whole} left" if self.narrow else f"{self.stretch} (all: {whole})"
+
+    def known(self, title: str) -> None:
+        self._prepared()
+        self._next(title)
+        self.progress.console.print(f"{self.heading}: done before", markup=False, highlight=False)
+
+    def _next(self, title: str) -> None:
+        self.row += 1
+        self.heading = f"[{self.row}/{self.rows}] {title}" if self.rows > 1 else title
+
+    def begin(self, title: str, rounds: int, done: int, clients: Sequence[str], metric: Mapping[str, Any] | None = None) -> None:
+        self._prepared()
+        self._next(title)
+        expected = self.expected[self.row - 1] if self.row <= len(self.expected) else None
+        self.metric, self.stretch, self.pace = metric_of({"metric": metric}), Stretch(rounds, done, expected), Pace()
+        self.stage, self.training_since = "training" if done < rounds else "finishing", time.monotonic()
+        self.said = dict.fromkeys(("round", "score"), self.training_since)  # when the last line of each kind was
+        self.losses, self.privacy = {}, ""
+        self.task = self.progress.add_task(
+            self.heading.replace("[", r"\["), total=rounds + 1, completed=done, where="", status="", left=self._left
+        )
+        self._show()
+        if not self.live:
+            resumed = f", going on after round {done}" if done else ""
+            self._line(f"{self.heading}: {rounds} rounds, {len(clients)} clients{resumed}")
+
+    def asking(self, task: str, clients: int) -> None:
+        self.stretch.ask(clients, self.stage == "training")
+
+    def client(self, round: int, client: str, metrics: Mapping[str, Any]) -> None:
+        now = time.monotonic()
+        self.pace.add(now - self.training_since, int(metrics.get("tokens", 0)))
+        self.training_since = now
+        if (loss := loss_of(metrics)) is not None:
+            self.losses[client] = loss
+        self.stretch.reply()
+        self._show()
+
+    def answered(self, client: str) -> None:
+        self.training_since = time.monotonic()
+        if self.stage == "training":
+            self.stretch.reply()
+        else:
+            self.stretch.score()
+        self._show()
+
+    def _show(self) -> None:
+        """Bring the live display up to date."""
+        if not self.live or self.task is None:
+            return
+        stretch = self.stretch
+        clients = f"{stretch.got}/{stretch.asked} clients" if stretch.asked else ""
+        status = f"{self._figures()}  {clients}" if self.stage == "training" else f"{self.stage}  {clients}"
+        where = f"round {stretch.done}/{stretch.rounds}"
+        self.progress.update(self.task, completed=stretch.rounds_done, where=where, status=status)
+
+    def _figures(self) -> str:
+        """Loss, privacy and pace."""
+        loss = f"loss {sum(self.losses.values()) / len(self.losses):.3f}  " if self.losses else ""
+        pace = f"{self.pace.per_second:,.0f} {prediction(self.metric)}s/s" if self.pace.known else ""
+        lack = "short of cores" if self.lack and self.live else ""
+        return f"{loss}{self.privacy}{lack if self.narrow and lack else f'{pace}  {lack}'}".strip()
+
+    def cores(self, others: int) -> None:
+        said, self.lack = self.lack, others
+        if others and not said:
+            self.spoke = time.monotonic()
+            self.progress.console.print(f"  {_short_of_cores(others)}", markup=False, highlight=False, style="yellow")
+
+    def spent(self, round: int, epsilon: float, delta: float) -> None:
+        self.privacy = f"epsilon {epsilon:.2f} at delta {delta:.1g}  "
+
+    def warning(self, round: int, client: str, text: str) -> None:
+        line = f"  round {round + 1}, {printable(client)}: {printable(text)}"
+        self.progress.console.print(line, markup=False, highlight=False, style="yellow")
+
+    def evaluating(self, round: int) -> None:
+        self.stage = "scoring"
+        self.stretch.ask(0, training=False)
+        self._show()
+
+    def evaluated(self, round: int, means: Mapping[str, float]) -> None:
+        self.stage, self.training_since = "training" if round < self.stretch.rounds else "finishing", time.monotonic()
+        self.stretch.ask(0, training=False)
+        if self._speaks("score", round):
+            name = self.metric["name"].removeprefix("test ")
+            scores = ", ".join(f"{split} {name} {value:.2f}{self._unit}" for split, value in means.items())
+            self._line(f"  after round {round}: {scores}")
+
+    def point(self, round: int, test: float, windows: int) -> None:
+        self.training_since = time.monotonic()  # what comes next is trained
+        if self._speaks("point", round):
+            what = "windows" if prediction(self.metric) == "token" else "examples"
+            self._line(f"  after round {round}: {self.metric['name']} {test:.2f}{self._unit} on {windows} {what} of each client")
+
+    def round(self, done: int) -> None:
+        self.stretch.round(done)
+        self.training_since = time.monotonic()
+        self.stage = "training" if done < self.stretch.rounds else "finishing"
+        self._show()
+        if self._speaks("round", done):
+            lack = f"  ({_short_of_cores(self.lack)})" if self.lack else ""
+            self._line(f"  round {done}/{self.stretch.rounds}  {self._figures()}  {self._left()}{lack}")
+
+    def _speaks(self, kind: str, done: int) -> bool:
+        """Whether a plain line of a kind is due: the last of a method is, and any other a while after the one before."""
+        now = time.monotonic()
+        due = not self.live and (done == self.stretch.rounds or now - self.said.get(kind, 0.0) >= EVERY)
+        if due:
+            self.said[kind] = now
+        return due
+
+    @property
+    def _unit(self) -> str:
+        return " %" if self.metric["unit"] == "%" else ""
+
+    def end(self, result: Mapping[str, Any]) -> None:
+        self.stage = ""
+        if self.stretch.expected and not self.stretch.resumed:
+            self.took.append((self.stretch.elapsed, self.stretch.expected))
+        status = f"{self.metric['name']} {result['mean']:.2f}{self._unit}"
+        if self.task is not None:
+            self.progress.update(self.task, completed=self.stretch.rounds + 1, status=status, refresh=True)
+
+
+def _short_of_cores(others: int) -> str:
+    return f"the machine is short of cores: {others} other {'process computes' if others == 1 else 'processes compute'}"

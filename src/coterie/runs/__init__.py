@@ -1,0 +1,1 @@
+"""A recipe, from its YAML to its result."""

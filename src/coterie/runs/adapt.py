@@ -1,0 +1,234 @@
+"""A client that a run has never seen gets a personal model of it: from data without labels, or trained on its own text."""
+
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from coterie import personal
+from coterie.client.client import Client
+from coterie.core import names
+from coterie.core.errors import CheckpointError, DataError, Refused, SaveError
+from coterie.core.files import make_folder, write_json
+from coterie.core.protocol import ClientId
+from coterie.core.tensors import Tensors
+from coterie.data.documents import read_many
+from coterie.data.examples import ExampleSplit
+from coterie.data.federation import ClientData, check_id, federate
+from coterie.data.folders import ENDINGS, Folders, text_files
+from coterie.data.splits import SPLITS, TokenSplit
+from coterie.data.store import encode
+from coterie.methods import METHODS
+from coterie.models.language import LanguageModel
+from coterie.models.pool import PoolClassifier
+from coterie.personal import PersonalClassifier, PersonalModel, load
+from coterie.personal.samples import read
+from coterie.reports import Reporter
+from coterie.runs import files
+from coterie.runs import recipe as recipes
+from coterie.runs.backends import OnThisMachine
+from coterie.runs.classification import Examples
+from coterie.runs.execution import Execution
+from coterie.runs.folder import check_apart
+from coterie.runs.inputs import Inputs, Kept
+from coterie.runs.language import Language
+from coterie.runs.personalise import Personalised, shared_part, train
+from coterie.runs.prepare import Prepared, prepare
+from coterie.runs.recipe import Recipe
+
+TRAINED = "training.json"  # in the folder of a personal model: what its client's own training gave
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a new client of a run of language models trains on its own text.
+
+    Args:
+        iterations: Local iterations at most; None for as many as a client of the run does.
+        say: Is told a line after every look at the validation text.
+    """
+
+    iterations: int | None = None
+    say: Callable[[str], None] = lambda line: None
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """What it took, and what came of it.
+
+    Args:
+        model: The personal model.
+        folder: Where it is kept.
+        samples: How many images, texts or windows of text the client has.
+        experts: The numbers of those that it got of a pool.
+        rounds: Of the run in all; the model is from what it had learned after `model.about.round`.
+        scores: For each expert of the pool the share of the client's samples that the gate sends to it; () without a gate.
+        up: Bytes that the client sent.
+        down: Bytes that it got.
+        once: Bytes of the common expert besides, which everybody has from the beginning; 0 where the client needs none.
+        personalised: What training on its own text gave; None where nothing was trained.
+    """
+
+    model: PersonalClassifier | PersonalModel
+    folder: Path
+    samples: int
+    experts: tuple[int, ...]
+    rounds: int
+    scores: tuple[float, ...]
+    up: int
+    down: int
+    once: int
+    personalised: Personalised | None = None
+
+
+def adapt(run: Path, data: Path, client: ClientId | None = None, out: Path | None = None, *, training: Training | None = None) -> Adapted:
+    """Make a personal model for a new client, by the exchange by which the run itself scores clients that it never trained with.
+
+    The data are embedded here, and what the gate makes of them is added up; of them all, the server's half sees only this sum. Of a run of
+    language models the client then has the shared part alone, see `personalise.shared_part`, and can train from it on its own text.
+
+    Args:
+        run: The folder of a run, finished or not: the newest checkpoint counts.
+        data: A file or folder of images or texts, see `personal.samples.read`; to be trained on, texts as `data.kind: folders` takes them.
+        client: Its id; default: the name of `data`.
+        out: Where its personal model goes, whole or not at all; default: clients/ID in the run's folder.
+        training: How it trains; None: it does not.
+
+    Raises:
+        Refused: There is no such run, or no checkpoint in it; its method cannot do that; the data will not do; or there is such a client.
+        ClientError: The client's half failed.
+        SaveError: The model could not be written.
+    """
+    recipe = _recipe(run, training is not None)
+    id = names.normal((data.resolve().name if data.is_dir() else data.resolve().stem) if client is None else client)
+    check_id(id)
+    folder = out or run / "clients" / names.encoded(id)
+    check_apart(folder, data)
+    if folder.exists():
+        raise Refused(f"{folder} exists already", "Choose another --client, or another --out.")
+    prepared = prepare(recipe)
+    if id in prepared.modality.federation.everyone:
+        raise Refused(f"{id!r} is a client of the run itself", "Choose another --client.")
+    Kept(run).check_bases(Inputs.of(prepared))
+    joined = _joined(prepared, id, _data(prepared, id, data, training is not None))
+    execution = Execution(joined, run, Reporter(), "", OnThisMachine("inprocess"))
+    if not execution.restore() and execution.method.rounds:
+        remedy = "Wait for the first one (checkpoint_every), or go on with the run: coterie run --resume."
+        raise CheckpointError(f"{run} has no checkpoint yet", remedy)
+    tensors, up, down = execution.adapt((id,))
+    owner = execution.prepared.site.client(id, dict(execution.engine.states().get(id, {})))
+    owner.load(execution.method.loadable(owner, tensors[id]))
+    scores: tuple[float, ...] = ()
+    if isinstance(owner.model, PoolClassifier | LanguageModel) and owner.model.embed is not None:
+        affinity = owner.model.affinity(owner.embeddings(owner.data.train))
+        scores = tuple((affinity / affinity.sum()).tolist())
+    personalised = _keep(execution, owner, tensors[id], folder, training)
+    once = execution.modality.once_bytes if scores or not down[id] else 0
+    experts = tuple(sorted(int(name.removeprefix("expert/")) for name in tensors[id] if name.startswith("expert/")))
+    samples = owner.data.train.windows
+    return Adapted(load(folder), folder, samples, experts, execution.method.rounds, scores, up[id], down[id], once, personalised)
+
+
+def _keep(execution: Execution, owner: Client, tensors: Tensors, folder: Path, training: Training | None) -> Personalised | None:
+    """Write the client's personal model, trained first if it is to be. Nothing is there before all of it is. Raises SaveError."""
+    modality, found = execution.modality, None
+    make_folder(folder.parent)
+    try:
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as beside:
+            new = Path(beside) / "model"
+            if isinstance(modality, Language):
+                kept = shared_part(owner, execution.method)
+                if training is not None:
+                    most = training.iterations or execution.method.rounds * execution.method.steps(owner)
+                    kept, found = train(owner, execution.method, most, training.say)
+                recipe = execution.recipe
+                origin = personal.Origin(recipe.method["name"], recipe.name, execution.round, recipe.seed)
+                modality.write(new, owner.id, kept.layout, kept.tensors, origin)
+            else:
+                execution.keep(owner, tensors, new)
+            if found is not None:
+                write_json(new / TRAINED, found.summary)
+            os.rename(new, folder)
+    except OSError as error:
+        raise SaveError(f"cannot write {folder}: {error.strerror}", "Free some space there, or choose another --out.") from error
+    return found
+
+
+def _recipe(run: Path, trains: bool) -> Recipe:
+    """What a folder is a run of, if new clients can get anything from that, or train on from there. Raises Refused."""
+    if not (run / files.RECIPE).is_file():
+        raise CheckpointError(f"{run} holds no run: there is no {files.RECIPE}", "Give the folder that `coterie run` wrote (--out).")
+    recipe = recipes.resolve(run)
+    name, method = recipe.method["name"], recipe.build_method()
+    if trains and recipe.model.kind != "language":
+        raise Refused(
+            f"--train is for language models, and {run} holds classifiers", "Leave --train out: labels are neither needed nor read."
+        )
+    if trains and not method.total_iterations:
+        raise Refused(f"{run}: {name} trains nothing that a new client could begin with", _ALONE)
+    if method.universal or (trains and method.joinable):
+        return recipe
+    if method.joinable:
+        remedy = "With --train it trains on from what the clients share."
+        raise Refused(f"{run}: {name} has no model for clients that bring none of their own", remedy)
+    if trains:
+        able = ", ".join(known for known, entry in METHODS.items() if entry.method.universal or entry.method.joinable)
+        raise Refused(f"{run}: {name} has nothing in common that a new client could begin with", f"{_ALONE} Methods that have: {able}.")
+    able = ", ".join(known for known, entry in METHODS.items() if entry.method.universal)
+    raise Refused(f"{run}: {name} has no model for clients that bring none of their own", f"Methods that have: {able}.")
+
+
+_ALONE = "Train on the text alone: coterie run folders --set method.name=local --set data.path=DIR."
+
+
+def _joined(prepared: Prepared, id: ClientId, data: ClientData) -> Prepared:
+    """A run with one client more, which has these data."""
+    site = prepared.site
+    layouts = {**site.layouts, id: prepared.method.layout(0, prepared.modality.base)}
+    return replace(prepared, site=replace(site, data={**site.data, id: data}, layouts=layouts))
+
+
+def _data(prepared: Prepared, id: ClientId, data: Path, trains: bool) -> ClientData:
+    """What a client has: in splits if it trains, otherwise alike in all of them. Raises DataError."""
+    modality = prepared.modality
+    if isinstance(modality, Language):
+        return _text(prepared.recipe, modality, id, data) if trains else _all_text(modality, id, data)
+    assert isinstance(modality, Examples)
+    like = next(iter(modality.federation.clients.values())).test
+    assert isinstance(like, ExampleSplit)
+    found = read([data], modality.shape)
+    return ClientData(id, *(found.split(like.mean, like.std, like.classes, name) for name in SPLITS))
+
+
+def _all_text(modality: Language, id: ClientId, data: Path) -> ClientData:
+    """All text of a client that trains nothing. Raises DataError."""
+    texts = read_many(_files(data), "text")
+    tokens = np.concatenate(list(encode(modality.backbone.tokenizer, texts, None)))
+    return ClientData(id, *(TokenSplit(name, tokens, modality.section.context, 0) for name in SPLITS))
+
+
+def _files(data: Path) -> list[Path]:
+    """The files of a text, at least one. Raises DataError."""
+    if not (found := text_files(data)):
+        raise DataError(f"{data}: no text in it", f"Name a file that ends in {', '.join(ENDINGS)}, or a folder of such.")
+    return found
+
+
+def _text(recipe: Recipe, modality: Language, id: ClientId, data: Path) -> ClientData:
+    """The text of a client that trains, as it would be split in a folder of clients. Raises DataError for too little of it."""
+    _files(data)
+    section = recipe.data if isinstance(recipe.data, Folders) else Folders()
+    parts = dict(zip(SPLITS, section.read_one(data), strict=True))
+    encoded = {name: list(encode(modality.backbone.tokenizer, texts, None)) for name, texts in parts.items()}
+    tokens = {name: np.concatenate(pieces) if pieces else np.empty(0, np.uint16) for name, pieces in encoded.items()}
+    needed = modality.section.context + 1
+    if any(len(own) < needed for own in tokens.values()):
+        found = ", ".join(f"{len(own):,} for {name}" for name, own in tokens.items())
+        raise DataError(
+            f"{data}: too little text to train on and to judge by: tokens {found}, and each needs {needed:,}",
+            "Give more text (with splits of one's own: to each of them), or leave --train out.",
+        )
+    return federate({id: tokens}, modality.section.context, recipe.seed, str(data)).clients[id]

@@ -1,0 +1,203 @@
+"""Where a run's clients are: in this process, in a simulation on this machine, or on devices that a grid of Flower's reaches."""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from uuid import uuid4
+
+import torch
+
+from coterie.core.protocol import ClientId
+from coterie.core.threads import SAID, Chosen, choose
+from coterie.engines import ENGINES, Engine, InProcess, Listener
+from coterie.engines.messages import Member
+from coterie.engines.states import States, half_of_memory
+from coterie.runs.checkpoints import KEPT
+from coterie.runs.device import Device
+from coterie.runs.prepare import Prepared, check_member, prepare, seen_from_afar
+from coterie.runs.recipe import Recipe
+
+if TYPE_CHECKING:
+    from coterie.engines.flower.engine import Flower, Grid
+
+JOURNAL = "begun.json"  # the file of a run in which exchanges under masks are written down before they begin
+PASS_S = 0.05  # seconds of one thread, about, for a pass of the trial that finds the number of threads
+ARRIVAL_S = 60.0  # seconds for devices that were there a moment ago
+
+
+class Place(Protocol):
+    """Where clients are: what a server can prepare, and who carries its messages."""
+
+    devices: ClassVar[bool]  # whether they are on machines of their own: what they must not know is then drawn from a secret
+
+    def prepare(self, recipe: Recipe) -> Prepared:
+        """All that can be checked before work starts. Raises Refused."""
+        ...
+
+    def engine(self, prepared: Prepared, folder: Path, listener: Listener) -> Engine:
+        """The engine of one run. Raises ClientError where clients cannot be reached."""
+        ...
+
+
+@dataclass(frozen=True)
+class OnThisMachine:
+    """All clients on this machine: in this process, or under Flower's simulation.
+
+    Args:
+        carrier: The engine's name; None for the recipe's.
+    """
+
+    carrier: str | None = None
+    devices: ClassVar[bool] = False
+
+    def prepare(self, recipe: Recipe) -> Prepared:
+        if self._carrier(recipe) == "flower":
+            from coterie.engines.flower import engine  # noqa: F401 - refused at once where it is not installed
+        return prepare(recipe)
+
+    def engine(self, prepared: Prepared, folder: Path, listener: Listener) -> Engine:
+        if (name := self._carrier(prepared.recipe)) != "flower":
+            kind, memory = ENGINES[name], prepared.recipe.memory
+            if not issubclass(kind, InProcess):
+                return kind(prepared.site, prepared.method, listener)
+            most = half_of_memory(prepared.modality.device) if memory is None else memory * 2**30
+            return kind(prepared.site, prepared.method, listener, States(folder, most))
+        from coterie.engines.flower.engine import gathered
+        from coterie.engines.flower.simulation import simulated
+
+        clients, threads = len(prepared.site.data), computing_threads(prepared)
+        grid = simulated(clients, threads, simulated_device)
+        engine = flower_engine(prepared.recipe, grid, listener, tuple(prepared.site.data), threads, folder, folder / JOURNAL)
+        gathered(engine, lambda found: len(found) == clients, patience=600)
+        return engine
+
+    def _carrier(self, recipe: Recipe) -> str:
+        return self.carrier or recipe.engine
+
+
+def computing_threads(prepared: Prepared) -> int:
+    """Return with how many threads a run on this machine computes."""
+    return prepared.threads or prepared.modality.threads or torch.get_num_threads()
+
+
+@contextmanager
+def computing(prepared: Prepared) -> Iterator[None]:
+    """Within the block this process computes with as many threads as the run."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(computing_threads(prepared))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def choose_threads(prepared: Prepared) -> Chosen:
+    """Return with how many threads a run on this machine had best compute, see `threads.choose`.
+
+    It is tried only where nobody has decided it: models so small that one thread is best, and who sets OMP_NUM_THREADS, have.
+    """
+    modality, most = prepared.modality, torch.get_num_threads()
+    if modality.threads or most == 1 or modality.device.type != "cpu" or any(name in os.environ for name in SAID):
+        return Chosen(modality.threads or most)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return choose(_passes(prepared), most)
+    finally:
+        torch.set_num_threads(most)
+
+
+def _passes(prepared: Prepared) -> Callable[[int], object]:
+    """What does forward passes of the model of a recipe with so many threads, of as many rows as are short work, a batch at most."""
+    client = prepared.site.client(prepared.clients[0], {})
+    split, embed = client.data.train, client.model.embed
+
+    def forward(rows: int) -> float:
+        begun, batch = time.monotonic(), split.batch(0, rows)
+        with torch.no_grad():
+            client.model.score(iter([batch])) if embed is None else embed(batch)
+        return time.monotonic() - begun
+
+    torch.set_num_threads(1)
+    forward(1)
+    rows = max(1, min(int(PASS_S / forward(1)), prepared.recipe.training.micro_batch or prepared.recipe.training.batch_size))
+
+    def work(threads: int) -> float:
+        torch.set_num_threads(threads)
+        return forward(rows)
+
+    return work
+
+
+def simulated_device(node: Mapping[str, Any], text: str, body: bytes) -> tuple[str, bytes]:
+    """What a simulated node does: its number is its place among the clients of the recipe's data."""
+    return Device(Path(), place=int(node["partition-id"])).answer(text, body)
+
+
+@dataclass
+class OnDevices:
+    """Clients on devices of their own.
+
+    Args:
+        grid: Flower's.
+        members: Those that have come.
+    """
+
+    grid: "Grid"
+    members: Sequence[Member] = field(default_factory=list)
+    devices: ClassVar[bool] = True
+
+    @classmethod
+    def found(cls, grid: "Grid", recipe: Recipe, least: int, patience: float, listener: Listener) -> "OnDevices":
+        """The place with the clients that are there, as soon as there are enough. Raises ClientError if there are not in time."""
+        from coterie.engines.flower.engine import gathered
+
+        return cls(grid, gathered(flower_engine(recipe, grid, listener), lambda found: len(found) >= least, patience))
+
+    def prepare(self, recipe: Recipe) -> Prepared:
+        return seen_from_afar(recipe, self.members)
+
+    def engine(self, prepared: Prepared, folder: Path, listener: Listener) -> Engine:
+        engine = flower_engine(prepared.recipe, self.grid, listener, tuple(prepared.site.data), journal=folder / JOURNAL)
+        engine.await_clients([member.client for member in self.members], ARRIVAL_S)
+        return engine
+
+
+def flower_engine(
+    recipe: Recipe,
+    grid: "Grid",
+    listener: Listener,
+    clients: Sequence[ClientId] = (),
+    threads: int | None = None,
+    folder: Path | None = None,
+    journal: Path | None = None,
+) -> "Flower":
+    """An engine on a grid, whose federation has these clients, in their order."""
+    from coterie.engines.flower.engine import Flower
+
+    return Flower(
+        grid,
+        run=uuid4().hex,
+        recipe=recipe.model_dump(mode="json", exclude={"compare_with", "description", "paper"}),
+        deadline=recipe.quorum.deadline,
+        kept=lambda round: kept(round, recipe.checkpoint_every),
+        threads=threads,
+        folder=None if folder is None else str(folder.resolve()),
+        secure=recipe.secure,
+        journal=journal,
+        listener=listener,
+        check=partial(check_member, recipe),
+        positions={i: k for k, i in enumerate(clients)},
+    )
+
+
+def kept(round: int, every: int) -> int:
+    """The oldest round that a server which has done `round` rounds may go back to: that of the older of its checkpoints.
+
+    The evaluation after a round comes before its checkpoint, which is therefore not counted on yet.
+    """
+    return max(((round - 1) // every - KEPT + 1) * every, 0)

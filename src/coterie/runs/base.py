@@ -1,0 +1,178 @@
+"""What a run asks of its clients: who answered, who is believed, and what is written down of it."""
+
+import time
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from coterie.aggregation.accountant import Accountant
+from coterie.aggregation.dpsgd import ExampleAccountant
+from coterie.aggregation.privacy import Privacy
+from coterie.client.interfaces import Metrics
+from coterie.core.errors import ClientError, TensorError
+from coterie.core.metrics import check_scores
+from coterie.core.profiling import Profile
+from coterie.core.protocol import Ask, ClientId, Form, Replies
+from coterie.core.tensors import Tensors
+from coterie.core.threads import Watch
+from coterie.engines import Engine, Listener
+from coterie.models.layout import Layout
+from coterie.reports import Reporter
+from coterie.runs.backends import OnThisMachine, Place, computing_threads
+from coterie.runs.checkpoints import Checkpoints
+from coterie.runs.files import AUDIT, Json
+from coterie.runs.metrics import METRICS, MetricsFile, Released
+from coterie.runs.observations import Observations
+from coterie.runs.prepare import Prepared
+
+SAMPLED_S, WATCHED_S = 1.0, 5.0  # seconds between looks at who wants a core, and that make a judgement
+AGAIN_S = 10.0  # seconds until clients are asked again, where a quorum is waited for
+
+
+@dataclass
+class ExecutionBase(Listener):
+    """What a run asks of its clients, and what it writes down; see `Execution`."""
+
+    prepared: Prepared
+    folder: Path
+    reporter: Reporter
+    title: str
+    place: Place = field(default_factory=OnThisMachine)
+    profile: Profile = field(default_factory=Profile)
+
+    def __post_init__(self) -> None:
+        self.recipe, self.method = self.prepared.recipe, self.prepared.method
+        self.modality, self.metric = self.prepared.modality, self.prepared.modality.metric
+        self._take_in(self.prepared)
+        self.threads = computing_threads(self.prepared)
+        self.metrics: MetricsFile | None = None
+        self.started = 0.0  # by the monotonic clock
+        decisive = self.recipe.model_dump(mode="json", exclude={"compare_with", "samples", "memory", "curve_every", "curve_windows"})
+        decisive |= {"common_expert": known} if (known := self.modality.fingerprint) else {}
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", decisive)
+        self._sizes: dict[Layout, dict[str, int]] = {}
+        self.answered: set[ClientId] = set()  # in this round
+        self.round, self.server = 0, self.method.init(self.prepared.blueprint, self.recipe.present(self.clients, 0))
+        self.progress: Json = {
+            "up": dict.fromkeys(self.federation.everyone, 0),
+            "down": dict.fromkeys(self.federation.everyone, 0),
+            "evaluations": [],
+            "curve": [],
+            "seconds": 0.0,
+            "position": 0,
+            "lost": {},
+            "took_part": {},
+        }
+        privacy = self.recipe.privacy
+        self.accountant = None if privacy is None else self._accountant(privacy)
+        self.released = Released(self.folder / "released.jsonl")
+        if privacy is not None:
+            self.progress |= {"clip": privacy.clip, "spent": []}
+        audit = self.recipe.audit
+        self.seen = None if audit is None else Observations(self.folder / AUDIT, audit.exchanges)
+        self.engine: Engine = self.place.engine(self.prepared, self.folder, self)
+        self.cores, self.sampled = Watch(), 0.0
+        self.left_out = range(0)  # rounds that were lost when the run was resumed
+
+    def _accountant(self, privacy: Privacy) -> Accountant | ExampleAccountant:
+        """What counts what clients, or their examples, spend."""
+        if privacy.unit == "client":
+            return Accountant(privacy, len(self.clients), experiment=not self.place.devices)
+        largest = max(data.train.windows for data in self.federation.clients.values())
+        return ExampleAccountant(privacy, largest, self.recipe.training.batch_size, experiment=not self.place.devices)
+
+    def _take_in(self, prepared: Prepared) -> None:
+        """Who takes part, and who is scored."""
+        self.prepared, self.clients, self.federation = prepared, prepared.clients, prepared.modality.federation
+        self.groups = {i: group for group, members in self.federation.unseen.items() for i in members}
+        self.scored = tuple(self.groups) or self.clients
+
+    @property
+    def iteration(self) -> int:
+        return self.round * self.method.local_steps
+
+    def _check(self, ask: Ask, client: ClientId, reply: Tensors) -> None:
+        """Refuse an answer that is not of the form asked for, and scores that cannot be all the same. Raises TensorError."""
+        ask.check(client, reply)
+        if ask.task in (self.method.score, self.method.score_test):
+            check_scores(reply)
+
+    def _answer(self, ask: Ask, phase: int) -> Replies:
+        """What the clients answered of which the server believes something, in the order asked.
+
+        Raises:
+            ClientError: Fewer answered than the recipe wants.
+        """
+        believed: dict[ClientId, Tensors] = {}
+        quorum = self.recipe.quorum
+        needed, asked = min(quorum.min_clients, len(ask.to)), ask
+        self.reporter.asking(ask.name, len(ask.to))
+        while True:
+            for i, reply in self.engine.answer(asked, self.round, phase).items():
+                self.answered.add(i)
+                try:
+                    self._check(ask, i, reply)
+                    believed[i] = reply
+                except TensorError as error:
+                    self.lost(i, ask.name, error.problem)
+            if len(believed) >= needed:
+                return {i: believed[i] for i in ask.to if i in believed}
+            if not self.engine.distant or quorum.otherwise == "stop":
+                break
+            back = self._awaited(ask.to.keys() - believed.keys())
+            asked = replace(ask, to={i: tensors for i, tensors in ask.to.items() if i in back})
+        raise ClientError(
+            f"round {self.round + 1}, {ask.name}: {len(believed)} of {len(ask.to)} clients answered, quorum.min_clients is {needed}",
+            f"Why is in {self.folder / METRICS}, lines of kind `lost`. When they are back, --resume goes on from the last checkpoint.",
+        )
+
+    def _awaited(self, clients: Set[ClientId]) -> Set[ClientId]:
+        """Those of the clients that are there after a while; somebody is."""
+        while True:
+            time.sleep(AGAIN_S)
+            present = self.engine.present()
+            if back := clients if present is None else clients & present:
+                return back
+
+    def lost(self, client: ClientId, task: str, reason: str) -> None:
+        self.progress["lost"][client] = self.progress["lost"].get(client, 0) + 1
+        why = reason.removeprefix(f"reply of client {client!r}").removeprefix(f" to {task}").removeprefix(": ")  # said beside it
+        self._say("lost", client, {"task": task, "reason": why})
+
+    def noted(self, client: ClientId, note: str) -> None:
+        self._say("note", client, {"note": note})
+
+    def _say(self, kind: str, client: ClientId, said: Mapping[str, str]) -> None:
+        """A line of metrics.jsonl, and for whoever looks on."""
+        self._write(kind, self.round + 1, self.iteration, client, said)
+        self.reporter.warning(self.round, client, said.get("reason") or said["note"])
+
+    def _write(self, kind: str, round: int, iteration: int, client: ClientId, values: Mapping[str, Any]) -> None:
+        """A line of metrics.jsonl, while that is open."""
+        if self.metrics is not None:
+            self.metrics.write(kind, round, iteration, client, values)
+
+    def _look_at_cores(self) -> None:
+        """Tell the reporter, now and then, how many others compute while this process lacks cores, if it is this one that computes."""
+        if self.engine.distant or self.modality.device.type != "cpu":
+            return
+        now = time.monotonic()
+        if now - self.sampled >= SAMPLED_S:
+            self.sampled = now
+            self.cores.sample(self.threads)
+        if self.cores.seconds >= WATCHED_S:
+            self.reporter.cores(self.cores.look().lacking(self.threads))
+
+    def measured(self, client: ClientId, metrics: Metrics) -> None:
+        self._look_at_cores()
+        if "tokens" not in metrics:
+            self.reporter.answered(client)
+            return
+        if self.round % self.recipe.metrics_every == 0:
+            self._write("train", self.round + 1, self.iteration + self.method.local_steps, client, metrics)
+        self.reporter.client(self.round, client, metrics)
+
+    def _ask(self, task: Callable[..., Tensors], to: Mapping[ClientId, Tensors], back: Form) -> Replies:
+        """A question outside of the rounds. Its phase is -1: no round has that."""
+        return self._answer(Ask(task, to, back), -1)

@@ -1,0 +1,177 @@
+"""What a run will take: a few steps of a few clients, measured before it starts; bytes are counted, time and memory extrapolated."""
+
+import math
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import islice
+
+import torch
+
+from coterie.core.errors import CoterieError
+from coterie.core.metrics import peak_memory
+from coterie.core.protocol import Ask, Replies, drive, mix
+from coterie.core.tensors import nbytes
+from coterie.engines import InProcess, Listener
+from coterie.runs.prepare import Prepared
+
+FEW = 2  # clients that are measured
+STEPS = 2  # local iterations of each
+LONG_S = 2.0  # a first round that takes so long is not repeated: what warms up no longer matters
+BATCHES = 2  # of a test set that are scored
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one method will take on this machine as it is now.
+
+    Args:
+        seconds: Of all rounds and evaluations.
+        up: Bytes that a client sends in a round.
+        down: Bytes that it gets.
+        memory: Bytes: the most that the process was resident in so far, and the states of all clients.
+    """
+
+    seconds: float
+    up: float
+    down: float
+    memory: float | None
+
+
+def estimate(prepared: Prepared) -> Estimate:
+    """Measure a round of a few clients, in memory alone, and extrapolate. What it trains is forgotten."""
+    method, recipe = prepared.method, prepared.recipe
+    steps = min(method.local_steps, STEPS)
+    trial = _Trial(prepared, steps)
+    seconds = 0.0
+    if method.rounds:
+        begun = time.monotonic()
+        trial.round(min(1, steps), 1)
+        if time.monotonic() - begun < LONG_S:
+            trial.round(steps, FEW)
+        per_round = trial.seconds * _iterations(prepared) / trial.steps * _router(prepared, trial.steps)
+        seconds = method.rounds * per_round
+    every = recipe.evaluate_every
+    evaluations = max(math.ceil(method.rounds / every), 1) if every else 1
+    scoring = trial.scoring()
+    seconds += (evaluations + 0.5) * scoring  # and once more, synchronised, of the test sets alone
+    seconds += scoring * _curve(prepared)
+    peak = peak_memory()
+    states = trial.state_bytes * len(prepared.site.data)
+    return Estimate(seconds, trial.up, trial.down, None if peak is None else peak + states)
+
+
+def _curve(prepared: Prepared) -> float:
+    """What the points of the curves take, in evaluations."""
+    recipe = prepared.recipe
+    if recipe.curve_every is None:
+        return 0.0
+    found = list(prepared.modality.federation.everyone.values())
+    share = sum(min(recipe.curve_windows, data.test.windows) for data in found) / sum(d.valid.windows + d.test.windows for d in found)
+    return share * (1 + math.ceil(prepared.method.rounds / recipe.curve_every))
+
+
+def work(prepared: Prepared) -> float:
+    """Rows that all clients train on, and a third of those that they are scored on: what methods on one base take about alike."""
+    federation, recipe = prepared.modality.federation, prepared.recipe
+    trained = prepared.method.rounds * len(recipe.active(federation, 0)) * _iterations(prepared) * recipe.training.batch_size
+    return trained + sum(data.valid.windows + data.test.windows for data in federation.everyone.values()) / 3
+
+
+class Foresight:
+    """How long several methods will take, by measuring as many of them as a few seconds allow; the others by how much they train.
+
+    Args:
+        most: Seconds after which nothing more is measured.
+    """
+
+    def __init__(self, most: float = 1.5) -> None:
+        self._left, self._known = most, dict[str, tuple[float, float]]()  # seconds and work, by method
+        self._rows: list[tuple[str, float]] = []
+
+    def add(self, prepared: Prepared, done: bool) -> None:
+        """Take in a method; one that is done takes no time."""
+        name = f"{prepared.recipe.name}, {prepared.recipe.method['name']}"
+        begun, size = time.monotonic(), 0.0 if done else work(prepared)
+        if size and self._left > 0 and name not in self._known:
+            self._known[name] = estimate(prepared).seconds, size
+            self._left -= time.monotonic() - begun
+        self._rows.append((name, size))
+
+    def seconds(self) -> list[float]:
+        """Of each method, in the order in which they came."""
+        measured, sizes = (sum(found[k] for found in self._known.values()) for k in (0, 1))
+        usual = measured / sizes if sizes else 0.0
+        rates = {name: seconds / size for name, (seconds, size) in self._known.items()}
+        return [size * rates.get(name, usual) for name, size in self._rows]
+
+
+def _iterations(prepared: Prepared) -> float:
+    """Mean local iterations of a client in a round."""
+    method, size = prepared.method, prepared.recipe.training.batch_size
+    found = [method.steps_of(data.train.windows, size) for data in prepared.modality.federation.clients.values()]
+    return sum(found) / len(found)
+
+
+def _router(prepared: Prepared, steps: int) -> float:
+    """How much longer iterations are on average for the router's own steps, where too few were measured to see one."""
+    every, own = getattr(prepared.method, "router_every", 0), getattr(prepared.method, "router_steps", 0)
+    alternating = getattr(prepared.method, "updates", "alternating") == "alternating"
+    return 1 + own / every if every > steps and alternating else 1.0
+
+
+class _Trial:
+    """A round of few clients, scaled up to all of them.
+
+    Args:
+        prepared: The recipe.
+        steps: Local iterations at most.
+    """
+
+    def __init__(self, prepared: Prepared, steps: int) -> None:
+        self.prepared, self.steps = prepared, max(steps, 1)
+        self.seconds = self.up = self.down = self.state_bytes = 0.0
+        self.few = FEW
+
+    def round(self, steps: int, few: int) -> None:
+        """Measure a round."""
+        recipe, federation = self.prepared.recipe, self.prepared.modality.federation
+        method = replace(self.prepared.method, local_steps=steps, local_epochs=None)
+        engine = InProcess(self.prepared.site, method, Listener())
+        clients = recipe.active(federation, 0)
+        self.steps, self.few, self.seconds, self.up, self.down = steps, few, 0.0, 0.0, 0.0
+
+        def answer(ask: Ask, phase: int) -> Replies:
+            chosen = dict(islice(ask.to.items(), self.few))
+            begun = time.monotonic()
+            replies = engine.answer(replace(ask, to=chosen), 0, phase)
+            _synchronise(self.prepared.modality.device)
+            if chosen:
+                share = len(ask.to) / len(chosen)
+                self.seconds += share * (time.monotonic() - begun)
+                self.down += share * sum(map(nbytes, chosen.values())) / len(clients)
+                self.up += share * sum(map(nbytes, replies.values())) / len(clients)
+            return replies
+
+        server = method.init(self.prepared.blueprint, recipe.present(self.prepared.clients, 0))
+        with suppress(CoterieError, KeyError, IndexError):  # a method that cannot do without the others: what was measured stays
+            drive(method.round(server, clients, torch.Generator().manual_seed(mix(recipe.seed, "round", 0))), answer)
+        self.state_bytes = max(engine.state_bytes().values(), default=0)
+
+    def scoring(self) -> float:
+        """Seconds that one evaluation of all clients takes."""
+        data = self.prepared.modality.federation.unseen or {"": self.prepared.modality.federation.clients}
+        scored = [found for group in data.values() for found in group.values()]
+        client = self.prepared.site.client(scored[0].id, {})
+        client.bind()
+        rows = sum(len(batch) for batch in islice(client.batches(client.test), BATCHES))
+        begun = time.monotonic()
+        client.score(client.test, BATCHES)
+        _synchronise(client.model.device)
+        windows = sum(found.valid.windows + found.test.windows for found in scored)
+        return (time.monotonic() - begun) * windows / max(rows, 1)
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

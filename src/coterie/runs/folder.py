@@ -1,0 +1,111 @@
+"""A run's folder: who works in it, and what is among its names and sums."""
+
+import os
+import re
+import socket
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from coterie.core.errors import CheckpointError, Refused
+from coterie.core.files import digest_later, make_folder, write_atomically
+
+SUMS = "SHA256SUMS"  # checksums of files beside it, in the form of `sha256sum`
+_SUM = re.compile(r"([0-9a-f]{64})  (.+)")
+
+
+def check_apart(folder: Path, data: Path, option: str = "--out") -> None:
+    """Refuse a folder for results that lies in a folder of data, or the other way round: the one would be taken for the other.
+
+    Raises:
+        Refused: Naming both.
+    """
+    ours, theirs = folder.expanduser().resolve(), data.expanduser().resolve()
+    if not theirs.is_dir() or not (ours.is_relative_to(theirs) or theirs.is_relative_to(ours)):
+        return
+    how = "is" if ours == theirs else "lies in" if ours.is_relative_to(theirs) else "holds"
+    elsewhere = theirs.parent / f"{theirs.name}-run"
+    raise Refused(
+        f"{option} {folder} {how} the folder of the data, {data}: what is written would lie among them",
+        f"Choose a folder beside it: {option} {elsewhere}",
+    )
+
+
+def write_sums(folder: Path, digests: Mapping[str, str]) -> None:
+    """Write the SHA-256 of files in a folder, by their paths in it; `sha256sum -c` reads that too. Raises SaveError."""
+    write_atomically(folder / SUMS, "".join(f"{digest}  {name}\n" for name, digest in digests.items()).encode())
+
+
+def read_sums(folder: Path) -> dict[str, str]:
+    """What `write_sums` wrote.
+
+    Raises:
+        CheckpointError: It is missing or damaged.
+    """
+    path = folder / SUMS
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist, so nothing tells whether the files beside it are whole") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error})") from None
+    found = [_SUM.fullmatch(line) for line in lines]
+    if not all(found):
+        raise CheckpointError(f"{path} is damaged: not lines of sha256sum")
+    return {line[2]: line[1] for line in found if line}
+
+
+def check_sums(folder: Path, names: Iterable[str], sums: Mapping[str, str]) -> None:
+    """Refuse files in a folder that are not as they were when their checksums were written.
+
+    Raises:
+        CheckpointError: Naming the first that is missing, has no checksum, or another one.
+    """
+    computed = {name: digest_later(folder / name) for name in names}
+    for name, digest in computed.items():
+        try:
+            same = digest.result() == sums.get(name)
+        except FileNotFoundError:
+            raise CheckpointError(f"{folder / name} does not exist") from None
+        except OSError as error:
+            raise CheckpointError(f"{folder / name} cannot be read ({error.strerror})") from None
+        if not same:
+            how = "it is not as it was written: its SHA-256 is another one" if name in sums else f"{SUMS} does not know it"
+            raise CheckpointError(f"{folder / name} is damaged, {how}")
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Within the block no other process works in a run's folder. What a killed process left does not count.
+
+    Raises:
+        Refused: Somebody else does, who is named; or the folder cannot be written to.
+    """
+    make_folder(folder)
+    path = folder / "lock"
+    lock = FileLock(path, timeout=0, is_singleton=True)
+    holder = ""
+    with suppress(OSError):
+        holder = path.read_text(errors="replace")[:200].strip()
+    try:
+        lock.acquire()
+    except Timeout:
+        who = f" by {holder}" if holder.isprintable() and holder else ""
+        raise Refused(f"{folder} is in use{who}", "Wait until that has ended, or choose another --out.") from None
+    except OSError as error:
+        raise Refused(f"cannot write in {folder}: {error.strerror}", "Check its permissions, or choose another --out.") from None
+    try:
+        _sign(path, f"process {os.getpid()} on {socket.gethostname()}")
+        yield
+    finally:
+        if lock.lock_counter == 1:
+            _sign(path, "")
+        lock.release()
+
+
+def _sign(path: Path, text: str) -> None:
+    """Say who has a lock; where that cannot be written, it is not said."""
+    with suppress(OSError):
+        path.write_text(text, encoding="utf-8")

@@ -1,0 +1,176 @@
+"""What a run is made from besides its recipe: base, texts or images, clients. Kept with the run, and compared when it goes on."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from coterie.core.errors import CheckpointError, DataError
+from coterie.core.files import digest_later, digest_of, read_json, write_json
+from coterie.core.protocol import ClientId
+from coterie.data.splits import Elsewhere
+from coterie.models.architecture import files_of
+from coterie.runs.folder import check_sums, read_sums, write_sums
+from coterie.runs.prepare import Prepared
+
+INPUTS, RESULT = "inputs.json", "result.json"
+_MEANT = "If that is meant: --resume-changed goes on, from here on with what there is now. Otherwise put back what was there, or choose "
+REMEDY = _MEANT + "another --out."
+_FEW = 5  # changes that a message lists
+
+
+class Inputs(BaseModel):
+    """SHA-256 of contents.
+
+    Args:
+        bases: Of the files of each base, by their names.
+        clients: Of each client's own splits, by their names, in the order of the clients; none where their data are on their devices.
+        files: Of the files that the texts of a named corpus are from, by whose they are: `corpora/` is the repository's part, `data.root/`
+            and `COTERIE_DATA/` a folder that was named. What clients hold decides whether a run may go on, not this.
+        changed: What changed while the run went on, see `changes`: whoever resumed it meant it.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    bases: dict[str, dict[str, str]]
+    clients: dict[ClientId, dict[str, str]]
+    files: dict[str, str] = Field(default_factory=dict)
+    changed: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, prepared: Prepared) -> "Inputs":
+        """Those of a recipe that is prepared: all that is on this machine is read once.
+
+        Raises:
+            DataError: A file of a base cannot be read any more.
+        """
+        modality, everyone = prepared.modality, prepared.modality.federation.everyone
+        here = not any(isinstance(split, Elsewhere) for data in everyone.values() for split in data.splits)  # else only shapes are known
+        files = {base: [path for path in files_of(base) if here or path.suffix == ".json"] for base in modality.bases}
+        later = {base: {path.name: digest_later(path) for path in of} for base, of in files.items()}
+        clients = {i: {split.name: split.digest() for split in data.splits} for i, data in everyone.items()} if here else {}
+        try:
+            bases = {base: {name: digest.result() for name, digest in of.items()} for base, of in later.items()}
+        except OSError as error:
+            raise DataError(f"{error.filename}: cannot be read ({error.strerror})", "Check the base's folder.") from None
+        return cls(bases=bases, clients=clients, files=dict(modality.federation.files))
+
+    def changes(self, now: "Inputs") -> list[str]:
+        """What is other now, in words: bases first, then clients."""
+        found = [
+            f"base {base}: {change}"
+            for base in self.bases.keys() | now.bases.keys()
+            for change in _changes(self.bases.get(base, {}), now.bases.get(base, {}))
+        ]
+        return sorted(found) + _clients(self.clients, now.clients)
+
+
+def _changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """How named contents differ."""
+    return [
+        f"{name} {'is not there any more' if name not in now else 'is new' if name not in before else 'has another content'}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name)
+    ]
+
+
+def _clients(before: Mapping[ClientId, Mapping[str, str]], now: Mapping[ClientId, Mapping[str, str]]) -> list[str]:
+    """How clients and their data differ."""
+    found = [f"client {i!r} is not there any more" for i in before if i not in now]
+    found += [f"client {i!r} is new" for i in now if i not in before]
+    both = [i for i in before if i in now]
+    if [i for i in now if i in before] != both:
+        found.append(f"the clients are in another order: {', '.join(both[:_FEW])}... before")
+    for i in both:
+        if other := [name for name in before[i] if before[i][name] != now[i].get(name)]:
+            found.append(f"client {i!r} has other data for {', '.join(other)}")
+    return found
+
+
+class Kept:
+    """What a run's folder says of its inputs and its result, by files that have checksums beside them.
+
+    Args:
+        folder: The run's.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def begun(self) -> bool:
+        """Whether anything in the folder depends on inputs already."""
+        return any((self.folder / name).exists() for name in (RESULT, "checkpoints"))
+
+    def check(self, now: Inputs) -> None:
+        """Refuse to go on with other inputs than the run began with; a run that has not begun takes any.
+
+        Raises:
+            CheckpointError: Naming what changed; or what the run began with is not known.
+        """
+        if not self.begun():
+            return
+        if changes := self._inputs().changes(now):
+            few = "\n".join(f"  - {change}" for change in changes[:_FEW])
+            more = f"\n  - and {len(changes) - _FEW:,} more" if len(changes) > _FEW else ""
+            raise CheckpointError(f"{self.folder}: what the run began with has changed\n{few}{more}", REMEDY)
+
+    def check_bases(self, now: Inputs) -> None:
+        """Refuse what a run has learned on another base than there is now, as far as it is known. Raises CheckpointError."""
+        try:
+            before = self._inputs()
+        except CheckpointError:
+            return
+        if changes := before.model_copy(update={"clients": now.clients}).changes(now):
+            raise CheckpointError(f"{self.folder} has learned on another base: {changes[0]}", "Put back what was there.")
+
+    def _inputs(self) -> Inputs:
+        """What the run began with. Raises CheckpointError."""
+        try:
+            check_sums(self.folder, [INPUTS], read_sums(self.folder))
+            return Inputs.model_validate(read_json(self.folder / INPUTS))
+        except ValidationError as error:
+            raise CheckpointError(f"{self.folder / INPUTS}: {error.errors()[0]['msg']}", REMEDY) from None
+        except CheckpointError as error:
+            raise CheckpointError(f"what the run began with is not known: {error.problem}", REMEDY) from None
+
+    def begin(self, inputs: Inputs) -> None:
+        """Keep what the run begins with. Raises SaveError."""
+        write_json(self.folder / INPUTS, inputs.model_dump(mode="json"))
+        self._sum([INPUTS])
+
+    def accept(self, inputs: Inputs) -> None:
+        """Keep what the run goes on with from now on, and what has changed by that. A result that is there stays. Raises SaveError."""
+        done = self.done()
+        try:
+            before = self._inputs()
+            changed = (*before.changed, *before.changes(inputs))
+        except CheckpointError as error:
+            changed = (error.problem,)
+        self.begin(inputs.model_copy(update={"changed": changed}))
+        if done:
+            self.end()
+
+    def end(self) -> None:
+        """The result is there, and is what it is. Raises SaveError."""
+        self._sum([INPUTS, RESULT])
+
+    def _sum(self, names: Sequence[str]) -> None:
+        write_sums(self.folder, {name: digest_of(self.folder / name) for name in names if (self.folder / name).exists()})
+
+    def done(self) -> bool:
+        """Whether the run has ended with the result that is in the folder.
+
+        Raises:
+            CheckpointError: The result is not as it was written.
+        """
+        try:
+            sums = read_sums(self.folder)
+        except CheckpointError:  # which `check` tells of
+            return False
+        if RESULT not in sums or not (self.folder / RESULT).exists():  # it was killed right behind writing it, or it was deleted
+            return False
+        try:
+            check_sums(self.folder, [RESULT], sums)
+        except CheckpointError as error:
+            raise CheckpointError(error.problem, "Delete it: --resume makes it again from the last checkpoint.") from None
+        return True

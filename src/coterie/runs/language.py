@@ -1,0 +1,94 @@
+"""Language models on the texts of a recipe."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+from coterie import personal
+from coterie.client.client import Client
+from coterie.core.errors import ModelError
+from coterie.core.metrics import PERPLEXITY
+from coterie.core.protocol import ClientId
+from coterie.core.tensors import Tensors
+from coterie.data.federation import Federation
+from coterie.models.adapter import Adapter
+from coterie.models.backbone import Backbone
+from coterie.models.language import LanguageModel
+from coterie.models.layout import Layout
+from coterie.runs.problem import Modality
+from coterie.runs.routing import CLIENTS, look
+from coterie.runs.sections import LanguageSection
+
+
+@dataclass
+class Language(Modality):
+    """Causal language models: LoRA adapters on one frozen backbone."""
+
+    section: LanguageSection
+    backbone: Backbone
+    federation: Federation
+    metric = PERPLEXITY
+
+    def __post_init__(self) -> None:
+        self.device, self.dtype = self.backbone.device, self.backbone.dtype
+
+    @property
+    def base(self) -> Layout:
+        return self.section.layout()
+
+    @property
+    def bases(self) -> tuple[str, ...]:
+        return (self.section.base,)
+
+    def check(self, method: str, layout: Layout) -> None:
+        if type(layout) is not Layout:
+            raise ModelError(
+                f"method.name: {method} is made of whole networks, which a language model with adapters does not have",
+                "Use a classifier (model.kind: classifier with images, or text-classifier with labelled texts).",
+            )
+
+    def build(self, layout: Layout) -> LanguageModel:
+        return LanguageModel(self.backbone, layout)
+
+    def trainable(self, layout: Layout) -> Adapter:
+        return Adapter(self.backbone.architecture, layout)
+
+    def flops(self, layout: Layout, trained: bool) -> int:
+        return self.backbone.flops_per_token(self.build(layout).adapter if trained else None, self.section.context)
+
+    def keep(self, folder: Path, client: Client, layout: Layout, origin: personal.Origin) -> None:
+        assert isinstance(client.model, LanguageModel)
+        self.write(folder, client.id, *client.model.settled(), origin)
+
+    def write(self, folder: Path, id: ClientId, layout: Layout, tensors: Tensors, origin: personal.Origin) -> None:
+        """Write a personal model that needs no pool, see `LanguageModel.settled`, to a folder. Raises SaveError."""
+        personal.save(folder, personal.About(id, self.section.base, layout, self.section.context, **vars(origin)), tensors)
+
+    def look(self, clients: Mapping[ClientId, Client]) -> Any | None:
+        shown = {i: clients[i] for i in islice(clients, CLIENTS)}
+        if not any(isinstance(c.model, LanguageModel) and c.model.layout.routed for c in shown.values()):
+            return None
+
+        def model(id: ClientId) -> LanguageModel:
+            client = shown[id]
+            client.bind()  # clients of one layout take turns in one model
+            assert isinstance(client.model, LanguageModel)
+            return client.model
+
+        return look(tuple(shown), model, {i: client.test for i, client in shown.items()}, self.backbone.tokenizer)
+
+
+@lru_cache(maxsize=1)
+def load_backbone(base: str, dtype: Literal["fp32", "bf16"], device: str) -> Backbone:
+    """The frozen base; the last one is kept, so that the rows of a comparison share it."""
+    return Backbone.load(base, dtype=dtype, device=device)
+
+
+def pick_dtype(dtype: Literal["auto", "fp32", "bf16"], device: str) -> Literal["fp32", "bf16"]:
+    """`auto`: bf16 on CUDA; fp32 on a CPU, where bf16 without native support is many times slower."""
+    if dtype != "auto":
+        return dtype
+    return "bf16" if device.startswith("cuda") else "fp32"

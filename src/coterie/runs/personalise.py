@@ -1,0 +1,180 @@
+"""A new client's own training: from what a run shares, on the client's own text, on its own machine. Nothing is sent."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+
+import torch
+
+from coterie.client.client import Client
+from coterie.core.errors import ModelError
+from coterie.core.metrics import perplexity
+from coterie.core.protocol import mix
+from coterie.core.roles import ROUTER, SPECIALIST
+from coterie.core.tensors import Tensors
+from coterie.data.splits import Split
+from coterie.methods import Method
+from coterie.models.adapter import Adapter
+from coterie.models.language import LanguageModel
+from coterie.models.layout import Layout
+
+PATIENCE = 5  # evaluations without a better one, after which training stops
+_ROWS = 32  # windows that are scored at a time
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A personal model at some time: what is written of it.
+
+    Args:
+        layout: Without a pool.
+        tensors: By the adapter's names.
+    """
+
+    layout: Layout
+    tensors: Tensors
+
+
+@dataclass(frozen=True)
+class Personalised:
+    """What training on a new client's own text gave. Perplexities are per token.
+
+    Args:
+        own: Whether parts of the client's own were trained (specialists, router), and the shared part left as it is; else a copy of that.
+        tokens: Of the client's text, by split.
+        base: Test perplexity of the base, without any adapter.
+        before: Test perplexity of the shared part alone.
+        after: Test perplexity after training, at the iteration with the best validation perplexity.
+        valid_before: As `before`, on validation text.
+        valid_after: As `after`, on validation text.
+        iteration: That iteration; 0 where none was better than the shared part alone.
+        iterations: Local iterations done.
+        most: Local iterations that were allowed.
+    """
+
+    own: bool
+    tokens: Mapping[str, int]
+    base: float
+    before: float
+    after: float
+    valid_before: float
+    valid_after: float
+    iteration: int
+    iterations: int
+    most: int
+
+    @property
+    def summary(self) -> dict[str, object]:
+        """All of it as JSON values."""
+        return {"helped": self.helped} | asdict(self)
+
+    @property
+    def helped(self) -> bool:
+        """Whether what was trained is better than the shared part alone, on validation text and on test text; only then it is kept."""
+        return self.iteration > 0 and self.after < self.before
+
+
+def shared_part(client: Client, method: Method) -> Snapshot:
+    """What the run gives a client that has not trained, and nothing else: an expert or router that nobody trained has no say in it.
+
+    Without specialists, the generalists are weighed by the gate that chose them where there is one, otherwise equally; where the method has
+    attention LoRAs alone in common, the MLPs are the base's. A router that the method shares was trained, and stays.
+
+    Args:
+        client: Of a language model, what it got loaded; otherwise as initialised.
+        method: Of the run.
+    """
+    assert isinstance(client.model, LanguageModel)
+    layout, tensors = client.model.settled()
+    if not layout.specialists and (not layout.routed or ROUTER in method.shared):
+        return Snapshot(layout, tensors)
+    count = max(layout.generalists, 1)
+    alone = replace(layout, generalists=count, specialists=0, routing="learned" if layout.biased else "equal", balance="none")
+    named = dict(Adapter(client.model.backbone.architecture, alone).named_parameters())  # zeros
+    for name, tensor in named.items():
+        if name.endswith("router.bias"):
+            tensor.data.copy_(tensors[name][:count])
+        elif not name.endswith("router.weight") and name in tensors:
+            tensor.data.copy_(tensors[name])
+    return Snapshot(alone, {name: tensor.detach() for name, tensor in named.items()})
+
+
+def train(client: Client, method: Method, most: int, say: Callable[[str], None]) -> tuple[Snapshot, Personalised]:
+    """Train a client by the local iterations of its method, on its own.
+
+    Where the client has specialists, what the method shares is frozen: specialists and router are trained, from their initial values.
+    Otherwise a copy of what is shared is trained. The best iteration is that with the least perplexity of the whole validation text,
+    looked at after every round's worth of iterations; training ends when `PATIENCE` looks in a row found nothing better.
+
+    Args:
+        client: Of a language model, what it got loaded.
+        method: Of the run.
+        most: Local iterations at most, over which the learning rate is scheduled.
+        say: Is told a line after every look.
+
+    Returns:
+        What is to be kept (the shared part alone, unless what was trained is better), and what came of it.
+
+    Raises:
+        ModelError: There is nothing that could be trained.
+    """
+    before = shared_part(client, method)
+    own = bool(client.model.parameters_by_role()[SPECIALIST])
+    client.frozen = frozenset(method.shared) if own else frozenset()
+    client.total_iterations = client.round_steps = most
+    valid_before = best = perplexity(score(client, before, client.data.valid))
+    say(f"the shared part alone: validation perplexity {best:.2f}")
+    found, at, looked = before, 0, 0
+    every = min(method.steps(client), most)
+    device = client.model.device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.default_generator.manual_seed(mix(client.seed, "personalise", client.id))
+        if device.type == "cuda":
+            torch.cuda.manual_seed(mix(client.seed, "personalise", client.id))
+        while client.iteration < most and looked < PATIENCE:
+            done = client.iteration
+            for _ in range(min(every, most - done)):
+                method.iterate(client)
+            if client.iteration == done or not client.stats:
+                raise ModelError("there is nothing that a new client could train", "Adapt without --train.")
+            client.stats.clear()
+            now = perplexity(client.score(client.valid))
+            say(f"iteration {client.iteration} of at most {most}: validation perplexity {now:.2f}")
+            if not math.isfinite(now):
+                break  # training diverged, and does not come back
+            looked += 1
+            if now < best:
+                best, at, looked = now, client.iteration, 0
+                found = Snapshot(*_settled(client))
+    scores = [perplexity(score(client, snapshot, client.data.test)) for snapshot in (before, found)]
+    about = Personalised(
+        own=own,
+        tokens={split.name: len(split) for split in client.data.splits},
+        base=perplexity(score(client, _nothing(before), client.data.test)),
+        before=scores[0],
+        after=scores[1],
+        valid_before=valid_before,
+        valid_after=best,
+        iteration=at,
+        iterations=client.iteration,
+        most=most,
+    )
+    return found if about.helped else before, about
+
+
+def _settled(client: Client) -> tuple[Layout, Tensors]:
+    assert isinstance(client.model, LanguageModel)
+    return client.model.settled()
+
+
+def _nothing(like: Snapshot) -> Snapshot:
+    """An adapter of some layout that changes nothing."""
+    return Snapshot(like.layout, {name: torch.zeros_like(tensor) for name, tensor in like.tensors.items()})
+
+
+def score(client: Client, snapshot: Snapshot, split: Split) -> torch.Tensor:
+    """Score a model as it is written, on the client's backbone: (2,) float64, see `LanguageModel.score`."""
+    assert isinstance(client.model, LanguageModel)
+    model = LanguageModel(client.model.backbone, snapshot.layout)
+    model.adapter.load_state_dict(snapshot.tensors)
+    return model.score(split.scoring(client.training.micro_batch or min(client.training.batch_size, _ROWS)))

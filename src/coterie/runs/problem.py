@@ -1,0 +1,80 @@
+"""What is learned: everything in which language models and image classifiers differ, behind one surface."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from coterie import personal
+from coterie.client.client import Client
+from coterie.client.interfaces import Model, Trainable
+from coterie.core.metrics import Metric
+from coterie.core.protocol import ClientId
+from coterie.core.tensors import Tensors
+from coterie.data.federation import Federation
+from coterie.models.layout import Layout
+
+
+class Modality(ABC):
+    """A kind of model on the data of a recipe, loaded and checked."""
+
+    metric: ClassVar[Metric]
+    device: torch.device
+    dtype: torch.dtype
+    federation: Federation
+
+    @property
+    def threads(self) -> int | None:
+        """Threads that suit models so small that waiting for a second one costs more than it does; None for as many as PyTorch has."""
+        return None
+
+    @property
+    @abstractmethod
+    def base(self) -> Layout:
+        """The layout before a method says what it needs."""
+
+    @abstractmethod
+    def check(self, method: str, layout: Layout) -> None:
+        """Refuse a layout that models of this kind cannot have. Raises ModelError."""
+
+    @abstractmethod
+    def build(self, layout: Layout) -> Model:
+        """A model for the clients of one layout to take turns in."""
+
+    @abstractmethod
+    def trainable(self, layout: Layout) -> Trainable:
+        """The trainable part of a model."""
+
+    @abstractmethod
+    def flops(self, layout: Layout, trained: bool) -> int:
+        """Of one prediction's forward pass; `trained`: whether the method trains anything at all."""
+
+    def scores(self, layout: Layout) -> Tensors:
+        """The form of a client's score of a split, see `Client.score`, as its device sends it with the split's name."""
+        score = torch.empty(self.metric.totals, dtype=torch.float64)
+        return {"valid": score, "test": score}
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Of what everybody has from the beginning, where it may become another one without a word in the recipe."""
+        return None
+
+    @property
+    def bases(self) -> tuple[str, ...]:
+        """The pretrained bases that it is made of: Hub ids, local folders, or `embedded`."""
+        return ()
+
+    @property
+    def once_bytes(self) -> int:
+        """What everybody has from the beginning, and not from the server: sent once, if at all."""
+        return 0
+
+    @abstractmethod
+    def keep(self, folder: Path, client: Client, layout: Layout, origin: personal.Origin) -> None:
+        """Write the client's personal model to a folder of its own."""
+
+    def look(self, clients: Mapping[ClientId, Client]) -> Any | None:
+        """What every client's router does with the beginnings of all test texts; None where there is no router."""
+        return None

@@ -1,0 +1,348 @@
+"""Recipes: what a run is made of, validated before any work, all mistakes at once."""
+
+import dataclasses
+import difflib
+import json
+import math
+import reprlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
+
+from coterie.aggregation.attacks import Attack
+from coterie.aggregation.privacy import Privacy
+from coterie.client.settings import Training
+from coterie.core.errors import RecipeError
+from coterie.core.names import normal
+from coterie.data import Data
+from coterie.data.canaries import Audit
+from coterie.data.federation import Federation
+from coterie.data.images import Images
+from coterie.data.labelled import LabelledTexts
+from coterie.data.section import Section
+from coterie.methods import METHODS, Method, import_problem, is_own
+from coterie.runs import recipes
+from coterie.runs.sections import LanguageSection, ModelSection, Participation, Quorum, _Mistakes
+
+_SHOWN, _DEEPEST = 200, 50  # characters of a value in a message; sections within sections
+
+
+class Recipe(BaseModel):
+    """Everything that determines a run but the machine."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$", description="default: the name of the file")]
+    description: Annotated[str, Field(description="one line for `coterie recipes` and the report")] = ""
+    paper: Annotated[str, Field(description="paper and table that it stands for")] = ""
+    data: Data
+    model: ModelSection = LanguageSection()
+    method: dict[str, Any]
+    training: Training = Training()
+    engine: Annotated[
+        Literal["inprocess", "loopback", "flower"],
+        Field(description="who carries the messages; flower: Flower's simulation on this machine, or devices, see docs/deploy.md"),
+    ] = "inprocess"
+    quorum: Annotated[Quorum, Field(description="when the server goes on without some of those that it asked")] = Quorum()
+    evaluate_every: Annotated[int, Field(ge=0, description="rounds between evaluations; 0: only after the last")] = 0
+    curve_every: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            description="rounds between points of the curves, each of a part of the test sets, from before the first round on; they decide "
+            "nothing, and are left out where clients are in processes of their own; null: curves are of the evaluations",
+        ),
+    ] = None
+    curve_windows: Annotated[int, Field(ge=1, description="windows of text, or examples, of each client in such a point")] = 8
+    metrics_every: Annotated[int, Field(ge=1, description="rounds between lines of what training measured")] = 1
+    presence: Annotated[
+        dict[str, tuple[Annotated[int, Field(ge=0)], int | None]],
+        Field(description="clients that join late or leave early: the first round, and the first one without it or null"),
+    ] = {}
+    privacy: Annotated[Privacy | None, Field(description="differential privacy of what clients share; null: none")] = None
+    secure: Annotated[
+        bool, Field(description="the server learns only the sum of the updates (Flower's SecAgg+): needs engine flower and three clients")
+    ] = False
+    audit: Annotated[
+        Audit | None,
+        Field(description="plant canaries and keep what was sent, for `coterie audit`, with all data on this machine; null: neither"),
+    ] = None
+    attack: Annotated[Attack | None, Field(description="clients that lie, to try method.aggregation; null: nobody does")] = None
+    participation: Annotated[Participation, Field(description="who of those that are there takes part in a round")] = Participation()
+    checkpoint_every: Annotated[int, Field(ge=1, description="rounds between checkpoints")] = 1
+    memory: Annotated[
+        float | None,
+        Field(
+            ge=0,
+            description="GiB of clients' states that stay in memory, with engine inprocess; the others lie in files of the run's folder; "
+            "null: half of this machine's memory, or of its GPU's where the model is there",
+        ),
+    ] = None
+    threads: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            description="that compute on a CPU of this machine; results are the same to the bit only with as many; null: "
+            "OMP_NUM_THREADS if that is set, else one or all cores by a short trial at the start; a run that is resumed keeps its number",
+        ),
+    ] = None
+    compare_with: Annotated[tuple[str, ...], Field(description="methods that `coterie run` runs beside this one, for its table")] = ()
+    samples: Annotated[bool, Field(description="keep beginnings of test texts, coloured by expert, in the report")] = True
+    seed: Annotated[int, Field(ge=0, description="of everything but the splits of the data")] = 0
+
+    @field_validator("method")
+    @classmethod
+    def _check_method(cls, section: dict[str, Any]) -> dict[str, Any]:
+        try:
+            build_method(section)
+        except ValidationError as error:
+            raise _Mistakes("\n".join(_readable(e, ("method",)) for e in error.errors())) from None
+        except ValueError as error:
+            raise _Mistakes(str(error)) from None
+        return section
+
+    @field_validator("presence")
+    @classmethod
+    def _in_normal_form(cls, presence: dict[str, Any]) -> dict[str, Any]:
+        return {normal(client): rounds for client, rounds in presence.items()}
+
+    @field_validator("compare_with")
+    @classmethod
+    def _check_compare_with(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if mistakes := [f"compare_with: {_unknown_method(name)}" for name in names if name not in METHODS]:
+            raise _Mistakes("\n".join(mistakes))
+        return names
+
+    @model_validator(mode="after")
+    def _check_kinds(self) -> "Recipe":
+        kinds = ((Images, "images", "classifier"), (LabelledTexts, "labelled texts", "text-classifier"), (Section, "texts", "language"))
+        held, needed = next((held, needed) for kind, held, needed in kinds if isinstance(self.data, kind))
+        if self.model.kind != needed:
+            raise _Mistakes(f"model.kind: data.kind {self.data.kind} holds {held}, which need {needed}, found {self.model.kind}")
+        return self
+
+    def present(self, clients: Iterable[str], round: int) -> tuple[str, ...]:
+        """The clients that are there in a round, counted from 0."""
+        return tuple(i for i in clients if _within(round, *self.presence.get(i, (0, None))))
+
+    def active(self, federation: Federation, round: int, secret: bytes | None = None) -> tuple[str, ...]:
+        """Those of them that take part in it, see `Participation.of`."""
+        there = self.present(federation.clients, round)
+        return self.participation.of(there, federation.anchors, federation.clusters, self.seed, round, secret)
+
+    def drawn(self, federation: Federation, round: int) -> tuple[int, int] | None:
+        """How many are drawn in a round, of how many, every set of them as likely as any other; None where they are not drawn so.
+
+        Who is drawn and cannot be reached was drawn all the same: that fewer take part makes nobody's own chance smaller.
+        """
+        part = self.participation
+        if part.clients is None or part.anchors is not None or part.schedule != "all":
+            return None
+        there = len(self.present(federation.clients, round))
+        return min(part.clients, there), there
+
+    def build_method(self) -> Method:
+        return build_method(self.method)
+
+    def with_method(self, name: str) -> "Recipe":
+        """The same recipe for another method: the same data, base, training and, where it has such a field, the same settings.
+
+        Raises:
+            RecipeError: There is no such method.
+        """
+        if name not in METHODS:
+            raise RecipeError(f"method {name!r}", [_unknown_method(name)])
+        entry, own = METHODS[name], METHODS[self.method["name"]]
+        if name == self.method["name"]:
+            return self.model_copy(update={"compare_with": ()})
+        fields = {f.name for f in dataclasses.fields(entry.method)} - set(entry.fixed) - set(own.fixed)
+        if issubclass(entry.method, METHODS["pretrained"].method):
+            fields.discard("rounds")
+        return self.model_copy(
+            update={"method": {"name": name} | {k: v for k, v in self.method.items() if k in fields}, "compare_with": ()}
+        )
+
+
+def _within(round: int, first: int, end: int | None) -> bool:
+    return first <= round and (end is None or round < end)
+
+
+def build_method(section: Mapping[str, Any]) -> Method:
+    """The method of a recipe's `method` section.
+
+    Raises:
+        ValueError: `name` is missing or unknown, or a field is given that the name fixes.
+        pydantic.ValidationError: A field is unknown or out of range.
+    """
+    name = section.get("name")
+    if not isinstance(name, str) or name not in METHODS:
+        raise ValueError("method.name: " + ("missing; see `coterie methods`" if name is None else _unknown_method(str(name))))
+    entry = METHODS[name]
+    if moved := list(_moved(section)):
+        raise ValueError("\n".join(moved))
+    given = {key: value for key, value in section.items() if key != "name"}
+    for key, value in entry.fixed.items():
+        if key in given and given[key] != value:
+            raise ValueError(f"method.{key}: {name} fixes it to {value!r}, found {given[key]!r}; use name: comigs to choose it")
+    return TypeAdapter(entry.method).validate_python(given | dict(entry.fixed))
+
+
+def _moved(method: Mapping[str, Any]) -> Iterator[str]:
+    """Say what a recipe of before has to write now."""
+    if method.get("generalists") == "pool" or ("chosen" in method and str(method["name"]).startswith("comigs")):
+        yield "method.generalists: a pool is a method of its own now: name: comigs-pool, where `generalists` is what was `chosen`"
+    if "aggregate" in method:
+        yield "method.aggregate: CoBo's weights are a method of its own now: name: comigs-cobo (comigs averages); leave the field out"
+
+
+def load(recipe: str, overrides: Sequence[str] = ()) -> Recipe:
+    """A recipe by shipped name or path, with `key=value` overrides (values are YAML, keys dotted).
+
+    Raises:
+        Refused: No such recipe, or not YAML.
+        RecipeError: All of its mistakes.
+    """
+    path = recipes.find(recipe)
+    section: dict[str, Any] = {"name": path.stem, **recipes.read(path)}
+    mistakes = [mistake for override in overrides if (mistake := _apply(section, override))]
+    if mistakes:
+        raise RecipeError("--set", mistakes)
+    return validate(section, str(recipe))
+
+
+def changed(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
+    """The recipe with other values for some of its fields, by dotted keys. Raises RecipeError."""
+    section = recipe.model_dump(mode="json")
+    mistakes = [mistake for override in overrides(settings) if (mistake := _apply(section, override))]
+    if mistakes:
+        raise RecipeError(f"recipe {recipe.name}", mistakes)
+    return validate(section, recipe.name)
+
+
+def overrides(settings: Mapping[str, Any]) -> list[str]:
+    """Settings by dotted keys, as `key=value` texts."""
+    return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+
+
+def validate(section: Mapping[str, Any], source: str) -> Recipe:
+    """The recipe of a mapping. Raises RecipeError with all mistakes, each naming its field."""
+    if impossible := list(_impossible(section)):
+        raise RecipeError(f"recipe {source}", impossible)
+    try:
+        return Recipe.model_validate(section)
+    except ValidationError as error:
+        raise RecipeError(f"recipe {source}", [line for e in error.errors() for line in _readable(e).splitlines()]) from None
+
+
+def _impossible(value: Any, where: str = "", depth: int = 0) -> Iterator[str]:
+    """What no field can have, whatever it is: numbers that are not finite or beyond 64 bits, half of a surrogate pair, endless sections."""
+    if depth > _DEEPEST:
+        yield f"{where}: more than {_DEEPEST} sections within each other"
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _impossible(str(key), where, depth)
+            yield from _impossible(inner, f"{where}.{key}" if where else str(key), depth + 1)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _impossible(inner, where, depth + 1)
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield f"{where}: must be a finite number, found {value}"
+    elif isinstance(value, int) and abs(value) >= 2**63:
+        yield f"{where}: must be below 2^63, found a number of {value.bit_length()} bits"
+    elif isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
+        yield f"{where}: half of a surrogate pair, which is no text"
+
+
+def _apply(section: dict[str, Any], override: str) -> str | None:
+    """Set one `a.b.c=value`; returns what is wrong with it, if anything."""
+    key, sign, text = override.partition("=")
+    *path, last = key.strip().split(".")
+    if not sign or not last:
+        return f"{override!r} is not of the form key=value, for instance method.rounds=5"
+    shown = override if len(override) < _SHOWN else f"{override[:_SHOWN]}..."
+    try:
+        value = recipes.parse(text)
+    except ValueError as error:
+        return f"{shown!r}: the value is not valid YAML ({str(error).splitlines()[0]})"
+    for part in path:
+        section = section.setdefault(part, {})
+        if not isinstance(section, dict):
+            return f"{override!r}: {part} is a value, not a section"
+    if last == "name" and path == ["method"] and isinstance(value, str) and value in METHODS:
+        keep = {f.name for f in dataclasses.fields(METHODS[value].method)} - set(METHODS[value].fixed)
+        for old in [k for k in section if k not in keep]:
+            del section[old]
+    section[last] = value
+    return None
+
+
+def _unknown_method(name: str) -> str:
+    if is_own(name):
+        return f"{name!r} is no method: {import_problem(name)}"
+    close = difflib.get_close_matches(name, METHODS, n=1)
+    return f"there is no method {name!r}" + (f", did you mean {close[0]}?" if close else "; see `coterie methods`")
+
+
+def _readable(error: ErrorDetails, prefix: tuple[str, ...] = ()) -> str:
+    """One mistake in the words of someone who writes a recipe."""
+    location = _without_kinds([str(part) for part in (*prefix, *error["loc"])])
+    where = ".".join(part for part in location if "[" not in part)
+    if isinstance(cause := error.get("ctx", {}).get("error"), _Mistakes):
+        return str(cause)
+    if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        return f"{where}: unknown key" + _suggest(location)
+    if error["type"] == "union_tag_invalid":
+        return f"{where}.kind: there is no {error['ctx']['tag']!r}; choose among {error['ctx']['expected_tags']}"
+    if error["type"] == "union_tag_not_found":
+        return f"{where}.kind: missing"
+    if error["type"] == "missing":
+        return f"{where}: missing"
+    message = error["msg"].removeprefix("Value error, ")
+    found = reprlib.repr(error["input"]) if len(given := repr(error["input"])) > _SHOWN else given
+    return f"{where}: {message[0].lower()}{message[1:]}, found {found}"
+
+
+def _without_kinds(location: list[str]) -> list[str]:
+    """The way to a field as it is written, without the kinds that pydantic puts behind sections that have several."""
+    several = {"data", "model", "experts", "routers", "aggregation"}
+    return [
+        part for k, part in enumerate(location) if k == 0 or location[k - 1] not in several or part in several or k == len(location) - 1
+    ]
+
+
+def _suggest(location: list[str]) -> str:
+    """The known key that an unknown one resembles."""
+    known = _keys(Recipe) | {f.name for entry in METHODS.values() for f in dataclasses.fields(entry.method)}
+    if location[-1] in known:
+        return " here: it belongs to another section, method or kind of data"
+    close = difflib.get_close_matches(location[-1], known, n=1)
+    return f", did you mean {close[0]}?" if close else "; see docs/recipes.md for all keys"
+
+
+def _keys(model: type[BaseModel]) -> set[str]:
+    """All keys of a section and the sections in it."""
+    found = set(model.model_fields)
+    for info in model.model_fields.values():
+        for nested in _models(info.annotation):
+            found |= _keys(nested)
+    return found
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in getattr(annotation, "__args__", ()) for model in _models(part)]
+
+
+def dump(recipe: Recipe) -> str:
+    """The resolved recipe as YAML: every field with its value, so that it can be run again as it was."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def resolve(path: Path) -> Recipe:
+    """The recipe of a run's folder."""
+    return validate(recipes.read(path / "recipe.yaml"), str(path))

@@ -1,0 +1,86 @@
+"""Shipped recipes: YAML files in this folder, found by their names."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from coterie.core.errors import Refused
+
+FOLDER = Path(__file__).parent
+LARGEST = 1_000_000  # characters of a recipe
+_MOST, _DEEPEST = 100_000, 50  # values of a recipe, and of sections within sections; aliases count as what they stand for
+
+
+def names() -> list[str]:
+    """The names of the shipped recipes."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def find(recipe: str) -> Path:
+    """The file of a shipped recipe, or of a path to a YAML file.
+
+    Raises:
+        Refused: There is neither.
+    """
+    path = Path(recipe)
+    if path.suffix in (".yaml", ".yml") or path.is_file():
+        if not path.is_file():
+            raise Refused(f"recipe {recipe}: no such file", "Check the path, or name a shipped recipe: " + ", ".join(names()))
+        return path
+    if recipe not in names():
+        raise Refused(f"recipe {recipe!r}: there is no shipped recipe of that name", "Choose one of: " + ", ".join(names()))
+    return FOLDER / f"{recipe}.yaml"
+
+
+def parse(text: str) -> Any:
+    """What a text in YAML says, if it is no longer and no deeper than a recipe can be.
+
+    Raises:
+        ValueError: It is not YAML, has a value that is none (a month 99, a number of 5,000 digits), or is too large.
+    """
+    if len(text) > LARGEST:
+        raise ValueError(f"{len(text):,} characters, a recipe has at most {LARGEST:,}")
+    try:
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _measure(node, {}, 0)
+        return loader.construct_document(node)
+    except RecursionError:
+        raise ValueError(f"more than {_DEEPEST} sections within each other") from None
+    except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, TypeError) as error:  # of yaml's readers of dates and such
+        raise ValueError(str(error)) from None
+
+
+def _measure(node: yaml.Node, known: dict[int, int], depth: int) -> int:
+    """How many values a node stands for. Raises ValueError for too many, and RecursionError for one within itself."""
+    if depth > _DEEPEST:
+        raise RecursionError
+    if (found := known.get(id(node))) is not None:
+        return found
+    inner = [n for pair in node.value for n in pair] if isinstance(node, yaml.MappingNode) else node.value
+    size = 1 + sum(_measure(n, known, depth + 1) for n in inner) if isinstance(node, yaml.CollectionNode) else 1
+    if size > _MOST:
+        raise ValueError(f"aliases that stand for more than {_MOST:,} values")
+    known[id(node)] = size
+    return size
+
+
+def read(path: Path) -> dict[str, object]:
+    """The mapping in a recipe's file.
+
+    Raises:
+        Refused: It cannot be read, is not YAML, is too large, or not a mapping.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = parse(file.read(LARGEST + 1))
+    except OSError as error:
+        raise Refused(f"recipe {path}: cannot be read ({error.strerror})", "Check the path and its permissions.") from None
+    except ValueError as error:
+        raise Refused(f"recipe {path}: not valid YAML\n  {error}", "See `coterie recipes` for recipes to start from.") from None
+    if not isinstance(found, dict):
+        raise Refused(f"recipe {path}: not a mapping of sections", "It needs at least `data:` and `method:`.")
+    return found

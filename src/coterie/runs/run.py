@@ -1,0 +1,273 @@
+"""A recipe, or several methods on one, executed into a folder."""
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from coterie.core.errors import CheckpointError, Refused
+from coterie.core.files import read_json, write_atomically, write_json
+from coterie.core.profiling import Profile
+from coterie.core.protocol import ClientId
+from coterie.core.threads import Chosen
+from coterie.engines import Listener
+from coterie.methods import METHODS
+from coterie.reports import Reporter
+from coterie.reports import comparison as comparing
+from coterie.reports.html import write_comparison, write_report
+from coterie.runs import recipe as recipes
+from coterie.runs.backends import OnThisMachine, Place, choose_threads, computing
+from coterie.runs.estimate import Foresight
+from coterie.runs.execution import Execution
+from coterie.runs.files import COMPARISON, RECIPE, ROUTING, Json
+from coterie.runs.folder import alone, check_apart
+from coterie.runs.inputs import RESULT, Inputs, Kept
+from coterie.runs.prepare import Prepared
+from coterie.runs.recipe import Recipe
+
+
+@dataclass
+class Doorman(Listener):
+    """Says who was not let in while a server waits for its clients."""
+
+    reporter: Reporter
+
+    def lost(self, client: ClientId, task: str, reason: str) -> None:
+        self.reporter.warning(0, client, reason)
+
+
+def run(
+    recipe: Recipe,
+    folder: Path,
+    *,
+    resume: bool = False,
+    changed: bool = False,
+    reporter: Reporter | None = None,
+    place: Place | None = None,
+    profile: Profile | None = None,
+) -> list[Json]:
+    """Run a recipe and the methods of its `compare_with` into a folder; what is there already is not done again.
+
+    Args:
+        recipe: What to run.
+        folder: Made if it is missing. The methods of `compare_with` go to its `baselines/<name>/`.
+        resume: Go on with the run that is in `folder`.
+        changed: Go on with it even though base, data or clients have changed, or metrics were lost.
+        reporter: Is told of what happens; default: nobody.
+        place: Where the clients are; default: on this machine.
+        profile: Records a round of the recipe's own method; default: nothing.
+
+    Returns:
+        The results, the recipe's own method last.
+
+    Raises:
+        Refused: Something is wrong with the recipe, the base, the data or the folder; nothing was started.
+        CoterieError: It failed while running and can be resumed.
+    """
+    rows = [(recipe.with_method(name), folder / "baselines" / name) for name in recipe.compare_with]
+    rows.append((recipe, folder))
+    if not (resume or changed) and (folder / RECIPE).exists():
+        raise Refused(f"{folder} already holds a run", "Go on with it by --resume, or choose another --out.")
+    if resume or changed:
+        _check_begun(folder, rows)
+    results = execute_all(rows, reporter or Reporter(), place=place, profile=profile, changed=changed, within=folder)
+    write_report(folder, results, recipe.description)
+    return results
+
+
+def execute_all(
+    rows: Sequence[tuple[Recipe, Path]],
+    reporter: Reporter,
+    titles: Sequence[str] = (),
+    place: Place | None = None,
+    profile: Profile | None = None,
+    changed: bool = False,
+    within: Path | None = None,
+) -> list[Json]:
+    """Every row in its folder, from where it stands; returns their results.
+
+    All are prepared before the first one starts, so that what is refused is refused at once.
+
+    Args:
+        rows: Recipes and the folders of their runs.
+        reporter: Is told of what happens.
+        titles: What the reporter calls each row; default: its method.
+        place: Where the clients are; default: on this machine.
+        profile: Records a round of the last row; default: nothing.
+        changed: Whether unfinished rows go on with what base, data, clients and metrics are now, whatever they were.
+        within: The folder of all of them, in which nobody else works meanwhile; None where only each row's own must be left alone.
+    """
+    place = place or OnThisMachine()
+    if not place.devices:
+        for recipe, folder in rows:
+            _check_apart(recipe, within or folder)
+    reporter.preparing()
+    threads, foresight = _Threads(rows, place, reporter), Foresight()
+    for recipe, folder in rows:
+        prepared = place.prepare(recipe)
+        if not changed and Kept(folder).begun() and _same(recipe, folder):  # of another recipe, `_executed` says more
+            Kept(folder).check(Inputs.of(prepared))
+        if reporter.foretells and not place.devices and recipe.engine != "flower":
+            with computing(threads.given(prepared, folder)):
+                foresight.add(prepared, (folder / RESULT).exists())
+    reporter.expects(foresight.seconds())
+    results = []
+    with ExitStack() as stack:
+        if within is not None:
+            stack.enter_context(alone(within))
+        for _, folder in rows:
+            with alone(folder):
+                pass  # it can be written to, and nobody else is at it
+        for k, (recipe, folder) in enumerate(rows):
+            title = titles[k] if titles else METHODS[recipe.method["name"]].title
+            recorder = profile if profile is not None and k == len(rows) - 1 else Profile()
+            with alone(folder):
+                prepared = threads.given(place.prepare(recipe), folder)
+                results.append(_executed(Execution(prepared, folder, reporter, title, place, recorder), changed))
+    return results
+
+
+class _Threads:
+    """With how many threads the rows of a command compute: all alike, so that what differs between them is no matter of arithmetic.
+
+    A row that has begun goes on with its own number, because sums of floating-point numbers depend on how many threads share them: with
+    another one it would not end bit-equal to the same run without an interruption. New rows take that of one that has begun; otherwise
+    the first row that needs a number has it found out, see `choose_threads`.
+    """
+
+    def __init__(self, rows: Sequence[tuple[Recipe, Path]], place: Place, reporter: Reporter) -> None:
+        self._place, self._reporter = place, reporter
+        self._kept = {folder: kept_threads(folder) for _, folder in rows}
+        self._common = next((number for number in self._kept.values() if number), None)
+
+    def given(self, prepared: Prepared, folder: Path) -> Prepared:
+        """The same with a number of threads; as it is where others compute, or PyTorch's own number was good enough before."""
+        if self._place.devices or prepared.recipe.threads or prepared.modality.threads:
+            return replace(prepared, threads=prepared.recipe.threads)
+        kept = self._kept[folder]
+        if kept is None and self._common is None:
+            self._common = self._found(choose_threads(prepared))
+        return replace(prepared, threads=self._common if kept is None else kept or None)
+
+    def _found(self, chosen: Chosen) -> int:
+        if chosen.others:
+            self._reporter.cores(chosen.others)
+        return chosen.threads
+
+
+def kept_threads(folder: Path) -> int | None:
+    """Return with how many threads the run in a folder computes: 0 if it has begun and does not say, as older versions; None if it has not.
+
+    What is damaged says nothing here: whoever goes on from it is told.
+    """
+    begun = sorted((folder / "checkpoints").glob("round-*/checkpoint.json"))
+    try:
+        return int(read_json(begun[-1])["progress"].get("threads", 0)) if begun else None
+    except (CheckpointError, KeyError, TypeError, ValueError, AttributeError):
+        return 0
+
+
+def _check_apart(recipe: Recipe, folder: Path) -> None:
+    """Refuse a folder for results among the data of a recipe, or around them. Raises Refused."""
+    found = getattr(recipe.data, "path", None) or getattr(recipe.data, "root", None) or getattr(recipe.data, "dataset", None)
+    if found is None and hasattr(recipe.data, "root"):
+        found = os.environ.get("COTERIE_DATA")
+    if found:
+        check_apart(folder, Path(found))
+
+
+def _begun(folder: Path) -> bool:
+    """Whether a run has written anything that it could go on from."""
+    return (folder / RECIPE).exists() or (folder / "checkpoints").exists() or Kept(folder).begun()
+
+
+def _check_begun(folder: Path, rows: Sequence[tuple[Recipe, Path]]) -> None:
+    """Refuse to go on with what has never begun. Raises Refused."""
+    if not (folder / "lock").exists() and not any(_begun(path) for _, path in rows):
+        raise Refused(
+            f"{folder} {'holds' if folder.is_dir() else 'does not exist, so there is'} nothing to go on with",
+            "Check --out; or start from the beginning: the same command without --resume.",
+        )
+
+
+def _executed(execution: Execution, changed: bool) -> Json:
+    """A row from where it stands to its result."""
+    folder, kept = execution.folder, Kept(execution.folder)
+    execution.restore()
+    execution.checkpoints.tidy()
+    inputs = Inputs.of(execution.prepared)
+    if changed and kept.begun():
+        kept.accept(inputs)
+    elif kept.begun():
+        kept.check(inputs)
+        execution.check_metrics()
+    else:
+        kept.begin(inputs)
+    if not execution.recipe.samples:
+        (folder / ROUTING).unlink(missing_ok=True)
+    if kept.done():
+        execution.reporter.known(execution.title)
+        found: Json = read_json(folder / RESULT)
+        return found
+    write_atomically(folder / RECIPE, recipes.dump(execution.recipe).encode())
+    return execution.execute()
+
+
+def _same(recipe: Recipe, folder: Path) -> bool:
+    """Whether a folder's recipe is this one, word for word."""
+    try:
+        return (folder / RECIPE).read_text(encoding="utf-8") == recipes.dump(recipe)
+    except (OSError, ValueError):
+        return False
+
+
+def compare(
+    methods: Sequence[str],
+    recipe: Recipe,
+    folder: Path,
+    *,
+    seeds: int = 3,
+    resume: bool = False,
+    changed: bool = False,
+    reporter: Reporter | None = None,
+) -> Json:
+    """One table: every method on the same data, base and budget, over seeds `recipe.seed`, `recipe.seed + 1`, ...
+
+    `resume` and `changed` are those of `run`.
+
+    Returns:
+        What is in comparison.json.
+
+    Raises:
+        Refused: As `run`.
+        CoterieError: As `run`.
+    """
+    if not methods:
+        raise Refused("no methods to compare", "Name at least one: see `coterie methods`.")
+    if (folder / COMPARISON).exists() and not (resume or changed):
+        raise Refused(f"{folder} already holds a comparison", "Go on with it by --resume, or choose another --out.")
+    rows = [
+        (recipe.with_method(name).model_copy(update={"seed": recipe.seed + k}), folder / name / f"seed-{recipe.seed + k}")
+        for name in dict.fromkeys(methods)
+        for k in range(seeds)
+    ]
+    if resume or changed:
+        _check_begun(folder, rows)
+    titles = [METHODS[row.method["name"]].title + (f", seed {row.seed}" if seeds > 1 else "") for row, _ in rows]
+    results = execute_all(rows, reporter or Reporter(), titles, changed=changed, within=folder)
+    table = comparing.rows(results)
+    comparison = {
+        "recipe": recipe.name,
+        "own": recipe.method["name"],
+        "seeds": [recipe.seed + k for k in range(seeds)],
+        "metric": results[0]["metric"],
+        "scored": "each client's model right after its last local iteration; mean_synced: after one more synchronisation",
+        "rows": table,
+        "notes": comparing.comparability(table, recipe.method["name"]),
+        "versions": results[0]["versions"],
+        "machine": results[0]["machine"],
+    }
+    write_json(folder / COMPARISON, comparison)
+    write_comparison(folder, comparison, recipe.description)
+    return comparison

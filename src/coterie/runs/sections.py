@@ -1,0 +1,215 @@
+"""The sections of a recipe: models, and who takes part."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Literal, cast
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+
+from coterie.aggregation.noise import Source
+from coterie.core.protocol import mix
+from coterie.models.common import Pretraining
+from coterie.models.layers import Norm
+from coterie.models.layout import Layout
+from coterie.models.networks import NetworkShape
+from coterie.models.text import TextShape
+
+Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto: CUDA where there is one")]
+
+
+class _Mistakes(ValueError):
+    """Mistakes that name their fields already, one a line."""
+
+
+class LanguageSection(BaseModel):
+    """The base model and the adapters on it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: Annotated[Literal["language"], Field(description="a causal language model with LoRA adapters, for texts")] = "language"
+    base: Annotated[str, Field(min_length=1, description="Hub id or local folder of a causal LM; `embedded` is the one in the package")] = (
+        "embedded"
+    )
+    dtype: Annotated[Literal["auto", "fp32", "bf16"], Field(description="of the base; auto: bf16 on CUDA, fp32 on CPU")] = "auto"
+    device: Device = "auto"
+    context: Annotated[int, Field(ge=2, description="window length in tokens")] = 128
+    rank: Annotated[int, Field(ge=1, le=1024, description="r of every LoRA")] = 8
+    alpha: Annotated[float, Field(gt=0, description="gamma = alpha / sqrt(r)")] = 16.0
+    dropout: Annotated[float, Field(ge=0, lt=1, description="on the input of every LoRA")] = 0.0
+
+    def layout(self) -> Layout:
+        """The adapter's shape before the method says what it has in its MLPs."""
+        return Layout(rank=self.rank, alpha=self.alpha, dropout=self.dropout)
+
+
+Network = Literal["mlp", "cnn", "resnet9", "resnet20", "resnet56", "resnet34"]
+Width = Annotated[
+    int | None, Field(ge=1, description="channels of the first convolution; null: 16 of a resnet20 or resnet56, 64 of the others")
+]
+Hidden = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(description="widths of the hidden layers of an mlp")]
+Channels = Annotated[
+    tuple[float, ...] | None, Field(description="of images: how it wants them normalised, of each channel; null: as the data are")
+]
+
+
+class CommonSection(BaseModel):
+    """A frozen, pretrained expert that everybody has: it embeds the data for a gate, and networks may start from it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    network: Annotated[Network | None, Field(description="of images: its architecture; null: the model's, with its settings")] = None
+    hidden: Hidden = (64, 64)
+    width: Width = None
+    norm: Annotated[Norm, Field(description="normalisation behind convolutions")] = "batch"
+    path: Annotated[str | None, Field(description="of images: a safetensors file with its weights, also below or beside $COTERIE_DATA")] = (
+        None
+    )
+    mean: Channels = None
+    std: Channels = None
+    base: Annotated[str | None, Field(description="of texts: Hub id or local folder of its base; null: the model's")] = None
+    pretraining: Annotated[Pretraining | None, Field(description="how it is trained on data.public; null: not at all")] = None
+
+    @model_validator(mode="after")
+    def _check(self) -> "CommonSection":
+        if (self.mean is None) != (self.std is None):
+            raise _Mistakes("model.common.mean and model.common.std: give both of them, or none")
+        if self.mean is not None and self.path is None:
+            raise _Mistakes("model.common.mean: an expert that is trained here takes images as the data are; leave it and std out")
+        if self.network is None and (self.hidden != (64, 64) or self.width is not None or self.norm != "batch"):
+            raise _Mistakes("model.common.network: missing, though hidden, width or norm are given; without it the model's own are taken")
+        if self.path is not None and self.pretraining is not None:
+            raise _Mistakes("model.common.path and model.common.pretraining: its weights are there, or they are to be trained; give one")
+        return self
+
+
+class _Classifying(BaseModel):
+    """What classifiers of images and of texts have in common."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    common: Annotated[CommonSection | None, Field(description="a pretrained expert that everybody has")] = None
+    start: Annotated[Literal["auto", "random", "common"], Field(description="of one network for all; auto: common where it fits")] = "auto"
+    gate_width: Annotated[int, Field(ge=1, description="hidden units of a pool's gate")] = 64
+    statistics: Annotated[
+        Literal["auto", "local", "shared"],
+        Field(description="whether running statistics are averaged with the network; auto: where there are unseen clients"),
+    ] = "auto"
+    device: Device = "auto"
+
+
+class ClassifierSection(_Classifying):
+    """An image classifier."""
+
+    kind: Annotated[Literal["classifier"], Field(description="an image classifier, for images")]
+    network: Annotated[Network, Field(description="its architecture")] = "mlp"
+    hidden: Hidden = (64, 64)
+    width: Width = None
+    norm: Annotated[Norm, Field(description="normalisation behind convolutions")] = "batch"
+
+    def shape(self, inputs: tuple[int, int, int], classes: int) -> NetworkShape:
+        """The network for images of this (channels, height, width) and so many classes."""
+        return NetworkShape(self.network, inputs, classes, self.hidden, self.norm, self.width)
+
+    def common_shape(self, inputs: tuple[int, int, int], classes: int) -> NetworkShape:
+        """The common expert's network."""
+        own = self.common
+        if own is None or own.network is None:
+            return self.shape(inputs, classes)
+        return NetworkShape(own.network, inputs, classes, own.hidden, own.norm, own.width)
+
+
+class TextClassifierSection(_Classifying):
+    """A classifier of texts: any sequence classifier of transformers, all of it trained."""
+
+    kind: Annotated[Literal["text-classifier"], Field(description="a sequence classifier, for labelled texts")]
+    base: Annotated[str, Field(min_length=1, description="Hub id or local folder; `embedded` is the small base in the package")] = (
+        "embedded"
+    )
+    length: Annotated[int, Field(ge=1, description="tokens of a text, at most")] = 64
+
+    def shape(self, classes: int) -> TextShape:
+        """The network for so many classes."""
+        return TextShape(self.base, classes, self.length)
+
+    def common_shape(self, classes: int) -> TextShape:
+        """The common expert's network."""
+        return TextShape((self.common and self.common.base) or self.base, classes, self.length)
+
+
+class Participation(BaseModel):
+    """Who takes part in a round. It depends on the run's seed and the round alone, so that all methods of a comparison see the same.
+
+    With central privacy on devices it depends on the server's secret in the place of the seed, which every device knows.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    clients: Annotated[int | None, Field(ge=1, description="so many clients in each round, drawn anew; null: all")] = None
+    anchors: Annotated[int | None, Field(ge=0, description="so many anchors, besides; null: an anchor is a client like any other here")] = (
+        None
+    )
+    schedule: Annotated[
+        Literal["all", "grow", "turns"],
+        Field(
+            description="grow: one more of the data's clusters comes after `every` rounds; turns: one after the other, only anchors stay"
+        ),
+    ] = "all"
+    every: Annotated[int, Field(ge=1, description="rounds until the next cluster")] = 200
+
+    def of(
+        self,
+        clients: Sequence[str],
+        anchors: Sequence[str],
+        clusters: Mapping[str, int] | None,
+        seed: int,
+        round: int,
+        secret: bytes | None = None,
+    ) -> tuple[str, ...]:
+        """Those of the clients that take part in a round, in their order; they are drawn from the seed, or from a secret key instead."""
+        here = set(self._here(clients, anchors, clusters or {}, round))
+        held = set() if self.anchors is None else here & set(anchors)
+        draw = _repeatable(seed, round) if secret is None else Source.keyed(secret, "participation", round).sample
+        active: set[str] = set()
+        for group, most in ((held, self.anchors), (here - held, self.clients)):
+            found = sorted(group)
+            active.update(found if most is None or most >= len(found) else draw(found, most))
+        return tuple(i for i in clients if i in active)
+
+    def _here(self, clients: Sequence[str], anchors: Sequence[str], clusters: Mapping[str, int], round: int) -> list[str]:
+        """Who could take part, by the schedule."""
+        if self.schedule == "all":
+            return list(clients)
+        groups, turn = sorted(set(clusters.values())), round // self.every
+        come = groups[: turn + 1]
+        now = come if self.schedule == "grow" else [groups[turn % len(groups)]]
+        return [i for i in clients if clusters[i] in now or (i in anchors and clusters[i] in come)]
+
+
+def _repeatable(seed: int, round: int) -> Callable[[Sequence[str], int], Sequence[str]]:
+    """What draws some of several in a round, alike wherever the seed is known."""
+    random = np.random.default_rng(mix(seed, "participation", round))
+    return lambda found, most: cast(Sequence[str], random.choice(found, most, replace=False).tolist())
+
+
+class Quorum(BaseModel):
+    """When a server goes on without some of the clients that it asked: they did not answer in time, or not what they were asked for."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    min_clients: Annotated[int, Field(ge=1, description="as many must have answered; all that were asked, where they are fewer")] = 1
+    deadline: Annotated[float, Field(gt=0, description="seconds for the replies of one exchange; only across devices")] = 3600.0
+    otherwise: Annotated[
+        Literal["stop", "wait"], Field(description="with fewer: stop (--resume goes on), or ask the others again; only across devices")
+    ] = "stop"
+
+
+ModelSection = Annotated[
+    Annotated[LanguageSection, Tag("language")]
+    | Annotated[ClassifierSection, Tag("classifier")]
+    | Annotated[TextClassifierSection, Tag("text-classifier")],
+    Discriminator(
+        lambda section: section.get("kind", "language") if isinstance(section, dict) else getattr(section, "kind", None),
+        custom_error_type="kind",
+        custom_error_message="kind should be 'language', 'classifier' or 'text-classifier'",
+    ),
+]

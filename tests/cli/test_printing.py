@@ -1,0 +1,264 @@
+"""Text of others reaches no terminal, log or page as anything but text: through the objects that show it."""
+
+import io
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from typer.testing import CliRunner
+
+from coterie.cli.base import app
+from coterie.core.errors import TensorError
+from coterie.core.printing import printable
+from coterie.deploy import command, server, submit, supernode
+from coterie.deploy.link import Link
+from coterie.deploy.supernode import Node, Supervisor
+from coterie.engines.flower.engine import _told
+from coterie.personal.classifier import Prediction
+from coterie.personal.ui import terminal as personal_terminal
+from coterie.reports.html import write_report
+from coterie.reports.progress import Terminal
+from coterie.reports.tables import tables
+
+ESCAPES = "\x1b]0;pwned\x07\x1b[2J\x1b]52;c;cm0gLXJmIH4=\x07\x9b31m\x08\x00"
+LINES = "\r\ncoterie: everything failed\nERROR : a forged line\u2028another"
+EVIL = f"x{ESCAPES}{LINES}\u202eesrever\u2066\ufeff [link=file:///etc/passwd]click[/link] [red]"
+FORBIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff]")
+
+
+def clean(text: str) -> bool:
+    """Whether a terminal does nothing but show it."""
+    return not FORBIDDEN.search(text)
+
+
+@given(st.text(st.characters()), st.booleans())
+def test_nothing_but_text_is_left_of_any_text(text: str, lines: bool) -> None:
+    shown = printable(text, lines)
+    assert clean(shown)
+    shown.encode()
+    assert printable(shown, lines) == shown
+    if not lines:
+        assert shown.splitlines() in ([], [shown])
+
+
+def test_text_that_is_only_text_stays_as_it_is() -> None:
+    text = "Größe 中文 हिन्दी می‌خواهم 👩‍💻 [b] a/b\\c"
+    assert printable(text) == text
+    assert printable(f"{text}\n\t{text}", lines=True) == f"{text}\n\t{text}"
+    assert printable("one\r\n  two\n\nthree") == "one ↵ two ↵ three"
+    assert printable("\x1b[2J\u202e\ud800") == r"\x1b[2J\u202e\ud800"
+
+
+# A server's terminal, and its log.
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_warnings_of_a_terminal(live: bool) -> None:
+    console = Console(file=io.StringIO(), width=1000, force_terminal=live, color_system=None)
+    with Terminal(console, 1) as terminal:
+        terminal.begin("FedAvg", 1, 0, ["ann"])
+        before = len(console.file.getvalue())  # type: ignore[attr-defined]
+        terminal.warning(0, f"ann{EVIL}", EVIL)
+        text = console.file.getvalue()[before:]  # type: ignore[attr-defined]
+    (line,) = [line for line in text.split("\n") if "round 1, ann" in line]
+    line = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line) if live else line  # Rich's own, which move the cursor of the live display
+    assert clean(line.strip("\r"))
+    assert line.count("[link=file:///etc/passwd]click[/link] [red]") == 2  # shown, not obeyed
+    assert line.count(r"\x1b[2J") == 2
+    assert not any(part.startswith(("coterie: ", "ERROR")) for part in text.splitlines())
+
+
+@pytest.fixture
+def row() -> dict[str, Any]:
+    costs = {"trainable_parameters": 1, "active_parameters": 1, "flops_per_token": 9, "bytes_up_per_round": 9, "bytes_down_per_round": 9}
+    metric = {"name": "test accuracy", "unit": "%", "lower_is_better": False}
+    found = {"method": "fedavg", "metric": metric, "mean": 72.0, "std": 0.5, "per_seed": [1], "mean_synced": 72.0, "wall_s": 9.0}
+    return found | costs | {"loss": 0.1, "best": 1.0, "best_of_last_ten": 1.0, "gate_accuracy": None, "clients": {EVIL: 1.0}}
+
+
+@pytest.mark.parametrize("groups", [None, {"ann": 1.0, EVIL: 2.0}, {EVIL: 1.0}])
+def test_tables_of_clients_and_groups(row: dict[str, Any], groups: dict[str, float] | None) -> None:
+    console = Console(file=io.StringIO(), width=2000, force_terminal=True, color_system=None)
+    for table in tables([row | {"groups": groups}], {"fedavg": "FedAvg"}, 2000):
+        console.print(table)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert clean(re.sub(r"\x1b\[[0-9;]*m", "", text))  # Rich's own bold and italic
+    assert "\x1b]8;" not in text  # no link
+    assert "[link=file:///etc/passwd]click[/link]" in re.sub(r"\s+", " ", text)
+
+
+def test_what_a_device_says_of_its_problems() -> None:
+    told = _told(TensorError(EVIL, EVIL))
+    assert clean(told)
+    assert len(told.split("\n")) == 2  # the problem, and below it the remedy
+
+
+def test_lines_of_a_run_that_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "flwr"
+    (tmp_path / "said").write_bytes(b"\x1b[92m  round 1/2\x1b[0m\n  evil \x1b]0;pwned\x07\x1b[2J\xc2\x9b \xff\n")
+    log.write_text(f"#!/bin/sh\ncat {tmp_path}/said\n")
+    log.chmod(0o755)
+    monkeypatch.setattr(command, "program", lambda name: str(log))
+    monkeypatch.setattr(server, "program", lambda name: str(log))
+    monkeypatch.setattr(submit, "program", lambda name: str(log))
+    monkeypatch.setattr(supernode, "program", lambda name: str(log))
+    said: list[str] = []
+    submit._follow("1", tmp_path, said.append)
+    assert said == ["  round 1/2", r"  evil \x1b]0;pwned\x07\x1b[2J\x9b " + "\ufffd"]
+
+
+def test_what_a_devices_log_says_of_its_end(tmp_path: Path) -> None:
+    supervisor = Supervisor(Node(Link("127.0.0.1:9", None), tmp_path), {})
+    (tmp_path / "resident.log").write_text("a\n" * 100_000 + f"coterie: {ESCAPES}")
+    why = supervisor._why("resident")
+    assert clean(why)
+    assert "pwned" in why
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run", f"no{EVIL}.yaml"],
+        ["run", "quickstart", "--set", f"{EVIL}=1"],
+        ["predict", f"/nowhere/{ESCAPES[:-1]}", "--text", "a"],
+        ["server", "--keys", f"/nowhere/{ESCAPES[:-1]}"],
+    ],
+)
+def test_messages_of_the_command_line(arguments: list[str]) -> None:
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code in (1, 2)
+    assert isinstance(done.exception, SystemExit)
+    assert clean(done.output)
+    assert "pwned" in done.output
+
+
+# Those of whoever uses a model.
+
+
+def test_classes_samples_and_clients_in_a_terminal() -> None:
+    console = Console(file=io.StringIO(), width=2000, force_terminal=True, color_system=None)
+    said = Prediction(0, EVIL, 0.5, None)
+    personal_terminal.show_classes(console, [EVIL], {EVIL: [said], "ben": [said]})
+    text = re.sub(r"\x1b\[[0-9;]*m", "", console.file.getvalue())  # type: ignore[attr-defined]
+    assert clean(text)
+    assert text.count("[link=file:///etc/passwd]click[/link]") == 5
+    assert len(text.strip().splitlines()) == 4  # header, rule, two rows: no line was added
+
+
+# Pages.
+
+
+def report(folder: Path) -> str:
+    from reports.samples import result, routing, write_metrics
+
+    clients = {"ann": 20.0, f"{EVIL}</script><img src=x onerror=alert(1)>": 30.0}
+    found = routing()
+    texts = {i: ["</script>", ESCAPES, "\u202e", "\n"] * 2 for i in found["texts"]}
+    eight = {text: [[block[0]] * 8 for block in of] for text, of in next(iter(found["weights"].values())).items()}
+    weights = dict.fromkeys(found["weights"], eight)
+    (folder / "routing.json").write_text(json.dumps(found | {"texts": texts, "weights": weights}))
+    write_metrics(folder)
+    write_report(folder, [result("local", 4, 5.0, clients), result("comigs-1g1s", 4, 0.0, clients)], f"about {EVIL}</title><script>")
+    return (folder / "report.html").read_text()
+
+
+def test_a_report_has_no_markup_or_control_characters_of_others(tmp_path: Path) -> None:
+    page = report(tmp_path)
+    assert clean(page)
+    assert page.count("<script>") == page.count("</script>") == 1
+    assert "<img" not in page
+    assert page.count("</title>") == page.count("<title>")
+    assert r"\x1b[2J" in page
+
+
+HOSTILE = "[x](javascript:alert(1)) ![p](http://evil.example/p.png) <img src=x> **b** `c` www.evil.example $$x$$ 1. # h\u202e\x1b"
+
+
+def test_the_name_of_a_client_is_no_markdown() -> None:
+    """By the parser that Rich brings, with everything on that could make something of it."""
+    markdown_it = pytest.importorskip("markdown_it")
+    from coterie.personal.ui.page import plain
+
+    for text in (HOSTILE, "# h", "1. a", "- a", "> a", "    code", "a\n===", "| a |\n|---|", "__init__", "&lt;", "---"):
+        html = markdown_it.MarkdownIt("gfm-like", {"linkify": False, "html": True}).render(plain(text))
+        assert re.fullmatch(r"<p>[^<>]*</p>\n", html), html
+        shown = html.removeprefix("<p>").removesuffix("</p>\n")
+        for entity, character in {"&lt;": "<", "&gt;": ">", "&quot;": '"', "&amp;": "&"}.items():
+            shown = shown.replace(entity, character)
+        assert shown == " ".join(printable(text).split())
+
+
+class Speaker:
+    """What the pages need of a model."""
+
+    experts = ("G",)
+
+    class layout:  # noqa: N801
+        routed = False
+        experts = 1
+
+
+@pytest.mark.parametrize("kind", ["keyboard", "sorter"])
+def test_names_on_the_local_pages(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gradio", reason="no gradio (pip install -e '.[serve]')")
+    from coterie.models.text import TextShape
+    from coterie.personal.ui import keyboard, sorter
+    from coterie.personal.ui.page import plain
+
+    if kind == "keyboard":
+        monkeypatch.setattr(keyboard, "ManyModels", lambda models: None)
+        monkeypatch.setattr(keyboard, "with_base", dict)
+        monkeypatch.setattr(keyboard, "most_disputed", lambda models, texts: list(texts))
+        blocks = keyboard.keyboard({HOSTILE: Speaker()})  # type: ignore[dict-item]
+    else:
+        model = type("Model", (), {"shape": TextShape("base", 2, 8)})()
+        blocks = sorter.sorter({HOSTILE: model})
+    components = blocks.get_config_file()["components"]
+    values = [component["props"].get("value") or "" for component in components if component["type"] in ("markdown", "html")]
+    assert plain(HOSTILE) in values
+    assert not any(re.search(r"(?<!\\)(<img|]\(javascript|!\[)", value) for value in values)
+
+
+def test_answers_and_errors_of_the_local_page_of_classifiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    gradio = pytest.importorskip("gradio", reason="no gradio (pip install -e '.[serve]')")
+    from coterie.core.errors import DataError
+    from coterie.models.text import TextShape
+    from coterie.personal.ui import sorter
+
+    class Model:
+        shape = TextShape("base", 2, 8)
+        experts = (0,)
+        about = type("About", (), {"names": (EVIL, "b")})()
+        batches: Callable[[str], Any] = staticmethod(lambda given: [type("Batch", (), {"x": None})()])
+        answer: Callable[[Any], Any] = staticmethod(lambda x: (torch.tensor([[0.5, 0.5]]).log(), None))
+
+    labels, *_ = sorter._answer(Model(), "text")  # type: ignore[arg-type]
+    assert all(map(clean, labels))
+
+    def refuses(given: str) -> Any:
+        raise DataError(f"<img src=x onerror=alert(1)>{EVIL}")
+
+    monkeypatch.setattr(Model, "batches", staticmethod(refuses))
+    blocks = sorter.sorter({"ann": Model()})  # type: ignore[dict-item]
+    (classify,) = {function.fn for function in blocks.fns.values() if function.fn is not None}
+    with pytest.raises(gradio.Error) as refused:
+        classify("text")
+    assert "<img" not in str(refused.value)
+    assert clean(str(refused.value))
+
+
+def test_suggestions_of_the_local_keyboard() -> None:
+    from coterie.personal.ui.keyboard import _label
+    from coterie.personal.words import Word
+
+    speaker = type("Speaker", (), {"speaker": lambda self, word: ""})()
+    label = _label(speaker, Word(EVIL, EVIL, 0.5, ()))
+    assert clean(label)
+    assert len(label.splitlines()) == 2

@@ -1,0 +1,241 @@
+"""How many threads compute: chosen by what they gain now, kept by a run that goes on, and said where the machine lacks cores."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from coterie.core import threads
+from coterie.core.threads import Chosen, Usage, Watch, choose
+from coterie.reports.progress import Terminal
+from coterie.reports.reporter import Reporter
+from coterie.runs import backends
+from coterie.runs import recipe as recipes
+from coterie.runs import run as runs
+from coterie.runs.recipe import Recipe
+
+SHORT = (
+    *("method.rounds=3", "method.local_steps=2", "method.router_every=2", "method.router_steps=1"),
+    *("model.context=16", "training.batch_size=4", "compare_with=[]"),
+)
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory, tiny_base: Path) -> Recipe:
+    """Products so small that a second thread does nothing: it is the numbers that these tests are about."""
+    root = tmp_path_factory.mktemp("texts")
+    for name in ("ann", "ben"):
+        (root / name).mkdir()
+        for k in range(40):
+            (root / name / f"{k:02d}.txt").write_text(f"{name} writes line {k} of a text that is not long. " * 3)
+    return recipes.load("folders", [*SHORT, f"data.path={root}", f"model.base={tiny_base}"])
+
+
+class Simulated:
+    """A machine whose clocks stand still but for what is computed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, passes: dict[int, float], others: float = 0.0, share: float = 1.0) -> None:
+        self.now = self.own = self.busy = 0.0
+        self.passes, self.others, self.share, self.done = passes, others, share, list[int]()
+        monkeypatch.setattr("coterie.core.threads.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("coterie.core.threads.time.process_time", lambda: self.own)
+        monkeypatch.setattr("coterie.core.threads._machine", lambda: (self.busy, 1 + round(self.others)))
+
+    def work(self, number: int) -> None:
+        seconds = self.passes[number]
+        self.now += seconds
+        self.own += self.share * number * seconds
+        self.busy += (self.share * number + self.others) * seconds
+        self.done.append(number)
+
+
+@pytest.mark.parametrize(
+    ("passes", "others", "share", "chosen"),
+    [
+        ({1: 0.050, 2: 0.028}, 0.0, 1.0, Chosen(2)),  # a quiet machine
+        ({1: 0.050, 2: 0.047}, 0.0, 1.0, Chosen(1)),  # about as fast
+        ({1: 0.050, 2: 0.400}, 0.0, 1.0, Chosen(1)),  # slower, and seen after a single pass
+        ({1: 0.090, 2: 0.050}, 1.0, 0.5, Chosen(1, 1)),  # others have the cores: one, though two seem faster at this moment
+        ({1: 2.000, 2: 1.100}, 0.0, 1.0, Chosen(2)),  # a large model: it is not tried for long
+        ({1: 2.000, 2: 1.100}, 2.0, 0.4, Chosen(1, 2)),
+    ],
+)
+def test_the_choice(passes: dict[int, float], others: float, share: float, chosen: Chosen, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Simulated(monkeypatch, passes, others, share)
+    assert choose(machine.work, 2) == chosen
+    assert machine.now <= max(1.0, 2 * passes[1])  # it takes no longer than a second, or than two passes of a large model
+    assert 2 not in machine.done or not others  # under load nobody waits for two
+
+
+def test_a_lack_of_cores_is_that_others_have_them() -> None:
+    assert Usage(own=0.5, others=1.5, running=4.2, cores=2).lacking(2) == 4
+    assert Usage(own=0.5, others=1.5, running=None, cores=2).lacking(1) == 2
+    assert Usage(own=1.0, others=1.0, running=1.0, cores=2).lacking(1) == 0  # it wants one, and has it
+    assert Usage(own=1.1, others=0.9, running=1.0, cores=2).lacking(2) == 1
+    assert Usage(own=0.4, others=0.1, running=0.0, cores=2).lacking(2) == 0  # it waits for a disk
+    assert Usage(own=0.9, others=0.8, running=1.0, cores=16).lacking(2) == 0  # there is room
+    assert Usage(own=0.2).lacking(1) == 1  # where the system does not tell of others
+    assert Usage(own=0.9).lacking(1) == 0
+
+
+def spin(seconds: float) -> None:
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+
+
+@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="only Linux tells what others compute")
+def test_a_watch_tells_own_work_from_that_of_others() -> None:
+    watch = Watch()
+    spin(0.3)
+    own = watch.look()
+    assert own.own > 0
+    assert own.own * 0.9 <= own.own + (own.others or 0) <= own.cores + 0.2
+    neighbour = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        time.sleep(1.0)  # it starts, and then computes
+        watch.look()
+        time.sleep(0.5)
+        watch.sample(0)
+        theirs = watch.look()
+    finally:
+        neighbour.kill()
+        neighbour.wait()
+    assert theirs.own < 0.3
+    assert (theirs.others or 0) > 0.2  # less than a core where tests run side by side
+    assert (theirs.running or 0) >= 1
+
+
+@pytest.fixture
+def several(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process that has two threads, and whose number nobody has chosen."""
+    for name in threads.SAID:
+        monkeypatch.delenv(name, raising=False)
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
+def tried(monkeypatch: pytest.MonkeyPatch, number: int, others: int = 0) -> list[int]:
+    """Have the trial come to a number, and count how often it is made."""
+    made: list[int] = []
+
+    def trial(work: Callable[[int], object], most: int) -> Chosen:
+        work(1)  # it is real work, of any model
+        made.append(most)
+        return Chosen(number, others)
+
+    monkeypatch.setattr(backends, "choose", trial)
+    return made
+
+
+class Stop(Exception):
+    pass
+
+
+class Stopping(Reporter):
+    """Stops a run behind a round."""
+
+    def __init__(self, after: int | None = None) -> None:
+        self.after, self.seen, self.lacking = after, set[int](), list[int]()
+
+    def round(self, done: int) -> None:
+        self.seen.add(torch.get_num_threads())
+        if done == self.after:
+            raise Stop
+
+    def cores(self, others: int) -> None:
+        self.lacking.append(others)
+
+
+def result(folder: Path) -> dict:
+    return json.loads((folder / "result.json").read_text())
+
+
+@pytest.mark.usefixtures("several")
+def test_a_run_that_goes_on_keeps_its_threads(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, first, second = tried(monkeypatch, 2), Stopping(after=2), Stopping()
+    runs.run(recipe, tmp_path / "whole")
+    with pytest.raises(Stop):
+        runs.run(recipe, tmp_path / "cut", reporter=first)
+    assert made == [2, 2]
+    made = tried(monkeypatch, 1, others=3)  # the machine is loaded now
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    runs.run(recipe, tmp_path / "cut", resume=True, reporter=second)
+    assert made == []
+    assert first.seen == second.seen == {2}
+    ours, whole = result(tmp_path / "cut"), result(tmp_path / "whole")
+    assert ours["machine"]["threads"] == 2
+    assert ours["clients"] == whole["clients"]  # to the bit
+    assert torch.get_num_threads() == 2  # it is the caller's own again
+
+
+@pytest.mark.usefixtures("several")
+def test_rows_of_a_command_compute_alike_and_a_loaded_machine_is_told_of(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, reporter = tried(monkeypatch, 1, others=3), Stopping()
+    found = runs.run(recipe.model_copy(update={"compare_with": ("pretrained", "local")}), tmp_path, reporter=reporter)
+    assert made == [2]
+    assert [row["machine"]["threads"] for row in found] == [1, 1, 1]
+    assert reporter.lacking[0] == 3
+
+
+@pytest.mark.usefixtures("several")
+def test_whoever_says_a_number_has_it(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = tried(monkeypatch, 2)
+    fixed = recipe.model_copy(update={"threads": 1})
+    assert runs.run(fixed, tmp_path / "recipe")[-1]["machine"]["threads"] == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    prepared = backends.OnThisMachine().prepare(recipe)
+    assert backends.choose_threads(prepared) == Chosen(2)
+    assert made == []
+
+
+@pytest.mark.usefixtures("several")
+def test_the_trial_changes_no_figure(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipes.changed(recipe, {"model.dropout": 0.1})
+    made = tried(monkeypatch, 2)
+    (own,) = runs.run(recipe, tmp_path / "tried")
+    (fixed,) = runs.run(recipe.model_copy(update={"threads": 2}), tmp_path / "fixed")
+    assert made == [2]
+    assert own["clients"] == fixed["clients"]
+
+
+def test_the_command_line_has_threads_sleep_soon_unless_the_environment_says_how_they_wait() -> None:
+    def spins(**given: str) -> str:
+        code = "import os, sys; from coterie.cli import base; "
+        code += "base.app = lambda: print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
+        environment = {k: v for k, v in os.environ.items() if k not in threads._WAITING} | given
+        done = subprocess.run(
+            [sys.executable, "-c", f"{code}; base.main()"], env=environment, capture_output=True, text=True, check=True, timeout=60
+        )
+        return done.stdout.strip()
+
+    assert spins() == "1000 False"  # PyTorch's runtime reads it when it is loaded
+    assert spins(GOMP_SPINCOUNT="5") == "5 False"
+    assert spins(OMP_WAIT_POLICY="ACTIVE") == "None False"
+
+
+def test_the_progress_line_says_that_the_machine_is_short_of_cores() -> None:
+    out = io.StringIO()
+    with Terminal(Console(file=out, width=160), rows=1) as terminal:
+        terminal.begin("Local", 3, 0, ["a"])
+        terminal.cores(2)
+        terminal.said["round"] = -1e9
+        terminal.round(1)
+        terminal.cores(0)
+        terminal.said["round"] = -1e9
+        terminal.round(2)
+    said, with_lack, without = out.getvalue().splitlines()[-3:]
+    assert said.strip() == "the machine is short of cores: 2 other processes compute"
+    assert with_lack.endswith("(the machine is short of cores: 2 other processes compute)")
+    assert "short" not in without

@@ -1,0 +1,424 @@
+"""Tables and figures of the papers: their files, a run at toy size, and the verdicts on what the paper says."""
+
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+from reports.samples import classified
+from rich.console import Console
+
+from coterie.core.errors import Refused
+from coterie.core.metrics import ACCURACY, PERPLEXITY
+from coterie.papers import tables
+from coterie.papers.checks import _verdicts
+from coterie.papers.page import markdown, terminal, write_page
+from coterie.papers.reproduce import Job, _effort, _shown, reproduce
+from coterie.papers.tables import Better, Gate, Improved, Lower, Near, Picture, Reproduction, Routers, Statement, Weights
+from coterie.reports import comparison
+from coterie.runs.inputs import RESULT
+from coterie.runs.prepare import prepare
+from coterie.runs.recipe import Recipe, load
+
+TOY = (
+    "method.rounds=2",
+    "method.local_steps=1",
+    "training.batch_size=2",
+    "data.train_tokens=800",
+    "data.valid_tokens=300",
+    "data.test_tokens=300",
+)
+
+
+@pytest.mark.parametrize("name", tables.names())
+@pytest.mark.parametrize("scale", tables.SCALES)
+def test_every_cell_of_every_table_and_figure_is_a_valid_recipe(name: str, scale: tables.Scale, tmp_path: Path) -> None:
+    job = Job(name, scale, tmp_path)
+    if not any(scale in column.recipes for column in job.reproduction.columns.values()):
+        with pytest.raises(Refused, match="no scale"):
+            job.cells  # noqa: B018
+        return
+    assert job.cells
+    for row, column in job.cells:
+        choices = [{key: value} for key, values in job.sweep(row, column).items() for value in values] or [{}]
+        for choice in choices:
+            recipe, folder = job.run(row, column, choice, 1)
+            assert isinstance(recipe, Recipe)
+            assert recipe.seed == 1
+            assert folder.is_relative_to(tmp_path)
+
+
+def test_the_tables_and_figures_of_the_papers_are_all_there() -> None:
+    comigs = {f"comigs/table{k}" for k in (1, 2, 5, 6)} | {f"comigs/figure{k}" for k in range(4, 12)}
+    ddome = {f"ddome/table{k}" for k in range(1, 9)} | {f"ddome/figure{k}" for k in range(2, 12)}
+    assert comigs | ddome <= set(tables.names())
+
+
+@pytest.mark.parametrize("name", [name for name in tables.names() if name.startswith("ddome/")])
+def test_the_data_of_every_table_of_ddome_can_be_dealt(name: str, tmp_path: Path) -> None:
+    job = Job(name, "small", tmp_path)
+    dealt = set()
+    for row, column in job.cells:
+        recipe, _ = job.run(row, column, {key: values[0] for key, values in job.sweep(row, column).items()}, 0)
+        if recipe.data.kind == "digits":  # which are on every machine
+            dealt.add(column)
+            federation = prepare(recipe).modality.federation
+            assert next(iter(federation.unseen)) == ("random" if recipe.data.partition == "dirichlet" else "aligned")
+            assert len(federation.anchors) == recipe.data.anchors > 0
+    assert dealt == {column for column in job.reproduction.columns if column.startswith("digits")}
+
+
+def test_cells_that_are_the_same_run_share_a_folder_and_others_do_not(tmp_path: Path) -> None:
+    two, five = Job("comigs/table2", "small", tmp_path), Job("comigs/table5", "small", tmp_path)
+    choice = {"training.experts.lr": 5e-3}
+    assert two.run("local", "agnews", choice, 0)[1] == five.run("local", "agnews", choice, 0)[1]
+    different = [two.run("local", "agnews", {"training.experts.lr": lr}, seed)[1] for lr in (5e-3, 1e-2) for seed in (0, 1)]
+    assert len(set(different)) == 4
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> tuple[Job, dict]:
+    overrides = (*TOY, f"data.root={data_root}")
+    job = Job("comigs/table2", "small", tmp_path_factory.mktemp("rep"), 2, ("agnews",), ("pretrained", "local", "comigs-1g1s"), overrides)
+    return job, reproduce(job)
+
+
+def test_a_table_holds_measured_beside_published(toy: tuple[Job, dict]) -> None:
+    job, found = toy
+    cells = {cell["row"]: cell for cell in found["cells"]}
+    assert cells.keys() == {"pretrained", "local", "comigs-1g1s"}
+    assert (cells["local"]["published"], cells["local"]["published_std"]) == (41.46, 0.06)
+    for cell in cells.values():
+        results = [json.loads((job.folder / path / RESULT).read_text()) for path in cell["folders"]]
+        assert [r["seed"] for r in results] == [0, 1]
+        assert cell["mean"] == pytest.approx(sum(r["mean"] for r in results) / 2)
+    stem = job.folder / "comigs-table2"
+    assert json.loads(Path(f"{stem}.json").read_text())["columns"] == {"agnews": "AG News"}
+    text = Path(f"{stem}.md").read_text()
+    assert f"{cells['local']['mean']:.2f} ± {cells['local']['std']:.2f} | 41.46 ± 0.06" in text
+    assert "| Local (lr" in text
+    page = Path(f"{stem}.html").read_text()
+    assert "41.46 ± 0.06" in page
+    assert "http" not in page.replace("http://www.w3.org", "")
+
+
+def test_a_row_may_stand_in_some_columns_only(tmp_path: Path) -> None:
+    rows: dict[str, set[str]] = {}
+    for row, column in Job("cobo/table2", "small", tmp_path).cells:
+        rows.setdefault(column, set()).add(row)
+    assert rows["digits"] - rows["language"] == {"ditto", "ifca", "fc", "oracle"}
+    assert rows["language"] - rows["digits"] == {"ditto-language", "pcl"}
+    assert "fc" not in rows["device"]
+
+
+def test_the_learning_rate_is_the_best_on_validation_at_the_first_seed(toy: tuple[Job, dict]) -> None:
+    job, found = toy
+    key = "training.experts.lr"
+    for cell in found["cells"]:
+        if cell["row"] == "pretrained":
+            assert cell["choice"] == {}
+            continue
+        valid = {}
+        for lr in job.sweep(cell["row"], "agnews")[key]:
+            folder = job.run(cell["row"], "agnews", {key: lr}, 0)[1]
+            valid[lr] = json.loads((folder / RESULT).read_text())["evaluations"][-1]["valid"]
+        assert len(valid) == 2
+        assert cell["choice"] == {key: min(valid, key=lambda lr: valid[lr])}
+
+
+def test_the_page_says_how_many_settings_each_row_tried(toy: tuple[Job, dict]) -> None:
+    job, _ = toy
+    for ending in ("md", "html"):
+        page = Path(f"{job.folder / 'comigs-table2'}.{ending}").read_text()
+        assert "Settings that a row tried on validation at the first seed" in page
+        assert "every row 2." in page  # two learning rates; what is not trained has nothing to try
+    assert "every other row 1" in _effort(Job("cobo/table2", "small", job.folder, columns=("digits",)))
+    assert "Ditto 4" in _effort(Job("cobo/table2", "small", job.folder, columns=("digits",)))
+
+
+@pytest.mark.parametrize(("name", "scale"), [(n, s) for n in tables.names() for s in tables.SCALES])
+def test_no_baseline_tries_fewer_settings_than_our_rows(name: str, scale: str, tmp_path: Path) -> None:
+    job = Job(name, scale, tmp_path)
+    if not any(scale in column.recipes for column in job.reproduction.columns.values()):
+        return  # which `test_every_cell` is about
+    for column in {column for _, column in job.cells}:
+        rows = [row for row, own in job.cells if own == column]
+        ours = {row for row in rows if job.reproduction.rows[row].method.startswith(("comigs", "cobo", "ddome"))}
+        tried = {row: count for row in rows if (count := job.tried(row, column))}
+        most = max((tried[row] for row in ours & tried.keys()), default=0)
+        assert not {row: count for row, count in tried.items() if row not in ours and count < most}, column
+
+
+def test_ditto_is_swept_alike_wherever_it_stands_beside_cobo(tmp_path: Path) -> None:
+    table = Job("cobo/table2", "small", tmp_path)
+    for name, column in (("cobo/figure2b", "digits"), ("cobo/figure6", "device")):
+        assert Job(name, "small", tmp_path).sweep("ditto", column) == table.sweep("ditto", column)
+    for name, column in (("cobo/figure2b", "silo"), ("cobo/figure6", "device")):
+        assert Job(name, "paper", tmp_path).sweep("ditto", column) == Job("cobo/table2", "paper", tmp_path).sweep("ditto", column)
+
+
+def test_the_pull_between_languages_is_as_long_as_the_papers() -> None:
+    """After all rounds 1/e^0.5 of a disagreement is left where gradients are nought."""
+    for name in ("cobo-languages", "gpt2-languages"):
+        method = load(name).build_method()
+        assert method.rho * method.rounds == pytest.approx(0.5, rel=0.01)
+
+
+def test_what_was_run_is_not_run_again(toy: tuple[Job, dict]) -> None:
+    job, found = toy
+    stamps = {path: path.stat().st_mtime_ns for path in job.folder.rglob(RESULT)}
+    again = reproduce(Job(job.name, job.scale, job.folder, 2, job.columns, job.rows, job.overrides))
+    assert {path: path.stat().st_mtime_ns for path in job.folder.rglob(RESULT)} == stamps
+    assert again == found
+
+
+def test_statements_about_rows_that_were_not_run_have_no_verdict(toy: tuple[Job, dict]) -> None:
+    _, found = toy
+    assert all("pfedmoe" not in s["detail"] for s in found["statements"])
+    assert not any("PCL" in s["says"] for s in found["statements"])
+    assert found["unjudged"] > 0
+
+
+def cell(row: str, mean: float, std: float = 0.0, **clients: float) -> dict:
+    return {"row": row, "title": row, "column": "c", "mean": mean, "std": std, "clients": clients}
+
+
+def verdict(statement: Statement, *cells: dict) -> tuple[bool, str] | None:
+    found = list(_verdicts(statement, list(cells), Path()))
+    return (found[0]["holds"], found[0]["detail"]) if found else None
+
+
+def test_lower_means_every_row_below_every_other() -> None:
+    s = Lower(says="", source="", columns=("c",), lower=("a", "b"), than=("x", "y"))
+    assert verdict(s, cell("a", 1), cell("b", 2), cell("x", 3), cell("y", 4))[0]  # type: ignore[index]
+    assert not verdict(s, cell("a", 1), cell("b", 3.5), cell("x", 3), cell("y", 4))[0]  # type: ignore[index]
+    assert verdict(s, cell("a", 1), cell("x", 3), cell("y", 4)) is None
+    close = verdict(s, cell("a", 1), cell("b", 2.9, std=0.5), cell("x", 3), cell("y", 4))
+    assert close is not None
+    assert close[0]
+    assert "closer than a standard deviation" in close[1]
+
+
+def test_statements_about_some_clients_look_at_those() -> None:
+    s = Lower(says="", source="", columns=("c",), lower=("a",), than=("x",), clients=("fr",))
+    assert verdict(s, cell("a", 9, fr=1.0, de=17.0), cell("x", 3, fr=2.0, de=4.0))[0]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(("own", "holds"), [(10.4, True), (10.6, False), (9.0, True)])
+def test_near_is_a_share_above_the_best(own: float, holds: bool) -> None:
+    s = Near(kind="near", says="", source="", columns=("c",), row="a", best_of=("x", "y"), within=0.05)
+    assert verdict(s, cell("a", own), cell("x", 10), cell("y", 20))[0] is holds  # type: ignore[index]
+
+
+def accurate(row: str, mean: float, std: float = 0.0, **figures: object) -> dict:
+    return cell(row, mean, std) | {"metric": ACCURACY.about, **figures}
+
+
+def test_better_follows_the_direction_of_the_metric() -> None:
+    s = Better(kind="better", says="", source="", columns=("c",), better=("a", "b"), than=("x",), by=4)
+    assert verdict(s, accurate("a", 80), accurate("b", 76), accurate("x", 72))[0]  # type: ignore[index]
+    assert not verdict(s, accurate("a", 80), accurate("b", 75.9), accurate("x", 72))[0]  # type: ignore[index]
+    assert verdict(s, cell("a", 30), cell("b", 36), cell("x", 40))[0]  # type: ignore[index]
+    assert not verdict(s, cell("a", 80), cell("b", 76), cell("x", 72))[0]  # type: ignore[index]
+    assert not verdict(s.model_copy(update={"by": 0.0}), accurate("a", 72), accurate("b", 73), accurate("x", 72))[0]  # type: ignore[index]
+    assert verdict(s, accurate("a", 80), accurate("x", 72)) is None
+    told = verdict(s, accurate("a", 80), accurate("b", 77, std=6), accurate("x", 72))
+    assert told == (True, "a 80.00, b 77.00 against x 72.00 (by at least 4), closer than a standard deviation")
+
+
+@pytest.mark.parametrize(("own", "share", "points"), [(70.1, True, True), (69.0, True, False), (67.0, False, False), (80.0, True, True)])
+def test_near_looks_from_the_better_side(own: float, share: bool, points: bool) -> None:
+    s = Near(kind="near", says="", source="", columns=("c",), row="a", best_of=("x", "y"), within=0.06)
+    rows = accurate("a", own), accurate("x", 72), accurate("y", 10)
+    assert verdict(s, *rows)[0] is share  # type: ignore[index]
+    assert verdict(s.model_copy(update={"within": 2.0, "points": True}), *rows)[0] is points  # type: ignore[index]
+
+
+def test_weights_and_improved_are_judged_where_they_are_known() -> None:
+    about = {"says": "", "source": "", "columns": ("c",), "row": "a"}
+    w, i = Weights(kind="weights", at_most=0.1, **about), Improved(kind="improved", at_least=90, **about)
+    assert verdict(w, accurate("a", 80, weights_error=0.1)) == (True, "W error of a 0.100 (at most 0.1)")
+    assert not verdict(w, accurate("a", 80, weights_error=0.11))[0]  # type: ignore[index]
+    assert verdict(w, accurate("a", 80, weights_error=None)) is None
+    assert verdict(i, accurate("a", 80, improved=90.0)) == (True, "Imp.% of a 90 (at least 90)")
+    assert not verdict(i, accurate("a", 80, improved=87.5))[0]  # type: ignore[index]
+    assert verdict(i, accurate("a", 80, improved=None)) is None
+
+
+def test_statements_about_a_group_or_a_gate() -> None:
+    rows = [accurate(r, 90, groups={"aligned": 90.0, "random": x}, gate_accuracy=g) for r, x, g in (("a", 70.0, 94.0), ("x", 80.0, None))]
+    s = Better(kind="better", says="", source="", columns=("c",), better=("x",), than=("a",))
+    assert not verdict(s, *rows)[0]  # type: ignore[index]
+    assert verdict(s.model_copy(update={"group": "random"}), *rows) == (True, "x 80.00 against a 70.00")
+    gate = Gate(kind="gate", says="", source="", columns=("c",), row="a", at_least=94)
+    assert verdict(gate, *rows) == (True, "gate accuracy of a 94.0 (at least 94)")
+    assert not verdict(gate.model_copy(update={"at_least": 95}), *rows)[0]  # type: ignore[index]
+    assert verdict(gate.model_copy(update={"row": "x"}), *rows) is None
+
+
+@pytest.mark.parametrize(("weights", "falls", "below"), [((0.6, 0.55), True, False), ((0.6, 0.4), True, True), ((0.3, 0.45), False, True)])
+def test_router_statements_read_the_metrics(weights: tuple[float, float], falls: bool, below: bool, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / RESULT).write_text(json.dumps({"clients": {"ann": {"generalists": 1, "specialists": 1}}}))
+    lines = [
+        {"kind": "train", "client": "ann", "iteration": k, "router/generalist+specialist": [[w, 1 - w], [w, 1 - w]]}
+        for k, w in enumerate(weights)
+    ]
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    own = [{"row": "a", "column": "c", "folders": ["run"]}]
+    for kind, expected in (("falls", falls), ("below half at the end", below)):
+        s = Routers(kind="routers", says="", source="", columns=("c",), row="a", generalist=kind)  # type: ignore[arg-type]
+        assert next(_verdicts(s, own, tmp_path))["holds"] is expected
+
+
+def test_mistakes_are_refused_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="comigs/table1"):
+        Job("comigs/table9", "small", tmp_path).cells  # noqa: B018
+    with pytest.raises(Refused, match="no row 'fedsgd'"):
+        Job("comigs/table2", "small", tmp_path, rows=("fedsgd",)).cells  # noqa: B018
+    with pytest.raises(Refused, match="no column 'agnews-llama'"):
+        Job("comigs/table2", "small", tmp_path, columns=("agnews-llama",)).cells  # noqa: B018
+    with pytest.raises(ValueError, match="no such row or column: ghost"):
+        Reproduction.model_validate({"title": "", "columns": {}, "rows": {}, "published": {"ghost": {}}})
+    with pytest.raises(ValueError, match="no such row or column: ghost"):
+        Reproduction.model_validate({"title": "", "columns": {}, "rows": {}, "pictures": [{"kind": "weights", "rows": ["ghost"]}]})
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> dict:
+    """A table with accuracy in its first column and perplexity in its second, and the runs of it."""
+    kinds = {"digits": ACCURACY.about, "language": PERPLEXITY.about}
+    cells = []
+    for column, metric in kinds.items():
+        for k, method in enumerate(("local", "cobo")):
+            found = classified(method, shift=10.0 * k, metric=metric)
+            folder = f"{column}-{method}"
+            (tmp_path / folder).mkdir()
+            (tmp_path / folder / RESULT).write_text(json.dumps(found))
+            about = {"row": method, "title": method.upper(), "column": column, "choice": {}, "folders": [folder], "settings": {}}
+            about |= {"published": 64.9 + k, "published_std": None, "published_improved": 100.0 if k else None}
+            about["evaluations"] = found["evaluations"]
+            cells.append(comparison.row(method, [found], [classified("local", metric=metric)]) | about)
+    return {
+        "title": "T",
+        "name": "cobo/t",
+        "scale": "small",
+        "seeds": [0],
+        "overrides": [],
+        "part": [],
+        "shows": "mean",
+        "scored": "s",
+        "columns": {c: c.capitalize() for c in kinds},
+        "rows": {"local": "LOCAL", "cobo": "COBO"},
+        "cells": cells,
+        "statements": [],
+        "order": {},
+        "notes": [],
+        "unjudged": 1,
+        "versions": {"coterie": "0", "torch": "2"},
+        "machine": {"device": "cpu", "dtype": "float32", "threads": 1},
+    }
+
+
+def test_each_column_has_its_own_metric(mixed: dict, tmp_path: Path) -> None:
+    text = markdown(mixed)
+    digits, language = text.split("## Language")
+    assert "Mean test accuracy, % over clients; higher is better." in digits
+    assert "MFLOPs/example" in digits
+    assert "Mean test perplexity over clients; lower is better." in language
+    assert "MFLOPs/token" in language
+    assert "| COBO | 81.50 | 65.90 | 81.50 | 100 | 100 | 0.500 |" in digits
+    assert "| COBO | 81.50 | 65.90 | 81.50 | 0 | 100 | 0.500 |" in language
+    assert "- 1 statement of the paper is not judged" in text
+    write_page(tmp_path / "t.html", mixed, (), tmp_path)
+    page = (tmp_path / "t.html").read_text()
+    assert re.findall(r"<tr class=best><th[^>]*>(\w+)", page) == ["COBO", "LOCAL"]
+    console = Console(file=io.StringIO(), width=80)
+    for table in terminal(mixed):
+        console.print(table)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "Digits: test accuracy, %, higher is better" in shown
+    assert "Imp.%, paper" in shown
+    assert "…" not in shown
+
+
+def test_every_kind_of_picture_is_drawn(mixed: dict, tmp_path: Path) -> None:
+    pictures = (
+        Picture(kind="curves", columns=("digits",)),
+        Picture(kind="weights", rows=("cobo",), columns=("digits",), iterations=(10, 30)),
+        Picture(kind="domains", rows=("cobo",), columns=("language",), clients=("dan",)),
+        Picture(kind="bars", title="By column", rows=("local", "cobo")),
+        Picture(kind="bars", title="Elsewhere", columns=("digits",), rows=()),
+    )
+    write_page(tmp_path / "t.html", mixed, pictures, tmp_path)
+    page = (tmp_path / "t.html").read_text()
+    curves, weights, domains, bars = (page[page.index(f'id="picture-{k}"') : page.index(f'id="picture-{k + 1}"')] for k in range(4))
+    assert "COBO: 81.50 at 30 local iterations" in curves
+    assert "Language" not in curves
+    assert re.findall(r"<figcaption>([^<]*)<", weights) == ["10 iterations", "30 iterations", "True clusters"]
+    assert "for &lt;b&gt;ben&lt;/b&gt;: 1.00 at 30 local iterations" in domains
+    assert domains.count("<figure>") == 1
+    assert "Digits, COBO: 81.50" in bars
+    assert "Language, LOCAL: 71.50" in bars
+    heights = [float(h) for h in re.findall(r'<rect [^>]*height="([\d.]+)"', bars)]
+    assert heights[1] / heights[0] == pytest.approx(81.5 / 71.5, abs=1e-3)
+
+
+def test_a_figure_is_drawn(tmp_path: Path, data_root: Path) -> None:
+    """Figure 4 at toy size: router scores of two methods, and a verdict read off the metrics."""
+    found = reproduce(Job("comigs/figure4", "small", tmp_path, overrides=(*TOY, f"data.root={data_root}")))
+    page = (tmp_path / "comigs-figure4.html").read_text()
+    assert page.count("generalist, block 1") >= 8  # two methods, four clients
+    assert [s["row"] if "row" in s else s["column"] for s in found["statements"]] == ["agnews"]
+
+
+@pytest.fixture(scope="module")
+def pooled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
+    """Four rounds of a table of DDOME with a figure's pictures, which holds it against the common expert."""
+    folder = tmp_path_factory.mktemp("pooled")
+    overrides = ("method.rounds=4", "evaluate_every=2", "model.common.pretraining.epochs=5")
+    return folder, reproduce(Job("ddome/table6", "small", folder, 1, ("digits",), ("common-expert", "ddome"), overrides))
+
+
+def test_unseen_clients_are_shown_by_group(pooled: tuple[Path, dict]) -> None:
+    folder, found = pooled
+    for cell in found["cells"]:
+        result = json.loads((folder / cell["folders"][0] / RESULT).read_text())
+        assert cell["mean"] == result["groups"]["aligned"] == cell["groups"]["aligned"]
+        assert all("choices" not in e for e in cell["evaluations"])
+    assert "never trained with" in found["scored"]
+    text = (folder / "ddome-table6.md").read_text()
+    assert "| aligned | random |" in text
+    assert "synced" not in text
+    page = (folder / "ddome-table6.html").read_text()
+    for group in ("aligned", "random"):
+        assert f"<figcaption>Digits, {group} (unseen)" in page
+    common = next(cell for cell in found["cells"] if cell["row"] == "common-expert")
+    assert f"Common expert: {common['mean']:.2f} at 4 rounds" in page  # a level line to the end
+
+
+@pytest.mark.parametrize("figure", ["best", "best_of_last_ten", "gate_error"])
+def test_a_table_may_show_another_figure_than_the_last(figure: str, pooled: tuple[Path, dict]) -> None:
+    folder, found = pooled
+    results = [json.loads((folder / cell["folders"][0] / RESULT).read_text()) for cell in found["cells"] if cell["row"] == "ddome"]
+    shown = _shown(results, figure)  # type: ignore[arg-type]
+    tests = [e["groups"]["aligned"] for e in results[0]["evaluations"]]
+    right = results[0]["evaluations"][-1]["choices"]["aligned"]["gate_accuracy"]
+    assert shown["mean"] == pytest.approx(100 - right if figure == "gate_error" else max(tests))
+    assert shown["metric"]["lower_is_better"] is (figure == "gate_error")
+
+
+def test_every_kind_of_picture_of_a_pool_is_drawn(pooled: tuple[Path, dict], tmp_path: Path) -> None:
+    folder, found = pooled
+    kinds = ("labels", "k-means", "experts", "gate")
+    write_page(tmp_path / "t.html", found, [Picture(kind=kind) for kind in kinds], folder)  # type: ignore[arg-type]
+    page = (tmp_path / "t.html").read_text()
+    labels, means, experts, gate = (page[page.index(f'id="picture-{k}"') :].partition("</section>")[0] for k in range(4))
+    assert labels.count("anchor-0") >= 2  # of both rows
+    assert "silhouette" in means
+    assert "Common expert" not in experts  # which has no pool
+    assert "rounds" in experts
+    assert "error rate" in gate
