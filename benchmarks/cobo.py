@@ -1,12 +1,15 @@
-"""CoBo's engine: the pull as one matrix product against loops, clients at once against one by one, and memory.
+"""CoBo's engine: the pull as one matrix product against loops, clients at once against one by one,
+and memory.
 
     python benchmarks/cobo.py pull [--json FILE]
-    python benchmarks/cobo.py speed [--network mlp|cnn|resnet9] [--clients 8 32 80] [--batch 20] [--device cpu] [--json FILE]
-    python benchmarks/cobo.py memory [--network resnet9] [--clients 80] [--batch 8] [--json FILE]
+    python benchmarks/cobo.py speed [--network mlp|cnn|resnet9] [--clients 8 32 80] [--batch 20]
+    [--device cpu] [--json FILE] python benchmarks/cobo.py memory [--network resnet9] [--clients 80]
+    [--batch 8] [--json FILE]
 
-`pull`: of n models of d values. `speed`: a round of random images that compares n - 1 pairs (`pairs: constant`), its pair gradients and
-its training step. The same clients take turns: one by one; at once; and `chosen`, whichever of both the model takes for quicker.
-`memory`: the peak of a process that does one such round, and of n separate models with optimisers, for comparison.
+`pull`: of n models of d values. `speed`: a round of random images that compares n - 1 pairs
+(`pairs: constant`), its pair gradients and its training step. The same clients take turns: one by
+one; at once; and `chosen`, whichever of both the model takes for quicker. `memory`: the peak of a
+process that does one such round, and of n separate models with optimisers, for comparison.
 """
 
 import argparse
@@ -65,11 +68,16 @@ class AtOnce(Classifier):
         return True
 
 
-KINDS: dict[str, type[Classifier]] = {"one by one": OneByOne, "at once": AtOnce, "chosen": Classifier}
+KINDS: dict[str, type[Classifier]] = {
+    "one by one": OneByOne,
+    "at once": AtOnce,
+    "chosen": Classifier,
+}
 
 
 class Timed:
-    """A method in this process, round by round, with the seconds of its parts: "round", and each task's by its name.
+    """A method in this process, round by round, with the seconds of its parts: "round", and each
+    task's by its name.
 
     Args:
         method: What is run.
@@ -104,7 +112,14 @@ def _now() -> float:
 class Federated(Timed):
     """CoBo on random images."""
 
-    def __init__(self, n: int, shape: NetworkShape, batch: int, device: str = "cpu", exchange_mb: float = 256.0) -> None:
+    def __init__(
+        self,
+        n: int,
+        shape: NetworkShape,
+        batch: int,
+        device: str = "cpu",
+        exchange_mb: float = 256.0,
+    ) -> None:
         method = CoBo(rounds=1000, rho=0.01, gamma=0.01, pairs="constant", exchange_mb=exchange_mb)
         self.ids, self.shape, self.device = [f"c{k:03}" for k in range(n)], shape, device
         rng = np.random.default_rng(0)
@@ -113,15 +128,35 @@ class Federated(Timed):
         channels = shape.inputs[0]
         own = {
             i: [
-                ExampleSplit(name, images, labels, np.arange(256), k, (0.5,) * channels, (0.25,) * channels, shape.classes)
+                ExampleSplit(
+                    name,
+                    images,
+                    labels,
+                    np.arange(256),
+                    k,
+                    (0.5,) * channels,
+                    (0.25,) * channels,
+                    shape.classes,
+                )
                 for name in NAMES
             ]
             for k, i in enumerate(self.ids)
         }
         layouts = dict.fromkeys(self.ids, Layout())
         data = {i: ClientData(i, *splits) for i, splits in own.items()}
-        site = Site(lambda layout: Classifier(shape, device), layouts, data, Training(batch_size=batch, experts=SGD_EMA), 0, 1000)
-        super().__init__(method, site, method.init(Blueprint(lambda layout: Classifier(shape), layouts, 0), self.ids))
+        site = Site(
+            lambda layout: Classifier(shape, device),
+            layouts,
+            data,
+            Training(batch_size=batch, experts=SGD_EMA),
+            0,
+            1000,
+        )
+        super().__init__(
+            method,
+            site,
+            method.init(Blueprint(lambda layout: Classifier(shape), layouts, 0), self.ids),
+        )
         self.models = {kind: make(shape, device) for kind, make in KINDS.items()}
         self.found: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
 
@@ -148,22 +183,51 @@ def pull() -> list[dict[str, Any]]:
     for n, d, repeats in ((8, 4_810, 50), (32, 4_810, 20), (8, 6_573_130, 3), (32, 1_000_000, 3)):
         x = dict(zip(map(str, range(n)), torch.randn(n, d), strict=True))
         w = start_weights(n, shares=False)
-        taken = in_turns({"loops": partial(looped, x, w), "product": partial(pulls, list(x.values()), w)}, repeats)
+        taken = in_turns(
+            {"loops": partial(looped, x, w), "product": partial(pulls, list(x.values()), w)},
+            repeats,
+        )
         loops, product = ratios(taken, "product").values()
-        rows.append({"clients": n, "values": d, "loops_s": loops["seconds"], "product_s": product["seconds"], "loops x": loops["ratio"]})
+        rows.append(
+            {
+                "clients": n,
+                "values": d,
+                "loops_s": loops["seconds"],
+                "product_s": product["seconds"],
+                "loops x": loops["ratio"],
+            }
+        )
     return rows
 
 
-def speed(network: str, shape: NetworkShape, n: int, batch: int, repeats: int, device: str, exchange_mb: float) -> list[dict[str, Any]]:
+def speed(
+    network: str,
+    shape: NetworkShape,
+    n: int,
+    batch: int,
+    repeats: int,
+    device: str,
+    exchange_mb: float,
+) -> list[dict[str, Any]]:
     """One row for each part of a round; ratios to one by one, above 1 where it is quicker."""
     run = Federated(n, shape, batch, device, exchange_mb)
     in_turns({kind: partial(run.turn, kind) for kind in KINDS}, repeats)
     rows = []
     for part in PARTS:
         single, *others = ([round[part] for round in run.found[kind][-repeats:]] for kind in KINDS)
-        faster = [statistics.median(a / b for a, b in zip(single, other, strict=True)) for other in others]
-        row = {"network": network, "clients": n, "batch": batch, "part": part, "one by one_s": statistics.median(single)}
-        rows.append(row | {f"{kind} x": ratio for kind, ratio in zip(list(KINDS)[1:], faster, strict=True)})
+        faster = [
+            statistics.median(a / b for a, b in zip(single, other, strict=True)) for other in others
+        ]
+        row = {
+            "network": network,
+            "clients": n,
+            "batch": batch,
+            "part": part,
+            "one by one_s": statistics.median(single),
+        }
+        rows.append(
+            row | {f"{kind} x": ratio for kind, ratio in zip(list(KINDS)[1:], faster, strict=True)}
+        )
     return rows
 
 
@@ -176,11 +240,18 @@ def one_round(n: int, network: str, batch: int) -> dict[str, Any]:
     before = peak()
     run.turn("chosen")
     d = run.state[f"{run.ids[0]}/generalist"].numel()
-    return {"peak_gib": peak() / 2**30, "before_gib": before / 2**30, "seconds": time.perf_counter() - start, "values": d}
+    return {
+        "peak_gib": peak() / 2**30,
+        "before_gib": before / 2**30,
+        "seconds": time.perf_counter() - start,
+        "values": d,
+    }
 
 
 def separate(n: int, network: str, batch: int) -> dict[str, Any]:
-    """N modules, each with its gradient and optimiser, and the copies from before the round that a synchronous pull needs."""
+    """N modules, each with its gradient and optimiser, and the copies from before the round that
+    a synchronous pull needs.
+    """
     shape = shape_of(network)
     models = [Classifier(shape) for _ in range(n)]
     optimisers = [torch.optim.Adam(model.network.parameters()) for model in models]
@@ -189,29 +260,48 @@ def separate(n: int, network: str, batch: int) -> dict[str, Any]:
         model.network.train()
         torch.nn.functional.cross_entropy(model.network(x), y).backward()
         optimiser.step()
-    before = [{name: p.detach().clone() for name, p in model.network.named_parameters()} for model in models]
+    before = [
+        {name: p.detach().clone() for name, p in model.network.named_parameters()}
+        for model in models
+    ]
     assert len(before) == n
     return {"peak_gib": peak() / 2**30}
 
 
 def shape_of(network: str) -> NetworkShape:
-    return NetworkShape(network, (3, 32, 32), 100) if network != "mlp" else NetworkShape("mlp", (3, 32, 32), 100, (1024, 1024))  # type: ignore[arg-type]
+    return (
+        NetworkShape(network, (3, 32, 32), 100)
+        if network != "mlp"
+        else NetworkShape("mlp", (3, 32, 32), 100, (1024, 1024))
+    )  # type: ignore[arg-type]
 
 
 def memory(n: int, network: str, batch: int) -> dict[str, Any]:
-    """Each in a process of its own, whose peak is then its own; None for one that does not fit into the machine."""
+    """Each in a process of its own, whose peak is then its own; None for one that does not fit
+    into the machine.
+    """
     row: dict[str, Any] = {"network": network, "clients": n, "batch": batch}
-    for what, keys in (("one_round", ("values", "before_gib", "peak_gib", "seconds")), ("separate", ("peak_gib",))):
+    for what, keys in (
+        ("one_round", ("values", "before_gib", "peak_gib", "seconds")),
+        ("separate", ("peak_gib",)),
+    ):
         call = f"cobo.{what}({n}, {network!r}, {batch})"
-        code = f"import sys, json; sys.path.insert(0, {str(Path(__file__).parent)!r}); import cobo; print(json.dumps({call}))"
-        done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+        code = (
+            f"import sys, json; sys.path.insert(0, {str(Path(__file__).parent)!r}); import cobo; "
+            f"print(json.dumps({call}))"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], check=False, capture_output=True, text=True
+        )
         found = json.loads(done.stdout) if done.returncode == 0 else {}
         row |= {f"{what} {key}": found.get(key) for key in keys}
     return row
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("pull", "speed", "memory"))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--network", nargs="+", choices=tuple(SHAPES))
@@ -220,7 +310,12 @@ def main() -> None:
     parser.add_argument("--batch", type=int)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--exchange-mb", type=float, default=256.0, help="of the method: gradients of so many pairs in flight")
+    parser.add_argument(
+        "--exchange-mb",
+        type=float,
+        default=256.0,
+        help="of the method: gradients of so many pairs in flight",
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -231,9 +326,17 @@ def main() -> None:
         rows = [memory(n, network, args.batch or 8) for network in networks for n in counts]
         report(rows, args.json or RESULTS / "cobo_memory.json")
     else:
-        shapes = {name: replace(SHAPES[name], width=args.width or SHAPES[name].width) for name in args.network or ["mlp", "cnn"]}
+        shapes = {
+            name: replace(SHAPES[name], width=args.width or SHAPES[name].width)
+            for name in args.network or ["mlp", "cnn"]
+        }
         how = args.batch or 20, args.repeats, args.device, args.exchange_mb
-        rows = [row for name, shape in shapes.items() for n in args.clients or [8, 32, 80] for row in speed(name, shape, n, *how)]
+        rows = [
+            row
+            for name, shape in shapes.items()
+            for n in args.clients or [8, 32, 80]
+            for row in speed(name, shape, n, *how)
+        ]
         report(rows, args.json or RESULTS / "cobo_speed.json", device=args.device, width=args.width)
 
 

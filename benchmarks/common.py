@@ -1,4 +1,6 @@
-"""What all benchmarks share: the machine that figures are of, measures that take turns, and results as JSON and as a table."""
+"""What all benchmarks share: the machine that figures are of, measures that take turns, and
+results as JSON and as a table.
+"""
 
 import json
 import platform
@@ -22,13 +24,21 @@ def machine() -> dict[str, Any]:
     found: dict[str, Any] = {"processor": _processor(), "threads": torch.get_num_threads()}
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
-    return found | {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
+    return found | {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
 
 
 def _processor() -> str:
     info = Path("/proc/cpuinfo")
     names = (
-        [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        [
+            line.partition(":")[2].strip()
+            for line in info.read_text().splitlines()
+            if line.startswith("model name")
+        ]
         if info.is_file()
         else []
     )
@@ -46,8 +56,11 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def in_turns(work: Mapping[str, Callable[[], object]], repeats: int, warm: int = 1) -> dict[str, list[float]]:
-    """Seconds of each call in each repeat; nobody is always first, so that a noisy machine disturbs all alike.
+def in_turns(
+    work: Mapping[str, Callable[[], object]], repeats: int, warm: int = 1
+) -> dict[str, list[float]]:
+    """Seconds of each call in each repeat; nobody is always first, so that a noisy machine disturbs
+    all alike.
 
     Args:
         work: What is measured, by name.
@@ -66,7 +79,9 @@ def in_turns(work: Mapping[str, Callable[[], object]], repeats: int, warm: int =
 
 
 def ratios(taken: Mapping[str, Sequence[float]], reference: str) -> dict[str, dict[str, float]]:
-    """Of each: `seconds`, the median; `ratio`, the median of the ratios within each repeat; `best_ratio`, of the fastest repeats."""
+    """Of each: `seconds`, the median; `ratio`, the median of the ratios within each repeat;
+    `best_ratio`, of the fastest repeats.
+    """
     return {
         name: {
             "seconds": statistics.median(own),
@@ -80,18 +95,29 @@ def ratios(taken: Mapping[str, Sequence[float]], reference: str) -> dict[str, di
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Rows as a Markdown table, with the columns of the first one."""
     columns = list(rows[0])
-    lines = [columns, ["---"] + ["---:"] * (len(columns) - 1), *([_cell(row.get(column)) for column in columns] for row in rows)]
+    lines = [
+        columns,
+        ["---"] + ["---:"] * (len(columns) - 1),
+        *([_cell(row.get(column)) for column in columns] for row in rows),
+    ]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _cell(value: Any) -> str:
     if value is None:
         return ""
-    return f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+    return (
+        f"{value:.4g}"
+        if isinstance(value, float)
+        else f"{value:,}"
+        if isinstance(value, int)
+        else str(value)
+    )
 
 
 def report(rows: Sequence[Mapping[str, Any]], path: Path | None, **about: Any) -> None:
-    """Print the rows as a table and, with a path, write them as JSON with the command and the machine.
+    """Print the rows as a table and, with a path, write them as JSON with the command and the
+    machine.
 
     Args:
         rows: All with the same keys.
@@ -102,4 +128,9 @@ def report(rows: Sequence[Mapping[str, Any]], path: Path | None, **about: Any) -
     if path is not None:
         command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"command": command, "machine": machine(), **about, "rows": list(rows)}, indent=2) + "\n")
+        path.write_text(
+            json.dumps(
+                {"command": command, "machine": machine(), **about, "rows": list(rows)}, indent=2
+            )
+            + "\n"
+        )

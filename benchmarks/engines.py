@@ -1,10 +1,13 @@
-"""What an engine costs beside the work: the same recipe as a bare training loop, in process, over bytes, under simulation, and deployed.
+"""What an engine costs beside the work: the same recipe as a bare training loop, in process, over
+bytes, under simulation, and deployed.
 
     python benchmarks/engines.py [--clients 4 32 100] [--rounds 6] [--deployed 4] [--json FILE]
 
-FedAvg on the embedded base, each client with a folder of text of its own. Every engine does all that `coterie run` does: checks, metrics,
-checkpoints. The bare loop takes the same steps on the same batches with nothing around them. Deployed means a SuperLink and SuperNodes on
-this machine with TLS and keys, and a resident process each; `--deployed 0` leaves that out, `--without-resident` those processes.
+FedAvg on the embedded base, each client with a folder of text of its own. Every engine does all
+that `coterie run` does: checks, metrics, checkpoints. The bare loop takes the same steps on the
+same batches with nothing around them. Deployed means a SuperLink and SuperNodes on this machine
+with TLS and keys, and a resident process each; `--deployed 0` leaves that out, `--without-resident`
+those processes.
 """
 
 import argparse
@@ -31,7 +34,9 @@ from coterie.runs.metrics import MetricsFile
 from coterie.runs.prepare import prepare
 from coterie.runs.recipe import Recipe
 
-TEXTS = sorted(path for path in Path(os.__file__).parent.glob("*.py") if path.stat().st_size > 30_000)
+TEXTS = sorted(
+    path for path in Path(os.__file__).parent.glob("*.py") if path.stat().st_size > 30_000
+)
 
 
 def folders(root: Path, clients: int) -> Path:
@@ -74,17 +79,31 @@ class Stopwatch(Reporter):
     @property
     def seconds(self) -> list[float]:
         """Of each round but the first and the last, which has the scoring in it."""
-        return [after - before for before, after in zip(self.ends[1:-2], self.ends[2:-1], strict=True)]
+        return [
+            after - before for before, after in zip(self.ends[1:-2], self.ends[2:-1], strict=True)
+        ]
 
 
 def bare(chosen: Recipe) -> Callable[[], None]:
     """A loop that does one round of FedAvg on all clients, and nothing else."""
     prepared = prepare(chosen)
     site, experts = prepared.site, chosen.training.experts
-    first = Client("", site.model(prepared.clients[0]), site.data[prepared.clients[0]], chosen.training, {}, 0, 1)
+    first = Client(
+        "",
+        site.model(prepared.clients[0]),
+        site.data[prepared.clients[0]],
+        chosen.training,
+        {},
+        0,
+        1,
+    )
     model, flat = first.model, first.state[f"parameters/{GENERALIST}"]
     parameters = list(model.parameters_by_role()[GENERALIST].values())
-    theta, memories, cursors = flat.clone(), [dict[str, torch.Tensor]() for _ in prepared.clients], [0] * len(prepared.clients)
+    theta, memories, cursors = (
+        flat.clone(),
+        [dict[str, torch.Tensor]() for _ in prepared.clients],
+        [0] * len(prepared.clients),
+    )
 
     def one_round() -> None:
         nonlocal theta
@@ -95,7 +114,9 @@ def bare(chosen: Recipe) -> Callable[[], None]:
                 batch = site.data[i].train.batch(cursors[k], chosen.training.batch_size)
                 cursors[k] += chosen.training.batch_size
                 gradients, _ = model.gradient(batch, parameters)
-                experts.step(flat, torch.cat([g.flatten() for g in gradients]), experts.lr, memories[k], "")
+                experts.step(
+                    flat, torch.cat([g.flatten() for g in gradients]), experts.lr, memories[k], ""
+                )
             total += flat
         theta = total / len(prepared.clients)
 
@@ -103,14 +124,21 @@ def bare(chosen: Recipe) -> Callable[[], None]:
 
 
 def beside_the_bare_loop(chosen: Recipe, folder: Path) -> dict[str, Any]:
-    """Seconds of a round, bare and in process with all that a run does; rounds alternate, for the machine is never the same twice."""
+    """Seconds of a round, bare and in process with all that a run does; rounds alternate, for
+    the machine is never the same twice.
+    """
     loop = bare(chosen)
     execution = Execution(prepare(chosen), folder, Reporter(), "", OnThisMachine("inprocess"))
     folder.mkdir(parents=True)
     execution.started, execution.metrics = time.monotonic(), MetricsFile(folder)
-    found = ratios(in_turns({"bare": loop, "inprocess": execution._one_round}, chosen.method["rounds"] - 2), "bare")
+    found = ratios(
+        in_turns({"bare": loop, "inprocess": execution._one_round}, chosen.method["rounds"] - 2),
+        "bare",
+    )
     execution.metrics.close()
-    return {f"{name}_s": own["seconds"] for name, own in found.items()} | {"ratio": found["inprocess"]["ratio"]}
+    return {f"{name}_s": own["seconds"] for name, own in found.items()} | {
+        "ratio": found["inprocess"]["ratio"]
+    }
 
 
 def whole(chosen: Recipe, folder: Path) -> dict[str, Any]:
@@ -121,29 +149,53 @@ def whole(chosen: Recipe, folder: Path) -> dict[str, Any]:
 
 
 def wire(folder: Path, result: dict[str, Any]) -> dict[str, Any]:
-    """Bytes that Flower's messages had, and those of the tensors that the method shared, over all rounds."""
+    """Bytes that Flower's messages had, and those of the tensors that the method shared, over
+    all rounds.
+    """
     newest = sorted((folder / "checkpoints").glob("round-*"))[-1]
-    sent = json.loads((newest / "checkpoint.json").read_text())["progress"].get("engine", {}).get("traffic")
-    shared = sum(client[key] for client in result["clients"].values() for key in ("bytes_up", "bytes_down"))
-    return {} if sent is None else {"bytes": sum(sent), "tensor_bytes": shared, "bytes_ratio": sum(sent) / shared}
+    sent = (
+        json.loads((newest / "checkpoint.json").read_text())["progress"]
+        .get("engine", {})
+        .get("traffic")
+    )
+    shared = sum(
+        client[key] for client in result["clients"].values() for key in ("bytes_up", "bytes_down")
+    )
+    return (
+        {}
+        if sent is None
+        else {"bytes": sum(sent), "tensor_bytes": shared, "bytes_ratio": sum(sent) / shared}
+    )
 
 
 def deployed(chosen: Recipe, folder: Path, resident: bool) -> dict[str, Any]:
-    """The same of real devices on this machine. Rounds are timed by when their checkpoints were written."""
+    """The same of real devices on this machine. Rounds are timed by when their checkpoints were
+    written.
+    """
     clients = list(prepare(chosen).clients)
-    demo.demo(chosen, clients, folder, lambda line: print(f"  {line}", flush=True), resident=resident)
-    before, after = (path.stat().st_mtime for path in sorted((folder / "checkpoints").glob("round-*")))
+    demo.demo(
+        chosen, clients, folder, lambda line: print(f"  {line}", flush=True), resident=resident
+    )
+    before, after = (
+        path.stat().st_mtime for path in sorted((folder / "checkpoints").glob("round-*"))
+    )
     every = chosen.checkpoint_every
-    return {"deployed_s": (after - before) / every} | wire(folder, json.loads((folder / "result.json").read_text()))
+    return {"deployed_s": (after - before) / every} | wire(
+        folder, json.loads((folder / "result.json").read_text())
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--clients", type=int, nargs="+", default=[4, 32, 100])
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=5, help="local steps of a client in a round")
     parser.add_argument("--batch", type=int, default=8, help="windows of a step")
-    parser.add_argument("--deployed", type=int, default=4, help="at most so many clients are deployed")
+    parser.add_argument(
+        "--deployed", type=int, default=4, help="at most so many clients are deployed"
+    )
     parser.add_argument("--without-resident", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -153,12 +205,17 @@ def main() -> None:
             root = Path(folder) / str(n)
             data = folders(root / "data", n)
             work = {"steps": args.steps, "batch": args.batch}
-            row: dict[str, Any] = {"clients": n} | beside_the_bare_loop(the_recipe(data, args.rounds, "inprocess", **work), root / "pair")
+            row: dict[str, Any] = {"clients": n} | beside_the_bare_loop(
+                the_recipe(data, args.rounds, "inprocess", **work), root / "pair"
+            )
             for engine in ("loopback", "flower"):
                 row |= whole(the_recipe(data, args.rounds, engine, **work), root / engine)
             row["deployed_s"] = None
             if n <= args.deployed:
-                spread = recipe.changed(the_recipe(data, args.rounds, "flower", **work), {"checkpoint_every": args.rounds // 2})
+                spread = recipe.changed(
+                    the_recipe(data, args.rounds, "flower", **work),
+                    {"checkpoint_every": args.rounds // 2},
+                )
                 row |= deployed(spread, root / "deployed", not args.without_resident)
             rows.append(row)
     report(rows, args.json, work=work, resident=not args.without_resident)

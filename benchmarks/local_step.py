@@ -1,12 +1,16 @@
-"""What a mixture of experts costs: the gradient of a local expert step, without the optimiser, against a single LoRA of equal active rank.
+"""What a mixture of experts costs: the gradient of a local expert step, without the optimiser,
+against a single LoRA of equal active rank.
 
-    python benchmarks/local_step.py [--shape embedded|gpt2|llama1b] [--blocks N] [--threads 1] [--device cpu] [--dtype fp32] [--json FILE]
+    python benchmarks/local_step.py [--shape embedded|gpt2|llama1b] [--blocks N] [--threads 1]
+    [--device cpu] [--dtype fp32] [--json FILE]
 
-Random weights; only the shapes matter. `step`: the whole model, head and loss included. `layer`: the MLP of one block with its experts,
-forward and backward, which is where the naive formula differs. Everything takes turns in one process, and ratios are taken within each
-repeat, since the machine may be shared (`best_ratio`: of the fastest repeats, which neighbours disturbed least). `kept_mb` is what the
-forward pass keeps for the backward pass, `peak_mb` the most that a step has allocated at once, both without parameters. The floor is the
-frozen base alone: forward, and backward to the activations.
+Random weights; only the shapes matter. `step`: the whole model, head and loss included. `layer`:
+the MLP of one block with its experts, forward and backward, which is where the naive formula
+differs. Everything takes turns in one process, and ratios are taken within each repeat, since the
+machine may be shared (`best_ratio`: of the fastest repeats, which neighbours disturbed least).
+`kept_mb` is what the forward pass keeps for the backward pass, `peak_mb` the most that a step has
+allocated at once, both without parameters. The floor is the frozen base alone: forward, and
+backward to the activations.
 """
 
 import argparse
@@ -32,7 +36,11 @@ from coterie.models.routing import Routing
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-SHAPES = {"embedded": (16, 128, 4), "gpt2": (2, 128, 12), "llama1b": (1, 128, 2)}  # batch size, context, blocks
+SHAPES = {
+    "embedded": (16, 128, 4),
+    "gpt2": (2, 128, 12),
+    "llama1b": (1, 128, 2),
+}  # batch size, context, blocks
 REFERENCE = "single LoRA, rank 16"
 FLOOR = "frozen base (floor)"
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
@@ -46,7 +54,12 @@ def base(shape: str, blocks: int) -> nn.Module:
     if shape == "gpt2":
         return GPT2LMHeadModel(GPT2Config(n_layer=blocks))
     sizes = {
-        "embedded": {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 4},
+        "embedded": {
+            "vocab_size": 4096,
+            "hidden_size": 256,
+            "intermediate_size": 688,
+            "num_attention_heads": 4,
+        },
         "llama1b": {  # Llama 3.2 1B
             "vocab_size": 128256,
             "hidden_size": 2048,
@@ -56,12 +69,20 @@ def base(shape: str, blocks: int) -> nn.Module:
             "tie_word_embeddings": True,
         },
     }
-    return LlamaForCausalLM(LlamaConfig(**sizes[shape], num_hidden_layers=blocks, max_position_embeddings=256))
+    return LlamaForCausalLM(
+        LlamaConfig(**sizes[shape], num_hidden_layers=blocks, max_position_embeddings=256)
+    )
 
 
 def experts(module: Mixture) -> list[dict[str, tuple[Tensor, Tensor]]]:
-    stacks = [getattr(module, role) for role in ("generalist", "specialist") if hasattr(module, role)]
-    return [{name: (lora.A[j], lora.B[j]) for name, lora in stack.items()} for stack in stacks for j in range(len(stack["down"].A))]
+    stacks = [
+        getattr(module, role) for role in ("generalist", "specialist") if hasattr(module, role)
+    ]
+    return [
+        {name: (lora.A[j], lora.B[j]) for name, lora in stack.items()}
+        for stack in stacks
+        for j in range(len(stack["down"].A))
+    ]
 
 
 def weight(layer: Any) -> tuple[Tensor, Tensor | None]:
@@ -69,31 +90,43 @@ def weight(layer: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def naive(module: Mixture) -> Forward:
-    """The oracle in the place of the cheap evaluation: every expert runs the full MLP, as the published code does."""
+    """The oracle in the place of the cheap evaluation: every expert runs the full MLP, as the
+    published code does.
+    """
     from oracle import mixture as oracle
 
     def forward(x: Tensor, frozen: FrozenMLP, record: list[Routing] | None = None) -> Tensor:
         tokens = x.flatten(0, -2)
         weights = module.router(tokens).weights.to(x.dtype)  # type: ignore[misc]
-        layers = dict(zip((*module.first, "down"), map(weight, (*frozen.first, frozen.down)), strict=True))
-        y: Tensor = oracle.mixture(tokens, layers, experts(module), weights, module.gamma, frozen.activation.forward)
+        layers = dict(
+            zip((*module.first, "down"), map(weight, (*frozen.first, frozen.down)), strict=True)
+        )
+        y: Tensor = oracle.mixture(
+            tokens, layers, experts(module), weights, module.gamma, frozen.activation.forward
+        )
         return y.view_as(x)
 
     return forward
 
 
 def autograd(module: Mixture) -> Forward:
-    """One LoRA beside each layer, as every LoRA library writes it: nothing is recomputed, everything is kept."""
+    """One LoRA beside each layer, as every LoRA library writes it: nothing is recomputed,
+    everything is kept.
+    """
 
     def forward(x: Tensor, frozen: FrozenMLP, record: list[Routing] | None = None) -> Tensor:
         (loras,) = experts(module)
 
         def layer(frozen: nn.Module, name: str, x: Tensor) -> Tensor:
             A, B = loras[name]
-            y: Tensor = frozen(x) + module.gamma * nn.functional.linear(nn.functional.linear(x, A.to(x.dtype)), B.to(x.dtype))
+            y: Tensor = frozen(x) + module.gamma * nn.functional.linear(
+                nn.functional.linear(x, A.to(x.dtype)), B.to(x.dtype)
+            )
             return y
 
-        h = [layer(frozen, name, x) for frozen, name in zip(frozen.first, module.first, strict=True)]
+        h = [
+            layer(frozen, name, x) for frozen, name in zip(frozen.first, module.first, strict=True)
+        ]
         hidden = frozen.activation.forward(h[0])
         return layer(frozen.down, "down", hidden * h[1] if len(h) == 2 else hidden)
 
@@ -135,7 +168,9 @@ def steps(backbone: Backbone, batch: Tensor) -> Iterator[tuple[str, Work]]:
 
     def floor() -> None:
         embeddings = backbone.model.get_input_embeddings()(batch[:, :-1]).detach().requires_grad_()
-        hidden = backbone.model.base_model(inputs_embeds=embeddings, use_cache=False).last_hidden_state.flatten(0, 1)
+        hidden = backbone.model.base_model(
+            inputs_embeds=embeddings, use_cache=False
+        ).last_hidden_state.flatten(0, 1)
         assert backbone.head is not None
         torch.autograd.grad(head_loss(hidden, *backbone.head, batch[:, 1:].flatten()), embeddings)
 
@@ -145,16 +180,32 @@ def steps(backbone: Backbone, batch: Tensor) -> Iterator[tuple[str, Work]]:
         prepare(model.adapter, replaced)
         roles = model.parameters_by_role()
         own = [*roles[GENERALIST].values(), *roles[SPECIALIST].values()]
-        yield name, Work(lambda model=model, own=own: model.gradient(batch, own), [*frozen, *model.adapter.parameters()])  # type: ignore[misc]
+        yield (
+            name,
+            Work(
+                lambda model=model, own=own: model.gradient(batch, own),
+                [*frozen, *model.adapter.parameters()],
+            ),
+        )  # type: ignore[misc]
 
 
 def layers(backbone: Backbone, tokens: int) -> Iterator[tuple[str, Work]]:
     """One MLP with its experts, forward and backward, by variant."""
-    slot = next(module for module in backbone.model.modules() if isinstance(getattr(module, "frozen", None), FrozenMLP))
+    slot = next(
+        module
+        for module in backbone.model.modules()
+        if isinstance(getattr(module, "frozen", None), FrozenMLP)
+    )
     shape = backbone.architecture.blocks[0].mlp
-    x, grad = (torch.randn(tokens, shape.width, device=backbone.device, dtype=backbone.dtype) for _ in range(2))
+    x, grad = (
+        torch.randn(tokens, shape.width, device=backbone.device, dtype=backbone.dtype)
+        for _ in range(2)
+    )
     x.requires_grad_()
-    yield FLOOR, Work(lambda: torch.autograd.grad(slot.base(x), x, grad), list(backbone.model.parameters()))
+    yield (
+        FLOOR,
+        Work(lambda: torch.autograd.grad(slot.base(x), x, grad), list(backbone.model.parameters())),
+    )
     for name, (layout, replaced) in LAYOUTS.items():
         mixture = Mixture(shape, layout).to(backbone.device).eval()
         prepare(mixture, replaced)
@@ -183,33 +234,48 @@ def kept(work: Work) -> int:
 
 
 def profiled(work: Work) -> tuple[int, int]:
-    """The most bytes that one call has allocated at once beyond what was there, and operations of its matrix products."""
+    """The most bytes that one call has allocated at once beyond what was there, and operations
+    of its matrix products.
+    """
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    with torch.profiler.profile(profile_memory=True, record_shapes=True, with_flops=True) as profiler:
+    with torch.profiler.profile(
+        profile_memory=True, record_shapes=True, with_flops=True
+    ) as profiler:
         work.go()
     events = profiler.events() or ()
     operations = sum(event.flops or 0 for event in events if event.name in PRODUCTS)
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() - before, operations
-    found = profiler.profiler.kineto_results.events() if profiler.profiler else ()  # the public list lacks what operators allocate
-    allocated = sorted((event.start_ns(), event.nbytes()) for event in found if event.name() == "[memory]")
+    found = (
+        profiler.profiler.kineto_results.events() if profiler.profiler else ()
+    )  # the public list lacks what operators allocate
+    allocated = sorted(
+        (event.start_ns(), event.nbytes()) for event in found if event.name() == "[memory]"
+    )
     return max(accumulate(size for _, size in allocated)), operations
 
 
 def matrix_speed(backbone: Backbone) -> float | None:
-    """Operations per second of a product of large matrices in the base's dtype, taken for the GPU's peak; None on a CPU."""
+    """Operations per second of a product of large matrices in the base's dtype, taken for the
+    GPU's peak; None on a CPU.
+    """
     if backbone.device.type != "cuda":
         return None
     a, b = (torch.randn(8192, 8192, device=backbone.device, dtype=backbone.dtype) for _ in range(2))
     return 2 * 8192**3 / min(in_turns({"": lambda: a @ b}, 10)[""])
 
 
-def compare(what: str, work: dict[str, Work], repeats: int, speed: float | None) -> list[dict[str, Any]]:
+def compare(
+    what: str, work: dict[str, Work], repeats: int, speed: float | None
+) -> list[dict[str, Any]]:
     """The rows of one kind of work; speed: of the GPU's matrix products, operations per second."""
     found = ratios(in_turns({name: w.go for name, w in work.items()}, repeats, warm=2), REFERENCE)
-    memory, profiles = {name: kept(w) for name, w in work.items()}, {name: profiled(w) for name, w in work.items()}
+    memory, profiles = (
+        {name: kept(w) for name, w in work.items()},
+        {name: profiled(w) for name, w in work.items()},
+    )
     return [
         {
             "variant": name,
@@ -227,15 +293,21 @@ def compare(what: str, work: dict[str, Work], repeats: int, speed: float | None)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=SHAPES, default="embedded")
-    parser.add_argument("--blocks", type=int, help="transformer blocks (embedded 4, gpt2 12, llama1b 2 of its 16)")
+    parser.add_argument(
+        "--blocks", type=int, help="transformer blocks (embedded 4, gpt2 12, llama1b 2 of its 16)"
+    )
     parser.add_argument("--rows", type=int, help="sequences per batch")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
-    parser.add_argument("--json", type=Path, help="default: results/local_step_SHAPE_DEVICE_THREADS.json")
+    parser.add_argument(
+        "--json", type=Path, help="default: results/local_step_SHAPE_DEVICE_THREADS.json"
+    )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
@@ -243,12 +315,24 @@ def main() -> None:
     with torch.device(args.device):
         model = base(args.shape, args.blocks or blocks)
     backbone = Backbone(model.to(DTYPES[args.dtype]))
-    batch = torch.randint(backbone.architecture.vocabulary, (args.rows or rows, context + 1), device=args.device)
+    batch = torch.randint(
+        backbone.architecture.vocabulary, (args.rows or rows, context + 1), device=args.device
+    )
     speed = matrix_speed(backbone)
     found = compare("step", dict(steps(backbone, batch)), args.repeats, speed)
     found += compare("layer", dict(layers(backbone, batch[:, 1:].numel())), 2 * args.repeats, speed)
-    about = {"shape": args.shape, "blocks": args.blocks or blocks, "batch": list(batch.shape), "device": args.device, "dtype": args.dtype}
-    report(found, args.json or RESULTS / f"local_step_{args.shape}_{args.device}_{args.threads}.json", **about)
+    about = {
+        "shape": args.shape,
+        "blocks": args.blocks or blocks,
+        "batch": list(batch.shape),
+        "device": args.device,
+        "dtype": args.dtype,
+    }
+    report(
+        found,
+        args.json or RESULTS / f"local_step_{args.shape}_{args.device}_{args.threads}.json",
+        **about,
+    )
 
 
 if __name__ == "__main__":

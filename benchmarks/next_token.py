@@ -1,13 +1,17 @@
-"""What personal models cost in use: next tokens with a cache, and the first pass over prompts, against the base alone; one model, or many.
+"""What personal models cost in use: next tokens with a cache, and the first pass over prompts,
+against the base alone; one model, or many.
 
-    python benchmarks/next_token.py [--shape embedded gpt2] [--threads 1] [--repeats 30] [--many 64] [--json FILE]
+    python benchmarks/next_token.py [--shape embedded gpt2] [--threads 1] [--repeats 30] [--many 64]
+    [--json FILE]
 
-The embedded base, and a GPT-2 of 124M parameters with random weights; adapters are random, only the shapes matter. The variants take turns
-within one process, and ratios are taken within each turn, since the machine may be shared.
+The embedded base, and a GPT-2 of 124M parameters with random weights; adapters are random, only the
+shapes matter. The variants take turns within one process, and ratios are taken within each turn,
+since the machine may be shared.
 
-Without --many, one personal model: `ratio` is to transformers' own model, `strict ratio` to the base within the backbone, whose activations
-are fused: on GPT-2 that one is the faster of the two. With --many N, N rows of N personal models: `throughput` is that of transformers' own
-model for as many rows.
+Without --many, one personal model: `ratio` is to transformers' own model, `strict ratio` to the
+base within the backbone, whose activations are fused: on GPT-2 that one is the faster of the two.
+With --many N, N rows of N personal models: `throughput` is that of transformers' own model for as
+many rows.
 """
 
 import argparse
@@ -29,7 +33,9 @@ from coterie.models.language import LanguageModel
 from coterie.models.layout import Layout
 from coterie.personal import About, PersonalModel
 
-ManyModels: Any = getattr(coterie.personal, "ManyModels", None)  # None: as it was before there were batches of many models
+ManyModels: Any = getattr(
+    coterie.personal, "ManyModels", None
+)  # None: as it was before there were batches of many models
 LAYOUTS = {"1G1S": Layout(), "1G3S, top 2": Layout(specialists=3)}
 PLAIN, BARE = "the base alone", "the base within the backbone"
 PREFILL = {"embedded": (8, 128), "gpt2": (2, 128)}  # batch size, tokens
@@ -41,7 +47,9 @@ Model = Any  # called as transformers' models are
 def base(shape: str) -> nn.Module:
     """The base model of one shape."""
     made: nn.Module = (
-        GPT2LMHeadModel(GPT2Config()) if shape == "gpt2" else AutoModelForCausalLM.from_pretrained(locate(EMBEDDED), dtype=torch.float32)
+        GPT2LMHeadModel(GPT2Config())
+        if shape == "gpt2"
+        else AutoModelForCausalLM.from_pretrained(locate(EMBEDDED), dtype=torch.float32)
     )
     return made.eval()
 
@@ -58,11 +66,17 @@ def personal(backbone: Backbone, client: str, layout: Layout, **settings: Any) -
     language = LanguageModel(backbone, layout)
     for parameter in language.adapter.parameters():
         nn.init.normal_(parameter, std=0.02)
-    return PersonalModel(language, About(client, "base", layout, CONTEXT, "comigs-1g1s", "benchmark", 0, 0), **settings)
+    return PersonalModel(
+        language,
+        About(client, "base", layout, CONTEXT, "comigs-1g1s", "benchmark", 0, 0),
+        **settings,
+    )
 
 
 def variants(shape: str) -> dict[str, Model]:
-    """The base as transformers has it, the backbone with nothing attached, and personal models on that backbone."""
+    """The base as transformers has it, the backbone with nothing attached, and personal models
+    on that backbone.
+    """
     plain, backbone = plain_and_backbone(shape)
     found: dict[str, Model] = {PLAIN: plain, BARE: backbone.model}
     for name, layout in LAYOUTS.items():
@@ -96,17 +110,32 @@ def one(shape: str, repeats: int) -> list[dict[str, Any]]:
     """Rows for one personal model."""
     models = variants(shape)
     vocabulary = int(models[PLAIN].config.vocab_size)
-    context, prompts = torch.randint(vocabulary, (1, CONTEXT)), torch.randint(vocabulary, PREFILL[shape])
+    context, prompts = (
+        torch.randint(vocabulary, (1, CONTEXT)),
+        torch.randint(vocabulary, PREFILL[shape]),
+    )
     work = {
-        "next token": ({name: next_tokens(model, context, STEPS) for name, model in models.items()}, repeats, STEPS),
-        "prefill": ({name: prefill(model, prompts) for name, model in models.items()}, max(repeats // 2, 5), 1),
+        "next token": (
+            {name: next_tokens(model, context, STEPS) for name, model in models.items()},
+            repeats,
+            STEPS,
+        ),
+        "prefill": (
+            {name: prefill(model, prompts) for name, model in models.items()},
+            max(repeats // 2, 5),
+            1,
+        ),
     }
     rows = []
     for what, (calls, turns, steps) in work.items():
         taken = in_turns(calls, turns, warm=2)
         strict = ratios(taken, BARE)
         for name, found in ratios(taken, PLAIN).items():
-            figures = {"ms": found["seconds"] / steps * 1e3, "ratio": found["ratio"], "strict ratio": strict[name]["ratio"]}
+            figures = {
+                "ms": found["seconds"] / steps * 1e3,
+                "ratio": found["ratio"],
+                "strict ratio": strict[name]["ratio"],
+            }
             rows.append({"shape": shape, "work": what, "variant": name, **figures})
     return rows
 
@@ -119,19 +148,43 @@ def many(shape: str, count: int, repeats: int) -> list[dict[str, Any]]:
     rows = []
     for layout_name, layout in LAYOUTS.items():
         models = {str(i): personal(backbone, str(i), layout) for i in range(count)}
-        next_work, first_work = {PLAIN: next_tokens(plain, ids, MANY_STEPS)}, {PLAIN: prefill(plain, ids)}
+        next_work, first_work = (
+            {PLAIN: next_tokens(plain, ids, MANY_STEPS)},
+            {PLAIN: prefill(plain, ids)},
+        )
         if ManyModels is not None:
             together, clients = ManyModels(models), list(models)
-            batch = lambda ids, together=together, clients=clients, **inputs: together(ids, clients, **inputs)  # noqa: E731
-            next_work["in one batch"], first_work["in one batch"] = next_tokens(batch, ids, MANY_STEPS), prefill(batch, ids)
+
+            def batch(ids, together=together, clients=clients, **inputs):
+                return together(ids, clients, **inputs)
+
+            next_work["in one batch"], first_work["in one batch"] = (
+                next_tokens(batch, ids, MANY_STEPS),
+                prefill(batch, ids),
+            )
         after = "one after the other"
         singles = [(model, row[None]) for model, row in zip(models.values(), ids, strict=True)]
         next_work[after] = _in_sequence([next_tokens(*single, MANY_STEPS) for single in singles])
         first_work[after] = _in_sequence([prefill(*single) for single in singles])
-        for what, calls, tokens in (("next token", next_work, MANY_STEPS), ("prefill", first_work, MANY_CONTEXT)):
+        for what, calls, tokens in (
+            ("next token", next_work, MANY_STEPS),
+            ("prefill", first_work, MANY_CONTEXT),
+        ):
             for name, found in ratios(in_turns(calls, repeats), PLAIN).items():
-                figures = {"tokens/s": count * tokens / found["seconds"], "throughput": 1 / found["ratio"]}
-                rows.append({"shape": shape, "layout": layout_name, "work": what, "variant": name, "models": count, **figures})
+                figures = {
+                    "tokens/s": count * tokens / found["seconds"],
+                    "throughput": 1 / found["ratio"],
+                }
+                rows.append(
+                    {
+                        "shape": shape,
+                        "layout": layout_name,
+                        "work": what,
+                        "variant": name,
+                        "models": count,
+                        **figures,
+                    }
+                )
     return rows
 
 
@@ -144,16 +197,29 @@ def _in_sequence(calls: list[Callable[[], Any]]) -> Callable[[], None]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=PREFILL, nargs="+", default=list(PREFILL))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--many", type=int, default=0, metavar="N", help="measure N personal models in a batch of N rows instead of one")
-    parser.add_argument("--json", type=Path, help="default: results/next_token.json, or results/many_models.json")
+    parser.add_argument(
+        "--many",
+        type=int,
+        default=0,
+        metavar="N",
+        help="measure N personal models in a batch of N rows instead of one",
+    )
+    parser.add_argument(
+        "--json", type=Path, help="default: results/next_token.json, or results/many_models.json"
+    )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    found = [many(shape, args.many, max(args.repeats // 5, 3)) if args.many else one(shape, args.repeats) for shape in args.shape]
+    found = [
+        many(shape, args.many, max(args.repeats // 5, 3)) if args.many else one(shape, args.repeats)
+        for shape in args.shape
+    ]
     path = args.json or RESULTS / ("many_models.json" if args.many else "next_token.json")
     report([row for rows in found for row in rows], path, repeats=args.repeats)
 

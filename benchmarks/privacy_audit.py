@@ -1,8 +1,10 @@
-"""What the shared part gives away, by protection: exposure of canaries, membership, rare words, for FedAvg and CoMiGS-1G1S.
+"""What the shared part gives away, by protection: exposure of canaries, membership, rare words, for
+FedAvg and CoMiGS-1G1S.
 
 python benchmarks/privacy_audit.py [--seeds 0 1] [--runs DIR] [--done]
 
-Four topics of Python's standard library on the embedded base; runs that are there already are not done again.
+Four topics of Python's standard library on the embedded base; runs that are there already are not
+done again.
 """
 
 import argparse
@@ -72,7 +74,11 @@ def one(folder: Path, method: str, seed: int, changes: Sequence[str], secure: bo
     begun = time.process_time()
     recipe = load("quickstart", [*SETTINGS, f"method.name={method}", *changes, f"seed={seed}"])
     try:
-        result = read_json(folder / RESULT) if (folder / RESULT).exists() else run(recipe, folder, resume=True)[-1]
+        result = (
+            read_json(folder / RESULT)
+            if (folder / RESULT).exists()
+            else run(recipe, folder, resume=True)[-1]
+        )
     except ClientError as error:
         return {"failed": error.problem}
     if not (folder / name).exists():
@@ -85,7 +91,12 @@ def one(folder: Path, method: str, seed: int, changes: Sequence[str], secure: bo
 def row(method: str, name: str, found: Sequence[Json]) -> Json:
     """Means over seeds; intervals are the means of those of the seeds."""
     done = [f for f in found if "audit" in f]
-    line: Json = {"method": method, "row": name, "seeds": len(done), "failed": [f["failed"] for f in found if "failed" in f]}
+    line: Json = {
+        "method": method,
+        "row": name,
+        "seeds": len(done),
+        "failed": [f["failed"] for f in found if "failed" in f],
+    }
     if not done:
         return line
     spent = done[0]["result"]["privacy"]
@@ -113,9 +124,15 @@ def row(method: str, name: str, found: Sequence[Json]) -> Json:
 
 
 def averaged(values: Sequence[Mapping[str, Any] | None]) -> Json | None:
-    """The mean of some estimates, and of the ends of their intervals; None where one is not there."""
+    """The mean of some estimates, and of the ends of their intervals; None where one is not
+    there.
+    """
     known = [v for v in values if v is not None]
-    return {key: statistics.fmean(v[key] for v in known) for key in ("value", "low", "high")} if len(known) == len(values) else None
+    return (
+        {key: statistics.fmean(v[key] for v in known) for key in ("value", "low", "high")}
+        if len(known) == len(values)
+        else None
+    )
 
 
 def shown(value: Json | None, digits: int = 2, factor: float = 1) -> str:
@@ -127,7 +144,10 @@ def shown(value: Json | None, digits: int = 2, factor: float = 1) -> str:
 
 def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """Markdown."""
-    return "\n".join(f"| {' | '.join(line)} |" for line in (header, ["---", *["---:"] * (len(header) - 1)], *lines))
+    return "\n".join(
+        f"| {' | '.join(line)} |"
+        for line in (header, ["---", *["---:"] * (len(header) - 1)], *lines)
+    )
 
 
 def epsilon(line: Json) -> str:
@@ -179,21 +199,29 @@ def tables(lines: Sequence[Json]) -> list[str]:
     body = [
         [
             f"{METHODS[line['method']]}, {line['row']}",
-            *(shown(line[f"words_{name}"], 1, 100) for name in ("others", "shared", "owner", "control")),
+            *(
+                shown(line[f"words_{name}"], 1, 100)
+                for name in ("others", "shared", "owner", "control")
+            ),
             f"{line['perplexity']:,.1f}",
             f"{line['loss']:.3f}",
         ]
         for line in lines
-        if "server" in line and not ROWS[line["row"]][1]  # others see the same, however the server sees it
+        if "server" in line
+        and not ROWS[line["row"]][1]  # others see the same, however the server sees it
     ]
     return [*parts, table(header, body)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--runs", type=Path, default=Path("runs/privacy-audit"))
-    parser.add_argument("--done", action="store_true", help="show what has been measured so far, and run nothing")
+    parser.add_argument(
+        "--done", action="store_true", help="show what has been measured so far, and run nothing"
+    )
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
@@ -204,24 +232,36 @@ def main() -> None:
             for method in METHODS:
                 changes, secure = ROWS[name]
                 secured = "audited-secure.json" if secure else "audited.json"
-                folder = args.runs / f"{method}-{'plain' if secure else name.replace(' ', '')}-{seed}"
+                folder = (
+                    args.runs / f"{method}-{'plain' if secure else name.replace(' ', '')}-{seed}"
+                )
                 if args.done and not (folder / secured).exists():
                     continue
-                found.setdefault((method, name), []).append(one(folder, method, seed, changes, secure))
+                found.setdefault((method, name), []).append(
+                    one(folder, method, seed, changes, secure)
+                )
                 print(f"{time.time() - began:.0f} s", seed, name, method, flush=True)
     lines = [row(method, name, some) for (method, name), some in found.items()]
     lines.sort(key=lambda line: list(METHODS).index(line["method"]))
     command = f"python benchmarks/privacy_audit.py --seeds {' '.join(map(str, args.seeds))}"
     command += "" if args.rows == list(ROWS) else f" --rows {shlex.join(args.rows)}"
     hours = sum(line.get("cpu_s", 0.0) for line in lines) / 3600
-    about = {"command": command, "seeds": args.seeds, "settings": SETTINGS, "cpu_hours": hours, "coterie": coterie.__version__}
+    about = {
+        "command": command,
+        "seeds": args.seeds,
+        "settings": SETTINGS,
+        "cpu_hours": hours,
+        "coterie": coterie.__version__,
+    }
     write_json(args.results / "privacy-audit.json", about | {"machine": machine(), "rows": lines})
     text = "\n\n".join(
         [
             "# What the shared part gives away, by protection",
             f"    {command}",
-            f"{platform.machine()}, one thread, {hours:.1f} hours of processor time in all; Python {platform.python_version()}, torch "
-            f"{torch.__version__}, coterie {coterie.__version__}. Recipe `quickstart` (four topics of Python's standard library, embedded "
+            f"{platform.machine()}, one thread, {hours:.1f} hours of processor time in all; "
+            f"Python {platform.python_version()}, torch "
+            f"{torch.__version__}, coterie {coterie.__version__}. Recipe `quickstart` (four "
+            f"topics of Python's standard library, embedded "
             "base) with "
             + ", ".join(f"`{s}`" for s in SETTINGS)
             + ". Means over seeds; in brackets the means of the seeds' 95 % intervals.",
@@ -237,9 +277,12 @@ def notes(lines: Sequence[Json]) -> list[str]:
     """What is needed to read the tables."""
     line = next(line for line in lines if "server" in line)
     return [
-        f"Noise: clip C = {CLIP}, all four clients in all three exchanges, delta = {DELTA:g}; epsilon claimed: the accountant's. Guessing "
-        f"has an exposure of {line['chance']:.2f} bits and an AUC of 0.50. What the data alone tell of membership (the base, which was "
-        f"trained on neither): AUC {shown(line['shift'])}. `secure aggregation`: the same runs as `plain`, seen by a server that gets the "
+        f"Noise: clip C = {CLIP}, all four clients in all three exchanges, delta = {DELTA:g}; "
+        f"epsilon claimed: the accountant's. Guessing "
+        f"has an exposure of {line['chance']:.2f} bits and an AUC of 0.50. What the data alone "
+        f"tell of membership (the base, which was "
+        f"trained on neither): AUC {shown(line['shift'])}. `secure aggregation`: the same runs "
+        f"as `plain`, seen by a server that gets the "
         "mean alone.",
     ]
 

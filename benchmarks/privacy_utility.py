@@ -1,4 +1,5 @@
-"""Quality against epsilon, where privacy is possible: of whole clients with a thousand of them, of single examples with four.
+"""Quality against epsilon, where privacy is possible: of whole clients with a thousand of them, of
+single examples with four.
 
     python benchmarks/privacy_utility.py clients [--seeds 0 1] [--runs DIR] [--results DIR]
     python benchmarks/privacy_utility.py examples [...]
@@ -6,11 +7,13 @@
     python benchmarks/privacy_utility.py placement [...]
     python benchmarks/privacy_utility.py step [--repeats 15] [...]
 
-`clients`: a thousand clients with twelve handwritten digits each (a part of MNIST), one linear layer, FedAvg with central noise in twenty
-exchanges; C was chosen on validation data, with a seed of its own. `examples`: the recipe `quickstart`, CoMiGS-1G1S with DP-SGD of what is
-shared, its settings as they are without privacy. `digits`: FedAvg with DP-SGD, twenty clients with some 540 digits each. `placement`: the
-quickstart, with the gradient of what is shared taken at two different models. `step`: what a private step costs. Each writes a table as
-JSON and Markdown; runs that are in --runs already are not done again.
+`clients`: a thousand clients with twelve handwritten digits each (a part of MNIST), one linear
+layer, FedAvg with central noise in twenty exchanges; C was chosen on validation data, with a seed
+of its own. `examples`: the recipe `quickstart`, CoMiGS-1G1S with DP-SGD of what is shared, its
+settings as they are without privacy. `digits`: FedAvg with DP-SGD, twenty clients with some 540
+digits each. `placement`: the quickstart, with the gradient of what is shared taken at two different
+models. `step`: what a private step costs. Each writes a table as JSON and Markdown; runs that are
+in --runs already are not done again.
 """
 
 import argparse
@@ -45,7 +48,13 @@ TRIED = (0.25, 1.0, 2.0, 4.0)  # C of clients, on validation data
 OWN_SEED = 100  # with which C was chosen
 THOUSAND: Json = {
     "name": "thousand",
-    "data": {"kind": "mnist", "partition": "quantity", "clients": 1000, "classes_per_client": 4, "test_examples": 20},
+    "data": {
+        "kind": "mnist",
+        "partition": "quantity",
+        "clients": 1000,
+        "classes_per_client": 4,
+        "test_examples": 20,
+    },
     "model": {"kind": "classifier", "network": "mlp", "hidden": []},
     "method": {"name": "fedavg", "rounds": 20, "local_steps": 5},
     "training": {"batch_size": 10, "experts": {"optimiser": "sgd", "lr": 0.1}},
@@ -56,13 +65,21 @@ THOUSAND: Json = {
 
 DIGITS: Json = THOUSAND | {
     "name": "digits",
-    "data": {"kind": "mnist", "partition": "dirichlet", "clients": 20, "alpha": 1.0, "test_examples": 300},
+    "data": {
+        "kind": "mnist",
+        "partition": "dirichlet",
+        "clients": 20,
+        "alpha": 1.0,
+        "test_examples": 300,
+    },
     "training": {"batch_size": 128, "experts": {"optimiser": "sgd", "lr": 0.1}},
 }
 
 
 def multiplier(epsilon: float, of: Callable[[float], float]) -> float:
-    """The noise multiplier, rounded up to two decimals, with which no more than so much is spent."""
+    """The noise multiplier, rounded up to two decimals, with which no more than so much is
+    spent.
+    """
     found = float(optimize.brentq(lambda z: min(of(z), 1e3) - epsilon, 0.25, 100))
     return -(-found * 100 // 1) / 100
 
@@ -81,7 +98,9 @@ def thousand(seed: int, *privacy: float, method: str = "fedavg") -> Recipe:
     if not privacy:
         return found
     clip, z = privacy
-    section = found.model_dump(mode="json") | {"privacy": {"where": "central", "clip": clip, "noise": z, "delta": DELTA}}
+    section = found.model_dump(mode="json") | {
+        "privacy": {"where": "central", "clip": clip, "noise": z, "delta": DELTA}
+    }
     return validate(section, "thousand")
 
 
@@ -96,15 +115,32 @@ def twenty(seed: int, z: float | None = None, method: str = "fedavg") -> Recipe:
 
 def quickstart(seed: int, z: float | None = None, method: str = "comigs-1g1s") -> Recipe:
     """The quickstart; with z: private for each of its windows."""
-    private = [] if z is None else [f"privacy={{unit: example, clip: {CLIP_OF_EXAMPLES}, noise: {z}, delta: {DELTA_OF_EXAMPLES:.1e}}}"]
-    return load("quickstart", ["compare_with=[]", "samples=false", f"seed={seed}", *private]).with_method(method)
+    private = (
+        []
+        if z is None
+        else [
+            f"privacy={{unit: example, clip: {CLIP_OF_EXAMPLES}, noise: {z}, delta: "
+            f"{DELTA_OF_EXAMPLES:.1e}}}"
+        ]
+    )
+    return load(
+        "quickstart", ["compare_with=[]", "samples=false", f"seed={seed}", *private]
+    ).with_method(method)
 
 
 def done(recipe: Recipe, folder: Path) -> Json:
     """The result of a run, which may have been done before."""
     torch.set_num_threads(1)
-    result: Json = read_json(folder / RESULT) if (folder / RESULT).exists() else run(recipe, folder, resume=True)[-1]
-    found = {"test": result["mean"], "synced": result["mean_synced"], "valid": result["evaluations"][-1]["valid"]}
+    result: Json = (
+        read_json(folder / RESULT)
+        if (folder / RESULT).exists()
+        else run(recipe, folder, resume=True)[-1]
+    )
+    found = {
+        "test": result["mean"],
+        "synced": result["mean_synced"],
+        "valid": result["evaluations"][-1]["valid"],
+    }
     print(folder.name, found, flush=True)
     return found | {"privacy": result["privacy"], "wall_s": result["wall_s"]}
 
@@ -116,7 +152,10 @@ def mean(values: Sequence[float]) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(line)} |" for line in (header, ["---", *["---:"] * (len(header) - 1)], *rows))
+    return "\n".join(
+        f"| {' | '.join(line)} |"
+        for line in (header, ["---", *["---:"] * (len(header) - 1)], *rows)
+    )
 
 
 def rows(cells: Mapping[str, Sequence[Json]], noises: Mapping[str, float]) -> list[list[str]]:
@@ -131,18 +170,38 @@ def rows(cells: Mapping[str, Sequence[Json]], noises: Mapping[str, float]) -> li
 
 
 def write(args: argparse.Namespace, stem: str, text: Sequence[str], figures: Json) -> None:
-    versions = {"coterie": coterie.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    versions = {
+        "coterie": coterie.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
     machine = f"{platform.machine()} machine, shared with other jobs, one thread a run"
-    about = f"    {args.command}\n\n{machine}; Python {versions['python']}, torch {versions['torch']}, coterie {versions['coterie']}."
-    (args.results / f"{stem}.md").write_text("\n\n".join([text[0], about, *text[1:]]) + "\n", encoding="utf-8")
-    write_json(args.results / f"{stem}.json", {"command": args.command, **versions, "machine": machine, **figures})
+    about = (
+        f"    {args.command}\n\n{machine}; Python {versions['python']}, torch "
+        f"{versions['torch']}, coterie {versions['coterie']}."
+    )
+    (args.results / f"{stem}.md").write_text(
+        "\n\n".join([text[0], about, *text[1:]]) + "\n", encoding="utf-8"
+    )
+    write_json(
+        args.results / f"{stem}.json",
+        {"command": args.command, **versions, "machine": machine, **figures},
+    )
 
 
 def clients(args: argparse.Namespace) -> None:
     """Central noise on the updates of a thousand clients."""
     rounds = THOUSAND["method"]["rounds"]
-    noises = {f"epsilon {epsilon:g}": multiplier(epsilon, partial(of_clients, rounds)) for epsilon in EPSILONS}
-    tried = {clip: done(thousand(OWN_SEED, clip, noises["epsilon 2"]), args.runs / f"clip-{clip:g}-{OWN_SEED}") for clip in TRIED}
+    noises = {
+        f"epsilon {epsilon:g}": multiplier(epsilon, partial(of_clients, rounds))
+        for epsilon in EPSILONS
+    }
+    tried = {
+        clip: done(
+            thousand(OWN_SEED, clip, noises["epsilon 2"]), args.runs / f"clip-{clip:g}-{OWN_SEED}"
+        )
+        for clip in TRIED
+    }
     recipes: dict[str, Callable[[int], Recipe]] = {
         "alone (Local)": partial(thousand, method="local"),
         "FedAvg, no privacy": thousand,
@@ -151,27 +210,46 @@ def clients(args: argparse.Namespace) -> None:
     cells: dict[str, list[Json]] = {name: [] for name in recipes}
     for seed in args.seeds:
         for name, recipe in recipes.items():
-            cells[name].append(done(recipe(seed), args.runs / f"clients-{name.replace(' ', '-')}-{seed}"))
+            cells[name].append(
+                done(recipe(seed), args.runs / f"clients-{name.replace(' ', '-')}-{seed}")
+            )
     found = ", ".join(f"C = {clip:g}: {own['valid']:.2f}" for clip, own in tried.items())
     page = [
         "# What central privacy costs a thousand clients",
-        "A part of MNIST, 12,000 digits: a thousand clients with twelve of them each, of four classes, one of which is for validation; 20 "
-        f"test digits of their classes each. One linear layer, d = 7,850 values, all shared: FedAvg, {rounds} exchanges with all clients, "
-        f"five steps of ten digits. `where: central`, `clip: {CLIP:g}`, delta = {DELTA:g}. C is the best of four by validation accuracy "
-        f"at epsilon 2 with seed {OWN_SEED} ({found}); nothing else was tuned for noise, and nothing on test data. Accuracy in percent, "
-        f"mean over clients, seeds {', '.join(map(str, args.seeds))}, ± their standard deviation. Higher is better. A client's model is "
-        "scored right after its last local iteration; shared: after one more synchronisation, where it is the server's.",
+        "A part of MNIST, 12,000 digits: a thousand clients with twelve of them each, of four "
+        "classes, one of which is for validation; 20 "
+        f"test digits of their classes each. One linear layer, d = 7,850 values, all shared: "
+        f"FedAvg, {rounds} exchanges with all clients, "
+        f"five steps of ten digits. `where: central`, `clip: {CLIP:g}`, delta = {DELTA:g}. C is "
+        f"the best of four by validation accuracy "
+        f"at epsilon 2 with seed {OWN_SEED} ({found}); nothing else was tuned for noise, and "
+        f"nothing on test data. Accuracy in percent, "
+        f"mean over clients, seeds {', '.join(map(str, args.seeds))}, ± their standard "
+        f"deviation. Higher is better. A client's model is "
+        "scored right after its last local iteration; shared: after one more synchronisation, "
+        "where it is the server's.",
         table(["", "epsilon", "z", "test accuracy", "shared", "validation"], rows(cells, noises)),
     ]
-    write(args, "privacy-1000-clients", page, {"seeds": args.seeds, "clip": CLIP, "tried": tried, "cells": cells})
+    write(
+        args,
+        "privacy-1000-clients",
+        page,
+        {"seeds": args.seeds, "clip": CLIP, "tried": tried, "cells": cells},
+    )
 
 
 def examples(args: argparse.Namespace) -> None:
     """DP-SGD of what the four clients of the quickstart share."""
     own = quickstart(0)
     windows = max(data.train.windows for data in prepare(own).modality.federation.clients.values())
-    rate, steps = rate_of(windows, own.training.batch_size), own.method["rounds"] * own.method["local_steps"]
-    noises = {f"epsilon {epsilon:g}": multiplier(epsilon, partial(of_examples, rate, steps)) for epsilon in args.epsilons}
+    rate, steps = (
+        rate_of(windows, own.training.batch_size),
+        own.method["rounds"] * own.method["local_steps"],
+    )
+    noises = {
+        f"epsilon {epsilon:g}": multiplier(epsilon, partial(of_examples, rate, steps))
+        for epsilon in args.epsilons
+    }
     recipes: dict[str, Callable[[int], Recipe]] = {
         "the base (Pretrained)": partial(quickstart, method="pretrained"),
         "alone (Local)": partial(quickstart, method="local"),
@@ -181,24 +259,52 @@ def examples(args: argparse.Namespace) -> None:
     cells: dict[str, list[Json]] = {name: [] for name in recipes}
     for seed in args.seeds:
         for name, recipe in recipes.items():
-            cells[name].append(done(recipe(seed), args.runs / f"examples-{name.replace(' ', '-')}-{seed}"))
+            cells[name].append(
+                done(recipe(seed), args.runs / f"examples-{name.replace(' ', '-')}-{seed}")
+            )
     page = [
         "# What privacy of single windows costs four clients",
-        f"Recipe `quickstart`, CoMiGS-1G1S with DP-SGD of what is shared (`unit: example`, `clip: {CLIP_OF_EXAMPLES:g}`, delta = "
-        f"{DELTA_OF_EXAMPLES:g}), {steps} steps of eight of {windows} windows on average; specialists and routers learn as ever. The "
-        f"recipe's learning rates, chosen without noise; nothing was tuned for it. Mean test perplexity, lower is better, seeds "
-        f"{', '.join(map(str, args.seeds))}. Each client's model right after its last local iteration, or after one more synchronisation.",
-        table(["", "epsilon", "z", "test perplexity", "synchronised", "validation"], rows(cells, noises)),
+        f"Recipe `quickstart`, CoMiGS-1G1S with DP-SGD of what is shared (`unit: example`, "
+        f"`clip: {CLIP_OF_EXAMPLES:g}`, delta = "
+        f"{DELTA_OF_EXAMPLES:g}), {steps} steps of eight of {windows} windows on average; "
+        f"specialists and routers learn as ever. The "
+        f"recipe's learning rates, chosen without noise; nothing was tuned for it. Mean test "
+        f"perplexity, lower is better, seeds "
+        f"{', '.join(map(str, args.seeds))}. Each client's model right after its last local "
+        f"iteration, or after one more synchronisation.",
+        table(
+            ["", "epsilon", "z", "test perplexity", "synchronised", "validation"],
+            rows(cells, noises),
+        ),
     ]
-    write(args, "privacy-examples", page, {"seeds": args.seeds, "clip": CLIP_OF_EXAMPLES, "rate": rate, "steps": steps, "cells": cells})
+    write(
+        args,
+        "privacy-examples",
+        page,
+        {
+            "seeds": args.seeds,
+            "clip": CLIP_OF_EXAMPLES,
+            "rate": rate,
+            "steps": steps,
+            "cells": cells,
+        },
+    )
 
 
 def digits(args: argparse.Namespace) -> None:
-    """DP-SGD of the digits of twenty clients, whose numbers differ: z is for the client that has least."""
+    """DP-SGD of the digits of twenty clients, whose numbers differ: z is for the client that has
+    least.
+    """
     federation = prepare(twenty(0)).modality.federation
     sizes = [data.train.windows for data in federation.clients.values()]
-    rate, steps = rate_of(min(sizes), 128), DIGITS["method"]["rounds"] * DIGITS["method"]["local_steps"]
-    noises = {f"epsilon {epsilon:g}": multiplier(epsilon, partial(of_examples, rate, steps)) for epsilon in args.epsilons}
+    rate, steps = (
+        rate_of(min(sizes), 128),
+        DIGITS["method"]["rounds"] * DIGITS["method"]["local_steps"],
+    )
+    noises = {
+        f"epsilon {epsilon:g}": multiplier(epsilon, partial(of_examples, rate, steps))
+        for epsilon in args.epsilons
+    }
     recipes: dict[str, Callable[[int], Recipe]] = {
         "alone (Local)": partial(twenty, method="local"),
         "FedAvg, no privacy": twenty,
@@ -207,26 +313,49 @@ def digits(args: argparse.Namespace) -> None:
     cells: dict[str, list[Json]] = {name: [] for name in recipes}
     for seed in args.seeds:
         for name, recipe in recipes.items():
-            cells[name].append(done(recipe(seed), args.runs / f"digits-{name.replace(' ', '-')}-{seed}"))
+            cells[name].append(
+                done(recipe(seed), args.runs / f"digits-{name.replace(' ', '-')}-{seed}")
+            )
     page = [
         "# What privacy of single digits costs twenty clients",
-        f"A part of MNIST, shared out to twenty clients by a Dirichlet distribution (alpha = 1): {min(sizes)} to {max(sizes)} digits to "
-        f"train on. One linear layer, FedAvg, {steps} steps of 128 digits on average, in twenty exchanges; `unit: example`, "
-        f"`clip: {CLIP:g}`, delta = {DELTA_OF_EXAMPLES:g}. Epsilon is that of the client that has least, each of whose digits takes part "
-        f"most often; nothing was tuned. Accuracy in percent, mean over clients, seeds {', '.join(map(str, args.seeds))}, ± their standard "
+        f"A part of MNIST, shared out to twenty clients by a Dirichlet distribution (alpha = 1): "
+        f"{min(sizes)} to {max(sizes)} digits to "
+        f"train on. One linear layer, FedAvg, {steps} steps of 128 digits on average, in twenty "
+        f"exchanges; `unit: example`, "
+        f"`clip: {CLIP:g}`, delta = {DELTA_OF_EXAMPLES:g}. Epsilon is that of the client that "
+        f"has least, each of whose digits takes part "
+        f"most often; nothing was tuned. Accuracy in percent, mean over clients, seeds "
+        f"{', '.join(map(str, args.seeds))}, ± their standard "
         "deviation. Higher is better.",
         table(["", "epsilon", "z", "test accuracy", "shared", "validation"], rows(cells, noises)),
     ]
-    write(args, "privacy-examples-digits", page, {"seeds": args.seeds, "clip": CLIP, "cells": cells})
+    write(
+        args, "privacy-examples-digits", page, {"seeds": args.seeds, "clip": CLIP, "cells": cells}
+    )
 
 
 def placement(args: argparse.Namespace) -> None:
-    """Where the gradient of what is shared is taken: at parts that no data have touched, or with these parts made private as well."""
+    """Where the gradient of what is shared is taken: at parts that no data have touched, or with
+    these parts made private as well.
+    """
     own = quickstart(0)
-    rate = rate_of(max(data.train.windows for data in prepare(own).modality.federation.clients.values()), own.training.batch_size)
-    z = multiplier(args.epsilons[0], partial(of_examples, rate, own.method["rounds"] * own.method["local_steps"]))
-    known, shared = args.runs / f"examples-epsilon-{args.epsilons[0]:g}-{args.seeds[0]}", CoMiGS.shared
-    cells = {"specialists as they began, and trained without noise": done(quickstart(args.seeds[0], z), known)}
+    rate = rate_of(
+        max(data.train.windows for data in prepare(own).modality.federation.clients.values()),
+        own.training.batch_size,
+    )
+    z = multiplier(
+        args.epsilons[0],
+        partial(of_examples, rate, own.method["rounds"] * own.method["local_steps"]),
+    )
+    known, shared = (
+        args.runs / f"examples-epsilon-{args.epsilons[0]:g}-{args.seeds[0]}",
+        CoMiGS.shared,
+    )
+    cells = {
+        "specialists as they began, and trained without noise": done(
+            quickstart(args.seeds[0], z), known
+        )
+    }
     try:
         CoMiGS.shared = (*shared, SPECIALIST)  # what is private, not what is sent
         cells["specialists as they are, and private too"] = done(
@@ -234,13 +363,20 @@ def placement(args: argparse.Namespace) -> None:
         )
     finally:
         CoMiGS.shared = shared
-    lines = [[name, *(f"{found[key]:.2f}" for key in ("test", "synced", "valid"))] for name, found in cells.items()]
+    lines = [
+        [name, *(f"{found[key]:.2f}" for key in ("test", "synced", "valid"))]
+        for name, found in cells.items()
+    ]
     page = [
         "# At which model the private gradient is taken",
-        f"Recipe `quickstart`, CoMiGS-1G1S, z = {z:g} (epsilon {args.epsilons[0]:g} at delta = {DELTA_OF_EXAMPLES:g}), seed "
-        f"{args.seeds[0]} alone. With specialists made private too, they are clipped and noised together with what is shared; for that "
+        f"Recipe `quickstart`, CoMiGS-1G1S, z = {z:g} (epsilon {args.epsilons[0]:g} at delta = "
+        f"{DELTA_OF_EXAMPLES:g}), seed "
+        f"{args.seeds[0]} alone. With specialists made private too, they are clipped and noised "
+        f"together with what is shared; for that "
         "gradient routers stay as they began in both. Perplexity, lower is better.",
-        table(["gradient of what is shared", "test perplexity", "synchronised", "validation"], lines),
+        table(
+            ["gradient of what is shared", "test perplexity", "synchronised", "validation"], lines
+        ),
     ]
     write(args, "privacy-placement", page, {"seed": args.seeds[0], "z": z, "cells": cells})
 
@@ -257,14 +393,21 @@ def step(args: argparse.Namespace) -> None:
             client = prepared.site.client(prepared.clients[0], {})
             client.total_iterations = 1000
             assert prepared.site.outbound is not None
-            client.sanitizer = prepared.site.outbound.sanitizer(prepared.method, 10**9, 0, 0, client.id)
+            client.sanitizer = prepared.site.outbound.sanitizer(
+                prepared.method, 10**9, 0, 0, client.id
+            )
             work[name] = partial(_stepped, client, roles)
         found[method] = ratios(in_turns(work, args.repeats), "plain")
-    lines = [[name, *(f"{own[kind]['seconds']:.3f}" for kind in own), f"{own['private']['ratio']:.2f}"] for name, own in found.items()]
+    lines = [
+        [name, *(f"{own[kind]['seconds']:.3f}" for kind in own), f"{own['private']['ratio']:.2f}"]
+        for name, own in found.items()
+    ]
     page = [
         "# What a private step costs",
-        f"The embedded base, batches of eight windows of 64 tokens, on average where they are drawn; medians of {args.repeats} repeats "
-        "that take turns, and the median of their ratios. With CoMiGS-1G1S the private step has two gradients: that of what is shared, "
+        f"The embedded base, batches of eight windows of 64 tokens, on average where they are "
+        f"drawn; medians of {args.repeats} repeats "
+        "that take turns, and the median of their ratios. With CoMiGS-1G1S the private step has "
+        "two gradients: that of what is shared, "
         "example by example, and that of the specialists, at the whole model.",
         table(["method", "plain, s", "private, s", "ratio"], lines),
     ]
@@ -277,20 +420,37 @@ def _stepped(client: Client, roles: Sequence[Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("table", choices=("clients", "examples", "digits", "placement", "step"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--epsilons", type=float, nargs="+", default=list(EPSILONS), help="of examples and placement")
+    parser.add_argument(
+        "--epsilons",
+        type=float,
+        nargs="+",
+        default=list(EPSILONS),
+        help="of examples and placement",
+    )
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--runs", type=Path, default=Path("runs/privacy"))
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
-    seeds, epsilons = " ".join(map(str, args.seeds)), " ".join(f"{epsilon:g}" for epsilon in args.epsilons)
+    seeds, epsilons = (
+        " ".join(map(str, args.seeds)),
+        " ".join(f"{epsilon:g}" for epsilon in args.epsilons),
+    )
     chosen = {"clients": f" --seeds {seeds}", "step": f" --repeats {args.repeats}"}.get(
         args.table, f" --seeds {seeds} --epsilons {epsilons}"
     )
     args.command = f"python benchmarks/privacy_utility.py {args.table}{chosen}"
-    {"clients": clients, "examples": examples, "digits": digits, "placement": placement, "step": step}[args.table](args)
+    {
+        "clients": clients,
+        "examples": examples,
+        "digits": digits,
+        "placement": placement,
+        "step": step,
+    }[args.table](args)
 
 
 if __name__ == "__main__":

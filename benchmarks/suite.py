@@ -1,10 +1,12 @@
-"""All benchmarks of speed and scale in a row, each in a process of its own, and one table of what was aimed at.
+"""All benchmarks of speed and scale in a row, each in a process of its own, and one table of what
+was aimed at.
 
     python benchmarks/suite.py [--quick] [--only NAME ...] [--table] [--folder benchmarks/results]
 
-`--quick`: so short that figures mean nothing, to see whether all run; goes to a temporary folder. `--only`: those whose results' names
-begin so. `--table`: nothing runs, the table is of the JSONs that are there. What needs a GPU is left out where there is none. A figure
-that no JSON has is said not to be measured; one benchmark that fails stops no other, but the command ends with 1.
+`--quick`: so short that figures mean nothing, to see whether all run; goes to a temporary folder.
+`--only`: those whose results' names begin so. `--table`: nothing runs, the table is of the JSONs
+that are there. What needs a GPU is left out where there is none. A figure that no JSON has is said
+not to be measured; one benchmark that fails stops no other, but the command ends with 1.
 """
 
 import argparse
@@ -23,7 +25,9 @@ import torch
 from common import RESULTS, table
 
 Rows = Sequence[Mapping[str, Any]]
-BEFORE = "before"  # the folder with results of the same benchmarks on an older tree: PYTHONPATH=OLDER/src python benchmarks/...
+# the folder with results of the same benchmarks on an older tree: PYTHONPATH=OLDER/src python
+# benchmarks/...
+BEFORE = "before"
 
 
 @dataclass(frozen=True)
@@ -46,21 +50,75 @@ class Benchmark:
 GPU = "--device cuda --dtype bf16"
 BENCHMARKS = (
     Benchmark("startup", "startup.py", "--repeats 1"),
-    Benchmark("local_step_embedded_cpu_1", "local_step.py --shape embedded --threads 1", "--repeats 1 --rows 1 --blocks 1"),
-    Benchmark("local_step_embedded_cpu_2", "local_step.py --shape embedded --threads 2", "--repeats 1 --rows 1 --blocks 1"),
-    Benchmark("local_step_gpt2_cpu_1", "local_step.py --shape gpt2 --threads 1 --repeats 5", "--repeats 1 --rows 1 --blocks 1"),
-    Benchmark("local_step_gpt2_cpu_2", "local_step.py --shape gpt2 --threads 2", "--repeats 1 --rows 1 --blocks 1"),
-    Benchmark("local_step_llama1b_cpu_2", "local_step.py --shape llama1b --threads 2 --repeats 5", "--repeats 1 --blocks 1"),
-    Benchmark("local_step_embedded_cuda_1", f"local_step.py --shape embedded {GPU}", "--repeats 1", gpu=True),
-    Benchmark("local_step_gpt2_cuda_1", f"local_step.py --shape gpt2 {GPU} --rows 16", "--repeats 1", gpu=True),
-    Benchmark("local_step_llama1b_cuda_1", f"local_step.py --shape llama1b {GPU} --rows 16 --blocks 16", "--repeats 1", gpu=True),
+    Benchmark(
+        "local_step_embedded_cpu_1",
+        "local_step.py --shape embedded --threads 1",
+        "--repeats 1 --rows 1 --blocks 1",
+    ),
+    Benchmark(
+        "local_step_embedded_cpu_2",
+        "local_step.py --shape embedded --threads 2",
+        "--repeats 1 --rows 1 --blocks 1",
+    ),
+    Benchmark(
+        "local_step_gpt2_cpu_1",
+        "local_step.py --shape gpt2 --threads 1 --repeats 5",
+        "--repeats 1 --rows 1 --blocks 1",
+    ),
+    Benchmark(
+        "local_step_gpt2_cpu_2",
+        "local_step.py --shape gpt2 --threads 2",
+        "--repeats 1 --rows 1 --blocks 1",
+    ),
+    Benchmark(
+        "local_step_llama1b_cpu_2",
+        "local_step.py --shape llama1b --threads 2 --repeats 5",
+        "--repeats 1 --blocks 1",
+    ),
+    Benchmark(
+        "local_step_embedded_cuda_1",
+        f"local_step.py --shape embedded {GPU}",
+        "--repeats 1",
+        gpu=True,
+    ),
+    Benchmark(
+        "local_step_gpt2_cuda_1",
+        f"local_step.py --shape gpt2 {GPU} --rows 16",
+        "--repeats 1",
+        gpu=True,
+    ),
+    Benchmark(
+        "local_step_llama1b_cuda_1",
+        f"local_step.py --shape llama1b {GPU} --rows 16 --blocks 16",
+        "--repeats 1",
+        gpu=True,
+    ),
     Benchmark("clients", "clients.py memory --base gpt2", "--base embedded --few 2 --many 4"),
-    Benchmark("clients_scale", "clients.py scale --base gpt2 --memory 8", "--base embedded --clients 4 8 --rounds 2"),
-    Benchmark("engines_overhead", "engines.py --clients 4 32 --deployed 0", "--clients 2 --rounds 4 --steps 1 --batch 2"),
+    Benchmark(
+        "clients_scale",
+        "clients.py scale --base gpt2 --memory 8",
+        "--base embedded --clients 4 8 --rounds 2",
+    ),
+    Benchmark(
+        "engines_overhead",
+        "engines.py --clients 4 32 --deployed 0",
+        "--clients 2 --rounds 4 --steps 1 --batch 2",
+    ),
     Benchmark("cobo_pull", "cobo.py pull"),
-    Benchmark("cobo_speed", "cobo.py speed --network mlp cnn", "--clients 4 --repeats 1 --network mlp"),
-    Benchmark("cobo_resnet9", "cobo.py speed --network resnet9 --clients 8 80 --batch 8 --repeats 3", "--clients 4 --repeats 1 --width 4"),
-    Benchmark("cobo_resnet9_cuda", "cobo.py speed --network resnet9 --clients 8 80 --batch 8 --device cuda", "--repeats 1", gpu=True),
+    Benchmark(
+        "cobo_speed", "cobo.py speed --network mlp cnn", "--clients 4 --repeats 1 --network mlp"
+    ),
+    Benchmark(
+        "cobo_resnet9",
+        "cobo.py speed --network resnet9 --clients 8 80 --batch 8 --repeats 3",
+        "--clients 4 --repeats 1 --width 4",
+    ),
+    Benchmark(
+        "cobo_resnet9_cuda",
+        "cobo.py speed --network resnet9 --clients 8 80 --batch 8 --device cuda",
+        "--repeats 1",
+        gpu=True,
+    ),
     Benchmark("cobo_memory", "cobo.py memory --network resnet9 --clients 80", "--clients 2"),
     Benchmark("ddome", "ddome.py", "--repeats 1 --data digits"),
     Benchmark("ddome_cuda", "ddome.py --device cuda", "--repeats 1 --data digits", gpu=True),
@@ -70,7 +128,9 @@ BENCHMARKS = (
 
 
 def all_of(rows: Rows, key: str, **where: Any) -> list[float]:
-    """The figures under `key` of the rows that have these values. Raises LookupError where there is none."""
+    """The figures under `key` of the rows that have these values. Raises LookupError where there
+    is none.
+    """
     found = [float(row[key]) for row in rows if where.items() <= row.items()]
     if not found:
         raise LookupError(where)
@@ -88,9 +148,14 @@ def least(key: str, **where: Any) -> Callable[[Rows], float]:
 
 
 def growth(rows: Rows) -> float:
-    """The exponent g of seconds per round ~ N^g, by least squares over all numbers of clients N: 1 where cost is linear."""
+    """The exponent g of seconds per round ~ N^g, by least squares over all numbers of clients N:
+    1 where cost is linear.
+    """
     clients = [math.log(n) for n in all_of(rows, "clients")]
-    rounds = [math.log(s) + n for s, n in zip(all_of(rows, "seconds_per_client_and_round"), clients, strict=True)]
+    rounds = [
+        math.log(s) + n
+        for s, n in zip(all_of(rows, "seconds_per_client_and_round"), clients, strict=True)
+    ]
     return statistics.linear_regression(clients, rounds).slope
 
 
@@ -116,7 +181,11 @@ class Aim:
         """Its line in the table."""
         wanted = f"at most {self.most:g}" if self.most is not None else f"at least {self.least:g}"
         before, found = (self._of(path / f"{self.file}.json") for path in (folder / BEFORE, folder))
-        met = found is not None and (self.most is None or found <= self.most) and (self.least is None or found >= self.least)
+        met = (
+            found is not None
+            and (self.most is None or found <= self.most)
+            and (self.least is None or found >= self.least)
+        )
         return {
             "aim": self.what,
             "wanted": wanted,
@@ -136,22 +205,50 @@ class Aim:
 
 def over(key: str, work: str, above: str, below: str) -> Callable[[Rows], float]:
     """One variant of a local step over another."""
-    return lambda rows: of(key, work=work, variant=above)(rows) / of(key, work=work, variant=below)(rows)
+    return lambda rows: (
+        of(key, work=work, variant=above)(rows) / of(key, work=work, variant=below)(rows)
+    )
 
 
 def _local_step(machine: str, words: str) -> list[Aim]:
-    """Of the gradient of a local step: against a single LoRA of equal active rank, and against the naive formula."""
+    """Of the gradient of a local step: against a single LoRA of equal active rank, and against
+    the naive formula.
+    """
     single, (two, four) = "single LoRA, rank 16", ("1G1S", "1G3S, top 4")
     kinds: dict[str, tuple[Callable[[Rows], float], dict[str, float]]] = {
         "1G1S / single LoRA, time": (over("seconds", "step", "1G1S", single), {"most": 1.10}),
-        "1G7S top 2 / single LoRA, time": (over("seconds", "step", "1G7S, top 2", single), {"most": 1.25}),
-        "1G1S / single LoRA, peak memory": (over("peak_mb", "step", "1G1S", single), {"most": 1.15}),
-        "1G7S top 2 / single LoRA, peak memory": (over("peak_mb", "step", "1G7S, top 2", single), {"most": 1.15}),
-        "naive / ours, n = 2, time of the MLP with its experts": (over("seconds", "layer", f"{two}, naive formula", two), {"least": 1.7}),
-        "naive / ours, n = 4, time of the MLP with its experts": (over("seconds", "layer", f"{four}, naive formula", four), {"least": 2}),
-        "naive / ours, n = 2, time of the whole step": (over("seconds", "step", f"{two}, naive formula", two), {"least": 1.7}),
-        "naive / ours, n = 4, time of the whole step": (over("seconds", "step", f"{four}, naive formula", four), {"least": 2}),
-        "naive / ours, n = 2, memory kept": (over("kept_mb", "step", f"{two}, naive formula", two), {"least": 2}),
+        "1G7S top 2 / single LoRA, time": (
+            over("seconds", "step", "1G7S, top 2", single),
+            {"most": 1.25},
+        ),
+        "1G1S / single LoRA, peak memory": (
+            over("peak_mb", "step", "1G1S", single),
+            {"most": 1.15},
+        ),
+        "1G7S top 2 / single LoRA, peak memory": (
+            over("peak_mb", "step", "1G7S, top 2", single),
+            {"most": 1.15},
+        ),
+        "naive / ours, n = 2, time of the MLP with its experts": (
+            over("seconds", "layer", f"{two}, naive formula", two),
+            {"least": 1.7},
+        ),
+        "naive / ours, n = 4, time of the MLP with its experts": (
+            over("seconds", "layer", f"{four}, naive formula", four),
+            {"least": 2},
+        ),
+        "naive / ours, n = 2, time of the whole step": (
+            over("seconds", "step", f"{two}, naive formula", two),
+            {"least": 1.7},
+        ),
+        "naive / ours, n = 4, time of the whole step": (
+            over("seconds", "step", f"{four}, naive formula", four),
+            {"least": 2},
+        ),
+        "naive / ours, n = 2, memory kept": (
+            over("kept_mb", "step", f"{two}, naive formula", two),
+            {"least": 2},
+        ),
     }
     return [
         Aim(f"{shape}, {words}: {what}", f"local_step_{shape}_{machine}", value, **limits)
@@ -167,12 +264,42 @@ AIMS = (
     *_local_step("cuda_1", "GPU, bf16"),
     Aim("memory of one more GPT-2 client / its own tensors", "clients", of("ratio"), most=1.2),
     Aim("1,000 GPT-2 clients: peak, GiB", "clients_scale", of("peak_gib", clients=1000), most=24),
-    Aim("g of seconds per round ~ N^g, up to 1,000 GPT-2 clients", "clients_scale", growth, most=1.05),
-    Aim("a round in process / a bare loop, 4 clients", "engines_overhead", of("ratio", clients=4), most=1.03),
-    Aim("bytes on the wire / of the tensors, 4 clients", "engines_overhead", of("bytes_ratio", clients=4), most=1.05),
-    Aim("CoBo, 80 ResNet-9, GPU: a round one by one / as chosen", "cobo_resnet9_cuda", of("chosen x", clients=80, part="round"), least=5),
-    Aim("CoBo, ResNet-9, CPU: one by one / as chosen, slowest part", "cobo_resnet9", least("chosen x"), least=0.95),
-    Aim("CoBo, MLP and CNN, CPU: one by one / as chosen, slowest part", "cobo_speed", least("chosen x"), least=0.95),
+    Aim(
+        "g of seconds per round ~ N^g, up to 1,000 GPT-2 clients",
+        "clients_scale",
+        growth,
+        most=1.05,
+    ),
+    Aim(
+        "a round in process / a bare loop, 4 clients",
+        "engines_overhead",
+        of("ratio", clients=4),
+        most=1.03,
+    ),
+    Aim(
+        "bytes on the wire / of the tensors, 4 clients",
+        "engines_overhead",
+        of("bytes_ratio", clients=4),
+        most=1.05,
+    ),
+    Aim(
+        "CoBo, 80 ResNet-9, GPU: a round one by one / as chosen",
+        "cobo_resnet9_cuda",
+        of("chosen x", clients=80, part="round"),
+        least=5,
+    ),
+    Aim(
+        "CoBo, ResNet-9, CPU: one by one / as chosen, slowest part",
+        "cobo_resnet9",
+        least("chosen x"),
+        least=0.95,
+    ),
+    Aim(
+        "CoBo, MLP and CNN, CPU: one by one / as chosen, slowest part",
+        "cobo_speed",
+        least("chosen x"),
+        least=0.95,
+    ),
     *(
         Aim(
             f"next token of a personal model / the base, {shape}, {variant}",
@@ -202,7 +329,13 @@ def measure(benchmarks: Sequence[Benchmark], folder: Path, quick: bool) -> list[
     failed = []
     for benchmark in benchmarks:
         script, *words = f"{benchmark.command} {benchmark.quick if quick else ''}".split()
-        command = [sys.executable, str(Path(__file__).parent / script), *words, "--json", str(folder / f"{benchmark.name}.json")]
+        command = [
+            sys.executable,
+            str(Path(__file__).parent / script),
+            *words,
+            "--json",
+            str(folder / f"{benchmark.name}.json"),
+        ]
         print(f"\n## {benchmark.name}: {script} {' '.join(words)}", flush=True)
         if subprocess.run(command, check=False).returncode:
             failed.append(benchmark.name)
@@ -220,7 +353,9 @@ def origins(folder: Path) -> list[dict[str, str]]:
                 f"{value} thread{'s' * (value > 1)}" if name == "threads" else _named(name, value)
                 for name, value in known["machine"].items()
             )
-            found.append({"file": path.name, "command": f"`{_short(known['command'])}`", "machine": machine})
+            found.append(
+                {"file": path.name, "command": f"`{_short(known['command'])}`", "machine": machine}
+            )
     return found
 
 
@@ -234,20 +369,33 @@ def _short(command: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", nargs="+", default=[""], metavar="NAME")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--folder", type=Path)
     args = parser.parse_args()
     folder = (args.folder or (Path(tempfile.mkdtemp()) if args.quick else RESULTS)).resolve()
-    chosen = [b for b in BENCHMARKS if b.name.startswith(tuple(args.only)) and (torch.cuda.is_available() or not b.gpu)]
+    chosen = [
+        b
+        for b in BENCHMARKS
+        if b.name.startswith(tuple(args.only)) and (torch.cuda.is_available() or not b.gpu)
+    ]
     failed = [] if args.table else measure(chosen, folder, args.quick)
-    lines = ["# Speed and scale: what was aimed at", "", table([aim.row(folder) for aim in AIMS]), ""]
+    lines = [
+        "# Speed and scale: what was aimed at",
+        "",
+        table([aim.row(folder) for aim in AIMS]),
+        "",
+    ]
     if found := origins(folder):
         lines += [
-            "Each figure is by one command; machines are noisy, and of time only ratios within one process mean much.",
-            f"`{BEFORE}/` is of the tree before these benchmarks were first made (commit 587c9ee), by the same commands.",
+            "Each figure is by one command; machines are noisy, and of time only ratios within "
+            "one process mean much.",
+            f"`{BEFORE}/` is of the tree before these benchmarks were first made (commit "
+            f"587c9ee), by the same commands.",
             "",
             table(found),
             "",

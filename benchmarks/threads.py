@@ -1,11 +1,14 @@
-"""Local steps on a quiet and on a loaded machine: two threads that spin while they wait, two that sleep soon, one, and the choice.
+"""Local steps on a quiet and on a loaded machine: two threads that spin while they wait, two that
+sleep soon, one, and the choice.
 
     python benchmarks/threads.py [--busy 4] [--seconds 4] [--repeats 2] [--quiet] [--json FILE]
 
-Every measurement is a process of its own, as threads wait in the way that the environment says when PyTorch is loaded; they take turns.
-Beside them so many processes compute without end (`--busy`). With `--quiet` also rows without: the measured process then has real-time
-priority for those seconds (needs root), so that a machine that is shared counts as quiet; with it the choice cannot be measured, as others
-are there to be seen. A step is never cut: under load one of two threads that spin may take many times `--seconds`.
+Every measurement is a process of its own, as threads wait in the way that the environment says when
+PyTorch is loaded; they take turns. Beside them so many processes compute without end (`--busy`).
+With `--quiet` also rows without: the measured process then has real-time priority for those seconds
+(needs root), so that a machine that is shared counts as quiet; with it the choice cannot be
+measured, as others are there to be seen. A step is never cut: under load one of two threads that
+spin may take many times `--seconds`.
 """
 
 import argparse
@@ -24,7 +27,9 @@ from common import RESULTS, report
 
 from coterie.core.threads import _BRIEFLY, _WAITING, SAID
 
-VARIANTS: dict[str, tuple[dict[str, str], int | None]] = {  # the environment, and how many threads; None: as chosen
+VARIANTS: dict[
+    str, tuple[dict[str, str], int | None]
+] = {  # the environment, and how many threads; None: as chosen
     "two threads that spin (before)": ({}, 2),
     "two threads that sleep soon": (_BRIEFLY, 2),
     "one thread": (_BRIEFLY, 1),
@@ -52,7 +57,11 @@ def child(threads: int | None, seconds: float, priority: bool) -> dict[str, floa
     while time.monotonic() - begun < seconds:
         client.step(GENERALIST, SPECIALIST, on=client.train)
     wall = time.monotonic() - begun
-    return {"threads": number, "tokens_per_s": (client.tokens - before) / wall, "cores": (time.process_time() - own) / wall}
+    return {
+        "threads": number,
+        "tokens_per_s": (client.tokens - before) / wall,
+        "cores": (time.process_time() - own) / wall,
+    }
 
 
 @contextmanager
@@ -71,13 +80,25 @@ def measure(variant: str, seconds: float, priority: bool) -> dict[str, float]:
     """One variant in a process of its own."""
     environment, threads = VARIANTS[variant]
     inherited = {k: v for k, v in os.environ.items() if k not in (*_WAITING, *SAID)}
-    words = [sys.executable, __file__, "--child", str(threads or 0), "--seconds", str(seconds), *["--priority"] * priority]
-    done = subprocess.run(words, env=inherited | environment, capture_output=True, text=True, check=True)
+    words = [
+        sys.executable,
+        __file__,
+        "--child",
+        str(threads or 0),
+        "--seconds",
+        str(seconds),
+        *["--priority"] * priority,
+    ]
+    done = subprocess.run(
+        words, env=inherited | environment, capture_output=True, text=True, check=True
+    )
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--busy", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--repeats", type=int, default=2)

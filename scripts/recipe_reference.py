@@ -15,7 +15,15 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from coterie.aggregation import ClippedMean, GeometricMedian, Krum, Mean, Median, MultiKrum, TrimmedMean
+from coterie.aggregation import (
+    ClippedMean,
+    GeometricMedian,
+    Krum,
+    Mean,
+    Median,
+    MultiKrum,
+    TrimmedMean,
+)
 from coterie.aggregation.attacks import Attack
 from coterie.aggregation.privacy import Adaptive, Privacy
 from coterie.client.optimizers import SGD, AdamW
@@ -30,28 +38,44 @@ from coterie.methods import METHODS
 from coterie.models.common import Pretraining
 from coterie.runs import recipes
 from coterie.runs.recipe import Recipe
-from coterie.runs.sections import ClassifierSection, CommonSection, LanguageSection, Participation, Quorum, TextClassifierSection
+from coterie.runs.sections import (
+    ClassifierSection,
+    CommonSection,
+    LanguageSection,
+    Participation,
+    Quorum,
+    TextClassifierSection,
+)
 
 PAGE = Path(__file__).parents[1] / "docs/recipes.md"
 HEAD = """# Recipes
 
-A recipe is a YAML file with the sections `data`, `model`, `method` and `training`. `coterie recipes` lists the shipped ones; they lie in
-`src/coterie/runs/recipes/`. Any field is changed on the command line by `--set section.field=value`, values being YAML. All mistakes of
-a recipe are named at once, before any work. Written by `scripts/recipe_reference.py`; do not edit by hand.
+A recipe is a YAML file with the sections `data`, `model`, `method` and `training`. `coterie
+recipes` lists the shipped ones; they lie in `src/coterie/runs/recipes/`. Any field is changed on
+the command line by `--set section.field=value`, values being YAML. All mistakes of a recipe are
+named at once, before any work. Written by `scripts/recipe_reference.py`; do not edit by hand.
 
 ```yaml
 """
 
 
 def row(name: str, default: object, description: str) -> str:
-    shown = "required" if default in (PydanticUndefined, dataclasses.MISSING) else f"`{_plain(default)}`"
+    shown = (
+        "required"
+        if default in (PydanticUndefined, dataclasses.MISSING)
+        else f"`{_plain(default)}`"
+    )
     return f"| `{name}` | {shown} | {description.replace('|', chr(92) + '|')} |"
 
 
 def _plain(value: object) -> object:
     if isinstance(value, BaseModel):
         return ", ".join(f"{k}: {_plain(v)}" for k, v in value) or "{}"
-    return {None: "null", True: "true", False: "false"}.get(value, value) if isinstance(value, bool | None) else value
+    return (
+        {None: "null", True: "true", False: "false"}.get(value, value)
+        if isinstance(value, bool | None)
+        else value
+    )
 
 
 def table(rows: list[str]) -> str:
@@ -68,7 +92,11 @@ def fields_of_method(method: type, skip: tuple[str, ...]) -> str:
     rows = []
     for field in dataclasses.fields(method):
         if field.name not in skip:
-            found = [m.description for m in typing.get_args(hints[field.name]) if isinstance(m, FieldInfo)]
+            found = [
+                m.description
+                for m in typing.get_args(hints[field.name])
+                if isinstance(m, FieldInfo)
+            ]
             rows.append(row(f"method.{field.name}", field.default, found[0] or "" if found else ""))
     return table(rows)
 
@@ -86,34 +114,53 @@ def about(section: type[BaseModel]) -> str:
 def models() -> list[str]:
     parts = [
         "## `model`",
-        "Which fields there are depends on `model.kind`: texts need `language`, the default, images `classifier`, and labelled texts"
+        "Which fields there are depends on `model.kind`: texts need `language`, the default, "
+        "images `classifier`, and labelled texts"
         " `text-classifier`.",
     ]
     for section in (LanguageSection, ClassifierSection, TextClassifierSection):
-        parts += [f"### `model.kind: {kind_of(section)}`", about(section), fields_of(section, "model.", skip=("kind",))]
-    for name, common in (("model.common", CommonSection), ("model.common.pretraining", Pretraining)):
+        parts += [
+            f"### `model.kind: {kind_of(section)}`",
+            about(section),
+            fields_of(section, "model.", skip=("kind",)),
+        ]
+    for name, common in (
+        ("model.common", CommonSection),
+        ("model.common.pretraining", Pretraining),
+    ):
         parts += [f"### `{name}`, of classifiers", about(common), fields_of(common, f"{name}.")]
     return parts
 
 
 def optimisers() -> list[str]:
     parts = [
-        "`training.experts` (the lower level; of an image classifier, everything; with schedule `cosine` where the section is left out) and"
-        " `training.routers` (the upper level) each name an `optimiser`, `adamw` if none, and have its fields:"
+        "`training.experts` (the lower level; of an image classifier, everything; with schedule "
+        "`cosine` where the section is left out) and"
+        " `training.routers` (the upper level) each name an `optimiser`, `adamw` if none, and "
+        "have its fields:"
     ]
     for optimiser in (AdamW, SGD):
-        parts += [f"### `optimiser: {kind_of(optimiser, 'optimiser')}`", about(optimiser), fields_of(optimiser, skip=("optimiser",))]
+        parts += [
+            f"### `optimiser: {kind_of(optimiser, 'optimiser')}`",
+            about(optimiser),
+            fields_of(optimiser, skip=("optimiser",)),
+        ]
     return parts
 
 
 def rules() -> list[str]:
     parts = [
         "## `method.aggregation`",
-        "How a method that averages what clients send makes one of many: a `rule`, `mean` if none, and its fields. Each method's default is"
+        "How a method that averages what clients send makes one of many: a `rule`, `mean` if "
+        "none, and its fields. Each method's default is"
         " among its fields above. What rules withstand is also in [privacy.md](privacy.md).",
     ]
     for rule in (Mean, Median, TrimmedMean, Krum, MultiKrum, GeometricMedian, ClippedMean):
-        own = fields_of(rule, "method.aggregation.", skip=("rule",)) if len(rule.model_fields) > 1 else "No fields."
+        own = (
+            fields_of(rule, "method.aggregation.", skip=("rule",))
+            if len(rule.model_fields) > 1
+            else "No fields."
+        )
         parts += [f"### `rule: {kind_of(rule, 'rule')}`", inspect.cleandoc(rule.__doc__ or ""), own]
     return parts
 
@@ -121,7 +168,13 @@ def rules() -> list[str]:
 def trust() -> list[str]:
     """The sections on clients that fail, that lie, and that share no more than they must."""
     parts = []
-    for name, section in (("quorum", Quorum), ("privacy", Privacy), ("privacy.adaptive", Adaptive), ("audit", Audit), ("attack", Attack)):
+    for name, section in (
+        ("quorum", Quorum),
+        ("privacy", Privacy),
+        ("privacy.adaptive", Adaptive),
+        ("audit", Audit),
+        ("attack", Attack),
+    ):
         parts += [f"## `{name}`", about(section), fields_of(section, f"{name}.")]
     return parts
 
@@ -129,7 +182,11 @@ def trust() -> list[str]:
 def data() -> list[str]:
     parts = ["## `data`", "Which fields there are depends on `data.kind`."]
     for kind in (Stdlib, AgNews, Multilingual, Topics, Folders, Hub, HubClients, Synthetic):
-        parts += [f"### `data.kind: {kind_of(kind)}`", about(kind), fields_of(kind, "data.", skip=("kind",))]
+        parts += [
+            f"### `data.kind: {kind_of(kind)}`",
+            about(kind),
+            fields_of(kind, "data.", skip=("kind",)),
+        ]
         if kind is HubClients:
             parts += ["Each of `data.clients` has:", fields_of(HubClient)]
     for examples in (Digits, Cifar100, Cifar10, Mnist, Emnist, Clinc150, DBpedia14, YahooAnswers):
@@ -138,7 +195,9 @@ def data() -> list[str]:
             parts += [fields_of(examples, "data.", skip=("kind", *Dealing.model_fields))]
     partitions = inspect.cleandoc((Dealing.__doc__ or "").split("Partitions:")[1]).split("\n\n")[0]
     entries = re.sub(r"\n +", " ", textwrap.dedent(partitions)).splitlines()
-    named = [f"- `{name}`: {text}" for name, _, text in (entry.partition(": ") for entry in entries)]
+    named = [
+        f"- `{name}`: {text}" for name, _, text in (entry.partition(": ") for entry in entries)
+    ]
     shared = "### Images and labelled texts, of whichever kind"
     return [*parts, shared, fields_of(Dealing, "data."), "Of `data.partition`:", "\n".join(named)]
 
@@ -147,21 +206,42 @@ def methods() -> list[str]:
     """The fields of every method, of those that have the same ones once."""
     groups: dict[tuple[object, ...], list[str]] = {}
     for name, entry in METHODS.items():
-        groups.setdefault(tuple((f.name, f.default) for f in dataclasses.fields(entry.method)), []).append(name)
+        groups.setdefault(
+            tuple((f.name, f.default) for f in dataclasses.fields(entry.method)), []
+        ).append(name)
     parts = ["## `method`"]
     for names in groups.values():
-        fixed = [f"`{o}` fixes {', '.join(f'{k}={v}' for k, v in METHODS[o].fixed.items())}" for o in names if METHODS[o].fixed]
-        parts += ["### " + ", ".join(f"`{o}`" for o in names), *(["; ".join(fixed) + "."] if fixed else [])]
+        fixed = [
+            f"`{o}` fixes {', '.join(f'{k}={v}' for k, v in METHODS[o].fixed.items())}"
+            for o in names
+            if METHODS[o].fixed
+        ]
+        parts += [
+            "### " + ", ".join(f"`{o}`" for o in names),
+            *(["; ".join(fixed) + "."] if fixed else []),
+        ]
         parts += [fields_of_method(METHODS[names[0]].method, ())]
     return parts
 
 
 def page() -> str:
     parts = [HEAD + (recipes.FOLDER / "quickstart.yaml").read_text() + "```"]
-    parts += ["## The recipe itself", fields_of(Recipe, skip=("data", "model", "method", "training", "participation", "quorum"))]
-    parts += ["## `participation`", about(Participation), fields_of(Participation, "participation."), *trust()]
+    parts += [
+        "## The recipe itself",
+        fields_of(Recipe, skip=("data", "model", "method", "training", "participation", "quorum")),
+    ]
+    parts += [
+        "## `participation`",
+        about(Participation),
+        fields_of(Participation, "participation."),
+        *trust(),
+    ]
     parts += models()
-    parts += ["## `training`", fields_of(Training, "training.", skip=("experts", "routers")), *optimisers()]
+    parts += [
+        "## `training`",
+        fields_of(Training, "training.", skip=("experts", "routers")),
+        *optimisers(),
+    ]
     parts += [*data(), *methods(), *rules()]
     return "\n\n".join(parts) + "\n"
 

@@ -1,4 +1,6 @@
-"""A real headless Chromium for pages that we make: `from browser import browser_page`, or the context manager `opened()`."""
+"""A real headless Chromium for pages that we make: `from browser import browser_page`, or the
+context manager `opened()`.
+"""
 
 import shutil
 from collections.abc import Iterator
@@ -32,20 +34,26 @@ def executable() -> str:
 
 @contextmanager
 def opened(dark: bool = False, width: int = 1000, height: int = 800) -> Iterator["Page"]:
-    """An empty page. What it asks of other machines is refused, and fails the test when the page is closed, as does an error in a script.
+    """An empty page. What it asks of other machines is refused, and fails the test when the page is
+    closed, as does an error in a script.
 
     Args:
         dark: Whether the person prefers a dark ground.
         width: Of the window, in pixels.
         height: Likewise.
     """
-    sync = pytest.importorskip("playwright.sync_api", reason="no playwright (pip install playwright)")
+    sync = pytest.importorskip(
+        "playwright.sync_api", reason="no playwright (pip install playwright)"
+    )
     outside: list[str] = []
     errors: list[str] = []
 
     def local_only(route: "Route") -> None:
         address = urlsplit(route.request.url)
-        if address.scheme in ("http", "https", "ws", "wss") and address.hostname not in ("127.0.0.1", "localhost"):
+        if address.scheme in ("http", "https", "ws", "wss") and address.hostname not in (
+            "127.0.0.1",
+            "localhost",
+        ):
             outside.append(route.request.url)
             route.abort()
         else:
@@ -55,7 +63,10 @@ def opened(dark: bool = False, width: int = 1000, height: int = 800) -> Iterator
     with sync.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=list(QUIET))
         try:
-            context = browser.new_context(color_scheme="dark" if dark else "light", viewport={"width": width, "height": height})
+            context = browser.new_context(
+                color_scheme="dark" if dark else "light",
+                viewport={"width": width, "height": height},
+            )
             page = context.new_page()
             page.route("**/*", local_only)
             page.on("pageerror", lambda error: errors.append(str(error)))

@@ -14,7 +14,11 @@ REPOSITORY = Path(__file__).parents[1]
 
 def test_the_page_on_recipes_is_what_the_code_says() -> None:
     done = subprocess.run(
-        [sys.executable, "scripts/recipe_reference.py", "--check"], cwd=REPOSITORY, capture_output=True, text=True, check=False
+        [sys.executable, "scripts/recipe_reference.py", "--check"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
 
@@ -27,11 +31,14 @@ def test_the_readme_names_every_method() -> None:
 def test_files_that_the_paper_index_names_exist() -> None:
     page = (REPOSITORY / "docs/paper-index.md").read_text()
     paths = re.findall(
-        r"`((?:tests|core|data|models|aggregation|client|methods|engines|reports|personal|runs|papers|deploy|cli)/[\w./-]+)`", page
+        r"`((?:tests|core|data|models|aggregation|client|methods|engines|reports|personal|runs|papers|deploy|cli)/[\w./-]+)`",
+        page,
     )
     assert len(paths) > 10
     for path in paths:
-        assert any((root / path).exists() for root in (REPOSITORY, Path(coterie.__file__).parent)), path
+        assert any(
+            (root / path).exists() for root in (REPOSITORY, Path(coterie.__file__).parent)
+        ), path
 
 
 def test_the_table_of_aims_is_of_the_results_beside_it(tmp_path: Path) -> None:

@@ -13,11 +13,19 @@ from coterie.core.errors import RecipeError
 from coterie.core.tensors import Tensors, dot, norm
 
 SENT: Tensors = {"A": torch.tensor([[1.0, 2.0]]), "b": torch.tensor([3.0, 4.0])}
-REPLY: Tensors = {"A": torch.tensor([[1.5, 2.0]]), "b": torch.tensor([3.0, 3.0]), "samples": torch.tensor(7)}
+REPLY: Tensors = {
+    "A": torch.tensor([[1.5, 2.0]]),
+    "b": torch.tensor([3.0, 3.0]),
+    "samples": torch.tensor(7),
+}
 
 
-def lie(kind: str, is_update: bool = True, scale: float = 10.0, seed: int = 0, reply: Tensors = REPLY) -> Tensors:
-    return poisoned(reply, SENT, is_update, Attack(kind=kind, scale=scale), torch.Generator().manual_seed(seed))
+def lie(
+    kind: str, is_update: bool = True, scale: float = 10.0, seed: int = 0, reply: Tensors = REPLY
+) -> Tensors:
+    return poisoned(
+        reply, SENT, is_update, Attack(kind=kind, scale=scale), torch.Generator().manual_seed(seed)
+    )
 
 
 @pytest.mark.parametrize(
@@ -29,9 +37,13 @@ def lie(kind: str, is_update: bool = True, scale: float = 10.0, seed: int = 0, r
         ("scaled", False, [[15.0, 20.0]], [30.0, 30.0]),
     ],
 )
-def test_the_update_is_multiplied(kind: str, is_update: bool, A: list[list[float]], b: list[float]) -> None:
+def test_the_update_is_multiplied(
+    kind: str, is_update: bool, A: list[list[float]], b: list[float]
+) -> None:
     found = lie(kind, is_update)
-    torch.testing.assert_close(found, {"A": torch.tensor(A), "b": torch.tensor(b), "samples": torch.tensor(7)})
+    torch.testing.assert_close(
+        found, {"A": torch.tensor(A), "b": torch.tensor(b), "samples": torch.tensor(7)}
+    )
 
 
 def test_a_name_that_was_not_sent_is_lied_about_around_zero() -> None:
@@ -54,7 +66,10 @@ def test_noise_has_any_direction() -> None:
     assert norm(mean) < 4 * math.sqrt(1.25) / math.sqrt(400)
     assert dot(directions[0], directions[1]) != dot(directions[0], directions[0])
     turned = dict(reversed(REPLY.items()))
-    assert all(torch.equal(lie("noise", seed=3)[name], t) for name, t in lie("noise", seed=3, reply=turned).items())
+    assert all(
+        torch.equal(lie("noise", seed=3)[name], t)
+        for name, t in lie("noise", seed=3, reply=turned).items()
+    )
 
 
 def test_no_update_no_noise() -> None:
@@ -68,16 +83,22 @@ def test_a_reply_without_values_is_what_it_is(kind: str) -> None:
 
 def test_nan_keeps_the_form() -> None:
     found = lie("nan")
-    assert all(found[name].isnan().all() and found[name].shape == REPLY[name].shape for name in SENT)
+    assert all(
+        found[name].isnan().all() and found[name].shape == REPLY[name].shape for name in SENT
+    )
 
 
 @pytest.mark.parametrize("kind", ["sign-flip", "scaled", "noise", "nan"])
 @pytest.mark.parametrize("is_update", [True, False])
-def test_names_shapes_dtypes_and_integers_stay_and_so_does_the_reply(kind: str, is_update: bool) -> None:
+def test_names_shapes_dtypes_and_integers_stay_and_so_does_the_reply(
+    kind: str, is_update: bool
+) -> None:
     reply = REPLY | {"half": torch.ones(2, dtype=torch.float16)}
     before = {name: t.clone() for name, t in reply.items()}
     found = lie(kind, is_update, reply=reply)
-    assert {name: (t.shape, t.dtype) for name, t in found.items()} == {name: (t.shape, t.dtype) for name, t in reply.items()}
+    assert {name: (t.shape, t.dtype) for name, t in found.items()} == {
+        name: (t.shape, t.dtype) for name, t in reply.items()
+    }
     assert found["samples"] == 7
     assert all(torch.equal(reply[name], t) for name, t in before.items())
 
@@ -95,7 +116,14 @@ def test_who_lies() -> None:
 
 
 @pytest.mark.parametrize(
-    "section", [{"kind": "loud"}, {}, {"kind": "nan", "clients": -1}, {"kind": "nan", "scale": 0}, {"kind": "nan", "f": 1}]
+    "section",
+    [
+        {"kind": "loud"},
+        {},
+        {"kind": "nan", "clients": -1},
+        {"kind": "nan", "scale": 0},
+        {"kind": "nan", "f": 1},
+    ],
 )
 def test_attacks_that_do_not_exist_are_refused(section: dict[str, object]) -> None:
     with pytest.raises(ValidationError):

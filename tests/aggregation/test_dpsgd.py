@@ -1,4 +1,6 @@
-"""DP-SGD: clipping and noise against their definitions, what is spent against a second accountant and an integral."""
+"""DP-SGD: clipping and noise against their definitions, what is spent against a second
+accountant and an integral.
+"""
 
 import json
 import math
@@ -10,7 +12,13 @@ from pydantic import ValidationError
 from scipy import integrate, stats
 
 from coterie.aggregation.accountant import ORDERS, epsilon_of
-from coterie.aggregation.dpsgd import ExampleAccountant, Sanitizer, clipped_sum, rate_of, rdp_of_steps
+from coterie.aggregation.dpsgd import (
+    ExampleAccountant,
+    Sanitizer,
+    clipped_sum,
+    rate_of,
+    rdp_of_steps,
+)
 from coterie.aggregation.noise import Source, grid
 from coterie.aggregation.privacy import Privacy
 from coterie.core.errors import Refused, TensorError
@@ -31,7 +39,10 @@ def gradients(rows: int = 5, seed: int = 0) -> list[torch.Tensor]:
     """Of a matrix and a bias, some short, some long."""
     random = torch.Generator().manual_seed(seed)
     sizes = torch.logspace(-2, 2, rows)
-    return [sizes[:, None, None] * torch.randn(rows, 3, 2, generator=random), sizes[:, None] * torch.randn(rows, 4, generator=random)]
+    return [
+        sizes[:, None, None] * torch.randn(rows, 3, 2, generator=random),
+        sizes[:, None] * torch.randn(rows, 4, generator=random),
+    ]
 
 
 # Gradients
@@ -44,7 +55,9 @@ def test_each_example_is_clipped_as_one_vector_and_none_adds_more_than_the_norm(
     wanted = flat * (0.5 / flat.norm(dim=1, keepdim=True)).clamp(max=1)
     assert (flat.norm(dim=1) < 0.5).any()
     assert (flat.norm(dim=1) > 0.5).any()
-    np.testing.assert_allclose(clipped_sum(found, 0.5, step) * step, wanted.sum(dim=0).numpy(), atol=1e-5)
+    np.testing.assert_allclose(
+        clipped_sum(found, 0.5, step) * step, wanted.sum(dim=0).numpy(), atol=1e-5
+    )
     for row in range(5):
         alone = clipped_sum([g[row : row + 1] for g in found], 0.5, step)
         assert sum(int(v) ** 2 for v in alone) * step**2 <= 0.25  # in whole numbers: exactly
@@ -54,14 +67,19 @@ def test_a_sum_is_the_same_to_the_bit_in_any_order_and_in_any_parts() -> None:
     whole, step = gradients(9), grid(1.0, 1.0)
     order = torch.randperm(9, generator=torch.Generator().manual_seed(1))
     parts = [[g[order][:4] for g in whole], [g[order][4:] for g in whole]]
-    assert np.array_equal(clipped_sum(whole, 1.0, step), sum(clipped_sum(part, 1.0, step) for part in parts))
+    assert np.array_equal(
+        clipped_sum(whole, 1.0, step), sum(clipped_sum(part, 1.0, step) for part in parts)
+    )
     one, other = (sanitizer().gradient(given, 10, 5) for given in ([whole], parts))
     assert torch.equal(one, other)
 
 
 def test_no_gradient_is_so_long_that_it_adds_more_and_what_is_no_number_is_refused() -> None:
     step = grid(1.0, 1.0)
-    assert abs(clipped_sum([torch.tensor([[0.0, 0.0], [torch.inf, 1.0]])], 1.0, step)[0] * step - 1.0) < 1e-5
+    assert (
+        abs(clipped_sum([torch.tensor([[0.0, 0.0], [torch.inf, 1.0]])], 1.0, step)[0] * step - 1.0)
+        < 1e-5
+    )
     with pytest.raises(TensorError, match="not all values are numbers"):
         sanitizer().gradient([[torch.tensor([[1.0], [torch.nan]])]], 1, 2)
 
@@ -80,7 +98,9 @@ def test_another_seed_is_other_noise_and_secret_noise_is_never_the_same() -> Non
     one, again, other = (sanitizer(seed=seed).gradient([], 4, 1) for seed in (0, 0, 1))
     assert torch.equal(one, again)
     assert not torch.equal(one, other)
-    secret = [Sanitizer(privacy(), frozenset(), Source.secret(), 1).gradient([], 4, 1) for _ in range(2)]
+    secret = [
+        Sanitizer(privacy(), frozenset(), Source.secret(), 1).gradient([], 4, 1) for _ in range(2)
+    ]
     assert not torch.equal(*secret)
 
 
@@ -102,7 +122,9 @@ def test_examples_are_drawn_one_by_one() -> None:
         row[made.sample(windows, expected)] = 1
     rate, error = 0.2, 4 * math.sqrt(0.2 * 0.8 / 4000)
     assert np.abs(drawn.mean(axis=0) - rate).max() < error  # each as often
-    assert drawn.sum(axis=1).var() == pytest.approx(windows * rate * (1 - rate), rel=0.1)  # the size is binomial, not fixed
+    assert drawn.sum(axis=1).var() == pytest.approx(
+        windows * rate * (1 - rate), rel=0.1
+    )  # the size is binomial, not fixed
     both = (drawn[:, :25] * drawn[:, 25:]).mean(axis=0)
     assert np.abs(both - rate**2).max() < 4 * math.sqrt(0.04 * 0.96 / 4000)  # whatever another does
 
@@ -120,7 +142,12 @@ def test_a_step_spends_the_divergence_of_its_two_neighbours() -> None:
     rate, sigma, order = 0.1, 1.3, 6.0
 
     def log_mixture(x: float) -> float:
-        return float(np.logaddexp(math.log(1 - rate) + stats.norm.logpdf(x, 0, sigma), math.log(rate) + stats.norm.logpdf(x, 1, sigma)))
+        return float(
+            np.logaddexp(
+                math.log(1 - rate) + stats.norm.logpdf(x, 0, sigma),
+                math.log(rate) + stats.norm.logpdf(x, 1, sigma),
+            )
+        )
 
     def moment(x: float) -> float:
         return math.exp(order * log_mixture(x) + (1 - order) * stats.norm.logpdf(x, 0, sigma))
@@ -131,20 +158,29 @@ def test_a_step_spends_the_divergence_of_its_two_neighbours() -> None:
     assert rdp_of_steps(rate, sigma, 40)[place] == pytest.approx(40 * true, rel=1e-6)
 
 
-@pytest.mark.parametrize(("rate", "noise", "steps"), [(0.02, 0.8, 50), (0.02, 1.5, 1000), (0.3, 3.0, 200), (0.9, 6.0, 30)])
+@pytest.mark.parametrize(
+    ("rate", "noise", "steps"),
+    [(0.02, 0.8, 50), (0.02, 1.5, 1000), (0.3, 3.0, 200), (0.9, 6.0, 30)],
+)
 def test_two_other_accountants_find_nearly_the_same(rate: float, noise: float, steps: int) -> None:
     accountants = pytest.importorskip("opacus.accountants")
     found = epsilon_of(0.0, rdp_of_steps(rate, noise, steps), 1e-5)
     other = accountants.RDPAccountant()
     other.history = [(noise, rate, steps)]
-    assert 0.97 * other.get_epsilon(1e-5) <= found <= other.get_epsilon(1e-5) * 1.001  # of the same bound, at fewer orders
+    assert (
+        0.97 * other.get_epsilon(1e-5) <= found <= other.get_epsilon(1e-5) * 1.001
+    )  # of the same bound, at fewer orders
     tight = accountants.PRVAccountant()
     tight.history = [(noise, rate, steps)]
-    assert 0.99 * tight.get_epsilon(1e-5) <= found <= 1.35 * tight.get_epsilon(1e-5)  # by Fourier transforms, without a bound's slack
+    assert (
+        0.99 * tight.get_epsilon(1e-5) <= found <= 1.35 * tight.get_epsilon(1e-5)
+    )  # by Fourier transforms, without a bound's slack
 
 
 @pytest.mark.parametrize("rate", [0.001, 0.02, 1.0])
-def test_divergences_are_known_where_they_are_used_and_never_fall_with_the_order(rate: float) -> None:
+def test_divergences_are_known_where_they_are_used_and_never_fall_with_the_order(
+    rate: float,
+) -> None:
     found = rdp_of_steps(rate, 1.0, 1)
     assert np.isfinite(found).all()
     assert (np.diff(found) >= -1e-12).all()
@@ -165,7 +201,10 @@ def test_each_client_spends_by_its_own_rate_and_steps() -> None:
     summary = again.summary()
     json.dumps(summary, allow_nan=False)
     assert summary["epsilon"] == summary["clients"]["few"] > summary["clients"]["many"]
-    assert "at most 80 steps, each on every example of a client with probability 0.01 to 0.1" in summary["sampling"]
+    assert (
+        "at most 80 steps, each on every example of a client with probability 0.01 to 0.1"
+        in summary["sampling"]
+    )
 
 
 def test_without_noise_nobody_is_protected() -> None:

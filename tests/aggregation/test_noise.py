@@ -1,4 +1,6 @@
-"""Secret random numbers: full keys, exact distributions, the grid, and the attack that found the noise among 2^32 seeds."""
+"""Secret random numbers: full keys, exact distributions, the grid, and the attack that found the
+noise among 2^32 seeds.
+"""
 
 import errno
 import math
@@ -35,9 +37,16 @@ def source(seed: int = 0) -> Source:
 
 
 def test_a_stream_is_of_the_whole_key_and_of_the_purpose() -> None:
-    streams = [Source.keyed(KEY).read(32), Source.keyed(KEY + b"\0").read(32), Source.seeded(0).read(32)]
+    streams = [
+        Source.keyed(KEY).read(32),
+        Source.keyed(KEY + b"\0").read(32),
+        Source.seeded(0).read(32),
+    ]
     streams += [Source.keyed(KEY[:k] + b"\xff" + KEY[k + 1 :]).read(32) for k in range(32)]
-    streams += [Source.keyed(KEY, *purpose).read(32) for purpose in (("a", "b"), ("a/b",), ("ab",), (1,), ("1",), (1, ""), (-1,))]
+    streams += [
+        Source.keyed(KEY, *purpose).read(32)
+        for purpose in (("a", "b"), ("a/b",), ("ab",), (1,), ("1",), (1, ""), (-1,))
+    ]
     streams += [Source.secret().read(32) for _ in range(3)]
     streams += [Source.seeded(seed).read(32) for seed in (1, 2**32, 2**32 + 1, 2**63)]
     assert len(set(streams)) == len(streams)
@@ -100,9 +109,13 @@ def test_integers_have_the_probabilities_of_a_rounded_gaussian(deviation: float)
     n = 200_000
     found = source().gaussian(n, deviation)
     assert found.dtype == np.int64
-    least = next(k for k in range(100) if n * stats.norm.cdf(-(k + 0.5) / deviation) < 10)  # what is beyond counts as one
+    least = next(
+        k for k in range(100) if n * stats.norm.cdf(-(k + 0.5) / deviation) < 10
+    )  # what is beyond counts as one
     ends = np.arange(-least, least + 1) - 0.5
-    expected = n * np.diff(stats.norm.cdf(np.concatenate([[-np.inf], ends[1:-1], [np.inf]]) / deviation))
+    expected = n * np.diff(
+        stats.norm.cdf(np.concatenate([[-np.inf], ends[1:-1], [np.inf]]) / deviation)
+    )
     counts = np.bincount(np.clip(found, -least, least - 1) + least, minlength=2 * least)
     assert stats.chisquare(counts, expected).pvalue > 0.01
 
@@ -115,11 +128,16 @@ def test_on_a_fine_grid_they_are_gaussian_to_the_tails(deviation: float) -> None
         moment, spread = np.mean(found**k), math.sqrt(stats.norm.moment(2 * k) / len(found))
         assert moment == pytest.approx(stats.norm.moment(k), abs=3 * spread)
     assert 4.3 < np.abs(found).max() < 6.0
-    assert stats.chisquare(np.bincount(np.abs(source().gaussian(500_000, deviation)) % 16)).pvalue > 0.01  # the lower bits too
+    assert (
+        stats.chisquare(np.bincount(np.abs(source().gaussian(500_000, deviation)) % 16)).pvalue
+        > 0.01
+    )  # the lower bits too
 
 
 def exact(drawn: int, deviation: float) -> tuple[int, float]:
-    """round(deviation z) with Phi(-|z|) = (drawn >> 1) / 2^64 in long arithmetic, and how far it is from another integer."""
+    """round(deviation z) with Phi(-|z|) = (drawn >> 1) / 2^64 in long arithmetic, and how far it
+    is from another integer.
+    """
     mpmath = pytest.importorskip("mpmath")
     with mpmath.workdps(50):
         tail = (drawn >> 1) / mpmath.mpf(2) ** 64
@@ -169,13 +187,21 @@ def test_deviations_that_cannot_be_drawn(deviation: float) -> None:
 # The grid
 
 
-@given(st.lists(st.floats(-1e30, 1e30), min_size=1, max_size=30), st.floats(1e-3, 1e3), st.floats(1e-12, 1e3))
-def test_on_the_grid_no_norm_is_beyond_the_bound(values: list[float], norm: float, noise: float) -> None:
+@given(
+    st.lists(st.floats(-1e30, 1e30), min_size=1, max_size=30),
+    st.floats(1e-3, 1e3),
+    st.floats(1e-12, 1e3),
+)
+def test_on_the_grid_no_norm_is_beyond_the_bound(
+    values: list[float], norm: float, noise: float
+) -> None:
     step = grid(norm, noise * norm)
     assert math.frexp(step)[0] == 0.5  # a power of two
     assert step <= max(noise * norm * 2.0**-20, norm * 2.0**-45)
     found = on_grid(np.array(values), norm, step)
-    assert sum(int(k) ** 2 for k in found) <= (int(norm * 2**1000) / int(step * 2**1000)) ** 2 * (1 + 1e-15)
+    assert sum(int(k) ** 2 for k in found) <= (int(norm * 2**1000) / int(step * 2**1000)) ** 2 * (
+        1 + 1e-15
+    )
     if math.sqrt(math.fsum(x * x for x in values)) < 0.99 * norm:
         np.testing.assert_allclose(found * step, values, atol=step)
 
@@ -186,13 +212,19 @@ def test_the_norm_holds_in_exact_arithmetic() -> None:
         step = grid(clip, clip)
         for _ in range(50):
             found = on_grid(rng.normal(size=1000) * 10.0 ** rng.integers(-3, 4), clip, step)
-            assert sum(int(k) ** 2 for k in found) * int(step * 2**60) ** 2 <= int(clip * 2**60) ** 2
+            assert (
+                sum(int(k) ** 2 for k in found) * int(step * 2**60) ** 2 <= int(clip * 2**60) ** 2
+            )
 
 
 def test_what_leaves_is_on_the_grid_whatever_the_update_was() -> None:
     sent = {"A": torch.zeros(1000, dtype=torch.float64)}
     privacy = Privacy(where="local", clip=2.0, noise=0.5)
-    for update in (torch.zeros(1000), torch.full((1000,), 0.05), torch.randn(1000, generator=torch.Generator().manual_seed(0))):
+    for update in (
+        torch.zeros(1000),
+        torch.full((1000,), 0.05),
+        torch.randn(1000, generator=torch.Generator().manual_seed(0)),
+    ):
         (found,) = local({"A": update.double()}, sent, privacy, source()).values()
         steps = found.numpy() / grid(2.0, 1.0)
         assert (steps == np.round(steps)).all()
@@ -200,16 +232,23 @@ def test_what_leaves_is_on_the_grid_whatever_the_update_was() -> None:
 
 
 def test_a_sum_tells_nothing_but_the_sum() -> None:
-    # Two federations whose updates, on the grid, have the same sum: whatever is sent is the same, to the last bit.
+    # Two federations whose updates, on the grid, have the same sum: whatever is sent is the same,
+    # to the last bit.
     step = grid(1.0, 1.0)
-    privacy, sent = Privacy(where="central", clip=1.0, noise=1.0), {"A": torch.linspace(0, 1, 50) / 3}
+    privacy, sent = (
+        Privacy(where="central", clip=1.0, noise=1.0),
+        {"A": torch.linspace(0, 1, 50) / 3},
+    )
     to = {"a": sent, "b": sent}
 
     def moved(*by: float) -> dict[str, Tensors]:
         return {i: {"A": sent["A"].double() + x * step} for i, x in zip(to, by, strict=True)}
 
     doubles = {i: {"A": t["A"].double()} for i, t in to.items()}
-    results = [central(moved(*by), doubles, privacy, 1.0, source())[0] for by in ((1000.0, -7.0), (493.0, 500.0), (0.0, 993.0))]
+    results = [
+        central(moved(*by), doubles, privacy, 1.0, source())[0]
+        for by in ((1000.0, -7.0), (493.0, 500.0), (0.0, 993.0))
+    ]
     for found in results:
         assert torch.equal(found["a"]["A"], found["b"]["A"])
         assert torch.equal(found["a"]["A"], results[0]["a"]["A"])
@@ -228,7 +267,10 @@ def test_what_is_no_number_does_not_leave() -> None:
 
 # Attacks
 
-ORDINARY = re.compile(r"randbits|Generator\(|default_rng|RandomState|np\.random\.\w+\(|torch\.rand\w*\(|import random|uniform_\(|normal_\(")
+ORDINARY = re.compile(
+    r"randbits|Generator\(|default_rng|RandomState|np\.random\.\w+\(|torch\.rand\w*\(|import "
+    r"random|uniform_\(|normal_\("
+)
 HARMLESS = {  # files that draw from generators which anybody can predict, and what for
     "adapter.py": "where training starts",
     "attacks.py": "lies of simulated clients",
@@ -243,7 +285,8 @@ HARMLESS = {  # files that draw from generators which anybody can predict, and w
     "ddome_model.py": "the theory's examples",
     "schemes.py": "how data are dealt out to simulated clients",
     "estimate.py": "a trial round before a run, of which nothing is kept or sent",
-    "generalising.py": "noise of a method's own objective while it trains, which stays on the client",
+    "generalising.py": "noise of a method's own objective while it trains, which stays on the "
+    "client",
     "labelled.py": "how data are dealt out to simulated clients",
     "networks.py": "where training starts",
     "sections.py": "who takes part, where nothing depends on its being unknown",
@@ -256,16 +299,29 @@ HARMLESS = {  # files that draw from generators which anybody can predict, and w
 
 
 def test_ordinary_generators_are_where_nothing_is_secret() -> None:
-    # A new one fails here: either what it draws is harmless, and stands above, or it is drawn from `Source`.
+    # A new one fails here: either what it draws is harmless, and stands above, or it is drawn from
+    # `Source`.
     root = Path(coterie.__file__).parent
-    found = {path.name for path in root.rglob("*.py") if ORDINARY.search(path.read_text(encoding="utf-8"))}
+    found = {
+        path.name
+        for path in root.rglob("*.py")
+        if ORDINARY.search(path.read_text(encoding="utf-8"))
+    }
     assert found - HARMLESS.keys() == set()
 
 
 def explained(noise: np.ndarray, seeds: Iterator[int]) -> list[int]:
-    """Seeds of PyTorch's generator on a CPU that draw this noise: what the attack tried, on one core, for all 2^32 of them."""
+    """Seeds of PyTorch's generator on a CPU that draw this noise: what the attack tried, on one
+    core, for all 2^32 of them.
+    """
     like = torch.from_numpy(noise)
-    return [s for s in seeds if torch.allclose(torch.randn(len(noise), generator=torch.Generator().manual_seed(s)), like, atol=0.05)]
+    return [
+        s
+        for s in seeds
+        if torch.allclose(
+            torch.randn(len(noise), generator=torch.Generator().manual_seed(s)), like, atol=0.05
+        )
+    ]
 
 
 def noise_of(leaving: Outbound, *purpose: int) -> np.ndarray:
@@ -275,24 +331,39 @@ def noise_of(leaving: Outbound, *purpose: int) -> np.ndarray:
 
 
 def test_no_seed_of_32_bits_explains_a_devices_noise() -> None:
-    # The attack on a space that a test can search: keys of which all but a few bits are beyond the lower 32 of any seed that is derived.
+    # The attack on a space that a test can search: keys of which all but a few bits are beyond the
+    # lower 32 of any seed that is derived.
     privacy = Privacy(where="local", clip=1.0, noise=1.0)
     weak = torch.randn(64, generator=torch.Generator().manual_seed((1 << 40) + 777)).numpy()
-    assert explained(weak, iter(range(2048))) == [777]  # the generator has forgotten the upper half of its seed
+    assert explained(weak, iter(range(2048))) == [
+        777
+    ]  # the generator has forgotten the upper half of its seed
     for key in (b"", KEY):
         for secret in (False, True):
-            assert explained(noise_of(Outbound(777, privacy, secret=secret, key=key), 0, 0), iter(range(2048))) == []
+            assert (
+                explained(
+                    noise_of(Outbound(777, privacy, secret=secret, key=key), 0, 0),
+                    iter(range(2048)),
+                )
+                == []
+            )
 
 
 def streams(count: int, key: bytes) -> int:
     """How many unlike noises a device with this key adds for so many clients."""
     sent = {"A": torch.zeros(4)}
     leaving = Outbound(0, Privacy(where="local", clip=1.0, noise=1.0), secret=True, key=key)
-    return len({leaving(FedAvg.local_round, f"c{k}", sent, sent, 0, 0)["A"].numpy().tobytes() for k in range(count)})
+    return len(
+        {
+            leaving(FedAvg.local_round, f"c{k}", sent, sent, 0, 0)["A"].numpy().tobytes()
+            for k in range(count)
+        }
+    )
 
 
 def test_two_streams_that_were_one_are_two() -> None:
-    # With this key, PyTorch's generator drew the same noise for c1702 and c1797: their seeds agreed in the lower 32 bits.
+    # With this key, PyTorch's generator drew the same noise for c1702 and c1797: their seeds agreed
+    # in the lower 32 bits.
     assert streams(1800, (4709).to_bytes(32, "little")) == 1800
 
 
@@ -309,15 +380,23 @@ def test_seeds_that_agree_in_their_lower_half_give_other_noise() -> None:
     assert len({noise.tobytes() for noise in drawn}) == len(drawn)
 
 
-def test_the_same_reply_has_the_same_noise_whatever_a_server_says_and_with_another_norm_or_size_another() -> None:
-    """Run, seed, round and phase are a server's: noise of them could be averaged away. Two sizes of one noise would tell all."""
+def test_a_reply_has_its_noise_whatever_a_server_says_and_another_size_another() -> None:
+    """Run, seed, round and phase are a server's: noise of them could be averaged away. Two sizes
+    of one noise would tell all.
+    """
     privacy = Privacy(where="local", clip=1.0, noise=1.0)
     leaving = Outbound(0, privacy, secret=True, key=KEY)
     again = [noise_of(leaving, *purpose) for purpose in ((0, 0), (0, 0), (0, 1), (1, 0), (0, -1))]
-    again += [noise_of(Outbound(seed, privacy, secret=True, key=KEY), 0, 0) for seed in (1, 1 << 32)]
+    again += [
+        noise_of(Outbound(seed, privacy, secret=True, key=KEY), 0, 0) for seed in (1, 1 << 32)
+    ]
     assert all((again[0] == other).all() for other in again)
-    twice = noise_of(Outbound(0, Privacy(where="local", clip=1.0, noise=2.0), secret=True, key=KEY), 0, 0)
-    larger = noise_of(Outbound(0, Privacy(where="local", clip=2.0, noise=1.0), secret=True, key=KEY), 0, 0)
+    twice = noise_of(
+        Outbound(0, Privacy(where="local", clip=1.0, noise=2.0), secret=True, key=KEY), 0, 0
+    )
+    larger = noise_of(
+        Outbound(0, Privacy(where="local", clip=2.0, noise=1.0), secret=True, key=KEY), 0, 0
+    )
     for other in (twice, larger):
         assert abs(np.corrcoef(again[0], other)[0, 1]) < 0.5
     fresh = Outbound(0, Privacy(where="local", clip=1.0, noise=1.0), secret=True)
@@ -335,7 +414,9 @@ def test_a_key_is_made_once_for_its_owner_alone(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_what_is_no_key_is_refused_and_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_key_is_refused_and_a_full_disk_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "secret").write_bytes(b"short")
     with pytest.raises(Refused, match="5 bytes, expected a key of 32"):
         kept_key(tmp_path / "secret")

@@ -56,7 +56,9 @@ def named(vector: Sequence[float] | Vectors, dtype: torch.dtype = torch.float64)
     """One vector as tensors of `SHAPES`."""
     flat = torch.as_tensor(np.asarray(vector)).to(dtype)
     parts = torch.split(flat, [math.prod(shape) for shape in SHAPES.values()])
-    return {name: part.reshape(shape) for part, (name, shape) in zip(parts, SHAPES.items(), strict=True)}
+    return {
+        name: part.reshape(shape) for part, (name, shape) in zip(parts, SHAPES.items(), strict=True)
+    }
 
 
 def flat(tensors: Tensors) -> Vectors:
@@ -66,7 +68,10 @@ def flat(tensors: Tensors) -> Vectors:
 
 
 def replies(models: Vectors, dtype: torch.dtype = torch.float64) -> dict[str, Tensors]:
-    return {f"c{k:02}": named(model, dtype) | {SAMPLES: torch.tensor(k + 1)} for k, model in enumerate(models)}
+    return {
+        f"c{k:02}": named(model, dtype) | {SAMPLES: torch.tensor(k + 1)}
+        for k, model in enumerate(models)
+    }
 
 
 def combined(rule: Combining, models: Vectors, around: Vectors | None = None) -> Vectors:
@@ -94,7 +99,11 @@ def krum_order(models: Vectors, f: int) -> list[int]:
         f -= 1
     scores = []
     for i in range(n):
-        squared = sorted(float(sum((a - b) ** 2 for a, b in zip(models[i], models[j], strict=True))) for j in range(n) if j != i)
+        squared = sorted(
+            float(sum((a - b) ** 2 for a, b in zip(models[i], models[j], strict=True)))
+            for j in range(n)
+            if j != i
+        )
         scores.append(sum(squared[: max(n - f - 2, 0)]))
     return sorted(range(n), key=lambda i: scores[i])
 
@@ -111,12 +120,16 @@ def naive_multikrum(models: Vectors, f: int, keep: int | None) -> Vectors:
 def naive_clipped(models: Vectors, around: Vectors, norm: float | None = None) -> Vectors:
     norms = [math.sqrt(sum(u * u for u in model - around)) for model in models]
     tau = float(np.median(norms)) if norm is None else norm
-    return around + sum((m - around) * (1.0 if s <= tau else tau / s) for m, s in zip(models, norms, strict=True)) / len(models)  # type: ignore[no-any-return]
+    return around + sum(
+        (m - around) * (1.0 if s <= tau else tau / s) for m, s in zip(models, norms, strict=True)
+    ) / len(models)  # type: ignore[no-any-return]
 
 
 NAIVE: dict[str, Callable[[Vectors, Vectors], Vectors]] = {
     "mean": lambda models, around: np.mean(models, axis=0),
-    "mean by samples": lambda models, around: np.average(models, axis=0, weights=range(1, len(models) + 1)),
+    "mean by samples": lambda models, around: np.average(
+        models, axis=0, weights=range(1, len(models) + 1)
+    ),
     "median": naive_median,
     "trimmed mean": naive_trimmed,
     "krum": lambda models, around: models[krum_order(models, 2)[0]],
@@ -143,7 +156,9 @@ def test_a_rule_is_what_its_paper_says(rule: str, seed: int, n: int, chunk: int)
 @settings(max_examples=25)
 @given(seed=SEEDS, n=st.integers(2, 12))
 def test_at_the_geometric_median_unit_vectors_to_all_models_cancel(seed: int, n: int) -> None:
-    """The first-order condition; where the median is one of the models, those to the others do not outweigh it."""
+    """The first-order condition; where the median is one of the models, those to the others do
+    not outweigh it.
+    """
     random = np.random.default_rng(seed)
     models = random.standard_normal((n, SIZE)) * random.uniform(0.5, 3, (n, 1))
     z = combined(GeometricMedian(iterations=3000, eps=1e-9), models)
@@ -154,20 +169,26 @@ def test_at_the_geometric_median_unit_vectors_to_all_models_cancel(seed: int, n:
 
 
 def test_the_geometric_median_of_known_points() -> None:
-    """Of a triangle with angles below 120 degrees the point of Fermat; on a line the middle point."""
+    """Of a triangle with angles below 120 degrees the point of Fermat; on a line the middle
+    point.
+    """
     triangle = np.zeros((3, SIZE))
     triangle[1, 0], triangle[2, 0], triangle[2, 1] = 1, 0.5, math.sqrt(3) / 2
     fermat = np.zeros(SIZE)
     fermat[:2] = 0.5, math.sqrt(3) / 6
     np.testing.assert_allclose(combined(GeometricMedian(), triangle), fermat, atol=1e-9)
     line = np.outer([0.0, 1.0, 100.0], np.ones(SIZE))
-    np.testing.assert_allclose(combined(GeometricMedian(iterations=500), line), np.ones(SIZE), atol=1e-3)
+    np.testing.assert_allclose(
+        combined(GeometricMedian(iterations=500), line), np.ones(SIZE), atol=1e-3
+    )
 
 
 @given(seed=SEEDS, size=st.floats(0.01, 100))
 def test_eps_makes_near_models_count_alike(seed: int, size: float) -> None:
     models = np.random.default_rng(seed).standard_normal((5, SIZE)) * size
-    np.testing.assert_allclose(combined(GeometricMedian(eps=1e4 * size), models), models.mean(axis=0), atol=1e-9 * size)
+    np.testing.assert_allclose(
+        combined(GeometricMedian(eps=1e4 * size), models), models.mean(axis=0), atol=1e-9 * size
+    )
 
 
 # What holds for every rule.
@@ -178,8 +199,13 @@ def test_eps_makes_near_models_count_alike(seed: int, size: float) -> None:
 @given(seed=SEEDS, n=st.integers(1, 9))
 def test_the_order_of_clients_changes_no_bit(rule: Combining, seed: int, n: int) -> None:
     random = np.random.default_rng(seed)
-    found, around = replies(random.standard_normal((n, SIZE)), torch.float32), named(random.standard_normal(SIZE), torch.float32)
-    shuffled = {i: dict(reversed(found[i].items())) for i in random.permutation(sorted(found)).tolist()}
+    found, around = (
+        replies(random.standard_normal((n, SIZE)), torch.float32),
+        named(random.standard_normal(SIZE), torch.float32),
+    )
+    shuffled = {
+        i: dict(reversed(found[i].items())) for i in random.permutation(sorted(found)).tolist()
+    }
     a, b = rule.combine(found, around), rule.combine(shuffled, around)
     assert a.keys() == b.keys() == SHAPES.keys()
     for name in a:
@@ -191,7 +217,10 @@ def test_the_order_of_clients_changes_no_bit(rule: Combining, seed: int, n: int)
 @given(seed=SEEDS)
 def test_of_one_client_it_is_exactly_that_client(rule: Combining, seed: int) -> None:
     random = np.random.default_rng(seed)
-    own, around = named(random.standard_normal(SIZE) / 4, torch.float32), named(random.standard_normal(SIZE) / 4, torch.float32)
+    own, around = (
+        named(random.standard_normal(SIZE) / 4, torch.float32),
+        named(random.standard_normal(SIZE) / 4, torch.float32),
+    )
     found = rule.combine({"ann": own | {SAMPLES: torch.tensor(3)}}, around)
     assert found.keys() == own.keys()
     for name, tensor in own.items():
@@ -201,11 +230,16 @@ def test_of_one_client_it_is_exactly_that_client(rule: Combining, seed: int) -> 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_what_clients_sent_stays_as_it_is(rule: Combining) -> None:
-    found, around = replies(np.random.default_rng(0).standard_normal((7, SIZE))), named(np.ones(SIZE))
+    found, around = (
+        replies(np.random.default_rng(0).standard_normal((7, SIZE))),
+        named(np.ones(SIZE)),
+    )
     before = {i: {name: t.clone() for name, t in reply.items()} for i, reply in found.items()}
     for tensor in rule.combine(found, around).values():
         tensor.zero_()
-    assert all(torch.equal(t, before[i][name]) for i, reply in found.items() for name, t in reply.items())
+    assert all(
+        torch.equal(t, before[i][name]) for i, reply in found.items() for name, t in reply.items()
+    )
     assert all(bool((t == 1).all()) for t in around.values())
 
 
@@ -213,11 +247,19 @@ def test_what_clients_sent_stays_as_it_is(rule: Combining) -> None:
 @settings(max_examples=25)
 @given(seed=SEEDS, shift=st.floats(-5, 5))
 def test_all_is_relative_to_what_was_sent(rule: Combining, seed: int, shift: float) -> None:
-    """Moving the models and what was sent moves the result as far; a name that was not sent is relative to zero."""
+    """Moving the models and what was sent moves the result as far; a name that was not sent is
+    relative to zero.
+    """
     random = np.random.default_rng(seed)
     models, around = random.standard_normal((8, SIZE)), random.standard_normal(SIZE)
-    np.testing.assert_allclose(combined(rule, models + shift, around + shift), combined(rule, models, around) + shift, atol=1e-7)
-    np.testing.assert_allclose(combined(rule, models), combined(rule, models, np.zeros(SIZE)), atol=1e-12)
+    np.testing.assert_allclose(
+        combined(rule, models + shift, around + shift),
+        combined(rule, models, around) + shift,
+        atol=1e-7,
+    )
+    np.testing.assert_allclose(
+        combined(rule, models), combined(rule, models, np.zeros(SIZE)), atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
@@ -273,7 +315,9 @@ D = 300
 
 
 def honest(seed: int) -> Vectors:
-    """Updates that agree, (n, d), each a common direction of length 1 and a deviation of about `SPREAD`."""
+    """Updates that agree, (n, d), each a common direction of length 1 and a deviation of about
+    `SPREAD`.
+    """
     random = np.random.default_rng(seed)
     return np.full(D, 1 / math.sqrt(D)) + random.standard_normal((N, D)) * SPREAD / math.sqrt(D)
 
@@ -284,7 +328,8 @@ ATTACKS: dict[str, Callable[[Vectors, Any], Vectors]] = {
     "noise x10": lambda update, random: 10 * random.standard_normal(D) / math.sqrt(D),
     "together": lambda update, random: -1e6 * np.ones(D),
 }
-# The rule for f attackers, how many it withstands of eight, and how far it is then from the honest mean.
+# The rule for f attackers, how many it withstands of eight, and how far it is then from the honest
+# mean.
 WITHSTANDS: dict[str, tuple[Combining, int, float]] = {
     "median": (Median(), 3, 0.6),
     "trimmed mean": (TrimmedMean(trim=0.25), 2, 0.6),
@@ -305,13 +350,18 @@ def attacked(models: Vectors, f: int, attack: str, seed: int) -> tuple[Vectors, 
 
 
 def distance(rule: Combining, sent: Vectors, mean: Vectors) -> float:
-    found = rule.combine({f"c{k}": {"w": torch.tensor(own)} for k, own in enumerate(sent)}, {"w": torch.zeros(D, dtype=torch.float64)})
+    found = rule.combine(
+        {f"c{k}": {"w": torch.tensor(own)} for k, own in enumerate(sent)},
+        {"w": torch.zeros(D, dtype=torch.float64)},
+    )
     return float(np.linalg.norm(found["w"].numpy() - mean))
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.parametrize("rule", WITHSTANDS)
-def test_a_robust_rule_stays_near_the_honest_mean_and_the_mean_does_not(rule: str, attack: str) -> None:
+def test_a_robust_rule_stays_near_the_honest_mean_and_the_mean_does_not(
+    rule: str, attack: str
+) -> None:
     combining, most, near = WITHSTANDS[rule]
     for seed in range(5):
         for f in range(1, most + 1):
@@ -322,9 +372,18 @@ def test_a_robust_rule_stays_near_the_honest_mean_and_the_mean_does_not(rule: st
 
 @pytest.mark.parametrize(
     ("rule", "attackers"),
-    [("median", 4), ("trimmed mean", 3), ("krum", 4), ("multi-krum", 3), ("geometric median", 4), ("clipped mean", 4)],
+    [
+        ("median", 4),
+        ("trimmed mean", 3),
+        ("krum", 4),
+        ("multi-krum", 3),
+        ("geometric median", 4),
+        ("clipped mean", 4),
+    ],
 )
-def test_with_as_many_attackers_as_break_it_they_move_it_as_far_as_they_like(rule: str, attackers: int) -> None:
+def test_with_as_many_attackers_as_break_it_they_move_it_as_far_as_they_like(
+    rule: str, attackers: int
+) -> None:
     combining, _, near = WITHSTANDS[rule]
     assert distance(combining, *attacked(honest(0), attackers, "together", 0)) > 1e4
     assert distance(combining, *attacked(honest(0), attackers - 1, "together", 0)) < near
@@ -356,10 +415,25 @@ def test_values_at_the_end_of_what_floats_hold_do_no_harm(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_of_a_pool_each_member_is_combined_over_those_that_had_it(rule: Combining) -> None:
-    """Tensors that the same clients have are one vector: what Krum chooses, it chooses for all of them."""
+    """Tensors that the same clients have are one vector: what Krum chooses, it chooses for all
+    of them.
+    """
     random = np.random.default_rng(0)
-    members = {"gate": "abcdefg", "expert/0": "abcdef", "expert/1": "acdefg", "expert/2": "abcdef", "expert/3": "g"}
-    found = {i: {name: torch.tensor(random.standard_normal(3)) for name, holders in members.items() if i in holders} for i in "gfabcde"}
+    members = {
+        "gate": "abcdefg",
+        "expert/0": "abcdef",
+        "expert/1": "acdefg",
+        "expert/2": "abcdef",
+        "expert/3": "g",
+    }
+    found = {
+        i: {
+            name: torch.tensor(random.standard_normal(3))
+            for name, holders in members.items()
+            if i in holders
+        }
+        for i in "gfabcde"
+    }
     for k, reply in enumerate(found.values()):
         reply[SAMPLES] = torch.tensor(k + 1)
     around = {name: torch.tensor(random.standard_normal(3)) for name in members}
@@ -378,8 +452,13 @@ def test_with_too_few_replies_krum_withstands_as_many_as_it_can() -> None:
     """An f of 2 needs 7 clients: of 5 or 6 it withstands 1, of 4 or less none."""
     models = np.random.default_rng(3).standard_normal((7, SIZE))
     for n, f in ((7, 2), (6, 1), (5, 1), (4, 0), (3, 0), (2, 0), (1, 0)):
-        np.testing.assert_allclose(combined(MultiKrum(attackers=2), models[:n]), combined(MultiKrum(attackers=f), models[:n]))
-        np.testing.assert_array_equal(combined(Krum(attackers=2), models[:n]), models[krum_order(models[:n], f)[0]])
+        np.testing.assert_allclose(
+            combined(MultiKrum(attackers=2), models[:n]),
+            combined(MultiKrum(attackers=f), models[:n]),
+        )
+        np.testing.assert_array_equal(
+            combined(Krum(attackers=2), models[:n]), models[krum_order(models[:n], f)[0]]
+        )
         assert len(models[:n]) - f == round(1 / shares(MultiKrum(attackers=2), n).max())
 
 
@@ -400,7 +479,15 @@ def test_a_recipe_names_a_rule_and_its_fields() -> None:
         assert ADAPTER.validate_python(rule.model_dump(mode="json")) == rule
         assert hash(rule) == hash(ADAPTER.validate_python(rule.model_dump(mode="json")))
     found = {str(rule.model_dump()["rule"]) for rule in RULES.values()}
-    assert found == {"mean", "median", "trimmed-mean", "krum", "multi-krum", "geometric-median", "clipped-mean"}
+    assert found == {
+        "mean",
+        "median",
+        "trimmed-mean",
+        "krum",
+        "multi-krum",
+        "geometric-median",
+        "clipped-mean",
+    }
 
 
 @pytest.mark.parametrize(
@@ -408,16 +495,35 @@ def test_a_recipe_names_a_rule_and_its_fields() -> None:
     [
         ({"rule": "medain"}, "method.aggregation: rule should be mean, median, trimmed-mean, krum"),
         ("median", "method.aggregation: rule should be mean"),
-        ({"rule": "trimmed-mean", "trim": 0.5}, "method.aggregation.trim: input should be less than 0.5"),
-        ({"rule": "krum", "attackers": -1}, "method.aggregation.attackers: input should be greater"),
+        (
+            {"rule": "trimmed-mean", "trim": 0.5},
+            "method.aggregation.trim: input should be less than 0.5",
+        ),
+        (
+            {"rule": "krum", "attackers": -1},
+            "method.aggregation.attackers: input should be greater",
+        ),
         ({"rule": "krum", "keep": 2}, "method.aggregation.keep: unknown key"),
-        ({"weighting": "size"}, "method.aggregation.weighting: input should be 'uniform' or 'samples'"),
-        ({"rule": "clipped-mean", "norm": 0}, "method.aggregation.norm: input should be greater than 0"),
+        (
+            {"weighting": "size"},
+            "method.aggregation.weighting: input should be 'uniform' or 'samples'",
+        ),
+        (
+            {"rule": "clipped-mean", "norm": 0},
+            "method.aggregation.norm: input should be greater than 0",
+        ),
     ],
 )
 def test_a_mistake_in_a_rule_is_named_by_its_field(given: object, said: str) -> None:
     with pytest.raises(RecipeError) as refused:
-        validate({"name": "x", "data": {"kind": "stdlib"}, "method": {"name": "fedavg", "aggregation": given}}, "x")
+        validate(
+            {
+                "name": "x",
+                "data": {"kind": "stdlib"},
+                "method": {"name": "fedavg", "aggregation": given},
+            },
+            "x",
+        )
     assert said in str(refused.value)
     assert len(refused.value.mistakes) == 1
 
@@ -428,14 +534,25 @@ def test_a_mistake_in_a_rule_is_named_by_its_field(given: object, said: str) -> 
         (
             Krum(attackers=2),
             6,
-            "method.aggregation.attackers: 2 among 6 clients that are averaged together, where 7 are needed; use at most 1",
+            "method.aggregation.attackers: 2 among 6 clients that are averaged together, where 7 "
+            "are needed; use at most 1",
         ),
         (MultiKrum(attackers=1), 4, "method.aggregation.attackers: 1 among 4 .* use at most 0"),
-        (Krum(attackers=0), 2, "method.aggregation.attackers: 0 among 2 .* 3 are needed; use another rule"),
-        (MultiKrum(attackers=1, keep=5), 5, "method.aggregation.keep: 5 of 5 clients, 1 of which may be attackers; use at most 4"),
+        (
+            Krum(attackers=0),
+            2,
+            "method.aggregation.attackers: 0 among 2 .* 3 are needed; use another rule",
+        ),
+        (
+            MultiKrum(attackers=1, keep=5),
+            5,
+            "method.aggregation.keep: 5 of 5 clients, 1 of which may be attackers; use at most 4",
+        ),
     ],
 )
-def test_krum_of_too_few_clients_is_refused_before_the_start(rule: Combining, clients: int, said: str) -> None:
+def test_krum_of_too_few_clients_is_refused_before_the_start(
+    rule: Combining, clients: int, said: str
+) -> None:
     with pytest.raises(RecipeError, match=said):
         FedAvg(aggregation=rule).check(None, [str(k) for k in range(clients)], None)  # type: ignore[arg-type]
     FedAvg(aggregation=rule).check(None, [str(k) for k in range(clients + 1)], None)  # type: ignore[arg-type]

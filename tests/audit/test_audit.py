@@ -1,4 +1,6 @@
-"""Audits of whole runs: through the command line, with and without canaries, of what memorised and what did not."""
+"""Audits of whole runs: through the command line, with and without canaries, of what memorised
+and what did not.
+"""
 
 import json
 import re
@@ -32,7 +34,14 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(texts: Path, base: Path | str, out: Path, *changes: str) -> Path:
-    common = [f"data.path={texts}", "compare_with=[]", "samples=false", f"model.base={base}", "training.batch_size=4", "method.rounds=2"]
+    common = [
+        f"data.path={texts}",
+        "compare_with=[]",
+        "samples=false",
+        f"model.base={base}",
+        "training.batch_size=4",
+        "method.rounds=2",
+    ]
     common += ["model.context=16", "method.local_steps=2", "method.name=fedavg"]
     runs.run(recipes.load("folders", [*common, *changes]), out)
     return out
@@ -49,7 +58,12 @@ def planted(texts: Path, tiny_base: Path, tmp_path_factory: pytest.TempPathFacto
 def people(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """FedAvg of the three people on the embedded base, long enough to learn their texts."""
     folder = tmp_path_factory.mktemp("runs")
-    changes = ["method.rounds=3", "method.local_steps=16", "model.context=32", "training.batch_size=8"]
+    changes = [
+        "method.rounds=3",
+        "method.local_steps=16",
+        "model.context=32",
+        "training.batch_size=8",
+    ]
     changes += ["audit={canaries: 12, repeats: 3, references: 48, length: 6}"]
     return trained(written(folder / "texts"), "embedded", folder / "people", *changes)
 
@@ -71,18 +85,28 @@ def invoked(*words: str) -> tuple[int, str]:
 def test_a_diarys_words_reach_the_models_of_others_and_the_audit_shows_it(found: dict) -> None:
     words = found["words"]
     assert words["words"] > 5
-    assert words["others"]["low"] > 0  # whole words of one client, in a model whose client never wrote them
+    assert (
+        words["others"]["low"] > 0
+    )  # whole words of one client, in a model whose client never wrote them
     assert words["shared"]["low"] > 0
     reached = {(e["owner"], e["word"]) for e in words["examples"]}
     assert reached
     for owner, word in reached:
-        others = [text for person, texts in WORDS.items() if person != owner for some in texts for text in some]
+        others = [
+            text
+            for person, texts in WORDS.items()
+            if person != owner
+            for some in texts
+            for text in some
+        ]
         assert word not in others
 
 
 @pytest.mark.slow
 def test_the_programmers_keyboard_suggests_the_people_of_the_diary(people: Path) -> None:
-    """The finding by hand: what is typed on the programmer's device, and what its base would have said."""
+    """The finding by hand: what is typed on the programmer's device, and what its base would
+    have said.
+    """
     models = personal.load_all(people, ["programmer"])
     programmer = models["programmer"]
     assert isinstance(programmer, personal.PersonalModel)
@@ -105,15 +129,21 @@ def test_what_was_planted_is_found_by_the_server_and_by_no_one_better(found: dic
 
 
 @pytest.mark.slow
-def test_a_server_that_sees_sums_alone_finds_what_every_client_could(people: Path, found: dict, tmp_path: Path) -> None:
+def test_a_server_that_sees_sums_alone_finds_what_every_client_could(
+    people: Path, found: dict, tmp_path: Path
+) -> None:
     again = Path(shutil.copytree(people, tmp_path / "run"))
     sums = audit(again, Settings(windows=16, words=1, secure=True))
     assert sums["secure"]
     assert not found["secure"]
     assert sums["observers"]["others"] == found["observers"]["others"]
     server, others = (sums["observers"][name] for name in ("server", "others"))
-    assert server["canaries"]["auc"]["value"] == pytest.approx(others["canaries"]["auc"]["value"], abs=0.01)
-    assert server["membership"]["auc"]["value"] == pytest.approx(others["membership"]["auc"]["value"], abs=0.01)
+    assert server["canaries"]["auc"]["value"] == pytest.approx(
+        others["canaries"]["auc"]["value"], abs=0.01
+    )
+    assert server["membership"]["auc"]["value"] == pytest.approx(
+        others["membership"]["auc"]["value"], abs=0.01
+    )
     assert found["observers"]["server"]["membership"] != server["membership"]
     assert "A server of sums" in " ".join(told.sentences(sums))
 
@@ -137,11 +167,19 @@ def test_the_command_measures_writes_and_says_what_it_means(planted: Path) -> No
     code, output = invoked(str(planted), "--windows", "10", "--words", "3")
     assert code == 0, output
     assert all(len(line) <= 80 for line in output.splitlines() if str(planted) not in line)
-    for expected in ("canary exposure, bits", "epsilon is at least", "windows told apart, AUC", "the server", "another client"):
+    for expected in (
+        "canary exposure, bits",
+        "epsilon is at least",
+        "windows told apart, AUC",
+        "the server",
+        "another client",
+    ):
         assert expected in output
     written_ = json.loads((planted / "audit.json").read_text())
     assert written_["canaries"]["candidates"] == 24
-    assert {"value", "low", "high", "interval"} <= written_["observers"]["server"]["membership"]["auc"].keys()
+    assert {"value", "low", "high", "interval"} <= written_["observers"]["server"]["membership"][
+        "auc"
+    ].keys()
     report = (planted / "report.html").read_text()
     assert 'id="audit"' in report
     assert "What the shared part gives away" in report
@@ -151,10 +189,16 @@ def test_of_one_client(planted: Path) -> None:
     code, output = invoked(str(planted), "--client", "cook", "--windows", "10", "--words", "2")
     assert code == 0, output
     assert "client cook" in output
-    assert list(json.loads((planted / "audit.json").read_text())["observers"]["server"]["membership"]["clients"]) == ["cook"]
+    assert list(
+        json.loads((planted / "audit.json").read_text())["observers"]["server"]["membership"][
+            "clients"
+        ]
+    ) == ["cook"]
 
 
-def test_without_a_section_membership_and_words_are_measured(texts: Path, tiny_base: Path, tmp_path: Path) -> None:
+def test_without_a_section_membership_and_words_are_measured(
+    texts: Path, tiny_base: Path, tmp_path: Path
+) -> None:
     run = trained(texts, tiny_base, tmp_path / "run")
     assert not (run / "audit").exists()
     assert 'id="audit"' not in (run / "report.html").read_text()
@@ -167,7 +211,13 @@ def test_without_a_section_membership_and_words_are_measured(texts: Path, tiny_b
 
 
 def test_of_image_classifiers_membership_alone(tmp_path: Path) -> None:
-    changes = ["method.name=fedavg", "method.rounds=2", "compare_with=[]", "evaluate_every=0", "data.clients=4"]
+    changes = [
+        "method.name=fedavg",
+        "method.rounds=2",
+        "compare_with=[]",
+        "evaluate_every=0",
+        "data.clients=4",
+    ]
     run = tmp_path / "run"
     runs.run(recipes.load("cobo-digits", [*changes, "audit={}"]), run)
     images = audit(run, Settings(windows=10))
@@ -180,11 +230,17 @@ def test_of_image_classifiers_membership_alone(tmp_path: Path) -> None:
     ("words", "problem", "remedy"),
     [
         (["nowhere"], "nowhere holds no run", "coterie run"),
-        (["{planted}", "--client", "nobody"], "--client nobody", "There are: cook, diarist, programmer"),
+        (
+            ["{planted}", "--client", "nobody"],
+            "--client nobody",
+            "There are: cook, diarist, programmer",
+        ),
         (["{planted}", "--windows", "1"], "--windows", ""),
     ],
 )
-def test_what_is_wrong_is_refused_with_the_remedy(planted: Path, words: Sequence[str], problem: str, remedy: str) -> None:
+def test_what_is_wrong_is_refused_with_the_remedy(
+    planted: Path, words: Sequence[str], problem: str, remedy: str
+) -> None:
     code, output = invoked(*(word.format(planted=planted) for word in words))
     assert code == 2
     text = re.sub(r"\s+", " ", output)
@@ -192,8 +248,17 @@ def test_what_is_wrong_is_refused_with_the_remedy(planted: Path, words: Sequence
     assert remedy in text
 
 
-@pytest.mark.parametrize("changes", [("method.name=local",), ("method.rounds=0", "method.name=pretrained"), ("method.name=fedsa-lora",)])
-def test_methods_without_a_shared_model_are_refused(changes: Sequence[str], texts: Path, tiny_base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ("method.name=local",),
+        ("method.rounds=0", "method.name=pretrained"),
+        ("method.name=fedsa-lora",),
+    ],
+)
+def test_methods_without_a_shared_model_are_refused(
+    changes: Sequence[str], texts: Path, tiny_base: Path, tmp_path: Path
+) -> None:
     run = trained(texts, tiny_base, tmp_path / "run", *changes)
     with pytest.raises(Refused, match=r"audit: .*shares no") as refused:
         audit(run)
@@ -203,13 +268,17 @@ def test_methods_without_a_shared_model_are_refused(changes: Sequence[str], text
 # What a run keeps
 
 
-def test_without_the_section_nothing_changes(texts: Path, tiny_base: Path, planted: Path, tmp_path: Path) -> None:
+def test_without_the_section_nothing_changes(
+    texts: Path, tiny_base: Path, planted: Path, tmp_path: Path
+) -> None:
     """A section without canaries keeps what was sent, and leaves every number as it is."""
     plain = trained(texts, tiny_base, tmp_path / "plain")
     kept = trained(texts, tiny_base, tmp_path / "kept", "audit={canaries: 0}")
     assert not (plain / "audit").exists()
     for client in WORDS:
-        one, other = (load(run / f"clients/{client}/adapter.safetensors")[0] for run in (plain, kept))
+        one, other = (
+            load(run / f"clients/{client}/adapter.safetensors")[0] for run in (plain, kept)
+        )
         assert all(torch.equal(one[name], other[name]) for name in one)
     scores = [json.loads((run / "result.json").read_text())["clients"] for run in (plain, kept)]
     assert scores[0] == scores[1]
@@ -224,13 +293,19 @@ def test_the_canaries_of_the_list_are_those_of_the_training_data(planted: Path) 
         text = federation.clients[client].train.tokens.tolist()
         for tokens, here in zip(own["tokens"], own["planted"], strict=True):
             canary = [0, *own["prefix"], *tokens, 0]
-            assert sum(text[k : k + len(canary)] == canary for k in range(len(text))) == (2 if here else 0)
+            assert sum(text[k : k + len(canary)] == canary for k in range(len(text))) == (
+                2 if here else 0
+            )
         for split in (federation.clients[client].valid, federation.clients[client].test):
             assert str(own["tokens"][0])[1:-1] not in str(split.tokens.tolist())
 
 
-def test_the_server_sees_what_left_the_clients_and_others_what_the_server_made_of_it(texts: Path, tiny_base: Path, tmp_path: Path) -> None:
-    """Under local privacy noise is in what the server received; under central privacy only in what it sends on."""
+def test_the_server_sees_what_left_the_clients_and_others_what_the_server_made_of_it(
+    texts: Path, tiny_base: Path, tmp_path: Path
+) -> None:
+    """Under local privacy noise is in what the server received; under central privacy only in
+    what it sends on.
+    """
     noisy = {
         where: trained(
             texts,
@@ -258,16 +333,28 @@ def test_the_server_sees_what_left_the_clients_and_others_what_the_server_made_o
 def test_only_the_last_exchanges_are_kept(tmp_path: Path) -> None:
     seen = Observations(tmp_path, 2)
     for round in range(4):
-        seen.keep(round, 0, {"ann": {"x": torch.tensor([round])}}, {"ann": {"x": torch.tensor([round + 10])}})
+        seen.keep(
+            round,
+            0,
+            {"ann": {"x": torch.tensor([round])}},
+            {"ann": {"x": torch.tensor([round + 10])}},
+        )
     kept = seen.before(4)
     assert [exchange.round for exchange in kept] == [2, 3]
     assert [exchange.sent("ann")["x"].item() for exchange in kept] == [12, 13]
-    assert [exchange.round for exchange in seen.before(3)] == [2]  # a checkpoint of round 3 knows nothing of what came after it
+    assert [exchange.round for exchange in seen.before(3)] == [
+        2
+    ]  # a checkpoint of round 3 knows nothing of what came after it
 
 
 def test_what_all_have_alike_is_there_once(tmp_path: Path) -> None:
     same = {"x": torch.ones(3)}
-    Observations(tmp_path, None).keep(0, 0, {"ann": same, "ben": same}, {"ann": {"x": torch.zeros(1)}, "ben": {"x": torch.ones(1)}})
+    Observations(tmp_path, None).keep(
+        0,
+        0,
+        {"ann": same, "ben": same},
+        {"ann": {"x": torch.zeros(1)}, "ben": {"x": torch.ones(1)}},
+    )
     (kept,) = Observations(tmp_path, None).before(1)
     assert sorted(kept.tensors) == ["from/ann/x", "from/ben/x", "to/*/x"]
     assert torch.equal(kept.to("ben")["x"], torch.ones(3))
@@ -278,7 +365,9 @@ def test_devices_plant_nothing(texts: Path, tiny_base: Path) -> None:
     from coterie.engines.messages import Member
     from coterie.runs.device import _loaded
 
-    recipe = recipes.load("folders", [f"data.path={texts}", f"model.base={tiny_base}", "engine=flower", CANARIES])
+    recipe = recipes.load(
+        "folders", [f"data.path={texts}", f"model.base={tiny_base}", "engine=flower", CANARIES]
+    )
     with pytest.raises(Refused, match="plant canaries in this device's data"):
         _loaded(recipe.model_dump_json(), str(texts), None, True)
     with pytest.raises(Refused, match="clients are on devices of their own"):

@@ -1,4 +1,6 @@
-"""The bound on epsilon from one run: against the formula, and never above the truth more often than it says."""
+"""The bound on epsilon from one run: against the formula, and never above the truth more often
+than it says.
+"""
 
 import math
 
@@ -13,7 +15,9 @@ RUNS, COINS = 300, 200
 
 
 def test_without_delta_it_is_the_binomial_tail() -> None:
-    assert p_value(70, 100, 100, 0.5, 0.0) == pytest.approx(binom.sf(69, 100, 1 / (1 + math.exp(-0.5))))
+    assert p_value(70, 100, 100, 0.5, 0.0) == pytest.approx(
+        binom.sf(69, 100, 1 / (1 + math.exp(-0.5)))
+    )
     assert p_value(0, 10, 10, 0.0, 0.0) == 1
 
 
@@ -58,9 +62,15 @@ def test_of_randomised_response_it_is_rarely_above_the_truth(epsilon: float) -> 
 
 @pytest.mark.parametrize("sigma", [0.6, 1.0, 2.0])
 def test_of_gaussian_noise_it_is_rarely_above_the_truth(sigma: float) -> None:
-    """Each coin is released as 0 or 1 with noise: epsilon is that of the Gaussian mechanism (Balle and Wang, 2018)."""
+    """Each coin is released as 0 or 1 with noise: epsilon is that of the Gaussian mechanism
+    (Balle and Wang, 2018).
+    """
     delta, mu = 1e-3, 1 / sigma
-    truth = brentq(lambda e: norm.cdf(mu / 2 - e / mu) - math.exp(e) * norm.cdf(-mu / 2 - e / mu) - delta, 0, 50)
+    truth = brentq(
+        lambda e: norm.cdf(mu / 2 - e / mu) - math.exp(e) * norm.cdf(-mu / 2 - e / mu) - delta,
+        0,
+        50,
+    )
     rng, found = np.random.default_rng(3), []
     for _ in range(RUNS):
         coins = rng.random(COINS) < 0.5
@@ -76,9 +86,13 @@ def test_scores_that_know_nothing_refute_nothing_at_least_as_often_as_promised()
 
 
 def test_the_surest_guesses_are_what_is_counted() -> None:
-    """Only a quarter of the coins leave a trace: guessing these alone shows more than guessing all."""
+    """Only a quarter of the coins leave a trace: guessing these alone shows more than guessing
+    all.
+    """
     coins = np.arange(80) % 2 == 0
-    scores = np.where(np.arange(80) < 20, np.where(coins, 5.0, -5.0), 0.01 * np.sin(np.arange(80.0)))
+    scores = np.where(
+        np.arange(80) < 20, np.where(coins, 5.0, -5.0), 0.01 * np.sin(np.arange(80.0))
+    )
     found = audited(scores, coins, 0.0)
     assert (found.guesses, found.right, found.coins) == (20, 20, 80)
     assert 0 < found.epsilon <= found.most

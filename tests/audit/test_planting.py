@@ -34,10 +34,16 @@ def federation() -> Federation:
 def windows_with(split: TokenSplit, canary: list[int]) -> list[int]:
     """The numbers of the training windows that hold a canary, in whole."""
     rows = split.take(np.arange(split.windows)).tolist()
-    return [k for k, row in enumerate(rows) if any(row[i : i + len(canary)] == canary for i in range(len(row)))]
+    return [
+        k
+        for k, row in enumerate(rows)
+        if any(row[i : i + len(canary)] == canary for i in range(len(row)))
+    ]
 
 
-def test_planted_ones_are_whole_in_as_many_windows_as_asked_and_the_others_nowhere(federation: Federation) -> None:
+def test_planted_ones_are_whole_in_as_many_windows_as_asked_and_the_others_nowhere(
+    federation: Federation,
+) -> None:
     planted, found, references = plant(federation, AUDIT, 7, range(LOW, 900), 0)
     assert references.shape == (20, 5)
     for id, own in found.items():
@@ -53,40 +59,67 @@ def test_planted_ones_are_whole_in_as_many_windows_as_asked_and_the_others_nowhe
         assert sorted(holding) == sorted(own.windows.tolist())
         before = federation.clients[id]
         assert isinstance(before.train, TokenSplit)
-        foreign = [k for k, row in enumerate(data.train.take(np.arange(data.train.windows)).tolist()) if max(row) >= LOW]
+        foreign = [
+            k
+            for k, row in enumerate(data.train.take(np.arange(data.train.windows)).tolist())
+            if max(row) >= LOW
+        ]
         assert sorted(foreign) == sorted(holding)  # not even a part of one is in another window
         assert (data.valid, data.test) == (before.valid, before.test)
         assert len(data.train) == len(before.train)
 
 
 def test_a_flip_changes_its_own_windows_and_nothing_else(federation: Federation) -> None:
-    train = {seed: plant(federation, AUDIT.model_copy(update={"seed": seed}), 7, range(LOW, 900), 0) for seed in (0, 1)}
+    train = {
+        seed: plant(federation, AUDIT.model_copy(update={"seed": seed}), 7, range(LOW, 900), 0)
+        for seed in (0, 1)
+    }
     same = plant(federation, AUDIT, 7, range(LOW, 900), 0)
     for id, data in federation.clients.items():
         assert isinstance(data.train, TokenSplit)
         for seed, (found, canaries, _) in train.items():
-            changed = found.clients[id].train.take(np.arange(data.train.windows)) != data.train.take(np.arange(data.train.windows))
-            assert sorted(np.flatnonzero(changed.any(dim=1).numpy()).tolist()) == sorted(canaries[id].windows.tolist()), seed
-        assert np.array_equal(same[0].clients[id].train.tokens, train[0][0].clients[id].train.tokens)
+            changed = found.clients[id].train.take(
+                np.arange(data.train.windows)
+            ) != data.train.take(np.arange(data.train.windows))
+            assert sorted(np.flatnonzero(changed.any(dim=1).numpy()).tolist()) == sorted(
+                canaries[id].windows.tolist()
+            ), seed
+        assert np.array_equal(
+            same[0].clients[id].train.tokens, train[0][0].clients[id].train.tokens
+        )
         assert not np.array_equal(train[1][1][id].tokens, train[0][1][id].tokens)
 
 
 def test_clients_have_canaries_of_their_own_and_flips_are_fair(federation: Federation) -> None:
     many = AUDIT.model_copy(update={"canaries": 18})
-    flips = np.concatenate([own.planted for seed in range(60) for own in plant(federation, many, seed, range(LOW, 900), 0)[1].values()])
+    flips = np.concatenate(
+        [
+            own.planted
+            for seed in range(60)
+            for own in plant(federation, many, seed, range(LOW, 900), 0)[1].values()
+        ]
+    )
     assert abs(flips.mean() - 0.5) < 4 * 0.5 / math.sqrt(len(flips))
     found = plant(federation, many, 7, range(LOW, 900), 0)[1]
     assert not np.array_equal(found["ann"].tokens, found["ben"].tokens)
     assert np.array_equal(found["ann"].prefix, found["ben"].prefix)
     again = Canaries.from_json(found["ann"].to_json())
-    assert all(np.array_equal(getattr(again, name), getattr(found["ann"], name)) for name in ("prefix", "tokens", "planted", "windows"))
+    assert all(
+        np.array_equal(getattr(again, name), getattr(found["ann"], name))
+        for name in ("prefix", "tokens", "planted", "windows")
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "told"),
-    [({"length": 40}, "canaries of 44 tokens in windows of 16"), ({"canaries": 40}, "120 places for canaries, but only 56 windows")],
+    [
+        ({"length": 40}, "canaries of 44 tokens in windows of 16"),
+        ({"canaries": 40}, "120 places for canaries, but only 56 windows"),
+    ],
 )
-def test_what_does_not_fit_is_refused_by_client(federation: Federation, changes: dict[str, int], told: str) -> None:
+def test_what_does_not_fit_is_refused_by_client(
+    federation: Federation, changes: dict[str, int], told: str
+) -> None:
     with pytest.raises(DataError, match=told) as refused:
         plant(federation, AUDIT.model_copy(update=changes), 7, range(LOW, 900), 0)
     assert "client 'ann'" in str(refused.value)
@@ -106,7 +139,10 @@ def test_equal_scores_are_no_exposure() -> None:
 
 def test_the_exposure_of_chance_is_that_of_ranks_that_are_all_as_likely() -> None:
     rng = np.random.default_rng(5)
-    exposures = [Scored(rng.normal(size=40), np.arange(40) < 20, rng.normal(size=107)).exposures.mean() for _ in range(200)]
+    exposures = [
+        Scored(rng.normal(size=40), np.arange(40) < 20, rng.normal(size=107)).exposures.mean()
+        for _ in range(200)
+    ]
     assert np.mean(exposures) == pytest.approx(chance(128), abs=0.05)
     assert chance(2**16) == pytest.approx(1 / math.log(2), abs=0.01)
 
@@ -124,9 +160,14 @@ def test_members_are_what_was_drawn_without_canaries(federation: Federation) -> 
 def test_clients_of_another_level_share_one_threshold() -> None:
     """Each client's members are likelier by one; what differs between clients says nothing."""
     rng = np.random.default_rng(0)
-    told = {i: Told(rng.normal(5 * k + 6, 0.1, 50), rng.normal(5 * k + 5, 0.1, 50)) for k, i in enumerate(("ann", "ben"))}
+    told = {
+        i: Told(rng.normal(5 * k + 6, 0.1, 50), rng.normal(5 * k + 5, 0.1, 50))
+        for k, i in enumerate(("ann", "ben"))
+    }
     found = measured(told, 0, "rows")
     assert found["auc"]["value"] == found["tpr"]["value"] == 1
-    shuffled = {i: replace(own, members=own.others[:25], others=own.others[25:]) for i, own in told.items()}
+    shuffled = {
+        i: replace(own, members=own.others[:25], others=own.others[25:]) for i, own in told.items()
+    }
     nothing = measured(shuffled, 0, "rows")["auc"]
     assert nothing["low"] < 0.5 < nothing["high"]

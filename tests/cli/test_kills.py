@@ -1,4 +1,6 @@
-"""Kill -9 at fifty random moments: what is resumed afterwards ends with the same bytes in every file as the undisturbed run."""
+"""Kill -9 at fifty random moments: what is resumed afterwards ends with the same bytes in every
+file as the undisturbed run.
+"""
 
 import json
 import os
@@ -13,11 +15,26 @@ from pathlib import Path
 
 import pytest
 
-QUICK = ("method.rounds=4", "method.local_steps=2", "method.router_every=3", "method.router_steps=1", "compare_with=[local]")
-SMALL = ("data.train_tokens=6000", "data.valid_tokens=1500", "data.test_tokens=1500", "training.batch_size=4", "model.context=32")
+QUICK = (
+    "method.rounds=4",
+    "method.local_steps=2",
+    "method.router_every=3",
+    "method.router_steps=1",
+    "compare_with=[local]",
+)
+SMALL = (
+    "data.train_tokens=6000",
+    "data.valid_tokens=1500",
+    "data.test_tokens=1500",
+    "training.batch_size=4",
+    "model.context=32",
+)
 JOBS = {  # settings, and how many kills
     "quickstart": ((*QUICK, *SMALL), 18),
-    "cobo-digits": (("method.rounds=150", "checkpoint_every=5", "evaluate_every=25", "compare_with=[local]"), 16),
+    "cobo-digits": (
+        ("method.rounds=150", "checkpoint_every=5", "evaluate_every=25", "compare_with=[local]"),
+        16,
+    ),
     "ddome-digits": (("method.rounds=30", "checkpoint_every=3", "compare_with=[fedavg]"), 16),
 }
 LATE = {"wall_s", "peak_memory_bytes", "seconds"}
@@ -37,22 +54,34 @@ def clean(found: object) -> object:
 def contents(folder: Path) -> dict[str, str]:
     """All files but pictures and events, by their content without what is measured by a clock."""
     found = {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file() and "tensorboard" not in path.parts and path.suffix != ".html"):
+    for path in sorted(
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and "tensorboard" not in path.parts and path.suffix != ".html"
+    ):
         text = path.read_bytes()
         if path.name in ("result.json", "checkpoint.json"):
             text = json.dumps(clean(json.loads(text)), sort_keys=True).encode()
         elif path.name == "SHA256SUMS":  # of files with a clock in them
-            text = b"".join(line for line in text.splitlines(True) if b"result.json" not in line and b"checkpoint.json" not in line)
+            text = b"".join(
+                line
+                for line in text.splitlines(True)
+                if b"result.json" not in line and b"checkpoint.json" not in line
+            )
         found[str(path.relative_to(folder))] = sha256(text).hexdigest()
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", JOBS)
-def test_killed_at_random_moments_it_ends_bit_equal(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_killed_at_random_moments_it_ends_bit_equal(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     chance, (_, wanted) = random.Random(f"kills of {recipe}"), JOBS[recipe]
     began = time.monotonic()
-    subprocess.run(command(recipe, tmp_path / "whole"), cwd=tmp_path, capture_output=True, check=True)
+    subprocess.run(
+        command(recipe, tmp_path / "whole"), cwd=tmp_path, capture_output=True, check=True
+    )
     lasts, whole = time.monotonic() - began, contents(tmp_path / "whole")
     assert len(whole) > 20
     kills, trials, resumptions = 0, 0, 0
@@ -61,7 +90,11 @@ def test_killed_at_random_moments_it_ends_bit_equal(recipe: str, tmp_path: Path,
         for _ in range(chance.randint(1, 3)):
             resume = ("--resume",) if out.exists() else ()
             process = subprocess.Popen(
-                command(recipe, out, *resume), cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+                command(recipe, out, *resume),
+                cwd=tmp_path,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
             )
             resumptions += bool(resume)
             try:
@@ -73,11 +106,16 @@ def test_killed_at_random_moments_it_ends_bit_equal(recipe: str, tmp_path: Path,
                 process.communicate()
                 kills += 1
         resume = ("--resume",) if out.exists() else ()
-        done = subprocess.run(command(recipe, out, *resume), cwd=tmp_path, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command(recipe, out, *resume), cwd=tmp_path, capture_output=True, text=True, check=False
+        )
         resumptions += bool(resume)
         assert done.returncode == 0, done.stderr
         assert contents(out) == whole, f"after {kills} kills"
         shutil.rmtree(out)
         trials += 1
     with capsys.disabled():
-        print(f"\n{recipe}: {kills} kills in {trials} runs, {resumptions} resumptions, all {len(whole)} files bit-equal each time")
+        print(
+            f"\n{recipe}: {kills} kills in {trials} runs, {resumptions} resumptions, all "
+            f"{len(whole)} files bit-equal each time"
+        )

@@ -1,4 +1,6 @@
-"""Odd, broken and hostile inputs become messages that name them: never a traceback, a hang, or all of the memory."""
+"""Odd, broken and hostile inputs become messages that name them: never a traceback, a hang, or
+all of the memory.
+"""
 
 import gzip
 import json
@@ -46,7 +48,10 @@ SETTINGS = {
     "a bool": ("seed=!!bool x", "not valid YAML"),
     "code": ("seed=!!python/object/apply:os.system [touch x]", "not valid YAML"),
     "deep lists": ("seed=" + "[" * 2000, "not valid YAML"),
-    "deep sections": ("seed=" + "{a: " * 100 + "}" * 100, "more than 50 sections within each other"),
+    "deep sections": (
+        "seed=" + "{a: " * 100 + "}" * 100,
+        "more than 50 sections within each other",
+    ),
     "itself": ("seed=&a [*a]", "within each other"),
     "a list for a section": ("model=[]", "model: kind should be"),
     "nothing for a section": ("data=null", "data: input should be"),
@@ -54,7 +59,14 @@ SETTINGS = {
     "a NUL": ("seed=\0", "not valid YAML"),
     **{
         f"{key} {value}": (f"{key}={value}", f"{key}: must be a finite number")
-        for key in ("training.experts.lr", "model.alpha", "model.dropout", "quorum.deadline", "memory", "data.fractions")
+        for key in (
+            "training.experts.lr",
+            "model.alpha",
+            "model.dropout",
+            "quorum.deadline",
+            "memory",
+            "data.fractions",
+        )
         for value in (".inf", "-.inf", ".nan")
     },
     "noise": ("privacy={noise: .inf, clip: 1}", "privacy.noise: must be a finite number"),
@@ -70,13 +82,21 @@ def test_odd_settings_are_refused_by_name(name: str) -> None:
     assert len(str(caught.value)) < 1500
 
 
-LAUGHS = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(f"{chr(98 + k)}: &{chr(98 + k)} [{','.join(['*' + chr(97 + k)] * 9)}]\n" for k in range(8))
+LAUGHS = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"{chr(98 + k)}: &{chr(98 + k)} [{','.join(['*' + chr(97 + k)] * 9)}]\n" for k in range(8)
+)
 GOOD = "data: {kind: stdlib}\nmethod: {name: local}\n"
 FILES = {
-    "a billion laughs": ((LAUGHS + GOOD).encode(), "aliases that stand for more than 100,000 values"),
+    "a billion laughs": (
+        (LAUGHS + GOOD).encode(),
+        "aliases that stand for more than 100,000 values",
+    ),
     "deep lists": (f"data: {'[' * 20_000}{']' * 20_000}".encode(), "more than 50 sections"),
     "within itself": (b"data: &a {kind: *a}\nmethod: {name: local}", "more than 50 sections"),
-    "50 MB": (GOOD.encode() + b"# " + b"x" * (50 << 20), "1,000,001 characters, a recipe has at most 1,000,000"),
+    "50 MB": (
+        GOOD.encode() + b"# " + b"x" * (50 << 20),
+        "1,000,001 characters, a recipe has at most 1,000,000",
+    ),
     "UTF-16": ("data: x".encode("utf-16"), "not valid YAML"),
     "NULs": (bytes(1000), "not valid YAML"),
     "nothing": (b"", "not a mapping of sections"),
@@ -94,7 +114,10 @@ def test_odd_recipes_are_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_aliases_that_are_meant_are_fine(tmp_path: Path) -> None:
-    (tmp_path / "r.yaml").write_text("data: {kind: stdlib}\nmethod: {name: local}\ntraining: {experts: &e {lr: 0.5}, routers: *e}\n")
+    (tmp_path / "r.yaml").write_text(
+        "data: {kind: stdlib}\nmethod: {name: local}\ntraining: {experts: &e {lr: 0.5}, routers: "
+        "*e}\n"
+    )
     assert recipes.load(str(tmp_path / "r.yaml")).training.routers.lr == 0.5
 
 
@@ -113,7 +136,9 @@ def texts(tmp_path: Path) -> Path:
     for name in ("ann", "ben"):
         (tmp_path / "texts" / name).mkdir(parents=True)
         for k in range(12):
-            (tmp_path / "texts" / name / f"{k}.txt").write_text(f"{name} wrote {k} lines of text about gardens and the sea. " * 5)
+            (tmp_path / "texts" / name / f"{k}.txt").write_text(
+                f"{name} wrote {k} lines of text about gardens and the sea. " * 5
+            )
     return tmp_path / "texts"
 
 
@@ -122,31 +147,62 @@ def _pipe(folder: Path) -> None:
 
 
 ODD: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "a number of 5,000 digits": (lambda f: (f / "x.jsonl").write_text('{"text":"a b c","n":' + "1" * 5000 + "}\n"), "x.jsonl:1: not JSON"),
-    "a deep row": (lambda f: (f / "x.jsonl").write_text("[" * 100_000 + "\n"), "x.jsonl:1: not JSON"),
-    "half a pair": (lambda f: (f / "x.jsonl").write_text('{"text":"\\ud800"}\n'), "x.jsonl:1: column 'text' has half of a surrogate pair"),
+    "a number of 5,000 digits": (
+        lambda f: (f / "x.jsonl").write_text('{"text":"a b c","n":' + "1" * 5000 + "}\n"),
+        "x.jsonl:1: not JSON",
+    ),
+    "a deep row": (
+        lambda f: (f / "x.jsonl").write_text("[" * 100_000 + "\n"),
+        "x.jsonl:1: not JSON",
+    ),
+    "half a pair": (
+        lambda f: (f / "x.jsonl").write_text('{"text":"\\ud800"}\n'),
+        "x.jsonl:1: column 'text' has half of a surrogate pair",
+    ),
     "latin1": (lambda f: (f / "x.txt").write_bytes(b"caf\xe9"), "x.txt:1: not UTF-8"),
-    "a bomb": (lambda f: (f / "x.jsonl.gz").write_bytes(gzip.compress(bytes(65 << 20), 9)), "would become more than 67,108,864"),
-    "half a gzip file": (lambda f: (f / "x.jsonl.gz").write_bytes(gzip.compress(b"x" * 1000)[:20]), "damaged gzip"),
+    "a bomb": (
+        lambda f: (f / "x.jsonl.gz").write_bytes(gzip.compress(bytes(65 << 20), 9)),
+        "would become more than 67,108,864",
+    ),
+    "half a gzip file": (
+        lambda f: (f / "x.jsonl.gz").write_bytes(gzip.compress(b"x" * 1000)[:20]),
+        "damaged gzip",
+    ),
     "a loop": (lambda f: (f / "loop").symlink_to(f), "loop leads back to"),
-    "two loops": (lambda f: [(f / name).symlink_to(f.parent) for name in ("up", "down")], "leads back to"),
-    "a link to nowhere": (lambda f: (f / "x.txt").symlink_to("/nowhere"), "x.txt: a link that leads nowhere"),
-    "a link to itself": (lambda f: (f / "x.txt").symlink_to(f / "x.txt"), "x.txt: a link that leads nowhere"),
+    "two loops": (
+        lambda f: [(f / name).symlink_to(f.parent) for name in ("up", "down")],
+        "leads back to",
+    ),
+    "a link to nowhere": (
+        lambda f: (f / "x.txt").symlink_to("/nowhere"),
+        "x.txt: a link that leads nowhere",
+    ),
+    "a link to itself": (
+        lambda f: (f / "x.txt").symlink_to(f / "x.txt"),
+        "x.txt: a link that leads nowhere",
+    ),
     "a pipe": (_pipe, "x.txt: no regular file"),
     "a long name": (lambda f: f.rename(f.with_name("x" * 101)), "has 101 characters"),
-    "no test": (lambda f: [(f / "train").mkdir(), (f / "train/a.txt").write_text("hi there")], "ann has train but no valid, test"),
+    "no test": (
+        lambda f: [(f / "train").mkdir(), (f / "train/a.txt").write_text("hi there")],
+        "ann has train but no valid, test",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_odd_data_is_refused_by_name(name: str, texts: Path, tiny_base: Path, tmp_path: Path) -> None:
+def test_odd_data_is_refused_by_name(
+    name: str, texts: Path, tiny_base: Path, tmp_path: Path
+) -> None:
     make, message = ODD[name]
     make(texts / "ann")
     with pytest.raises(DataError, match=message):
         Folders(path=texts).load(tokenizer(tiny_base), 8, tmp_path / "cache")
 
 
-def test_a_folder_of_a_files_name_and_a_link_to_a_file_are_fine(texts: Path, tiny_base: Path, tmp_path: Path) -> None:
+def test_a_folder_of_a_files_name_and_a_link_to_a_file_are_fine(
+    texts: Path, tiny_base: Path, tmp_path: Path
+) -> None:
     (texts / "ann/x.txt").mkdir()
     (texts / "ann/y.txt").symlink_to(texts / "ben/1.txt")
     (texts / "ann/ben").symlink_to(texts / "ben")
@@ -165,7 +221,8 @@ from coterie.data.folders import Folders
 from coterie.models.architecture import tokenizer
 tokens = tokenizer("embedded")
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-Folders(path=Path({str(texts)!r}), train_tokens=3_000_000).load(tokens, 64, Path({str(tmp_path / "cache")!r}))
+texts, cache = Path({str(texts)!r}), Path({str(tmp_path / "cache")!r})
+Folders(path=texts, train_tokens=3_000_000).load(tokens, 64, cache)
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -176,7 +233,11 @@ def test_what_is_encoded_in_parts_is_what_is_encoded_at_once(tiny_base: Path) ->
     tokens = tokenizer(tiny_base)
     texts = ["word and more " * 80_000, "", "a b"]
     found = [int(i) for piece in encode(tokens, texts, None) for i in piece]
-    whole = [i for text in texts for i in [*tokens(text, add_special_tokens=False)["input_ids"], tokens.eos_token_id]]
+    whole = [
+        i
+        for text in texts
+        for i in [*tokens(text, add_special_tokens=False)["input_ids"], tokens.eos_token_id]
+    ]
     assert found == whole
     assert len(texts[0]) > LONGEST
     assert sum(len(piece) for piece in encode(tokens, texts, 1_010_000)) == 1_010_000
@@ -243,9 +304,16 @@ WHOLE: dict[str, Callable[[Path], Any]] = {
     "json a folder": lambda f: ((f / "client.json").unlink(), (f / "client.json").mkdir()),
     "tensors empty": lambda f: (f / "adapter.safetensors").write_bytes(b""),
     "tensors a pickle": lambda f: torch.save({"x": torch.zeros(1)}, f / "adapter.safetensors"),
-    "tensors a folder": lambda f: ((f / "adapter.safetensors").unlink(), (f / "adapter.safetensors").mkdir()),
-    "tensors huge": lambda f: (f / "adapter.safetensors").write_bytes(header({"a": BIG}, bytes(16))),
-    "header huge": lambda f: (f / "adapter.safetensors").write_bytes(struct.pack("<Q", 2**63) + b"{}"),
+    "tensors a folder": lambda f: (
+        (f / "adapter.safetensors").unlink(),
+        (f / "adapter.safetensors").mkdir(),
+    ),
+    "tensors huge": lambda f: (f / "adapter.safetensors").write_bytes(
+        header({"a": BIG}, bytes(16))
+    ),
+    "header huge": lambda f: (f / "adapter.safetensors").write_bytes(
+        struct.pack("<Q", 2**63) + b"{}"
+    ),
     "none": lambda f: (f / "adapter.safetensors").write_bytes(header({})),
 }
 
@@ -260,7 +328,11 @@ def test_odd_personal_models_are_refused(name: str, model: Path, tmp_path: Path)
         CLIENT_JSON[name](found)
         (folder / "client.json").write_text(json.dumps(found))
     with bounded():
-        for words in (["predict", "--text", "in"], ["generate", "--text", "in"], ["export", "--out", str(tmp_path / "peft")]):
+        for words in (
+            ["predict", "--text", "in"],
+            ["generate", "--text", "in"],
+            ["export", "--out", str(tmp_path / "peft")],
+        ):
             done = CliRunner().invoke(app, [words[0], str(folder), *words[1:]])
             assert done.exit_code == 2, f"{done.output}\n{done.exception!r}"
             assert done.output.startswith("coterie: ")
@@ -309,12 +381,20 @@ def test_odd_classifiers_are_refused(tmp_path: Path) -> None:
 # Messages
 
 
-_DTYPES = st.sampled_from(["F32", "F64", "F16", "BF16", "I64", "U8", "BOOL", "F8_E4M3", "U64", "C64", "F4", "XX"])
+_DTYPES = st.sampled_from(
+    ["F32", "F64", "F16", "BF16", "I64", "U8", "BOOL", "F8_E4M3", "U64", "C64", "F4", "XX"]
+)
 _SIZES = st.sampled_from([0, 1, 2, 3, 2**31, 2**40, 2**62, 2**63, 2**64 - 1, -1, 1.5, "x"])
-_OFFSETS = st.lists(st.sampled_from([0, 4, 8, 12, 16, 64, -1, 2**63, 2**64 - 1, 2**64]), min_size=2, max_size=2)
-_ENTRY = st.fixed_dictionaries({"dtype": _DTYPES, "shape": st.lists(_SIZES, max_size=4), "data_offsets": _OFFSETS})
+_OFFSETS = st.lists(
+    st.sampled_from([0, 4, 8, 12, 16, 64, -1, 2**63, 2**64 - 1, 2**64]), min_size=2, max_size=2
+)
+_ENTRY = st.fixed_dictionaries(
+    {"dtype": _DTYPES, "shape": st.lists(_SIZES, max_size=4), "data_offsets": _OFFSETS}
+)
 _NAMES = st.sampled_from(["a", "b", "__metadata__", "", "../x", "\0"])
-GOOD_MESSAGE = to_bytes({"a": torch.randn(3, 4), "b": torch.arange(5), "c": torch.randn(2, 2).to(torch.bfloat16)})
+GOOD_MESSAGE = to_bytes(
+    {"a": torch.randn(3, 4), "b": torch.arange(5), "c": torch.randn(2, 2).to(torch.bfloat16)}
+)
 
 
 def decoded(data: bytes) -> None:
@@ -328,13 +408,18 @@ def decoded(data: bytes) -> None:
 
 @settings(max_examples=400)
 @given(st.dictionaries(_NAMES, _ENTRY, max_size=3), st.binary(max_size=80), st.integers(-1, 1))
-def test_headers_of_any_kind_are_tensors_or_refused(found: dict[str, Any], body: bytes, off: int) -> None:
+def test_headers_of_any_kind_are_tensors_or_refused(
+    found: dict[str, Any], body: bytes, off: int
+) -> None:
     text = json.dumps(found).encode()
     decoded(struct.pack("<Q", max(len(text) + off, 0)) + text + body)
 
 
 @settings(max_examples=400)
-@given(st.lists(st.tuples(st.integers(0, len(GOOD_MESSAGE) - 1), st.integers(0, 255)), max_size=6), st.integers(0, len(GOOD_MESSAGE)))
+@given(
+    st.lists(st.tuples(st.integers(0, len(GOOD_MESSAGE) - 1), st.integers(0, 255)), max_size=6),
+    st.integers(0, len(GOOD_MESSAGE)),
+)
 def test_changed_bytes_are_tensors_or_refused(changes: list[tuple[int, int]], cut: int) -> None:
     data = bytearray(GOOD_MESSAGE)
     for place, value in changes:
@@ -348,8 +433,20 @@ def test_changed_bytes_are_tensors_or_refused(changes: list[tuple[int, int]], cu
 
 @pytest.mark.parametrize("size", [0, 200, 3_000, 20_000])
 def test_a_disk_that_is_full_from_some_file_on_is_a_message(size: int, tmp_path: Path) -> None:
-    words = ["run", "cobo-digits", "--set", "method.rounds=3", "--set", "compare_with=[]", "--set", "checkpoint_every=1"]
-    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    words = [
+        "run",
+        "cobo-digits",
+        "--set",
+        "method.rounds=3",
+        "--set",
+        "compare_with=[]",
+        "--set",
+        "checkpoint_every=1",
+    ]
+    before, handler = (
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
+    )
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
         done = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "o")])
@@ -363,19 +460,35 @@ def test_a_disk_that_is_full_from_some_file_on_is_a_message(size: int, tmp_path:
     assert done.exit_code == 0, done.output
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "metrics.jsonl", "checkpoints", "recipe.yaml", "inputs.json", "lock"])
+@pytest.mark.parametrize(
+    "name", ["tensorboard", "metrics.jsonl", "checkpoints", "recipe.yaml", "inputs.json", "lock"]
+)
 def test_a_folder_with_something_else_in_the_way_is_a_message(name: str, tmp_path: Path) -> None:
     if name in ("tensorboard", "checkpoints"):
         (tmp_path / name).write_text("x")
     else:
         (tmp_path / name).mkdir()
     with pytest.raises(CoterieError):
-        runs.run(recipes.load("cobo-digits", ["method.rounds=2", "compare_with=[]", "checkpoint_every=1"]), tmp_path, resume=True)
+        runs.run(
+            recipes.load(
+                "cobo-digits", ["method.rounds=2", "compare_with=[]", "checkpoint_every=1"]
+            ),
+            tmp_path,
+            resume=True,
+        )
 
 
 def test_a_path_that_is_no_text_can_be_said(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "coterie", "predict", os.fsencode(tmp_path) + b"/caf\xe9", "--text", "in"],
+        [
+            sys.executable,
+            "-m",
+            "coterie",
+            "predict",
+            os.fsencode(tmp_path) + b"/caf\xe9",
+            "--text",
+            "in",
+        ],
         env=os.environ | {"PYTHONIOENCODING": "utf-8"},
         capture_output=True,
         check=False,

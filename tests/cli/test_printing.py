@@ -1,4 +1,6 @@
-"""Text of others reaches no terminal, log or page as anything but text: through the objects that show it."""
+"""Text of others reaches no terminal, log or page as anything but text: through the objects that
+show it.
+"""
 
 import io
 import json
@@ -68,7 +70,9 @@ def test_warnings_of_a_terminal(live: bool) -> None:
         terminal.warning(0, f"ann{EVIL}", EVIL)
         text = console.file.getvalue()[before:]  # type: ignore[attr-defined]
     (line,) = [line for line in text.split("\n") if "round 1, ann" in line]
-    line = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line) if live else line  # Rich's own, which move the cursor of the live display
+    line = (
+        re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line) if live else line
+    )  # Rich's own, which move the cursor of the live display
     assert clean(line.strip("\r"))
     assert line.count("[link=file:///etc/passwd]click[/link] [red]") == 2  # shown, not obeyed
     assert line.count(r"\x1b[2J") == 2
@@ -77,10 +81,34 @@ def test_warnings_of_a_terminal(live: bool) -> None:
 
 @pytest.fixture
 def row() -> dict[str, Any]:
-    costs = {"trainable_parameters": 1, "active_parameters": 1, "flops_per_token": 9, "bytes_up_per_round": 9, "bytes_down_per_round": 9}
+    costs = {
+        "trainable_parameters": 1,
+        "active_parameters": 1,
+        "flops_per_token": 9,
+        "bytes_up_per_round": 9,
+        "bytes_down_per_round": 9,
+    }
     metric = {"name": "test accuracy", "unit": "%", "lower_is_better": False}
-    found = {"method": "fedavg", "metric": metric, "mean": 72.0, "std": 0.5, "per_seed": [1], "mean_synced": 72.0, "wall_s": 9.0}
-    return found | costs | {"loss": 0.1, "best": 1.0, "best_of_last_ten": 1.0, "gate_accuracy": None, "clients": {EVIL: 1.0}}
+    found = {
+        "method": "fedavg",
+        "metric": metric,
+        "mean": 72.0,
+        "std": 0.5,
+        "per_seed": [1],
+        "mean_synced": 72.0,
+        "wall_s": 9.0,
+    }
+    return (
+        found
+        | costs
+        | {
+            "loss": 0.1,
+            "best": 1.0,
+            "best_of_last_ten": 1.0,
+            "gate_accuracy": None,
+            "clients": {EVIL: 1.0},
+        }
+    )
 
 
 @pytest.mark.parametrize("groups", [None, {"ann": 1.0, EVIL: 2.0}, {EVIL: 1.0}])
@@ -102,7 +130,9 @@ def test_what_a_device_says_of_its_problems() -> None:
 
 def test_lines_of_a_run_that_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "flwr"
-    (tmp_path / "said").write_bytes(b"\x1b[92m  round 1/2\x1b[0m\n  evil \x1b]0;pwned\x07\x1b[2J\xc2\x9b \xff\n")
+    (tmp_path / "said").write_bytes(
+        b"\x1b[92m  round 1/2\x1b[0m\n  evil \x1b]0;pwned\x07\x1b[2J\xc2\x9b \xff\n"
+    )
     log.write_text(f"#!/bin/sh\ncat {tmp_path}/said\n")
     log.chmod(0o755)
     monkeypatch.setattr(command, "program", lambda name: str(log))
@@ -161,11 +191,18 @@ def report(folder: Path) -> str:
     clients = {"ann": 20.0, f"{EVIL}</script><img src=x onerror=alert(1)>": 30.0}
     found = routing()
     texts = {i: ["</script>", ESCAPES, "\u202e", "\n"] * 2 for i in found["texts"]}
-    eight = {text: [[block[0]] * 8 for block in of] for text, of in next(iter(found["weights"].values())).items()}
+    eight = {
+        text: [[block[0]] * 8 for block in of]
+        for text, of in next(iter(found["weights"].values())).items()
+    }
     weights = dict.fromkeys(found["weights"], eight)
     (folder / "routing.json").write_text(json.dumps(found | {"texts": texts, "weights": weights}))
     write_metrics(folder)
-    write_report(folder, [result("local", 4, 5.0, clients), result("comigs-1g1s", 4, 0.0, clients)], f"about {EVIL}</title><script>")
+    write_report(
+        folder,
+        [result("local", 4, 5.0, clients), result("comigs-1g1s", 4, 0.0, clients)],
+        f"about {EVIL}</title><script>",
+    )
     return (folder / "report.html").read_text()
 
 
@@ -178,7 +215,10 @@ def test_a_report_has_no_markup_or_control_characters_of_others(tmp_path: Path) 
     assert r"\x1b[2J" in page
 
 
-HOSTILE = "[x](javascript:alert(1)) ![p](http://evil.example/p.png) <img src=x> **b** `c` www.evil.example $$x$$ 1. # h\u202e\x1b"
+HOSTILE = (
+    "[x](javascript:alert(1)) ![p](http://evil.example/p.png) <img src=x> **b** `c` "
+    "www.evil.example $$x$$ 1. # h\u202e\x1b"
+)
 
 
 def test_the_name_of_a_client_is_no_markdown() -> None:
@@ -186,8 +226,22 @@ def test_the_name_of_a_client_is_no_markdown() -> None:
     markdown_it = pytest.importorskip("markdown_it")
     from coterie.personal.ui.page import plain
 
-    for text in (HOSTILE, "# h", "1. a", "- a", "> a", "    code", "a\n===", "| a |\n|---|", "__init__", "&lt;", "---"):
-        html = markdown_it.MarkdownIt("gfm-like", {"linkify": False, "html": True}).render(plain(text))
+    for text in (
+        HOSTILE,
+        "# h",
+        "1. a",
+        "- a",
+        "> a",
+        "    code",
+        "a\n===",
+        "| a |\n|---|",
+        "__init__",
+        "&lt;",
+        "---",
+    ):
+        html = markdown_it.MarkdownIt("gfm-like", {"linkify": False, "html": True}).render(
+            plain(text)
+        )
         assert re.fullmatch(r"<p>[^<>]*</p>\n", html), html
         shown = html.removeprefix("<p>").removesuffix("</p>\n")
         for entity, character in {"&lt;": "<", "&gt;": ">", "&quot;": '"', "&amp;": "&"}.items():
@@ -221,12 +275,18 @@ def test_names_on_the_local_pages(kind: str, monkeypatch: pytest.MonkeyPatch) ->
         model = type("Model", (), {"shape": TextShape("base", 2, 8)})()
         blocks = sorter.sorter({HOSTILE: model})
     components = blocks.get_config_file()["components"]
-    values = [component["props"].get("value") or "" for component in components if component["type"] in ("markdown", "html")]
+    values = [
+        component["props"].get("value") or ""
+        for component in components
+        if component["type"] in ("markdown", "html")
+    ]
     assert plain(HOSTILE) in values
     assert not any(re.search(r"(?<!\\)(<img|]\(javascript|!\[)", value) for value in values)
 
 
-def test_answers_and_errors_of_the_local_page_of_classifiers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_and_errors_of_the_local_page_of_classifiers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     gradio = pytest.importorskip("gradio", reason="no gradio (pip install -e '.[serve]')")
     from coterie.core.errors import DataError
     from coterie.models.text import TextShape
@@ -236,8 +296,12 @@ def test_answers_and_errors_of_the_local_page_of_classifiers(monkeypatch: pytest
         shape = TextShape("base", 2, 8)
         experts = (0,)
         about = type("About", (), {"names": (EVIL, "b")})()
-        batches: Callable[[str], Any] = staticmethod(lambda given: [type("Batch", (), {"x": None})()])
-        answer: Callable[[Any], Any] = staticmethod(lambda x: (torch.tensor([[0.5, 0.5]]).log(), None))
+        batches: Callable[[str], Any] = staticmethod(
+            lambda given: [type("Batch", (), {"x": None})()]
+        )
+        answer: Callable[[Any], Any] = staticmethod(
+            lambda x: (torch.tensor([[0.5, 0.5]]).log(), None)
+        )
 
     labels, *_ = sorter._answer(Model(), "text")  # type: ignore[arg-type]
     assert all(map(clean, labels))

@@ -14,13 +14,21 @@ from coterie.runs.run import compare, run
 def test_two_rounds_already_help_every_client(tmp_path: Path) -> None:
     recipe = load(
         "quickstart",
-        ["method.rounds=2", "method.local_steps=4", "method.router_every=4", "data.test_tokens=2000", "data.valid_tokens=500"],
+        [
+            "method.rounds=2",
+            "method.local_steps=4",
+            "method.router_every=4",
+            "data.test_tokens=2000",
+            "data.valid_tokens=500",
+        ],
     )
     results = run(recipe, tmp_path)
     pretrained, local, fedavg, ours = results
     assert [r["method"] for r in results] == ["pretrained", "local", "fedavg", "comigs-1g1s"]
     assert list(ours["clients"]) == ["reference", "network", "numbers", "introspection"]
-    assert all(c["test"] < 120 for c in pretrained["clients"].values())  # the base knows its language: chance is 4,096
+    assert all(
+        c["test"] < 120 for c in pretrained["clients"].values()
+    )  # the base knows its language: chance is 4,096
     for i in ours["clients"]:
         assert ours["clients"][i]["test"] < pretrained["clients"][i]["test"]
     assert fedavg["mean"] < pretrained["mean"]
@@ -30,8 +38,12 @@ def test_two_rounds_already_help_every_client(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_promise(tmp_path: Path) -> None:
-    """1G1S clearly better than Pretrained and Local, at least level with FedAvg (within 1 %), over three seeds."""
-    found = compare(["pretrained", "local", "fedavg", "comigs-1g1s"], load("quickstart"), tmp_path, seeds=3)
+    """1G1S clearly better than Pretrained and Local, at least level with FedAvg (within 1 %),
+    over three seeds.
+    """
+    found = compare(
+        ["pretrained", "local", "fedavg", "comigs-1g1s"], load("quickstart"), tmp_path, seeds=3
+    )
     rows = {row["method"]: row for row in found["rows"]}
     ours = rows["comigs-1g1s"]
     assert ours["mean"] < 0.9 * rows["pretrained"]["mean"]
@@ -42,7 +54,9 @@ def test_the_promise(tmp_path: Path) -> None:
 def test_perplexity_is_the_exponential_of_the_mean() -> None:
     import torch
 
-    assert metrics.perplexity(torch.tensor([20 * math.log(7.0), 20.0], dtype=torch.float64)) == pytest.approx(7.0)
+    assert metrics.perplexity(
+        torch.tensor([20 * math.log(7.0), 20.0], dtype=torch.float64)
+    ) == pytest.approx(7.0)
     assert metrics.perplexity(torch.tensor([1e6, 1.0], dtype=torch.float64)) == math.inf
     assert metrics.deviation([3.0]) == 0
     assert metrics.deviation([1.0, 3.0]) == pytest.approx(math.sqrt(2))

@@ -6,11 +6,25 @@ from pathlib import Path
 
 import pytest
 
-HEAVY = {"torch", "transformers", "numpy", "scipy", "pydantic", "datasets", "matplotlib", "tensorboard", "flwr", "rich.progress", "peft"}
+HEAVY = {
+    "torch",
+    "transformers",
+    "numpy",
+    "scipy",
+    "pydantic",
+    "datasets",
+    "matplotlib",
+    "tensorboard",
+    "flwr",
+    "rich.progress",
+    "peft",
+}
 
 
 def imported(words: list[str], cwd: Path) -> tuple[int, set[str]]:
-    """The exit code of a command line in a process of its own, and the heavy modules that it imported."""
+    """The exit code of a command line in a process of its own, and the heavy modules that it
+    imported.
+    """
     code = f"""
 import sys
 from coterie.cli.base import main
@@ -20,7 +34,14 @@ try:
 except SystemExit as end:
     print("\\nloaded", end.code, *(name for name in {sorted(HEAVY)!r} if name in sys.modules))
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
     _, end, *names = done.stdout.splitlines()[-1].split()
     return int(end), set(names)
 
@@ -46,4 +67,13 @@ def test_a_recipe_is_refused_before_the_rest_is_imported(tmp_path: Path) -> None
     code, names = imported(["run", "quickstart", "--set", "method.roundz=1"], tmp_path)
     assert code == 2
     assert "torch" in names  # so that this test would see others
-    assert not names & {"transformers", "scipy", "datasets", "matplotlib", "tensorboard", "flwr", "rich.progress", "peft"}
+    assert not names & {
+        "transformers",
+        "scipy",
+        "datasets",
+        "matplotlib",
+        "tensorboard",
+        "flwr",
+        "rich.progress",
+        "peft",
+    }

@@ -26,11 +26,22 @@ def backbone(tiny_base: Path) -> Backbone:
 
 def make(backbone: Backbone, federation: Federation, **training: object) -> Site:
     layouts = dict.fromkeys(federation.clients, Layout(rank=2, specialists=2))
-    return Site(partial(LanguageModel, backbone), layouts, federation.clients, Training(**({"batch_size": 4} | training)), 5, 10)  # type: ignore[arg-type]
+    return Site(
+        partial(LanguageModel, backbone),
+        layouts,
+        federation.clients,
+        Training(**({"batch_size": 4} | training)),
+        5,
+        10,
+    )  # type: ignore[arg-type]
 
 
-def test_a_run_over_three_sittings_is_one_run(backbone: Backbone, tiny_federation: Federation) -> None:
-    """The state is all there is to remember: a client rebuilt from it goes on as if nothing had happened."""
+def test_a_run_over_three_sittings_is_one_run(
+    backbone: Backbone, tiny_federation: Federation
+) -> None:
+    """The state is all there is to remember: a client rebuilt from it goes on as if nothing had
+    happened.
+    """
     site = make(backbone, tiny_federation)
     whole, parts = {}, {}
     client = site.client("ann", whole)
@@ -47,7 +58,9 @@ def test_a_run_over_three_sittings_is_one_run(backbone: Backbone, tiny_federatio
     assert client.iteration == 6
 
 
-def test_accumulated_gradients_give_the_same_step(backbone: Backbone, tiny_federation: Federation) -> None:
+def test_accumulated_gradients_give_the_same_step(
+    backbone: Backbone, tiny_federation: Federation
+) -> None:
     states = []
     for micro_batch in (None, 1, 3):
         state: dict = {}
@@ -57,11 +70,17 @@ def test_accumulated_gradients_give_the_same_step(backbone: Backbone, tiny_feder
         states.append(state)
     for role in (GENERALIST, SPECIALIST, ROUTER):
         for other in states[1:]:
-            torch.testing.assert_close(other[f"parameters/{role}"], states[0][f"parameters/{role}"], atol=2e-4, rtol=1e-3)
+            torch.testing.assert_close(
+                other[f"parameters/{role}"], states[0][f"parameters/{role}"], atol=2e-4, rtol=1e-3
+            )
 
 
-def test_flat_adamw_is_adamw_of_each_tensor(backbone: Backbone, tiny_federation: Federation) -> None:
-    site = make(backbone, tiny_federation, experts=AdamW(lr=1e-2, schedule="cosine", weight_decay=0.1))
+def test_flat_adamw_is_adamw_of_each_tensor(
+    backbone: Backbone, tiny_federation: Federation
+) -> None:
+    site = make(
+        backbone, tiny_federation, experts=AdamW(lr=1e-2, schedule="cosine", weight_decay=0.1)
+    )
     client = site.client("ann", {})
     reference = {n: torch.nn.Parameter(t) for n, t in client.read(GENERALIST).items()}
     adamw = torch.optim.AdamW(reference.values(), betas=(0.9, 0.95), weight_decay=0.1)
@@ -73,7 +92,12 @@ def test_flat_adamw_is_adamw_of_each_tensor(backbone: Backbone, tiny_federation:
         adamw.param_groups[0]["lr"] = AdamW(lr=1e-2, schedule="cosine").lr_at(k, 10)
         adamw.step()
         client.step(GENERALIST, on=client.train)
-        torch.testing.assert_close(client.read(GENERALIST), {n: p.detach() for n, p in reference.items()}, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(
+            client.read(GENERALIST),
+            {n: p.detach() for n, p in reference.items()},
+            atol=1e-6,
+            rtol=1e-5,
+        )
 
 
 def test_the_cosine_goes_from_the_peak_to_a_tenth() -> None:
@@ -84,10 +108,18 @@ def test_the_cosine_goes_from_the_peak_to_a_tenth() -> None:
     assert AdamW(lr=2e-3).lr_at(123, 200) == 2e-3
 
 
-def test_shared_tensors_start_alike_and_local_ones_do_not(backbone: Backbone, tiny_federation: Federation) -> None:
+def test_shared_tensors_start_alike_and_local_ones_do_not(
+    backbone: Backbone, tiny_federation: Federation
+) -> None:
     site = make(backbone, tiny_federation)
-    values = [{r: site.client(i, {}).read(r) for r in (GENERALIST, SPECIALIST, ROUTER)} for i in ("ann", "ben")]
-    assert all(torch.equal(values[0][GENERALIST][n], values[1][GENERALIST][n]) for n in values[0][GENERALIST])
+    values = [
+        {r: site.client(i, {}).read(r) for r in (GENERALIST, SPECIALIST, ROUTER)}
+        for i in ("ann", "ben")
+    ]
+    assert all(
+        torch.equal(values[0][GENERALIST][n], values[1][GENERALIST][n])
+        for n in values[0][GENERALIST]
+    )
     for role in (SPECIALIST, ROUTER):
         drawn = [n for n in values[0][role] if not n.endswith("B")]
         assert all(not torch.equal(values[0][role][n], values[1][role][n]) for n in drawn)
@@ -102,7 +134,9 @@ def test_what_is_borrowed_is_given_back(backbone: Backbone, tiny_federation: Fed
 
 
 @pytest.mark.parametrize("damage", ["foreign", "shape", "dtype", "nan"])
-def test_bad_tensors_are_refused_and_nothing_is_changed(backbone: Backbone, tiny_federation: Federation, damage: str) -> None:
+def test_bad_tensors_are_refused_and_nothing_is_changed(
+    backbone: Backbone, tiny_federation: Federation, damage: str
+) -> None:
     client = make(backbone, tiny_federation).client("ann", {})
     good = client.read(GENERALIST)
     name = list(good)[-1]
@@ -117,20 +151,36 @@ def test_bad_tensors_are_refused_and_nothing_is_changed(backbone: Backbone, tiny
     assert all(torch.equal(good[n], t) for n, t in client.read(GENERALIST).items())
 
 
-def test_a_state_of_another_recipe_is_refused(backbone: Backbone, tiny_federation: Federation) -> None:
+def test_a_state_of_another_recipe_is_refused(
+    backbone: Backbone, tiny_federation: Federation
+) -> None:
     with pytest.raises(TensorError, match=r"another recipe"):
         make(backbone, tiny_federation).client("ann", {"parameters/generalist": torch.zeros(3)})
 
 
-def test_a_failing_client_is_named_with_its_task(backbone: Backbone, tiny_federation: Federation) -> None:
+def test_a_failing_client_is_named_with_its_task(
+    backbone: Backbone, tiny_federation: Federation
+) -> None:
     site = make(backbone, tiny_federation, experts=AdamW(lr=1e30))
-    with pytest.raises(ClientError, match=r"'ben', task local_round, round 3: .*not finite.*\n.*lower training.experts.lr"):
+    with pytest.raises(
+        ClientError,
+        match=r"'ben', task local_round, round 3: .*not finite.*\n.*lower training.experts.lr",
+    ):
         site.answer(Local(rounds=3, local_steps=4), "local_round", "ben", {}, {}, 2, 0)
 
 
-def test_random_streams_are_the_clients_own_and_put_back(backbone: Backbone, tiny_federation: Federation) -> None:
+def test_random_streams_are_the_clients_own_and_put_back(
+    backbone: Backbone, tiny_federation: Federation
+) -> None:
     layouts = dict.fromkeys(tiny_federation.clients, Layout(rank=2, dropout=0.5))
-    site = Site(partial(LanguageModel, backbone), layouts, tiny_federation.clients, Training(batch_size=4), 5, 10)
+    site = Site(
+        partial(LanguageModel, backbone),
+        layouts,
+        tiny_federation.clients,
+        Training(batch_size=4),
+        5,
+        10,
+    )
     torch.manual_seed(1)
     expected, found = torch.rand(1), []
     for noise in (1, 2):

@@ -1,4 +1,6 @@
-"""Every method by name, with settings under which two rounds show all that it does. A new method joins with one line."""
+"""Every method by name, with settings under which two rounds show all that it does. A new method
+joins with one line.
+"""
 
 from coterie.methods import METHODS, Method
 from coterie.runs.recipe import build_method
@@ -8,19 +10,46 @@ CASES: dict[str, dict[str, object]] = {
     "centralized": {"rounds": 2, "local_steps": 2},
     "local": {"rounds": 2, "local_steps": 2},
     "fedavg": {"rounds": 2, "local_steps": 2},
-    "comigs": {"rounds": 2, "local_steps": 2, "router_every": 1, "router_steps": 1, "generalists": 2, "specialists": 2},
+    "comigs": {
+        "rounds": 2,
+        "local_steps": 2,
+        "router_every": 1,
+        "router_steps": 1,
+        "generalists": 2,
+        "specialists": 2,
+    },
     "comigs-1g1s": {"rounds": 2, "local_steps": 2, "router_every": 2, "router_steps": 2},
     "comigs-2g": {"rounds": 2, "local_steps": 2, "router_every": 1, "router_steps": 1},
     "comigs-2s": {"rounds": 2, "local_steps": 2, "router_every": 1, "router_steps": 1},
     "comigs-2s-alone": {"rounds": 2, "local_steps": 2, "router_every": 1, "router_steps": 1},
     "comigs-published": {"rounds": 2, "local_steps": 2, "router_every": 2, "router_steps": 2},
-    "comigs-1gxs": {"rounds": 2, "local_steps": 2, "router_every": 1, "router_steps": 1, "specialists": [0, 1, 3]},
+    "comigs-1gxs": {
+        "rounds": 2,
+        "local_steps": 2,
+        "router_every": 1,
+        "router_steps": 1,
+        "specialists": [0, 1, 3],
+    },
     "comigs-tr": {"rounds": 2, "local_steps": 2, "router_every": 1, "router_steps": 1},
-    "comigs-cobo": {"rounds": 2, "local_steps": 2, "router_every": 2, "router_steps": 2, "gamma": 3},
+    "comigs-cobo": {
+        "rounds": 2,
+        "local_steps": 2,
+        "router_every": 2,
+        "router_steps": 2,
+        "gamma": 3,
+    },
     "comigs-pool": {"rounds": 2, "local_steps": 2, "router_every": 1, "router_steps": 1},
     "pcl": {"rounds": 2, "local_steps": 2},
     "pfedmoe": {"rounds": 2, "local_steps": 2},
-    "fdlora": {"rounds": 2, "local_steps": 2, "alone": 0.5, "sync_every": 1, "fusion_samples": 4, "fusion_steps": 6, "fusion_l1": 0},
+    "fdlora": {
+        "rounds": 2,
+        "local_steps": 2,
+        "alone": 0.5,
+        "sync_every": 1,
+        "fusion_samples": 4,
+        "fusion_steps": 6,
+        "fusion_l1": 0,
+    },
     "ffa-lora": {"rounds": 2, "local_steps": 2},
     "fedsa-lora": {"rounds": 2, "local_steps": 2},
     "hetlora": {"rounds": 2, "local_steps": 2, "ranks": [4, 2, 3], "prune": 0.6},
@@ -45,18 +74,87 @@ CASES: dict[str, dict[str, object]] = {
     "ddome": {"rounds": 2, "local_steps": 2, "pool": 3},
 }
 VARIANTS: dict[str, dict[str, object]] = {
-    "generalist-favoured": {"name": "comigs", "rounds": 2, "local_steps": 1, "router_every": 1, "specialists": 2, "balance": "generalist"},
-    "comigs, one of a pool": {"name": "comigs-pool", "rounds": 2, "local_steps": 2, "generalists": 1, "load": None},
-    "cobo on the simplex": {"name": "cobo", "rounds": 2, "pairs": "all", "gamma": 1, "projection": "simplex", "pull": "decoupled"},
-    "cobo, its output drawn": {"name": "cobo", "rounds": 2, "pairs": "constant", "output": "uniform"},
-    "fc, one model an exchange": {"name": "fc", "rounds": 2, "cluster_size": 2, "exchange_mb": 1e-6},
-    "fedavg, one adapter of twice the rank": {"name": "fedavg", "rounds": 2, "local_steps": 2, "budget": "rank"},
-    "fedavg, by samples": {"name": "fedavg", "rounds": 2, "local_epochs": 1, "aggregation": {"weighting": "samples"}},
-    "fedavg, geometric median": {"name": "fedavg", "rounds": 2, "local_steps": 2, "aggregation": {"rule": "geometric-median"}},
-    "comigs, a pool, clipped": {"name": "comigs-pool", "rounds": 2, "aggregation": {"rule": "clipped-mean"}},
-    "ddome, by medians": {"name": "ddome", "rounds": 2, "local_steps": 2, "pool": 3, "aggregation": {"rule": "median"}},
-    "ddome, as printed": {"name": "ddome", "rounds": 2, "local_steps": 2, "pool": 3, "mixture": "scores", "answer": "mixture"},
-    "ddome without anchors": {"name": "ddome", "rounds": 2, "local_steps": 2, "pool": 3, "anchors": False, "mixture": "probabilities"},
+    "generalist-favoured": {
+        "name": "comigs",
+        "rounds": 2,
+        "local_steps": 1,
+        "router_every": 1,
+        "specialists": 2,
+        "balance": "generalist",
+    },
+    "comigs, one of a pool": {
+        "name": "comigs-pool",
+        "rounds": 2,
+        "local_steps": 2,
+        "generalists": 1,
+        "load": None,
+    },
+    "cobo on the simplex": {
+        "name": "cobo",
+        "rounds": 2,
+        "pairs": "all",
+        "gamma": 1,
+        "projection": "simplex",
+        "pull": "decoupled",
+    },
+    "cobo, its output drawn": {
+        "name": "cobo",
+        "rounds": 2,
+        "pairs": "constant",
+        "output": "uniform",
+    },
+    "fc, one model an exchange": {
+        "name": "fc",
+        "rounds": 2,
+        "cluster_size": 2,
+        "exchange_mb": 1e-6,
+    },
+    "fedavg, one adapter of twice the rank": {
+        "name": "fedavg",
+        "rounds": 2,
+        "local_steps": 2,
+        "budget": "rank",
+    },
+    "fedavg, by samples": {
+        "name": "fedavg",
+        "rounds": 2,
+        "local_epochs": 1,
+        "aggregation": {"weighting": "samples"},
+    },
+    "fedavg, geometric median": {
+        "name": "fedavg",
+        "rounds": 2,
+        "local_steps": 2,
+        "aggregation": {"rule": "geometric-median"},
+    },
+    "comigs, a pool, clipped": {
+        "name": "comigs-pool",
+        "rounds": 2,
+        "aggregation": {"rule": "clipped-mean"},
+    },
+    "ddome, by medians": {
+        "name": "ddome",
+        "rounds": 2,
+        "local_steps": 2,
+        "pool": 3,
+        "aggregation": {"rule": "median"},
+    },
+    "ddome, as printed": {
+        "name": "ddome",
+        "rounds": 2,
+        "local_steps": 2,
+        "pool": 3,
+        "mixture": "scores",
+        "answer": "mixture",
+    },
+    "ddome without anchors": {
+        "name": "ddome",
+        "rounds": 2,
+        "local_steps": 2,
+        "pool": 3,
+        "anchors": False,
+        "mixture": "probabilities",
+    },
 }
 # Of all of them, those that are made of whole networks.
 NETWORKS = (
@@ -65,7 +163,19 @@ NETWORKS = (
 )
 # Those that can train LoRAs or a whole network.
 PICTURES = (
-    *("pretrained", "centralized", "local", "fedavg", "pcl", "finetuned-fedavg", "ditto", "ifca", "fc", "oracle", "cobo"),
+    *(
+        "pretrained",
+        "centralized",
+        "local",
+        "fedavg",
+        "pcl",
+        "finetuned-fedavg",
+        "ditto",
+        "ifca",
+        "fc",
+        "oracle",
+        "cobo",
+    ),
     *("fedprox", "scaffold", "fedavg, by samples", "fedavg, geometric median"),
     *("cobo on the simplex", "cobo, its output drawn", "fc, one model an exchange"),
 )
@@ -76,4 +186,6 @@ def method_of(case: str) -> Method:
     return build_method(ALL[case])
 
 
-assert CASES.keys() == METHODS.keys(), f"methods missing from the conformance suite: {METHODS.keys() ^ CASES.keys()}"
+assert CASES.keys() == METHODS.keys(), (
+    f"methods missing from the conformance suite: {METHODS.keys() ^ CASES.keys()}"
+)

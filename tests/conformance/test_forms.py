@@ -1,4 +1,6 @@
-"""Honest clients send what they are asked for, to the shape; anything else is refused before a method sees it."""
+"""Honest clients send what they are asked for, to the shape; anything else is refused before a
+method sees it.
+"""
 
 from collections.abc import Callable, Mapping
 
@@ -14,10 +16,12 @@ from coterie.methods import Method
 from .cases import method_of
 from .test_methods import Run, World, case, language, method, pictures, world  # noqa: F401 - the fixtures
 
-Exchanges = list[tuple[Ask, Replies, dict[ClientId, Tensors]]]  # with what was sent, before a client may have used its memory
+Exchanges = list[
+    tuple[Ask, Replies, dict[ClientId, Tensors]]
+]  # with what was sent, before a client may have used its memory
 
 
-def exchanges(method: Method, world: World, rounds: int | None = None) -> Exchanges:  # noqa: F811
+def exchanges(method: Method, world: World, rounds: int | None = None) -> Exchanges:
     """All that is asked and answered in a run, and in an adaptation after it."""
     run, found = Run(method, world), Exchanges()
 
@@ -38,7 +42,12 @@ def seen() -> dict[tuple[str, str], Exchanges]:
 
 
 @pytest.fixture
-def found(seen: dict[tuple[str, str], Exchanges], case: tuple[str, str], method: Method, world: World) -> Exchanges:  # noqa: F811
+def found(
+    seen: dict[tuple[str, str], Exchanges],
+    case: tuple[str, str],
+    method: Method,
+    world: World,
+) -> Exchanges:
     if case not in seen:
         seen[case] = exchanges(method, world)
     return seen[case]
@@ -51,15 +60,28 @@ def test_every_reply_has_the_form_that_was_asked_for(found: Exchanges) -> None:
 
 
 def test_a_task_is_training_where_a_model_comes_and_goes_back_changed(found: Exchanges) -> None:
-    """All floating-point tensors of its reply came by the same names, but for what says how others should step (SCAFFOLD)."""
-    gradients = {"midpoint_gradients", "gradients"}  # these have the names of what came too, but are no models
+    """All floating-point tensors of its reply came by the same names, but for what says how
+    others should step (SCAFFOLD).
+    """
+    gradients = {
+        "midpoint_gradients",
+        "gradients",
+    }  # these have the names of what came too, but are no models
     for ask, replies, before in found:
         for i, reply in replies.items():
-            same = {name for name, t in reply.items() if name in before[i] and t.is_floating_point()}
+            same = {
+                name for name, t in reply.items() if name in before[i] and t.is_floating_point()
+            }
             assert trains(ask.task) == bool(same and ask.name not in gradients), ask.name
             if trains(ask.task):
-                assert same == {name for name, t in reply.items() if t.is_floating_point() and not name.startswith("change/")}
-                assert ask.smaller or any(not torch.equal(reply[name], before[i][name]) for name in same)
+                assert same == {
+                    name
+                    for name, t in reply.items()
+                    if t.is_floating_point() and not name.startswith("change/")
+                }
+                assert ask.smaller or any(
+                    not torch.equal(reply[name], before[i][name]) for name in same
+                )
 
 
 def spoilt(reply: Named, how: str) -> Tensors:
@@ -86,7 +108,10 @@ def spoilt(reply: Named, how: str) -> Tensors:
         ("infinite", "not all values"),
     ],
 )
-@pytest.mark.parametrize(("kind", "name"), [("language", "hetlora"), ("pictures", "ifca"), ("pictures", "ddome"), ("language", "pcl")])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("language", "hetlora"), ("pictures", "ifca"), ("pictures", "ddome"), ("language", "pcl")],
+)
 def test_a_reply_with_anything_wrong_is_refused_by_the_client_that_sent_it(
     kind: str, name: str, how: str, said: str, request: pytest.FixtureRequest
 ) -> None:
@@ -99,21 +124,23 @@ def test_a_reply_with_anything_wrong_is_refused_by_the_client_that_sent_it(
 
 
 @pytest.mark.parametrize("value", [-1, 2**41])
-def test_a_client_cannot_say_that_it_has_any_number_of_samples(value: int, pictures: World) -> None:  # noqa: F811
+def test_a_client_cannot_say_that_it_has_any_number_of_samples(value: int, pictures: World) -> None:
     ask, replies, _ = exchanges(method_of("fedavg, by samples"), pictures, 1)[0]
     ask.check("ann", replies["ann"])
     with pytest.raises(TensorError, match=f"'ann'.*'{SAMPLES}'"):
         ask.check("ann", replies["ann"] | {SAMPLES: torch.tensor(value)})
 
 
-def test_a_client_cannot_choose_a_centre_that_there_is_not(pictures: World) -> None:  # noqa: F811
+def test_a_client_cannot_choose_a_centre_that_there_is_not(pictures: World) -> None:
     ask, replies, _ = exchanges(method_of("ifca"), pictures, 1)[0]
     for choice in (-1, 2):
         with pytest.raises(TensorError, match=r"'ben'.*'choice'.*expected from 0 to 1"):
             ask.check("ben", replies["ben"] | {"choice": torch.tensor(choice)})
 
 
-def test_a_smaller_reply_passes_where_ranks_are_truncated_and_a_larger_one_nowhere(language: World) -> None:  # noqa: F811
+def test_a_smaller_reply_passes_where_ranks_are_truncated_and_a_larger_one_nowhere(
+    language: World,
+) -> None:
     ask, replies, _ = exchanges(method_of("hetlora"), language, 1)[0]
     name, tensor = next(iter(replies["ann"].items()))
     ask.check("ann", replies["ann"] | {name: tensor[:, :1]})

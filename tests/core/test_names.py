@@ -1,4 +1,6 @@
-"""What clients may be called, and the names of their files: reversible, the same everywhere, and never a path."""
+"""What clients may be called, and the names of their files: reversible, the same everywhere, and
+never a path.
+"""
 
 # ruff: noqa: RUF001 - letters of several alphabets look alike
 
@@ -20,7 +22,8 @@ GOOD = [
     *("ann", "c0-1", "a.b_c-d", "-x", "_", "3", "x" * 100, "__x__"),
     *("Ayşe Yılmaz", "数学", "Zoë & Co.", "ünï code", "Иван Иванов", "Ελένη"),
     *("محمد علي", "علی\u200cرضا", "שרה", "הרצל ב׳", "प्रिया", "श\u094d\u200dन"),
-    *("กมล", "김민수", "さくら・モモコ", "L·L", "O'Neil", "D\u2019Arcy", "Núñez + 1", "anna@example.org", "数" * 100, "Ünal 2"),
+    *("กมล", "김민수", "さくら・モモコ", "L·L", "O'Neil", "D\u2019Arcy"),
+    *("Núñez + 1", "anna@example.org", "数" * 100, "Ünal 2"),
 ]  # fmt: skip
 BAD = {
     "": "it is empty",
@@ -75,7 +78,10 @@ def test_names_that_clients_may_have(name: str) -> None:
 @pytest.mark.parametrize("name", BAD)
 def test_names_that_are_refused_with_a_reason_wherever_they_come_from(name: str) -> None:
     assert BAD[name] in names.mistake(name)
-    with pytest.raises(DataError, match=r"client id .* is not valid: it.*\n  Rename it: letters and digits of any alphabet") as refused:
+    with pytest.raises(
+        DataError,
+        match=r"client id .* is not valid: it.*\n  Rename it: letters and digits of any alphabet",
+    ) as refused:
         check_id(name)
     assert len(str(refused.value)) < 600
     for made in (
@@ -107,14 +113,18 @@ def test_what_files_are_called() -> None:
         names.encoded("")
 
 
-ANY = st.text(st.characters(), min_size=1, max_size=300) | st.sampled_from([*GOOD, *BAD]).filter(bool)
+ANY = st.text(st.characters(), min_size=1, max_size=300) | st.sampled_from([*GOOD, *BAD]).filter(
+    bool
+)
 NEAR = st.text(st.sampled_from("aA.%~ /é数\u0301\u200c-_%2E"), min_size=1, max_size=60)
 
 
 @given(ANY | NEAR)
 def test_a_file_s_name_is_safe_on_every_disk(name: str) -> None:
     file = names.encoded(name)
-    assert re.fullmatch(r"(?:[A-Za-z0-9_-]|%[0-9A-F]{2})(?:[A-Za-z0-9._-]|%[0-9A-F]{2})*(?:~[0-9a-f]{32})?", file)
+    assert re.fullmatch(
+        r"(?:[A-Za-z0-9_-]|%[0-9A-F]{2})(?:[A-Za-z0-9._-]|%[0-9A-F]{2})*(?:~[0-9a-f]{32})?", file
+    )
     assert not file.endswith(".")
     assert len(file.encode()) <= names.LONGEST_FILE
     assert file.partition(".")[0].lower() not in {"con", "prn", "aux", "nul", "com1", "lpt1"}
@@ -154,10 +164,19 @@ def data(*clients: str) -> dict[str, ClientData]:
 
 
 @pytest.mark.parametrize(
-    ("one", "other"), [("Ann", "ann"), ("ŞULE", "şule"), ("Straße", "STRASSE"), ("علی\u200cرضا", "علیرضا"), ("ΣΑΣ", "σας")]
+    ("one", "other"),
+    [
+        ("Ann", "ann"),
+        ("ŞULE", "şule"),
+        ("Straße", "STRASSE"),
+        ("علی\u200cرضا", "علیرضا"),
+        ("ΣΑΣ", "σας"),
+    ],
 )
 def test_two_clients_must_differ_by_more_than_capitals(one: str, other: str) -> None:
-    with pytest.raises(DataError, match=r"clients '.*' and '.*' have the same name but for capitals"):
+    with pytest.raises(
+        DataError, match=r"clients '.*' and '.*' have the same name but for capitals"
+    ):
         Federation(data(one, other), "two")
     with pytest.raises(DataError, match="same name but for capitals"):
         Federation(data(one), "one and one unseen", unseen={"new": data(other)})

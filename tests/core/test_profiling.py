@@ -37,9 +37,20 @@ def recipe(tmp_path: Path, tiny_base: Path) -> Recipe:
     return validate(
         {
             "name": "traced",
-            "data": {"kind": "folders", "path": str(tmp_path / "texts"), "valid_tokens": 60, "test_tokens": 60},
+            "data": {
+                "kind": "folders",
+                "path": str(tmp_path / "texts"),
+                "valid_tokens": 60,
+                "test_tokens": 60,
+            },
             "model": {"base": str(tiny_base), "context": 16},
-            "method": {"name": "comigs-1g1s", "rounds": 3, "local_steps": 2, "router_every": 2, "router_steps": 1},
+            "method": {
+                "name": "comigs-1g1s",
+                "rounds": 3,
+                "local_steps": 2,
+                "router_every": 2,
+                "router_steps": 1,
+            },
             "training": {"batch_size": 2},
             "evaluate_every": 1,
         },
@@ -47,7 +58,9 @@ def recipe(tmp_path: Path, tiny_base: Path) -> Recipe:
     )
 
 
-def test_a_trace_has_the_second_round_by_name_and_changes_nothing(recipe: Recipe, tmp_path: Path) -> None:
+def test_a_trace_has_the_second_round_by_name_and_changes_nothing(
+    recipe: Recipe, tmp_path: Path
+) -> None:
     profile = Profile(tmp_path / "a" / "profile" / "trace.json.gz")
     (with_trace,) = run(recipe, tmp_path / "a", profile=profile)
     (without,) = run(recipe, tmp_path / "b")
@@ -55,20 +68,33 @@ def test_a_trace_has_the_second_round_by_name_and_changes_nothing(recipe: Recipe
     step, router = "step generalist+specialist", "step router"
     training = [name for i in ("ann", "ben") for name in (f"local_round {i}", step, step, router)]
     scoring = ["evaluation", "score ann", "score ben"]
-    assert ranges(tmp_path / "a/profile/trace.json.gz") == ["local_round", *training, "aggregation", *scoring, "checkpoint"]
+    assert ranges(tmp_path / "a/profile/trace.json.gz") == [
+        "local_round",
+        *training,
+        "aggregation",
+        *scoring,
+        "checkpoint",
+    ]
     assert with_trace["clients"] == without["clients"]
     assert with_trace["evaluations"] == without["evaluations"]
     for i in without["clients"]:
         assert (tmp_path / f"a/clients/{i}/adapter.safetensors").read_bytes() == (
             tmp_path / f"b/clients/{i}/adapter.safetensors"
         ).read_bytes()
-    assert any(e.get("args", {}).get("Input Dims") for e in events(tmp_path / "a/profile/trace.json.gz"))
+    assert any(
+        e.get("args", {}).get("Input Dims") for e in events(tmp_path / "a/profile/trace.json.gz")
+    )
     assert "aten::mm" in profile.costs
     assert not (tmp_path / "b/profile").exists()
 
 
-@pytest.mark.parametrize(("name", "rounds", "first"), [("comigs-1g1s", 1, "local_round"), ("pretrained", 0, "evaluation")])
-def test_without_a_second_round_there_is_a_trace_too(recipe: Recipe, name: str, rounds: int, first: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "rounds", "first"),
+    [("comigs-1g1s", 1, "local_round"), ("pretrained", 0, "evaluation")],
+)
+def test_without_a_second_round_there_is_a_trace_too(
+    recipe: Recipe, name: str, rounds: int, first: str, tmp_path: Path
+) -> None:
     method = {"name": name, "rounds": rounds} if rounds else {"name": name}
     changed = validate(recipe.model_dump(mode="json") | {"method": method}, "of a test")
     profile = Profile(tmp_path / "trace.json.gz")
@@ -112,7 +138,12 @@ def test_of_a_part_no_more_than_so_many_steps_are_recorded(recorded: Profile) ->
     assert recorded.path is not None
     names = ranges(recorded.path)
     assert names.count("step experts") == 2 * STEPS
-    assert [name for name in names if not name.startswith("step")] == ["first", "task 0", "second", "task 0"]
+    assert [name for name in names if not name.startswith("step")] == [
+        "first",
+        "task 0",
+        "second",
+        "task 0",
+    ]
     assert recorded.costs["aten::exp"].calls == 2 * STEPS
 
 
@@ -158,7 +189,9 @@ def test_an_operator_costs_what_those_that_it_called_do_not() -> None:
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_terminal_shows_the_dearest_operators_and_how_a_trace_is_opened(recorded: Profile, elsewhere: bool) -> None:
+def test_a_terminal_shows_the_dearest_operators_and_how_a_trace_is_opened(
+    recorded: Profile, elsewhere: bool
+) -> None:
     recorded.enter("part")
     x = torch.ones(200, 200)
     for operation in (torch.exp, torch.sin, torch.cos):

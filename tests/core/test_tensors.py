@@ -19,7 +19,11 @@ DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.in
 
 
 @settings(max_examples=30)
-@given(st.dictionaries(st.text("abc./_0", min_size=1, max_size=8), st.tuples(SHAPES, DTYPES), max_size=4))
+@given(
+    st.dictionaries(
+        st.text("abc./_0", min_size=1, max_size=8), st.tuples(SHAPES, DTYPES), max_size=4
+    )
+)
 def test_bytes_and_back(forms: dict[str, tuple[list[int], torch.dtype]]) -> None:
     named = {name: torch.rand(shape).mul(100).to(dtype) for name, (shape, dtype) in forms.items()}
     found = tensors.from_bytes(tensors.to_bytes(named))
@@ -29,7 +33,14 @@ def test_bytes_and_back(forms: dict[str, tuple[list[int], torch.dtype]]) -> None
 
 def test_a_file_holds_the_bytes_of_a_message(tmp_path: Path) -> None:
     path, x = tmp_path / "x.safetensors", torch.arange(12.0).view(3, 4)
-    named = {"rows": x[1:], "row": x[0], "columns": x.T, "none": torch.zeros(0, 3), "step": torch.tensor(7), "b": x.bfloat16()}
+    named = {
+        "rows": x[1:],
+        "row": x[0],
+        "columns": x.T,
+        "none": torch.zeros(0, 3),
+        "step": torch.tensor(7),
+        "b": x.bfloat16(),
+    }
     files.save(path, named, {"k": "v"})
     assert path.read_bytes() == tensors.to_bytes(named, {"k": "v"})
     assert files.digest_of(path) == hashlib.sha256(path.read_bytes()).hexdigest()
@@ -49,10 +60,15 @@ def test_damaged_bytes_are_refused_never_crash(noise: bytes, cut: int) -> None:
 @given(st.lists(st.floats(-3, 3), min_size=1, max_size=5), st.integers(0, 2**31))
 def test_weighted_sum_is_the_sum(weights: list[float], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    named = [{"a": torch.randn(3, 2, generator=generator), "b": torch.randn((), generator=generator)} for _ in weights]
+    named = [
+        {"a": torch.randn(3, 2, generator=generator), "b": torch.randn((), generator=generator)}
+        for _ in weights
+    ]
     found = tensors.weighted_sum(zip(weights, named, strict=True))
     for name in ("a", "b"):
-        expected = torch.stack([w * x[name].double() for w, x in zip(weights, named, strict=True)]).sum(0)
+        expected = torch.stack(
+            [w * x[name].double() for w, x in zip(weights, named, strict=True)]
+        ).sum(0)
         torch.testing.assert_close(found[name].double(), expected, atol=1e-5, rtol=1e-5)
 
 
@@ -119,10 +135,15 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_file_that_cannot_grow_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     files.save(path, {"a": torch.ones(1)})
-    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    before, handler = (
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
+    )
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
-        with pytest.raises(SaveError, match=r"(?s)cannot write .*File too large.*unchanged.*Free some space"):
+        with pytest.raises(
+            SaveError, match=r"(?s)cannot write .*File too large.*unchanged.*Free some space"
+        ):
             files.save(path, {"a": torch.zeros(1_000_000)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -131,9 +152,13 @@ def test_a_file_that_cannot_grow_leaves_the_old_file(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["x.safetensors"]
 
 
-@pytest.mark.parametrize("names", [("a", "b"), ("a longer name", "b"), ("a name of yet another length", "b")])
+@pytest.mark.parametrize(
+    "names", [("a", "b"), ("a longer name", "b"), ("a name of yet another length", "b")]
+)
 def test_what_is_read_begins_where_tensors_begin(tmp_path: Path, names: tuple[str, ...]) -> None:
-    """Elsewhere products are rounded in another way, and a run that goes over files or messages would end otherwise than one in memory."""
+    """Elsewhere products are rounded in another way, and a run that goes over files or messages
+    would end otherwise than one in memory.
+    """
     named = {name: torch.randn(5) for name in names}
     files.save(tmp_path / "file", named)
     for found in (files.load(tmp_path / "file")[0], tensors.from_bytes(tensors.to_bytes(named))):

@@ -1,4 +1,6 @@
-"""How many threads compute: chosen by what they gain now, kept by a run that goes on, and said where the machine lacks cores."""
+"""How many threads compute: chosen by what they gain now, kept by a run that goes on, and said
+where the machine lacks cores.
+"""
 
 import io
 import json
@@ -30,24 +32,36 @@ SHORT = (
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory, tiny_base: Path) -> Recipe:
-    """Products so small that a second thread does nothing: it is the numbers that these tests are about."""
+    """Products so small that a second thread does nothing: it is the numbers that these tests
+    are about.
+    """
     root = tmp_path_factory.mktemp("texts")
     for name in ("ann", "ben"):
         (root / name).mkdir()
         for k in range(40):
-            (root / name / f"{k:02d}.txt").write_text(f"{name} writes line {k} of a text that is not long. " * 3)
+            (root / name / f"{k:02d}.txt").write_text(
+                f"{name} writes line {k} of a text that is not long. " * 3
+            )
     return recipes.load("folders", [*SHORT, f"data.path={root}", f"model.base={tiny_base}"])
 
 
 class Simulated:
     """A machine whose clocks stand still but for what is computed."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, passes: dict[int, float], others: float = 0.0, share: float = 1.0) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        passes: dict[int, float],
+        others: float = 0.0,
+        share: float = 1.0,
+    ) -> None:
         self.now = self.own = self.busy = 0.0
         self.passes, self.others, self.share, self.done = passes, others, share, list[int]()
         monkeypatch.setattr("coterie.core.threads.time.monotonic", lambda: self.now)
         monkeypatch.setattr("coterie.core.threads.time.process_time", lambda: self.own)
-        monkeypatch.setattr("coterie.core.threads._machine", lambda: (self.busy, 1 + round(self.others)))
+        monkeypatch.setattr(
+            "coterie.core.threads._machine", lambda: (self.busy, 1 + round(self.others))
+        )
 
     def work(self, number: int) -> None:
         seconds = self.passes[number]
@@ -63,22 +77,37 @@ class Simulated:
         ({1: 0.050, 2: 0.028}, 0.0, 1.0, Chosen(2)),  # a quiet machine
         ({1: 0.050, 2: 0.047}, 0.0, 1.0, Chosen(1)),  # about as fast
         ({1: 0.050, 2: 0.400}, 0.0, 1.0, Chosen(1)),  # slower, and seen after a single pass
-        ({1: 0.090, 2: 0.050}, 1.0, 0.5, Chosen(1, 1)),  # others have the cores: one, though two seem faster at this moment
+        (
+            {1: 0.090, 2: 0.050},
+            1.0,
+            0.5,
+            Chosen(1, 1),
+        ),  # others have the cores: one, though two seem faster at this moment
         ({1: 2.000, 2: 1.100}, 0.0, 1.0, Chosen(2)),  # a large model: it is not tried for long
         ({1: 2.000, 2: 1.100}, 2.0, 0.4, Chosen(1, 2)),
     ],
 )
-def test_the_choice(passes: dict[int, float], others: float, share: float, chosen: Chosen, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_choice(
+    passes: dict[int, float],
+    others: float,
+    share: float,
+    chosen: Chosen,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     machine = Simulated(monkeypatch, passes, others, share)
     assert choose(machine.work, 2) == chosen
-    assert machine.now <= max(1.0, 2 * passes[1])  # it takes no longer than a second, or than two passes of a large model
+    assert machine.now <= max(
+        1.0, 2 * passes[1]
+    )  # it takes no longer than a second, or than two passes of a large model
     assert 2 not in machine.done or not others  # under load nobody waits for two
 
 
 def test_a_lack_of_cores_is_that_others_have_them() -> None:
     assert Usage(own=0.5, others=1.5, running=4.2, cores=2).lacking(2) == 4
     assert Usage(own=0.5, others=1.5, running=None, cores=2).lacking(1) == 2
-    assert Usage(own=1.0, others=1.0, running=1.0, cores=2).lacking(1) == 0  # it wants one, and has it
+    assert (
+        Usage(own=1.0, others=1.0, running=1.0, cores=2).lacking(1) == 0
+    )  # it wants one, and has it
     assert Usage(own=1.1, others=0.9, running=1.0, cores=2).lacking(2) == 1
     assert Usage(own=0.4, others=0.1, running=0.0, cores=2).lacking(2) == 0  # it waits for a disk
     assert Usage(own=0.9, others=0.8, running=1.0, cores=16).lacking(2) == 0  # there is room
@@ -161,7 +190,9 @@ def result(folder: Path) -> dict:
 
 
 @pytest.mark.usefixtures("several")
-def test_a_run_that_goes_on_keeps_its_threads(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_goes_on_keeps_its_threads(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made, first, second = tried(monkeypatch, 2), Stopping(after=2), Stopping()
     runs.run(recipe, tmp_path / "whole")
     with pytest.raises(Stop):
@@ -183,14 +214,20 @@ def test_rows_of_a_command_compute_alike_and_a_loaded_machine_is_told_of(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, reporter = tried(monkeypatch, 1, others=3), Stopping()
-    found = runs.run(recipe.model_copy(update={"compare_with": ("pretrained", "local")}), tmp_path, reporter=reporter)
+    found = runs.run(
+        recipe.model_copy(update={"compare_with": ("pretrained", "local")}),
+        tmp_path,
+        reporter=reporter,
+    )
     assert made == [2]
     assert [row["machine"]["threads"] for row in found] == [1, 1, 1]
     assert reporter.lacking[0] == 3
 
 
 @pytest.mark.usefixtures("several")
-def test_whoever_says_a_number_has_it(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_says_a_number_has_it(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = tried(monkeypatch, 2)
     fixed = recipe.model_copy(update={"threads": 1})
     assert runs.run(fixed, tmp_path / "recipe")[-1]["machine"]["threads"] == 1
@@ -201,7 +238,9 @@ def test_whoever_says_a_number_has_it(recipe: Recipe, tmp_path: Path, monkeypatc
 
 
 @pytest.mark.usefixtures("several")
-def test_the_trial_changes_no_figure(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trial_changes_no_figure(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = recipes.changed(recipe, {"model.dropout": 0.1})
     made = tried(monkeypatch, 2)
     (own,) = runs.run(recipe, tmp_path / "tried")
@@ -210,13 +249,20 @@ def test_the_trial_changes_no_figure(recipe: Recipe, tmp_path: Path, monkeypatch
     assert own["clients"] == fixed["clients"]
 
 
-def test_the_command_line_has_threads_sleep_soon_unless_the_environment_says_how_they_wait() -> None:
+def test_the_command_line_has_threads_sleep_soon_unless_the_environment_says_how_they_wait() -> (
+    None
+):
     def spins(**given: str) -> str:
         code = "import os, sys; from coterie.cli import base; "
         code += "base.app = lambda: print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
         environment = {k: v for k, v in os.environ.items() if k not in threads._WAITING} | given
         done = subprocess.run(
-            [sys.executable, "-c", f"{code}; base.main()"], env=environment, capture_output=True, text=True, check=True, timeout=60
+            [sys.executable, "-c", f"{code}; base.main()"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
         )
         return done.stdout.strip()
 

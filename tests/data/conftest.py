@@ -30,7 +30,12 @@ def make_tokenizer() -> Callable[..., Counting]:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
-        trainer = trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=["<end>"], initial_alphabet=alphabet, show_progress=False)
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocabulary,
+            special_tokens=["<end>"],
+            initial_alphabet=alphabet,
+            show_progress=False,
+        )
         tokenizer.train_from_iterator(["the cat and the dog and the bird"] * 10, trainer)
         return Counting(tokenizer_object=tokenizer, eos_token=end)
 

@@ -23,7 +23,9 @@ def test_cutting_loses_nothing(text: str, size: int) -> None:
 
 def test_cuts_are_at_blank_lines() -> None:
     text = "\n\n".join("x" * 90 + "\ny" for _ in range(20))
-    assert all(chunk.strip().startswith("x") and chunk.strip().endswith("y") for chunk in cut(text, 200))
+    assert all(
+        chunk.strip().startswith("x") and chunk.strip().endswith("y") for chunk in cut(text, 200)
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -42,8 +44,14 @@ def test_splits_are_fixed_by_the_seed() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_works_stay_whole_and_sizes_come_near_the_fractions(seed: int) -> None:
-    works = {f"work {i}": 100 * (1 + i % 7) for i in range(16)}  # lengths in characters, as unlike as the topics' works
-    documents = [Document(work[5:].ljust(length // 2, "."), work) for work, length in works.items() for _ in range(2)]
+    works = {
+        f"work {i}": 100 * (1 + i % 7) for i in range(16)
+    }  # lengths in characters, as unlike as the topics' works
+    documents = [
+        Document(work[5:].ljust(length // 2, "."), work)
+        for work, length in works.items()
+        for _ in range(2)
+    ]
     parts = split(documents, FRACTIONS, seed)
     assert sum(map(len, parts)) == 32
     assert all(part[i] == part[i + 1] for part in parts for i in range(0, len(part), 2))
@@ -53,7 +61,9 @@ def test_works_stay_whole_and_sizes_come_near_the_fractions(seed: int) -> None:
 
 
 def test_few_works_still_make_three_splits() -> None:
-    assert sorted(map(len, split([Document("x" * 100, str(i)) for i in range(4)], FRACTIONS, 0))) == [1, 1, 2]
+    assert sorted(
+        map(len, split([Document("x" * 100, str(i)) for i in range(4)], FRACTIONS, 0))
+    ) == [1, 1, 2]
 
 
 def test_rows_of_plain_and_gzipped_files(tmp_path: Path) -> None:
@@ -87,12 +97,25 @@ def test_missing_files_are_refused(tmp_path: Path) -> None:
 
 def test_all_bad_lines_are_named(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    lines = ['{"text": "fine"}', "oops", "[1]", '{"title": "x"}', '{"text": 3}', '{"text": "\\ud800"}', "oops", "oops"]
+    lines = [
+        '{"text": "fine"}',
+        "oops",
+        "[1]",
+        '{"title": "x"}',
+        '{"text": 3}',
+        '{"text": "\\ud800"}',
+        "oops",
+        "oops",
+    ]
     path.write_text("\n".join(lines), encoding="utf-8")
     with pytest.raises(DataError) as refusal:
         read_rows(path, {"text": str})
     message = str(refusal.value)
-    for part in ("a.jsonl:2: not JSON", "a.jsonl:3: not a JSON object but list", "a.jsonl:4: no column 'text' (found: title)"):
+    for part in (
+        "a.jsonl:2: not JSON",
+        "a.jsonl:3: not a JSON object but list",
+        "a.jsonl:4: no column 'text' (found: title)",
+    ):
         assert part in message
     assert "a.jsonl:5: column 'text' is int, expected str" in message
     assert "a.jsonl:6: column 'text' has half of a surrogate pair" in message

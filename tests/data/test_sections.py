@@ -13,7 +13,18 @@ from pydantic import TypeAdapter, ValidationError
 
 from coterie import personal
 from coterie.core.errors import DataError
-from coterie.data import AgNews, Data, Folders, Hub, HubClients, Multilingual, Stdlib, Synthetic, Topics, corpora
+from coterie.data import (
+    AgNews,
+    Data,
+    Folders,
+    Hub,
+    HubClients,
+    Multilingual,
+    Stdlib,
+    Synthetic,
+    Topics,
+    corpora,
+)
 from coterie.data.corpora import mixtures
 from coterie.data.hub import HubClient
 from coterie.data.pretraining import STDLIB_TOPICS, seen_in_pretraining
@@ -49,14 +60,19 @@ def assert_disjoint(parts) -> None:
 # The section
 
 
-@pytest.mark.parametrize("kind", ["stdlib", "agnews", "multilingual", "topics", "folders", "synthetic"])
+@pytest.mark.parametrize(
+    "kind", ["stdlib", "agnews", "multilingual", "topics", "folders", "synthetic"]
+)
 def test_the_union_knows_every_kind(kind: str) -> None:
     section = TypeAdapter(Data).validate_python({"kind": kind})
     assert section.kind == kind
     assert TypeAdapter(Data).validate_python(section.model_dump(mode="json")) == section
 
 
-@pytest.mark.parametrize("section", [Stdlib, AgNews, Multilingual, Topics, Folders, Hub, HubClients, HubClient, Synthetic])
+@pytest.mark.parametrize(
+    "section",
+    [Stdlib, AgNews, Multilingual, Topics, Folders, Hub, HubClients, HubClient, Synthetic],
+)
 def test_every_field_is_described(section) -> None:
     assert all(info.description or name == "kind" for name, info in section.model_fields.items())
 
@@ -95,7 +111,9 @@ def test_stdlib_has_its_topics(tokenizer) -> None:
     assert federation.description == "Python's standard library: 4 clients"
     sizes = federation.sizes()
     assert [sizes[id]["test"].tokens for id in sizes] == [500, 600, 700, 800]
-    assert all(size["train"].tokens == 3000 and size["valid"].tokens == 1000 for size in sizes.values())
+    assert all(
+        size["train"].tokens == 3000 and size["valid"].tokens == 1000 for size in sizes.values()
+    )
 
 
 def test_stdlib_documents_are_chunks_in_one_split_each() -> None:
@@ -123,7 +141,9 @@ def news(tmp_path: Path) -> Path:
     counts = {"train": (100, 60, 80, 90), "test": (40, 44, 48, 40)}
     for name, counted in counts.items():
         rows = [
-            {"text": f"{name} news {label} {i} the cat and the dog", "label": label} for label, n in enumerate(counted) for i in range(n)
+            {"text": f"{name} news {label} {i} the cat and the dog", "label": label}
+            for label, n in enumerate(counted)
+            for i in range(n)
         ]
         write_rows(tmp_path / f"ag_news/{name}.jsonl.gz", rows)
     return tmp_path
@@ -151,7 +171,9 @@ def test_out_of_distribution_valid_and_test_are_uniform_mixtures(news: Path, see
         for part in (valid, test):
             counts = [sum(category(text) == c for text in part) for c in "0123"]
             assert len(set(counts)) == 1
-            assert {category(text) for text in part[:4]} == set("0123")  # uniform whatever part a bound leaves
+            assert {category(text) for text in part[:4]} == set(
+                "0123"
+            )  # uniform whatever part a bound leaves
         assert len(valid) == 4 * 3
         assert len(test) == 4 * 10
     assert_disjoint([part for parts in found.values() for part in parts])
@@ -162,7 +184,9 @@ def test_mixtures_of_unlike_categories() -> None:
 
 
 def test_ag_news_as_it_is(data_root: Path, tokenizer) -> None:
-    federation = AgNews(root=data_root, train_tokens=500, valid_tokens=400, test_tokens=400).load(tokenizer, 32)
+    federation = AgNews(root=data_root, train_tokens=500, valid_tokens=400, test_tokens=400).load(
+        tokenizer, 32
+    )
     assert len(federation.clients) == 4
     assert "out of distribution" in federation.description
 
@@ -175,7 +199,10 @@ def test_labels_beyond_the_categories_are_refused(tmp_path, tokenizer) -> None:
 
 def test_ag_news_comes_from_the_hub_where_no_folder_is_named(news, tokenizer, monkeypatch) -> None:
     local = {
-        name: datasets.load_dataset("json", data_files=str(news / f"ag_news/{name}.jsonl.gz"), split="train") for name in ("train", "test")
+        name: datasets.load_dataset(
+            "json", data_files=str(news / f"ag_news/{name}.jsonl.gz"), split="train"
+        )
+        for name in ("train", "test")
     }
     monkeypatch.setattr(datasets, "load_dataset", lambda path, **options: local[options["split"]])
     assert texts(AgNews()) == texts(AgNews(root=news))
@@ -191,7 +218,9 @@ def test_the_hub_out_of_reach(tokenizer, monkeypatch) -> None:
     assert "cannot load data set fancyzhx/ag_news from the Hub (offline?)" in message
     assert "--set data.root=DIR" in message
     assert "COTERIE_DATA" in message
-    assert "from the Hub (offline?)" in refusal(Hub(dataset="some/thing", client_column="who"), tokenizer)
+    assert "from the Hub (offline?)" in refusal(
+        Hub(dataset="some/thing", client_column="who"), tokenizer
+    )
 
 
 # multilingual and topics
@@ -221,18 +250,28 @@ def test_no_work_of_a_topic_is_in_two_splits(data_root: Path) -> None:
         found = texts(Topics(root=data_root, exclude_pretraining=exclude))
         assert list(found) == ["books", "arxiv", "stackexchange", "code"]
         for topic, parts in found.items():
-            ids = [set().union(*(works[topic, text] for text in part if len(works[topic, text]) == 1)) for part in parts]
+            ids = [
+                set().union(*(works[topic, text] for text in part if len(works[topic, text]) == 1))
+                for part in parts
+            ]
             assert_disjoint(ids)
             sizes = [sum(map(len, part)) for part in parts]
             assert min(sizes) > 20_000
             if not exclude:
                 assert sizes[0] / sum(sizes) == pytest.approx(0.8, abs=0.05)
             else:  # of ten books, three are left
-                assert not any(seen_in_pretraining(f"topics/{topic}", id) for part in ids for id in part)
+                assert not any(
+                    seen_in_pretraining(f"topics/{topic}", id) for part in ids for id in part
+                )
 
 
-@pytest.mark.parametrize(("section", "field", "known"), [(Multilingual, "languages", "ca, de"), (Topics, "topics", "arxiv, books")])
-def test_unknown_names_are_refused_with_the_known_ones(corpora_root, tokenizer, section, field: str, known: str) -> None:
+@pytest.mark.parametrize(
+    ("section", "field", "known"),
+    [(Multilingual, "languages", "ca, de"), (Topics, "topics", "arxiv, books")],
+)
+def test_unknown_names_are_refused_with_the_known_ones(
+    corpora_root, tokenizer, section, field: str, known: str
+) -> None:
     message = refusal(section(root=corpora_root, **{field: ("xx", "yy")}), tokenizer)
     assert f"data.{field}: " in message
     assert "has no 'xx', 'yy'" in message
@@ -240,9 +279,13 @@ def test_unknown_names_are_refused_with_the_known_ones(corpora_root, tokenizer, 
 
 
 def test_folders_without_the_corpus_are_refused(tokenizer, tmp_path, monkeypatch) -> None:
-    assert f"data.root: {tmp_path}/ag_news/test.jsonl.gz does not exist" in refusal(AgNews(root=tmp_path), tokenizer)
+    assert f"data.root: {tmp_path}/ag_news/test.jsonl.gz does not exist" in refusal(
+        AgNews(root=tmp_path), tokenizer
+    )
     monkeypatch.setenv("COTERIE_DATA", str(tmp_path))
-    assert f"COTERIE_DATA: {tmp_path}/topics/train.jsonl.gz does not exist" in refusal(Topics(), tokenizer)
+    assert f"COTERIE_DATA: {tmp_path}/topics/train.jsonl.gz does not exist" in refusal(
+        Topics(), tokenizer
+    )
 
 
 def test_the_environment_names_the_folder(news: Path, monkeypatch) -> None:
@@ -252,7 +295,9 @@ def test_the_environment_names_the_folder(news: Path, monkeypatch) -> None:
 
 def test_lists_of_another_length_than_the_clients_are_refused(news, tokenizer) -> None:
     message = refusal(AgNews(root=news, train_tokens=(1, 2), test_tokens=(1, 2, 3)), tokenizer)
-    assert "data.train_tokens: 2 values for 4 clients (world, sports, business, sci-tech)" in message
+    assert (
+        "data.train_tokens: 2 values for 4 clients (world, sports, business, sci-tech)" in message
+    )
     assert "data.test_tokens: 3 values for 4 clients" in message
 
 
@@ -270,8 +315,14 @@ def test_folders_of_files_of_every_kind(tmp_path, tokenizer) -> None:
     write(tmp_path / "ann/notes.md", "# Notes\nthe bird")
     write(tmp_path / "ann/.hidden.txt", "hidden")
     write(tmp_path / "ann/photo.jpg", "no text")
-    write_rows(tmp_path / "bob.2/a.jsonl", [{"body": f"row {i} the cat and the dog", "more": 1} for i in range(15)])
-    write_rows(tmp_path / "bob.2/b.jsonl.gz", [{"body": f"other {i} the cat and the dog"} for i in range(15)])
+    write_rows(
+        tmp_path / "bob.2/a.jsonl",
+        [{"body": f"row {i} the cat and the dog", "more": 1} for i in range(15)],
+    )
+    write_rows(
+        tmp_path / "bob.2/b.jsonl.gz",
+        [{"body": f"other {i} the cat and the dog"} for i in range(15)],
+    )
     write(tmp_path / "README.md", "not a client")
     (tmp_path / ".git").mkdir()
     section = Folders(path=tmp_path, text_column="body")
@@ -286,13 +337,19 @@ def test_folders_of_files_of_every_kind(tmp_path, tokenizer) -> None:
 
 
 def test_a_single_large_file_is_cut(tmp_path) -> None:
-    write(tmp_path / "ann/diary.txt", "\n\n".join(f"Day {i}. " + "the cat and the dog " * 20 for i in range(100)))
+    write(
+        tmp_path / "ann/diary.txt",
+        "\n\n".join(f"Day {i}. " + "the cat and the dog " * 20 for i in range(100)),
+    )
     [parts] = texts(Folders(path=tmp_path)).values()
     assert_disjoint(parts)
     assert [len(part) for part in parts] == pytest.approx([16, 2, 2], abs=3)
 
 
-@pytest.mark.parametrize("names", [("train.txt", "valid.jsonl", "test.md"), ("train/a.txt", "valid/deep/b.jsonl", "test/c.txt")])
+@pytest.mark.parametrize(
+    "names",
+    [("train.txt", "valid.jsonl", "test.md"), ("train/a.txt", "valid/deep/b.jsonl", "test/c.txt")],
+)
 def test_fixed_splits_are_taken_as_they_are(tmp_path, names) -> None:
     for name in names:
         text = name.split(".")[0].split("/")[0]
@@ -343,9 +400,10 @@ def test_too_little_text_is_refused(tmp_path, tokenizer) -> None:
 
 
 def people(n: int = 60) -> list[dict]:
-    return [{"body": f"{'xyz'[i % 3]} says the cat and the dog {i}", "who": "xyz"[i % 3] + "/1"} for i in range(n)] + [
-        {"body": "", "who": "x/1"}
-    ]
+    return [
+        {"body": f"{'xyz'[i % 3]} says the cat and the dog {i}", "who": "xyz"[i % 3] + "/1"}
+        for i in range(n)
+    ] + [{"body": "", "who": "x/1"}]
 
 
 def write_people(folder: Path, form: str) -> Path:
@@ -379,7 +437,11 @@ def test_hub_data_in_a_local_folder_or_file(tmp_path, tokenizer, form: str, as_f
 
 
 def test_changed_local_files_are_noticed(tmp_path, tokenizer) -> None:
-    section = Hub(dataset=str(write_people(tmp_path / "people", "jsonl")), text_column="body", client_column="who")
+    section = Hub(
+        dataset=str(write_people(tmp_path / "people", "jsonl")),
+        text_column="body",
+        client_column="who",
+    )
     section.load(tokenizer, 4)
     write_rows(tmp_path / "people/train.jsonl", people(90))
     assert sum(map(len, texts(section)["x-1"])) == 30
@@ -388,16 +450,30 @@ def test_changed_local_files_are_noticed(tmp_path, tokenizer) -> None:
 
 
 def test_class_labels_become_their_names(tmp_path) -> None:
-    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["Sci/Tech", "World"])})
+    features = datasets.Features(
+        {
+            "text": datasets.Value("string"),
+            "label": datasets.ClassLabel(names=["Sci/Tech", "World"]),
+        }
+    )
     rows = {"text": [f"text {i}" for i in range(41)], "label": [i % 2 for i in range(40)] + [-1]}
     (tmp_path / "labelled").mkdir()
-    datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "labelled/train.parquet")
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(
+        tmp_path / "labelled/train.parquet"
+    )
     found = texts(Hub(dataset=str(tmp_path / "labelled"), client_column="label"))
-    assert {id: sum(map(len, parts)) for id, parts in found.items()} == {"Sci-Tech": 20, "World": 20}
+    assert {id: sum(map(len, parts)) for id, parts in found.items()} == {
+        "Sci-Tech": 20,
+        "World": 20,
+    }
 
 
 def test_hub_sections_that_are_refused(tmp_path, tokenizer) -> None:
-    section = Hub(dataset=str(write_people(tmp_path / "people", "jsonl")), text_column="body", client_column="who")
+    section = Hub(
+        dataset=str(write_people(tmp_path / "people", "jsonl")),
+        text_column="body",
+        client_column="who",
+    )
 
     def changed(**update) -> str:
         return refusal(section.model_copy(update=update), tokenizer)
@@ -421,20 +497,31 @@ def test_hub_sections_that_are_refused(tmp_path, tokenizer) -> None:
 def pajama(n: int = 90) -> list[dict]:
     """Rows in SlimPajama's form."""
     names = ("RedPajamaBook", "RedPajamaArXiv", "RedPajamaC4")
-    return [{"text": f"{names[i % 3]} {i} the cat and the dog", "meta": {"redpajama_set_name": names[i % 3]}} for i in range(n)]
+    return [
+        {
+            "text": f"{names[i % 3]} {i} the cat and the dog",
+            "meta": {"redpajama_set_name": names[i % 3]},
+        }
+        for i in range(n)
+    ]
 
 
 def parts(dataset: Path, **more) -> HubClients:
     """Two clients of one data set."""
     sets = {"books": "RedPajamaBook", "arxiv": "RedPajamaArXiv"}
-    clients = {id: {"dataset": str(dataset), "where": {"meta.redpajama_set_name": name}, **more} for id, name in sets.items()}
+    clients = {
+        id: {"dataset": str(dataset), "where": {"meta.redpajama_set_name": name}, **more}
+        for id, name in sets.items()
+    }
     return TypeAdapter(Data).validate_python({"kind": "hub-clients", "clients": clients})
 
 
 @pytest.mark.parametrize("streaming", [True, False])
 @pytest.mark.parametrize("form", ["jsonl", "jsonl.gz", "parquet"])
 @pytest.mark.parametrize("as_file", [False, True])
-def test_clients_from_parts_of_a_data_set(tmp_path, tokenizer, streaming: bool, form: str, as_file: bool) -> None:
+def test_clients_from_parts_of_a_data_set(
+    tmp_path, tokenizer, streaming: bool, form: str, as_file: bool
+) -> None:
     folder = tmp_path / "pajama"
     path = folder / f"train.{form}"
     if form == "parquet":
@@ -447,7 +534,9 @@ def test_clients_from_parts_of_a_data_set(tmp_path, tokenizer, streaming: bool, 
     assert list(found) == ["books", "arxiv"]
     for name, splits in zip(("RedPajamaBook", "RedPajamaArXiv"), found.values(), strict=True):
         assert_disjoint(splits)
-        assert sorted(text for part in splits for text in part) == sorted(row["text"] for row in pajama() if row["text"].startswith(name))
+        assert sorted(text for part in splits for text in part) == sorted(
+            row["text"] for row in pajama() if row["text"].startswith(name)
+        )
     section.load(tokenizer, 4)
     encoded = len(tokenizer.texts)
     section.load(tokenizer, 4)
@@ -482,24 +571,40 @@ def test_no_more_is_read_than_is_asked_for(tmp_path, monkeypatch) -> None:
 
 
 def test_clients_from_several_data_sets(tmp_path) -> None:
-    """As in Common Corpus with patents: unlike columns, a split of another name, an archive with a JSON file per document."""
-    write_rows(tmp_path / "talks.jsonl", [{"body": {"en": f"talk {i}"}, "loud": bool(i % 2), "year": i % 3} for i in range(60)])
-    write_rows(tmp_path / "tenders/validation.jsonl", [{"text": f"tender {i}" if i else None} for i in range(20)])
+    """As in Common Corpus with patents: unlike columns, a split of another name, an archive with
+    a JSON file per document.
+    """
+    write_rows(
+        tmp_path / "talks.jsonl",
+        [{"body": {"en": f"talk {i}"}, "loud": bool(i % 2), "year": i % 3} for i in range(60)],
+    )
+    write_rows(
+        tmp_path / "tenders/validation.jsonl",
+        [{"text": f"tender {i}" if i else None} for i in range(20)],
+    )
     with tarfile.open(tmp_path / "patents.tar.gz", "w:gz") as archive:
         for i in range(10):
-            data = json.dumps({"title": f"patent {i}", "full_description": f"what is claimed {i}"}, indent=1).encode()
+            data = json.dumps(
+                {"title": f"patent {i}", "full_description": f"what is claimed {i}"}, indent=1
+            ).encode()
             entry = tarfile.TarInfo(f"2016/{i}.json")
             entry.size = len(data)
             archive.addfile(entry, io.BytesIO(data))
     patents = {"format": "json", "text_column": "full_description", "streaming": False}
     section = HubClients(
         clients={
-            "talks": HubClient(dataset=str(tmp_path / "talks.jsonl"), text_column="body.en", where={"loud": True, "year": 1}),
+            "talks": HubClient(
+                dataset=str(tmp_path / "talks.jsonl"),
+                text_column="body.en",
+                where={"loud": True, "year": 1},
+            ),
             "tenders": HubClient(dataset=str(tmp_path / "tenders"), split="validation"),
             "patents": HubClient(dataset=str(tmp_path / "patents.tar.gz"), **patents),
         }
     )
-    found = {id: {text for part in splits for text in part} for id, splits in texts(section).items()}
+    found = {
+        id: {text for part in splits for text in part} for id, splits in texts(section).items()
+    }
     assert found == {
         "talks": {f"talk {i}" for i in range(60) if i % 2 and i % 3 == 1},
         "tenders": {f"tender {i}" for i in range(1, 20)},
@@ -513,19 +618,33 @@ def test_hub_clients_that_are_refused_come_all_at_once(tmp_path, tokenizer, monk
     path, numbers = str(tmp_path / "pajama.jsonl"), str(tmp_path / "numbers.jsonl")
 
     def message(**clients: dict) -> str:
-        return refusal(TypeAdapter(Data).validate_python({"kind": "hub-clients", "clients": clients}), tokenizer)
+        return refusal(
+            TypeAdapter(Data).validate_python({"kind": "hub-clients", "clients": clients}),
+            tokenizer,
+        )
 
-    found = message(a={"dataset": path, "text_column": "body"}, b={"dataset": path, "where": {"meta.name": "x"}}, c={"dataset": numbers})
+    found = message(
+        a={"dataset": path, "text_column": "body"},
+        b={"dataset": path, "where": {"meta.name": "x"}},
+        c={"dataset": numbers},
+    )
     assert f"data.clients.a: data set {path}: no column 'body'" in found
     assert "Choose among: text, meta.redpajama_set_name." in found
     assert f"data.clients.b: data set {path}: no column 'meta.name'" in found
     assert f"data.clients.c: data set {numbers}: column 'text' is int, not text" in found
     nothing = message(d={"dataset": path, "where": {"meta.redpajama_set_name": "RedPajamaWiki"}})
-    assert "0 documents where meta.redpajama_set_name is 'RedPajamaWiki', looking at 1,000,000 rows" in nothing
+    assert (
+        "0 documents where meta.redpajama_set_name is 'RedPajamaWiki', looking at 1,000,000 rows"
+        in nothing
+    )
     assert "data.rows" in nothing
-    assert "data.clients.e: data set /no/where: there is no such folder or file" in message(e={"dataset": "/no/where"})
+    assert "data.clients.e: data set /no/where: there is no such folder or file" in message(
+        e={"dataset": "/no/where"}
+    )
     assert "client id 'f/g' is not valid" in message(**{"f/g": {"dataset": path}})
-    assert "files of this kind cannot be read" in message(h={"dataset": "hf://datasets/some/thing/data.tar.gz"})
+    assert "files of this kind cannot be read" in message(
+        h={"dataset": "hf://datasets/some/thing/data.tar.gz"}
+    )
     assert "Unknown split" in message(i={"dataset": path, "split": "trian", "streaming": False})
 
     def broken(*args, **options):
@@ -533,29 +652,54 @@ def test_hub_clients_that_are_refused_come_all_at_once(tmp_path, tokenizer, monk
         raise ConnectionError("no route")
 
     monkeypatch.setattr(datasets, "load_dataset", broken)
-    assert "data.clients.j: cannot read data set some/thing to the end: ConnectionError: no route" in message(j={"dataset": "some/thing"})
+    assert (
+        "data.clients.j: cannot read data set some/thing to the end: ConnectionError: no route"
+        in message(j={"dataset": "some/thing"})
+    )
 
 
 # The user-specific study (CoMiGS, section 3.3): unlike amounts of data, unlike numbers of experts
 
 
 @pytest.mark.parametrize("specialists", [(1, 3, 7, 0), (7, 3, 0, 1)])
-def test_clients_with_unlike_data_and_experts_train_together(corpora_root: Path, tiny_base: Path, tmp_path, specialists) -> None:
+def test_clients_with_unlike_data_and_experts_train_together(
+    corpora_root: Path, tiny_base: Path, tmp_path, specialists
+) -> None:
     tokens = [2000, 1000, 500, 800]
-    options = [f"data.root={corpora_root}", f"data.train_tokens={tokens}", "data.valid_tokens=300", "data.test_tokens=300"]
-    options += [f"model.base={tiny_base}", "model.context=32", "model.rank=2", "training.batch_size=2"]
-    options += ["method.name=comigs-1gxs", f"method.specialists={list(specialists)}", "method.rounds=2", "method.local_steps=2"]
+    options = [
+        f"data.root={corpora_root}",
+        f"data.train_tokens={tokens}",
+        "data.valid_tokens=300",
+        "data.test_tokens=300",
+    ]
+    options += [
+        f"model.base={tiny_base}",
+        "model.context=32",
+        "model.rank=2",
+        "training.batch_size=2",
+    ]
+    options += [
+        "method.name=comigs-1gxs",
+        f"method.specialists={list(specialists)}",
+        "method.rounds=2",
+        "method.local_steps=2",
+    ]
     recipe = load("multilingual", [*options, "method.router_every=2", "method.router_steps=1"])
     prepared = prepare(recipe)
     assert [len(data.train) for data in prepared.site.data.values()] == tokens
-    assert [(prepared.site.layouts[i].generalists, prepared.site.layouts[i].specialists) for i in prepared.clients] == [
-        (1, count) for count in specialists
-    ]
+    assert [
+        (prepared.site.layouts[i].generalists, prepared.site.layouts[i].specialists)
+        for i in prepared.clients
+    ] == [(1, count) for count in specialists]
     [result] = run(recipe, tmp_path / "run")
     clients = result["clients"]
     assert list(clients) == ["de", "fr", "it", "nl"]
     by_experts = sorted(clients.values(), key=lambda client: client["trainable_parameters"])
-    assert [list(clients.values()).index(client) for client in by_experts] == sorted(range(4), key=lambda i: specialists[i])
-    assert len({client["bytes_up"] for client in clients.values()}) == 1  # what is shared is the same, however many specialists there are
+    assert [list(clients.values()).index(client) for client in by_experts] == sorted(
+        range(4), key=lambda i: specialists[i]
+    )
+    assert (
+        len({client["bytes_up"] for client in clients.values()}) == 1
+    )  # what is shared is the same, however many specialists there are
     for client, count in zip(clients, specialists, strict=True):
         assert personal.load(tmp_path / "run", client).layout.routed == (count > 0)

@@ -38,7 +38,9 @@ def test_the_second_load_encodes_nothing_whatever_the_context(folders, tokenizer
     assert not first.clients["ann"].train.tokens.flags.writeable
 
 
-def test_what_the_tokens_depend_on_makes_an_entry_of_its_own(folders, tokenizer, make_tokenizer) -> None:
+def test_what_the_tokens_depend_on_makes_an_entry_of_its_own(
+    folders, tokenizer, make_tokenizer
+) -> None:
     folders.load(tokenizer, 8)
     folders.model_copy(update={"seed": 1}).load(tokenizer, 8)
     folders.load(make_tokenizer(270), 8)
@@ -49,7 +51,9 @@ def test_what_the_tokens_depend_on_makes_an_entry_of_its_own(folders, tokenizer,
     assert len(entries()) == 5
 
 
-@pytest.mark.parametrize("damage", ["cut", "no tokens", "no manifest", "bad manifest", "empty manifest"])
+@pytest.mark.parametrize(
+    "damage", ["cut", "no tokens", "no manifest", "bad manifest", "empty manifest"]
+)
 def test_a_damaged_entry_is_built_again(folders, tokenizer, damage: str) -> None:
     first = folders.load(tokenizer, 8).sizes()
     [entry] = entries()
@@ -93,7 +97,11 @@ def test_a_cache_that_cannot_be_written(folders, tokenizer, tmp_path: Path) -> N
 
 def test_tokens_are_those_of_the_tokenizer_with_its_end_behind_each_document(tokenizer) -> None:
     texts = ["the cat", "and the dog"]
-    ids = [id for text in texts for id in (*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)]
+    ids = [
+        id
+        for text in texts
+        for id in (*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)
+    ]
     assert np.concatenate(list(encode(tokenizer, texts, None))).tolist() == ids
     tokenizer.eos_token = None
     without = [id for id in ids if id != tokenizer.convert_tokens_to_ids("<end>")]

@@ -1,4 +1,6 @@
-"""The synthetic language: who shares what is as asked, tokens have known kinds, and routers find out."""
+"""The synthetic language: who shares what is as asked, tokens have known kinds, and routers find
+out.
+"""
 
 from collections import Counter
 from itertools import pairwise
@@ -44,7 +46,12 @@ def test_the_same_section_makes_the_same_text() -> None:
 
 
 def test_no_text_is_at_two_clients_or_in_two_splits() -> None:
-    texts = [text for parts in Synthetic(**FOUR).source().read().values() for part in parts for text in part]
+    texts = [
+        text
+        for parts in Synthetic(**FOUR).source().read().values()
+        for part in parts
+        for text in part
+    ]
     assert len(set(texts)) == len(texts)
 
 
@@ -61,7 +68,11 @@ def test_no_word_is_of_two_kinds(count: int, clients: int, conflict: bool, topic
         conflict=conflict,
     )
     language = section.language()
-    chains = [language.shared, *language.topics, *(language.private[:1] if conflict else language.private)]
+    chains = [
+        language.shared,
+        *language.topics,
+        *(language.private[:1] if conflict else language.private),
+    ]
     found = [word for chain in chains for word in chain.words]
     assert len(set(found)) == len(found) == count * len(chains)
     assert language.kinds() == {
@@ -70,15 +81,22 @@ def test_no_word_is_of_two_kinds(count: int, clients: int, conflict: bool, topic
         **{word: PRIVATE for chain in language.private for word in chain.words},
     }
     assert {len(set(chain.words)) for chain in language.private} == {count}
-    assert (len({frozenset(chain.words) for chain in language.private}) == 1) == (conflict or clients == 1)
+    assert (len({frozenset(chain.words) for chain in language.private}) == 1) == (
+        conflict or clients == 1
+    )
 
 
-@pytest.mark.parametrize(("client", "shares"), [(0, {SHARED: 0.4, PRIVATE: 0.4, TOPIC: 0.2}), (2, {SHARED: 0.5, PRIVATE: 0.5})])
+@pytest.mark.parametrize(
+    ("client", "shares"),
+    [(0, {SHARED: 0.4, PRIVATE: 0.4, TOPIC: 0.2}), (2, {SHARED: 0.5, PRIVATE: 0.5})],
+)
 def test_shares_are_as_asked(client: int, shares: dict[int, float]) -> None:
     section = Synthetic(**FOUR | {"topics": ((0, 1),), "train_tokens": 60_000})
     kinds = section.language().kinds()
     found = Counter(kinds[word] for document in words(section, client) for word in document)
-    assert {kind: count / found.total() for kind, count in found.items()} == pytest.approx(shares, abs=0.03)
+    assert {kind: count / found.total() for kind, count in found.items()} == pytest.approx(
+        shares, abs=0.03
+    )
 
 
 def test_a_client_in_several_topics_has_them_in_equal_parts() -> None:
@@ -91,10 +109,16 @@ def test_a_client_in_several_topics_has_them_in_equal_parts() -> None:
 
 @pytest.mark.parametrize("client", [0, 3])
 def test_pairs_of_words_are_as_the_chains_say(client: int) -> None:
-    """Behind a word comes the chain's k-th next one with probability (1 - 1/L) p_k, or the beginning of another phrase with 1/L."""
+    """Behind a word comes the chain's k-th next one with probability (1 - 1/L) p_k, or the
+    beginning of another phrase with 1/L.
+    """
     section = Synthetic(**FOUR | {"train_tokens": 100_000, "phrase_words": 8.0, "successors": 3})
     language, counted = section.language(), pairs(words(section, client))
-    for chain, share in ((language.shared, 0.4), (language.topics[client // 2], 0.2), (language.private[client], 0.4)):
+    for chain, share in (
+        (language.shared, 0.4),
+        (language.topics[client // 2], 0.2),
+        (language.private[client], 0.4),
+    ):
         places = {word: place for place, word in enumerate(chain.words)}
         within = Counter(
             (places[second] - places[first]) % len(places)
@@ -104,14 +128,19 @@ def test_pairs_of_words_are_as_the_chains_say(client: int) -> None:
         )
         total = sum(count for (first, _), count in counted.items() if first in places)
         for k, probability in enumerate(chain.probabilities, start=1):
-            by_chance = share / 8 / len(places)  # a new phrase of the same kind that happens to begin there
+            by_chance = (
+                share / 8 / len(places)
+            )  # a new phrase of the same kind that happens to begin there
             assert within[k] / total == pytest.approx(7 / 8 * probability + by_chance, abs=0.02)
     assert chain.probabilities == pytest.approx((4 / 7, 2 / 7, 1 / 7))
 
 
 def test_what_follows_a_private_word_differs_from_client_to_client() -> None:
     private = Synthetic(successors=1).language().private
-    following = [{word: chain.words[(i + 1) % len(chain.words)] for i, word in enumerate(chain.words)} for chain in private]
+    following = [
+        {word: chain.words[(i + 1) % len(chain.words)] for i, word in enumerate(chain.words)}
+        for chain in private
+    ]
     for other in following[1:]:
         assert sum(following[0][word] == other[word] for word in other) <= 4  # of 16; one by chance
 
@@ -136,23 +165,36 @@ def test_every_token_has_a_kind(embedded: Backbone) -> None:
 
 
 def test_kinds_are_known_with_a_tokenizer_that_splits_words(tokenizer) -> None:
-    section = Synthetic(**FOUR, private_words=500)  # more words than there are in the list: pronounceable ones are made
+    section = Synthetic(
+        **FOUR, private_words=500
+    )  # more words than there are in the list: pronounceable ones are made
     ids = section.load(tokenizer, 64).clients["client-1"].valid.tokens[:1500]
     found, kinds, expected = section.kinds(tokenizer, ids), section.language().kinds(), []
     for text in words(section, 1, 1):
         for word in text:
-            expected += [kinds[word]] * len(tokenizer([" " + word], add_special_tokens=False, verbose=False)["input_ids"][0])
+            expected += [kinds[word]] * len(
+                tokenizer([" " + word], add_special_tokens=False, verbose=False)["input_ids"][0]
+            )
         expected.append(NONE)  # the end token
     longest = 12  # the last word may be cut
     assert found[:-longest].tolist() == expected[: len(ids) - longest]
-    assert set(section.kinds(tokenizer, ids[1:9]).tolist()) <= {NONE, SHARED, PRIVATE, TOPIC}  # begins inside of a word
+    assert set(section.kinds(tokenizer, ids[1:9]).tolist()) <= {
+        NONE,
+        SHARED,
+        PRIVATE,
+        TOPIC,
+    }  # begins inside of a word
 
 
 def test_sizes_are_exact(embedded: Backbone) -> None:
-    section = Synthetic(clients=2, train_tokens=(3000, 1000), valid_tokens=700, test_tokens=333, document_words=7)
+    section = Synthetic(
+        clients=2, train_tokens=(3000, 1000), valid_tokens=700, test_tokens=333, document_words=7
+    )
     federation = section.load(embedded.tokenizer, 64)
     assert [size["train"].tokens for size in federation.sizes().values()] == [3000, 1000]
-    assert {(size["valid"].tokens, size["test"].tokens) for size in federation.sizes().values()} == {(700, 333)}
+    assert {
+        (size["valid"].tokens, size["test"].tokens) for size in federation.sizes().values()
+    } == {(700, 333)}
     assert federation.description == "a synthetic language: 2 clients"
 
 
@@ -182,9 +224,11 @@ def test_sections_that_are_refused(given: dict, message: str) -> None:
 
 @pytest.mark.slow
 def test_routers_find_out_who_knows_what_follows(tmp_path: Path, embedded: Backbone) -> None:
-    """Where everybody's words follow, the generalist has more weight than where one's own do: clearly so in the middle blocks.
+    """Where everybody's words follow, the generalist has more weight than where one's own do:
+    clearly so in the middle blocks.
 
-    In mean over the clients, of the shipped recipe. The first and the last block go one way or the other, by seed and client.
+    In mean over the clients, of the shipped recipe. The first and the last block go one way or the
+    other, by seed and client.
     """
     recipe = load("synthetic")
     run(recipe, tmp_path)
@@ -193,9 +237,13 @@ def test_routers_find_out_who_knows_what_follows(tmp_path: Path, embedded: Backb
     for client, data in federation.clients.items():
         model = personal.load(tmp_path, client, backbone=embedded)
         rows = next(data.test.scoring(data.test.windows))[:, :-1]
-        kinds = torch.from_numpy(np.stack([recipe.data.kinds(embedded.tokenizer, row.numpy()) for row in rows]))
+        kinds = torch.from_numpy(
+            np.stack([recipe.data.kinds(embedded.tokenizer, row.numpy()) for row in rows])
+        )
         generalist = model.routing(rows)[..., 0]  # (blocks, rows, context)
-        gaps.append(generalist[:, kinds == SHARED].mean(dim=1) - generalist[:, kinds == PRIVATE].mean(dim=1))
+        gaps.append(
+            generalist[:, kinds == SHARED].mean(dim=1) - generalist[:, kinds == PRIVATE].mean(dim=1)
+        )
     gap = torch.stack(gaps).mean(dim=0)  # (blocks,)
     assert gap.mean() > 0.08, gaps
     assert gap[1:3].min() > 0.08, gaps

@@ -1,4 +1,6 @@
-"""Real commands in processes of their own, as somebody would type them, and a tiny federation of texts for them."""
+"""Real commands in processes of their own, as somebody would type them, and a tiny federation of
+texts for them.
+"""
 
 import os
 import random
@@ -23,7 +25,11 @@ quorum: {deadline: 30}
 evaluate_every: 0
 samples: false
 """
-WORDS = {"ann": "the tea is hot and the cup is blue", "ben": "a train goes over the old bridge", "cleo": "we sing low songs of rain"}
+WORDS = {
+    "ann": "the tea is hot and the cup is blue",
+    "ben": "a train goes over the old bridge",
+    "cleo": "we sing low songs of rain",
+}
 MINUTE = 60.0
 OWN = {"wall_s", "peak_memory_bytes", "machine"}  # of a result: what is of the machine that made it
 
@@ -44,7 +50,13 @@ def written(folder: Path, **changes: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "tiny.yaml"
     path.write_text(RECIPE)
-    path.write_text(recipes.dump(recipes.load(str(path), [f"{key.replace('__', '.')}={value}" for key, value in changes.items()])))
+    path.write_text(
+        recipes.dump(
+            recipes.load(
+                str(path), [f"{key.replace('__', '.')}={value}" for key, value in changes.items()]
+            )
+        )
+    )
     return path
 
 
@@ -75,7 +87,9 @@ class Terminal:
         path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
         with open(self.file, "wb") as out:
             self.process = subprocess.Popen(
-                ["bash", "-e", "-c", command[0]] if shell else [sys.executable, "-m", "coterie", *command],
+                ["bash", "-e", "-c", command[0]]
+                if shell
+                else [sys.executable, "-m", "coterie", *command],
                 cwd=folder,
                 env=os.environ | {"OMP_NUM_THREADS": "1", "PATH": path},
                 stdin=subprocess.DEVNULL,
@@ -89,7 +103,9 @@ class Terminal:
 
     def says(self, what: str, within: float = 3 * MINUTE) -> None:
         def said() -> bool:
-            assert what in self.text or self.process.poll() is None, f"ended without {what!r}:\n{self.text}"
+            assert what in self.text or self.process.poll() is None, (
+                f"ended without {what!r}:\n{self.text}"
+            )
             return what in self.text
 
         until(said, f"{what!r} in\n{self.text}", within)
@@ -107,7 +123,9 @@ class Terminal:
 
 @contextmanager
 def terminals(folder: Path) -> Iterator[Callable[..., Terminal]]:
-    """Opens terminals in folders of this one; in the end all are closed, and nothing is left running."""
+    """Opens terminals in folders of this one; in the end all are closed, and nothing is left
+    running.
+    """
     opened: list[Terminal] = []
 
     def opening(where: str, *command: str, shell: bool = False) -> Terminal:
@@ -120,23 +138,33 @@ def terminals(folder: Path) -> Iterator[Callable[..., Terminal]]:
         for terminal in reversed(opened):
             if terminal.process.poll() is None:
                 terminal.stop()
-    end = time.monotonic() + MINUTE  # what Flower's own programs started looks every few seconds whether they are still there
+    end = (
+        time.monotonic() + MINUTE
+    )  # what Flower's own programs started looks every few seconds whether they are still there
     while left(folder) and time.monotonic() < end:
         time.sleep(0.5)
     assert not left(folder), left(folder)
 
 
 def left(folder: Path, *words: str) -> dict[int, str]:
-    """The command lines of processes that have to do with a folder, by their ids; only those that have all of the words in them."""
+    """The command lines of processes that have to do with a folder, by their ids; only those
+    that have all of the words in them.
+    """
     found = {}
     for place in Path("/proc").glob("[0-9]*"):
         try:
             line, environment = (
-                (place / name).read_bytes().replace(b"\0", b" ").decode(errors="replace") for name in ("cmdline", "environ")
+                (place / name).read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                for name in ("cmdline", "environ")
             )
         except (OSError, ValueError):  # no process, or no more
             continue
-        if int(place.name) != os.getpid() and line and str(folder) in line + environment and all(word in line for word in words):
+        if (
+            int(place.name) != os.getpid()
+            and line
+            and str(folder) in line + environment
+            and all(word in line for word in words)
+        ):
             found[int(place.name)] = line
     return found
 

@@ -1,4 +1,6 @@
-"""Strangers, devices that die and a server that dies, with the commands of docs/deploy.md and real processes."""
+"""Strangers, devices that die and a server that dies, with the commands of docs/deploy.md and
+real processes.
+"""
 
 import json
 import re
@@ -28,13 +30,25 @@ class Site:
 
     def __init__(self, folder: Path, open: Open, *clients: str) -> None:
         self.folder, self.open, self.ports = folder, open, (free_port(), free_port())
-        assert open("server", "keys", "keys", *(part for client in clients for part in ("--client", client))).ends() == 0
+        assert (
+            open(
+                "server",
+                "keys",
+                "keys",
+                *(part for client in clients for part in ("--client", client)),
+            ).ends()
+            == 0
+        )
         self.keys, self.run = folder / "server/keys", folder / "server/run"
 
     def server(self, *new: str) -> Terminal:
-        """Which says whose devices it has come to know; what it knew before it was killed it knows."""
+        """Which says whose devices it has come to know; what it knew before it was killed it
+        knows.
+        """
         ports = ("--port", str(self.ports[0]), "--runs-port", str(self.ports[1]))
-        terminal = self.open("server", "server", "--keys", "keys", "--host", "127.0.0.1", *ports, "--home", "home")
+        terminal = self.open(
+            "server", "server", "--keys", "keys", "--host", "127.0.0.1", *ports, "--home", "home"
+        )
         terminal.says("Ctrl-C stops it.")
         for client in new:
             terminal.says(f"The device of {client} is known now.")
@@ -46,16 +60,45 @@ class Site:
             texts(self.folder / client / "data", client)
         known = ("--ca", str(self.keys / "ca.crt"), "--key", str(self.keys / "clients" / client))
         server = ("--server", f"127.0.0.1:{self.ports[0]}")
-        return self.open(client, "client", *server, "--client", client, "--data", "data", "--home", "home", *(more or known))
+        return self.open(
+            client,
+            "client",
+            *server,
+            "--client",
+            client,
+            "--data",
+            "data",
+            "--home",
+            "home",
+            *(more or known),
+        )
 
     def submit(self, recipe: Path, clients: int, *more: str) -> Terminal:
         server = ("--server", f"127.0.0.1:{self.ports[1]}", "--ca", "keys/ca.crt", "--home", "home")
-        return self.open("server", "submit", str(recipe), *server, "--clients", str(clients), "--out", "run", *more)
+        return self.open(
+            "server",
+            "submit",
+            str(recipe),
+            *server,
+            "--clients",
+            str(clients),
+            "--out",
+            "run",
+            *more,
+        )
 
     def lines(self, kind: str, client: str = "") -> list[dict[str, Any]]:
         """Those of metrics.jsonl."""
         path = self.run / "metrics.jsonl"
-        found = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")] if path.exists() else []
+        found = (
+            [
+                json.loads(line)
+                for line in path.read_text().splitlines(keepends=True)
+                if line.endswith("\n")
+            ]
+            if path.exists()
+            else []
+        )
         return [line for line in found if line["kind"] == kind and client in ("", line["client"])]
 
 
@@ -63,18 +106,61 @@ def test_strangers_are_refused_and_never_appear_in_a_run(tmp_path: Path) -> None
     with terminals(tmp_path) as open:
         site = Site(tmp_path, open, "ann", "ben")
         site.server("ann", "ben")
-        subprocess.run(["ssh-keygen", "-q", "-t", "ecdsa", "-b", "384", "-N", "", "-f", str(tmp_path / "stranger")], check=True)
-        stranger = site.client("cleo", "--ca", str(site.keys / "ca.crt"), "--key", str(tmp_path / "stranger"))
+        subprocess.run(
+            [
+                "ssh-keygen",
+                "-q",
+                "-t",
+                "ecdsa",
+                "-b",
+                "384",
+                "-N",
+                "",
+                "-f",
+                str(tmp_path / "stranger"),
+            ],
+            check=True,
+        )
+        stranger = site.client(
+            "cleo", "--ca", str(site.keys / "ca.crt"), "--key", str(tmp_path / "stranger")
+        )
         for client in ("ann", "ben"):
             site.client(client)
-        plain = open("plain", "client", "--server", f"127.0.0.1:{site.ports[0]}", "--client", "cleo", "--insecure")
+        plain = open(
+            "plain",
+            "client",
+            "--server",
+            f"127.0.0.1:{site.ports[0]}",
+            "--client",
+            "cleo",
+            "--insecure",
+        )
         assert plain.ends() == 2
         assert "wants TLS" in plain.text
-        links = [["--insecure"], ["--root-certificates", str(site.keys / "ca.crt")]]  # no TLS; TLS, but no key
-        names = [f'client="cleo" home="{tmp_path}/flower"', f'client="ann" home="{tmp_path}/flower"']
+        links = [
+            ["--insecure"],
+            ["--root-certificates", str(site.keys / "ca.crt")],
+        ]  # no TLS; TLS, but no key
+        names = [
+            f'client="cleo" home="{tmp_path}/flower"',
+            f'client="ann" home="{tmp_path}/flower"',
+        ]
         for number, link in enumerate(links):
-            flower = " ".join(f"'{part}'" for part in ["--superlink", f"127.0.0.1:{site.ports[0]}", *link, "--port", str(free_port())])
-            open(f"flower-{number}", f"exec flower-supernode {flower} --node-config '{names[number]}'", shell=True)
+            flower = " ".join(
+                f"'{part}'"
+                for part in [
+                    "--superlink",
+                    f"127.0.0.1:{site.ports[0]}",
+                    *link,
+                    "--port",
+                    str(free_port()),
+                ]
+            )
+            open(
+                f"flower-{number}",
+                f"exec flower-supernode {flower} --node-config '{names[number]}'",
+                shell=True,
+            )
         assert site.submit(written(tmp_path, method__rounds=1), 2).ends() == 0
         result = json.loads((site.run / "result.json").read_text())
         assert set(result["clients"]) == {"ann", "ben"}
@@ -86,8 +172,13 @@ def test_strangers_are_refused_and_never_appear_in_a_run(tmp_path: Path) -> None
         assert not list((tmp_path / "cleo/home").glob("*/states"))
 
 
-@pytest.mark.parametrize(("name", "program"), [("resident", "-m coterie resident"), ("supernode", "bin/flower-supernode")])
-def test_a_device_that_is_killed_comes_back_and_goes_on_from_its_state(tmp_path: Path, name: str, program: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "program"),
+    [("resident", "-m coterie resident"), ("supernode", "bin/flower-supernode")],
+)
+def test_a_device_that_is_killed_comes_back_and_goes_on_from_its_state(
+    tmp_path: Path, name: str, program: str
+) -> None:
     with terminals(tmp_path) as open:
         site = Site(tmp_path, open, "ann", "ben")
         site.server("ann", "ben")
@@ -97,15 +188,24 @@ def test_a_device_that_is_killed_comes_back_and_goes_on_from_its_state(tmp_path:
         kill(tmp_path / "ben", program)
         missed = until(lambda: site.lines("lost", "ben"), "a round without ben")[0]["round"]
         ben.says(f"The {name} ended and is started again.")
-        until(lambda: [line for line in site.lines("train", "ann") if line["round"] >= missed], "ann goes on")
-        until(lambda: [line for line in site.lines("train", "ben") if line["round"] > missed], "ben again", 5 * MINUTE)
+        until(
+            lambda: [line for line in site.lines("train", "ann") if line["round"] >= missed],
+            "ann goes on",
+        )
+        until(
+            lambda: [line for line in site.lines("train", "ben") if line["round"] > missed],
+            "ben again",
+            5 * MINUTE,
+        )
         assert running.process.poll() is None
         assert not [line for line in site.lines("note", "ben") if "afresh" in line["note"]]
         assert running.stop() == 143
         assert "The run goes on" in running.text
 
 
-def test_a_server_that_is_killed_goes_on_from_its_checkpoint_to_the_same_result(tmp_path: Path) -> None:
+def test_a_server_that_is_killed_goes_on_from_its_checkpoint_to_the_same_result(
+    tmp_path: Path,
+) -> None:
     recipe = written(tmp_path, method__rounds=6)
     (expected,) = run(loaded(recipe, texts(tmp_path / "texts", "ann", "ben")), tmp_path / "one")
     with terminals(tmp_path) as open:
@@ -123,14 +223,21 @@ def test_a_server_that_is_killed_goes_on_from_its_checkpoint_to_the_same_result(
         kill(tmp_path / "server", "flower-superlink")
         server.says("The SuperLink ended and is started again")
         assert second.ends() == 1
-        until(lambda: Link(f"127.0.0.1:{site.ports[0]}", site.keys / "ca.crt").answers("fleet"), "a SuperLink again")
+        until(
+            lambda: Link(f"127.0.0.1:{site.ports[0]}", site.keys / "ca.crt").answers("fleet"),
+            "a SuperLink again",
+        )
         server.process.kill()
         until(lambda: not left(tmp_path / "server/home"), "what it had started ends with it")
         server = site.server()
         third = site.submit(recipe, 2, "--resume")
         assert third.ends() == 0, third.text
         assert "known now" not in server.text
-        begun = [int(number) for terminal in (second, third) for number in re.findall(r"round (\d+)/6", terminal.text)]
+        begun = [
+            int(number)
+            for terminal in (second, third)
+            for number in re.findall(r"round (\d+)/6", terminal.text)
+        ]
         assert begun[0] >= 2
         result = json.loads((site.run / "result.json").read_text())
         own = OWN | {"lost"}  # a round that was under way is asked for again
@@ -139,7 +246,10 @@ def test_a_server_that_is_killed_goes_on_from_its_checkpoint_to_the_same_result(
         )
         for client in ("ann", "ben"):
             (mine,) = (tmp_path / client / "home").glob("*/clients/*/adapter.safetensors")
-            assert mine.read_bytes() == (tmp_path / f"one/clients/{client}/adapter.safetensors").read_bytes()
+            assert (
+                mine.read_bytes()
+                == (tmp_path / f"one/clients/{client}/adapter.safetensors").read_bytes()
+            )
 
 
 def test_a_run_whose_metrics_are_lost_goes_on_where_that_is_meant(tmp_path: Path) -> None:
@@ -162,6 +272,8 @@ def test_a_run_whose_metrics_are_lost_goes_on_where_that_is_meant(tmp_path: Path
         assert not site.lines("train")
         third = site.submit(recipe, 2, "--resume-changed")
         third.says(f"round {done + 2}/1000")
-        begun = [line["round"] for line in until(lambda: site.lines("train"), "metrics of what follows")]
+        begun = [
+            line["round"] for line in until(lambda: site.lines("train"), "metrics of what follows")
+        ]
         assert min(begun) == done + 1
         assert third.stop() == 143

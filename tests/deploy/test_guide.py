@@ -1,4 +1,6 @@
-"""docs/deploy.md, followed literally: every block of commands is typed in at the machine that it names."""
+"""docs/deploy.md, followed literally: every block of commands is typed in at the machine that it
+names.
+"""
 
 import json
 import re
@@ -11,7 +13,9 @@ from terminals import MINUTE, Terminal, left, terminals, texts, until
 from coterie.deploy.link import free_port
 
 PAGE = (Path(__file__).parents[2] / "docs/deploy.md").read_text()
-BLOCKS = re.findall(r"^```bash\n# (?:on )?(?:the )?(\w+)[^\n]*\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+BLOCKS = re.findall(
+    r"^```bash\n# (?:on )?(?:the )?(\w+)[^\n]*\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL
+)
 STAYS = re.compile(r"coterie (server|client) ")  # a command that does not end
 
 
@@ -27,7 +31,9 @@ def test_files_that_the_page_names_are_there() -> None:
 
 def test_the_service_is_the_command_of_the_page() -> None:
     (service,) = re.findall(r"^ExecStart=\S*/bin/(.*)$", PAGE, re.MULTILINE)
-    assert [commands for where, commands in BLOCKS if where == "ann" and commands.strip() == service]
+    assert [
+        commands for where, commands in BLOCKS if where == "ann" and commands.strip() == service
+    ]
 
 
 def here(commands: str, folder: Path, ports: dict[str, str]) -> str:
@@ -56,19 +62,34 @@ def test_the_page_works_as_it_is_written(tmp_path: Path) -> None:
             assert typed.ends(15 * MINUTE) == 0, f"{commands}\n{typed.text}"
             for client in ("ann", "ben"):
                 if (tmp_path / client / "coterie/texts" / client).is_dir():
-                    shutil.copytree(data / client, tmp_path / client / "coterie/texts" / client, dirs_exist_ok=True)
-        assert json.loads((tmp_path / "server/runs/first/result.json").read_text())["clients"].keys() == {"ann", "ben"}
-        assert any("In the morning" in path.read_text() for path in (tmp_path / "ann").glob("terminal-*"))
+                    shutil.copytree(
+                        data / client,
+                        tmp_path / client / "coterie/texts" / client,
+                        dirs_exist_ok=True,
+                    )
+        assert json.loads((tmp_path / "server/runs/first/result.json").read_text())[
+            "clients"
+        ].keys() == {"ann", "ben"}
+        assert any(
+            "In the morning" in path.read_text() for path in (tmp_path / "ann").glob("terminal-*")
+        )
         assert not (tmp_path / "server/runs/first/clients").exists()
         said = [f"The device of {client} is known now." for client in ("ann", "ben", "cleo")]
         assert terminal("server", "coterie keys keys --client cleo", shell=True).ends() == 0
         (tmp_path / "server/keys/clients/bad.pub").write_text("no key")
-        until(lambda: "clients/bad.pub was refused" in server.text and all(line in server.text for line in said), "cleo is known")
+        until(
+            lambda: (
+                "clients/bad.pub was refused" in server.text
+                and all(line in server.text for line in said)
+            ),
+            "cleo is known",
+        )
         (tmp_path / "server/keys/clients/ben.pub").unlink()
         server.says("The device of ben is shut out")
         devices["ben"].says("The supernode ended and is started again.")
         assert json.loads((tmp_path / "server/coterie-server/nodes.json").read_text()).keys() == {
-            (tmp_path / f"server/keys/clients/{client}.pub").read_text() for client in ("ann", "cleo")
+            (tmp_path / f"server/keys/clients/{client}.pub").read_text()
+            for client in ("ann", "cleo")
         }
         for device in devices.values():
             assert device.stop() == 143

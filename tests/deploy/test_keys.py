@@ -19,17 +19,35 @@ def made(tmp_path: Path) -> Path:
 
 
 def openssl(*arguments: object) -> str:
-    return subprocess.run(["openssl", *map(str, arguments)], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        ["openssl", *map(str, arguments)], capture_output=True, text=True, check=True
+    ).stdout
 
 
-@pytest.mark.parametrize("how", [("-verify_hostname", "server.example"), ("-verify_ip", "192.0.2.7"), ("-verify_ip", "127.0.0.1")])
+@pytest.mark.parametrize(
+    "how",
+    [
+        ("-verify_hostname", "server.example"),
+        ("-verify_ip", "192.0.2.7"),
+        ("-verify_ip", "127.0.0.1"),
+    ],
+)
 def test_openssl_believes_the_certificate(made: Path, how: tuple[str, str]) -> None:
-    assert "OK" in openssl("verify", "-x509_strict", "-CAfile", made / "ca.crt", *how, made / "server.crt")
+    assert "OK" in openssl(
+        "verify", "-x509_strict", "-CAfile", made / "ca.crt", *how, made / "server.crt"
+    )
 
 
 def test_openssl_does_not_believe_it_for_another_host(made: Path) -> None:
     with pytest.raises(subprocess.CalledProcessError):
-        openssl("verify", "-CAfile", made / "ca.crt", "-verify_hostname", "other.example", made / "server.crt")
+        openssl(
+            "verify",
+            "-CAfile",
+            made / "ca.crt",
+            "-verify_hostname",
+            "other.example",
+            made / "server.crt",
+        )
 
 
 def test_the_server_has_the_key_of_its_certificate(made: Path) -> None:
@@ -84,7 +102,9 @@ def test_another_host_is_refused(made: Path) -> None:
 
 
 @pytest.mark.parametrize("client", ["../ann", "a/b", "", ".hidden"])
-def test_a_client_that_cannot_be_is_refused_and_nothing_is_made(tmp_path: Path, client: str) -> None:
+def test_a_client_that_cannot_be_is_refused_and_nothing_is_made(
+    tmp_path: Path, client: str
+) -> None:
     with pytest.raises(Refused):
         keys.make(tmp_path / "keys", [], [client])
     assert not list(tmp_path.rglob("*"))

@@ -43,10 +43,16 @@ def test_what_a_device_needs(tmp_path: Path) -> None:
     link, key = Link("127.0.0.1:9", tmp_path / "ca.crt"), tmp_path / "clients/ann"
     Node(link, tmp_path / "home", key=key, data=tmp_path).check()
     for node, problem in (
-        (Node(Link(link.address, tmp_path / "other.crt"), tmp_path, key=key), r"other\.crt.*authority"),
+        (
+            Node(Link(link.address, tmp_path / "other.crt"), tmp_path, key=key),
+            r"other\.crt.*authority",
+        ),
         (Node(link, tmp_path), "needs its private key"),
         (Node(link, tmp_path, key=tmp_path / "bob"), "bob.*private key is not there"),
-        (Node(link, tmp_path, key=key, data=tmp_path / "nothing"), "--data.*nothing does not exist"),
+        (
+            Node(link, tmp_path, key=key, data=tmp_path / "nothing"),
+            "--data.*nothing does not exist",
+        ),
     ):
         with pytest.raises(Refused, match=problem):
             node.check()
@@ -74,7 +80,9 @@ def test_the_configuration_of_a_node_survives_flowers_parser(tmp_path: Path) -> 
 
 def test_the_project_is_the_app_that_is_submitted() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
-    assert {key: project[key] for key in ("publisher", "components", "config")} == tomllib.loads(submit.APP)["tool"]["flwr"]["app"]
+    assert {key: project[key] for key in ("publisher", "components", "config")} == tomllib.loads(
+        submit.APP
+    )["tool"]["flwr"]["app"]
 
 
 @pytest.mark.parametrize(
@@ -88,10 +96,24 @@ def test_the_project_is_the_app_that_is_submitted() -> None:
         (["client", "--server", "localhost:9", "--ca", "a", "--insecure"], "--insecure"),
         (["client", "--server", "localhost", "--insecure"], "HOST:PORT"),
         (["client", "--server", "localhost:9", "--insecure", "--data", "nowhere"], "--data"),
-        (["client", "--server", "localhost:9", "--insecure", "--limits", "nowhere.yaml"], "limits nowhere.yaml: No such file"),
+        (
+            ["client", "--server", "localhost:9", "--insecure", "--limits", "nowhere.yaml"],
+            "limits nowhere.yaml: No such file",
+        ),
         (["submit", "quickstart", "--server", "localhost:9"], "--ca or --insecure"),
         (["submit", "quickstart", "--server", "localhost:9", "--insecure", "--resume"], "--out"),
-        (["submit", "quickstart", "--server", "localhost:9", "--insecure", "--set", "method.rounds=x"], "method.rounds"),
+        (
+            [
+                "submit",
+                "quickstart",
+                "--server",
+                "localhost:9",
+                "--insecure",
+                "--set",
+                "method.rounds=x",
+            ],
+            "method.rounds",
+        ),
         (["submit", "quickstart", "--server", "localhost:9", "--insecure"], "nobody answers"),
         (["deploy"], "--demo"),
         (["deploy", "--demo", "--recipe", "nothing"], "nothing"),
@@ -109,9 +131,21 @@ def test_ports_that_are_taken_are_refused(tmp_path: Path) -> None:
     keys.make(tmp_path / "keys", [], ["ann"])
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port, free = str(taken.getsockname()[1]), str(free_port())
-        common = ["server", "--keys", str(tmp_path / "keys"), "--host", "127.0.0.1", "--home", str(tmp_path / "home")]
-        assert f"port {port} is taken\n  Choose another --port." in refused(*common, "--port", port, "--runs-port", free)
-        assert "Choose another --runs-port." in refused(*common, "--port", free, "--runs-port", port)
+        common = [
+            "server",
+            "--keys",
+            str(tmp_path / "keys"),
+            "--host",
+            "127.0.0.1",
+            "--home",
+            str(tmp_path / "home"),
+        ]
+        assert f"port {port} is taken\n  Choose another --port." in refused(
+            *common, "--port", port, "--runs-port", free
+        )
+        assert "Choose another --runs-port." in refused(
+            *common, "--port", free, "--runs-port", port
+        )
     assert "--port and --runs-port" in refused(*common, "--port", free, "--runs-port", free)
     assert "--runs-port" in refused(*common, "--port", "65535")
 
@@ -119,22 +153,32 @@ def test_ports_that_are_taken_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "without"),
     [
-        ("from coterie.cli.base import app; app(['--help'], standalone_mode=False)", ("torch", "flwr", "cryptography")),
+        (
+            "from coterie.cli.base import app; app(['--help'], standalone_mode=False)",
+            ("torch", "flwr", "cryptography"),
+        ),
         ("import coterie.deploy.apps", ("torch", "transformers")),
         ("import coterie.deploy.server", ("torch", "flwr")),
     ],
 )
 def test_heavy_libraries_wait_until_they_are_needed(code: str, without: tuple[str, ...]) -> None:
-    told = f"{code}\nimport sys; print('loaded', *(name for name in {without!r} if name in sys.modules))"
+    told = (
+        f"{code}\nimport sys; print('loaded', *(name for name in {without!r} if name in "
+        f"sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
     assert re.search(r"^loaded\n\Z", done.stdout, re.MULTILINE), done.stdout[-500:]
 
 
 def test_what_a_program_starts_in_groups_of_their_own_ends_with_it(tmp_path: Path) -> None:
     """Flower's programs start others like that, and some do not end when they are asked to."""
-    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    stubborn = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', "
+        "flush=True); time.sleep(600)"
+    )
     parent = (
-        f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {stubborn!r}], start_new_session=True); time.sleep(600)"
+        f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {stubborn!r}], "
+        f"start_new_session=True); time.sleep(600)"
     )
     for dies_before in (False, True):
         log = tmp_path / f"{dies_before}.log"
@@ -147,24 +191,40 @@ def test_what_a_program_starts_in_groups_of_their_own_ends_with_it(tmp_path: Pat
         assert not left(tmp_path)
 
 
-def test_a_supervisor_starts_again_what_has_ended_and_says_why_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Node, "supernode", lambda node: ["sh", "-c", "echo '[code: 2004] Failed to activate SuperNode.'"])
+def test_a_supervisor_starts_again_what_has_ended_and_says_why_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        Node,
+        "supernode",
+        lambda node: ["sh", "-c", "echo '[code: 2004] Failed to activate SuperNode.'"],
+    )
     monkeypatch.setattr(server, "_AGAIN_S", 0.05)
     monkeypatch.setattr(supernode, "_AGAIN_S", 0.05)
     said: list[str] = []
     with supernode.device(Node(Link("127.0.0.1:9", None), tmp_path, resident=False)) as supervisor:
-        threading.Thread(target=lambda: said.extend(supervisor.watch()), daemon=True).start()  # extend takes each line as it comes
-        until(lambda: (tmp_path / "supernode.log").read_text().count("2004") >= 4, "it was started again and again")
+        threading.Thread(
+            target=lambda: said.extend(supervisor.watch()), daemon=True
+        ).start()  # extend takes each line as it comes
+        until(
+            lambda: (tmp_path / "supernode.log").read_text().count("2004") >= 4,
+            "it was started again and again",
+        )
         monkeypatch.setattr(Supervisor, "look", lambda self: [])
     assert said == [
         "The supernode ended and is started again. [code: 2004] Failed to activate SuperNode."
-        " The server does not know its key, or takes its predecessor for alive, for a minute at most."
+        " The server does not know its key, or takes its predecessor for alive, for a minute at "
+        "most."
     ]
     assert not left(tmp_path)
 
 
-def test_a_server_knows_the_devices_whose_keys_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what Flower's commands answer written down: a key that had a node once is refused for good."""
+def test_a_server_knows_the_devices_whose_keys_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what Flower's commands answer written down: a key that had a node once is refused for
+    good.
+    """
     seen: list[str] = []
 
     def flower(arguments: list[str], home: Path) -> str:
@@ -185,14 +245,19 @@ def test_a_server_knows_the_devices_whose_keys_are_there(tmp_path: Path, monkeyp
     keys.make(tmp_path, [], ["ann", "ben"])
     link, process = Link("127.0.0.1:9", None), cast("processes.Program", None)
     first = server.Server(link, link, tmp_path, tmp_path, process, {})
-    assert list(first.look()) == ["The device of ann is known now.", "The device of ben is known now."]
+    assert list(first.look()) == [
+        "The device of ann is known now.",
+        "The device of ben is known now.",
+    ]
     assert list(first.look()) == []
     (tmp_path / "clients/ann.pub").rename(tmp_path / "ann.pub")
     assert list(first.look()) == ["The device of ann is shut out: its public key has gone."]
     (tmp_path / "ann.pub").rename(tmp_path / "clients/ann.pub")
     assert [line.partition(" was refused")[1] for line in first.look()] == [" was refused"]
     assert list(first.look()) == []
-    second = server.Server(link, link, tmp_path, tmp_path, process, json.loads((tmp_path / server.NODES).read_text()))
+    second = server.Server(
+        link, link, tmp_path, tmp_path, process, json.loads((tmp_path / server.NODES).read_text())
+    )
     (tmp_path / "clients/ann.pub").unlink()
     assert list(second.look()) == []
     assert seen == ["+ node of ann", "+ node of ben", "- node of ann"]
@@ -200,11 +265,19 @@ def test_a_server_knows_the_devices_whose_keys_are_there(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("failed", [False, True])
-def test_what_a_run_prints_is_shown_without_flowers_own_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed: bool) -> None:
+def test_what_a_run_prints_is_shown_without_flowers_own_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed: bool
+) -> None:
     problem = "coterie: runs/a already holds a run\n  Choose another --out.\n"
     lines = "Using SuperLink: coterie (127.0.0.1:9)\n"
-    lines += "\x1b[92mINFO \x1b[0m:      Starting\n  round 1/2  loss 3.1\n\n\x1b[93mWARNING \x1b[0m:   odd\n"
-    error = "\x1b[91mERROR \x1b[0m:     ServerApp raised an exception\nTraceback (most recent call last):\n"
+    lines += (
+        "\x1b[92mINFO \x1b[0m:      Starting\n  round 1/2  loss 3.1\n\n\x1b[93mWARNING \x1b[0m:  "
+        " odd\n"
+    )
+    error = (
+        "\x1b[91mERROR \x1b[0m:     ServerApp raised an exception\nTraceback (most recent call "
+        "last):\n"
+    )
     log = tmp_path / "flwr"
     log.write_text(f"#!/bin/sh\ncat <<'END'\n{lines}{problem if failed else ''}{error}END\n")
     log.chmod(0o755)
@@ -214,5 +287,9 @@ def test_what_a_run_prints_is_shown_without_flowers_own_lines(tmp_path: Path, mo
     monkeypatch.setattr(supernode, "program", lambda name: str(log))
     said: list[str] = []
     submit._follow("1", tmp_path, said.append)
-    last = problem.splitlines() if failed else ["ERROR :     ServerApp raised an exception", "Traceback (most recent call last):"]
+    last = (
+        problem.splitlines()
+        if failed
+        else ["ERROR :     ServerApp raised an exception", "Traceback (most recent call last):"]
+    )
     assert said == ["  round 1/2  loss 3.1", "WARNING :   odd", *last]

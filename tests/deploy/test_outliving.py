@@ -1,4 +1,6 @@
-"""What a server and a device outlive: a SuperLink that dies, files that hold no key, a full disk; and signals that come twice."""
+"""What a server and a device outlive: a SuperLink that dies, files that hold no key, a full
+disk; and signals that come twice.
+"""
 
 import json
 import os
@@ -52,7 +54,14 @@ def serving(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Ser
     monkeypatch.setattr(
         superlink,
         "_superlink",
-        lambda ca, certificate, key, home, port: [sys.executable, "-c", STUB, str(port), str(certificate), str(key)],
+        lambda ca, certificate, key, home, port: [
+            sys.executable,
+            "-c",
+            STUB,
+            str(port),
+            str(certificate),
+            str(key),
+        ],
     )
     monkeypatch.setattr(superlink, "_LOOK_S", 0.1)
     monkeypatch.setattr(superlink, "_AGAIN_S", 0.2)
@@ -66,7 +75,9 @@ def serving(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Ser
             if stop.is_set():
                 return
 
-    with superlink.server(folder / "keys", folder / "home", "127.0.0.1", link.free_port(), link.free_port()) as found:
+    with superlink.server(
+        folder / "keys", folder / "home", "127.0.0.1", link.free_port(), link.free_port()
+    ) as found:
         watching = threading.Thread(target=watch, daemon=True)
         watching.start()
         yield found, said
@@ -75,7 +86,9 @@ def serving(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Ser
         watching.join(10)
 
 
-def test_a_superlink_that_dies_is_started_again_and_devices_are_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_superlink_that_dies_is_started_again_and_devices_are_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(command, "flwr", registering)
     monkeypatch.setattr(superlink, "flwr", registering)
     keys.make(tmp_path / "keys", [], ["ann"])
@@ -84,24 +97,35 @@ def test_a_superlink_that_dies_is_started_again_and_devices_are_answered(tmp_pat
         for _ in range(2):
             first = found.process
             os.kill(first.pid, signal.SIGKILL)
-            until(lambda first=first: found.process is not first and found.devices.answers("fleet"), "another one answers", 20)
+            until(
+                lambda first=first: found.process is not first and found.devices.answers("fleet"),
+                "another one answers",
+                20,
+            )
         assert [line for line in said if "ended and is started again" in line] == [
-            f"The SuperLink ended and is started again; why is in {tmp_path}/home/superlink.log. A run that was going on has ended: "
+            f"The SuperLink ended and is started again; why is in {tmp_path}/home/superlink.log. "
+            f"A run that was going on has ended: "
             "submit it again, with --resume and its --out."
         ]
         assert list((tmp_path / "home").glob("nodes.json"))
     assert not left(tmp_path / "home")
 
 
-def test_what_is_no_key_is_told_and_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the device whose key has become unreadable is not shut out: Flower would never take that key again."""
+def test_what_is_no_key_is_told_and_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the device whose key has become unreadable is not shut out: Flower would never take
+    that key again.
+    """
     monkeypatch.setattr(command, "flwr", registering)
     monkeypatch.setattr(superlink, "flwr", registering)
     keys.make(tmp_path / "keys", [], ["ann", "ben"])
     folder = tmp_path / "keys/clients"
     with serving(tmp_path, monkeypatch) as (found, said):
         until(lambda: "The device of ben is known now." in said, "ben")
-        ready = tmp_path / "ready"  # each file comes whole and at once: of half a file the server would tell something else
+        ready = (
+            tmp_path / "ready"
+        )  # each file comes whole and at once: of half a file the server would tell something else
         ready.mkdir()
         (ready / "dangling.pub").symlink_to(tmp_path / "nothing")
         (ready / "loop.pub").symlink_to(folder / "loop.pub")
@@ -145,7 +169,9 @@ def test_what_is_no_key_is_told_and_left_out(tmp_path: Path, monkeypatch: pytest
         assert not any("shut out" in line for line in said)
 
 
-def test_a_key_that_is_being_made_is_no_key_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_that_is_being_made_is_no_key_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A server looks at any time, also while half of a file is written."""
     keys.make(tmp_path, [], [])
     write, seen = Path.write_bytes, []
@@ -170,7 +196,9 @@ def test_a_key_that_nobody_may_read_is_told(tmp_path: Path) -> None:
     assert "cannot be read" in wrong[tmp_path / "clients/ann.pub"]
 
 
-def test_a_folder_of_keys_that_is_away_shuts_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_keys_that_is_away_shuts_nobody_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(command, "flwr", registering)
     monkeypatch.setattr(superlink, "flwr", registering)
     keys.make(tmp_path / "keys", [], ["ann"])
@@ -184,7 +212,9 @@ def test_a_folder_of_keys_that_is_away_shuts_nobody_out(tmp_path: Path, monkeypa
         assert not any("shut out" in line for line in said)
 
 
-def test_a_disk_that_is_full_for_a_while_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_full_for_a_while_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(command, "flwr", registering)
     monkeypatch.setattr(superlink, "flwr", registering)
     keys.make(tmp_path / "keys", [], ["ann"])
@@ -225,23 +255,33 @@ def test_a_device_that_cannot_be_shut_out_now_is_shut_out_later_and_is_a_strange
         assert found.front.keys == {}
         assert found.nodes
         failing.clear()
-        until(lambda: "The device of ann is shut out: its public key has gone." in said, "that it worked")
+        until(
+            lambda: "The device of ann is shut out: its public key has gone." in said,
+            "that it worked",
+        )
         assert not found.nodes
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"a": 1}', '{"a": ["b", "c"]}'])
-def test_a_damaged_list_of_devices_is_refused_and_the_remedy_named(tmp_path: Path, content: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_list_of_devices_is_refused_and_the_remedy_named(
+    tmp_path: Path, content: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys.make(tmp_path / "keys", [], ["ann"])
     private(tmp_path / "home")
     (tmp_path / "home" / superlink.NODES).write_text(content)
     (tmp_path / "home" / superlink.DATABASE).write_text("")
-    with pytest.raises(Refused, match=r"nodes\.json is damaged") as refused, serving(tmp_path, monkeypatch):
+    with (
+        pytest.raises(Refused, match=r"nodes\.json is damaged") as refused,
+        serving(tmp_path, monkeypatch),
+    ):
         pass
     assert "flwr.db" in refused.value.remedy
     assert not left(tmp_path / "home")
 
 
-def test_a_device_outlives_a_program_that_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_outlives_a_program_that_cannot_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Node, "supernode", lambda node: ["sh", "-c", "exit 1"])
     monkeypatch.setattr(superlink, "_AGAIN_S", 0.05)
     monkeypatch.setattr(supernode, "_AGAIN_S", 0.05)
@@ -254,7 +294,9 @@ def test_a_device_outlives_a_program_that_cannot_be_started(tmp_path: Path, monk
             if calls[0] == 2:
                 raise OSError(11, "Resource temporarily unavailable")
             if calls[0] == 8:
-                raise SystemExit  # of the thread: left alone it would start the real program again and again, beside the tests that follow
+                # of the thread: left alone it would start the real program again and again, beside
+                # the tests that follow
+                raise SystemExit
             return look()
 
         # Of this supervisor alone: those of other tests still watch in their threads.
@@ -274,7 +316,9 @@ def test_a_device_outlives_a_program_that_cannot_be_started(tmp_path: Path, monk
 # Folders of their own.
 
 
-def test_homes_are_their_owners_alone_and_those_that_are_there_become_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_homes_are_their_owners_alone_and_those_that_are_there_become_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(command, "flwr", registering)
     monkeypatch.setattr(superlink, "flwr", registering)
     monkeypatch.setattr(Node, "supernode", lambda node: ["sleep", "60"])
@@ -324,8 +368,12 @@ base.app(["wait"])
 
 @pytest.mark.parametrize(("first", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_signal_does_not_disturb_what_is_being_stopped(first: int, second: int, code: int) -> None:
-    with subprocess.Popen([sys.executable, "-c", STOPS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+def test_a_second_signal_does_not_disturb_what_is_being_stopped(
+    first: int, second: int, code: int
+) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", STOPS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         assert process.stdout.readline() == "ready\n"
@@ -341,8 +389,13 @@ def test_a_second_signal_does_not_disturb_what_is_being_stopped(first: int, seco
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "second", "code"), [(signal.SIGINT, signal.SIGTERM, 130), (signal.SIGTERM, signal.SIGINT, 143)])
-def test_a_run_that_is_told_twice_to_stop_stops_once(tmp_path: Path, first: int, second: int, code: int) -> None:
+@pytest.mark.parametrize(
+    ("first", "second", "code"),
+    [(signal.SIGINT, signal.SIGTERM, 130), (signal.SIGTERM, signal.SIGINT, 143)],
+)
+def test_a_run_that_is_told_twice_to_stop_stops_once(
+    tmp_path: Path, first: int, second: int, code: int
+) -> None:
     recipe, data = written(tmp_path, method__rounds=10_000), texts(tmp_path / "texts", "ann", "ben")
     with terminals(tmp_path) as terminal:
         running = terminal("here", "run", str(recipe), "--set", f"data.path={data}", "--out", "run")
@@ -356,8 +409,13 @@ def test_a_run_that_is_told_twice_to_stop_stops_once(tmp_path: Path, first: int,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "second", "code"), [(signal.SIGINT, signal.SIGTERM, 130), (signal.SIGTERM, signal.SIGINT, 143)])
-def test_a_server_a_device_and_a_demonstration_that_are_told_twice(tmp_path: Path, first: int, second: int, code: int) -> None:
+@pytest.mark.parametrize(
+    ("first", "second", "code"),
+    [(signal.SIGINT, signal.SIGTERM, 130), (signal.SIGTERM, signal.SIGINT, 143)],
+)
+def test_a_server_a_device_and_a_demonstration_that_are_told_twice(
+    tmp_path: Path, first: int, second: int, code: int
+) -> None:
     keys.make(tmp_path / "keys", [], ["ann"])
     data, recipe = texts(tmp_path / "texts", "ann", "ben"), written(tmp_path, method__rounds=100)
     port, runs = link.free_port(), link.free_port()
@@ -365,9 +423,31 @@ def test_a_server_a_device_and_a_demonstration_that_are_told_twice(tmp_path: Pat
         known = ("--ca", str(tmp_path / "keys/ca.crt"), "--key", str(tmp_path / "keys/clients/ann"))
         ports = ("--port", str(port), "--runs-port", str(runs))
         programs = {
-            "Ctrl-C stops it.": terminal("server", "server", "--keys", str(tmp_path / "keys"), "--host", "127.0.0.1", *ports),
-            "asks 127.0.0.1": terminal("ann", "client", "--server", f"127.0.0.1:{port}", "--client", "ann", "--home", "h", *known),
-            "round 1/100": terminal("demo", "deploy", "--demo", "--recipe", str(recipe), "--set", f"data.path={data}", "--out", "run"),
+            "Ctrl-C stops it.": terminal(
+                "server", "server", "--keys", str(tmp_path / "keys"), "--host", "127.0.0.1", *ports
+            ),
+            "asks 127.0.0.1": terminal(
+                "ann",
+                "client",
+                "--server",
+                f"127.0.0.1:{port}",
+                "--client",
+                "ann",
+                "--home",
+                "h",
+                *known,
+            ),
+            "round 1/100": terminal(
+                "demo",
+                "deploy",
+                "--demo",
+                "--recipe",
+                str(recipe),
+                "--set",
+                f"data.path={data}",
+                "--out",
+                "run",
+            ),
         }
         for what, program in programs.items():
             program.says(what)
@@ -381,8 +461,13 @@ def test_a_server_a_device_and_a_demonstration_that_are_told_twice(tmp_path: Pat
         assert not left(tmp_path)
 
 
-def test_a_program_is_ended_though_whoever_waits_for_it_loses_patience(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+def test_a_program_is_ended_though_whoever_waits_for_it_loses_patience(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stubborn = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', "
+        "flush=True); time.sleep(600)"
+    )
     program = processes.Program([sys.executable, "-c", stubborn], tmp_path, tmp_path / "log")
     until(lambda: "up" in (tmp_path / "log").read_text(), "it ignores signals")
 

@@ -1,4 +1,6 @@
-"""What devices may reach of a server: the Fleet API, whole and unchanged, and nothing else, however it is asked for."""
+"""What devices may reach of a server: the Fleet API, whole and unchanged, and nothing else,
+however it is asked for.
+"""
 
 import base64
 import http.client
@@ -22,7 +24,11 @@ from typing import Any, ClassVar
 import pytest
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_private_key
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    PublicFormat,
+    load_ssh_private_key,
+)
 
 from coterie.core.errors import Refused
 from coterie.deploy import keys
@@ -30,7 +36,17 @@ from coterie.deploy.link import Link, free_port, listening
 from coterie.deploy.proxy import Front, front
 from coterie.deploy.visit import Limits
 
-LIMITS = Limits(strangers=40, of_an_address=20, of_a_device=4, handshake=2, request=2, idle=3, slowest=1 << 20, body=4 << 20, large=1 << 20)
+LIMITS = Limits(
+    strangers=40,
+    of_an_address=20,
+    of_a_device=4,
+    handshake=2,
+    request=2,
+    idle=3,
+    slowest=1 << 20,
+    body=4 << 20,
+    large=1 << 20,
+)
 
 
 class Behind(BaseHTTPRequestHandler):
@@ -64,10 +80,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def signed(private: Path, at: datetime | None = None) -> dict[str, str]:
     """The headers by which Flower's devices show who they are."""
-    key, timestamp = load_ssh_private_key(private.read_bytes(), None), (at or datetime.now(UTC)).isoformat()
+    key, timestamp = (
+        load_ssh_private_key(private.read_bytes(), None),
+        (at or datetime.now(UTC)).isoformat(),
+    )
     assert isinstance(key, ec.EllipticCurvePrivateKey)
-    shown = {"public-key": pem(key.public_key()), "signature": key.sign(timestamp.encode(), ec.ECDSA(hashes.SHA256()))}
-    return {f"flwr-{name}": base64.b64encode(value).decode() for name, value in shown.items()} | {"flwr-timestamp": timestamp}
+    shown = {
+        "public-key": pem(key.public_key()),
+        "signature": key.sign(timestamp.encode(), ec.ECDSA(hashes.SHA256())),
+    }
+    return {f"flwr-{name}": base64.b64encode(value).decode() for name, value in shown.items()} | {
+        "flwr-timestamp": timestamp
+    }
 
 
 def pem(key: ec.EllipticCurvePublicKey) -> bytes:
@@ -88,14 +112,18 @@ def seen() -> list[tuple[str, str, bytes]]:
 
 @contextmanager
 def opened(folder: Path, limits: Limits | None = None) -> Iterator[tuple[int, Front]]:
-    """A front with TLS, which knows ann's device, before `Behind`, with TLS too: its port, and itself."""
+    """A front with TLS, which knows ann's device, before `Behind`, with TLS too: its port, and
+    itself.
+    """
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(folder / keys.CERTIFICATE, folder / keys.KEY)
     with ThreadingHTTPServer(("127.0.0.1", 0), Behind) as behind:
         behind.socket = context.wrap_socket(behind.socket, server_side=True)
         threading.Thread(target=behind.serve_forever, daemon=True).start()
         found, own = free_port(), (folder / keys.CERTIFICATE, folder / keys.KEY, folder / keys.CA)
-        with front(("127.0.0.1", found), ("127.0.0.1", behind.server_address[1]), *own, limits) as door:
+        with front(
+            ("127.0.0.1", found), ("127.0.0.1", behind.server_address[1]), *own, limits
+        ) as door:
             door.keys = known(folder / "clients/ann")
             yield found, door
         behind.shutdown()
@@ -116,15 +144,28 @@ def door(folder: Path) -> Iterator[tuple[int, Front]]:
 
 
 def connected(port: int, folder: Path) -> http.client.HTTPSConnection:
-    return http.client.HTTPSConnection("127.0.0.1", port, context=ssl.create_default_context(cafile=folder / keys.CA), timeout=10)
+    return http.client.HTTPSConnection(
+        "127.0.0.1", port, context=ssl.create_default_context(cafile=folder / keys.CA), timeout=10
+    )
 
 
-def test_what_devices_ask_passes_unchanged_both_ways(port: int, folder: Path, seen: list[tuple[str, str, bytes]]) -> None:
+def test_what_devices_ask_passes_unchanged_both_ways(
+    port: int, folder: Path, seen: list[tuple[str, str, bytes]]
+) -> None:
     connection, body = connected(port, folder), bytes(range(256)) * 3000
     for _ in range(2):  # on one connection
-        connection.request("POST", "/v1/fleet/push-object", body, {"X-Signature": "abc="} | signed(folder / "clients/ann"))
+        connection.request(
+            "POST",
+            "/v1/fleet/push-object",
+            body,
+            {"X-Signature": "abc="} | signed(folder / "clients/ann"),
+        )
         response = connection.getresponse()
-        assert (response.status, response.headers["X-Answer"], response.read()) == (201, "yes", body[::-1])
+        assert (response.status, response.headers["X-Answer"], response.read()) == (
+            201,
+            "yes",
+            body[::-1],
+        )
     assert seen == [("/v1/fleet/push-object", "abc=", body)] * 2
 
 
@@ -143,7 +184,9 @@ def test_what_devices_ask_passes_unchanged_both_ways(port: int, folder: Path, se
         ("DELETE", "/v1/fleet/get-run"),
     ],
 )
-def test_nothing_else_passes(port: int, folder: Path, seen: list[object], method: str, path: str) -> None:
+def test_nothing_else_passes(
+    port: int, folder: Path, seen: list[object], method: str, path: str
+) -> None:
     connection = connected(port, folder)
     connection.request(method, path, b"")
     assert connection.getresponse().status in (403, 501)
@@ -160,12 +203,15 @@ def test_nothing_else_passes(port: int, folder: Path, seen: list[object], method
         "Content-Length: +4\r\n",
     ],
 )
-def test_a_request_cannot_hide_in_another(port: int, folder: Path, seen: list[object], lengths: str) -> None:
+def test_a_request_cannot_hide_in_another(
+    port: int, folder: Path, seen: list[object], lengths: str
+) -> None:
     hidden = "POST /v1/control/start-run HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
     with socket.create_connection(("127.0.0.1", port), timeout=10) as plain:
         context = ssl.create_default_context(cafile=folder / keys.CA)
         with context.wrap_socket(plain, server_hostname="127.0.0.1") as link:
-            link.sendall(f"POST /v1/fleet/get-run HTTP/1.1\r\nHost: x\r\n{lengths}\r\n0\r\n\r\n{hidden}".encode())
+            head = f"POST /v1/fleet/get-run HTTP/1.1\r\nHost: x\r\n{lengths}\r\n"
+            link.sendall(f"{head}0\r\n\r\n{hidden}".encode())
             answer = b""
             while piece := link.recv(4096):
                 answer += piece
@@ -179,7 +225,9 @@ def test_somebody_who_never_says_anything_delays_nobody(port: int, folder: Path)
         assert Link(f"127.0.0.1:{port}", folder / keys.CA).answers("fleet")
 
 
-def test_a_server_that_is_another_one_is_refused_and_the_remedy_named(port: int, folder: Path) -> None:
+def test_a_server_that_is_another_one_is_refused_and_the_remedy_named(
+    port: int, folder: Path
+) -> None:
     with pytest.raises(Refused, match=r"vouches for: .*\n?.*--host 127\.0\.0\.1") as refused:
         Link(f"127.0.0.1:{port}", folder / "other" / keys.CA).answers("fleet")
     assert "ca.crt" in refused.value.remedy
@@ -203,7 +251,14 @@ def test_a_front_without_encryption_and_a_superlink_that_is_gone(folder: Path) -
 # Strangers.
 
 
-def answered(port: int, folder: Path, body: bytes = b"", within: float = 10, client: str = "clients/ann", **headers: str) -> int:
+def answered(
+    port: int,
+    folder: Path,
+    body: bytes = b"",
+    within: float = 10,
+    client: str = "clients/ann",
+    **headers: str,
+) -> int:
     """The status with which a device's request comes back."""
     connection = connected(port, folder)
     connection.timeout = within
@@ -226,7 +281,9 @@ def gone(link: socket.socket, within: float) -> bool:
 
 def tls(port: int, folder: Path, plain: socket.socket | None = None) -> ssl.SSLSocket:
     plain = plain or socket.create_connection(("127.0.0.1", port), timeout=10)
-    return ssl.create_default_context(cafile=folder / keys.CA).wrap_socket(plain, server_hostname="127.0.0.1")
+    return ssl.create_default_context(cafile=folder / keys.CA).wrap_socket(
+        plain, server_hostname="127.0.0.1"
+    )
 
 
 def descriptors() -> int:
@@ -239,7 +296,8 @@ from pathlib import Path
 resource.setrlimit(resource.RLIMIT_NOFILE, (400, 400))
 from coterie.deploy.proxy import front
 folder, here, behind = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-with front(("127.0.0.1", here), ("127.0.0.1", behind), folder / "server.crt", folder / "server.key", folder / "ca.crt"):
+files = folder / "server.crt", folder / "server.key", folder / "ca.crt"
+with front(("127.0.0.1", here), ("127.0.0.1", behind), *files):
     print("ready", flush=True)
     sys.stdin.read()
 """
@@ -247,7 +305,9 @@ with front(("127.0.0.1", here), ("127.0.0.1", behind), folder / "server.crt", fo
 
 @pytest.mark.parametrize("source", ["127.0.0.1", "127.0.0.2"], ids=["same-address", "others"])
 def test_more_silent_connections_than_descriptors_delay_nobody(folder: Path, source: str) -> None:
-    """A front of its own, in a process that may open fewer files than strangers come; then they go, and nothing of them is left."""
+    """A front of its own, in a process that may open fewer files than strangers come; then they
+    go, and nothing of them is left.
+    """
     if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 900:
         pytest.skip("this process may not open as many connections")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -257,15 +317,28 @@ def test_more_silent_connections_than_descriptors_delay_nobody(folder: Path, sou
         behind.socket = context.wrap_socket(behind.socket, server_side=True)
         threading.Thread(target=behind.serve_forever, daemon=True).start()
         here = free_port()
-        command = [sys.executable, "-c", ALONE, str(folder), str(here), str(behind.server_address[1])]
-        alone = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        command = [
+            sys.executable,
+            "-c",
+            ALONE,
+            str(folder),
+            str(here),
+            str(behind.server_address[1]),
+        ]
+        alone = stack.enter_context(
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        )
         assert alone.stdout is not None
         assert alone.stdout.readline() == "ready\n"
         before = usage(alone.pid)
         silent: list[socket.socket] = []
         for _ in range(700):
             with suppress(OSError):
-                silent.append(stack.enter_context(socket.create_connection(("127.0.0.1", here), 3, (source, 0))))
+                silent.append(
+                    stack.enter_context(
+                        socket.create_connection(("127.0.0.1", here), 3, (source, 0))
+                    )
+                )
         started = time.monotonic()
         assert Link(f"127.0.0.1:{here}", folder / keys.CA).answers("fleet")
         assert time.monotonic() - started < 15
@@ -285,18 +358,28 @@ def test_more_silent_connections_than_descriptors_delay_nobody(folder: Path, sou
 
 def usage(process: int) -> dict[str, int]:
     """Open files, threads, and resident megabytes."""
-    status = dict(line.split(":", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines())
-    return {"fd": len(os.listdir(f"/proc/{process}/fd")), "threads": int(status["Threads"]), "mb": int(status["VmRSS"].split()[0]) // 1024}
+    status = dict(
+        line.split(":", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines()
+    )
+    return {
+        "fd": len(os.listdir(f"/proc/{process}/fd")),
+        "threads": int(status["Threads"]),
+        "mb": int(status["VmRSS"].split()[0]) // 1024,
+    }
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", ""], ids=["one-address", "many-addresses"])
-def test_strangers_are_no_more_than_the_limit_and_a_device_is_heard_among_them(door: tuple[int, Front], folder: Path, address: str) -> None:
+def test_strangers_are_no_more_than_the_limit_and_a_device_is_heard_among_them(
+    door: tuple[int, Front], folder: Path, address: str
+) -> None:
     port, _ = door
     assert answered(port, folder) == 201  # it has begun
     before = descriptors()
     with ExitStack() as stack:
         links = [
-            stack.enter_context(socket.create_connection(("127.0.0.1", port), 3, (address or f"127.0.1.{k}", 0)))
+            stack.enter_context(
+                socket.create_connection(("127.0.0.1", port), 3, (address or f"127.0.1.{k}", 0))
+            )
             for k in range(3 * LIMITS.strangers)
         ]
         assert answered(port, folder, b"x" * 100_000) == 201
@@ -315,10 +398,17 @@ def until(true: Callable[[], bool], within: float = 10) -> bool:
 
 @pytest.mark.parametrize(
     "said",
-    [None, b"", b"POST /v1/fleet/hello HTTP/1.1\r\nX: ", b"POST /v1/fleet/hello HTTP/1.1\r\nHost: x\r\nContent-Length: 900\r\n\r\nabc"],
+    [
+        None,
+        b"",
+        b"POST /v1/fleet/hello HTTP/1.1\r\nX: ",
+        b"POST /v1/fleet/hello HTTP/1.1\r\nHost: x\r\nContent-Length: 900\r\n\r\nabc",
+    ],
     ids=["no handshake", "nothing", "half a header", "half a body"],
 )
-def test_who_says_half_of_something_is_cut_off(door: tuple[int, Front], folder: Path, said: bytes | None) -> None:
+def test_who_says_half_of_something_is_cut_off(
+    door: tuple[int, Front], folder: Path, said: bytes | None
+) -> None:
     port, _ = door
     with socket.create_connection(("127.0.0.1", port)) as plain:
         link = plain if said is None else tls(port, folder, plain)
@@ -329,7 +419,9 @@ def test_who_says_half_of_something_is_cut_off(door: tuple[int, Front], folder: 
 
 
 @pytest.mark.parametrize("what", ["handshake", "header", "body"])
-def test_who_trickles_is_cut_off_though_there_is_always_something_more(door: tuple[int, Front], folder: Path, what: str) -> None:
+def test_who_trickles_is_cut_off_though_there_is_always_something_more(
+    door: tuple[int, Front], folder: Path, what: str
+) -> None:
     """A byte now and then: no wait for the next byte is long."""
     port, _ = door
     started, closed = time.monotonic(), False
@@ -339,7 +431,11 @@ def test_who_trickles_is_cut_off_though_there_is_always_something_more(door: tup
         link = plain if what == "handshake" else tls(port, folder, plain)
         if what == "body":
             link.sendall(header)
-        sent = {"handshake": hello + b"\1" * 500, "header": header[:30] + b"a" * 4000, "body": b"b" * 4000}[what]
+        sent = {
+            "handshake": hello + b"\1" * 500,
+            "header": header[:30] + b"a" * 4000,
+            "body": b"b" * 4000,
+        }[what]
         link.settimeout(0.1)
         for byte in sent:
             try:
@@ -358,8 +454,13 @@ def test_who_trickles_is_cut_off_though_there_is_always_something_more(door: tup
 def test_a_device_that_trickles_a_body_is_cut_off_too(folder: Path) -> None:
     limits = Limits(idle=1, slowest=1 << 20)
     with opened(folder, limits) as (port, front), tls(port, folder) as link:
-        headers = "".join(f"{name}: {value}\r\n" for name, value in signed(folder / "clients/ann").items())
-        link.sendall(f"POST /v1/fleet/push-object HTTP/1.1\r\nHost: x\r\nContent-Length: 900000\r\n{headers}\r\n".encode())
+        headers = "".join(
+            f"{name}: {value}\r\n" for name, value in signed(folder / "clients/ann").items()
+        )
+        link.sendall(
+            f"POST /v1/fleet/push-object HTTP/1.1\r\nHost: x\r\nContent-Length: 900000\r\n"
+            f"{headers}\r\n".encode()
+        )
         started, closed = time.monotonic(), False
         link.settimeout(0.2)
         while not closed and time.monotonic() - started < 20:
@@ -379,11 +480,16 @@ def test_a_device_that_trickles_a_body_is_cut_off_too(folder: Path) -> None:
 def test_a_large_body_of_a_stranger_is_refused_by_its_header(
     door: tuple[int, Front], folder: Path, seen: list[object], headers: str
 ) -> None:
-    """A gigabyte is announced; nothing of it reaches the SuperLink, and the front keeps nothing of it."""
+    """A gigabyte is announced; nothing of it reaches the SuperLink, and the front keeps nothing
+    of it.
+    """
     port, _ = door
     before = usage(os.getpid())["mb"]
     with tls(port, folder) as link:
-        link.sendall(f"POST /v1/fleet/push-object HTTP/1.1\r\nHost: x\r\n{headers}Content-Length: {1 << 30}\r\n\r\n".encode())
+        link.sendall(
+            f"POST /v1/fleet/push-object HTTP/1.1\r\nHost: x\r\n{headers}Content-Length: "
+            f"{1 << 30}\r\n\r\n".encode()
+        )
         sent, chunk = 0, b"x" * (1 << 16)
         with suppress(OSError):
             while sent < 1 << 30:
@@ -393,12 +499,17 @@ def test_a_large_body_of_a_stranger_is_refused_by_its_header(
     assert seen == []
     assert usage(os.getpid())["mb"] < before + 30
     with tls(port, folder) as link:  # who waits for the answer gets one
-        link.sendall(f"POST /v1/fleet/push-object HTTP/1.1\r\nHost: x\r\n{headers}Content-Length: 5000\r\n\r\n".encode())
+        link.sendall(
+            f"POST /v1/fleet/push-object HTTP/1.1\r\nHost: x\r\n{headers}Content-Length: 5000\r\n"
+            f"\r\n".encode()
+        )
         assert link.recv(1000).startswith(b"HTTP/1.1 413")
     assert seen == []
 
 
-def test_who_is_a_device_is_told_by_a_fresh_signature_of_a_known_key(door: tuple[int, Front], folder: Path, seen: list[object]) -> None:
+def test_who_is_a_device_is_told_by_a_fresh_signature_of_a_known_key(
+    door: tuple[int, Front], folder: Path, seen: list[object]
+) -> None:
     """A public key is no secret: to show it is not enough."""
     port, front = door
     body, ann = b"x" * 100_000, folder / "clients/ann"
@@ -419,7 +530,9 @@ def test_who_is_a_device_is_told_by_a_fresh_signature_of_a_known_key(door: tuple
     assert len(seen) == 1
     front.keys = {}  # she is shut out
     assert answered(port, folder, body) == 413
-    assert answered(port, folder, b"x" * 100) == 201  # what the SuperLink says of her is for it to say
+    assert (
+        answered(port, folder, b"x" * 100) == 201
+    )  # what the SuperLink says of her is for it to say
 
 
 def test_a_device_has_limits_too(folder: Path) -> None:
@@ -438,7 +551,9 @@ def test_a_device_has_limits_too(folder: Path) -> None:
         assert until(lambda: answered(port, folder) == 201)
 
 
-def test_devices_are_heard_while_strangers_keep_the_superlink_busy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_are_heard_while_strangers_keep_the_superlink_busy(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Requests of strangers go to it a few at a time."""
     busy, most, lock, answer = [0], [0], threading.Lock(), Behind.do_POST
 
@@ -462,7 +577,9 @@ def test_devices_are_heard_while_strangers_keep_the_superlink_busy(folder: Path,
         assert most[0] <= 3
 
 
-def test_a_front_that_fails_goes_on_and_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_front_that_fails_goes_on_and_says_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     failures = iter([RuntimeError("broken")])
     admit = Front._admit
 
@@ -477,11 +594,15 @@ def test_a_front_that_fails_goes_on_and_says_so(folder: Path, monkeypatch: pytes
         with suppress(OSError), tls(port, folder):
             pass
         assert Link(f"127.0.0.1:{port}", folder / keys.CA).answers("fleet")
-        assert list(front.problems) == ["The front failed and is started again. RuntimeError: broken"]
+        assert list(front.problems) == [
+            "The front failed and is started again. RuntimeError: broken"
+        ]
 
 
 def test_the_documented_haproxy_before_the_front(folder: Path, tmp_path: Path) -> None:
-    """What docs/deploy.md gives for floods: it turns away whoever has too many connections or speaks no TLS, and lets devices through."""
+    """What docs/deploy.md gives for floods: it turns away whoever has too many connections or
+    speaks no TLS, and lets devices through.
+    """
     program = shutil.which("haproxy", path=f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin")
     if program is None:
         pytest.skip("haproxy is not installed")
@@ -495,14 +616,20 @@ def test_the_documented_haproxy_before_the_front(folder: Path, tmp_path: Path) -
             .replace("inspect-delay 10s", "inspect-delay 1s")
         )
         (tmp_path / "haproxy.cfg").write_text(config)
-        proxy = stack.enter_context(subprocess.Popen([program, "-f", str(tmp_path / "haproxy.cfg")]))
+        proxy = stack.enter_context(
+            subprocess.Popen([program, "-f", str(tmp_path / "haproxy.cfg")])
+        )
         stack.callback(proxy.terminate)
         assert until(lambda: listening(f"127.0.0.1:{here}"))
         assert answered(here, folder, b"x" * 100_000) == 201
         links = []
         for _ in range(60):
             with suppress(ConnectionResetError):  # turned away at once
-                links.append(stack.enter_context(socket.create_connection(("127.0.0.1", here), 3, ("127.0.0.9", 0))))
+                links.append(
+                    stack.enter_context(
+                        socket.create_connection(("127.0.0.1", here), 3, ("127.0.0.9", 0))
+                    )
+                )
         assert sum(not gone(link, 0.02) for link in links) <= 32
         assert answered(here, folder, b"x" * 100_000) == 201
         assert until(lambda: all(gone(link, 0.05) for link in links))  # who has said nothing

@@ -1,4 +1,6 @@
-"""The process of a device that keeps the base loaded: who may ask, one per folder, and that it outlives whoever asks."""
+"""The process of a device that keeps the base loaded: who may ask, one per folder, and that it
+outlives whoever asks.
+"""
 
 import os
 import signal
@@ -41,7 +43,9 @@ def started(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
     all_of_them: list[subprocess.Popen[str]] = []
 
     def start(home: str = "home") -> "subprocess.Popen[str]":
-        process = subprocess.Popen([sys.executable, "-c", ECHO, str(tmp_path / home)], stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            [sys.executable, "-c", ECHO, str(tmp_path / home)], stdout=subprocess.PIPE, text=True
+        )
         all_of_them.append(process)
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -68,7 +72,9 @@ def test_a_request_comes_back_answered(home: Path) -> None:
 
 def test_only_its_owner_may_enter(home: Path) -> None:
     assert home.stat().st_mode & 0o777 == 0o700
-    assert {(home / name).stat().st_mode & 0o777 for name in ("resident.sock", "resident.key")} == {0o600}
+    assert {(home / name).stat().st_mode & 0o777 for name in ("resident.sock", "resident.key")} == {
+        0o600
+    }
 
 
 def test_who_does_not_know_the_key_is_not_answered_and_others_are(home: Path) -> None:
@@ -77,7 +83,10 @@ def test_who_does_not_know_the_key_is_not_answered_and_others_are(home: Path) ->
     assert resident.ask(home, "hello", b"") == ("HELLO", b"")
 
 
-@pytest.mark.parametrize("nonsense", [b"", b"GET / HTTP/1.1\r\n\r\n", struct.pack("!i", 1 << 30), struct.pack("!i", 3) + b"abc"])
+@pytest.mark.parametrize(
+    "nonsense",
+    [b"", b"GET / HTTP/1.1\r\n\r\n", struct.pack("!i", 1 << 30), struct.pack("!i", 3) + b"abc"],
+)
 def test_nonsense_ends_nothing(home: Path, nonsense: bytes) -> None:
     with socket.socket(socket.AF_UNIX) as somebody:
         somebody.connect(str(home / resident.SOCKET))
@@ -97,17 +106,23 @@ def test_who_asks_may_go_away(home: Path) -> None:
     assert resident.ask(home, "hello", b"") == ("HELLO", b"")
 
 
-def test_who_knows_the_key_but_says_nothing_does_not_keep_others_waiting_for_good(home: Path) -> None:
+def test_who_knows_the_key_but_says_nothing_does_not_keep_others_waiting_for_good(
+    home: Path,
+) -> None:
     with socket.socket(socket.AF_UNIX) as somebody:
         somebody.connect(str(home / resident.SOCKET))
         answered = threading.Event()
-        threading.Thread(target=lambda: (resident.ask(home, "hello", b""), answered.set()), daemon=True).start()
+        threading.Thread(
+            target=lambda: (resident.ask(home, "hello", b""), answered.set()), daemon=True
+        ).start()
         time.sleep(0.3)
         somebody.close()
         assert answered.wait(10)
 
 
-def test_a_folder_may_have_a_long_path(tmp_path: Path, started: Callable[[str], "subprocess.Popen[str]"]) -> None:
+def test_a_folder_may_have_a_long_path(
+    tmp_path: Path, started: Callable[[str], "subprocess.Popen[str]"]
+) -> None:
     """Longer than the path of a socket may be."""
     home = "a-folder-that-is-far-from-the-root/" * 5
     first = started(home)

@@ -1,4 +1,6 @@
-"""Flower's nodes without Flower's machinery: real messages, through Flower's own encoding, to real ClientApps in this process."""
+"""Flower's nodes without Flower's machinery: real messages, through Flower's own encoding, to
+real ClientApps in this process.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -26,11 +28,15 @@ from coterie.runs.recipe import Recipe
 from coterie.runs.run import execute_all
 
 Handle = Callable[[Mapping[str, Any], str, bytes], tuple[str, bytes]]
-Spoil = Callable[[Message, Message], Message | None]  # (request, reply) -> what arrives; None: nothing ever does
+Spoil = Callable[
+    [Message, Message], Message | None
+]  # (request, reply) -> what arrives; None: nothing ever does
 
 
 def delivered(message: Message) -> Message:
-    """A message as it comes out at the other end: the objects that it is made of one by one, its envelope by protobuf."""
+    """A message as it comes out at the other end: the objects that it is made of one by one, its
+    envelope by protobuf.
+    """
     contents = {id: found.deflate() for id, found in get_all_nested_objects(message).items()}
     arrived = inflate_object_from_contents(message.object_id, contents)
     envelope = message_from_proto(message_to_proto(message))
@@ -71,9 +77,13 @@ class Nodes(Grid):
         self.waiting: dict[str, Message] = {}  # replies by the id of what they answer
         self.before: Callable[[Nodes, Request, int], None] = lambda grid, request, node: None
         self.sent = 0
-        TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1  # of whoever makes a message
+        TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = (
+            1  # of whoever makes a message
+        )
 
-    def add(self, config: Mapping[str, Any], handle: Handle = on_device, spoil: Spoil | None = None) -> int:
+    def add(
+        self, config: Mapping[str, Any], handle: Handle = on_device, spoil: Spoil | None = None
+    ) -> int:
         """A new node; its id."""
         id = 1000 + 7 * len(self.nodes)
         self.nodes[id] = Node(dict(config), handle, spoil)
@@ -98,7 +108,9 @@ class Nodes(Grid):
     def create_message(self, *arguments: Any, **named: Any) -> Message:
         raise AssertionError("deprecated")
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
         raise AssertionError("cannot be watched while it waits")
 
     def get_node_ids(self) -> Iterable[int]:
@@ -138,18 +150,27 @@ class Nodes(Grid):
         self.waiting[message.metadata.message_id] = delivered(reply)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        return [self.waiting.pop(id) for id in list(message_ids)[::-1] if id in self.waiting]  # not in the order asked
+        return [
+            self.waiting.pop(id) for id in list(message_ids)[::-1] if id in self.waiting
+        ]  # not in the order asked
 
 
 def content(text: str, body: bytes) -> RecordDict:
     """The content of a message of coterie's."""
     array = flower_app.Array(dtype="uint8", shape=(len(body),), stype="safetensors", data=body)
-    return RecordDict({"text": flower_app.ConfigRecord({"text": text}), "tensors": flower_app.ArrayRecord({"tensors": array})})
+    return RecordDict(
+        {
+            "text": flower_app.ConfigRecord({"text": text}),
+            "tensors": flower_app.ArrayRecord({"tensors": array}),
+        }
+    )
 
 
 def parts(message: Message) -> tuple[Reply, bytes]:
     """What a message of coterie's says."""
-    return Reply.model_validate_json(str(message.content["text"]["text"])), message.content["tensors"]["tensors"].data
+    return Reply.model_validate_json(str(message.content["text"]["text"])), message.content[
+        "tensors"
+    ]["tensors"].data
 
 
 def altered(change: Callable[[Reply, bytes], tuple[Reply | str, bytes]], task: str = "") -> Spoil:
@@ -160,7 +181,10 @@ def altered(change: Callable[[Reply, bytes], tuple[Reply | str, bytes]], task: s
         if said.member is not None or (task and said.task != task):
             return reply
         text, body = change(said, body)
-        return Message(content(text if isinstance(text, str) else text.model_dump_json(), body), reply_to=request)
+        return Message(
+            content(text if isinstance(text, str) else text.model_dump_json(), body),
+            reply_to=request,
+        )
 
     return spoil
 
@@ -189,7 +213,9 @@ class Notes(Listener, Reporter):
         self.notes.append((client, note))
 
 
-def devices(grid: Nodes, recipe: Recipe, clients: int, listener: Listener | None = None) -> OnDevices:
+def devices(
+    grid: Nodes, recipe: Recipe, clients: int, listener: Listener | None = None
+) -> OnDevices:
     """The place of devices on a grid."""
     return OnDevices.found(grid, recipe, clients, 5.0, listener or Notes())
 

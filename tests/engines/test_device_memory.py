@@ -28,7 +28,13 @@ from coterie.runs.loading import load as load_modality
 from coterie.runs.metrics import MetricsFile
 from coterie.runs.recipe import Recipe, load
 
-SETTINGS = ["method.rounds=6", "compare_with=[]", "data.clusters=2", "checkpoint_every=2", "evaluate_every=2"]
+SETTINGS = [
+    "method.rounds=6",
+    "compare_with=[]",
+    "data.clusters=2",
+    "checkpoint_every=2",
+    "evaluate_every=2",
+]
 
 
 def state(value: int) -> dict[str, torch.Tensor]:
@@ -49,7 +55,9 @@ def found(memory: Memory, turn: Turn, expects: Turn | None) -> tuple[int | None,
     return (int(before["at"]) if before else None), note
 
 
-def test_a_turn_goes_on_from_the_one_before_it_and_a_repeated_one_from_the_same(tmp_path: Path) -> None:
+def test_a_turn_goes_on_from_the_one_before_it_and_a_repeated_one_from_the_same(
+    tmp_path: Path,
+) -> None:
     memory = remembered(tmp_path, (0, 0), (0, 1), (1, 0))
     assert found(memory, (1, 1), (1, 0)) == (10, "")
     assert found(memory, (1, 0), (0, 1)) == (1, "")
@@ -57,7 +65,9 @@ def test_a_turn_goes_on_from_the_one_before_it_and_a_repeated_one_from_the_same(
 
 
 def test_the_first_turn_can_be_repeated(tmp_path: Path) -> None:
-    """Its reply was lost, or the server went back to before it: there is nothing that the client should remember."""
+    """Its reply was lost, or the server went back to before it: there is nothing that the client
+    should remember.
+    """
     memory = remembered(tmp_path, (3, 0))
     assert found(memory, (3, 0), None) == (None, "")
     assert found(memory, (2, 0), None) == (None, "")
@@ -78,13 +88,18 @@ def test_a_client_that_missed_rounds_goes_on_where_it_was(tmp_path: Path) -> Non
 
 def test_who_has_no_state_starts_afresh_and_says_so_if_it_should_have_one(tmp_path: Path) -> None:
     assert found(Memory(tmp_path), (4, 0), None) == (None, "")
-    assert found(Memory(tmp_path), (4, 0), (3, 0)) == (None, "starts afresh: it has no state of this run")
+    assert found(Memory(tmp_path), (4, 0), (3, 0)) == (
+        None,
+        "starts afresh: it has no state of this run",
+    )
 
 
 def test_a_server_that_went_back_further_than_states_are_kept_is_refused(tmp_path: Path) -> None:
     memory = remembered(tmp_path, (5, 0), (6, 0))
     with pytest.raises(
-        TensorError, match="the server is in round 3, this device has states from round 6 on\n  Resume the run from its newest"
+        TensorError,
+        match="the server is in round 3, this device has states from round 6 on\n  Resume the "
+        "run from its newest",
     ):
         memory.before((2, 0), (1, 0))
 
@@ -113,7 +128,8 @@ def test_any_number_of_damaged_states_fits_into_a_reply(tmp_path: Path) -> None:
 def test_a_device_that_is_killed_while_it_saves_has_its_former_state(tmp_path: Path) -> None:
     remembered(tmp_path, (0, 0))
     program = (
-        "import os, signal, sys, torch; from pathlib import Path; from coterie.runs.device import Memory; "
+        "import os, signal, sys, torch; from pathlib import Path; from coterie.runs.device "
+        "import Memory; "
         "os.replace = lambda *paths: os.kill(os.getpid(), signal.SIGKILL); "
         "Memory(Path(sys.argv[1])).commit((1, 0), {'at': torch.tensor(10)}, 0)"
     )
@@ -123,10 +139,15 @@ def test_a_device_that_is_killed_while_it_saves_has_its_former_state(tmp_path: P
     memory = Memory(tmp_path)
     assert found(memory, (1, 0), (0, 0)) == (0, "")
     memory.commit((1, 1), state(11), 0)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["round-00000-000.safetensors", "round-00001-001.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "round-00000-000.safetensors",
+        "round-00001-001.safetensors",
+    ]
 
 
-def test_a_full_disk_leaves_the_former_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_former_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     memory = remembered(tmp_path, (0, 0))
 
     def full(descriptor: int) -> None:
@@ -157,7 +178,9 @@ def test_two_requests_at_once_take_turns(tmp_path: Path) -> None:
 
 @given(st.integers(0, 60), st.integers(1, 7))
 def test_as_much_is_kept_as_the_oldest_checkpoint_needs(round: int, every: int) -> None:
-    """Checkpoints are written at multiples of `every`, after the evaluation of that round; the newest two stay."""
+    """Checkpoints are written at multiples of `every`, after the evaluation of that round; the
+    newest two stay.
+    """
     before_this_round = list(range(0, round, every))[-KEPT:] or [0]
     assert kept(round, every) <= before_this_round[0]
     assert round - kept(round, every) <= (KEPT + 1) * every
@@ -165,8 +188,12 @@ def test_as_much_is_kept_as_the_oldest_checkpoint_needs(round: int, every: int) 
 
 @settings(max_examples=8)
 @given(st.integers(1, 5), st.lists(st.integers(0, 3), min_size=30, max_size=30))
-def test_old_states_are_let_go_of_but_none_that_a_checkpoint_needs(every: int, exchanges: list[int]) -> None:
-    """Exchanges of 30 rounds, none in some of them; at any time the server may go back to any of its checkpoints."""
+def test_old_states_are_let_go_of_but_none_that_a_checkpoint_needs(
+    every: int, exchanges: list[int]
+) -> None:
+    """Exchanges of 30 rounds, none in some of them; at any time the server may go back to any of
+    its checkpoints.
+    """
     with tempfile.TemporaryDirectory() as folder:
         memory, done = Memory(Path(folder)), list[Turn]()
         for round, number in ((r, n) for r, most in enumerate(exchanges) for n in range(most)):
@@ -175,7 +202,10 @@ def test_old_states_are_let_go_of_but_none_that_a_checkpoint_needs(every: int, e
             for checkpoint in list(range(0, round + 1, every))[-KEPT:]:
                 before = [turn for turn in done if turn < (checkpoint, 0)]
                 if before:
-                    assert found(memory, (checkpoint, 0), before[-1]) == (100 * before[-1][0] + before[-1][1], "")
+                    assert found(memory, (checkpoint, 0), before[-1]) == (
+                        100 * before[-1][0] + before[-1][1],
+                        "",
+                    )
             assert len(list(Path(folder).iterdir())) <= 1 + 3 * (KEPT + 1) * every
 
 
@@ -189,7 +219,9 @@ def recipe() -> Recipe:
 
 def request(recipe: Recipe, **fields: Any) -> Request:
     section = recipe.model_dump(mode="json", exclude={"compare_with", "description", "paper"})
-    return Request(action="task", run="run", recipe=section, client="c0-0", task="descend").model_copy(update=fields)
+    return Request(
+        action="task", run="run", recipe=section, client="c0-0", task="descend"
+    ).model_copy(update=fields)
 
 
 def asked(device: Device, request: Request, body: bytes = b"") -> tuple[Reply, bytes]:
@@ -207,7 +239,9 @@ def device(tmp_path: Path) -> Device:
     return Device(tmp_path / "home", "c0-0")
 
 
-def test_a_request_that_is_repeated_is_answered_alike(recipe: Recipe, device: Device, pull: bytes) -> None:
+def test_a_request_that_is_repeated_is_answered_alike(
+    recipe: Recipe, device: Device, pull: bytes
+) -> None:
     first = asked(device, request(recipe), pull)
     assert first[0].problem == ""
     assert asked(device, request(recipe), pull) == first
@@ -219,8 +253,15 @@ def test_a_request_that_is_repeated_is_answered_alike(recipe: Recipe, device: De
 
 
 def test_with_noise_of_its_own_too(device: Device, tmp_path: Path) -> None:
-    """Otherwise a server that asks again and again could average the noise away; another device draws other noise."""
-    settings = [*SETTINGS, "engine=flower", "method.name=fedavg", "privacy={clip: 1.0, noise: 1.0, where: local}"]
+    """Otherwise a server that asks again and again could average the noise away; another device
+    draws other noise.
+    """
+    settings = [
+        *SETTINGS,
+        "engine=flower",
+        "method.name=fedavg",
+        "privacy={clip: 1.0, noise: 1.0, where: local}",
+    ]
     recipe = load("cobo-digits", [s for s in settings if "rho" not in s])
     theta = recipe.build_method().init(_Blueprint(recipe), ())
     ask = request(recipe, task="local_round")
@@ -233,7 +274,9 @@ def test_with_noise_of_its_own_too(device: Device, tmp_path: Path) -> None:
     elsewhere = asked(device, ask, to_bytes(moved))
     reply = from_bytes(first[1])
     for found, sent in ((from_bytes(other[1]), theta), (from_bytes(elsewhere[1]), moved)):
-        difference = torch.cat([(found[n] - sent[n] - reply[n] + theta[n]).flatten() for n in theta])
+        difference = torch.cat(
+            [(found[n] - sent[n] - reply[n] + theta[n]).flatten() for n in theta]
+        )
         assert float(difference.std()) == pytest.approx(2**0.5, rel=0.1)  # two independent N(0, 1)
 
 
@@ -249,20 +292,36 @@ class _Blueprint:
 
 
 def test_its_own_data_are_used_whatever_the_recipe_says(tmp_path: Path, tiny_base: Path) -> None:
-    for name, words in (("own", "one two three four "), ("secret", "nothing that a server may choose ")):
+    for name, words in (
+        ("own", "one two three four "),
+        ("secret", "nothing that a server may choose "),
+    ):
         (tmp_path / name / "ann").mkdir(parents=True)
         for k in range(20):
-            (tmp_path / name / "ann" / f"{k}.txt").write_text(f"{words}{k} " * (6 if name == "own" else 9))
-    settings = [f"data.path={tmp_path / 'secret'}", f"model.base={tiny_base}", "model.context=16", "compare_with=[]"]
+            (tmp_path / name / "ann" / f"{k}.txt").write_text(
+                f"{words}{k} " * (6 if name == "own" else 9)
+            )
+    settings = [
+        f"data.path={tmp_path / 'secret'}",
+        f"model.base={tiny_base}",
+        "model.context=16",
+        "compare_with=[]",
+    ]
     recipe = load("folders", [*settings, "engine=flower"])
     hello = Request(action="hello", run="run", recipe=recipe.model_dump(mode="json"))
     own = Device(tmp_path / "home", data=tmp_path / "own")
     member = asked(own, hello)[0].member
     assert member is not None
     for name in ("own", "secret"):
-        train, valid, test = (load_modality(load("folders", [*settings, f"data.path={tmp_path / name}"])).federation.clients["ann"]).splits
+        train, valid, test = (
+            load_modality(
+                load("folders", [*settings, f"data.path={tmp_path / name}"])
+            ).federation.clients["ann"]
+        ).splits
         assert ((train.windows, valid.windows, test.windows) == member.windows) == (name == "own")
-    reply, _ = asked(Device(tmp_path / "home"), hello)  # one that was given no data has none, though the server named some
+    reply, _ = asked(
+        Device(tmp_path / "home"), hello
+    )  # one that was given no data has none, though the server named some
     assert reply.member is None
     assert reply.problem
 
@@ -280,7 +339,9 @@ def test_its_own_data_are_used_whatever_the_recipe_says(tmp_path: Path, tiny_bas
         ({"version": "0.0.0"}, "request of coterie 0.0.0"),
     ],
 )
-def test_what_it_refuses(changed: dict[str, Any], problem: str, recipe: Recipe, device: Device, pull: bytes) -> None:
+def test_what_it_refuses(
+    changed: dict[str, Any], problem: str, recipe: Recipe, device: Device, pull: bytes
+) -> None:
     reply, body = asked(device, request(recipe, **changed), pull)
     assert problem in reply.problem
     assert body == b""
@@ -296,26 +357,36 @@ def test_it_refuses_methods_that_want_all_data_in_one_place(device: Device) -> N
 
 
 @pytest.mark.parametrize("run_name", ["../elsewhere", "a/b", "", ".hidden", "a\n", "a" * 201])
-def test_a_run_names_one_folder_of_its_own(run_name: str, recipe: Recipe, device: Device, pull: bytes) -> None:
+def test_a_run_names_one_folder_of_its_own(
+    run_name: str, recipe: Recipe, device: Device, pull: bytes
+) -> None:
     reply, _ = asked(device, request(recipe).model_copy(update={"run": run_name}), pull)
     assert reply.problem.startswith("request: run: ")
     assert not list(device.home.parent.rglob("*.safetensors"))
 
 
-def test_where_it_keeps_everything_is_its_own_business(recipe: Recipe, device: Device, pull: bytes, tmp_path: Path) -> None:
+def test_where_it_keeps_everything_is_its_own_business(
+    recipe: Recipe, device: Device, pull: bytes, tmp_path: Path
+) -> None:
     reply, _ = asked(device, request(recipe, folder=str(tmp_path / "elsewhere")), pull)
     assert reply.problem == ""
     assert not (tmp_path / "elsewhere").exists()
     assert (device.home / "run/states/c0-0/round-00000-000.safetensors").exists()
 
 
-def test_a_server_cannot_make_it_lie(recipe: Recipe, device: Device, pull: bytes, tmp_path: Path) -> None:
+def test_a_server_cannot_make_it_lie(
+    recipe: Recipe, device: Device, pull: bytes, tmp_path: Path
+) -> None:
     honest = asked(device, request(recipe), pull)
     told = request(recipe)
-    told = told.model_copy(update={"recipe": told.recipe | {"attack": {"kind": "nan", "clients": ["c0-0"]}}})
+    told = told.model_copy(
+        update={"recipe": told.recipe | {"attack": {"kind": "nan", "clients": ["c0-0"]}}}
+    )
     assert asked(Device(tmp_path / "other", "c0-0"), told, pull) == honest
     simulated = told.model_copy(update={"folder": str(tmp_path / "sim")})
-    reply, body = asked(Device(Path(), place=0), simulated, pull)  # in a simulation it has an effect
+    reply, body = asked(
+        Device(Path(), place=0), simulated, pull
+    )  # in a simulation it has an effect
     assert reply.problem == ""
     assert all(bool(torch.isnan(t).all()) for t in from_bytes(body).values())
 
@@ -327,9 +398,15 @@ def test_no_request_makes_it_fail_to_answer(data: st.DataObject) -> None:
     real = request(recipe).model_dump_json()
     start = data.draw(st.integers(0, len(real)))
     changed = real[:start] + data.draw(st.text(max_size=3)) + real[start + 1 :]
-    text = data.draw(st.sampled_from([real[:start], changed, data.draw(st.text())]).filter(lambda text: text != real))
+    text = data.draw(
+        st.sampled_from([real[:start], changed, data.draw(st.text())]).filter(
+            lambda text: text != real
+        )
+    )
     with tempfile.TemporaryDirectory() as folder:
-        answered, body = Device(Path(folder), "c0-0").answer(text, data.draw(st.binary(max_size=60)))
+        answered, body = Device(Path(folder), "c0-0").answer(
+            text, data.draw(st.binary(max_size=60))
+        )
     reply = Reply.model_validate_json(answered)
     assert reply.problem
     assert body == b""
@@ -339,7 +416,9 @@ def test_no_request_makes_it_fail_to_answer(data: st.DataObject) -> None:
 
 
 def stopped_after(place: Any, recipe: Recipe, folder: Path, count: int) -> None:
-    """A run whose server dies in the middle of the round after `count` rounds: when the first exchange of it was answered."""
+    """A run whose server dies in the middle of the round after `count` rounds: when the first
+    exchange of it was answered.
+    """
     started = execution(place, recipe, folder)
     started.started, started.metrics = 0.0, MetricsFile(folder)
     torch.set_num_threads(1)
@@ -358,8 +437,12 @@ def stopped_after(place: Any, recipe: Recipe, folder: Path, count: int) -> None:
 
 
 @pytest.mark.parametrize("rounds", [3, 4, 5])
-def test_a_server_that_comes_back_ends_as_if_nothing_had_happened(rounds: int, recipe: Recipe, tmp_path: Path) -> None:
-    """It goes back to the checkpoint of round 2 or 4; devices have gone further, and go back with it."""
+def test_a_server_that_comes_back_ends_as_if_nothing_had_happened(
+    rounds: int, recipe: Recipe, tmp_path: Path
+) -> None:
+    """It goes back to the checkpoint of round 2 or 4; devices have gone further, and go back
+    with it.
+    """
 
     def grid(name: str) -> Nodes:
         found = Nodes()
@@ -375,22 +458,34 @@ def test_a_server_that_comes_back_ends_as_if_nothing_had_happened(rounds: int, r
     resumed = run.run(recipe, tmp_path / "part", resume=True, place=devices(nodes, recipe, 4))[-1]
     tasks = [r for r in nodes.of("c0-0").requests[asked_before:] if r.action == "task"]
     assert tasks[0].round == rounds // 2 * 2
-    assert {r.run for r in tasks} == {r.run for r in nodes.of("c0-0").requests[:asked_before] if r.action == "task"}
+    assert {r.run for r in tasks} == {
+        r.run for r in nodes.of("c0-0").requests[:asked_before] if r.action == "task"
+    }
     for key in ("evaluations", "clients", "lost"):
         assert resumed[key] == whole[key]
-    servers = [(tmp_path / name / "checkpoints/round-00006/server.safetensors").read_bytes() for name in ("whole", "part")]
+    servers = [
+        (tmp_path / name / "checkpoints/round-00006/server.safetensors").read_bytes()
+        for name in ("whole", "part")
+    ]
     assert servers[0] == servers[1]
     lines = {name: (tmp_path / name / "metrics.jsonl").read_text() for name in ("whole", "part")}
     assert lines["part"] == lines["whole"]  # no client says that it goes on from an older state
     for client in ("c0-0", "c1-1"):
         files = [sorted((tmp_path / name / client).glob("*/clients/*/*")) for name in ("a", "b")]
-        assert [path.read_bytes() for path in files[0]] == [path.read_bytes() for path in files[1]] != []
+        assert (
+            [path.read_bytes() for path in files[0]]
+            == [path.read_bytes() for path in files[1]]
+            != []
+        )
 
 
 def test_a_simulation_that_died_before_its_first_checkpoint_starts_again(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coterie.engines.flower.simulation.simulated", lambda clients, threads, handle: simulated_nodes(clients))
+    monkeypatch.setattr(
+        "coterie.engines.flower.simulation.simulated",
+        lambda clients, threads, handle: simulated_nodes(clients),
+    )
     whole = run.run(recipe, tmp_path / "whole")[-1]
     stopped_after(OnThisMachine(), recipe, tmp_path / "part", 1)
     (tmp_path / "part/recipe.yaml").write_text(run.recipes.dump(recipe))
@@ -400,7 +495,14 @@ def test_a_simulation_that_died_before_its_first_checkpoint_starts_again(
 
 
 def test_thirty_rounds_leave_few_files(tmp_path: Path) -> None:
-    settings = ["method.rounds=30", "compare_with=[]", "data.clusters=1", "method.pairs=all", "engine=flower", "checkpoint_every=1"]
+    settings = [
+        "method.rounds=30",
+        "compare_with=[]",
+        "data.clusters=1",
+        "method.pairs=all",
+        "engine=flower",
+        "checkpoint_every=1",
+    ]
     recipe = load("cobo-digits", settings)
     grid = Nodes()
     for client in ("c0-0", "c0-1"):

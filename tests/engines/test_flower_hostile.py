@@ -22,14 +22,26 @@ from coterie.methods import Method
 from coterie.runs.inputs import RESULT
 from coterie.runs.recipe import Recipe, build_method, load
 
-SETTINGS = ["method.rounds=1", "compare_with=[]", "data.clusters=2", "metrics_every=1", "checkpoint_every=1", "engine=flower"]
+SETTINGS = [
+    "method.rounds=1",
+    "compare_with=[]",
+    "data.clusters=2",
+    "metrics_every=1",
+    "checkpoint_every=1",
+    "engine=flower",
+]
 THETA = {"a.weight": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "b": torch.tensor([5.0])}
 SAMPLES = build_method({"name": "fedavg", "rounds": 1, "aggregation": {"weighting": "samples"}})
 TRUE = THETA | {"samples": torch.tensor(7)}
 
 
 def true_reply(request: Request, **fields: Any) -> Reply:
-    own = {"client": request.client, "task": request.task, "round": request.round, "number": request.number}
+    own = {
+        "client": request.client,
+        "task": request.task,
+        "round": request.round,
+        "number": request.number,
+    }
     return Reply(**(own | {"metrics": {"tokens": 3, "loss/generalist": 1.5}} | fields))
 
 
@@ -52,7 +64,11 @@ class Liar:
 
     def honest(self, node: Mapping[str, Any], text: str, body: bytes) -> tuple[str, bytes]:
         request = parsed(Request, text)
-        return (hello(node), b"") if request.action == "hello" else (true_reply(request).model_dump_json(), to_bytes(TRUE))
+        return (
+            (hello(node), b"")
+            if request.action == "hello"
+            else (true_reply(request).model_dump_json(), to_bytes(TRUE))
+        )
 
     def lies(self, node: Mapping[str, Any], text: str, body: bytes) -> tuple[str, bytes]:
         request = parsed(Request, text)
@@ -80,11 +96,15 @@ def liar() -> Liar:
 def alike(found: Tensors) -> bool:
     """Whether tensors are such as the server asked for."""
     form = {name: (t.shape, t.dtype) for name, t in TRUE.items()}
-    return {name: (t.shape, t.dtype) for name, t in found.items()} == form and all(bool(torch.isfinite(t).all()) for t in found.values())
+    return {name: (t.shape, t.dtype) for name, t in found.items()} == form and all(
+        bool(torch.isfinite(t).all()) for t in found.values()
+    )
 
 
 def checked(liar: Liar) -> None:
-    """One exchange: what the liar sent is believed only if it is of the form, and otherwise it is said that it is lost."""
+    """One exchange: what the liar sent is believed only if it is of the form, and otherwise it
+    is said that it is lost.
+    """
     before = len(liar.told.losses)
     found = liar.believed()
     if "liar" in found:
@@ -101,7 +121,12 @@ def test_the_truth_is_believed(liar: Liar) -> None:
 
 
 @settings(max_examples=150)
-@given(st.one_of(st.binary(max_size=400), st.binary(min_size=8, max_size=200).map(lambda tail: (8).to_bytes(8, "little") + tail)))
+@given(
+    st.one_of(
+        st.binary(max_size=400),
+        st.binary(min_size=8, max_size=200).map(lambda tail: (8).to_bytes(8, "little") + tail),
+    )
+)
 def test_any_bytes(body: bytes) -> None:
     shared = _shared()
     shared.text, shared.body = (lambda request: true_reply(request).model_dump_json()), body
@@ -122,14 +147,25 @@ def test_true_bytes_cut_off_or_with_a_bit_changed(at: int, bit: int, cut: bool) 
     st.dictionaries(
         st.sampled_from(["a.weight", "b", "samples", "c", ""]),
         st.tuples(
-            st.sampled_from(["F32", "F64", "BF16", "F8_E4M3", "I64", "BOOL", "U8", "C64", "X"]), st.lists(st.integers(0, 3), max_size=3)
+            st.sampled_from(["F32", "F64", "BF16", "F8_E4M3", "I64", "BOOL", "U8", "C64", "X"]),
+            st.lists(st.integers(0, 3), max_size=3),
         ),
         max_size=4,
     )
 )
 def test_any_names_dtypes_and_shapes_in_a_manifest(named: dict[str, tuple[str, list[int]]]) -> None:
     """Safetensors bytes made by hand, with dtypes that PyTorch does not know among them."""
-    sizes = {"F32": 4, "F64": 8, "BF16": 2, "F8_E4M3": 1, "I64": 8, "BOOL": 1, "U8": 1, "C64": 8, "X": 4}
+    sizes = {
+        "F32": 4,
+        "F64": 8,
+        "BF16": 2,
+        "F8_E4M3": 1,
+        "I64": 8,
+        "BOOL": 1,
+        "U8": 1,
+        "C64": 8,
+        "X": 4,
+    }
     manifest, end = {}, 0
     for name, (dtype, shape) in named.items():
         size = sizes[dtype] * int(torch.tensor(shape).prod()) if shape else sizes[dtype]
@@ -147,11 +183,18 @@ def test_any_names_dtypes_and_shapes_in_a_manifest(named: dict[str, tuple[str, l
 def test_texts_cut_off_changed_or_made_up(data: st.DataObject) -> None:
     shared = _shared()
     shared.body = to_bytes(TRUE)
-    scraps = st.one_of(st.text(max_size=5), st.sampled_from(["NaN", "Infinity", "-1", "1e999", "null", "{}", "[" * 500, '"', "9" * 5000]))
+    scraps = st.one_of(
+        st.text(max_size=5),
+        st.sampled_from(
+            ["NaN", "Infinity", "-1", "1e999", "null", "{}", "[" * 500, '"', "9" * 5000]
+        ),
+    )
 
     def text(request: Request) -> str:
         true = true_reply(request).model_dump_json()
-        start, end = sorted((data.draw(st.integers(0, len(true))), data.draw(st.integers(0, len(true)))))
+        start, end = sorted(
+            (data.draw(st.integers(0, len(true))), data.draw(st.integers(0, len(true))))
+        )
         return true[:start] + data.draw(scraps) + true[end:]
 
     shared.text = text
@@ -170,7 +213,11 @@ def _shared() -> Liar:
 
 def changed(**tensors: torch.Tensor | None) -> bytes:
     """The true reply with some tensors changed, added or left out."""
-    found = {name: t for name, t in (TRUE | {name.replace("__", "."): t for name, t in tensors.items()}).items() if t is not None}
+    found = {
+        name: t
+        for name, t in (TRUE | {name.replace("__", "."): t for name, t in tensors.items()}).items()
+        if t is not None
+    }
     return to_bytes(found)
 
 
@@ -181,9 +228,18 @@ LIES = {
     "one is missing": (changed(b=None), "tensor 'b' is missing"),
     "another shape": (changed(b=torch.zeros(1, 1)), "'b' is float32[1, 1], expected float32[1]"),
     "another dtype": (changed(b=torch.zeros(1).double()), "'b' is float64[1], expected float32[1]"),
-    "fewer than no samples": (changed(samples=torch.tensor(-1)), "'samples' is -1, expected from 0 to"),
-    "more samples than there can be": (changed(samples=torch.tensor(1 << 62)), "'samples' is 4611686018427387904, expected from 0 to"),
-    "samples that are no number": (changed(samples=torch.tensor(7.0)), "'samples' is float32[], expected int64[]"),
+    "fewer than no samples": (
+        changed(samples=torch.tensor(-1)),
+        "'samples' is -1, expected from 0 to",
+    ),
+    "more samples than there can be": (
+        changed(samples=torch.tensor(1 << 62)),
+        "'samples' is 4611686018427387904, expected from 0 to",
+    ),
+    "samples that are no number": (
+        changed(samples=torch.tensor(7.0)),
+        "'samples' is float32[], expected int64[]",
+    ),
     "too much": (changed(c=torch.zeros(9000)), "bytes of tensors, expected at most"),
     "nothing": (b"", "tensor 'a.weight' is missing"),
 }
@@ -216,7 +272,9 @@ def test_what_is_wrong_is_said(lie: str, liar: Liar) -> None:
 )
 def test_measurements_are_numbers(metrics: dict[str, Any], liar: Liar) -> None:
     liar.body = to_bytes(TRUE)
-    liar.text = lambda request: json.dumps(json.loads(true_reply(request).model_dump_json()) | {"metrics": metrics})
+    liar.text = lambda request: json.dumps(
+        json.loads(true_reply(request).model_dump_json()) | {"metrics": metrics}
+    )
     assert list(liar.believed()) == ["ann"]
     assert liar.told.losses[-1][2].startswith("reply: metrics")
 
@@ -242,9 +300,15 @@ FOREIGN = {
     "two texts": records(text=flower_app.ConfigRecord({"text": "{}", "more": "{}"})),
     "bytes for text": records(text=flower_app.ConfigRecord({"text": b"{}"})),
     "text for tensors": records(tensors=flower_app.ConfigRecord({"tensors": "x"})),
-    "a NumPy array": records(tensors=flower_app.ArrayRecord({"tensors": flower_app.Array("uint8", (1,), "numpy.ndarray", b"x")})),
+    "a NumPy array": records(
+        tensors=flower_app.ArrayRecord(
+            {"tensors": flower_app.Array("uint8", (1,), "numpy.ndarray", b"x")}
+        )
+    ),
     "two arrays": records(
-        tensors=flower_app.ArrayRecord({n: flower_app.Array("uint8", (0,), "safetensors", b"") for n in ("tensors", "more")})
+        tensors=flower_app.ArrayRecord(
+            {n: flower_app.Array("uint8", (0,), "safetensors", b"") for n in ("tensors", "more")}
+        )
     ),
     "nothing at all": RecordDict(),
 }
@@ -265,12 +329,21 @@ def test_records_that_are_not_ours(name: str) -> None:
 def test_errors_of_flower_are_told_with_their_reason() -> None:
     grid, told = Nodes(), Notes()
     for code, reason in ((2, "it failed"), (5, None)):
-        grid.add({}, lambda node, text, body: ("", b""), spoil=lambda q, r, e=(code, reason): Message(Error(*e), reply_to=q))  # type: ignore[misc]
+        grid.add(
+            {},
+            lambda node, text, body: ("", b""),
+            spoil=lambda q, r, e=(code, reason): Message(Error(*e), reply_to=q),
+        )  # type: ignore[misc]
     assert Flower(grid, "run", {}, deadline=1, listener=told).members() == []
-    assert [reason.split("\n")[0] for *_, reason in told.losses] == ["Flower says: it failed (code 2)", "Flower says: no reason (code 5)"]
+    assert [reason.split("\n")[0] for *_, reason in told.losses] == [
+        "Flower says: it failed (code 2)",
+        "Flower says: no reason (code 5)",
+    ]
 
 
-@pytest.mark.parametrize("failure", [RuntimeError("broken"), KeyboardInterrupt("no"), ValueError("\ud800")])
+@pytest.mark.parametrize(
+    "failure", [RuntimeError("broken"), KeyboardInterrupt("no"), ValueError("\ud800")]
+)
 def test_a_device_answers_whatever_happens(failure: BaseException) -> None:
     def breaks(node: Mapping[str, Any], text: str, body: bytes) -> tuple[str, bytes]:
         raise failure
@@ -308,13 +381,18 @@ def spoiled(change: Callable[[Tensors], Tensors]) -> Any:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda reply: {name: torch.full_like(t, torch.nan) if t.is_floating_point() else t for name, t in reply.items()},
+        lambda reply: {
+            name: torch.full_like(t, torch.nan) if t.is_floating_point() else t
+            for name, t in reply.items()
+        },
         lambda reply: dict(list(reply.items())[1:]),
         lambda reply: reply | {"samples": torch.tensor(-5)},
     ],
     ids=["nan", "missing", "negative"],
 )
-def test_the_average_is_that_of_the_others(change: Callable[[Tensors], Tensors], grid: Nodes, tmp_path: Path) -> None:
+def test_the_average_is_that_of_the_others(
+    change: Callable[[Tensors], Tensors], grid: Nodes, tmp_path: Path
+) -> None:
     recipe = recipe_of("method.aggregation={weighting: samples}")
     place = devices(grid, recipe, 3)
     grid.nodes[1007].spoil = spoiled(change)
@@ -333,20 +411,33 @@ def test_the_average_is_that_of_the_others(change: Callable[[Tensors], Tensors],
     assert list(others) == ["c0-0", "c1-0"]
     total = sum(int(reply["samples"]) for reply in others.values())
     for name, found in started.server.items():
-        mean = sum(reply[name].double() * int(reply["samples"]) for reply in others.values()) / total
+        mean = (
+            sum(reply[name].double() * int(reply["samples"]) for reply in others.values()) / total
+        )
         torch.testing.assert_close(found.double(), mean, rtol=1e-5, atol=1e-6)
     result = json.loads((tmp_path / "out/result.json").read_text())
     assert result["lost"] == {"c0-1": 1}
-    lost = [line for text in (tmp_path / "out/metrics.jsonl").read_text().splitlines() if (line := json.loads(text))["kind"] == "lost"]
-    assert [(line["client"], line["task"], line["round"]) for line in lost] == [("c0-1", "local_round", 1)]
+    lost = [
+        line
+        for text in (tmp_path / "out/metrics.jsonl").read_text().splitlines()
+        if (line := json.loads(text))["kind"] == "lost"
+    ]
+    assert [(line["client"], line["task"], line["round"]) for line in lost] == [
+        ("c0-1", "local_round", 1)
+    ]
     assert set(result["clients"]) == {"c0-0", "c0-1", "c1-0"}  # it is scored all the same
-    assert json.loads((tmp_path / "out/checkpoints/round-00001/checkpoint.json").read_text())["progress"]["lost"] == {"c0-1": 1}
+    assert json.loads((tmp_path / "out/checkpoints/round-00001/checkpoint.json").read_text())[
+        "progress"
+    ]["lost"] == {"c0-1": 1}
 
 
 def test_scores_are_checked_too(grid: Nodes, tmp_path: Path) -> None:
     recipe = recipe_of()
     place = devices(grid, recipe, 3)
-    grid.nodes[1007].spoil = altered(lambda said, body: (said, to_bytes(from_bytes(body) | {"test": torch.tensor([1.0])})), "score")
+    grid.nodes[1007].spoil = altered(
+        lambda said, body: (said, to_bytes(from_bytes(body) | {"test": torch.tensor([1.0])})),
+        "score",
+    )
     result = finished(recipe, tmp_path / "out", place)
     assert set(result["clients"]) == {"c0-0", "c1-0"}
     assert result["lost"] == {"c0-1": 1}

@@ -1,4 +1,6 @@
-"""One registered device says what cannot be: it is left out by name, and the run goes on with the others to its end."""
+"""One registered device says what cannot be: it is left out by name, and the run goes on with
+the others to its end.
+"""
 
 import json
 from collections.abc import Mapping
@@ -24,7 +26,14 @@ from coterie.runs.recipe import Recipe, load
 HONEST = ("c0-0", "c0-1", "c1-0")
 LIAR = "c1-1"
 B = 1 << 53
-SETTINGS = ["method.local_steps=1", "compare_with=[]", "data.clusters=2", "data.clients_per_cluster=2", "engine=flower", "metrics_every=1"]
+SETTINGS = [
+    "method.local_steps=1",
+    "compare_with=[]",
+    "data.clusters=2",
+    "data.clients_per_cluster=2",
+    "engine=flower",
+    "metrics_every=1",
+]
 # What it says of itself, and the field that is named.
 CLAIMS: dict[str, tuple[dict[str, Any], str]] = {
     "a huge cluster": ({"cluster": B}, "cluster 9007199254740992, expected 1"),
@@ -60,7 +69,10 @@ def recipe_of(method: str, *more: str) -> Recipe:
 def grid_of(folder: Path, spoil: Any) -> Nodes:
     found = Nodes()
     for client in (*HONEST, LIAR):
-        found.add({"client": client, "home": str(folder / client)}, spoil=spoil if client == LIAR else None)
+        found.add(
+            {"client": client, "home": str(folder / client)},
+            spoil=spoil if client == LIAR else None,
+        )
     return found
 
 
@@ -71,13 +83,18 @@ def claiming(claims: Mapping[str, Any]) -> Any:
         said, body = parts(reply)
         member = None if said.member is None else said.member.model_copy(update=dict(claims))
         named = {"client": claims["client"]} if "client" in claims else {}
-        return Message(content(said.model_copy(update={"member": member, **named}).model_dump_json(), body), reply_to=request)
+        return Message(
+            content(said.model_copy(update={"member": member, **named}).model_dump_json(), body),
+            reply_to=request,
+        )
 
     return spoil
 
 
 @pytest.mark.parametrize("claim", CLAIMS)
-def test_a_device_that_says_of_itself_what_cannot_be_is_not_let_in(claim: str, tmp_path: Path) -> None:
+def test_a_device_that_says_of_itself_what_cannot_be_is_not_let_in(
+    claim: str, tmp_path: Path
+) -> None:
     claims, named = CLAIMS[claim]
     grid, told = grid_of(tmp_path, claiming(claims)), Notes()
     place = devices(grid, recipe_of("fedavg"), 3, told)
@@ -90,10 +107,17 @@ def test_a_device_that_says_of_itself_what_cannot_be_is_not_let_in(claim: str, t
 
 
 RUNS = [("fedavg", "a group"), ("cobo", "the pool")]
-MORE = [(method, claim) for method in ("fedavg", "cobo") for claim in CLAIMS if (method, claim) not in RUNS]
+MORE = [
+    (method, claim)
+    for method in ("fedavg", "cobo")
+    for claim in CLAIMS
+    if (method, claim) not in RUNS
+]
 
 
-@pytest.mark.parametrize(("method", "claim"), [*RUNS, *(pytest.param(*more, marks=pytest.mark.slow) for more in MORE)])
+@pytest.mark.parametrize(
+    ("method", "claim"), [*RUNS, *(pytest.param(*more, marks=pytest.mark.slow) for more in MORE)]
+)
 def test_the_run_goes_on_with_the_others(method: str, claim: str, tmp_path: Path) -> None:
     more = ["method.rounds=1", "evaluate_every=1"] + ["method.switch=0"] * (method == "cobo")
     recipe = recipe_of(method, *more)
@@ -112,13 +136,19 @@ def test_a_liar_that_comes_later_is_not_let_in_either(tmp_path: Path) -> None:
 
     def before(nodes: Nodes, request: Any, node: int) -> None:
         if request.action == "task" and request.round == 1 and not came:
-            came.append(grid.add({"client": LIAR, "home": str(tmp_path / LIAR)}, spoil=claiming({"group": "x"})))
+            came.append(
+                grid.add(
+                    {"client": LIAR, "home": str(tmp_path / LIAR)}, spoil=claiming({"group": "x"})
+                )
+            )
 
     grid.before = before
     result = finished(recipe, folder, place)
     assert set(result["clients"]) == set(HONEST)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [(line["client"], "group 'x'" in line["reason"]) for line in lines if line["kind"] == "lost"] == [(f"node {came[0]}", True)]
+    assert [
+        (line["client"], "group 'x'" in line["reason"]) for line in lines if line["kind"] == "lost"
+    ] == [(f"node {came[0]}", True)]
 
 
 # What it answers.
@@ -127,7 +157,9 @@ def test_a_liar_that_comes_later_is_not_let_in_either(tmp_path: Path) -> None:
 def spoiled(task: str, **tensors: list[float]) -> Any:
     def change(said: Reply, body: bytes) -> tuple[Reply, bytes]:
         found = from_bytes(body)
-        wrong = {name: torch.tensor(value, dtype=found[name].dtype) for name, value in tensors.items()}
+        wrong = {
+            name: torch.tensor(value, dtype=found[name].dtype) for name, value in tensors.items()
+        }
         return said, to_bytes(dict(found) | wrong)
 
     return altered(change, task)
@@ -188,16 +220,24 @@ def test_measurements_that_no_report_could_show_are_refused(metrics: dict[str, A
     with pytest.raises(TensorError, match=r"reply: metrics") as refused:
         parsed(Reply, json.dumps({"metrics": metrics}))
     assert "\x1b" not in str(refused.value)
-    assert parsed(Reply, json.dumps({"metrics": {"router/generalist+specialist": [[0.5, 0.5], [1.0, 0.0]]}})).metrics
+    assert parsed(
+        Reply, json.dumps({"metrics": {"router/generalist+specialist": [[0.5, 0.5], [1.0, 0.0]]}})
+    ).metrics
 
 
 def test_such_measurements_are_dropped_and_named(tmp_path: Path) -> None:
     recipe = recipe_of("fedavg", "method.rounds=1")
 
     def change(said: Reply, body: bytes) -> tuple[str, bytes]:
-        return json.dumps(json.loads(said.model_dump_json()) | {"metrics": {"tokens": 3, "router/\x1b[2J": 1.0}}), body
+        return json.dumps(
+            json.loads(said.model_dump_json()) | {"metrics": {"tokens": 3, "router/\x1b[2J": 1.0}}
+        ), body
 
-    result = finished(recipe, tmp_path / "out", devices(grid_of(tmp_path, altered(change, "local_round")), recipe, 4))
+    result = finished(
+        recipe,
+        tmp_path / "out",
+        devices(grid_of(tmp_path, altered(change, "local_round")), recipe, 4),
+    )
     assert result["lost"] == {LIAR: 1}
     assert "\x1b" not in (tmp_path / "out/metrics.jsonl").read_text()
 
@@ -206,10 +246,16 @@ def test_weights_of_routers_that_a_client_does_not_have_are_in_no_picture(tmp_pa
     from coterie.reports.curves import router_panels
 
     lines = [(1, [[0.5, 0.5]]), (2, [[1.0]]), (3, [[0.5, 0.5], [0.5, 0.5]]), (4, [[0.25, 0.75]])]
-    written = [json.dumps({"kind": "train", "client": "ann", "iteration": at, "router/experts": weights}) for at, weights in lines]
+    written = [
+        json.dumps({"kind": "train", "client": "ann", "iteration": at, "router/experts": weights})
+        for at, weights in lines
+    ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(written))
     assert router_panels(tmp_path / "metrics.jsonl", {"ann": {"generalists": 1, "specialists": 1}})
-    assert router_panels(tmp_path / "metrics.jsonl", {"ann": {"generalists": 2, "specialists": 1}}) == ()
+    assert (
+        router_panels(tmp_path / "metrics.jsonl", {"ann": {"generalists": 2, "specialists": 1}})
+        == ()
+    )
 
 
 # What is known of clients without their data is what devices find in the data.
@@ -218,7 +264,13 @@ def test_weights_of_routers_that_a_client_does_not_have_are_in_no_picture(tmp_pa
 PARTITIONS = {
     "permuted-clusters": {},
     "unequal clusters": {"cluster_sizes": (2, 1, 3)},
-    "disjoint-classes": {"clusters": 2, "anchors": 4, "anchor_classes": 2, "unseen": {"aligned": 3, "random": 2}, "classes_per_client": 3},
+    "disjoint-classes": {
+        "clusters": 2,
+        "anchors": 4,
+        "anchor_classes": 2,
+        "unseen": {"aligned": 3, "random": 2},
+        "classes_per_client": 3,
+    },
     "iid": {"clients": 3},
     "dirichlet": {"clients": 12, "anchors": 2, "unseen": {"random": 2}},
     "quantity": {"clients": 5, "anchors": 5, "unseen": {"aligned": 2}, "classes_per_client": 3},
@@ -228,7 +280,9 @@ PARTITIONS = {
 @pytest.mark.parametrize("name", PARTITIONS)
 def test_who_a_recipe_says_that_there_is(name: str) -> None:
     partition = "permuted-clusters" if name == "unequal clusters" else name
-    section = type(load("cobo-digits").data).model_validate({"kind": "digits", "partition": partition, **PARTITIONS[name]})
+    section = type(load("cobo-digits").data).model_validate(
+        {"kind": "digits", "partition": partition, **PARTITIONS[name]}
+    )
     assert isinstance(section, Dealing)
     labels = np.random.default_rng(0).integers(0, section.classes, 5000)
     deal = section.parts(labels, labels[:2000])
@@ -237,7 +291,12 @@ def test_who_a_recipe_says_that_there_is(name: str) -> None:
         known = section.standing(part.id)
         assert known is not None
         anchor = position if position < section.anchors else None
-        assert (known.position, known.group, known.cluster, known.anchor) == (position, groups.get(part.id, ""), part.cluster, anchor)
+        assert (known.position, known.group, known.cluster, known.anchor) == (
+            position,
+            groups.get(part.id, ""),
+            part.cluster,
+            anchor,
+        )
         assert set(part.labels) <= set(range(known.classes or 0))
     assert section.standing("somebody") is None
 

@@ -1,4 +1,6 @@
-"""Who is on a grid: clients that come, go, come back, say nothing, or say that they are somebody else."""
+"""Who is on a grid: clients that come, go, come back, say nothing, or say that they are somebody
+else.
+"""
 
 import json
 from pathlib import Path
@@ -6,7 +8,18 @@ from typing import Any
 
 import pytest
 from flwr.app import Message
-from nodes import Nodes, Notes, altered, content, devices, execution, finished, on_device, parts, silent
+from nodes import (
+    Nodes,
+    Notes,
+    altered,
+    content,
+    devices,
+    execution,
+    finished,
+    on_device,
+    parts,
+    silent,
+)
 
 from coterie.core.errors import ClientError, Refused
 from coterie.engines.flower import engine as flower
@@ -21,7 +34,14 @@ from coterie.runs.metrics import MetricsFile
 from coterie.runs.prepare import federated, joined, seen_from_afar
 from coterie.runs.recipe import Recipe, load
 
-SETTINGS = ["method.rounds=4", "compare_with=[]", "data.clusters=2", "checkpoint_every=1", "evaluate_every=1", "metrics_every=1"]
+SETTINGS = [
+    "method.rounds=4",
+    "compare_with=[]",
+    "data.clusters=2",
+    "checkpoint_every=1",
+    "evaluate_every=1",
+    "metrics_every=1",
+]
 CLIENTS = ("c0-0", "c0-1", "c1-0", "c1-1")
 
 
@@ -38,7 +58,9 @@ def recipe_of(method: str, *more: str) -> Recipe:
 
 
 def at(grid: Nodes, round: int, do: Any) -> None:
-    """Do something once, before the first task of a round is sent; scores of the round before have negative phases."""
+    """Do something once, before the first task of a round is sent; scores of the round before
+    have negative phases.
+    """
     done: list[bool] = []
 
     def before(nodes: Nodes, request: Any, node: int) -> None:
@@ -50,11 +72,17 @@ def at(grid: Nodes, round: int, do: Any) -> None:
 
 
 def lines(folder: Path, kind: str) -> list[dict[str, Any]]:
-    return [line for text in (folder / "metrics.jsonl").read_text().splitlines() if (line := json.loads(text))["kind"] == kind]
+    return [
+        line
+        for text in (folder / "metrics.jsonl").read_text().splitlines()
+        if (line := json.loads(text))["kind"] == kind
+    ]
 
 
 @pytest.mark.parametrize("method", ["fedavg", "cobo"])
-def test_a_client_joins_between_rounds_and_another_leaves(method: str, grid: Nodes, tmp_path: Path) -> None:
+def test_a_client_joins_between_rounds_and_another_leaves(
+    method: str, grid: Nodes, tmp_path: Path
+) -> None:
     recipe = recipe_of(method)
     place = devices(grid, recipe, 3)
 
@@ -70,7 +98,9 @@ def test_a_client_joins_between_rounds_and_another_leaves(method: str, grid: Nod
     assert {client for round, client in trained if round == 4} == set(CLIENTS[1:])
     assert {line["client"] for line in lines(tmp_path / "out", "lost")} == {"c0-0"}
     assert result["training"] is None
-    assert [len(row) for row in result["evaluations"][-1].get("weights", [])] == ([4] * 4 if method == "cobo" else [])
+    assert [len(row) for row in result["evaluations"][-1].get("weights", [])] == (
+        [4] * 4 if method == "cobo" else []
+    )
     assert result["evaluations"][0]["clients"].keys() == set(CLIENTS[:3])
 
 
@@ -85,14 +115,18 @@ def test_a_client_that_comes_back_goes_on_from_its_state(grid: Nodes, tmp_path: 
     grid.before = before
     result = finished(recipe, tmp_path / "out", place)
     assert set(result["clients"]) == set(CLIENTS[:3])
-    rounds = [line["round"] for line in lines(tmp_path / "out", "train") if line["client"] == "c0-0"]
+    rounds = [
+        line["round"] for line in lines(tmp_path / "out", "train") if line["client"] == "c0-0"
+    ]
     assert rounds[0] == 1
     assert rounds[-1] == 5
     assert len(rounds) < 5
     assert lines(tmp_path / "out", "note") == []
 
 
-def test_a_latecomer_is_noted_where_all_are_needed_from_the_start(grid: Nodes, tmp_path: Path) -> None:
+def test_a_latecomer_is_noted_where_all_are_needed_from_the_start(
+    grid: Nodes, tmp_path: Path
+) -> None:
     recipe = recipe_of("pcl")
     assert not recipe.build_method().elastic
     place = devices(grid, recipe, 3)
@@ -105,13 +139,17 @@ def test_a_latecomer_is_noted_where_all_are_needed_from_the_start(grid: Nodes, t
     assert [r.action for r in grid.of("c1-1").requests] == ["hello"]
 
 
-def test_with_other_clients_it_is_not_resumed_where_all_are_needed(grid: Nodes, tmp_path: Path) -> None:
+def test_with_other_clients_it_is_not_resumed_where_all_are_needed(
+    grid: Nodes, tmp_path: Path
+) -> None:
     recipe = recipe_of("pcl", "method.rounds=2")
     finished(recipe, tmp_path / "out", devices(grid, recipe, 3))
     (tmp_path / "out/result.json").unlink()
     grid.nodes[1000].alive = False
     grid.add({"client": "c1-1", "home": str(tmp_path / "c1-1")})
-    with pytest.raises(Refused, match="pcl needs the clients that it started with: c0-0 not there; c1-1 new"):
+    with pytest.raises(
+        Refused, match="pcl needs the clients that it started with: c0-0 not there; c1-1 new"
+    ):
         finished(recipe, tmp_path / "out", devices(grid, recipe, 3))
 
 
@@ -126,7 +164,11 @@ def test_with_other_clients_it_is_resumed_where_that_can_be(grid: Nodes, tmp_pat
     grid.add({"client": "c1-1", "home": str(tmp_path / "c1-1")})
     result = finished(recipe, tmp_path / "out", devices(grid, recipe, 3))
     assert set(result["clients"]) == set(CLIENTS[1:])
-    assert result["clients"]["c1-1"]["bytes_down"] == 3 / 4 * result["clients"]["c0-1"]["bytes_down"] > 0
+    assert (
+        result["clients"]["c1-1"]["bytes_down"]
+        == 3 / 4 * result["clients"]["c0-1"]["bytes_down"]
+        > 0
+    )
 
 
 def test_who_comes_while_a_run_starts_is_not_overlooked(grid: Nodes, tmp_path: Path) -> None:
@@ -145,7 +187,10 @@ def test_a_newcomer_that_does_not_fit_changes_nothing() -> None:
     recipe = recipe_of("fedavg")
     prepared = seen_from_afar(recipe, [member("a"), member("b")])
     before = prepared.modality.federation
-    for late, problem in ((member("c", group="random"), "held out"), (member("centralized"), "is taken")):
+    for late, problem in (
+        (member("c", group="random"), "held out"),
+        (member("centralized"), "is taken"),
+    ):
         with pytest.raises(Refused, match=problem):
             joined(prepared, late)
         assert prepared.modality.federation is before
@@ -168,13 +213,20 @@ def engine(grid: Nodes, told: Notes) -> flower.Flower:
     return flower_engine(recipe_of("fedavg"), grid, told)
 
 
-def test_of_two_nodes_with_one_name_the_first_is_believed_until_it_goes(grid: Nodes, tmp_path: Path) -> None:
+def test_of_two_nodes_with_one_name_the_first_is_believed_until_it_goes(
+    grid: Nodes, tmp_path: Path
+) -> None:
     second = grid.add({"client": "c0-0", "home": str(tmp_path / "second")})
     told = Notes()
     found = engine(grid, told)
     assert sorted(m.client for m in found.members()) == list(CLIENTS[:3])
     assert told.losses == [
-        (f"node {second}", "hello", "says that it is c0-0; node 1000 is, and that one is there\n  Two devices have one name.")
+        (
+            f"node {second}",
+            "hello",
+            "says that it is c0-0; node 1000 is, and that one is there\n  Two devices have one "
+            "name.",
+        )
     ]
     assert found.members() == []
     assert len(grid.nodes[second].requests) == 1  # it is left alone as long as that is so
@@ -196,10 +248,14 @@ def test_a_device_that_was_started_again_is_known_again_at_once(grid: Nodes) -> 
     assert told.losses == []
 
 
-def test_nobody_waits_twice_for_a_node_that_does_not_say_who_it_is(grid: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits_twice_for_a_node_that_does_not_say_who_it_is(
+    grid: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = [0.0]
     monkeypatch.setattr(flower.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(flower.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    monkeypatch.setattr(
+        flower.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds)
+    )
     mute = grid.add({"client": "c1-1", "home": "/nowhere"}, spoil=lambda request, reply: None)
     told = Notes()
     found = engine(grid, told)
@@ -221,7 +277,9 @@ def test_nobody_waits_twice_for_a_node_that_does_not_say_who_it_is(grid: Nodes, 
     assert len(told.losses) == 1  # said once
 
 
-def test_a_late_hello_is_heard_the_next_time(grid: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_hello_is_heard_the_next_time(
+    grid: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(flower, "WELCOME_S", 0.05)
     held: list[tuple[str, Message]] = []
     late = grid.add({"client": "c1-1", "home": str(tmp_path / "late")})
@@ -230,7 +288,9 @@ def test_a_late_hello_is_heard_the_next_time(grid: Nodes, tmp_path: Path, monkey
 
     def without_it(ids: Any) -> list[Message]:
         arrived = list(pull(ids))
-        held.extend((m.metadata.reply_to_message_id, m) for m in arrived if m.metadata.src_node_id == late)
+        held.extend(
+            (m.metadata.reply_to_message_id, m) for m in arrived if m.metadata.src_node_id == late
+        )
         return [m for m in arrived if m.metadata.src_node_id != late]
 
     grid.pull_messages = without_it  # type: ignore[method-assign]
@@ -253,9 +313,14 @@ def test_a_late_hello_is_heard_the_next_time(grid: Nodes, tmp_path: Path, monkey
         ("x" * (1 << 21), "reply of 2,097,152 characters, at most"),
     ],
 )
-def test_who_does_not_say_who_it_is_is_not_let_in(reply: Reply | str, problem: str, grid: Nodes) -> None:
+def test_who_does_not_say_who_it_is_is_not_let_in(
+    reply: Reply | str, problem: str, grid: Nodes
+) -> None:
     def spoil(request: Message, answered: Message) -> Message:
-        return Message(content(reply if isinstance(reply, str) else reply.model_dump_json(), b""), reply_to=request)
+        return Message(
+            content(reply if isinstance(reply, str) else reply.model_dump_json(), b""),
+            reply_to=request,
+        )
 
     stranger = grid.add({"client": "c1-1"}, spoil=spoil)
     told = Notes()
@@ -284,7 +349,10 @@ def test_a_device_that_starts_again_while_clients_gather_counts_once(grid: Nodes
             grid.restart(1000)
         return len(members) >= 4
 
-    with pytest.raises(ClientError, match=r"3 clients came within 3 s: c0-0, c0-1, c1-0\n  Are the SuperNodes running"):
+    with pytest.raises(
+        ClientError,
+        match=r"3 clients came within 3 s: c0-0, c0-1, c1-0\n  Are the SuperNodes running",
+    ):
         gathered(found, enough, patience=3)
     assert len(grid.nodes) == 4
 
@@ -294,17 +362,30 @@ def test_a_device_that_starts_again_while_clients_gather_counts_once(grid: Nodes
 
 @pytest.mark.parametrize(
     "changed",
-    [{"client": "c0-1"}, {"client": None}, {"round": 7}, {"number": 3}, {"task": "score"}, {"task": ""}],
+    [
+        {"client": "c0-1"},
+        {"client": None},
+        {"round": 7},
+        {"number": 3},
+        {"task": "score"},
+        {"task": ""},
+    ],
 )
-def test_a_reply_to_something_else_is_not_taken(changed: dict[str, Any], grid: Nodes, tmp_path: Path) -> None:
+def test_a_reply_to_something_else_is_not_taken(
+    changed: dict[str, Any], grid: Nodes, tmp_path: Path
+) -> None:
     recipe = recipe_of("fedavg", "method.rounds=1")
-    grid.nodes[1000].spoil = altered(lambda said, body: (said.model_copy(update=changed), body), "local_round")
+    grid.nodes[1000].spoil = altered(
+        lambda said, body: (said.model_copy(update=changed), body), "local_round"
+    )
     result = finished(recipe, tmp_path / "out", devices(grid, recipe, 3))
     assert result["lost"] == {"c0-0": 1}
     assert lines(tmp_path / "out", "lost")[0]["reason"].endswith("that nobody asked for")
 
 
-def test_a_reply_of_an_earlier_exchange_is_not_taken_for_a_later_one(grid: Nodes, tmp_path: Path) -> None:
+def test_a_reply_of_an_earlier_exchange_is_not_taken_for_a_later_one(
+    grid: Nodes, tmp_path: Path
+) -> None:
     """A node that answers everything with what it answered first."""
     recipe = recipe_of("fedavg")
     first: list[tuple[str, bytes]] = []
@@ -315,7 +396,9 @@ def test_a_reply_of_an_earlier_exchange_is_not_taken_for_a_later_one(grid: Nodes
 
     grid.nodes[1000].spoil = altered(again)
     result = finished(recipe, tmp_path / "out", devices(grid, recipe, 3))
-    assert result["lost"] == {"c0-0": len(grid.nodes[1000].requests) - 3}  # all but two hellos, and the first
+    assert result["lost"] == {
+        "c0-0": len(grid.nodes[1000].requests) - 3
+    }  # all but two hellos, and the first
     assert len(first) == len(grid.nodes[1000].requests) - 2
     assert "c0-0" not in result["clients"]
 
@@ -323,7 +406,9 @@ def test_a_reply_of_an_earlier_exchange_is_not_taken_for_a_later_one(grid: Nodes
 # One simulation, several runs.
 
 
-def test_the_same_simulation_is_used_again_and_another_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_simulation_is_used_again_and_another_ends_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made: list[tuple[Any, ...]] = []
     ended: list[tuple[Any, ...]] = []
 
@@ -350,7 +435,9 @@ def test_runs_on_one_grid_know_nothing_of_each_other(grid: Nodes, tmp_path: Path
     assert a["evaluations"] == c["evaluations"]
     runs = {request.run for request in grid.of("c0-0").requests if request.action == "task"}
     assert len(runs) == 3
-    assert {path.name for path in (tmp_path / "c0-0").iterdir() if not path.name.startswith(".account")} == runs
+    assert {
+        path.name for path in (tmp_path / "c0-0").iterdir() if not path.name.startswith(".account")
+    } == runs
 
 
 def test_a_silent_run_before_does_not_answer_for_the_one_after(grid: Nodes, tmp_path: Path) -> None:
@@ -358,7 +445,9 @@ def test_a_silent_run_before_does_not_answer_for_the_one_after(grid: Nodes, tmp_
     recipe = recipe_of("fedavg", "quorum.deadline=0.05")
     place = devices(grid, recipe, 3)
     held: list[Message] = []
-    grid.nodes[1000].spoil = lambda request, reply: held.append(reply) if parts(reply)[0].task else reply  # type: ignore[func-returns-value]
+    grid.nodes[1000].spoil = lambda request, reply: (
+        held.append(reply) if parts(reply)[0].task else reply
+    )  # type: ignore[func-returns-value]
     first = finished(recipe, tmp_path / "first", place)
     assert first["lost"]["c0-0"] == len(held)
     assert "c0-0" not in first["clients"]

@@ -1,4 +1,6 @@
-"""What goes through Flower's messages, to devices that keep their own states, comes to the bit to what one process computes."""
+"""What goes through Flower's messages, to devices that keep their own states, comes to the bit
+to what one process computes.
+"""
 
 import json
 import random
@@ -39,7 +41,9 @@ WORDS = {
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of short documents for each of three clients, one below the other: `<root>/<client>/<client>/00.txt`, and `<root>/all`."""
+    """A folder of short documents for each of three clients, one below the other:
+    `<root>/<client>/<client>/00.txt`, and `<root>/all`.
+    """
     root = tmp_path_factory.mktemp("texts")
     for name, words in WORDS.items():
         rng = random.Random(name)
@@ -53,22 +57,49 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def text_recipe(path: Path, base: Path, *more: str) -> Recipe:
-    settings = ["model.context=16", "training.batch_size=4", "method.rounds=3", "method.local_steps=2", "method.router_every=2"]
-    settings += ["method.router_steps=1", "evaluate_every=2", "compare_with=[]", f"data.path={path}", f"model.base={base}", "seed=3"]
+    settings = [
+        "model.context=16",
+        "training.batch_size=4",
+        "method.rounds=3",
+        "method.local_steps=2",
+        "method.router_every=2",
+    ]
+    settings += [
+        "method.router_steps=1",
+        "evaluate_every=2",
+        "compare_with=[]",
+        f"data.path={path}",
+        f"model.base={base}",
+        "seed=3",
+    ]
     return load("folders", [*settings, *more])
 
 
 def figures(result: dict[str, Any]) -> dict[str, Any]:
-    """What must be the same; curves have points only where clients are in the process of the server."""
-    return {key: value for key, value in result.items() if key not in ("wall_s", "peak_memory_bytes", "curve")}
+    """What must be the same; curves have points only where clients are in the process of the
+    server.
+    """
+    return {
+        key: value
+        for key, value in result.items()
+        if key not in ("wall_s", "peak_memory_bytes", "curve")
+    }
 
 
 def lines(folder: Path, *kinds: str) -> list[str]:
-    return [line for line in (folder / "metrics.jsonl").read_text().splitlines() if json.loads(line)["kind"] in kinds]
+    return [
+        line
+        for line in (folder / "metrics.jsonl").read_text().splitlines()
+        if json.loads(line)["kind"] in kinds
+    ]
 
 
 def kept(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def server_state(folder: Path) -> Tensors:
@@ -82,8 +113,12 @@ def assert_same(expected: Tensors, found: Tensors) -> None:
 
 def assert_same_run(here: Path, there: Path, differing: tuple[str, ...] = ()) -> None:
     """The same result, server, training and scores; what is `differing` aside."""
-    ours, theirs = (figures(json.loads((folder / "result.json").read_text())) for folder in (here, there))
-    assert {k: v for k, v in theirs.items() if k not in differing} == {k: v for k, v in ours.items() if k not in differing}
+    ours, theirs = (
+        figures(json.loads((folder / "result.json").read_text())) for folder in (here, there)
+    )
+    assert {k: v for k, v in theirs.items() if k not in differing} == {
+        k: v for k, v in ours.items() if k not in differing
+    }
     assert_same(server_state(here), server_state(there))
     assert lines(there, "train", "score") == lines(here, "train", "score")
     assert lines(here, "train", "score")
@@ -92,13 +127,18 @@ def assert_same_run(here: Path, there: Path, differing: tuple[str, ...] = ()) ->
 
 def simulated(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run under a simulation whose nodes are in this process."""
-    monkeypatch.setattr("coterie.engines.flower.simulation.simulated", lambda clients, threads, handle: simulated_nodes(clients))
+    monkeypatch.setattr(
+        "coterie.engines.flower.simulation.simulated",
+        lambda clients, threads, handle: simulated_nodes(clients),
+    )
     run.run(recipe, folder, place=OnThisMachine("flower"))
 
 
 @contextmanager
 def only_devices_load(grid: Nodes, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Whoever loads a base or data outside of a device fails. Yields which of the forbidden things devices did."""
+    """Whoever loads a base or data outside of a device fails. Yields which of the forbidden
+    things devices did.
+    """
     here: list[bool] = []
     done: list[str] = []
 
@@ -127,7 +167,9 @@ def only_devices_load(grid: Nodes, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         yield done
 
 
-def test_texts_in_a_simulation(texts: Path, tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_in_a_simulation(
+    texts: Path, tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = text_recipe(texts / "all", tiny_base)
     run.run(recipe, tmp_path / "here")
     simulated(recipe, tmp_path / "there", monkeypatch)
@@ -141,7 +183,10 @@ def test_texts_on_devices_of_a_server_that_has_neither_data_nor_weights(
     run.run(text_recipe(texts / "all", tiny_base), tmp_path / "here")
     grid = Nodes()
     for client in reversed(WORDS):  # whoever comes first, the order is that of the ids
-        grid.add({"home": str(tmp_path / client), "data": str(texts / client)} | ({} if client == "ben" else {"client": client}))
+        grid.add(
+            {"home": str(tmp_path / client), "data": str(texts / client)}
+            | ({} if client == "ben" else {"client": client})
+        )
     recipe = text_recipe(Path("/nowhere/at/all"), tiny_base, "engine=flower")
     with only_devices_load(grid, monkeypatch) as done:
         place = devices(grid, recipe, 3)
@@ -151,17 +196,30 @@ def test_texts_on_devices_of_a_server_that_has_neither_data_nor_weights(
     run_name = next(iter(grid.nodes.values())).requests[-1].run
     for client in WORDS:
         assert kept(tmp_path / client / run_name / "clients") == {
-            name: found for name, found in kept(tmp_path / "here/clients").items() if name.startswith(f"{client}/")
+            name: found
+            for name, found in kept(tmp_path / "here/clients").items()
+            if name.startswith(f"{client}/")
         }
     assert not (tmp_path / "there/clients").exists()
 
 
-COBO = ["method.rounds=4", "evaluate_every=2", "checkpoint_every=2", "compare_with=[]", "method.pairs=all", "data.clusters=2"]
+COBO = [
+    "method.rounds=4",
+    "evaluate_every=2",
+    "checkpoint_every=2",
+    "compare_with=[]",
+    "method.pairs=all",
+    "data.clusters=2",
+]
 
 
 @pytest.mark.parametrize("exchange", [256.0, 1e-6])
-def test_cobo_with_its_exchanges(exchange: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On devices and in a simulation. One process asks many of them at once, and rounds otherwise: `loopback` does not."""
+def test_cobo_with_its_exchanges(
+    exchange: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On devices and in a simulation. One process asks many of them at once, and rounds
+    otherwise: `loopback` does not.
+    """
     settings = [*COBO, f"method.exchange_mb={exchange}"]
     run.run(load("cobo-digits", [*settings, "engine=loopback"]), tmp_path / "here")
     recipe = load("cobo-digits", [*settings, "engine=flower"])
@@ -178,25 +236,45 @@ def test_cobo_with_its_exchanges(exchange: float, tmp_path: Path, monkeypatch: p
     assert (max(number for round, number in numbers if round == 1) > 2) == (exchange < 1)
 
 
-def test_ddome_with_anchors_participation_and_clients_never_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = ["method.rounds=3", "evaluate_every=2", "checkpoint_every=2", "compare_with=[]", "data.clients=6", "data.anchors=3"]
-    settings += ["data.unseen={aligned: 2, random: 2}", "participation={anchors: 2, clients: 3}", "method.pool=3"]
+def test_ddome_with_anchors_participation_and_clients_never_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = [
+        "method.rounds=3",
+        "evaluate_every=2",
+        "checkpoint_every=2",
+        "compare_with=[]",
+        "data.clients=6",
+        "data.anchors=3",
+    ]
+    settings += [
+        "data.unseen={aligned: 2, random: 2}",
+        "participation={anchors: 2, clients: 3}",
+        "method.pool=3",
+    ]
     run.run(load("ddome-digits", [*settings, "engine=loopback"]), tmp_path / "here")
     recipe = load("ddome-digits", [*settings, "engine=flower"])
     simulated(recipe, tmp_path / "there", monkeypatch)
     assert_same_run(tmp_path / "here", tmp_path / "there")
     grid = Nodes()
-    everyone = tuple(json.loads((tmp_path / "here/result.json").read_text())[key] for key in ("clients", "training"))
+    everyone = tuple(
+        json.loads((tmp_path / "here/result.json").read_text())[key]
+        for key in ("clients", "training")
+    )
     for client in sorted({i for found in everyone for i in found}):
         grid.add({"home": str(tmp_path / client), "client": client})
     run.run(recipe, tmp_path / "far", place=devices(grid, recipe, len(grid.nodes)))
-    assert_same_run(tmp_path / "here", tmp_path / "far", differing=("label_counts",))  # that is in the data, which are elsewhere
+    assert_same_run(
+        tmp_path / "here", tmp_path / "far", differing=("label_counts",)
+    )  # that is in the data, which are elsewhere
 
 
 @pytest.fixture(scope="module")
 def language(tiny_base: Path, tiny_federation: Any) -> World:
     backbone = Backbone.load(tiny_base)
-    return World(tiny_federation, partial(LanguageModel, backbone), partial(Adapter, backbone.architecture))
+    return World(
+        tiny_federation, partial(LanguageModel, backbone), partial(Adapter, backbone.architecture)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -208,10 +286,17 @@ def pictures(tiny_pictures: Any) -> World:
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [*(("language", name) for name in ALL if name not in NETWORKS), *(("pictures", name) for name in PICTURES + NETWORKS)],
+    [
+        *(("language", name) for name in ALL if name not in NETWORKS),
+        *(("pictures", name) for name in PICTURES + NETWORKS),
+    ],
 )
 def test_every_method_over_messages_with_half_of_the_clients_a_round(
-    kind: str, name: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    name: str,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = one_by_one(request.getfixturevalue(kind))
     method = longer(method_of(name))

@@ -15,7 +15,14 @@ from coterie.runs import execution as executing
 from coterie.runs.metrics import MetricsFile
 from coterie.runs.recipe import Recipe, load
 
-SETTINGS = ["method.rounds=3", "compare_with=[]", "data.clusters=2", "metrics_every=1", "checkpoint_every=1", "evaluate_every=0"]
+SETTINGS = [
+    "method.rounds=3",
+    "compare_with=[]",
+    "data.clusters=2",
+    "metrics_every=1",
+    "checkpoint_every=1",
+    "evaluate_every=0",
+]
 CLIENTS = ("c0-0", "c0-1", "c1-0")
 
 
@@ -28,11 +35,17 @@ def grid(tmp_path: Path) -> Nodes:
 
 
 def recipe_of(method: str, quorum: str) -> Recipe:
-    return load("cobo-digits", [*SETTINGS, "engine=flower", f"method.name={method}", f"quorum={{{quorum}}}"])
+    return load(
+        "cobo-digits", [*SETTINGS, "engine=flower", f"method.name={method}", f"quorum={{{quorum}}}"]
+    )
 
 
 def lines(folder: Path, kind: str) -> list[dict[str, Any]]:
-    return [line for text in (folder / "metrics.jsonl").read_text().splitlines() if (line := json.loads(text))["kind"] == kind]
+    return [
+        line
+        for text in (folder / "metrics.jsonl").read_text().splitlines()
+        if (line := json.loads(text))["kind"] == kind
+    ]
 
 
 def before_task(grid: Nodes, do: Callable[[Any], None]) -> None:
@@ -45,7 +58,9 @@ def resumable(recipe: Recipe, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["fedavg", "cobo", "pcl"])
-def test_a_client_that_never_answers_is_left_out_of_everything(method: str, grid: Nodes, tmp_path: Path) -> None:
+def test_a_client_that_never_answers_is_left_out_of_everything(
+    method: str, grid: Nodes, tmp_path: Path
+) -> None:
     """Training, scores and personal models; the report is written all the same."""
     recipe = recipe_of(method, "deadline: 0.3")
     grid.nodes[1007].spoil = silent()
@@ -72,9 +87,13 @@ def test_fewer_than_wanted_stop_the_run_which_can_go_on(grid: Nodes, tmp_path: P
     with pytest.raises(ClientError) as raised:
         finished(recipe, tmp_path / "out", devices(grid, recipe, 3))
     assert raised.value.exit_code == 1
-    assert str(raised.value).startswith("round 2, local_round: 2 of 3 clients answered, quorum.min_clients is 3\n  Why is in ")
+    assert str(raised.value).startswith(
+        "round 2, local_round: 2 of 3 clients answered, quorum.min_clients is 3\n  Why is in "
+    )
     assert "--resume goes on" in str(raised.value)
-    assert [(line["round"], line["client"]) for line in lines(tmp_path / "out", "lost")] == [(2, "c1-0")]
+    assert [(line["round"], line["client"]) for line in lines(tmp_path / "out", "lost")] == [
+        (2, "c1-0")
+    ]
     before_task(grid, lambda request: None)
     grid.nodes[1014].spoil = None
     resumed = run.run(recipe, tmp_path / "out", resume=True, place=devices(grid, recipe, 3))[-1]
@@ -99,11 +118,15 @@ def test_nobody_there_is_no_round(method: str, grid: Nodes, tmp_path: Path) -> N
         started._one_round()
     started.metrics.close()
     assert started.round == 1
-    assert {line["reason"] for line in lines(tmp_path / "out", "lost")} == {"its device is not there"}
+    assert {line["reason"] for line in lines(tmp_path / "out", "lost")} == {
+        "its device is not there"
+    }
 
 
 @pytest.mark.parametrize("method", ["fedavg", "pcl"])
-def test_it_waits_for_a_device_that_was_started_again(method: str, grid: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_waits_for_a_device_that_was_started_again(
+    method: str, grid: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Under another number, as Flower gives it; the exchange that it missed is made up for."""
     recipe = recipe_of(method, "deadline: 5, min_clients: 3, otherwise: wait")
     waited: list[float] = []
@@ -113,9 +136,27 @@ def test_it_waits_for_a_device_that_was_started_again(method: str, grid: Nodes, 
         if len(waited) == 3:
             grid.restart(1014)
 
-    monkeypatch.setattr(base, "time", type("Clock", (), {"sleep": staticmethod(sleep), "monotonic": staticmethod(time.monotonic)}))
-    monkeypatch.setattr(evaluate, "time", type("Clock", (), {"sleep": staticmethod(sleep), "monotonic": staticmethod(time.monotonic)}))
-    monkeypatch.setattr(executing, "time", type("Clock", (), {"sleep": staticmethod(sleep), "monotonic": staticmethod(time.monotonic)}))
+    monkeypatch.setattr(
+        base,
+        "time",
+        type(
+            "Clock", (), {"sleep": staticmethod(sleep), "monotonic": staticmethod(time.monotonic)}
+        ),
+    )
+    monkeypatch.setattr(
+        evaluate,
+        "time",
+        type(
+            "Clock", (), {"sleep": staticmethod(sleep), "monotonic": staticmethod(time.monotonic)}
+        ),
+    )
+    monkeypatch.setattr(
+        executing,
+        "time",
+        type(
+            "Clock", (), {"sleep": staticmethod(sleep), "monotonic": staticmethod(time.monotonic)}
+        ),
+    )
 
     def kill(request: Any) -> None:
         if request.round == 1 and not waited:
@@ -129,13 +170,18 @@ def test_it_waits_for_a_device_that_was_started_again(method: str, grid: Nodes, 
     others = Nodes()
     for client in CLIENTS:
         others.add({"client": client, "home": str(tmp_path / "other" / client)})
-    assert finished(recipe, tmp_path / "whole", devices(others, recipe, 3))["evaluations"] == result["evaluations"]
+    assert (
+        finished(recipe, tmp_path / "whole", devices(others, recipe, 3))["evaluations"]
+        == result["evaluations"]
+    )
 
 
 def test_who_answered_is_not_asked_again_and_a_late_one_is_answered_alike(
     grid: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first exchange of a client whose reply was lost: it has done the work already, and does it again from the same state."""
+    """The first exchange of a client whose reply was lost: it has done the work already, and
+    does it again from the same state.
+    """
     recipe = recipe_of("fedavg", "deadline: 0.2, min_clients: 3, otherwise: wait")
     monkeypatch.setattr(base, "AGAIN_S", 0.01)
     grid.nodes[1014].spoil = silent()
@@ -154,7 +200,10 @@ def test_who_answered_is_not_asked_again_and_a_late_one_is_answered_alike(
     others = Nodes()
     for client in CLIENTS:
         others.add({"client": client, "home": str(tmp_path / "other" / client)})
-    assert finished(recipe, tmp_path / "whole", devices(others, recipe, 3))["evaluations"] == result["evaluations"]
+    assert (
+        finished(recipe, tmp_path / "whole", devices(others, recipe, 3))["evaluations"]
+        == result["evaluations"]
+    )
 
 
 def test_a_deadline_is_kept(grid: Nodes, tmp_path: Path) -> None:

@@ -41,11 +41,25 @@ def mark() -> Iterator[str]:
             os.kill(process, signal.SIGKILL)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install -e '.[simulation]'")
-def test_two_rows_in_one_simulation_are_what_one_process_computes(mark: str, tmp_path: Path) -> None:
+@pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None,
+    reason="Ray is not installed: pip install -e '.[simulation]'",
+)
+def test_two_rows_in_one_simulation_are_what_one_process_computes(
+    mark: str, tmp_path: Path
+) -> None:
     words = [word for setting in [*SETTINGS, "engine=flower"] for word in ("--set", setting)]
     done = subprocess.run(
-        [sys.executable, "-m", "coterie", "run", "cobo-digits", *words, "--out", str(tmp_path / "there")],
+        [
+            sys.executable,
+            "-m",
+            "coterie",
+            "run",
+            "cobo-digits",
+            *words,
+            "--out",
+            str(tmp_path / "there"),
+        ],
         env=os.environ | {"COTERIE_TEST_MARK": mark, "OMP_NUM_THREADS": "1", "COLUMNS": "160"},
         capture_output=True,
         text=True,
@@ -55,13 +69,23 @@ def test_two_rows_in_one_simulation_are_what_one_process_computes(mark: str, tmp
     assert done.returncode == 0, done.stderr[-3000:]
     run.run(load("cobo-digits", [*SETTINGS, "engine=loopback"]), tmp_path / "here")
     for row in (Path(), Path("baselines/fedavg")):
-        here, there = (json.loads((tmp_path / place / row / "result.json").read_text()) for place in ("here", "there"))
+        here, there = (
+            json.loads((tmp_path / place / row / "result.json").read_text())
+            for place in ("here", "there")
+        )
         assert there["lost"] == {}
         assert there["evaluations"] == here["evaluations"]
         assert there["clients"] == here["clients"]
-        for name in ("checkpoints/round-00002/server.safetensors", "clients/c0-1/classifier.safetensors"):
-            ours, theirs = (load_tensors(tmp_path / place / row / name)[0] for place in ("here", "there"))
-            assert {k: t.tolist() for k, t in theirs.items()} == {k: t.tolist() for k, t in ours.items()}
+        for name in (
+            "checkpoints/round-00002/server.safetensors",
+            "clients/c0-1/classifier.safetensors",
+        ):
+            ours, theirs = (
+                load_tensors(tmp_path / place / row / name)[0] for place in ("here", "there")
+            )
+            assert {k: t.tolist() for k, t in theirs.items()} == {
+                k: t.tolist() for k, t in ours.items()
+            }
     end = time.monotonic() + 30
     while started_with(mark) and time.monotonic() < end:
         time.sleep(0.5)

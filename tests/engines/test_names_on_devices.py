@@ -1,4 +1,6 @@
-"""Clients with names of any alphabet on devices of their own, and devices that say they have a name which nobody can have."""
+"""Clients with names of any alphabet on devices of their own, and devices that say they have a
+name which nobody can have.
+"""
 
 # ruff: noqa: RUF001 - letters of several alphabets look alike
 
@@ -41,22 +43,38 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder, rng = root / (DECOMPOSED if person == "ünï code" else person), random.Random(person)
         folder.mkdir()
         for k in range(30):
-            (folder / f"{k:02d}.txt").write_text(" ".join(rng.choices(["the", "cat", "sat", "on", "a", "warm", "mat"], k=12)))
+            (folder / f"{k:02d}.txt").write_text(
+                " ".join(rng.choices(["the", "cat", "sat", "on", "a", "warm", "mat"], k=12))
+            )
     return root
 
 
 def recipe_of(texts: Path, base: Path, method: str, **settings: Any) -> Recipe:
     return recipe.load(
-        "folders", recipe.overrides({"method.name": method} | SHORT | {"data.path": str(texts), "model.base": str(base)} | settings)
+        "folders",
+        recipe.overrides(
+            {"method.name": method}
+            | SHORT
+            | {"data.path": str(texts), "model.base": str(base)}
+            | settings
+        ),
     )
 
 
 @pytest.mark.parametrize("method", ["comigs-1g1s", "cobo", "comigs-pool"])
-def test_devices_come_to_what_one_process_comes_to(method: str, texts: Path, tiny_base: Path, tmp_path: Path) -> None:
+def test_devices_come_to_what_one_process_comes_to(
+    method: str, texts: Path, tiny_base: Path, tmp_path: Path
+) -> None:
     grid = Nodes()
     for person in PEOPLE:
         known_as = DECOMPOSED if person == "ünï code" else person
-        grid.add({"client": known_as, "data": str(texts), "home": str(tmp_path / "homes" / names.encoded(person))})
+        grid.add(
+            {
+                "client": known_as,
+                "data": str(texts),
+                "home": str(tmp_path / "homes" / names.encoded(person)),
+            }
+        )
     settings = recipe_of(texts, tiny_base, method, engine="flower")
     result = finished(settings, tmp_path / "there", devices(grid, settings, len(PEOPLE)))
     (expected,) = run.run(settings.model_copy(update={"engine": "loopback"}), tmp_path / "here")
@@ -68,7 +86,9 @@ def test_devices_come_to_what_one_process_comes_to(method: str, texts: Path, tin
     for person in PEOPLE:
         (kept,) = (tmp_path / "homes" / names.encoded(person)).glob("*/clients/*")
         assert kept.name == names.encoded(person)
-        assert (kept / "adapter.safetensors").read_bytes() == (tmp_path / "here/clients" / kept.name / "adapter.safetensors").read_bytes()
+        assert (kept / "adapter.safetensors").read_bytes() == (
+            tmp_path / "here/clients" / kept.name / "adapter.safetensors"
+        ).read_bytes()
         assert personal.load(kept.parent.parent, person).about.client == person
 
 
@@ -85,11 +105,19 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_device_with_a_name_that_nobody_can_have_is_refused(name: str, texts: Path, tiny_base: Path, tmp_path: Path) -> None:
+def test_a_device_with_a_name_that_nobody_can_have_is_refused(
+    name: str, texts: Path, tiny_base: Path, tmp_path: Path
+) -> None:
     """Whatever its program says, and the run goes on without it."""
     grid, told = Nodes(), Notes()
     for person in PEOPLE[:2]:
-        grid.add({"client": person, "data": str(texts), "home": str(tmp_path / "homes" / names.encoded(person))})
+        grid.add(
+            {
+                "client": person,
+                "data": str(texts),
+                "home": str(tmp_path / "homes" / names.encoded(person)),
+            }
+        )
 
     def lie(request: Message, reply: Message) -> Message:
         said, body = parts(reply)
@@ -97,7 +125,9 @@ def test_a_device_with_a_name_that_nobody_can_have_is_refused(name: str, texts: 
         found["client"] = found["member"]["client"] = name
         return Message(content(json.dumps(found), body), reply_to=request)
 
-    grid.add({"client": "数学", "data": str(texts), "home": str(tmp_path / "homes/liar")}, spoil=lie)
+    grid.add(
+        {"client": "数学", "data": str(texts), "home": str(tmp_path / "homes/liar")}, spoil=lie
+    )
     settings = recipe_of(texts, tiny_base, "fedavg", engine="flower")
     place = devices(grid, settings, 2, told)
     ((node, task, reason),) = told.losses

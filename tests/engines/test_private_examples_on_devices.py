@@ -1,4 +1,6 @@
-"""Privacy of single examples across devices: repeated where it should be, never where it should not, and counted by both sides."""
+"""Privacy of single examples across devices: repeated where it should be, never where it should
+not, and counted by both sides.
+"""
 
 import json
 from pathlib import Path
@@ -18,7 +20,14 @@ from coterie.runs.run import run
 
 pytest.importorskip("opacus")
 IDS = tuple(f"c{a}-{b}" for a in range(2) for b in range(2))
-SETTINGS = ["method.name=fedavg", "method.rounds=3", "method.local_steps=2", "compare_with=[]", "data.clusters=2", "evaluate_every=0"]
+SETTINGS = [
+    "method.name=fedavg",
+    "method.rounds=3",
+    "method.local_steps=2",
+    "compare_with=[]",
+    "data.clusters=2",
+    "evaluate_every=0",
+]
 PRIVACY = "privacy={unit: example, clip: 1.0, noise: 2.0, delta: 1.0e-3}"
 
 
@@ -41,22 +50,32 @@ def spent(steps: int) -> float:
 
 
 def test_over_bytes_a_simulation_is_the_same(tmp_path: Path) -> None:
-    here, there = (run(private(f"engine={name}"), tmp_path / name)[-1] for name in ("inprocess", "loopback"))
+    here, there = (
+        run(private(f"engine={name}"), tmp_path / name)[-1] for name in ("inprocess", "loopback")
+    )
     assert here["evaluations"] == there["evaluations"]
     assert here["privacy"] == there["privacy"]
     assert here["privacy"]["experiment"]
     assert "can draw the same noise, and the same examples" in here["privacy"]["assumes"]
 
 
-def test_servers_and_devices_count_the_same_and_two_runs_are_never_the_same(grid: Nodes, tmp_path: Path) -> None:
+def test_servers_and_devices_count_the_same_and_two_runs_are_never_the_same(
+    grid: Nodes, tmp_path: Path
+) -> None:
     recipe = private("engine=flower")
-    results = [finished(recipe, tmp_path / name, devices(grid, recipe, 4)) for name in ("one", "two")]
-    assert results[0]["mean_loss"] != results[1]["mean_loss"]  # noise is secret: a seed does not repeat it
+    results = [
+        finished(recipe, tmp_path / name, devices(grid, recipe, 4)) for name in ("one", "two")
+    ]
+    assert (
+        results[0]["mean_loss"] != results[1]["mean_loss"]
+    )  # noise is secret: a seed does not repeat it
     for result in results:
         assert not result["privacy"]["experiment"]
         assert result["privacy"]["clients"] == dict.fromkeys(IDS, pytest.approx(spent(6)))
     for client in IDS:
-        assert Account(tmp_path / client / ACCOUNT).epsilon(1e-3) == pytest.approx(spent(12))  # over both runs
+        assert Account(tmp_path / client / ACCOUNT).epsilon(1e-3) == pytest.approx(
+            spent(12)
+        )  # over both runs
 
 
 class Stopped(Exception):
@@ -75,7 +94,9 @@ def test_a_server_that_goes_back_counts_both_times(grid: Nodes, tmp_path: Path) 
         finished(recipe, folder, devices(grid, recipe, 4))
     grid.before = lambda nodes, request, node: None
     result: dict[str, Any] = finished(recipe, folder, devices(grid, recipe, 4))
-    assert result["privacy"]["clients"] == dict.fromkeys(IDS, pytest.approx(spent(10)))  # two rounds, and then all three
+    assert result["privacy"]["clients"] == dict.fromkeys(
+        IDS, pytest.approx(spent(10))
+    )  # two rounds, and then all three
     for client in IDS:
         assert Account(tmp_path / client / ACCOUNT).epsilon(1e-3) == pytest.approx(spent(10))
     assert len((folder / "released.jsonl").read_text().splitlines()) == 5

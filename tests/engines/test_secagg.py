@@ -1,6 +1,8 @@
-"""Secure aggregation: what a server gets to see of a client, what it makes of it, who leaves, and who does not keep to the protocol.
+"""Secure aggregation: what a server gets to see of a client, what it makes of it, who leaves, and
+who does not keep to the protocol.
 
-Everything is Flower's own but the grid: it is in this process, takes every message through Flower's wire form, and keeps what it carried.
+Everything is Flower's own but the grid: it is in this process, takes every message through Flower's
+wire form, and keeps what it carried.
 """
 
 import json
@@ -15,7 +17,12 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, RecordD
 from flwr.client.mod.secure_aggregation import secaggplus_mod
 from flwr.common import bytes_to_ndarray, ndarray_to_bytes
 from flwr.common.secure_aggregation.quantization import quantize
-from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, RECORD_KEY_STATE, Key, Stage
+from flwr.common.secure_aggregation.secaggplus_constants import (
+    RECORD_KEY_CONFIGS,
+    RECORD_KEY_STATE,
+    Key,
+    Stage,
+)
 from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.server.workflow import SecAggPlusWorkflow
 from flwr.serverapp import Grid
@@ -61,7 +68,9 @@ class Pair:
 def delta(place: int) -> dict[str, torch.Tensor]:
     """The update of a client."""
     generator = torch.Generator().manual_seed(100 + place)
-    return {name: 0.1 * torch.randn(tensor.shape, generator=generator) for name, tensor in SENT.items()}
+    return {
+        name: 0.1 * torch.randn(tensor.shape, generator=generator) for name, tensor in SENT.items()
+    }
 
 
 def device(node: Any, text: str, body: bytes) -> tuple[str, bytes]:
@@ -69,11 +78,21 @@ def device(node: Any, text: str, body: bytes) -> tuple[str, bytes]:
     request: Request = parsed(Request, text)
     name = f"c{node['partition-id']}"
     if request.action == "hello":
-        return Reply(client=name, member=Member(client=name, position=node["partition-id"], windows=(1, 1, 1))).model_dump_json(), b""
+        return Reply(
+            client=name,
+            member=Member(client=name, position=node["partition-id"], windows=(1, 1, 1)),
+        ).model_dump_json(), b""
     sent = from_bytes(body)
     reply = {key: sent[key] + value for key, value in delta(node["partition-id"]).items()}
     found = {secure.UPDATE: secure.update(sent, reply)} if request.masked else reply
-    said = Reply(client=name, task=request.task, round=request.round, number=request.number, metrics={"tokens": 3}, state_bytes=5)
+    said = Reply(
+        client=name,
+        task=request.task,
+        round=request.round,
+        number=request.number,
+        metrics={"tokens": 3},
+        state_bytes=5,
+    )
     return said.model_dump_json(), to_bytes(found)
 
 
@@ -82,7 +101,8 @@ class InProcess(Grid):
 
     Args:
         clients: Nodes; their numbers are 1000, 1001, ...
-        lost: Whether the reply of a node to a message of a stage never comes: the node dies before it does anything.
+        lost: Whether the reply of a node to a message of a stage never comes: the node dies before
+            it does anything.
         tamper: What becomes of a reply on its way; None: it stays.
     """
 
@@ -94,9 +114,14 @@ class InProcess(Grid):
         handle: Any = device,
     ) -> None:
         self.app, self.lost, self.tamper = client_app(handle), lost, tamper
-        self.contexts = {1000 + k: Context(1, 1000 + k, {"partition-id": k}, RecordDict(), {}) for k in range(clients)}
+        self.contexts = {
+            1000 + k: Context(1, 1000 + k, {"partition-id": k}, RecordDict(), {})
+            for k in range(clients)
+        }
         self.replies: dict[str, Message] = {}
-        self.carried: list[tuple[int, str, Message]] = []  # what came back to the server: node, stage, message
+        self.carried: list[
+            tuple[int, str, Message]
+        ] = []  # what came back to the server: node, stage, message
 
     def set_run(self, run: Any) -> None: ...
 
@@ -128,7 +153,9 @@ class InProcess(Grid):
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         return [self.replies.pop(id) for id in list(message_ids) if id in self.replies]
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> list[Message]:
         raise AssertionError("the engine has its own deadline")
 
 
@@ -137,7 +164,9 @@ def stage_of(message: Message) -> str:
 
 
 def through_the_wire(message: Message) -> Message:
-    return message_from_proto(type(message_to_proto(message)).FromString(message_to_proto(message).SerializeToString()))
+    return message_from_proto(
+        type(message_to_proto(message)).FromString(message_to_proto(message).SerializeToString())
+    )
 
 
 class Ear(Listener):
@@ -163,18 +192,28 @@ def engine(grid: InProcess, **kwargs: Any) -> tuple[Flower, Ear]:
 
 def answered(grid: InProcess, clients: int, round: int = 0) -> tuple[dict[str, Any], Ear]:
     flower, ear = engine(grid)
-    return dict(flower.answer(Ask(Pair().train, {f"c{k}": SENT for k in range(clients)}), round, 0)), ear
+    return dict(
+        flower.answer(Ask(Pair().train, {f"c{k}": SENT for k in range(clients)}), round, 0)
+    ), ear
 
 
 def naive_mean(places: Iterable[int]) -> dict[str, torch.Tensor]:
-    replies = [{name: (SENT[name] + value).double() for name, value in delta(k).items()} for k in places]
+    replies = [
+        {name: (SENT[name] + value).double() for name, value in delta(k).items()} for k in places
+    ]
     return {name: sum(reply[name] for reply in replies) / len(replies) for name in SENT}
 
 
 def masked_values(grid: InProcess) -> dict[int, np.ndarray]:
     """The masked update of each node, as the server received it."""
-    found = {node: m.content.config_records[RECORD_KEY_CONFIGS] for node, stage, m in grid.carried if stage == Stage.COLLECT_MASKED_VECTORS}
-    return {node: bytes_to_ndarray(configs[Key.MASKED_PARAMETERS][1]) for node, configs in found.items()}
+    found = {
+        node: m.content.config_records[RECORD_KEY_CONFIGS]
+        for node, stage, m in grid.carried
+        if stage == Stage.COLLECT_MASKED_VECTORS
+    }
+    return {
+        node: bytes_to_ndarray(configs[Key.MASKED_PARAMETERS][1]) for node, configs in found.items()
+    }
 
 
 def assert_is_mean(replies: dict[str, Any], places: Iterable[int], asked: int) -> None:
@@ -182,9 +221,15 @@ def assert_is_mean(replies: dict[str, Any], places: Iterable[int], asked: int) -
     assert list(replies) == [f"c{k}" for k in places]
     expected = naive_mean(places)
     for reply in replies.values():
-        assert {name: (t.shape, t.dtype) for name, t in reply.items()} == {name: (t.shape, t.dtype) for name, t in SENT.items()}
-        for name in SENT:  # half a unit of float32 in the last place of values below 4, and the step of the quantisation
-            assert (reply[name].double() - expected[name]).abs().max() <= secure.step(asked) + 2**-22
+        assert {name: (t.shape, t.dtype) for name, t in reply.items()} == {
+            name: (t.shape, t.dtype) for name, t in SENT.items()
+        }
+        # half a unit of float32 in the last place of values below 4, and the step of the
+        # quantisation
+        for name in SENT:
+            assert (reply[name].double() - expected[name]).abs().max() <= secure.step(
+                asked
+            ) + 2**-22
 
 
 @pytest.mark.parametrize("clients", [3, 4, 7])
@@ -201,24 +246,33 @@ def test_what_a_server_receives_is_not_the_update() -> None:
         answered(grid, 3)
     first, second = map(masked_values, grids)
     for k in range(3):
-        update = secure.update(SENT, {name: SENT[name] + value for name, value in delta(k).items()}).numpy()
+        update = secure.update(
+            SENT, {name: SENT[name] + value for name, value in delta(k).items()}
+        ).numpy()
         for values in (first[1000 + k], second[1000 + k]):
             assert abs(np.corrcoef(values, update)[0, 1]) < 5 / np.sqrt(SIZE)
             low, high = values.min() / 2**32, values.max() / 2**32
             assert low < 0.02
-            assert high > 0.98  # over all integers modulo 2^32; a quantised update is within a quarter of them
+            assert (
+                high > 0.98
+            )  # over all integers modulo 2^32; a quantised update is within a quarter of them
             assert abs(values.mean() / 2**32 - 0.5) < 5 / np.sqrt(12 * SIZE)
         assert (first[1000 + k] != second[1000 + k]).mean() > 0.99
         for grid in grids:
             for node, _, message in grid.carried:
                 if node == 1000 + k:
                     raw = message_to_proto(message).SerializeToString()
-                    pairs = update.astype("<f4")[:606].view("<f8")  # of two values each: four bytes are there by chance now and then
-                    assert not any(value.tobytes() in raw for values in (update, pairs) for value in values)
+                    pairs = update.astype("<f4")[:606].view(
+                        "<f8"
+                    )  # of two values each: four bytes are there by chance now and then
+                    assert not any(
+                        value.tobytes() in raw for values in (update, pairs) for value in values
+                    )
 
 
 def test_no_secret_is_of_a_generator_that_others_can_set() -> None:
-    # A task runs with PyTorch's generator seeded from the recipe; here all ordinary ones are, before whatever a device does.
+    # A task runs with PyTorch's generator seeded from the recipe; here all ordinary ones are,
+    # before whatever a device does.
     def seeded(node: int, stage: str) -> bool:
         random.seed(0)
         np.random.seed(0)
@@ -229,9 +283,24 @@ def test_no_secret_is_of_a_generator_that_others_can_set() -> None:
     for _ in range(2):
         grid = InProcess(3, lost=seeded)
         answered(grid, 3)
-        records = [(node, stage, dict(m.content.config_records.get(RECORD_KEY_CONFIGS, {}))) for node, stage, m in grid.carried]
-        kept.append({(node, stage, key): value for node, stage, record in records for key, value in record.items()})
-    secret = (Key.PUBLIC_KEY_1, Key.PUBLIC_KEY_2, Key.CIPHERTEXT_LIST, Key.MASKED_PARAMETERS, Key.SHARE_LIST)
+        records = [
+            (node, stage, dict(m.content.config_records.get(RECORD_KEY_CONFIGS, {})))
+            for node, stage, m in grid.carried
+        ]
+        kept.append(
+            {
+                (node, stage, key): value
+                for node, stage, record in records
+                for key, value in record.items()
+            }
+        )
+    secret = (
+        Key.PUBLIC_KEY_1,
+        Key.PUBLIC_KEY_2,
+        Key.CIPHERTEXT_LIST,
+        Key.MASKED_PARAMETERS,
+        Key.SHARE_LIST,
+    )
     compared = [key for key in kept[0] if key[2] in secret]
     assert len(compared) == 3 * len(secret)
     assert all(kept[0][key] != kept[1][key] for key in compared)
@@ -240,7 +309,9 @@ def test_no_secret_is_of_a_generator_that_others_can_set() -> None:
 def test_the_sum_of_what_a_server_receives_still_has_the_own_masks_of_clients() -> None:
     grid = InProcess(3)
     answered(grid, 3)
-    total = np.sum(list(masked_values(grid).values()), axis=0) % 2**32  # masks of pairs are gone, those of single clients are not
+    total = (
+        np.sum(list(masked_values(grid).values()), axis=0) % 2**32
+    )  # masks of pairs are gone, those of single clients are not
     assert total.max() > 3.5 * secure.levels(3)
 
 
@@ -259,7 +330,9 @@ def test_masks_are_of_all_bits_of_their_seed() -> None:
         assert [part.shape for part in a] == [(1,), (40, 50)]
         assert all((x == y).all() for x, y in zip(a, again, strict=True))
         assert (a[1] != b[1]).mean() > 0.99
-        assert (a[1] != np.random.RandomState(fold(one)).randint(0, 2**32 - 1, (40, 50), dtype=np.int64)).mean() > 0.99
+        assert (
+            a[1] != np.random.RandomState(fold(one)).randint(0, 2**32 - 1, (40, 50), dtype=np.int64)
+        ).mean() > 0.99
         assert a[1].min() >= 0
         assert a[1].max() < 2**32
 
@@ -273,7 +346,12 @@ def test_who_leaves_before_it_sent_is_not_in_the_mean_and_who_leaves_after_is(st
 
 
 def test_clients_leave_at_different_stages() -> None:
-    gone = {(1001, Stage.SETUP), (1004, Stage.SHARE_KEYS), (1006, Stage.COLLECT_MASKED_VECTORS), (1000, Stage.UNMASK)}
+    gone = {
+        (1001, Stage.SETUP),
+        (1004, Stage.SHARE_KEYS),
+        (1006, Stage.COLLECT_MASKED_VECTORS),
+        (1000, Stage.UNMASK),
+    }
     replies, ear = answered(InProcess(14, lost=lambda node, now: (node, now) in gone), 14)
     assert_is_mean(replies, (0, 2, 3, 5, 7, 8, 9, 10, 11, 12, 13), 14)
     assert set(ear.reasons) == {"c1", "c4", "c6"}
@@ -316,7 +394,9 @@ def in_the_clear(node: int, stage: str, reply: Message) -> Message:
     return reply
 
 
-def with_masked(values: Callable[[list[np.ndarray]], list[np.ndarray]]) -> Callable[[int, str, Message], Message]:
+def with_masked(
+    values: Callable[[list[np.ndarray]], list[np.ndarray]],
+) -> Callable[[int, str, Message], Message]:
     def change(node: int, stage: str, reply: Message) -> Message:
         if (node, stage) == (1000, Stage.COLLECT_MASKED_VECTORS):
             configs = reply.content.config_records[RECORD_KEY_CONFIGS]
@@ -329,7 +409,10 @@ def with_masked(values: Callable[[list[np.ndarray]], list[np.ndarray]]) -> Calla
 
 def quantised(values: list[np.ndarray]) -> list[np.ndarray]:
     """Quantised as Flower does, without masks."""
-    return [np.array([secure.levels(4)]), quantize([np.zeros(SIZE)], secure.RANGE, secure.levels(4))[0].astype(np.int64)]
+    return [
+        np.array([secure.levels(4)]),
+        quantize([np.zeros(SIZE)], secure.RANGE, secure.levels(4))[0].astype(np.int64),
+    ]
 
 
 def without_configs(node: int, stage: str, reply: Message) -> Message:
@@ -340,7 +423,9 @@ def without_configs(node: int, stage: str, reply: Message) -> Message:
 
 def of_another_round(node: int, stage: str, reply: Message) -> Message:
     if (node, stage) == (1000, Stage.COLLECT_MASKED_VECTORS):
-        said = json.loads(str(reply.content.config_records["fitres.metrics"]["text"])) | {"round": 7}
+        said = json.loads(str(reply.content.config_records["fitres.metrics"]["text"])) | {
+            "round": 7
+        }
         reply.content.config_records["fitres.metrics"] = ConfigRecord({"text": json.dumps(said)})
     return reply
 
@@ -350,14 +435,22 @@ def of_another_round(node: int, stage: str, reply: Message) -> Message:
     [
         (in_the_clear, "not masked"),
         (with_masked(quantised), "not masked"),
-        (with_masked(lambda values: [values[0], values[1][:-1]]), "expected int64[1] and int64[607]"),
-        (with_masked(lambda values: [values[0], values[1].astype(np.float64)]), "expected int64[1] and int64[607]"),
+        (
+            with_masked(lambda values: [values[0], values[1][:-1]]),
+            "expected int64[1] and int64[607]",
+        ),
+        (
+            with_masked(lambda values: [values[0], values[1].astype(np.float64)]),
+            "expected int64[1] and int64[607]",
+        ),
         (with_masked(lambda values: [values[0], values[1] + 2**40]), "modulo 2^32"),
         (without_configs, "KeyError"),
         (of_another_round, "nobody asked for"),
     ],
 )
-def test_a_server_does_not_take_a_reply_that_is_not_masked_or_not_whole(tamper: Any, reason: str) -> None:
+def test_a_server_does_not_take_a_reply_that_is_not_masked_or_not_whole(
+    tamper: Any, reason: str
+) -> None:
     replies, ear = answered(InProcess(4, tamper=tamper), 4)
     assert reason in ear.reasons["c0"]
     assert_is_mean(replies, (1, 2, 3), 4)
@@ -367,7 +460,9 @@ def test_wrong_shares_of_keys_do_not_become_a_mean() -> None:
     def wrong(node: int, stage: str, reply: Message) -> Message:
         if (node, stage) == (1000, Stage.UNMASK):
             configs = reply.content.config_records[RECORD_KEY_CONFIGS]
-            configs[Key.SHARE_LIST] = [share[:4] + bytes(len(share) - 4) for share in configs[Key.SHARE_LIST]]
+            configs[Key.SHARE_LIST] = [
+                share[:4] + bytes(len(share) - 4) for share in configs[Key.SHARE_LIST]
+            ]
         return reply
 
     replies, ear = answered(InProcess(4, tamper=wrong), 4)
@@ -377,16 +472,26 @@ def test_wrong_shares_of_keys_do_not_become_a_mean() -> None:
 
 def test_masks_that_do_not_cancel_do_not_become_a_mean() -> None:
     other = np.random.default_rng(0).integers(0, 2**32, SIZE)
-    replies, ear = answered(InProcess(4, tamper=with_masked(lambda values: [values[0], (values[1] + other) % 2**32])), 4)
+    replies, ear = answered(
+        InProcess(4, tamper=with_masked(lambda values: [values[0], (values[1] + other) % 2**32])), 4
+    )
     assert replies == {}
     assert "did not keep to the protocol" in ear.reasons["c1"]
 
 
-# --- what a device refuses -------------------------------------------------------------------------------------------------------------
+# --- what a device refuses
+# --------------------------------------------------------------------------------------------------
 
 
 def terms(**changes: Any) -> dict[str, Any]:
-    said = {"sample_num": 4, "share_num": 4, "threshold": 3, "clipping_range": 8.0, "target_range": 2**29, "mod_range": 2**32}
+    said = {
+        "sample_num": 4,
+        "share_num": 4,
+        "threshold": 3,
+        "clipping_range": 8.0,
+        "target_range": 2**29,
+        "mod_range": 2**32,
+    }
     return {"stage": Stage.SETUP} | said | {"max_weight": 1.0} | changes
 
 
@@ -430,7 +535,10 @@ def test_a_device_takes_no_terms_from_a_server(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kind", [TRAIN, "train.default"])
 def test_a_device_does_not_answer_what_flower_would_not_mask(kind: str) -> None:
     """Of "train.default" the modifier is registered and passes the reply through as it is."""
-    content = _packed(Request(action="task", run="run", recipe={}, client="c0", task="train").model_dump_json(), to_bytes(SENT))
+    content = _packed(
+        Request(action="task", run="run", recipe={}, client="c0", task="train").model_dump_json(),
+        to_bytes(SENT),
+    )
     content[RECORD_KEY_CONFIGS] = ConfigRecord({"stage": Stage.SETUP} if kind != TRAIN else {})
     reply = said_by(InProcess(1), content, kind)
     assert reply.has_error()
@@ -467,13 +575,17 @@ def unmask(active: list[int], dead: list[int]) -> RecordDict:
     ("active", "dead"),
     [([1000, 1001, 1002], [1002]), ([1000, 1000, 1001], [1002]), ([1001, 1002, 1003], [1000])],
 )
-def test_a_device_does_not_give_away_both_masks_of_a_client(active: list[int], dead: list[int]) -> None:
+def test_a_device_does_not_give_away_both_masks_of_a_client(
+    active: list[int], dead: list[int]
+) -> None:
     grid = InProcess(4, lost=lambda node, stage: stage == Stage.UNMASK)
     answered(grid, 4)
     assert RECORD_KEY_STATE in grid.contexts[1000].state.config_records
     reply = said_by(grid, unmask(active, dead))
     assert "twice" in str(reply.error.reason) or "not in" in str(reply.error.reason)
-    assert said_by(grid, unmask([1000, 1001, 1002, 1003], [])).has_error()  # nor does it after such a question
+    assert said_by(
+        grid, unmask([1000, 1001, 1002, 1003], [])
+    ).has_error()  # nor does it after such a question
 
 
 def test_a_device_gives_shares_once_and_forgets_its_keys() -> None:
@@ -497,16 +609,25 @@ def test_what_has_no_sum_is_not_asked_in_the_clear_instead() -> None:
     flower, _ = engine(grid)
     odd = SENT | {"w": SENT["w"][:2]}
     unlike = Ask(Pair().train, {"c0": SENT, "c1": SENT, "c2": odd})
-    more = Ask(Pair().train, {f"c{k}": SENT for k in range(3)}, lambda sent: {**sent, "samples": torch.tensor(5)})
+    more = Ask(
+        Pair().train,
+        {f"c{k}": SENT for k in range(3)},
+        lambda sent: {**sent, "samples": torch.tensor(5)},
+    )
     integers = Ask(Pair().train, {f"c{k}": {"n": torch.tensor(5)} for k in range(3)})
     before = len(grid.carried)
-    for ask, said in ((unlike, "'w' is float32"), (more, "'samples'"), (integers, "holds integers")):
+    for ask, said in (
+        (unlike, "'w' is float32"),
+        (more, "'samples'"),
+        (integers, "holds integers"),
+    ):
         with pytest.raises(TensorError, match=said):
             flower.answer(ask, 0, 0)
     assert len(grid.carried) == before
 
 
-# --- the numbers ------------------------------------------------------------------------------------------------------------------------
+# --- the numbers
+# --------------------------------------------------------------------------------------------------
 
 
 @given(st.integers(3, 100_000))
@@ -518,7 +639,10 @@ def test_no_sum_is_beyond_the_modulus(clients: int) -> None:
     assert secure.step(clients) == 16 / secure.levels(clients)
 
 
-@pytest.mark.parametrize(("clients", "levels", "threshold"), [(3, 2**30, 3), (4, 2**29, 3), (7, 2**29, 5), (8, 2**28, 6), (100, 2**25, 67)])
+@pytest.mark.parametrize(
+    ("clients", "levels", "threshold"),
+    [(3, 2**30, 3), (4, 2**29, 3), (7, 2**29, 5), (8, 2**28, 6), (100, 2**25, 67)],
+)
 def test_the_numbers_for_some_clients(clients: int, levels: int, threshold: int) -> None:
     assert (secure.levels(clients), secure.threshold(clients)) == (levels, threshold)
 
@@ -529,15 +653,24 @@ def test_replies_are_what_was_sent_and_their_updates(seed: int, clients: int) ->
     forms = {"z": (2, 3), "a": (4,), "m": ()}
 
     def named(scale: float) -> dict[str, torch.Tensor]:
-        return {name: scale * torch.randn(shape, generator=generator) for name, shape in forms.items()}
+        return {
+            name: scale * torch.randn(shape, generator=generator) for name, shape in forms.items()
+        }
 
     sent, replies = [named(1.0) for _ in range(clients)], [named(0.5) for _ in range(clients)]
     vectors = [secure.update(s, r) for s, r in zip(sent, replies, strict=True)]
-    assert torch.equal(vectors[0][:4], (replies[0]["a"].double() - sent[0]["a"].double()))  # in the order of the names
+    assert torch.equal(
+        vectors[0][:4], (replies[0]["a"].double() - sent[0]["a"].double())
+    )  # in the order of the names
     assert vectors[0][4] == replies[0]["m"].double() - sent[0]["m"].double()
     mean = secure.moved(sent, torch.stack(vectors).mean(dim=0).numpy())
     for name in forms:
-        torch.testing.assert_close(mean[name], torch.stack([reply[name] for reply in replies]).mean(dim=0), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            mean[name],
+            torch.stack([reply[name] for reply in replies]).mean(dim=0),
+            rtol=1e-5,
+            atol=1e-6,
+        )
 
 
 @pytest.mark.parametrize(

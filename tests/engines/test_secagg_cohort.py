@@ -1,4 +1,6 @@
-"""Secure aggregation and a server that asks again, differently: of which sums the difference would tell, and that there is one sum only."""
+"""Secure aggregation and a server that asks again, differently: of which sums the difference
+would tell, and that there is one sum only.
+"""
 
 import json
 from collections import Counter
@@ -26,22 +28,40 @@ from coterie.runs.prepare import prepare
 from coterie.runs.recipe import Recipe, load
 
 IDS = ("c0-0", "c0-1", "c1-0", "c1-1")
-SETTINGS = ["method.name=fedavg", "method.local_steps=2", "compare_with=[]", "data.clusters=2", "data.clients_per_cluster=2"]
+SETTINGS = [
+    "method.name=fedavg",
+    "method.local_steps=2",
+    "compare_with=[]",
+    "data.clusters=2",
+    "data.clients_per_cluster=2",
+]
 
 
 def recipe_of(*more: str) -> Recipe:
-    return load("cobo-digits", [*SETTINGS, "method.rounds=3", "engine=flower", "secure=true", "checkpoint_every=1", *more])
+    return load(
+        "cobo-digits",
+        [*SETTINGS, "method.rounds=3", "engine=flower", "secure=true", "checkpoint_every=1", *more],
+    )
 
 
 class Devices(InProcess):
-    """Real devices, whose requests under masks are written down; what is on its way to them may be changed, or the server die before."""
+    """Real devices, whose requests under masks are written down; what is on its way to them may
+    be changed, or the server die before.
+    """
 
-    def __init__(self, home: Path, change: Callable[[int, str, Message], None] = lambda node, stage, message: None, **limits: Any) -> None:
+    def __init__(
+        self,
+        home: Path,
+        change: Callable[[int, str, Message], None] = lambda node, stage, message: None,
+        **limits: Any,
+    ) -> None:
         self.change, self.masked = change, Counter[tuple[str, int, int]]()
 
         def handle(node: Any, text: str, body: bytes) -> tuple[str, bytes]:
             client = IDS[node["partition-id"]]
-            reply, body = Device(home / client, client, limits=Limits(secure=True, **limits)).answer(text, body)
+            reply, body = Device(
+                home / client, client, limits=Limits(secure=True, **limits)
+            ).answer(text, body)
             asked = json.loads(text)
             if asked["masked"] and body:
                 self.masked[client, asked["round"], asked["number"]] += 1
@@ -62,22 +82,41 @@ class Server:
     def __init__(self, home: Path) -> None:
         self.recipe, self.devices, self.ear = recipe_of(), Devices(home), Ear()
         prepared = prepare(self.recipe)
-        self.method, self.theta = prepared.method, prepared.method.init(prepared.blueprint, prepared.clients)
+        self.method, self.theta = (
+            prepared.method,
+            prepared.method.init(prepared.blueprint, prepared.clients),
+        )
 
-    def sum_of(self, clients: Iterable[str], name: str = "run", round: int = 0, theta: Tensors | None = None) -> Tensors | None:
-        """The sum of the updates of some clients, as a server gets it that remembers nothing; None where it gets none."""
-        section = self.recipe.model_dump(mode="json", exclude={"compare_with", "description", "paper"})
+    def sum_of(
+        self,
+        clients: Iterable[str],
+        name: str = "run",
+        round: int = 0,
+        theta: Tensors | None = None,
+    ) -> Tensors | None:
+        """The sum of the updates of some clients, as a server gets it that remembers nothing;
+        None where it gets none.
+        """
+        section = self.recipe.model_dump(
+            mode="json", exclude={"compare_with", "description", "paper"}
+        )
         engine = Flower(self.devices, name, section, deadline=60.0, secure=True, listener=self.ear)
         engine.members()
         sent = theta or self.theta
         found = engine.answer(Ask(self.method.local_round, dict.fromkeys(clients, sent)), round, 0)  # type: ignore[attr-defined]
         mean = next(iter(found.values()), None)
-        return None if mean is None else {n: len(found) * (mean[n].double() - sent[n].double()) for n in sent}
+        return (
+            None
+            if mean is None
+            else {n: len(found) * (mean[n].double() - sent[n].double()) for n in sent}
+        )
 
     def update_of(self, client: str) -> Tensors:
         """What nobody is to learn."""
         plain = prepare(self.recipe.model_copy(update={"secure": False, "engine": "inprocess"}))
-        reply, _ = plain.site.answer(plain.method, "local_round", client, dict(self.theta), {}, 0, 0)
+        reply, _ = plain.site.answer(
+            plain.method, "local_round", client, dict(self.theta), {}, 0, 0
+        )
         return {n: (reply[n] - self.theta[n]).double() for n in self.theta}
 
 
@@ -98,7 +137,9 @@ def sum_up(terms: list[Tensors]) -> Tensors:
     return {name: torch.stack([term[name] for term in terms]).sum(dim=0) for name in terms[0]}
 
 
-def test_a_round_is_answered_once_also_with_another_model_and_an_earlier_one_never(tmp_path: Path) -> None:
+def test_a_round_is_answered_once_also_with_another_model_and_an_earlier_one_never(
+    tmp_path: Path,
+) -> None:
     server = Server(tmp_path)
     assert server.sum_of(IDS, round=1) is not None
     other = {name: t + 0.01 for name, t in server.theta.items()}
@@ -107,8 +148,12 @@ def test_a_round_is_answered_once_also_with_another_model_and_an_earlier_one_nev
     assert server.sum_of(IDS, round=2, theta=other) is not None
 
 
-def test_it_is_on_the_disk_before_the_update_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Devices that die right after they have written it down do not answer when they are there again."""
+def test_it_is_on_the_disk_before_the_update_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Devices that die right after they have written it down do not answer when they are there
+    again.
+    """
     server = Server(tmp_path)
 
     def dies(*arguments: Any) -> None:
@@ -121,7 +166,8 @@ def test_it_is_on_the_disk_before_the_update_leaves(tmp_path: Path, monkeypatch:
     assert "answers each exchange once" in server.ear.reasons["c0-0"]
 
 
-# --- unlike things told to clients of one exchange ----------------------------------------------------------------------------------------
+# --- unlike things told to clients of one exchange
+# ----------------------------------------------------------------------------------------
 
 
 class Told(InProcess):
@@ -156,19 +202,33 @@ def another_exchange(node: int, stage: str, message: Message) -> None:
     """One client is told that it is another round."""
     if (node, stage) == (1000, Stage.SETUP):
         about = json.loads(str(message.content.config_records[EXCHANGE]["about"]))
-        message.content.config_records[EXCHANGE] = ConfigRecord({"about": json.dumps([about[0], 5, *about[2:]])})
+        message.content.config_records[EXCHANGE] = ConfigRecord(
+            {"about": json.dumps([about[0], 5, *about[2:]])}
+        )
 
 
 @pytest.mark.parametrize("change", [smaller_cohort, other_keys, another_exchange])
-def test_a_client_that_was_told_something_else_has_no_part_in_a_sum(change: Callable[[int, str, Message], None]) -> None:
+def test_a_client_that_was_told_something_else_has_no_part_in_a_sum(
+    change: Callable[[int, str, Message], None],
+) -> None:
     """The others refuse its shares and it theirs, before they send anything."""
     grid = Told(4, lambda node, stage, message: change(node, stage, own_copy(message)))
     flower, ear = engine(grid)
     assert flower.answer(Ask(Pair().train, {f"c{k}": SENT for k in range(4)}), 0, 0) == {}
     reasons = " ".join(ear.reasons.values())
-    assert "another cohort or exchange" in reasons or "of another exchange" in reasons or "InvalidToken" in reasons
-    sent = {node for node, stage, m in grid.carried if stage == Stage.COLLECT_MASKED_VECTORS and not m.has_error()}
-    assert sent <= {1003}  # to whom nothing unlike came: of one alone there are too few shares to take its masks away
+    assert (
+        "another cohort or exchange" in reasons
+        or "of another exchange" in reasons
+        or "InvalidToken" in reasons
+    )
+    sent = {
+        node
+        for node, stage, m in grid.carried
+        if stage == Stage.COLLECT_MASKED_VECTORS and not m.has_error()
+    }
+    assert sent <= {
+        1003
+    }  # to whom nothing unlike came: of one alone there are too few shares to take its masks away
 
 
 def own_copy(message: Message) -> Message:
@@ -183,7 +243,9 @@ def own_copy(message: Message) -> Message:
 
 
 def test_an_update_of_a_model_of_its_own_is_not_alone_in_the_sum() -> None:
-    """Model inconsistency: the others get a model that gives no update, so that the sum would be the update of the one."""
+    """Model inconsistency: the others get a model that gives no update, so that the sum would be
+    the update of the one.
+    """
 
     def change(node: int, stage: str, message: Message) -> None:
         if stage == Stage.COLLECT_MASKED_VECTORS and node != 1000:
@@ -193,7 +255,9 @@ def test_an_update_of_a_model_of_its_own_is_not_alone_in_the_sum() -> None:
             from coterie.core.tensors import to_bytes
 
             ins = compat.recorddict_to_fitins(message.content, keep_input=True)
-            ins.parameters = Parameters([to_bytes({name: t + 1 for name, t in SENT.items()})], "safetensors")
+            ins.parameters = Parameters(
+                [to_bytes({name: t + 1 for name, t in SENT.items()})], "safetensors"
+            )
             changed = compat.fitins_to_recorddict(ins, keep_input=True)
             message.content.array_records.clear()
             for name, record in changed.array_records.items():
@@ -225,7 +289,8 @@ def test_who_is_told_the_same_has_the_sum() -> None:
     assert ear.reasons == {}
 
 
-# --- a server that is killed --------------------------------------------------------------------------------------------------------------
+# --- a server that is killed
+# --------------------------------------------------------------------------------------------------
 
 
 class Killed(BaseException):
@@ -260,8 +325,12 @@ def notes(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("stage", [Stage.SETUP, Stage.COLLECT_MASKED_VECTORS, Stage.UNMASK])
 @pytest.mark.parametrize("round", [0, 1, 2])
-def test_a_run_that_was_killed_goes_on_with_a_later_round(round: int, stage: str, tmp_path: Path) -> None:
-    """Before any checkpoint, between two, and in the last round: no device answers any exchange twice, and the run comes to its end."""
+def test_a_run_that_was_killed_goes_on_with_a_later_round(
+    round: int, stage: str, tmp_path: Path
+) -> None:
+    """Before any checkpoint, between two, and in the last round: no device answers any exchange
+    twice, and the run comes to its end.
+    """
     recipe, folder = recipe_of(), tmp_path / "run"
     first = Devices(tmp_path, killed_in(round, stage))
     with pytest.raises(Killed):
@@ -271,7 +340,8 @@ def test_a_run_that_was_killed_goes_on_with_a_later_round(round: int, stage: str
     assert result["rounds"] == 3
     assert set(result["clients"]) == set(IDS)
     assert [note for note in notes(folder) if "is lost" in note] == [
-        f"round {round + 1} is lost: clients answer an exchange of secure aggregation once, and it had begun before"
+        f"round {round + 1} is lost: clients answer an exchange of secure aggregation once, and "
+        f"it had begun before"
     ]
     masked = first.masked + second.masked
     assert max(masked.values()) == 1
@@ -280,7 +350,10 @@ def test_a_run_that_was_killed_goes_on_with_a_later_round(round: int, stage: str
 
 def test_what_was_lost_counts_as_spent(tmp_path: Path) -> None:
     """With local noise: devices may have answered, and the sum may have been seen."""
-    recipe, folder = recipe_of("privacy={where: local, clip: 0.5, noise: 1.0, delta: 1e-5}"), tmp_path / "run"
+    recipe, folder = (
+        recipe_of("privacy={where: local, clip: 0.5, noise: 1.0, delta: 1e-5}"),
+        tmp_path / "run",
+    )
     with pytest.raises(Killed):
         run_on(Devices(tmp_path, killed_in(1, Stage.UNMASK)), recipe, folder)
     result = run_on(Devices(tmp_path), recipe, folder, resume=True)

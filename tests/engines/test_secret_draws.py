@@ -1,4 +1,6 @@
-"""Who takes part under central privacy on devices: drawn from what only the server has, counted as drawn, and alike when it resumes."""
+"""Who takes part under central privacy on devices: drawn from what only the server has, counted
+as drawn, and alike when it resumes.
+"""
 
 import json
 import stat
@@ -23,7 +25,14 @@ pytest.importorskip("opacus")
 
 IDS = tuple(f"c{a}-{b}" for a in range(2) for b in range(2))
 PRIVACY = "privacy={where: central, clip: 1.0, noise: 4.0, delta: 1e-5}"
-SETTINGS = ["method.name=fedavg", "method.rounds=8", "method.local_steps=1", "compare_with=[]", "data.clusters=2", "evaluate_every=0"]
+SETTINGS = [
+    "method.name=fedavg",
+    "method.rounds=8",
+    "method.local_steps=1",
+    "compare_with=[]",
+    "data.clusters=2",
+    "evaluate_every=0",
+]
 
 
 @pytest.fixture
@@ -35,7 +44,9 @@ def grid(tmp_path: Path) -> Nodes:
 
 
 def drawing(*more: str) -> Recipe:
-    return load("cobo-digits", [*SETTINGS, "engine=flower", "participation.clients=2", PRIVACY, *more])
+    return load(
+        "cobo-digits", [*SETTINGS, "engine=flower", "participation.clients=2", PRIVACY, *more]
+    )
 
 
 def asked(grid: Nodes, skip: int = 0) -> dict[int, set[str]]:
@@ -51,7 +62,9 @@ def asked(grid: Nodes, skip: int = 0) -> dict[int, set[str]]:
 def predicted(seen: list[Request], rounds: int) -> dict[int, set[str]]:
     """Who a device thinks takes part, from the recipe in what it was sent: the attack."""
     recipe = recipes.validate(seen[0].recipe, "seen by a device")
-    everyone = Federation({i: ClientData(i, *(Elsewhere(split, 1) for split in SPLITS)) for i in IDS}, "")
+    everyone = Federation(
+        {i: ClientData(i, *(Elsewhere(split, 1) for split in SPLITS)) for i in IDS}, ""
+    )
     return {round: set(recipe.active(everyone, round)) for round in range(rounds)}
 
 
@@ -68,17 +81,23 @@ def test_a_device_cannot_predict_who_is_drawn(grid: Nodes, tmp_path: Path) -> No
     assert predicted(spied, 8) != truth  # all of them right by chance: 1 of 6^8
     secret = tmp_path / "run" / files.SECRET
     assert stat.S_IMODE(secret.stat().st_mode) == 0o600
-    sent = "".join(request.model_dump_json() for node in grid.nodes.values() for request in node.requests)
+    sent = "".join(
+        request.model_dump_json() for node in grid.nodes.values() for request in node.requests
+    )
     assert secret.read_bytes().hex() not in sent
     assert "the observer does not know who was drawn" in result["privacy"]["assumes"]
     assert exchanges(tmp_path / "run") == [[8, 0.5]]
     for node in grid.nodes.values():
         node.requests.clear()
-    finished(recipe, tmp_path / "other", devices(grid, recipe, 4))  # another server with the same recipe and seed
+    finished(
+        recipe, tmp_path / "other", devices(grid, recipe, 4)
+    )  # another server with the same recipe and seed
     assert asked(grid) != truth
 
 
-def test_where_draws_follow_from_the_seed_the_epsilon_is_said_to_be_of_an_experiment(tmp_path: Path) -> None:
+def test_where_draws_follow_from_the_seed_the_epsilon_is_said_to_be_of_an_experiment(
+    tmp_path: Path,
+) -> None:
     recipe = drawing("engine=inprocess", "method.rounds=2")
     (result,) = run.run(recipe, tmp_path / "run")
     assert result["privacy"]["experiment"]
@@ -97,21 +116,29 @@ def test_all_methods_of_a_comparison_see_the_same_draws(tmp_path: Path) -> None:
     run.compare(["fedavg", "ditto"], recipe, tmp_path, seeds=1)
 
     def seen(method: str) -> list[tuple[int, str]]:
-        lines = map(json.loads, (tmp_path / method / "seed-0" / "metrics.jsonl").read_text().splitlines())
-        return sorted({(line["round"], line["client"]) for line in lines if line["kind"] == "train"})
+        lines = map(
+            json.loads, (tmp_path / method / "seed-0" / "metrics.jsonl").read_text().splitlines()
+        )
+        return sorted(
+            {(line["round"], line["client"]) for line in lines if line["kind"] == "train"}
+        )
 
     assert len(seen("fedavg")) == 6
     assert seen("fedavg") == seen("ditto")
 
 
-def test_a_device_that_cannot_be_reached_makes_nobody_elses_chance_smaller(grid: Nodes, tmp_path: Path) -> None:
+def test_a_device_that_cannot_be_reached_makes_nobody_elses_chance_smaller(
+    grid: Nodes, tmp_path: Path
+) -> None:
     recipe = drawing("participation.clients=3", "quorum.min_clients=1", "method.rounds=4")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / files.SECRET).write_bytes(bytes(32))  # always the same draws
     started = execution(devices(grid, recipe, 4), recipe, tmp_path / "run")
     grid.of(IDS[0]).alive = False
     started.execute()
-    assert [len(clients) for clients in asked(grid).values()].count(2) > 0  # it was drawn, and not asked
+    assert [len(clients) for clients in asked(grid).values()].count(
+        2
+    ) > 0  # it was drawn, and not asked
     assert exchanges(tmp_path / "run") == [[4, 0.75]]
 
 
@@ -137,7 +164,9 @@ def result_of(folder: Path) -> Mapping[str, Any]:
     return json.loads((folder / "result.json").read_text())
 
 
-def test_a_run_that_is_resumed_draws_and_sends_the_same_and_counts_once(grid: Nodes, tmp_path: Path) -> None:
+def test_a_run_that_is_resumed_draws_and_sends_the_same_and_counts_once(
+    grid: Nodes, tmp_path: Path
+) -> None:
     recipe, folder = drawing("checkpoint_every=4"), tmp_path / "run"
     stopped(grid, recipe, folder, 3)  # rounds 0 to 2 have been done, and no checkpoint was written
     first = (folder / "released.jsonl").read_text().splitlines()
@@ -149,16 +178,30 @@ def test_a_run_that_is_resumed_draws_and_sends_the_same_and_counts_once(grid: No
         del node.requests[: counts[id]]
     after = asked(grid)
     assert [after[round] for round in range(3)] == [before[round] for round in range(3)]
-    assert (folder / "released.jsonl").read_text().splitlines()[:3] == first  # the same to the last bit, so with the same noise
+    assert (folder / "released.jsonl").read_text().splitlines()[
+        :3
+    ] == first  # the same to the last bit, so with the same noise
     assert exchanges(folder) == [[8, 0.5]]
 
 
-def test_a_round_that_is_done_again_with_other_replies_is_counted_again(grid: Nodes, tmp_path: Path) -> None:
-    recipe, folder = drawing("checkpoint_every=4", "participation.clients=4", "quorum.min_clients=1", "method.rounds=4"), tmp_path / "run"
+def test_a_round_that_is_done_again_with_other_replies_is_counted_again(
+    grid: Nodes, tmp_path: Path
+) -> None:
+    recipe, folder = (
+        drawing(
+            "checkpoint_every=4",
+            "participation.clients=4",
+            "quorum.min_clients=1",
+            "method.rounds=4",
+        ),
+        tmp_path / "run",
+    )
     stopped(grid, recipe, folder, 2)
     grid.of(IDS[0]).alive = False
     finished(recipe, folder, devices(grid, recipe, 3))
-    assert exchanges(folder) == [[6, 1.0]]  # four rounds, and the two whose first results others may have seen
+    assert exchanges(folder) == [
+        [6, 1.0]
+    ]  # four rounds, and the two whose first results others may have seen
     assert result_of(folder)["privacy"]["sampling"].startswith("6 exchanges")
 
 

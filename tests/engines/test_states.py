@@ -1,4 +1,6 @@
-"""Clients' states within a bound of memory: what lies where, what a file and a checkpoint of it are, and that no result depends on it."""
+"""Clients' states within a bound of memory: what lies where, what a file and a checkpoint of it
+are, and that no result depends on it.
+"""
 
 import os
 import resource
@@ -86,7 +88,10 @@ def test_whoever_is_in_memory_stays_there_and_nothing_of_it_is_copied(tmp_path: 
             keeper.put(client, own)
         assert in_files(keeper) == {"b", "c"}
     for k, client in enumerate("dabc"):
-        assert {name: t.tolist() for name, t in keeper[client].items()} == {"x": [k + 3.0] * 8, "n": k + 3}
+        assert {name: t.tolist() for name, t in keeper[client].items()} == {
+            "x": [k + 3.0] * 8,
+            "n": k + 3,
+        }
         assert keeper.nbytes(client) == SIZE
     assert all(keeper[i] is own for i, own in kept.items())
 
@@ -115,9 +120,16 @@ def test_a_file_is_replaced_never_changed_and_only_if_something_changed(tmp_path
     inode = file.stat().st_ino
     keeper.put("a", keeper.take("a"))
     assert file.stat().st_ino == inode
-    for changed in (state(0) | {"n": torch.tensor(1)}, state(0) | {"more": torch.zeros(1)}, {"x": torch.zeros(9)}, {}):
+    for changed in (
+        state(0) | {"n": torch.tensor(1)},
+        state(0) | {"more": torch.zeros(1)},
+        {"x": torch.zeros(9)},
+        {},
+    ):
         keeper.put("a", changed)
-        assert {name: t.tolist() for name, t in keeper["a"].items()} == {name: t.tolist() for name, t in changed.items()}
+        assert {name: t.tolist() for name, t in keeper["a"].items()} == {
+            name: t.tolist() for name, t in changed.items()
+        }
     assert Stored({"a": tmp_path / "other"})["a"]["n"] == 0
 
 
@@ -139,7 +151,10 @@ def test_many_at_once_only_where_all_of_them_fit(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_an_error_and_the_former_file_is_whole(tmp_path: Path) -> None:
     keeper = filled(tmp_path, "a", most=0)
-    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    before, handler = (
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
+    )
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
         with pytest.raises(SaveError, match=r"cannot write .*a\.safetensors"):
@@ -166,7 +181,9 @@ def test_a_file_that_is_gone_or_damaged_is_named(tmp_path: Path) -> None:
             keeper.take(client)
 
 
-def test_the_folder_goes_with_its_keeper_and_what_a_killed_process_left_with_the_next(tmp_path: Path) -> None:
+def test_the_folder_goes_with_its_keeper_and_what_a_killed_process_left_with_the_next(
+    tmp_path: Path,
+) -> None:
     code = f"""
 import os, signal, torch
 from pathlib import Path
@@ -181,7 +198,9 @@ os.kill(os.getpid(), signal.SIGKILL)
     first = filled(tmp_path, "b", most=0)
     (own,) = tmp_path.glob("states-*")
     assert own != left
-    second = filled(tmp_path, "b", most=0)  # another process that looks at the same run leaves the living alone
+    second = filled(
+        tmp_path, "b", most=0
+    )  # another process that looks at the same run leaves the living alone
     assert first["b"]["n"] == second["b"]["n"] == 0
     assert first.file("b") != second.file("b")
     del first, second
@@ -189,7 +208,11 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_the_bound_that_is_there_without_one_is_half_of_the_memory() -> None:
-    total = next(int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
+    total = next(
+        int(line.split()[1])
+        for line in Path("/proc/meminfo").read_text().splitlines()
+        if line.startswith("MemTotal")
+    )
     assert half_of_memory(torch.device("cpu")) == total * 1024 / 2
 
 
@@ -197,7 +220,10 @@ def test_the_bound_that_is_there_without_one_is_half_of_the_memory() -> None:
 
 
 def test_a_checkpoint_of_a_file_is_a_link_that_later_tasks_leave_alone(tmp_path: Path) -> None:
-    keeper, checkpoints = filled(tmp_path, "abc", most=SIZE), Checkpoints(tmp_path / "checkpoints", {})
+    keeper, checkpoints = (
+        filled(tmp_path, "abc", most=SIZE),
+        Checkpoints(tmp_path / "checkpoints", {}),
+    )
     checkpoints.save(Checkpoint(1, {}, keeper, {}))
     folder = tmp_path / "checkpoints/round-00001/clients"
     for client in "bc":
@@ -210,13 +236,17 @@ def test_a_checkpoint_of_a_file_is_a_link_that_later_tasks_leave_alone(tmp_path:
         keeper.put(client, own)
     found = checkpoints.latest()
     assert found is not None
-    assert {i: own["x"].tolist() for i, own in found.clients.items()} == {i: [float(k)] * 8 for k, i in enumerate("abc")}
+    assert {i: own["x"].tolist() for i, own in found.clients.items()} == {
+        i: [float(k)] * 8 for k, i in enumerate("abc")
+    }
     assert [float(own["x"][0]) for own in keeper.values()] == [10, 11, 12]
     del keeper
     assert found.clients["c"]["x"].tolist() == [2.0] * 8
 
 
-def test_where_there_are_no_links_a_checkpoint_is_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_there_are_no_links_a_checkpoint_is_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise OSError("Operation not permitted")
 
@@ -253,8 +283,17 @@ def test_states_are_taken_over_from_memory_too(tmp_path: Path) -> None:
     assert [float(own["x"][0]) for own in keeper.values()] == [1, 2]
 
 
-@pytest.mark.parametrize("spoil", [Path.unlink, lambda path: os.truncate(path, 100), lambda path: path.write_bytes(b"\xff" * 200)])
-def test_a_damaged_state_is_refused_before_it_is_needed(spoil: object, tmp_path: Path, reads: list[str]) -> None:
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        Path.unlink,
+        lambda path: os.truncate(path, 100),
+        lambda path: path.write_bytes(b"\xff" * 200),
+    ],
+)
+def test_a_damaged_state_is_refused_before_it_is_needed(
+    spoil: object, tmp_path: Path, reads: list[str]
+) -> None:
     checkpoints = Checkpoints(tmp_path, {})
     checkpoints.save(Checkpoint(1, {}, {"a": state(0), "b": state(1)}, {}))
     assert checkpoints.latest() is not None
@@ -272,16 +311,31 @@ def site(tiny_base: Path, tiny_federation: Federation) -> Site:
     backbone = Backbone.load(tiny_base)
     layouts = dict.fromkeys(tiny_federation.clients, METHOD.layout(0, Layout(rank=2)))
     return Site(
-        partial(LanguageModel, backbone), layouts, dict(tiny_federation.clients), Training(batch_size=4), 7, METHOD.total_iterations
+        partial(LanguageModel, backbone),
+        layouts,
+        dict(tiny_federation.clients),
+        Training(batch_size=4),
+        7,
+        METHOD.total_iterations,
     )
 
 
-def rounds(site: Site, method: Method, server: State, keeper: States, last: int | None = None) -> tuple[State, InProcess]:
+def rounds(
+    site: Site, method: Method, server: State, keeper: States, last: int | None = None
+) -> tuple[State, InProcess]:
     """Rounds, each followed by scoring; the server's state with the last scores, and the engine."""
     engine, clients, scores = InProcess(site, method, kept=keeper), tuple(site.data), {}
     for t in range(method.rounds if last is None else last):
-        server = drive(method.round(server, clients, torch.Generator()), lambda ask, phase, t=t: engine.answer(ask, t, phase))  # type: ignore[misc]
-        scores = {f"score/{i}": found["test"] for i, found in engine.answer(Ask(method.score, {i: {} for i in clients}), t, -1).items()}
+        server = drive(
+            method.round(server, clients, torch.Generator()),
+            lambda ask, phase, t=t: engine.answer(ask, t, phase),
+        )  # type: ignore[misc]
+        scores = {
+            f"score/{i}": found["test"]
+            for i, found in engine.answer(
+                Ask(method.score, {i: {} for i in clients}), t, -1
+            ).items()
+        }
     return server | scores, engine
 
 
@@ -291,7 +345,9 @@ def alike(a: State, b: State) -> bool:
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_where_states_lie_changes_no_bit(share: float, site: Site, tmp_path: Path) -> None:
-    initial = Blueprint(partial(Adapter, site.model("ann").backbone.architecture), site.layouts, 7).read("generalist")  # type: ignore[attr-defined,arg-type]
+    initial = Blueprint(
+        partial(Adapter, site.model("ann").backbone.architecture), site.layouts, 7
+    ).read("generalist")  # type: ignore[attr-defined,arg-type]
     server, whole = rounds(site, METHOD, initial, States())
     most = share * sum(whole.state_bytes().values())
     found, bounded = rounds(site, METHOD, initial, States(tmp_path, most))
@@ -305,10 +361,23 @@ def test_where_states_lie_changes_no_bit(share: float, site: Site, tmp_path: Pat
 def test_clients_that_could_be_asked_at_once_are_asked_one_by_one_where_that_would_not_fit(
     tiny_pictures: Federation, tmp_path: Path
 ) -> None:
-    method, shape = CoBo(rounds=3, rho=0.1, gamma=0.05, pairs="all"), NetworkShape("mlp", (1, 4, 4), 10, (6,))
+    method, shape = (
+        CoBo(rounds=3, rho=0.1, gamma=0.05, pairs="all"),
+        NetworkShape("mlp", (1, 4, 4), 10, (6,)),
+    )
     layouts = dict.fromkeys(tiny_pictures.clients, Layout())
-    site = Site(lambda layout: Classifier(shape), layouts, dict(tiny_pictures.clients), Training(batch_size=4), 7, 3)
-    initial = method.init(Blueprint(lambda layout: Classifier(shape), layouts, 7, tiny_pictures.clusters), tuple(layouts))
+    site = Site(
+        lambda layout: Classifier(shape),
+        layouts,
+        dict(tiny_pictures.clients),
+        Training(batch_size=4),
+        7,
+        3,
+    )
+    initial = method.init(
+        Blueprint(lambda layout: Classifier(shape), layouts, 7, tiny_pictures.clusters),
+        tuple(layouts),
+    )
     server, whole = rounds(site, method, initial, States())
     (most,) = {2 * size for size in whole.state_bytes().values()}
     found, bounded = rounds(site, method, initial, States(tmp_path, most))
@@ -319,7 +388,9 @@ def test_clients_that_could_be_asked_at_once_are_asked_one_by_one_where_that_wou
 
 
 def test_a_task_that_fails_leaves_the_file_as_it_was(site: Site, tmp_path: Path) -> None:
-    initial = Blueprint(partial(Adapter, site.model("ann").backbone.architecture), site.layouts, 7).read("generalist")  # type: ignore[attr-defined,arg-type]
+    initial = Blueprint(
+        partial(Adapter, site.model("ann").backbone.architecture), site.layouts, 7
+    ).read("generalist")  # type: ignore[attr-defined,arg-type]
     _, engine = rounds(site, METHOD, initial, States(tmp_path, 0), last=1)
     before = engine.states()["ann"]
     with pytest.raises(ClientError):
@@ -327,14 +398,25 @@ def test_a_task_that_fails_leaves_the_file_as_it_was(site: Site, tmp_path: Path)
     assert alike(before, engine.states()["ann"])
 
 
-SHORT = [  # with micro-batches clients train one by one, wherever their states are: at once they would round otherwise
-    *("method.name=local", "method.rounds=3", "method.local_steps=2", "checkpoint_every=1", "training.micro_batch=10", "compare_with=[]"),
+# with micro-batches clients train one by one, wherever their states are: at once they would round
+# otherwise
+SHORT = [
+    *(
+        "method.name=local",
+        "method.rounds=3",
+        "method.local_steps=2",
+        "checkpoint_every=1",
+        "training.micro_batch=10",
+        "compare_with=[]",
+    ),
 ]
 
 
 def test_a_run_in_files_resumed_in_memory_ends_as_one_in_memory(tmp_path: Path) -> None:
     whole = run.run(load("cobo-digits", SHORT), tmp_path / "whole")[-1]
-    part = execution.Execution(prepare(load("cobo-digits", [*SHORT, "memory=0"])), tmp_path / "part", Reporter(), "")
+    part = execution.Execution(
+        prepare(load("cobo-digits", [*SHORT, "memory=0"])), tmp_path / "part", Reporter(), ""
+    )
     make_folder(tmp_path / "part")
     Kept(tmp_path / "part").begin(Inputs.of(part.prepared))
     part.started, part.metrics = 0.0, MetricsFile(tmp_path / "part", 0, 0)
@@ -348,14 +430,21 @@ def test_a_run_in_files_resumed_in_memory_ends_as_one_in_memory(tmp_path: Path) 
     assert again["evaluations"] == whole["evaluations"]
     for i, found in whole["clients"].items():
         assert found["state_bytes"] == again["clients"][i]["state_bytes"] > 0
-        weights = [(tmp_path / name / "clients" / i / "classifier.safetensors").read_bytes() for name in ("whole", "part")]
+        weights = [
+            (tmp_path / name / "clients" / i / "classifier.safetensors").read_bytes()
+            for name in ("whole", "part")
+        ]
         assert weights[0] == weights[1]
 
 
-def test_owners_are_made_when_they_are_asked_for(site: Site, tmp_path: Path, reads: list[str]) -> None:
+def test_owners_are_made_when_they_are_asked_for(
+    site: Site, tmp_path: Path, reads: list[str]
+) -> None:
     for i in site.data:
         files.save(tmp_path / f"{i}.safetensors", {"iteration": torch.tensor(len(i))})
-    owners = evaluate.Owners(site, Stored({i: tmp_path / f"{i}.safetensors" for i in site.data}), ["cleo", "ann"])
+    owners = evaluate.Owners(
+        site, Stored({i: tmp_path / f"{i}.safetensors" for i in site.data}), ["cleo", "ann"]
+    )
     assert list(owners) == ["ann", "cleo"]
     assert reads == []
     assert owners["cleo"].iteration == 4

@@ -34,7 +34,9 @@ SEED = 3
 
 @pytest.fixture(scope="module")
 def federation() -> Federation:
-    return Digits(partition="permuted-clusters", clusters=2, clients_per_cluster=2, per_client=11).load()
+    return Digits(
+        partition="permuted-clusters", clusters=2, clients_per_cluster=2, per_client=11
+    ).load()
 
 
 class Run:
@@ -56,9 +58,13 @@ class Run:
             return Together(shape) if together else OneByOne(shape)
 
         layouts = dict.fromkeys(self.ids, Layout())
-        self.site = Site(build, layouts, federation.clients, self.training, SEED, method.total_iterations)
+        self.site = Site(
+            build, layouts, federation.clients, self.training, SEED, method.total_iterations
+        )
         self.engine = ENGINES[engine](self.site, method)
-        self.blueprint = Blueprint(lambda layout: Classifier(shape), layouts, SEED, federation.clusters)
+        self.blueprint = Blueprint(
+            lambda layout: Classifier(shape), layouts, SEED, federation.clusters
+        )
         self.state: State = method.init(self.blueprint, self.ids)
         self.round = 0
 
@@ -75,7 +81,9 @@ class Run:
         for _ in range(rounds):
             rng = torch.Generator().manual_seed(self.round)
             state = self.method.members(self.state, members or self.ids)
-            self.state = drive(self.method.round(state, active or members or self.ids, rng), answer or self.answer)
+            self.state = drive(
+                self.method.round(state, active or members or self.ids, rng), answer or self.answer
+            )
             self.round += 1
         return self
 
@@ -101,8 +109,12 @@ def flat_gradient(values: Tensor, x: Tensor, y: Tensor, hidden: int = 6) -> Tens
     return torch.autograd.grad(nn.functional.cross_entropy(logits, y), values)[0]
 
 
-def naive(method: CoBo, federation: Federation, x_0: Tensor, batch: int, eta: float, beta: float) -> tuple[dict[str, Tensor], Tensor]:
-    """Algorithm 1 over all pairs: loops over clients and pairs, X copied, nothing centred. SGD along a moving average of gradients."""
+def naive(
+    method: CoBo, federation: Federation, x_0: Tensor, batch: int, eta: float, beta: float
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Algorithm 1 over all pairs: loops over clients and pairs, X copied, nothing centred. SGD
+    along a moving average of gradients.
+    """
     ids, drawn = sorted(federation.clients), {}
     x = {i: x_0.clone() for i in ids}
     m = {i: torch.zeros_like(x_0) for i in ids}
@@ -120,7 +132,10 @@ def naive(method: CoBo, federation: Federation, x_0: Tensor, batch: int, eta: fl
         for k, i in enumerate(ids):
             for j in ids[k + 1 :]:
                 z = (x[i] + x[j]) / 2
-                g_i, g_j = flat_gradient(z, *next_batch(i, "midpoints")), flat_gradient(z, *next_batch(j, "midpoints"))
+                g_i, g_j = (
+                    flat_gradient(z, *next_batch(i, "midpoints")),
+                    flat_gradient(z, *next_batch(j, "midpoints")),
+                )
                 w[i, j] = w[j, i] = min(1.0, max(0.0, w[i, j] + method.gamma * float(g_i @ g_j)))
         new = {}
         for i in ids:
@@ -151,9 +166,13 @@ def test_it_is_algorithm_1(federation: Federation, together: bool) -> None:
     st.sampled_from([SLOW, SGD(optimiser="sgd", lr=0.1, weight_decay=0.1), AdamW(lr=1e-2)]),
     st.booleans(),
 )
-def test_clients_together_are_clients_one_by_one(n: int, batch: int, optimiser: SGD | AdamW, decoupled: bool) -> None:
+def test_clients_together_are_clients_one_by_one(
+    n: int, batch: int, optimiser: SGD | AdamW, decoupled: bool
+) -> None:
     data = Digits(partition="permuted-clusters", cluster_sizes=(n,), per_client=9).load()
-    method = replace(ALL, rounds=2, local_steps=2, pull="decoupled" if decoupled else "gradient", rho=0.05)
+    method = replace(
+        ALL, rounds=2, local_steps=2, pull="decoupled" if decoupled else "gradient", rho=0.05
+    )
     training = Training(batch_size=batch, experts=optimiser)
     a, b = (Run(method, data, training, together=together).go(2) for together in (True, False))
     torch.testing.assert_close(a.state["weights"], b.state["weights"], rtol=1e-4, atol=1e-5)
@@ -164,7 +183,9 @@ def test_clients_together_are_clients_one_by_one(n: int, batch: int, optimiser: 
 
 
 def test_a_small_exchange_changes_nothing(federation: Federation) -> None:
-    a, b = (Run(replace(ALL, exchange_mb=mb), federation, together=False).go(3) for mb in (1024.0, 1e-6))
+    a, b = (
+        Run(replace(ALL, exchange_mb=mb), federation, together=False).go(3) for mb in (1024.0, 1e-6)
+    )
     assert torch.equal(a.state["weights"], b.state["weights"])
     assert all(torch.equal(a.model(i), b.model(i)) for i in a.ids)
 
@@ -194,11 +215,18 @@ def test_weights_fixed_to_the_truth_are_training_in_clusters(federation: Federat
     whole = Run(method, federation)
     ids = sorted(whole.ids)
     assert federation.clusters
-    truth = torch.tensor([[float(i != j and federation.clusters[i] == federation.clusters[j]) for j in ids] for i in ids])
+    truth = torch.tensor(
+        [
+            [float(i != j and federation.clusters[i] == federation.clusters[j]) for j in ids]
+            for i in ids
+        ]
+    )
     whole.state["weights"] = truth.double()
     whole.go(4)
     for cluster in (0, 1):
-        members = {i: data for i, data in federation.clients.items() if federation.clusters[i] == cluster}
+        members = {
+            i: data for i, data in federation.clients.items() if federation.clusters[i] == cluster
+        }
         alone = Run(method, Federation(members, "")).go(4)
         for i in members:
             torch.testing.assert_close(whole.model(i), alone.model(i), rtol=1e-4, atol=1e-5)
@@ -244,7 +272,9 @@ def test_a_midpoint_gradient_leaves_the_running_statistics_alone(federation: Fed
         assert torch.equal(run.model(i), model[i])
         assert replies[i]["other"].abs().max() > 0
     run.go(1)  # a step of its own model does move them
-    assert all(not torch.equal(state["buffers"], before[i]) for i, state in run.engine.states().items())
+    assert all(
+        not torch.equal(state["buffers"], before[i]) for i, state in run.engine.states().items()
+    )
 
 
 def test_clients_join_with_the_mean_model_and_leave_with_theirs(federation: Federation) -> None:
@@ -256,7 +286,9 @@ def test_clients_join_with_the_mean_model_and_leave_with_theirs(federation: Fede
     started = {}
 
     def answer(ask: Ask, phase: int) -> Replies:
-        started.update({i: found[GENERALIST].clone() for i, found in ask.to.items() if ask.name == "start"})
+        started.update(
+            {i: found[GENERALIST].clone() for i, found in ask.to.items() if ask.name == "start"}
+        )
         return run.answer(ask, phase)
 
     own = run.state["weights"][0, 1]
@@ -277,7 +309,12 @@ def test_clients_join_with_the_mean_model_and_leave_with_theirs(federation: Fede
 def test_who_does_not_answer_keeps_model_and_weights(federation: Federation) -> None:
     run = Run(ALL, federation)
     lost = sorted(run.ids)[1]
-    run.go(4, answer=lambda ask, phase: {i: reply for i, reply in run.answer(ask, phase).items() if i != lost})
+    run.go(
+        4,
+        answer=lambda ask, phase: {
+            i: reply for i, reply in run.answer(ask, phase).items() if i != lost
+        },
+    )
     torch.testing.assert_close(run.state[f"{lost}/{GENERALIST}"], run.blueprint.flat(GENERALIST))
     others = [k for k in range(4) if k != 1]
     assert torch.equal(run.state["weights"][1, others], torch.ones(3, dtype=torch.float64))
@@ -290,7 +327,9 @@ def test_gradients_that_are_not_finite_leave_weights_as_they_are(federation: Fed
     def answer(ask: Ask, phase: int) -> Replies:
         replies = run.answer(ask, phase)
         if ask.name == "midpoint_gradients":
-            return {i: {j: g * float("nan") for j, g in found.items()} for i, found in replies.items()}
+            return {
+                i: {j: g * float("nan") for j, g in found.items()} for i, found in replies.items()
+            }
         return replies
 
     run.go(1, answer=answer)
@@ -299,7 +338,12 @@ def test_gradients_that_are_not_finite_leave_weights_as_they_are(federation: Fed
 
 @pytest.mark.parametrize("together", [True, False])
 def test_a_client_that_diverges_is_named(federation: Federation, together: bool) -> None:
-    run = Run(replace(ALL, rho=0, gamma=0), federation, Training(batch_size=5, experts=SGD(optimiser="sgd", lr=1e30)), together=together)
+    run = Run(
+        replace(ALL, rho=0, gamma=0),
+        federation,
+        Training(batch_size=5, experts=SGD(optimiser="sgd", lr=1e30)),
+        together=together,
+    )
     with pytest.raises(ClientError, match=r"c0-0.*not finite"):
         run.go(3)
 
@@ -310,7 +354,9 @@ def test_a_pull_that_diverges_by_itself_is_refused(federation: Federation) -> No
     with pytest.raises(RecipeError, match=r"method\.rho: 2\.5 x 0\.2 .* use a rho below 2\.5"):
         replace(ALL, rho=2.5).check(run.blueprint, run.ids, run.training)
     with pytest.raises(RecipeError, match=r"below 1$"):
-        replace(ALL, rho=1.0, pull="decoupled", projection="simplex").check(run.blueprint, run.ids, run.training)
+        replace(ALL, rho=1.0, pull="decoupled", projection="simplex").check(
+            run.blueprint, run.ids, run.training
+        )
 
 
 def test_as_many_pairs_are_compared_as_the_paper_says() -> None:
@@ -323,14 +369,20 @@ def test_as_many_pairs_are_compared_as_the_paper_says() -> None:
     assert mean(replace(ALL, pairs="all"), range(3)) == every
     assert mean(replace(ALL, pairs="constant"), range(400)) == pytest.approx(19, rel=0.05)
     assert mean(replace(ALL, pairs="time", pair_rate=50.0), range(40)) == every
-    assert mean(replace(ALL, pairs="time", pair_rate=50.0), range(400, 600)) == pytest.approx(every * 50 / 500, rel=0.1)
+    assert mean(replace(ALL, pairs="time", pair_rate=50.0), range(400, 600)) == pytest.approx(
+        every * 50 / 500, rel=0.1
+    )
     mixed = replace(ALL, pairs="mixed", rounds=1000, switch=0.1, pair_rate=1.0)
     assert mean(mixed, range(100)) == pytest.approx(19, rel=0.1)
-    assert mean(mixed, range(100, 1000)) == pytest.approx(every * sum(1 / (t + 1) for t in range(100, 1000)) / 900, rel=0.3)
+    assert mean(mixed, range(100, 1000)) == pytest.approx(
+        every * sum(1 / (t + 1) for t in range(100, 1000)) / 900, rel=0.3
+    )
     mixed = replace(mixed, pair_rate=None)  # goes on where constant ended, and falls as 1 / t
     assert mean(mixed, range(100)) == pytest.approx(19, rel=0.1)
     assert mean(mixed, range(100, 120)) == pytest.approx(19 * 100 / 110, rel=0.1)
-    assert mean(mixed, range(100, 1000)) == pytest.approx(sum(19 * 100 / (t + 1) for t in range(100, 1000)) / 900, rel=0.1)
+    assert mean(mixed, range(100, 1000)) == pytest.approx(
+        sum(19 * 100 / (t + 1) for t in range(100, 1000)) / 900, rel=0.1
+    )
     assert all(i < j for i, j in ALL._sample(0, order, rng))
 
 

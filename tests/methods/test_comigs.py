@@ -1,4 +1,6 @@
-"""CoMiGS against Algorithm 1, written out naively, and what its two levels may and may not touch."""
+"""CoMiGS against Algorithm 1, written out naively, and what its two levels may and may not
+touch.
+"""
 
 import math
 from collections.abc import Mapping
@@ -29,7 +31,15 @@ from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
 
 TRAINING = Training(batch_size=4, experts=AdamW(lr=5e-3, schedule="cosine"), routers=AdamW(lr=3e-3))
-METHOD = CoMiGS(rounds=3, local_steps=2, router_every=3, router_steps=2, specialists=(1, 2, 1), balance="uniform", balance_weight=0.5)
+METHOD = CoMiGS(
+    rounds=3,
+    local_steps=2,
+    router_every=3,
+    router_steps=2,
+    specialists=(1, 2, 1),
+    balance="uniform",
+    balance_weight=0.5,
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +51,19 @@ def backbone(tiny_base: Path) -> Backbone:
 def site(backbone: Backbone, tiny_federation: Federation) -> Site:
     layouts = {i: METHOD.layout(k, Layout(rank=2)) for k, i in enumerate(tiny_federation.clients)}
     return Site(
-        partial(LanguageModel, backbone), layouts, tiny_federation.clients, TRAINING, seed=5, total_iterations=METHOD.total_iterations
+        partial(LanguageModel, backbone),
+        layouts,
+        tiny_federation.clients,
+        TRAINING,
+        seed=5,
+        total_iterations=METHOD.total_iterations,
     )
 
 
 def theta_g(site: Site) -> Tensors:
-    return Blueprint(partial(Adapter, backbone_of(site).architecture), site.layouts, site.seed).read(GENERALIST)
+    return Blueprint(
+        partial(Adapter, backbone_of(site).architecture), site.layouts, site.seed
+    ).read(GENERALIST)
 
 
 def backbone_of(site: Site) -> Backbone:
@@ -56,12 +73,16 @@ def backbone_of(site: Site) -> Backbone:
 
 
 class NaiveAdamW:
-    """Loshchilov and Hutter, 2019, Algorithm 2, one tensor at a time, in float64 scalars where it matters."""
+    """Loshchilov and Hutter, 2019, Algorithm 2, one tensor at a time, in float64 scalars where
+    it matters.
+    """
 
     def __init__(self) -> None:
         self.t, self.m, self.v = 0, {}, {}  # type: ignore[var-annotated]
 
-    def step(self, values: Mapping[str, Tensor], gradients: Mapping[str, Tensor], lr: float) -> None:
+    def step(
+        self, values: Mapping[str, Tensor], gradients: Mapping[str, Tensor], lr: float
+    ) -> None:
         self.t += 1
         for name, g in gradients.items():
             self.m[name] = 0.9 * self.m.get(name, 0) + 0.1 * g
@@ -71,9 +92,11 @@ class NaiveAdamW:
 
 
 def naive_algorithm_1(site: Site, leaking: bool = False) -> tuple[Tensors, dict[str, Tensors]]:
-    """Algorithm 1 with explicit loops and dictionaries: no engine, no Client, no flat tensors. Models are whole ones, one per client.
+    """Algorithm 1 with explicit loops and dictionaries: no engine, no Client, no flat tensors.
+    Models are whole ones, one per client.
 
-    Where it is `leaking`, each backward pass adds to the gradients of all tensors, and a step clears those of its own roles alone.
+    Where it is `leaking`, each backward pass adds to the gradients of all tensors, and a step
+    clears those of its own roles alone.
     """
     from coterie.client.blueprint import initial_seed
 
@@ -86,7 +109,10 @@ def naive_algorithm_1(site: Site, leaking: bool = False) -> tuple[Tensors, dict[
         for r in named:
             for n, t in model.initial(r, initial_seed(site.seed, r, i)).items():
                 named[r][n].data.copy_(t)
-        optimisers[i], drawn[i] = {"experts": NaiveAdamW(), "router": NaiveAdamW()}, {"train": 0, "valid": 0}
+        optimisers[i], drawn[i] = (
+            {"experts": NaiveAdamW(), "router": NaiveAdamW()},
+            {"train": 0, "valid": 0},
+        )
     shared = {n: t.clone() for n, t in values["ann"][GENERALIST].items()}
     total = METHOD.rounds * METHOD.local_steps
     for _ in range(METHOD.rounds):
@@ -94,10 +120,19 @@ def naive_algorithm_1(site: Site, leaking: bool = False) -> tuple[Tensors, dict[
             for n, t in shared.items():
                 values[i][GENERALIST][n].copy_(t)
 
-            def step(kind: str, split: str, roles: tuple, lr: float, i: str = i, model: LanguageModel = model) -> None:
+            def step(
+                kind: str,
+                split: str,
+                roles: tuple,
+                lr: float,
+                i: str = i,
+                model: LanguageModel = model,
+            ) -> None:
                 batch = getattr(site.data[i], split).batch(drawn[i][split], 4)
                 drawn[i][split] += 4
-                parameters = {n: p for r in values[i] for n, p in model.parameters_by_role()[r].items()}
+                parameters = {
+                    n: p for r in values[i] for n, p in model.parameters_by_role()[r].items()
+                }
                 gradients, _ = model.gradient(batch, list(parameters.values()))
                 for n, g in zip(parameters, gradients, strict=True):
                     uncleared[i][n] = (uncleared[i][n] if leaking and n in uncleared[i] else 0) + g
@@ -111,7 +146,9 @@ def naive_algorithm_1(site: Site, leaking: bool = False) -> tuple[Tensors, dict[
                 if iteration[i] % METHOD.router_every == 0:
                     for _ in range(METHOD.router_steps):
                         step("router", "valid", (ROUTER,), 3e-3)
-        shared = {n: torch.stack([values[i][GENERALIST][n] for i in models]).mean(dim=0) for n in shared}
+        shared = {
+            n: torch.stack([values[i][GENERALIST][n] for i in models]).mean(dim=0) for n in shared
+        }
     return shared, {i: {n: t for r in values[i] for n, t in values[i][r].items()} for i in models}
 
 
@@ -119,7 +156,10 @@ def test_algorithm_1(site: Site) -> None:
     engine = InProcess(site, METHOD)
     state, clients = theta_g(site), tuple(site.data)
     for t in range(METHOD.rounds):
-        state = drive(METHOD.round(state, clients, torch.Generator()), lambda ask, phase, t=t: engine.answer(ask, t, phase))
+        state = drive(
+            METHOD.round(state, clients, torch.Generator()),
+            lambda ask, phase, t=t: engine.answer(ask, t, phase),
+        )
     shared, personal = naive_algorithm_1(site)
     torch.testing.assert_close(state, shared, atol=2e-5, rtol=1e-3)
     for i in clients:
@@ -133,7 +173,10 @@ def test_what_was_published_is_algorithm_1_with_gradients_that_are_not_cleared(s
     engine = InProcess(site, method)
     state, clients = theta_g(site), tuple(site.data)
     for t in range(method.rounds):
-        state = drive(method.round(state, clients, torch.Generator()), lambda ask, phase, t=t: engine.answer(ask, t, phase))
+        state = drive(
+            method.round(state, clients, torch.Generator()),
+            lambda ask, phase, t=t: engine.answer(ask, t, phase),
+        )
     torch.testing.assert_close(state, shared, atol=2e-5, rtol=1e-3)
     for i in clients:
         found = site.client(i, dict(engine.states()[i])).read(GENERALIST, SPECIALIST, ROUTER)
@@ -143,11 +186,24 @@ def test_what_was_published_is_algorithm_1_with_gradients_that_are_not_cleared(s
                 assert not torch.allclose(own, clean[1][i][name], atol=1e-4), name
 
 
-def test_2s_alone_is_local_with_a_router(site: Site, backbone: Backbone, tiny_federation: Federation) -> None:
-    """Nothing is sent, and a client is trained as by 2S of which the server sends and averages nothing."""
-    method = CoMiGSAlone(generalists=0, specialists=2, rounds=2, local_steps=3, router_every=2, router_steps=1)
+def test_2s_alone_is_local_with_a_router(
+    site: Site, backbone: Backbone, tiny_federation: Federation
+) -> None:
+    """Nothing is sent, and a client is trained as by 2S of which the server sends and averages
+    nothing.
+    """
+    method = CoMiGSAlone(
+        generalists=0, specialists=2, rounds=2, local_steps=3, router_every=2, router_steps=1
+    )
     layouts = {i: method.layout(k, Layout(rank=2)) for k, i in enumerate(tiny_federation.clients)}
-    site = Site(partial(LanguageModel, backbone), layouts, tiny_federation.clients, TRAINING, 5, method.total_iterations)
+    site = Site(
+        partial(LanguageModel, backbone),
+        layouts,
+        tiny_federation.clients,
+        TRAINING,
+        5,
+        method.total_iterations,
+    )
     engine, asks = InProcess(site, method), []
     for t in range(method.rounds):
 
@@ -164,7 +220,8 @@ def test_2s_alone_is_local_with_a_router(site: Site, backbone: Backbone, tiny_fe
         if k % 2 == 0:
             alone.step(ROUTER, on=alone.valid)
     torch.testing.assert_close(
-        site.client("ben", dict(engine.states()["ben"])).read(GENERALIST, SPECIALIST, ROUTER), alone.read(GENERALIST, SPECIALIST, ROUTER)
+        site.client("ben", dict(engine.states()["ben"])).read(GENERALIST, SPECIALIST, ROUTER),
+        alone.read(GENERALIST, SPECIALIST, ROUTER),
     )
 
 
@@ -186,10 +243,18 @@ def trained(site: Site, steps: int = 3) -> Client:
 
 
 @pytest.mark.parametrize(
-    ("moved", "still", "split"), [((ROUTER,), (GENERALIST, SPECIALIST), "valid"), ((GENERALIST, SPECIALIST), (ROUTER,), "train")]
+    ("moved", "still", "split"),
+    [
+        ((ROUTER,), (GENERALIST, SPECIALIST), "valid"),
+        ((GENERALIST, SPECIALIST), (ROUTER,), "train"),
+    ],
 )
-def test_a_level_leaves_no_trace_in_the_other(site: Site, moved: tuple, still: tuple, split: str) -> None:
-    """Values, gradients and optimiser moments of the roles that a step does not name stay bit for bit."""
+def test_a_level_leaves_no_trace_in_the_other(
+    site: Site, moved: tuple, still: tuple, split: str
+) -> None:
+    """Values, gradients and optimiser moments of the roles that a step does not name stay bit
+    for bit.
+    """
     client = trained(site)
     client.step(ROUTER, on=client.valid)
     before, state = client.read(*still), {k: t.clone() for k, t in client.state.items()}
@@ -197,9 +262,17 @@ def test_a_level_leaves_no_trace_in_the_other(site: Site, moved: tuple, still: t
     client.step(*moved, on=getattr(client, split))
     after = client.read(*still)
     assert all(torch.equal(before[n], after[n]) for n in before)
-    assert all(p.grad is None for named in client.model.parameters_by_role().values() for p in named.values())
+    assert all(
+        p.grad is None
+        for named in client.model.parameters_by_role().values()
+        for p in named.values()
+    )
     for role in still:
-        for key in (f"optimiser/{role}/first", f"optimiser/{role}/second", f"optimiser/{role}/step"):
+        for key in (
+            f"optimiser/{role}/first",
+            f"optimiser/{role}/second",
+            f"optimiser/{role}/step",
+        ):
             assert torch.equal(client.state[key], state[key])
     assert any(not torch.equal(changed[n], t) for n, t in client.read(*moved).items())
 
@@ -207,7 +280,9 @@ def test_a_level_leaves_no_trace_in_the_other(site: Site, moved: tuple, still: t
 def test_routers_are_updated_every_tau_iterations_of_the_whole_run(site: Site) -> None:
     engine, state = InProcess(site, METHOD), theta_g(site)
     cursors = []
-    for t in range(3):  # 2 local iterations a round, tau = 3: after iterations 3 and 6, so in rounds 2 and 3
+    for t in range(
+        3
+    ):  # 2 local iterations a round, tau = 3: after iterations 3 and 6, so in rounds 2 and 3
         engine.answer(Ask(METHOD.local_round, {"ann": state}), t, 0)
         cursors.append(int(engine.states()["ann"].get("cursor/valid", torch.zeros(()))))
     assert cursors == [0, 2 * 4, 4 * 4]
@@ -231,10 +306,21 @@ def test_an_attention_lora_is_always_shared(backbone: Backbone) -> None:
     assert all("attention" in name for name in shared)
 
 
-def test_a_single_expert_has_no_router_and_trains(site: Site, backbone: Backbone, tiny_federation: Federation) -> None:
-    method = CoMiGS(rounds=1, local_steps=2, router_every=1, router_steps=2, generalists=1, specialists=0)
+def test_a_single_expert_has_no_router_and_trains(
+    site: Site, backbone: Backbone, tiny_federation: Federation
+) -> None:
+    method = CoMiGS(
+        rounds=1, local_steps=2, router_every=1, router_steps=2, generalists=1, specialists=0
+    )
     layouts = dict.fromkeys(tiny_federation.clients, method.layout(0, Layout(rank=2)))
-    alone = Site(partial(LanguageModel, backbone), layouts, tiny_federation.clients, TRAINING, 5, method.total_iterations)
+    alone = Site(
+        partial(LanguageModel, backbone),
+        layouts,
+        tiny_federation.clients,
+        TRAINING,
+        5,
+        method.total_iterations,
+    )
     engine = InProcess(alone, method)
     reply = engine.answer(Ask(method.local_round, {"ann": theta_g(alone)}), 0, 0)["ann"]
     assert "optimiser/router/first" not in engine.states()["ann"]
@@ -242,20 +328,34 @@ def test_a_single_expert_has_no_router_and_trains(site: Site, backbone: Backbone
 
 
 def weighted(gamma: float) -> CoMiGSCoBo:
-    return CoMiGSCoBo(**{field.name: getattr(METHOD, field.name) for field in fields(METHOD)}, gamma=gamma)
+    return CoMiGSCoBo(
+        **{field.name: getattr(METHOD, field.name) for field in fields(METHOD)}, gamma=gamma
+    )
 
 
-def test_cobo_weights_that_do_not_move_are_the_mean(backbone: Backbone, tiny_federation: Federation) -> None:
+def test_cobo_weights_that_do_not_move_are_the_mean(
+    backbone: Backbone, tiny_federation: Federation
+) -> None:
     """With gamma 0 every client's own mixture is 1/N of each: plain CoMiGS."""
     states = []
     for method in (METHOD, weighted(0.0)):
-        layouts = {i: method.layout(k, Layout(rank=2)) for k, i in enumerate(tiny_federation.clients)}
-        site = Site(partial(LanguageModel, backbone), layouts, tiny_federation.clients, TRAINING, 5, method.total_iterations)
+        layouts = {
+            i: method.layout(k, Layout(rank=2)) for k, i in enumerate(tiny_federation.clients)
+        }
+        site = Site(
+            partial(LanguageModel, backbone),
+            layouts,
+            tiny_federation.clients,
+            TRAINING,
+            5,
+            method.total_iterations,
+        )
         engine, clients = InProcess(site, method), tuple(tiny_federation.clients)
         state = method.init(Blueprint(partial(Adapter, backbone.architecture), layouts, 5), clients)
         for t in range(method.rounds):
             state = drive(
-                method.round(state, clients, torch.Generator()), lambda ask, phase, t=t, engine=engine: engine.answer(ask, t, phase)
+                method.round(state, clients, torch.Generator()),
+                lambda ask, phase, t=t, engine=engine: engine.answer(ask, t, phase),
             )
         states.append(engine.states())
     for i in tiny_federation.clients:
@@ -263,12 +363,23 @@ def test_cobo_weights_that_do_not_move_are_the_mean(backbone: Backbone, tiny_fed
             torch.testing.assert_close(states[0][i][key], states[1][i][key], rtol=1e-4, atol=1e-6)
 
 
-def test_cobo_weights_follow_the_gradients_halfway(backbone: Backbone, tiny_federation: Federation) -> None:
-    """One round by hand: W from inner products of gradients at midpoints, projected row by row, then each client's own mixture."""
+def test_cobo_weights_follow_the_gradients_halfway(
+    backbone: Backbone, tiny_federation: Federation
+) -> None:
+    """One round by hand: W from inner products of gradients at midpoints, projected row by row,
+    then each client's own mixture.
+    """
     method = weighted(3.0)
     clients = sorted(tiny_federation.clients)
     layouts = {i: method.layout(k, Layout(rank=2)) for k, i in enumerate(tiny_federation.clients)}
-    site = Site(partial(LanguageModel, backbone), layouts, tiny_federation.clients, TRAINING, 5, method.total_iterations)
+    site = Site(
+        partial(LanguageModel, backbone),
+        layouts,
+        tiny_federation.clients,
+        TRAINING,
+        5,
+        method.total_iterations,
+    )
     engine = InProcess(site, method)
     state = method.init(Blueprint(partial(Adapter, backbone.architecture), layouts, 5), clients)
     said: list[dict[str, Tensors]] = []
@@ -288,7 +399,9 @@ def test_cobo_weights_follow_the_gradients_halfway(backbone: Backbone, tiny_fede
         low, high = float(row.min()) - 1, float(row.max())
         for _ in range(80):
             middle = (low + high) / 2
-            low, high = (middle, high) if float((row - middle).clamp(min=0).sum()) > 1 else (low, middle)
+            low, high = (
+                (middle, high) if float((row - middle).clamp(min=0).sum()) > 1 else (low, middle)
+            )
         row.sub_(low).clamp_(min=0)
     torch.testing.assert_close(found["weights"], expected, rtol=1e-4, atol=1e-6)
     assert (expected - 1 / 3).abs().max() > 1e-3

@@ -1,4 +1,6 @@
-"""CoMiGS with a pool of generalists, against its formulas written out naively; what travels, who gets what, and users never seen before."""
+"""CoMiGS with a pool of generalists, against its formulas written out naively; what travels, who
+gets what, and users never seen before.
+"""
 
 import gzip
 import itertools
@@ -36,7 +38,16 @@ from coterie.models.language import LanguageModel
 from coterie.personal import PersonalModel
 
 TRAINING = Training(batch_size=4, experts=AdamW(lr=5e-3, schedule="cosine"), routers=AdamW(lr=3e-3))
-METHOD = CoMiGSPool(rounds=2, local_steps=2, router_every=1, router_steps=1, pool=4, generalists=2, specialists=1, top_k=2)
+METHOD = CoMiGSPool(
+    rounds=2,
+    local_steps=2,
+    router_every=1,
+    router_steps=1,
+    pool=4,
+    generalists=2,
+    specialists=1,
+    top_k=2,
+)
 RANK = 2
 
 
@@ -51,7 +62,14 @@ class World:
     def __init__(self, method: CoMiGS, backbone: Backbone, federation: Federation) -> None:
         self.method, self.clients = method, tuple(federation.clients)
         layouts = {i: method.layout(0, Layout(rank=RANK)) for i in federation.everyone}
-        self.site = Site(partial(LanguageModel, backbone), layouts, federation.everyone, TRAINING, 5, method.total_iterations)
+        self.site = Site(
+            partial(LanguageModel, backbone),
+            layouts,
+            federation.everyone,
+            TRAINING,
+            5,
+            method.total_iterations,
+        )
         self.blueprint = Blueprint(partial(Adapter, backbone.architecture), layouts, 5)
         self.server: State = method.init(self.blueprint, self.clients)
         self.engine, self.t = InProcess(self.site, method), 0
@@ -64,7 +82,9 @@ class World:
         return replies
 
     def round(self, clients: tuple[str, ...] = ()) -> "World":
-        self.server = drive(self.method.round(self.server, clients or self.clients, torch.Generator()), self.answer)
+        self.server = drive(
+            self.method.round(self.server, clients or self.clients, torch.Generator()), self.answer
+        )
         self.t += 1
         return self
 
@@ -93,9 +113,11 @@ def trained(world: World) -> tuple[Client, LanguageModel]:
 
 
 def naive_loss(model: LanguageModel, base: Path, text: Tensor, batch: Tensor) -> Tensor:
-    """The mean cross-entropy of a whole Llama whose MLPs are the paper's mixture, with log(K p_j) on the generalists' logits.
+    """The mean cross-entropy of a whole Llama whose MLPs are the paper's mixture, with log(K p_j)
+    on the generalists' logits.
 
-    text: (N, C + 1) all of the client's training windows that are whole; the tokens behind the last whole one come as one more.
+    text: (N, C + 1) all of the client's training windows that are whole; the tokens behind the last
+    whole one come as one more.
     """
     from transformers import LlamaForCausalLM
 
@@ -103,7 +125,9 @@ def naive_loss(model: LanguageModel, base: Path, text: Tensor, batch: Tensor) ->
     parameters = dict(model.adapter.named_parameters())
     with torch.no_grad():
         windows = [whole.model(rows).last_hidden_state.mean(dim=1) for rows in text]
-    hidden = (torch.cat(windows) @ parameters["gate.first"].T + parameters["gate.bias"]).clamp(min=0)
+    hidden = (torch.cat(windows) @ parameters["gate.first"].T + parameters["gate.bias"]).clamp(
+        min=0
+    )
     scores = (hidden @ parameters["gate.last"].T).softmax(dim=1).sum(dim=0)
     own = torch.stack([scores[m] for m in model.numbers])
     lean = (2 * own / own.sum()).log()
@@ -112,19 +136,34 @@ def naive_loss(model: LanguageModel, base: Path, text: Tensor, batch: Tensor) ->
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             linear, prefix = getattr(layer.self_attn, name), f"blocks.{i}.attention.{name}"
             if f"{prefix}.A" in parameters:
-                linear.weight.data += gamma * (parameters[f"{prefix}.B"][0] @ parameters[f"{prefix}.A"][0]).detach()
+                linear.weight.data += (
+                    gamma * (parameters[f"{prefix}.B"][0] @ parameters[f"{prefix}.A"][0]).detach()
+                )
         names = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
         layers = {name: (getattr(layer.mlp, theirs).weight, None) for name, theirs in names.items()}
         experts = [
-            {name: (parameters[f"{prefix}.{name}.A"][j], parameters[f"{prefix}.{name}.B"][j]) for name in names}
-            for prefix, j in ((f"blocks.{i}.mlp.generalist", 0), (f"blocks.{i}.mlp.generalist", 1), (f"blocks.{i}.mlp.specialist", 0))
+            {
+                name: (parameters[f"{prefix}.{name}.A"][j], parameters[f"{prefix}.{name}.B"][j])
+                for name in names
+            }
+            for prefix, j in (
+                (f"blocks.{i}.mlp.generalist", 0),
+                (f"blocks.{i}.mlp.generalist", 1),
+                (f"blocks.{i}.mlp.specialist", 0),
+            )
         ]
 
-        def forward(x: Tensor, i: int = i, layers: dict = layers, experts: list = experts) -> Tensor:
+        def forward(
+            x: Tensor, i: int = i, layers: dict = layers, experts: list = experts
+        ) -> Tensor:
             tokens = x.flatten(0, 1)
-            logits = tokens @ parameters[f"blocks.{i}.mlp.router.weight"].T + torch.cat([lean, torch.zeros(1)])
+            logits = tokens @ parameters[f"blocks.{i}.mlp.router.weight"].T + torch.cat(
+                [lean, torch.zeros(1)]
+            )
             weights = oracle.topk_weights(logits, 2)
-            return oracle.mixture(tokens, layers, experts, weights, gamma, nn.functional.silu).view_as(x)
+            return oracle.mixture(
+                tokens, layers, experts, weights, gamma, nn.functional.silu
+            ).view_as(x)
 
         layer.mlp.forward = forward
     logits = whole(batch[:, :-1]).logits
@@ -148,23 +187,34 @@ def test_router_and_gate_learn_by_the_gradient_of_one_loss(world: World, tiny_ba
 
 
 def test_the_gate_learns_what_was_dealt(world: World) -> None:
-    """The gradient of cross-entropy by hand; and after some steps the gate itself chooses what the client has."""
+    """The gradient of cross-entropy by hand; and after some steps the gate itself chooses what
+    the client has.
+    """
     client, model = trained(world)
     embeddings = client.embeddings(client.data.train)
     gate = model.parameters_by_role()[GATE]
     first, bias, last = (p.detach().clone().requires_grad_() for p in gate.values())
     p = ((embeddings @ first.T + bias).relu() @ last.T).softmax(dim=1)
     loss = -sum((row[model.numbers[0]] + row[model.numbers[1]]).log() for row in p) / len(p)
-    for found, wanted in zip(model.towards().values(), torch.autograd.grad(loss, (first, bias, last)), strict=True):
+    for found, wanted in zip(
+        model.towards().values(), torch.autograd.grad(loss, (first, bias, last)), strict=True
+    ):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
     for _ in range(20):
         METHOD.upper_step(client)
-    assert client.model.affinity(embeddings).topk(2).indices.sort().values.tolist() == model.numbers.tolist()  # type: ignore[attr-defined]
+    assert (
+        client.model.affinity(embeddings).topk(2).indices.sort().values.tolist()
+        == model.numbers.tolist()
+    )  # type: ignore[attr-defined]
 
 
-def test_one_generalist_of_a_pool_of_one_is_comigs_1g1s(backbone: Backbone, tiny_federation: Federation) -> None:
+def test_one_generalist_of_a_pool_of_one_is_comigs_1g1s(
+    backbone: Backbone, tiny_federation: Federation
+) -> None:
     pool = World(replace(METHOD, pool=1, generalists=1, rounds=3), backbone, tiny_federation)
-    plain = World(CoMiGS(rounds=3, local_steps=2, router_every=1, router_steps=1), backbone, tiny_federation)
+    plain = World(
+        CoMiGS(rounds=3, local_steps=2, router_every=1, router_steps=1), backbone, tiny_federation
+    )
     stacks = plain.site.model("ann").parameters_by_role()[GENERALIST]
     experts = pool.site.model("ann").parameters_by_role()[EXPERT]
     assert experts.keys() | pool.blueprint.read(GENERALIST).keys() == stacks.keys()
@@ -180,7 +230,10 @@ def test_one_generalist_of_a_pool_of_one_is_comigs_1g1s(backbone: Backbone, tiny
     assert torch.equal(pool.server["expert/0"], found)
     for i in pool.clients:
         for role in (SPECIALIST, ROUTER):
-            assert torch.equal(pool.engine.states()[i][f"parameters/{role}"], plain.engine.states()[i][f"parameters/{role}"])
+            assert torch.equal(
+                pool.engine.states()[i][f"parameters/{role}"],
+                plain.engine.states()[i][f"parameters/{role}"],
+            )
 
 
 def test_only_k_generalists_are_in_a_message_and_others_stay_bit_for_bit(world: World) -> None:
@@ -203,23 +256,35 @@ def test_only_k_generalists_are_in_a_message_and_others_stay_bit_for_bit(world: 
 
 def test_each_generalist_is_the_mean_of_those_who_had_it(world: World) -> None:
     world.round()
-    replies = {i: message for task, way, i, message in world.said if (task, way) == ("local_round", "up")}
+    replies = {
+        i: message for task, way, i, message in world.said if (task, way) == ("local_round", "up")
+    }
     assert members(world.server) == [0, 1, 2, 3]
     for name in [name for name in world.server if not name.startswith(CHOSEN)]:
         held = [reply[name].double() for reply in replies.values() if name in reply]
         if held:
-            torch.testing.assert_close(world.server[name].double(), sum(held) / len(held), rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(
+                world.server[name].double(), sum(held) / len(held), rtol=1e-6, atol=1e-7
+            )
 
 
 def test_scores_are_those_of_the_clients_own_training_text(world: World) -> None:
     world.round()
-    scored = {i: message[SCORES] for task, way, i, message in world.said if (task, way) == ("score_generalists", "up")}
-    gates = {name: p.detach() for name, p in world.client("ann").model.parameters_by_role()[GATE].items()}
+    scored = {
+        i: message[SCORES]
+        for task, way, i, message in world.said
+        if (task, way) == ("score_generalists", "up")
+    }
+    gates = {
+        name: p.detach() for name, p in world.client("ann").model.parameters_by_role()[GATE].items()
+    }
     initial = torch.split(world.blueprint.flat(GATE), [p.numel() for p in gates.values()])
     first, bias, last = (v.view_as(p) for v, p in zip(initial, gates.values(), strict=True))
     for i in world.clients:
         logits = (world.engine.states()[i]["embeddings/train"] @ first.T + bias).relu() @ last.T
-        torch.testing.assert_close(scored[i], logits.softmax(dim=1).mean(dim=0).double(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            scored[i], logits.softmax(dim=1).mean(dim=0).double(), rtol=1e-5, atol=1e-6
+        )
 
 
 def unseen(federation: Federation) -> Federation:
@@ -227,7 +292,9 @@ def unseen(federation: Federation) -> Federation:
     return Federation(seen, "", unseen={"new": {"ben": federation.clients["ben"]}})
 
 
-def test_a_new_user_sends_scores_only_and_is_scored_without_any_training(backbone: Backbone, tiny_federation: Federation) -> None:
+def test_a_new_user_sends_scores_only_and_is_scored_without_any_training(
+    backbone: Backbone, tiny_federation: Federation
+) -> None:
     world = World(METHOD, backbone, unseen(tiny_federation))
     world.round().round()
     world.said.clear()
@@ -238,7 +305,11 @@ def test_a_new_user_sends_scores_only_and_is_scored_without_any_training(backbon
     ]
     scores = world.said[1][-1][SCORES]
     assert members(found["ben"]) == sorted(sorted(range(4), key=lambda m: -float(scores[m]))[:2])
-    before = {name: t.clone() for name, t in world.engine.states()["ben"].items() if name.startswith("parameters/")}
+    before = {
+        name: t.clone()
+        for name, t in world.engine.states()["ben"].items()
+        if name.startswith("parameters/")
+    }
     score = world.engine.answer(Ask(METHOD.score, found), 2, -1)["ben"]
     assert score["test"][1] == len(tiny_federation.clients["ben"].test) - 1
     assert all(torch.equal(t, world.engine.states()["ben"][name]) for name, t in before.items())
@@ -246,7 +317,9 @@ def test_a_new_user_sends_scores_only_and_is_scored_without_any_training(backbon
 
 
 @pytest.mark.parametrize("kind", [CoMiGS, CoMiGSCoBo])
-def test_without_a_pool_a_new_user_gets_the_mean(backbone: Backbone, tiny_federation: Federation, kind: type[CoMiGS]) -> None:
+def test_without_a_pool_a_new_user_gets_the_mean(
+    backbone: Backbone, tiny_federation: Federation, kind: type[CoMiGS]
+) -> None:
     world = World(kind(rounds=1, local_steps=2), backbone, unseen(tiny_federation)).round()
     found = drive(world.method.adapt(world.server, ("ben",)), world.answer)["ben"]
     client = world.site.client("ben", {})
@@ -259,7 +332,9 @@ def test_without_a_pool_a_new_user_gets_the_mean(backbone: Backbone, tiny_federa
 
 
 def test_a_personal_model_needs_no_gate(world: World, backbone: Backbone, tmp_path: Path) -> None:
-    """What is kept scores as the client did: routers have what the gate says as a bias; so has the fast way of one token at a time."""
+    """What is kept scores as the client did: routers have what the gate says as a bias; so has
+    the fast way of one token at a time.
+    """
     from coterie.personal import About, save
 
     client, model = trained(world)
@@ -267,7 +342,9 @@ def test_a_personal_model_needs_no_gate(world: World, backbone: Backbone, tmp_pa
     assert not any(name.startswith(GATE) for name in tensors)
     save(tmp_path, About("ann", "", layout, 8, "comigs", "test", 1, 0), tensors)
     kept = PersonalModel.load(tmp_path, backbone=backbone)
-    torch.testing.assert_close(kept.language.score(client.batches(client.test)), client.score(client.test))
+    torch.testing.assert_close(
+        kept.language.score(client.batches(client.test)), client.score(client.test)
+    )
     ids = client.draw(client.test)[:, :8]
     for rows in (ids, ids[:1, :2]):
         with torch.no_grad():
@@ -305,7 +382,9 @@ def test_nothing_better_could_be_dealt(wishes: Tensor, count: int, load: float) 
     dealt = deal(wishes, count, load).tolist()
     assert all(len(set(own)) == count for own in dealt)
     assert max(sum(j in own for own in dealt) for j in range(m)) <= limit
-    assert sum(float(wishes[i, own].sum()) for i, own in enumerate(dealt)) == pytest.approx(max(totals))
+    assert sum(float(wishes[i, own].sum()) for i, own in enumerate(dealt)) == pytest.approx(
+        max(totals)
+    )
 
 
 def test_like_users_get_the_same_generalists_however_small_the_differences() -> None:
@@ -325,13 +404,24 @@ def test_what_cannot_be_is_refused(world: World) -> None:
         Multilingual(users=2, unseen=2)
 
 
-def test_users_of_one_kind_share_its_documents_and_the_last_are_new(tiny_base: Path, tmp_path: Path) -> None:
+def test_users_of_one_kind_share_its_documents_and_the_last_are_new(
+    tiny_base: Path, tmp_path: Path
+) -> None:
     from coterie.models.architecture import tokenizer
 
     texts = {
-        language: [f"{language} on the {topic}, number {k}." for k in range(60) for topic in ("sea", "land")] for language in ("de", "fr")
+        language: [
+            f"{language} on the {topic}, number {k}."
+            for k in range(60)
+            for topic in ("sea", "land")
+        ]
+        for language in ("de", "fr")
     }
-    lines = [json.dumps({"language": language, "text": text}) for language, own in texts.items() for text in own]
+    lines = [
+        json.dumps({"language": language, "text": text})
+        for language, own in texts.items()
+        for text in own
+    ]
     (tmp_path / "multilingual").mkdir()
     (tmp_path / "multilingual/train.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
     topics = {topic: {"de": topic, "fr": topic} for topic in ("sea", "land")}

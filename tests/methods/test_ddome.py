@@ -1,4 +1,6 @@
-"""DDOME against a naive Algorithm 1, its extremes, what its messages hold, and its relatives FedMix and average ensembles."""
+"""DDOME against a naive Algorithm 1, its extremes, what its messages hold, and its relatives
+FedMix and average ensembles.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -67,7 +69,14 @@ class Run:
             routers=SGD(optimiser="sgd", lr=GATE_LR),
             stateless=True,
         )
-        self.site = Site(modality.build, layouts, data, training, seed=7, total_iterations=self.method.total_iterations)
+        self.site = Site(
+            modality.build,
+            layouts,
+            data,
+            training,
+            seed=7,
+            total_iterations=self.method.total_iterations,
+        )
         self.engine = InProcess(self.site, self.method)
         self.blueprint = Blueprint(modality.trainable, layouts, 7, None, self.federation.anchors)
         self.clients = tuple(self.federation.clients)
@@ -80,7 +89,9 @@ class Run:
 
     def rounds(self, count: int) -> "Run":
         for _ in range(count):
-            self.server = drive(self.method.round(self.server, self.clients, torch.Generator()), self.answer)
+            self.server = drive(
+                self.method.round(self.server, self.clients, torch.Generator()), self.answer
+            )
             self.round += 1
         return self
 
@@ -95,7 +106,9 @@ def network(vector: Tensor, inputs: int, hidden: int, outputs: int) -> list[Tens
     """A two-layer perceptron of one vector: its four parameters, which can be differentiated by."""
     sizes = [(hidden, inputs), (hidden,), (outputs, hidden), (outputs,)]
     pieces = torch.split(vector.clone(), [int(np.prod(size)) for size in sizes])
-    return [piece.view(size).clone().requires_grad_() for piece, size in zip(pieces, sizes, strict=True)]
+    return [
+        piece.view(size).clone().requires_grad_() for piece, size in zip(pieces, sizes, strict=True)
+    ]
 
 
 def forward(weights: list[Tensor], x: Tensor) -> Tensor:
@@ -112,7 +125,9 @@ def descend(loss: Tensor, weights: list[Tensor], lr: float) -> None:
 
 
 def algorithm_1(state: State, federation: Federation, method: DDOME, rounds: int) -> State:
-    """Algorithm 1 of the paper, client by client, from its text; the decisions are the specification's."""
+    """Algorithm 1 of the paper, client by client, from its text; the decisions are the
+    specification's.
+    """
     common = SHAPE.build()
     common.load_state_dict(SHAPE.initial(3))
     cursor = dict.fromkeys(federation.clients, 0)
@@ -136,13 +151,22 @@ def algorithm_1(state: State, federation: Federation, method: DDOME, rounds: int
                 cursor[i] += BATCH
                 e, x = common.features(batch.x).detach(), batch.x.flatten(1)
                 if anchor:
-                    descend(cross_entropy(forward(gate, e), torch.full((BATCH,), own[0])), gate, GATE_LR)
+                    descend(
+                        cross_entropy(forward(gate, e), torch.full((BATCH,), own[0])), gate, GATE_LR
+                    )
                     descend(cross_entropy(forward(mine[own[0]], x), batch.y), mine[own[0]], LR)
                 else:
                     p = forward(gate, e)[:, own].softmax(dim=1)
-                    loss = cross_entropy(sum(p[:, k, None] * forward(mine[m], x) for k, m in enumerate(own)), batch.y)
+                    loss = cross_entropy(
+                        sum(p[:, k, None] * forward(mine[m], x) for k, m in enumerate(own)), batch.y
+                    )
                     grads = torch.autograd.grad(loss, gate + [w for m in own for w in mine[m]])
-                    for w, g, lr in zip(gate + [w for m in own for w in mine[m]], grads, [GATE_LR] * 4 + [LR] * 4 * len(own), strict=True):
+                    for w, g, lr in zip(
+                        gate + [w for m in own for w in mine[m]],
+                        grads,
+                        [GATE_LR] * 4 + [LR] * 4 * len(own),
+                        strict=True,
+                    ):
                         w.data -= lr * g
             gates.append(flat(gate))
             counts.append(split.windows)
@@ -172,7 +196,10 @@ def newcomer(federation: Federation) -> Federation:
 @pytest.mark.parametrize("anchors", [True, False])
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_it_is_algorithm_1(tiny_pictures: Federation, anchors: bool, top_k: int) -> None:
-    federation, method = uneven(tiny_pictures), DDOME(rounds=3, local_steps=3, pool=4, top_k=top_k, anchors=anchors)
+    federation, method = (
+        uneven(tiny_pictures),
+        DDOME(rounds=3, local_steps=3, pool=4, top_k=top_k, anchors=anchors),
+    )
     run = Run(method, federation)
     expected = algorithm_1(run.server, federation, method, 3)
     run.rounds(3)
@@ -183,12 +210,23 @@ def test_it_is_algorithm_1(tiny_pictures: Federation, anchors: bool, top_k: int)
 def test_with_one_expert_for_all_it_is_fedavg(tiny_pictures: Federation) -> None:
     """M = K = 1, no anchors: the mixture is the expert, whatever the gate says."""
     federation = uneven(tiny_pictures)
-    ddome = Run(DDOME(rounds=3, local_steps=3, pool=1, top_k=1, anchors=False), federation, momentum=0.9)
-    fedavg = Run(FedAvg(rounds=3, local_steps=3, aggregation=Mean(weighting="samples")), federation, momentum=0.9)
+    ddome = Run(
+        DDOME(rounds=3, local_steps=3, pool=1, top_k=1, anchors=False), federation, momentum=0.9
+    )
+    fedavg = Run(
+        FedAvg(rounds=3, local_steps=3, aggregation=Mean(weighting="samples")),
+        federation,
+        momentum=0.9,
+    )
     names = list(fedavg.server)
     ddome.server["expert/0"] = torch.cat([fedavg.server[name].flatten() for name in names])
     ddome.rounds(3), fedavg.rounds(3)
-    torch.testing.assert_close(ddome.server["expert/0"], torch.cat([fedavg.server[n].flatten() for n in names]), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        ddome.server["expert/0"],
+        torch.cat([fedavg.server[n].flatten() for n in names]),
+        rtol=1e-4,
+        atol=1e-6,
+    )
 
 
 def test_a_client_gets_k_experts_and_an_anchor_its_own(tiny_pictures: Federation) -> None:
@@ -201,9 +239,15 @@ def test_a_client_gets_k_experts_and_an_anchor_its_own(tiny_pictures: Federation
             assert len(training.to[i]) == 3
             assert sum(name.startswith("expert/") for name in training.to[i]) == 2
     for scored, trained in zip(run.replies[::2], run.replies[1::2], strict=True):
-        assert all(set(reply) == {"scores"} and reply["scores"].shape == (5,) for reply in scored.values())
+        assert all(
+            set(reply) == {"scores"} and reply["scores"].shape == (5,) for reply in scored.values()
+        )
         for i, reply in trained.items():
-            sent = {name for name in run.asks[1].to[i] if name != "anchor"} if i == "ann" else reply.keys() - {"samples"}
+            sent = (
+                {name for name in run.asks[1].to[i] if name != "anchor"}
+                if i == "ann"
+                else reply.keys() - {"samples"}
+            )
             assert reply.keys() == sent | {"samples"}
 
 
@@ -231,7 +275,9 @@ def test_the_embeddings_are_computed_once(tiny_pictures: Federation) -> None:
 
 def test_permuting_the_experts_permutes_everything(tiny_pictures: Federation) -> None:
     order = [2, 0, 3, 1]  # expert m of the second run is expert order[m] of the first
-    runs = [Run(DDOME(rounds=3, local_steps=2, pool=4, anchors=False), tiny_pictures) for _ in range(2)]
+    runs = [
+        Run(DDOME(rounds=3, local_steps=2, pool=4, anchors=False), tiny_pictures) for _ in range(2)
+    ]
 
     def permuted(server: State) -> State:
         gate = server["gate"].clone()
@@ -257,24 +303,32 @@ def test_a_new_client_sends_scores_alone_and_needs_no_labels(tiny_pictures: Fede
     run.asks.clear(), run.replies.clear()
     found = run.adapted("cleo")["cleo"]
     assert [set(ask.to["cleo"]) for ask in run.asks] == [{"gate"}]
-    assert [{name: t.shape for name, t in reply["cleo"].items()} for reply in run.replies] == [{"scores": (4,)}]
+    assert [{name: t.shape for name, t in reply["cleo"].items()} for reply in run.replies] == [
+        {"scores": (4,)}
+    ]
     assert found.keys() == {"gate", *(name for name in found if name.startswith("expert/"))}
     assert len(found) == 3
     cleo = federation.unseen["aligned"]["cleo"]
     blind = replace(cleo.test, labels=np.zeros_like(cleo.test.labels))
-    unlabelled = replace(federation, unseen={"aligned": {"cleo": ClientData("cleo", cleo.train, cleo.valid, blind)}})
+    unlabelled = replace(
+        federation, unseen={"aligned": {"cleo": ClientData("cleo", cleo.train, cleo.valid, blind)}}
+    )
     again = Run(run.method, unlabelled).rounds(2).adapted("cleo")["cleo"]
     assert again.keys() == found.keys()
     assert all(torch.equal(again[name], found[name]) for name in found)
 
 
-def test_a_sample_is_classified_by_the_best_of_the_experts_that_came(tiny_pictures: Federation) -> None:
+def test_a_sample_is_classified_by_the_best_of_the_experts_that_came(
+    tiny_pictures: Federation,
+) -> None:
     run = Run(DDOME(rounds=2, local_steps=3, pool=4), newcomer(tiny_pictures)).rounds(2)
     tensors = run.adapted("cleo")
     score = run.scores(tensors)["cleo"]
     test = run.federation.everyone["cleo"].test
     batch = test.take(np.arange(test.windows))
-    numbers = sorted(int(name.removeprefix("expert/")) for name in tensors["cleo"] if name != "gate")
+    numbers = sorted(
+        int(name.removeprefix("expert/")) for name in tensors["cleo"] if name != "gate"
+    )
     common = SHAPE.build()
     common.load_state_dict(SHAPE.initial(3))
     logits = forward(network(tensors["cleo"]["gate"], 6, 5, 4), common.features(batch.x).detach())
@@ -293,7 +347,9 @@ def test_all_are_anchors(tiny_pictures: Federation) -> None:
     for q, i in enumerate(tiny_pictures.clients):  # zeros, ones and sixes
         own = replace(split, rows=np.flatnonzero(split.labels == [0, 1, 6][q])[:20])
         clients[i] = ClientData(i, own, own.reordered("valid"), own.reordered("test"))
-    run = Run(DDOME(rounds=60, local_steps=4, pool=3), Federation(clients, "", anchors=tuple(clients)))
+    run = Run(
+        DDOME(rounds=60, local_steps=4, pool=3), Federation(clients, "", anchors=tuple(clients))
+    )
     run.rounds(60)
     assert all(not ask.to for ask in run.asks[::2])
     for m, q in enumerate(clients):
@@ -306,7 +362,10 @@ def test_all_are_anchors(tiny_pictures: Federation) -> None:
 def test_a_client_with_one_example(tiny_pictures: Federation) -> None:
     ben = tiny_pictures.clients["ben"]
     single = ClientData("ben", *(replace(split, rows=split.rows[:1]) for split in ben.splits))
-    run = Run(DDOME(rounds=2, local_steps=2, pool=3), replace(tiny_pictures, clients=dict(tiny_pictures.clients) | {"ben": single}))
+    run = Run(
+        DDOME(rounds=2, local_steps=2, pool=3),
+        replace(tiny_pictures, clients=dict(tiny_pictures.clients) | {"ben": single}),
+    )
     run.rounds(2)
     assert run.replies[1]["ben"]["samples"] == 1
     assert all(torch.isfinite(t).all() for t in run.server.values())
@@ -320,7 +379,9 @@ def test_more_anchors_than_experts_are_refused(tiny_pictures: Federation) -> Non
 
 
 @pytest.mark.parametrize("mixture", ["logits", "probabilities", "scores"])
-def test_a_gate_that_is_sure_leaves_gradients_finite(tiny_pictures: Federation, mixture: str) -> None:
+def test_a_gate_that_is_sure_leaves_gradients_finite(
+    tiny_pictures: Federation, mixture: str
+) -> None:
     run = Run(DDOME(rounds=1, local_steps=1, pool=2, anchors=False, mixture=mixture), tiny_pictures)  # type: ignore[arg-type]
     run.server["gate"][-2:] = torch.tensor([0.0, -300.0])  # its last biases
     run.rounds(1)
@@ -336,25 +397,40 @@ def test_epochs_of_unlike_clients_end_their_schedules_together(tiny_pictures: Fe
 
 
 def test_running_statistics_travel_with_their_expert(tiny_pictures: Federation) -> None:
-    """An expert that was trained on data with another mean brings its statistics to who never trained."""
+    """An expert that was trained on data with another mean brings its statistics to who never
+    trained.
+    """
     shape = NetworkShape("cnn", (1, 4, 4), 10, norm="batch", width=2)
     section = ClassifierSection(kind="classifier", network="cnn", width=2, gate_width=5)
     federation = newcomer(tiny_pictures)
-    modality = Examples(shape, CommonExpert(SHAPE, SHAPE.initial(3)), section, torch.device("cpu"), federation)
+    modality = Examples(
+        shape, CommonExpert(SHAPE, SHAPE.initial(3)), section, torch.device("cpu"), federation
+    )
     method = DDOME(rounds=1, local_steps=3, pool=1, top_k=1)
     layouts = {i: method.layout(0, Layout()) for i in federation.everyone}
     site = Site(modality.build, layouts, federation.everyone, Training(batch_size=BATCH), 7, 3)
-    engine, blueprint = InProcess(site, method), Blueprint(modality.trainable, layouts, 7, None, federation.anchors)
+    engine, blueprint = (
+        InProcess(site, method),
+        Blueprint(modality.trainable, layouts, 7, None, federation.anchors),
+    )
     server = method.init(blueprint, ("ann", "ben"))
     parameters = sum(p.numel() for p in shape.build().parameters())
     statistics = server["expert/0"][parameters:]
     assert len(statistics) == 2 * (2 + 4)
     assert set(statistics.tolist()) == {0.0, 1.0}
-    server = drive(method.round(server, ("ann", "ben"), torch.Generator()), lambda ask, phase: engine.answer(ask, 0, phase))
-    found = drive(method.adapt(server, ("cleo",)), lambda ask, phase: engine.answer(ask, 0, phase))["cleo"]
+    server = drive(
+        method.round(server, ("ann", "ben"), torch.Generator()),
+        lambda ask, phase: engine.answer(ask, 0, phase),
+    )
+    found = drive(method.adapt(server, ("cleo",)), lambda ask, phase: engine.answer(ask, 0, phase))[
+        "cleo"
+    ]
     client = site.client("cleo", {})
     client.load(found)
-    assert torch.equal(torch.cat([b.flatten() for b in client.model.buffers().values()]), server["expert/0"][parameters:])
+    assert torch.equal(
+        torch.cat([b.flatten() for b in client.model.buffers().values()]),
+        server["expert/0"][parameters:],
+    )
     assert not torch.equal(server["expert/0"][parameters:], statistics)
 
 
@@ -367,8 +443,12 @@ def test_fedmix_trains_all_experts_jointly(tiny_pictures: Federation) -> None:
     assert all(torch.equal(t, ddome.server[name]) for name, t in fedmix.server.items())
 
 
-def test_an_ensemble_is_fedavg_several_times_and_averages_probabilities(tiny_pictures: Federation) -> None:
-    run = Run(Ensemble(rounds=2, local_steps=3, models=2, initial="random"), tiny_pictures, momentum=0.9)
+def test_an_ensemble_is_fedavg_several_times_and_averages_probabilities(
+    tiny_pictures: Federation,
+) -> None:
+    run = Run(
+        Ensemble(rounds=2, local_steps=3, models=2, initial="random"), tiny_pictures, momentum=0.9
+    )
     first = run.server["expert/0"]
     run.rounds(2)
     assert not torch.equal(first, run.server["expert/0"])
@@ -385,7 +465,10 @@ def test_an_ensemble_is_fedavg_several_times_and_averages_probabilities(tiny_pic
                 for step in range(3):
                     batch = split.batch(cursor + BATCH * step, BATCH)
                     loss = cross_entropy(forward(weights, batch.x.flatten(1)), batch.y)
-                    speed = [0.9 * v + g for v, g in zip(speed, torch.autograd.grad(loss, weights), strict=True)]
+                    speed = [
+                        0.9 * v + g
+                        for v, g in zip(speed, torch.autograd.grad(loss, weights), strict=True)
+                    ]
                     for w, v in zip(weights, speed, strict=True):
                         w.data -= LR * v
                 means.append(flat(weights))
@@ -394,7 +477,12 @@ def test_an_ensemble_is_fedavg_several_times_and_averages_probabilities(tiny_pic
         torch.testing.assert_close(run.server[name], x, rtol=1e-4, atol=1e-6)
     test = tiny_pictures.clients["ann"].test
     batch = test.take(np.arange(test.windows))
-    probabilities = torch.stack([forward(network(x, 16, 6, 10), batch.x.flatten(1)).softmax(dim=1) for x in expected.values()]).mean(dim=0)
+    probabilities = torch.stack(
+        [
+            forward(network(x, 16, 6, 10), batch.x.flatten(1)).softmax(dim=1)
+            for x in expected.values()
+        ]
+    ).mean(dim=0)
     score = run.scores(run.adapted("ann"))["ann"]["test"]
     assert score[2] == (probabilities.argmax(dim=1) == batch.y).sum()
     nll = nn.functional.nll_loss(probabilities.log(), batch.y, reduction="sum")

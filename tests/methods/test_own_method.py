@@ -55,17 +55,38 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_method_in_a_file_of_ones_own_runs_by_its_name(package: Path, tiny_base: Path) -> None:
-    recipe = load("quickstart", [f"model.base={tiny_base}", "model.context=16", "method.name=mine.half:Half", *SMALL, "method.step=0.25"])
+    recipe = load(
+        "quickstart",
+        [
+            f"model.base={tiny_base}",
+            "model.context=16",
+            "method.name=mine.half:Half",
+            *SMALL,
+            "method.step=0.25",
+        ],
+    )
     (result,) = run(recipe, package / "run")
     assert result["method"] == "mine.half:Half"
     assert METHODS["mine.half:Half"].title == "Half"
     assert "Half" in (package / "run/report.html").read_text()
-    (row,) = run(load("quickstart", [f"model.base={tiny_base}", "model.context=16", "method.name=fedavg", *SMALL]), package / "fedavg")
+    (row,) = run(
+        load(
+            "quickstart",
+            [f"model.base={tiny_base}", "model.context=16", "method.name=fedavg", *SMALL],
+        ),
+        package / "fedavg",
+    )
     assert row["mean"] != result["mean"]
 
 
 def test_it_stands_beside_others_in_a_comparison(package: Path, tiny_base: Path) -> None:
-    settings = [f"model.base={tiny_base}", "model.context=16", "method.name=local", *SMALL, "compare_with=['mine.half:Half']"]
+    settings = [
+        f"model.base={tiny_base}",
+        "model.context=16",
+        "method.name=local",
+        *SMALL,
+        "compare_with=['mine.half:Half']",
+    ]
     rows = run(load("quickstart", settings), package / "run")
     assert sorted(row["method"] for row in rows) == ["local", "mine.half:Half"]
 
@@ -78,7 +99,9 @@ def test_it_stands_beside_others_in_a_comparison(package: Path, tiny_base: Path)
         ("mine.none:Half", "ModuleNotFoundError: No module named 'mine.none'"),
     ],
 )
-def test_what_is_no_method_is_refused_and_the_reason_named(package: Path, name: str, why: str) -> None:
+def test_what_is_no_method_is_refused_and_the_reason_named(
+    package: Path, name: str, why: str
+) -> None:
     with pytest.raises(RecipeError, match=f"method.name: '{name}' is no method: .*{why}"):
         load("quickstart", [f"method.name={name}"])
     assert name not in METHODS
@@ -96,13 +119,18 @@ def test_an_installed_package_adds_methods(package: Path) -> None:
     info = package / "half_steps-1.2.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: half-steps\nVersion: 1.2\n")
-    (info / "entry_points.txt").write_text(f"[{methods.GROUP}]\nhalf = mine.half:Half\nfedavg = mine.half:Half\n")
+    (info / "entry_points.txt").write_text(
+        f"[{methods.GROUP}]\nhalf = mine.half:Half\nfedavg = mine.half:Half\n"
+    )
     methods._installed.cache_clear()
     try:
         assert METHODS["half"].paper == "half-steps 1.2"
         assert METHODS["fedavg"].title == "FedAvg"  # no package takes a shipped name
         assert list(METHODS).count("fedavg") == 1
-        assert type(load("quickstart", ["method.name=half", "method.step=1"]).build_method()).__name__ == "Half"
+        assert (
+            type(load("quickstart", ["method.name=half", "method.step=1"]).build_method()).__name__
+            == "Half"
+        )
         assert "half-steps 1.2" in CliRunner().invoke(app, ["methods"]).stdout
     finally:
         methods._installed.cache_clear()
@@ -110,19 +138,33 @@ def test_an_installed_package_adds_methods(package: Path) -> None:
 
 def test_a_device_imports_no_module_that_a_server_names(package: Path) -> None:
     (package / "trap.py").write_text(f"open({str(package / 'sprung')!r}, 'w').close()\n" + HALF)
-    recipe = load("cobo-digits", ["method.name=fedavg", "method.rounds=2", "compare_with=[]", "engine=flower"])
+    recipe = load(
+        "cobo-digits", ["method.name=fedavg", "method.rounds=2", "compare_with=[]", "engine=flower"]
+    )
     section = recipe.model_dump(mode="json", exclude={"compare_with", "description", "paper"})
     section["method"]["name"] = "trap:Half"
-    request = Request(recipe=section, task="local_round", action="task", run="run", client="c0-0").model_dump_json()
+    request = Request(
+        recipe=section, task="local_round", action="task", run="run", client="c0-0"
+    ).model_dump_json()
     for limits, sprung in ((Limits(), False), (Limits(methods=("trap:Half",)), True)):
         text, body = Device(package / "home", client="c0-0", limits=limits).answer(request, b"")
-        assert ("imports no module that a server names" in parsed(Reply, text).problem) != sprung, json.loads(text)
+        assert ("imports no module that a server names" in parsed(Reply, text).problem) != sprung, (
+            json.loads(text)
+        )
         assert (package / "sprung").exists() == sprung
         assert bool(body) == sprung
 
 
-def test_who_uses_a_personal_model_does_not_import_its_method(package: Path, tiny_base: Path) -> None:
-    run(load("quickstart", [f"model.base={tiny_base}", "model.context=16", "method.name=fedavg", *SMALL]), package / "run")
+def test_who_uses_a_personal_model_does_not_import_its_method(
+    package: Path, tiny_base: Path
+) -> None:
+    run(
+        load(
+            "quickstart",
+            [f"model.base={tiny_base}", "model.context=16", "method.name=fedavg", *SMALL],
+        ),
+        package / "run",
+    )
     (package / "trap.py").write_text(f"open({str(package / 'sprung')!r}, 'w').close()\n")
     for file in (package / "run/clients").glob("*/client.json"):
         file.write_text(file.read_text().replace('"fedavg"', '"trap:Half"'))

@@ -1,4 +1,6 @@
-"""Methods that combine what clients send do it by their rule, around what was sent. They are sent dictionaries: no engine, no model."""
+"""Methods that combine what clients send do it by their rule, around what was sent. They are
+sent dictionaries: no engine, no model.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -7,7 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from coterie.aggregation import SAMPLES, ClippedMean, Combining, Krum, Mean, Median, MultiKrum, TrimmedMean
+from coterie.aggregation import (
+    SAMPLES,
+    ClippedMean,
+    Combining,
+    Krum,
+    Mean,
+    Median,
+    MultiKrum,
+    TrimmedMean,
+)
 from coterie.core.errors import RecipeError
 from coterie.core.protocol import Ask, ClientId, Replies, drive, mix, trains
 from coterie.core.tensors import Tensors
@@ -21,7 +32,11 @@ from coterie.runs.recipe import build_method
 
 IDS = ("ann", "ben", "cleo", "dan", "eve")
 CLUSTERS = {"ann": 0, "ben": 0, "cleo": 1, "dan": 1, "eve": 1}
-NAMES = [name for name, entry in METHODS.items() if issubclass(entry.method, Aggregating) and "aggregation" not in entry.fixed]
+NAMES = [
+    name
+    for name, entry in METHODS.items()
+    if issubclass(entry.method, Aggregating) and "aggregation" not in entry.fixed
+]
 
 
 def tensor(*key: object, size: int = 6) -> torch.Tensor:
@@ -36,18 +51,29 @@ def start(name: str, **fields: Any) -> tuple[Method, Tensors]:
     ints = torch.tensor
     states: Mapping[str, Tensors] = {
         "ditto": {"generalist": tensor("w")},
-        "ifca": {f"centre/{k}": tensor(k) for k in range(2)} | {f"choice/{i}": ints(-1) for i in IDS},
-        "fdlora": w | {f"momentum/{n}": torch.zeros_like(t) for n, t in w.items()} | {"round": ints(0)},
-        "scaffold": w | {f"control/{n}": tensor("c", n, size=len(t)) for n, t in w.items()} | {"clients": ints(len(IDS))},
-        "oracle": {f"mean-{k}/{n}": t + k for n, t in w.items() for k in (0, 1)} | {f"cluster/{i}": ints(k) for i, k in CLUSTERS.items()},
-        "finetuned-fedavg": {f"mean/{n}": t for n, t in w.items()} | {f"{i}/alone": ints(False) for i in IDS} | {"round": ints(0)},
-        "ddome": {f"expert/{m}": tensor(m) for m in range(3)} | {"gate": tensor("gate"), "anchor/eve": ints(1)},
+        "ifca": {f"centre/{k}": tensor(k) for k in range(2)}
+        | {f"choice/{i}": ints(-1) for i in IDS},
+        "fdlora": w
+        | {f"momentum/{n}": torch.zeros_like(t) for n, t in w.items()}
+        | {"round": ints(0)},
+        "scaffold": w
+        | {f"control/{n}": tensor("c", n, size=len(t)) for n, t in w.items()}
+        | {"clients": ints(len(IDS))},
+        "oracle": {f"mean-{k}/{n}": t + k for n, t in w.items() for k in (0, 1)}
+        | {f"cluster/{i}": ints(k) for i, k in CLUSTERS.items()},
+        "finetuned-fedavg": {f"mean/{n}": t for n, t in w.items()}
+        | {f"{i}/alone": ints(False) for i in IDS}
+        | {"round": ints(0)},
+        "ddome": {f"expert/{m}": tensor(m) for m in range(3)}
+        | {"gate": tensor("gate"), "anchor/eve": ints(1)},
         "fedmix": {f"expert/{m}": tensor(m) for m in range(2)} | {"gate": tensor("gate")},
         "ensemble": {f"expert/{m}": tensor(m) for m in range(2)},
     }
     if name == "comigs-pool":
         chosen = {f"chosen/{i}": torch.arange(2) for i in IDS}
-        return method, w | {f"expert/{m}": tensor(m) for m in range(4)} | {"gate": tensor("gate")} | chosen
+        return method, w | {f"expert/{m}": tensor(m) for m in range(4)} | {
+            "gate": tensor("gate")
+        } | chosen
     return method, dict(states.get(name, w))
 
 
@@ -60,7 +86,10 @@ class Exchange:
         self.attacker = attacker
 
     def __call__(self, ask: Ask, phase: int) -> Replies:
-        found = {i: {n: self.value(n, t, i, len(self.asks)) for n, t in ask.back(sent).items()} for i, sent in ask.to.items()}
+        found = {
+            i: {n: self.value(n, t, i, len(self.asks)) for n, t in ask.back(sent).items()}
+            for i, sent in ask.to.items()
+        }
         for i, reply in found.items():
             ask.check(i, reply)
         self.asks.append(ask)
@@ -89,41 +118,71 @@ def columns(replies: Mapping[ClientId, Tensors], name: str) -> np.ndarray[Any, A
 
 
 def one_round(name: str, exchange: Exchange, **fields: Any) -> tuple[Tensors, Tensors]:
-    """The state before and after one round; of FDLoRA, one of its second stage with an outer step of 1."""
-    method, state = start(name, **({"alone": 0.2, "outer_lr": 1.0, "outer_momentum": 0.0} if name == "fdlora" else {}), **fields)
+    """The state before and after one round; of FDLoRA, one of its second stage with an outer
+    step of 1.
+    """
+    method, state = start(
+        name,
+        **({"alone": 0.2, "outer_lr": 1.0, "outer_momentum": 0.0} if name == "fdlora" else {}),
+        **fields,
+    )
     if name == "fdlora":
         state["round"] = torch.tensor(1)
-    after = drive(method.round({n: t.clone() for n, t in state.items()}, IDS, torch.Generator()), exchange)
+    after = drive(
+        method.round({n: t.clone() for n, t in state.items()}, IDS, torch.Generator()), exchange
+    )
     assert after.keys() == state.keys()
     return state, after
 
 
-def expected(name: str, replies: Mapping[ClientId, Tensors], before: Tensors, of: Callable[[Any], Any]) -> dict[str, Any]:
+def expected(
+    name: str, replies: Mapping[ClientId, Tensors], before: Tensors, of: Callable[[Any], Any]
+) -> dict[str, Any]:
     """What the server's state should be where it is trained, tensor by tensor."""
     if name == "ifca":
         groups = {k: {i: r for i, r in replies.items() if int(r["choice"]) == k} for k in (0, 1)}
         return {f"centre/{k}": of(columns(group, "generalist")) for k, group in groups.items()}
     if name == "oracle":
         groups = {k: {i: r for i, r in replies.items() if CLUSTERS[i] == k} for k in (0, 1)}
-        return {f"mean-{k}/{n}": of(columns(group, n)) for k, group in groups.items() for n in ("w/A", "w/B")}
+        return {
+            f"mean-{k}/{n}": of(columns(group, n))
+            for k, group in groups.items()
+            for n in ("w/A", "w/B")
+        }
     if name == "finetuned-fedavg":
         return {f"mean/{n}": of(columns(replies, n)) for n in ("w/A", "w/B")}
     if name == "scaffold":
-        control = {f"control/{n}": before[f"control/{n}"].numpy() + of(columns(replies, f"change/{n}")) for n in ("w/A", "w/B")}
+        control = {
+            f"control/{n}": before[f"control/{n}"].numpy() + of(columns(replies, f"change/{n}"))
+            for n in ("w/A", "w/B")
+        }
         return {n: of(columns(replies, n)) for n in ("w/A", "w/B")} | control
-    names = {n for reply in replies.values() for n, t in reply.items() if n in before and t.is_floating_point()}
+    names = {
+        n
+        for reply in replies.values()
+        for n, t in reply.items()
+        if n in before and t.is_floating_point()
+    }
     return {n: of(columns(replies, n)) for n in names}
 
 
-CASES: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in NAMES if name not in ("comigs", "comigs-cobo")]
+CASES: list[tuple[str, dict[str, Any]]] = [
+    (name, {}) for name in NAMES if name not in ("comigs", "comigs-cobo")
+]
 
 
 @pytest.mark.parametrize(("name", "fields"), CASES)
-@pytest.mark.parametrize("rule", [Mean(), Median(), TrimmedMean(trim=0.4)], ids=["mean", "median", "trimmed mean"])
-def test_what_clients_send_is_combined_by_the_rule(name: str, fields: dict[str, Any], rule: Combining) -> None:
+@pytest.mark.parametrize(
+    "rule", [Mean(), Median(), TrimmedMean(trim=0.4)], ids=["mean", "median", "trimmed mean"]
+)
+def test_what_clients_send_is_combined_by_the_rule(
+    name: str, fields: dict[str, Any], rule: Combining
+) -> None:
     exchange = Exchange()
     before, after = one_round(name, exchange, aggregation=rule.model_dump(), **fields)
-    of = np.mean if isinstance(rule, Mean) else np.median  # of at most five clients two at each end are cut: the median is left
+    of = (
+        np.mean if isinstance(rule, Mean) else np.median
+    )  # of at most five clients two at each end are cut: the median is left
     wanted = expected(name, exchange.trained[1], before, lambda rows: of(rows, axis=0))
     assert wanted
     for key, value in wanted.items():
@@ -134,12 +193,22 @@ def test_what_clients_send_is_combined_by_the_rule(name: str, fields: dict[str, 
 @pytest.mark.parametrize(("name", "fields"), CASES)
 def test_by_samples_clients_are_asked_how_many_they_have(name: str, fields: dict[str, Any]) -> None:
     exchange = Exchange()
-    before, after = one_round(name, exchange, aggregation={"rule": "mean", "weighting": "samples"}, **fields)
+    before, after = one_round(
+        name, exchange, aggregation={"rule": "mean", "weighting": "samples"}, **fields
+    )
     ask, replies = exchange.trained
     for key in set(expected(name, replies, before, len)) - {"control/w/A", "control/w/B"}:
         group = {"ifca": "centre/", "oracle": "mean-"}.get(name)
-        held = {i: r for i, r in replies.items() if group is None or key.startswith(f"{group}{CLUSTERS[i]}")}
-        own = {"ifca": "generalist", "oracle": key.partition("/")[2], "finetuned-fedavg": key.partition("/")[2]}.get(name, key)
+        held = {
+            i: r
+            for i, r in replies.items()
+            if group is None or key.startswith(f"{group}{CLUSTERS[i]}")
+        }
+        own = {
+            "ifca": "generalist",
+            "oracle": key.partition("/")[2],
+            "finetuned-fedavg": key.partition("/")[2],
+        }.get(name, key)
         held = {i: r for i, r in held.items() if own in r}
         wanted = np.average(columns(held, own), axis=0, weights=[1 + IDS.index(i) for i in held])
         np.testing.assert_allclose(after[key].numpy(), wanted, atol=1e-6, err_msg=key)
@@ -150,21 +219,39 @@ def test_by_samples_clients_are_asked_how_many_they_have(name: str, fields: dict
 
 @pytest.mark.parametrize(("name", "fields"), CASES)
 def test_updates_are_of_what_was_sent(name: str, fields: dict[str, Any]) -> None:
-    """With updates clipped to nothing, nothing moves, whatever the clients sent: the rule knows what they were sent."""
+    """With updates clipped to nothing, nothing moves, whatever the clients sent: the rule knows
+    what they were sent.
+    """
     exchange = Exchange(attacker="cleo")
-    before, after = one_round(name, exchange, aggregation={"rule": "clipped-mean", "norm": 1e-9}, **fields)
+    before, after = one_round(
+        name, exchange, aggregation={"rule": "clipped-mean", "norm": 1e-9}, **fields
+    )
     for key in expected(name, exchange.trained[1], before, len):
         np.testing.assert_allclose(after[key].numpy(), before[key].numpy(), atol=1e-5, err_msg=key)
 
 
-@pytest.mark.parametrize(("name", "fields"), [case for case in CASES if case[0] not in ("ifca", "oracle", "ddome", "comigs-pool")])
-@pytest.mark.parametrize("rule", [Median(), Krum(attackers=1), MultiKrum(attackers=1), ClippedMean()], ids=lambda rule: rule.rule)
-def test_one_attacker_of_five_does_little(name: str, fields: dict[str, Any], rule: Combining) -> None:
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [case for case in CASES if case[0] not in ("ifca", "oracle", "ddome", "comigs-pool")],
+)
+@pytest.mark.parametrize(
+    "rule",
+    [Median(), Krum(attackers=1), MultiKrum(attackers=1), ClippedMean()],
+    ids=lambda rule: rule.rule,
+)
+def test_one_attacker_of_five_does_little(
+    name: str, fields: dict[str, Any], rule: Combining
+) -> None:
     moved = []
     for aggregation in (rule, Mean()):
         exchange = Exchange(attacker="cleo")
         before, after = one_round(name, exchange, aggregation=aggregation.model_dump(), **fields)
-        moved.append(max(float((after[key] - before[key]).abs().max()) for key in expected(name, exchange.trained[1], before, len)))
+        moved.append(
+            max(
+                float((after[key] - before[key]).abs().max())
+                for key in expected(name, exchange.trained[1], before, len)
+            )
+        )
     assert moved[0] < 5
     assert moved[1] > 1e4
 
@@ -174,7 +261,9 @@ def test_fdlora_combines_the_personal_loras_of_its_first_stage_too() -> None:
     exchange = Exchange(attacker="ben")
     after = drive(method.round(state, IDS, torch.Generator()), exchange)
     for name in ("w/A", "w/B"):
-        np.testing.assert_allclose(after[name].numpy(), np.median(columns(exchange.replies[0], name), axis=0), atol=1e-6)
+        np.testing.assert_allclose(
+            after[name].numpy(), np.median(columns(exchange.replies[0], name), axis=0), atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -183,7 +272,9 @@ def test_where_nobody_answers_the_state_stays(name: str) -> None:
         pytest.skip("its state is of another form, and no rule combines it")
     method, state = start(name)
     after = drive(method.round(state, IDS, torch.Generator()), lambda ask, phase: {})
-    assert {n: t for n, t in after.items() if n != "round"}.keys() == {n for n in state if n != "round"}
+    assert {n: t for n, t in after.items() if n != "round"}.keys() == {
+        n for n in state if n != "round"
+    }
     for key in state.keys() - {"round"}:
         assert torch.equal(after[key], state[key])
 
@@ -192,8 +283,28 @@ def test_of_whom_the_server_needs_only_the_sum() -> None:
     """Everything of which secure aggregation can be asked, by name."""
     sums = {name for name, entry in METHODS.items() if build_method({"name": name}).sums}
     assert sums == {
-        *("fedavg", "fedprox", "pfedmoe", "fedavg-moe", "fedavg-moe-tr", "fedsa-lora", "ffa-lora", "fedsr", "fedadg"),
-        *("finetuned-fedavg", "ditto", "comigs", "comigs-1g1s", "comigs-2g", "comigs-2s", "comigs-1gxs", "comigs-tr", "comigs-published"),
+        *(
+            "fedavg",
+            "fedprox",
+            "pfedmoe",
+            "fedavg-moe",
+            "fedavg-moe-tr",
+            "fedsa-lora",
+            "ffa-lora",
+            "fedsr",
+            "fedadg",
+        ),
+        *(
+            "finetuned-fedavg",
+            "ditto",
+            "comigs",
+            "comigs-1g1s",
+            "comigs-2g",
+            "comigs-2s",
+            "comigs-1gxs",
+            "comigs-tr",
+            "comigs-published",
+        ),
     }
     for name in sums:
         for rule in ({"rule": "median"}, {"weighting": "samples"}):
@@ -201,18 +312,25 @@ def test_of_whom_the_server_needs_only_the_sum() -> None:
     assert not CoMiGSPool().sums
 
 
-@pytest.mark.parametrize("name", sorted(name for name in NAMES if build_method({"name": name}).sums))
+@pytest.mark.parametrize(
+    "name", sorted(name for name in NAMES if build_method({"name": name}).sums)
+)
 def test_where_only_the_sum_is_needed_everybodys_mean_does(name: str) -> None:
     """If every client is said to have sent the mean of all, the server comes to the same state."""
     states = []
     for secret in (False, True):
         exchange = Exchange()
 
-        def answer(ask: Ask, phase: int, exchange: Exchange = exchange, secret: bool = secret) -> Replies:
+        def answer(
+            ask: Ask, phase: int, exchange: Exchange = exchange, secret: bool = secret
+        ) -> Replies:
             replies = exchange(ask, phase)
             if not (secret and trains(ask.task)):
                 return replies
-            mean = {n: torch.stack([reply[n] for reply in replies.values()]).mean(dim=0) for n in replies["ann"]}
+            mean = {
+                n: torch.stack([reply[n] for reply in replies.values()]).mean(dim=0)
+                for n in replies["ann"]
+            }
             return dict.fromkeys(replies, mean)
 
         method, state = start(name)
@@ -228,7 +346,9 @@ class Known:
         self.clusters, self.anchors = {i: CLUSTERS[i] for i in ids}, ()
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("scaffold", "oracle", "comigs-cobo")])
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if name not in ("scaffold", "oracle", "comigs-cobo")]
+)
 def test_too_few_clients_for_krum_are_refused(name: str) -> None:
     method = build_method({"name": name, "aggregation": {"rule": "krum", "attackers": 1}})
     method.check(Known(IDS), IDS, None)  # type: ignore[arg-type]

@@ -30,14 +30,18 @@ def tiny(family: str) -> nn.Module:
         "max_position_embeddings": 32,
     }
     configs = {
-        "gpt2": lambda: GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=4, n_positions=32),
+        "gpt2": lambda: GPT2Config(
+            vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=4, n_positions=32
+        ),
         "llama": lambda: LlamaConfig(**shape),
         "qwen2": lambda: Qwen2Config(**shape),
         "qwen3": lambda: Qwen3Config(**shape, head_dim=4),
     }
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(configs[family]())
-    for parameter in model.parameters():  # the default initialisation of norms and biases would hide mistakes
+    for (
+        parameter
+    ) in model.parameters():  # the default initialisation of norms and biases would hide mistakes
         nn.init.normal_(parameter, std=0.2)
     return model.eval()
 

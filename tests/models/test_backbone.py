@@ -1,4 +1,6 @@
-"""Loading bases, the architecture that adapters attach to, the adapter's tensors and their roles."""
+"""Loading bases, the architecture that adapters attach to, the adapter's tensors and their
+roles.
+"""
 
 import json
 import os
@@ -18,7 +20,10 @@ from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
 from coterie.models.routing import Router, balance_loss
 
-STORIES = Path(os.environ.get("COTERIE_DATA", Path(__file__).parents[3] / "shared/data")).parent / "models/stories260K"
+STORIES = (
+    Path(os.environ.get("COTERIE_DATA", Path(__file__).parents[3] / "shared/data")).parent
+    / "models/stories260K"
+)
 
 
 @pytest.fixture
@@ -28,7 +33,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_architecture_is_the_same_before_and_after_wrapping_or_from_the_configuration(family, tmp_path):
+def test_architecture_is_the_same_before_and_after_wrapping_or_from_the_configuration(
+    family, tmp_path
+):
     model = tiny(family)
     model.save_pretrained(tmp_path)
     found = Architecture.of(model)
@@ -36,23 +43,42 @@ def test_architecture_is_the_same_before_and_after_wrapping_or_from_the_configur
     assert (len(found.blocks), found.d_model, found.vocabulary) == (2, 16, VOCABULARY)
     first = found.blocks[0]
     if family == "gpt2":
-        assert [(x.name, x.inputs, x.outputs) for x in first.attention] == [("c_attn", 16, 48), ("c_proj", 16, 16)]
-        assert [(x.name, x.inputs, x.outputs) for x in first.mlp.linears] == [("up", 16, 64), ("down", 64, 16)]
+        assert [(x.name, x.inputs, x.outputs) for x in first.attention] == [
+            ("c_attn", 16, 48),
+            ("c_proj", 16, 16),
+        ]
+        assert [(x.name, x.inputs, x.outputs) for x in first.mlp.linears] == [
+            ("up", 16, 64),
+            ("down", 64, 16),
+        ]
     else:
-        assert [(x.name, x.outputs) for x in first.attention] == [("q_proj", 16), ("k_proj", 8), ("v_proj", 8), ("o_proj", 16)]
+        assert [(x.name, x.outputs) for x in first.attention] == [
+            ("q_proj", 16),
+            ("k_proj", 8),
+            ("v_proj", 8),
+            ("o_proj", 16),
+        ]
         assert [x.name for x in first.mlp.linears] == ["gate", "up", "down"]
 
 
 def test_names_shapes_and_roles_of_an_adapter():
-    adapter = Adapter(Architecture.of(tiny("llama")), Layout(generalists=1, specialists=2, rank=3, mlp_rank=5))
-    by_role = {role: {name: tuple(p.shape) for name, p in named.items()} for role, named in adapter.parameters_by_role().items()}
+    adapter = Adapter(
+        Architecture.of(tiny("llama")), Layout(generalists=1, specialists=2, rank=3, mlp_rank=5)
+    )
+    by_role = {
+        role: {name: tuple(p.shape) for name, p in named.items()}
+        for role, named in adapter.parameters_by_role().items()
+    }
     assert by_role[GENERALIST]["blocks.0.attention.q_proj.A"] == (1, 3, 16)
     assert by_role[GENERALIST]["blocks.0.attention.k_proj.B"] == (1, 8, 3)
     assert by_role[GENERALIST]["blocks.1.mlp.generalist.up.A"] == (1, 5, 16)
     assert by_role[SPECIALIST]["blocks.1.mlp.specialist.down.B"] == (2, 16, 5)
     assert by_role[ROUTER] == {f"blocks.{i}.mlp.router.weight": (3, 16) for i in range(2)}
     assert set(by_role[SPECIALIST]) == {
-        f"blocks.{i}.mlp.specialist.{x}.{m}" for i in range(2) for x in ("gate", "up", "down") for m in "AB"
+        f"blocks.{i}.mlp.specialist.{x}.{m}"
+        for i in range(2)
+        for x in ("gate", "up", "down")
+        for m in "AB"
     }
     assert sum(map(len, by_role.values())) == len(list(adapter.parameters()))
 
@@ -69,7 +95,10 @@ def test_specialists_only_has_attention_as_its_only_generalists():
 
 def test_initial_values():
     architecture = Architecture.of(tiny("llama"))
-    one, two = Adapter(architecture, Layout(specialists=1)), Adapter(architecture, Layout(specialists=3))
+    one, two = (
+        Adapter(architecture, Layout(specialists=1)),
+        Adapter(architecture, Layout(specialists=3)),
+    )
     for role in (GENERALIST, SPECIALIST, ROUTER):
         first, again, other = one.initial(role, 5), one.initial(role, 5), one.initial(role, 6)
         assert list(first) == list(one.parameters_by_role()[role])
@@ -82,9 +111,15 @@ def test_initial_values():
                 assert values.abs().max() <= values.shape[-1] ** -0.5
                 assert values.std() > 0.4 * values.shape[-1] ** -0.5
                 assert not torch.equal(values, other[name])
-    assert all(torch.equal(values, two.initial(GENERALIST, 5)[name]) for name, values in one.initial(GENERALIST, 5).items())
+    assert all(
+        torch.equal(values, two.initial(GENERALIST, 5)[name])
+        for name, values in one.initial(GENERALIST, 5).items()
+    )
     names = [name for name in one.initial(SPECIALIST, 5) if name.endswith(".A")]
-    assert all(torch.equal(one.initial(SPECIALIST, 5)[name][0], two.initial(SPECIALIST, 5)[name][0]) for name in names)
+    assert all(
+        torch.equal(one.initial(SPECIALIST, 5)[name][0], two.initial(SPECIALIST, 5)[name][0])
+        for name in names
+    )
 
 
 def test_clients_share_one_backbone(folder):
@@ -108,19 +143,30 @@ def test_using_nests_and_survives_exceptions(folder):
 
 def test_load(folder):
     backbone = Backbone.load(folder, dtype="bf16")
-    assert (backbone.dtype, backbone.device.type, backbone.context_limit) == (torch.bfloat16, "cpu", 32)
+    assert (backbone.dtype, backbone.device.type, backbone.context_limit) == (
+        torch.bfloat16,
+        "cpu",
+        32,
+    )
     assert backbone.head is not None
     with pytest.raises(ModelError, match="no usable tokenizer"):
         _ = backbone.tokenizer
 
 
 def test_a_scaled_head_is_not_taken_for_a_plain_one():
-    """Where logits are more than a linear map of the hidden states, they are computed by the model itself."""
+    """Where logits are more than a linear map of the hidden states, they are computed by the
+    model itself.
+    """
     from transformers import GraniteConfig, GraniteForCausalLM
 
     torch.manual_seed(0)
     config = GraniteConfig(
-        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, logits_scaling=3.0
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        logits_scaling=3.0,
     )
     model = LanguageModel(Backbone(GraniteForCausalLM(config)), Layout(rank=2))
     assert model.backbone.head is None
@@ -163,14 +209,23 @@ def test_unsupported_architectures_are_refused_by_what_they_lack(tmp_path):
     BertConfig(num_hidden_layers=1, is_decoder=True).save_pretrained(tmp_path / "bert")
     with pytest.raises(ModelError, match=r"neither transformer\.h"):
         Architecture.from_base(tmp_path / "bert")
-    MixtralConfig(num_hidden_layers=1, hidden_size=32, intermediate_size=8).save_pretrained(tmp_path / "mixtral")
+    MixtralConfig(num_hidden_layers=1, hidden_size=32, intermediate_size=8).save_pretrained(
+        tmp_path / "mixtral"
+    )
     with pytest.raises(ModelError, match=r"lacks the layer mlp\.gate_proj"):
         Architecture.from_base(tmp_path / "mixtral")
 
 
 @pytest.mark.parametrize(
     "values",
-    [{"generalists": 0, "specialists": 0}, {"rank": 0}, {"dropout": 1.0}, {"top_k": 0}, {"balance": "x"}, {"balance_weight": -1.0}],
+    [
+        {"generalists": 0, "specialists": 0},
+        {"rank": 0},
+        {"dropout": 1.0},
+        {"top_k": 0},
+        {"balance": "x"},
+        {"balance_weight": -1.0},
+    ],
 )
 def test_layouts_out_of_range_are_refused(values):
     with pytest.raises(ModelError, match="adapter layout"):
@@ -180,24 +235,39 @@ def test_layouts_out_of_range_are_refused(values):
 def test_balance_in_closed_form():
     uniform, peaked = torch.full((2, 4), 0.25), torch.tensor([[1.0, 0, 0, 0]] * 2)
     layout = Layout(specialists=3)
-    assert balance_loss(layout.balance_coefficients, 2 * uniform, uniform) == pytest.approx(2.0)  # n * sum (k/n) (1/n) = k
-    assert balance_loss(layout.balance_coefficients, peaked, peaked) == pytest.approx(4.0)  # n: all tokens on one expert
+    assert balance_loss(layout.balance_coefficients, 2 * uniform, uniform) == pytest.approx(
+        2.0
+    )  # n * sum (k/n) (1/n) = k
+    assert balance_loss(layout.balance_coefficients, peaked, peaked) == pytest.approx(
+        4.0
+    )  # n: all tokens on one expert
     printed = Layout(specialists=3, balance="generalist-printed")
     assert printed.balance_coefficients == pytest.approx((1 / 10, *[3 / 10] * 3))  # eq. 6, n = 4
     printed = Layout(generalists=2, specialists=1, balance="generalist-printed")
     assert printed.balance_coefficients == pytest.approx((2 / 5, 2 / 5, 1 / 5))
 
 
-@pytest.mark.parametrize(("generalists", "specialists"), [(1, 1), (1, 3), (1, 7), (2, 1), (3, 3), (0, 4), (4, 0)])
-def test_eq_6_has_at_its_target_the_value_and_the_least_that_uniform_balance_has(generalists: int, specialists: int) -> None:
-    """Half of the probability for each kind of expert, shared evenly within it, and k = 2 of all experts for each token."""
+@pytest.mark.parametrize(
+    ("generalists", "specialists"), [(1, 1), (1, 3), (1, 7), (2, 1), (3, 3), (0, 4), (4, 0)]
+)
+def test_eq_6_has_at_its_target_the_value_and_the_least_that_uniform_balance_has(
+    generalists: int, specialists: int
+) -> None:
+    """Half of the probability for each kind of expert, shared evenly within it, and k = 2 of all
+    experts for each token.
+    """
     layout = Layout(generalists=generalists, specialists=specialists, balance="generalist")
     coefficients = torch.tensor(layout.balance_coefficients)
     kinds = (generalists > 0) + (specialists > 0)
-    target = torch.tensor([1 / (kinds * max(generalists, 1))] * generalists + [1 / (kinds * max(specialists, 1))] * specialists)
+    target = torch.tensor(
+        [1 / (kinds * max(generalists, 1))] * generalists
+        + [1 / (kinds * max(specialists, 1))] * specialists
+    )
     value = balance_loss(coefficients.tolist(), 2 * target[None], target[None])
     assert float(value) == pytest.approx(2.0)
-    for other in torch.softmax(torch.randn(50, len(target), generator=torch.Generator().manual_seed(0)), dim=1):
+    for other in torch.softmax(
+        torch.randn(50, len(target), generator=torch.Generator().manual_seed(0)), dim=1
+    ):
         assert balance_loss(coefficients.tolist(), 2 * other[None], other[None]) >= value - 1e-6
     assert Layout(balance="none").balance_coefficients == ()
 
@@ -206,8 +276,12 @@ def test_router_weights_are_a_softmax_over_the_selected():
     router = Router(width=2, experts=3, active=2)
     nn.init.eye_(router.weight)
     decision = router(torch.tensor([[3.0, 1.0], [-1.0, 2.0]]))
-    torch.testing.assert_close(decision.weights[0], torch.tensor([*torch.tensor([3.0, 1.0]).softmax(0), 0.0]))
-    torch.testing.assert_close(decision.weights[1], torch.tensor([0.0, *torch.tensor([2.0, 0.0]).softmax(0)]))
+    torch.testing.assert_close(
+        decision.weights[0], torch.tensor([*torch.tensor([3.0, 1.0]).softmax(0), 0.0])
+    )
+    torch.testing.assert_close(
+        decision.weights[1], torch.tensor([0.0, *torch.tensor([2.0, 0.0]).softmax(0)])
+    )
     assert decision.users().tolist() == [1.0, 2.0, 1.0]
 
 
@@ -215,10 +289,14 @@ def test_router_weights_are_a_softmax_over_the_selected():
 def test_stories260k_loads_scores_and_speaks():
     model = LanguageModel(Backbone.load(STORIES), Layout())
     tokenizer = model.backbone.tokenizer
-    ids = tokenizer("Once upon a time, there was a little girl named Lily.", return_tensors="pt")["input_ids"]
+    ids = tokenizer("Once upon a time, there was a little girl named Lily.", return_tensors="pt")[
+        "input_ids"
+    ]
     nll, tokens = model.score([ids])
     assert nll / tokens < 2.5
-    told = model.generate(ids, max_new_tokens=5, do_sample=False, attention_mask=torch.ones_like(ids), pad_token_id=0)
+    told = model.generate(
+        ids, max_new_tokens=5, do_sample=False, attention_mask=torch.ones_like(ids), pad_token_id=0
+    )
     assert told.shape == (1, ids.shape[1] + 5)
 
 

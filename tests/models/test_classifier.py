@@ -1,4 +1,6 @@
-"""Image classifiers: gradients at the client's model and elsewhere, one point or many, and what is refused."""
+"""Image classifiers: gradients at the client's model and elsewhere, one point or many, and what
+is refused.
+"""
 
 import numpy as np
 import pytest
@@ -31,7 +33,9 @@ normed = NetworkShape("cnn", DIGITS, 5, width=4)
 def batch_of(shape: NetworkShape, size: int, seed: int = 0) -> Examples:
     generator = torch.Generator().manual_seed(seed)
     y = torch.randint(0, shape.classes, (size,), generator=generator)
-    return Examples(torch.randn(size, *shape.inputs, generator=generator) + 0.1 * y.view(-1, 1, 1, 1), y)
+    return Examples(
+        torch.randn(size, *shape.inputs, generator=generator) + 0.1 * y.view(-1, 1, 1, 1), y
+    )
 
 
 def flat(tensors: list[Tensor]) -> Tensor:
@@ -48,7 +52,9 @@ def put(model: Classifier, point: Tensor) -> None:
 
 def points_near(model: Classifier, count: int, seed: int) -> Tensor:
     start = flat(list(model.initial(GENERALIST, seed).values()))
-    return start + 0.05 * torch.randn(count, len(start), generator=torch.Generator().manual_seed(seed))
+    return start + 0.05 * torch.randn(
+        count, len(start), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def snapshot(model: Classifier) -> dict[str, Tensor]:
@@ -83,11 +89,21 @@ def test_resnet9_has_as_many_parameters_as_the_published_one() -> None:
 
 
 def test_flops_of_an_mlp() -> None:
-    assert Classifier(NetworkShape("mlp", DIGITS, 10, hidden=(64,))).flops() == 2 * (64 * 64 + 64 * 10)
+    assert Classifier(NetworkShape("mlp", DIGITS, 10, hidden=(64,))).flops() == 2 * (
+        64 * 64 + 64 * 10
+    )
 
 
 @pytest.mark.parametrize(
-    "mistake", [{"network": "vgg"}, {"norm": "layer"}, {"inputs": (8, 8)}, {"classes": 0}, {"hidden": (4, 0)}, {"width": 0}]
+    "mistake",
+    [
+        {"network": "vgg"},
+        {"norm": "layer"},
+        {"inputs": (8, 8)},
+        {"classes": 0},
+        {"hidden": (4, 0)},
+        {"width": 0},
+    ],
 )
 def test_shapes_that_cannot_be_are_refused(mistake) -> None:
     with pytest.raises(ModelError):
@@ -120,11 +136,17 @@ def test_initial_values_have_pytorchs_distribution_and_streams_of_their_own() ->
         if isinstance(module, nn.Conv2d | nn.Linear):
             default = type(module)(*_arguments(module)).weight.detach()
             assert initial[f"{name}.weight"].std() == pytest.approx(float(default.std()), rel=0.1)
-            assert initial[f"{name}.weight"].abs().max() == pytest.approx(float(default.abs().max()), rel=0.05)
+            assert initial[f"{name}.weight"].abs().max() == pytest.approx(
+                float(default.abs().max()), rel=0.05
+            )
         elif isinstance(module, nn.BatchNorm2d):
             assert torch.equal(initial[f"{name}.weight"], torch.ones_like(module.weight))
             assert torch.equal(initial[f"{name}.bias"], torch.zeros_like(module.bias))
-    drawn = torch.empty(10).uniform_(-(128**-0.5), 128**-0.5, generator=torch.Generator().manual_seed(mix(5, GENERALIST, "head.bias")))
+    drawn = torch.empty(10).uniform_(
+        -(128**-0.5),
+        128**-0.5,
+        generator=torch.Generator().manual_seed(mix(5, GENERALIST, "head.bias")),
+    )
     assert torch.equal(initial["head.bias"], drawn)
     assert_same(model.initial(GENERALIST, 5), initial)
     assert not torch.equal(model.initial(GENERALIST, 6)["head.bias"], initial["head.bias"])
@@ -165,7 +187,13 @@ def test_a_gradient_is_that_of_the_mean_cross_entropy(shape) -> None:
 
 def test_only_the_parameters_that_are_asked_for_are_differentiated_by() -> None:
     model, batch = Classifier(normed), batch_of(normed, 4)
-    everything = dict(zip(model.parameters_by_role()[GENERALIST], model.gradient_elsewhere(batch, own(model))[0], strict=True))
+    everything = dict(
+        zip(
+            model.parameters_by_role()[GENERALIST],
+            model.gradient_elsewhere(batch, own(model))[0],
+            strict=True,
+        )
+    )
     some = model.parameters_by_role()[GENERALIST]["head.bias"]
     (gradient,), _ = model.gradient_elsewhere(batch, [some])
     torch.testing.assert_close(gradient, everything["head.bias"])
@@ -179,7 +207,9 @@ def test_running_statistics_follow_a_gradient_but_not_one_elsewhere(shape) -> No
     elsewhere, stats = model.gradient_elsewhere(batch, own(model))
     assert_same(snapshot(model), before)
     here, same = model.gradient(batch, own(model))
-    assert all(torch.equal(a, b) for a, b in zip(elsewhere, here, strict=True))  # statistics of the batch in both
+    assert all(
+        torch.equal(a, b) for a, b in zip(elsewhere, here, strict=True)
+    )  # statistics of the batch in both
     assert_same(stats, same)
     after = snapshot(model)
     assert all(not torch.equal(before[name], after[name]) for name in before)
@@ -230,9 +260,14 @@ def test_one_example_has_no_statistics_where_a_map_is_one_pixel() -> None:
 @given(st.sampled_from(SHAPES), st.integers(1, 5), st.integers(2, 6), st.integers(0, 5))
 def test_many_points_at_once_are_the_points_one_by_one(shape, count, size, seed) -> None:
     model = Classifier(shape)
-    points, batches = points_near(model, count, seed), [batch_of(shape, size, seed + i) for i in range(count)]
+    points, batches = (
+        points_near(model, count, seed),
+        [batch_of(shape, size, seed + i) for i in range(count)],
+    )
     before, parameters = snapshot(model), flat(own(model)).detach().clone()
-    gradients, stats = model.vectorised(points, torch.stack([b.x for b in batches]), torch.stack([b.y for b in batches]))
+    gradients, stats = model.vectorised(
+        points, torch.stack([b.x for b in batches]), torch.stack([b.y for b in batches])
+    )
     losses = stats["loss"]
     assert gradients.shape == points.shape
     assert losses.shape == (count,)
@@ -244,15 +279,25 @@ def test_many_points_at_once_are_the_points_one_by_one(shape, count, size, seed)
         put(model, point)
         expected, stats = model.gradient_elsewhere(batch, own(model))
         torch.testing.assert_close(loss, stats["loss"], atol=1e-5, rtol=1e-4)
-        # Normalising the statistics of few pixels magnifies rounding: compare with the size of the whole gradient.
-        assert torch.linalg.vector_norm(gradient - flat(expected)) <= 1e-3 * torch.linalg.vector_norm(flat(expected)) + 1e-6
+        # Normalising the statistics of few pixels magnifies rounding: compare with the size of the
+        # whole gradient.
+        assert (
+            torch.linalg.vector_norm(gradient - flat(expected))
+            <= 1e-3 * torch.linalg.vector_norm(flat(expected)) + 1e-6
+        )
 
 
 def test_points_of_another_form_are_refused() -> None:
     model = Classifier(SHAPES[0])
     points, batch = points_near(model, 2, 0), batch_of(SHAPES[0], 6)
     x, y = batch.x.view(2, 3, *DIGITS), batch.y.view(2, 3)
-    for wrong in ((points[:, 1:], x, y), (points[0], x, y), (points[:1], x, y), (points, batch.x, y), (points, x[:, :2], y)):
+    for wrong in (
+        (points[:, 1:], x, y),
+        (points[0], x, y),
+        (points[:1], x, y),
+        (points, batch.x, y),
+        (points, x[:, :2], y),
+    ):
         with pytest.raises(ModelError):
             model.vectorised(*wrong)
 
@@ -270,7 +315,11 @@ def test_a_score_counts_every_example_in_evaluation_mode(shape) -> None:
     assert (score.dtype, score.shape, score.device.type) == (torch.float64, (3,), "cpu")
     logits = torch.cat([model(batch.x) for batch in batches]).detach().double()
     y = torch.cat([batch.y for batch in batches])
-    expected = [float(nn.functional.cross_entropy(logits, y, reduction="sum")), 8, int((logits.argmax(1) == y).sum())]
+    expected = [
+        float(nn.functional.cross_entropy(logits, y, reduction="sum")),
+        8,
+        int((logits.argmax(1) == y).sum()),
+    ]
     assert score.tolist() == pytest.approx(expected, rel=1e-5)
     assert model.score([]).tolist() == [0, 0, 0]
 
@@ -305,7 +354,10 @@ def test_training_fits_a_batch_and_its_score_shows_it() -> None:
 )
 def test_batches_of_another_form_are_refused(x, y, message) -> None:
     model = Classifier(normed)
-    for use in (lambda batch: model.gradient(batch, own(model)), lambda batch: model.score([batch])):
+    for use in (
+        lambda batch: model.gradient(batch, own(model)),
+        lambda batch: model.score([batch]),
+    ):
         with pytest.raises(ModelError, match=message):
             use(Examples(x, y))
 

@@ -1,4 +1,6 @@
-"""The common expert: embeddings, from a file or trained on public examples, and what starts from it."""
+"""The common expert: embeddings, from a file or trained on public examples, and what starts from
+it.
+"""
 
 import numpy as np
 import pytest
@@ -15,8 +17,14 @@ from coterie.models.common import CommonExpert, Normalisation, Pretraining, pret
 from coterie.models.networks import NetworkShape, build
 
 DIGITS, CIFAR = (1, 8, 8), (3, 32, 32)
-SHAPE, CONVOLUTIONS = NetworkShape("mlp", DIGITS, 10, hidden=(16,)), NetworkShape("cnn", CIFAR, 10, width=2)
-DATA, IMAGENET = Normalisation(Cifar10.mean, Cifar10.std), Normalisation((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+SHAPE, CONVOLUTIONS = (
+    NetworkShape("mlp", DIGITS, 10, hidden=(16,)),
+    NetworkShape("cnn", CIFAR, 10, width=2),
+)
+DATA, IMAGENET = (
+    Normalisation(Cifar10.mean, Cifar10.std),
+    Normalisation((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+)
 
 
 def images(inputs: tuple[int, ...]) -> Tensor:
@@ -26,13 +34,24 @@ def images(inputs: tuple[int, ...]) -> Tensor:
 def learned(network: nn.Module) -> nn.Module:
     """The same network with running statistics that are not those of a new one."""
     for name, statistic in network.named_buffers():
-        statistic.copy_(torch.rand(statistic.shape, generator=torch.Generator().manual_seed(len(name))) + 0.5)
+        statistic.copy_(
+            torch.rand(statistic.shape, generator=torch.Generator().manual_seed(len(name))) + 0.5
+        )
     return network
 
 
 def digits(rows: slice, name: str = "public") -> ExampleSplit:
     found = Digits().images(None)  # they need no cache
-    return ExampleSplit(name, found.train, found.train_labels, np.arange(len(found.train))[rows], 0, Digits.mean, Digits.std, 10)
+    return ExampleSplit(
+        name,
+        found.train,
+        found.train_labels,
+        np.arange(len(found.train))[rows],
+        0,
+        Digits.mean,
+        Digits.std,
+        10,
+    )
 
 
 def accuracy(expert: CommonExpert, split: ExampleSplit) -> float:
@@ -64,11 +83,19 @@ def test_it_embeds_by_what_its_head_sees_with_running_statistics_and_without_gra
 def test_batches_normalised_otherwise_embed_as_if_they_were_normalised_its_way() -> None:
     shape, raw = CONVOLUTIONS, images(CIFAR).sigmoid()
     tensors = dict(build(shape).state_dict())
-    theirs, its = ((raw - torch.tensor(mean).view(-1, 1, 1)) / torch.tensor(std).view(-1, 1, 1) for mean, std in (DATA, IMAGENET))
-    plain, changed = CommonExpert(shape, tensors), CommonExpert(shape, tensors, data=DATA, own=IMAGENET)
+    theirs, its = (
+        (raw - torch.tensor(mean).view(-1, 1, 1)) / torch.tensor(std).view(-1, 1, 1)
+        for mean, std in (DATA, IMAGENET)
+    )
+    plain, changed = (
+        CommonExpert(shape, tensors),
+        CommonExpert(shape, tensors, data=DATA, own=IMAGENET),
+    )
     torch.testing.assert_close(changed.embed(theirs), plain.embed(its))
     torch.testing.assert_close(changed.classifier()(theirs), plain.classifier()(its))
-    torch.testing.assert_close(CommonExpert(shape, tensors, own=IMAGENET).embed(raw), plain.embed(its))
+    torch.testing.assert_close(
+        CommonExpert(shape, tensors, own=IMAGENET).embed(raw), plain.embed(its)
+    )
     assert torch.equal(CommonExpert(shape, tensors, data=DATA).embed(theirs), plain.embed(theirs))
     assert not torch.allclose(plain.embed(theirs), plain.embed(its))
 
@@ -77,7 +104,11 @@ def test_what_does_not_fit_is_refused() -> None:
     tensors = dict(build(CONVOLUTIONS).state_dict())
     with pytest.raises(ModelError, match="foreign"):
         CommonExpert(CONVOLUTIONS, tensors | {"more": torch.zeros(1)})
-    for own in (Normalisation((0.5,), (0.2,)), Normalisation((0.5,) * 3, (0.2, 0.2, 0.0)), Normalisation((0.5,) * 3, (0.2,) * 2)):
+    for own in (
+        Normalisation((0.5,), (0.2,)),
+        Normalisation((0.5,) * 3, (0.2, 0.2, 0.0)),
+        Normalisation((0.5,) * 3, (0.2,) * 2),
+    ):
         with pytest.raises(ModelError, match="3 channels"):
             CommonExpert(CONVOLUTIONS, tensors, own=own)
 
@@ -88,10 +119,16 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_a_file_gives_its_network_and_another_one_is_refused(tmp_path) -> None:
     network, path = learned(build(CONVOLUTIONS)), tmp_path / "expert.safetensors"
     save_file(network.state_dict(), path)
-    assert_same(pretrained(path, CONVOLUTIONS, data=DATA, own=IMAGENET), CommonExpert(CONVOLUTIONS, dict(network.state_dict())))
+    assert_same(
+        pretrained(path, CONVOLUTIONS, data=DATA, own=IMAGENET),
+        CommonExpert(CONVOLUTIONS, dict(network.state_dict())),
+    )
     with pytest.raises(CheckpointError, match=r"none\.safetensors"):
         pretrained(tmp_path / "none.safetensors", SHAPE)
-    save_file(dict(build(NetworkShape("mlp", DIGITS, 10, hidden=(8,))).state_dict()), tmp_path / "other.safetensors")
+    save_file(
+        dict(build(NetworkShape("mlp", DIGITS, 10, hidden=(8,))).state_dict()),
+        tmp_path / "other.safetensors",
+    )
     with pytest.raises(ModelError, match=r"'0\.weight' is"):
         pretrained(tmp_path / "other.safetensors", SHAPE)
 
@@ -121,14 +158,20 @@ def test_it_learns_from_public_examples_and_is_then_read_from_the_cache(tmp_path
 
 def assert_same(found: CommonExpert, expected: CommonExpert) -> None:
     assert found.tensors.keys() == expected.tensors.keys()
-    assert all(torch.equal(found.tensors[name], expected.tensors[name]) for name in expected.tensors)
+    assert all(
+        torch.equal(found.tensors[name], expected.tensors[name]) for name in expected.tensors
+    )
 
 
 def test_everything_that_it_depends_on_makes_another_one(tmp_path) -> None:
     settings = Pretraining(epochs=1)
     other = digits(slice(1, 401))
-    relabelled = ExampleSplit("public", PUBLIC.inputs, 9 - PUBLIC.labels, PUBLIC.rows, 0, PUBLIC.mean, PUBLIC.std, 10)
-    rescaled = ExampleSplit("public", PUBLIC.inputs, PUBLIC.labels, PUBLIC.rows, 0, (0.0,), PUBLIC.std, 10)
+    relabelled = ExampleSplit(
+        "public", PUBLIC.inputs, 9 - PUBLIC.labels, PUBLIC.rows, 0, PUBLIC.mean, PUBLIC.std, 10
+    )
+    rescaled = ExampleSplit(
+        "public", PUBLIC.inputs, PUBLIC.labels, PUBLIC.rows, 0, (0.0,), PUBLIC.std, 10
+    )
     variants = [
         (SHAPE, PUBLIC, settings),
         (NetworkShape("mlp", DIGITS, 10, hidden=(17,)), PUBLIC, settings),
@@ -138,17 +181,29 @@ def test_everything_that_it_depends_on_makes_another_one(tmp_path) -> None:
     for number, variant in enumerate(variants):
         trained(*variant, cache=tmp_path)
         assert len(list(tmp_path.iterdir())) == number + 1
-    reordered = ExampleSplit("another", PUBLIC.inputs, PUBLIC.labels, PUBLIC.rows, 5, PUBLIC.mean, PUBLIC.std, 10)
+    reordered = ExampleSplit(
+        "another", PUBLIC.inputs, PUBLIC.labels, PUBLIC.rows, 5, PUBLIC.mean, PUBLIC.std, 10
+    )
     trained(SHAPE, reordered, settings, cache=tmp_path)  # its own order and name do not matter
     assert len(list(tmp_path.iterdir())) == len(variants)
 
 
-CHANGES = [{"epochs": 2}, {"lr": 0.01}, {"momentum": 0.5}, {"batch_size": 63}, {"stop_at": 0.01}, {"seed": 1}]
+CHANGES = [
+    {"epochs": 2},
+    {"lr": 0.01},
+    {"momentum": 0.5},
+    {"batch_size": 63},
+    {"stop_at": 0.01},
+    {"seed": 1},
+]
 
 
 def test_it_stops_as_soon_as_it_is_good_enough(tmp_path) -> None:
     settings = Pretraining(epochs=10, batch_size=16)
-    fair, good = (trained(SHAPE, PUBLIC, settings.model_copy(update={"stop_at": at}), cache=tmp_path) for at in (0.5, 0.9))
+    fair, good = (
+        trained(SHAPE, PUBLIC, settings.model_copy(update={"stop_at": at}), cache=tmp_path)
+        for at in (0.5, 0.9)
+    )
     assert 0.35 < accuracy(fair, REST) < accuracy(good, REST) - 0.1
     with pytest.raises(CoterieError, match=r"after 1 epochs, not 100.0%") as refusal:
         trained(SHAPE, PUBLIC, Pretraining(epochs=1, lr=1e-4, stop_at=1.0), cache=tmp_path)
@@ -183,17 +238,28 @@ def test_it_is_refused_what_cannot_be_trained(tmp_path) -> None:
 @pytest.mark.parametrize("statistics", [False, True])
 def test_a_classifier_that_starts_from_it_has_its_values_whatever_the_seed(statistics) -> None:
     shape = NetworkShape("resnet20", DIGITS, 10, width=2)
-    start = {name: tensor.clone() for name, tensor in reversed(learned(build(shape)).state_dict().items())}
+    start = {
+        name: tensor.clone()
+        for name, tensor in reversed(learned(build(shape)).state_dict().items())
+    }
     model, fresh = Classifier(shape, start=start, statistics=statistics), Classifier(shape)
-    parameters, buffers = ({name: start[name] for name in named} for named in (fresh.initial(GENERALIST, 0), fresh.buffers()))
+    parameters, buffers = (
+        {name: start[name] for name in named}
+        for named in (fresh.initial(GENERALIST, 0), fresh.buffers())
+    )
     for seed in (0, 1):
         initial = model.initial(GENERALIST, seed)
-        assert list(initial) == [*parameters, *(buffers if statistics else ())]  # in the network's order, not the file's
+        assert list(initial) == [
+            *parameters,
+            *(buffers if statistics else ()),
+        ]  # in the network's order, not the file's
         assert all(torch.equal(tensor, start[name]) for name, tensor in initial.items())
         initial["linear.bias"].zero_()  # a copy
     assert list(model.initial_buffers()) == list(buffers)
     assert all(torch.equal(tensor, start[name]) for name, tensor in model.initial_buffers().items())
-    assert torch.equal(model(images(DIGITS)), CommonExpert(shape, start).classifier()(images(DIGITS)))
+    assert torch.equal(
+        model(images(DIGITS)), CommonExpert(shape, start).classifier()(images(DIGITS))
+    )
     assert model.statistics == (GENERALIST if statistics else None)
     assert model.initial(GENERALIST, 2)["linear.bias"].any()
 
@@ -202,7 +268,10 @@ def test_shared_statistics_are_initial_values_of_the_generalist() -> None:
     shape = NetworkShape("cnn", DIGITS, 10, width=2)
     model = Classifier(shape, statistics=True)
     assert model.initial(GENERALIST, 3).keys() == model.network.state_dict().keys()
-    assert Classifier(shape).initial(GENERALIST, 3).keys() == dict(model.network.named_parameters()).keys()
+    assert (
+        Classifier(shape).initial(GENERALIST, 3).keys()
+        == dict(model.network.named_parameters()).keys()
+    )
     assert model.initial_buffers().keys() == model.buffers().keys()
 
 

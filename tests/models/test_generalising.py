@@ -1,4 +1,6 @@
-"""Models of FedSR and FedADG: their objectives against naive formulations, what follows which loss, and where they start."""
+"""Models of FedSR and FedADG: their objectives against naive formulations, what follows which
+loss, and where they start.
+"""
 
 from pathlib import Path
 
@@ -28,7 +30,12 @@ from coterie.models.text import TextShape
 DIGITS = (1, 8, 8)
 MLP = NetworkShape("mlp", DIGITS, 4, hidden=(6, 5))
 CNN = NetworkShape("cnn", DIGITS, 4, width=2)
-SHAPES = [MLP, CNN, NetworkShape("resnet9", DIGITS, 3, width=2), NetworkShape("resnet20", DIGITS, 3, width=2)]
+SHAPES = [
+    MLP,
+    CNN,
+    NetworkShape("resnet9", DIGITS, 3, width=2),
+    NetworkShape("resnet20", DIGITS, 3, width=2),
+]
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.network)
 
 
@@ -45,11 +52,18 @@ kinds = pytest.mark.parametrize("kind", [stochastic, adversarial])
 
 def batch_of(shape: NetworkShape, size: int = 9) -> Examples:
     generator = torch.Generator().manual_seed(1)
-    return Examples(torch.randn(size, *shape.inputs, generator=generator), torch.randint(0, shape.classes, (size,), generator=generator))
+    return Examples(
+        torch.randn(size, *shape.inputs, generator=generator),
+        torch.randint(0, shape.classes, (size,), generator=generator),
+    )
 
 
 def own(model: Classifier, *roles: Role) -> dict[str, nn.Parameter]:
-    return {name: p for role in roles or (GENERALIST, SPECIALIST) for name, p in model.parameters_by_role()[role].items()}
+    return {
+        name: p
+        for role in roles or (GENERALIST, SPECIALIST)
+        for name, p in model.parameters_by_role()[role].items()
+    }
 
 
 def gradients(model: Classifier, batch: Examples, *roles: Role) -> Tensors:
@@ -88,13 +102,19 @@ def test_fedsr_minimises_what_its_paper_says() -> None:
     sigma = torch.log1p(torch.exp(h @ p["spread.weight"].T + p["spread.bias"]))
     torch.manual_seed(5)
     z = mu + sigma * torch.randn(9, 5)
-    reference = Normal(p["reference.mean"][batch.y], torch.log1p(p["reference.spread"][batch.y].exp()))
+    reference = Normal(
+        p["reference.mean"][batch.y], torch.log1p(p["reference.spread"][batch.y].exp())
+    )
     loss = cross_entropy(z @ p["base.2.weight"].T + p["base.2.bias"], batch.y)
-    objective = loss + 0.2 * (z**2).sum() / 9 + 0.3 * kl_divergence(Normal(mu, sigma), reference).sum() / 9
+    objective = (
+        loss + 0.2 * (z**2).sum() / 9 + 0.3 * kl_divergence(Normal(mu, sigma), reference).sum() / 9
+    )
     expected = torch.autograd.grad(objective, list(p.values()))
     for name, gradient in zip(p, expected, strict=True):
         assert gradient.any()
-        torch.testing.assert_close(found[name], gradient, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found[name], gradient, msg=lambda text, name=name: f"{name}: {text}"
+        )
     torch.manual_seed(5)
     _, stats = model.gradient(batch, list(own(model).values()))
     torch.testing.assert_close(stats["loss"], loss.detach())
@@ -109,31 +129,45 @@ def naive_discriminator(p: Tensors, h: Tensor, code: Tensor) -> Tensor:
 def test_fedadg_trains_every_part_on_its_own_loss() -> None:
     model, batch = scattered(adversarial(MLP, align=0.4)), batch_of(MLP)
     found = gradients(model, batch)
-    p = {name: tensor.detach().clone().requires_grad_() for name, tensor in own(model, *Role).items()}
+    p = {
+        name: tensor.detach().clone().requires_grad_() for name, tensor in own(model, *Role).items()
+    }
     code = torch.eye(4)[batch.y]
     h = batch.x.flatten(1)
     for layer in "01":
         h = torch.relu(h @ p[f"base.{layer}.weight"].T + p[f"base.{layer}.bias"])
     torch.manual_seed(5)
-    hidden = leaky_relu(torch.cat([torch.rand(9, 7), code], dim=1) @ p["generator.0.weight"].T + p["generator.0.bias"])
+    hidden = leaky_relu(
+        torch.cat([torch.rand(9, 7), code], dim=1) @ p["generator.0.weight"].T
+        + p["generator.0.bias"]
+    )
     drawn = torch.relu(hidden @ p["generator.2.weight"].T + p["generator.2.bias"])
     fixed = {name: tensor.detach() for name, tensor in p.items()}
     error = cross_entropy(h @ p["base.2.weight"].T + p["base.2.bias"], batch.y)
     losses = {
         "base": 0.6 * error + 0.4 * ((1 - naive_discriminator(fixed, h, code)) ** 2).mean(),
         "generator": (naive_discriminator(fixed, drawn, code) ** 2).mean(),
-        "discriminator": ((1 - naive_discriminator(p, drawn.detach(), code)) ** 2 + naive_discriminator(p, h.detach(), code) ** 2).mean(),
+        "discriminator": (
+            (1 - naive_discriminator(p, drawn.detach(), code)) ** 2
+            + naive_discriminator(p, h.detach(), code) ** 2
+        ).mean(),
     }
     for part, loss in losses.items():
         names = [name for name in p if name.startswith(part)]
-        for name, gradient in zip(names, torch.autograd.grad(loss, [p[name] for name in names]), strict=True):
+        for name, gradient in zip(
+            names, torch.autograd.grad(loss, [p[name] for name in names]), strict=True
+        ):
             assert gradient.any()
-            torch.testing.assert_close(found.pop(name), gradient, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                found.pop(name), gradient, msg=lambda text, name=name: f"{name}: {text}"
+            )
     assert not found
 
 
 def test_each_part_of_fedadg_descends_its_own_loss() -> None:
-    """Left to itself the discriminator tells features from drawn ones; against a fixed one, features come to look drawn."""
+    """Left to itself the discriminator tells features from drawn ones; against a fixed one,
+    features come to look drawn.
+    """
     model, batch = scattered(adversarial(MLP, align=1.0)), batch_of(MLP, 30)
 
     def seen() -> Tensor:
@@ -185,12 +219,17 @@ def test_without_its_discriminator_fedadg_is_classification(shape: NetworkShape)
 
 @shapes
 @kinds
-def test_it_starts_as_the_network_that_it_starts_from(shape: NetworkShape, kind: type[ExtendedClassifier]) -> None:
+def test_it_starts_as_the_network_that_it_starts_from(
+    shape: NetworkShape, kind: type[ExtendedClassifier]
+) -> None:
     before = torch.get_rng_state()
     start = Classifier(shape)
     for tensor in [*start.network.parameters(), *start.buffers().values()]:
         tensor.data.uniform_(0.1, 0.5, generator=torch.Generator().manual_seed(tensor.numel()))
-    values = {name: t.detach().clone() for name, t in [*start.network.named_parameters(), *start.buffers().items()]}
+    values = {
+        name: t.detach().clone()
+        for name, t in [*start.network.named_parameters(), *start.buffers().items()]
+    }
     model, batch = kind(shape, "cpu", values, True), batch_of(shape)  # type: ignore[arg-type, call-arg]
     assert torch.equal(torch.get_rng_state(), before)
     with torch.no_grad():
@@ -205,7 +244,9 @@ def test_it_starts_as_the_network_that_it_starts_from(shape: NetworkShape, kind:
 
 @shapes
 @kinds
-def test_it_predicts_as_some_plain_network(shape: NetworkShape, kind: type[ExtendedClassifier]) -> None:
+def test_it_predicts_as_some_plain_network(
+    shape: NetworkShape, kind: type[ExtendedClassifier]
+) -> None:
     model, batch = scattered(kind(shape)), batch_of(shape)  # type: ignore[arg-type, call-arg]
     gradients(model, batch)  # moves running statistics
     plain = model.plain()
@@ -215,11 +256,15 @@ def test_it_predicts_as_some_plain_network(shape: NetworkShape, kind: type[Exten
 
 @shapes
 @kinds
-def test_at_random_the_plain_network_is_the_one_of_that_seed(shape: NetworkShape, kind: type[ExtendedClassifier]) -> None:
+def test_at_random_the_plain_network_is_the_one_of_that_seed(
+    shape: NetworkShape, kind: type[ExtendedClassifier]
+) -> None:
     model = kind(shape)  # type: ignore[arg-type, call-arg]
     for role in Role:
         found = model.initial(role, 4)
-        assert {name: t.shape for name, t in found.items()} == {name: p.shape for name, p in own(model, role).items()}
+        assert {name: t.shape for name, t in found.items()} == {
+            name: p.shape for name, p in own(model, role).items()
+        }
         for name, tensor in model.initial(role, 0).items():
             assert torch.equal(own(model, role)[name], tensor)
     plain = Classifier(shape).initial(GENERALIST, 4)
@@ -246,7 +291,9 @@ def test_micro_batches_add_up(micro_batch: int) -> None:
     with torch.no_grad():
         model.network.spread.bias.fill_(-20.0)  # no noise, which would be drawn in another order
     wrt = list(own(model).values())
-    (whole, stats), (parts, found) = (model.gradient(batch, wrt, size) for size in (None, micro_batch))
+    (whole, stats), (parts, found) = (
+        model.gradient(batch, wrt, size) for size in (None, micro_batch)
+    )
     torch.testing.assert_close(parts, whole)
     torch.testing.assert_close(found, stats)
 
@@ -262,21 +309,34 @@ def test_batch_normalisation_is_not_cut(kind: type[ExtendedClassifier]) -> None:
 def tiny_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the configuration of an encoder of one block."""
     folder = tmp_path_factory.mktemp("bert")
-    sizes = {"vocab_size": 13, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "vocab_size": 13,
+        "hidden_size": 8,
+        "intermediate_size": 12,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     BertConfig(**sizes, max_position_embeddings=8).save_pretrained(folder)
     return folder
 
 
 @kinds
-def test_a_network_for_texts_gets_a_head_on_its_features(kind: type[ExtendedClassifier], tiny_bert: Path) -> None:
+def test_a_network_for_texts_gets_a_head_on_its_features(
+    kind: type[ExtendedClassifier], tiny_bert: Path
+) -> None:
     shape = TextShape(str(tiny_bert), 3, 8)
     model = kind(shape)  # type: ignore[arg-type, call-arg]
-    batch = Examples(torch.tensor([[1, 2, 3, -1], [4, 5, -1, -1], [6, 7, 8, 9]]), torch.tensor([0, 2, 1]))
+    batch = Examples(
+        torch.tensor([[1, 2, 3, -1], [4, 5, -1, -1], [6, 7, 8, 9]]), torch.tensor([0, 2, 1])
+    )
     found = gradients(model, batch)
     assert found["outer.weight"].any()
     assert any(gradient.any() for name, gradient in found.items() if "embeddings" in name)
     with torch.no_grad():
-        expected = model.network.base.features(batch.x) @ model.network.head.weight.T + model.network.head.bias
+        expected = (
+            model.network.base.features(batch.x) @ model.network.head.weight.T
+            + model.network.head.bias
+        )
         torch.testing.assert_close(model(batch.x), expected)
     assert model.plain() is None
     for role in Role:

@@ -1,4 +1,6 @@
-"""A whole language model: equal to Hugging Face's, and gradients of the whole batch's objective, of the named parameters only."""
+"""A whole language model: equal to Hugging Face's, and gradients of the whole batch's objective,
+of the named parameters only.
+"""
 
 import pytest
 import torch
@@ -28,17 +30,27 @@ def ids(rows: int = 5, tokens: int = 9) -> Tensor:
 
 
 def parameters(model: LanguageModel, *roles) -> list[nn.Parameter]:
-    return [p for role in roles or (GENERALIST, SPECIALIST, ROUTER) for p in model.parameters_by_role()[role].values()]
+    return [
+        p
+        for role in roles or (GENERALIST, SPECIALIST, ROUTER)
+        for p in model.parameters_by_role()[role].values()
+    ]
 
 
 def objective(model: LanguageModel, batch: Tensor) -> Tensor:
-    """The whole batch's objective by plain autograd: mean cross-entropy + lambda * load balancing averaged over blocks."""
+    """The whole batch's objective by plain autograd: mean cross-entropy + lambda * load
+    balancing averaged over blocks.
+    """
     record: list[Routing] = []
     with model.backbone.using(model.adapter, record):
         logits = model.backbone.model(batch[:, :-1]).logits
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
     coefficients = model.layout.balance_coefficients
-    balances = [oracle.balance(decision.probabilities.log(), model.layout.active, coefficients) for decision in record if coefficients]
+    balances = [
+        oracle.balance(decision.probabilities.log(), model.layout.active, coefficients)
+        for decision in record
+        if coefficients
+    ]
     return loss + model.layout.balance_weight * sum(balances, torch.zeros(())) / max(len(record), 1)
 
 
@@ -48,7 +60,9 @@ def test_with_zero_updates_the_logits_are_the_base_models(family):
     model = LanguageModel(Backbone(tiny(family)), Layout(specialists=2))
     torch.testing.assert_close(model(batch), reference, rtol=1e-5, atol=1e-5)
     with model.backbone.using(None):
-        torch.testing.assert_close(model.backbone.model(batch).logits, reference, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            model.backbone.model(batch).logits, reference, rtol=1e-5, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -56,8 +70,14 @@ def test_a_single_expert_is_the_model_with_merged_weights(family):
     model = filled(family, Layout(specialists=0, rank=3, alpha=2.0))
     merged = tiny(family)
     by_path = dict(merged.named_modules())
-    at = {"gpt2": ("transformer.h", "attn"), "llama": ("model.layers", "self_attn")}["gpt2" if family == "gpt2" else "llama"]
-    theirs = {"up": "c_fc", "down": "c_proj"} if family == "gpt2" else {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+    at = {"gpt2": ("transformer.h", "attn"), "llama": ("model.layers", "self_attn")}[
+        "gpt2" if family == "gpt2" else "llama"
+    ]
+    theirs = (
+        {"up": "c_fc", "down": "c_proj"}
+        if family == "gpt2"
+        else {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+    )
     with torch.no_grad():
         for i, block in enumerate(model.adapter.blocks):
             loras = {f"{at[1]}.{name}": lora for name, lora in block.attention.items()}
@@ -72,7 +92,9 @@ LAYOUTS = {
     "1G1S": Layout(rank=2, balance_weight=0.5),
     "1G3S": Layout(specialists=3, rank=2, balance_weight=0.5),
     "1G3S, eq. 6": Layout(specialists=3, rank=2, balance_weight=0.5, balance="generalist"),
-    "1G2S, all, eq. 6": Layout(specialists=2, rank=2, top_k=3, balance_weight=0.5, balance="generalist"),
+    "1G2S, all, eq. 6": Layout(
+        specialists=2, rank=2, top_k=3, balance_weight=0.5, balance="generalist"
+    ),
     "2S, k = 1": Layout(generalists=0, specialists=2, rank=2, top_k=1),
     "2G, no balance": Layout(generalists=2, specialists=0, rank=2, balance="none"),
     "equal": Layout(rank=2, routing="equal"),
@@ -112,14 +134,20 @@ def test_a_step_of_one_level_leaves_no_trace_in_the_other(roles):
         torch.testing.assert_close(gradient, by_id[id(parameter)], rtol=1e-3, atol=1e-6)
     assert wrt[0].grad is kept
     assert torch.equal(kept, torch.full_like(kept, 7.0))
-    assert all(p.grad is None for p in (*model.adapter.parameters(), *model.backbone.model.parameters()) if p is not wrt[0])
+    assert all(
+        p.grad is None
+        for p in (*model.adapter.parameters(), *model.backbone.model.parameters())
+        if p is not wrt[0]
+    )
     assert all(p.requires_grad for p in model.adapter.parameters())
 
 
 def test_uniform_balance_has_no_gradient_when_all_experts_are_used():
     assert not Layout().balance_has_gradient
     assert Layout(specialists=3).balance_has_gradient
-    assert not Layout(balance="generalist").balance_has_gradient  # n = 2: equal to uniform up to scale
+    assert not Layout(
+        balance="generalist"
+    ).balance_has_gradient  # n = 2: equal to uniform up to scale
     assert Layout(specialists=2, top_k=3, balance="generalist").balance_has_gradient
     assert not Layout(specialists=3, balance_weight=0.0).balance_has_gradient
 
@@ -128,7 +156,10 @@ def test_score_is_the_total_negative_log_likelihood():
     model = filled("gpt2", Layout(rank=2))
     batches = [ids(3, 9), ids(1, 4)]
     wanted = sum(
-        nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten(), reduction="sum").item() for batch in batches
+        nn.functional.cross_entropy(
+            model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten(), reduction="sum"
+        ).item()
+        for batch in batches
     )
     nll, tokens = model.score(iter(batches))
     assert tokens == 3 * 8 + 3
@@ -157,7 +188,9 @@ def test_generation_with_and_without_cache_agrees(family):
     mask = torch.ones_like(prompt)
     cached = model.generate(prompt, use_cache=True, attention_mask=mask, **settings)
     assert cached.shape == (2, 11)
-    assert torch.equal(cached, model.generate(prompt, use_cache=False, attention_mask=mask, **settings))
+    assert torch.equal(
+        cached, model.generate(prompt, use_cache=False, attention_mask=mask, **settings)
+    )
 
 
 def test_routing_of_each_token():
@@ -185,13 +218,21 @@ def test_bf16_computes_near_fp32_and_keeps_fp32_parameters():
 def test_bad_input_is_refused():
     model = filled("gpt2", Layout(rank=2))
     wrt = parameters(model)
-    for batch, message in ((ids().float(), "int64"), (ids()[0], "int64"), (ids(2, 1), "int64"), (ids(1, 34), "context of 32")):
+    for batch, message in (
+        (ids().float(), "int64"),
+        (ids()[0], "int64"),
+        (ids(2, 1), "int64"),
+        (ids(1, 34), "context of 32"),
+    ):
         with pytest.raises(ModelError, match=message):
             model.gradient(batch, wrt)
     with pytest.raises(ModelError, match="micro_batch"):
         model.gradient(ids(), wrt, 0)
     with pytest.raises(ModelError, match="another model"):
         model.gradient(ids(), [nn.Parameter(torch.zeros(2))])
-    with pytest.raises(ModelError, match="another base"), model.backbone.using(filled("llama", Layout()).adapter):
+    with (
+        pytest.raises(ModelError, match="another base"),
+        model.backbone.using(filled("llama", Layout()).adapter),
+    ):
         pass
     assert all(p.requires_grad for p in wrt)

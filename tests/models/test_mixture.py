@@ -17,21 +17,35 @@ from coterie.models.mixture_kernel import Activation, FrozenMLP
 
 D, F = 6, 10
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.1}
-ACTIVATIONS = {"silu": nn.SiLU(), "gelu": nn.GELU(), "gelu_tanh": nn.GELU(approximate="tanh"), "any": nn.Softplus()}
+ACTIVATIONS = {
+    "silu": nn.SiLU(),
+    "gelu": nn.GELU(),
+    "gelu_tanh": nn.GELU(approximate="tanh"),
+    "any": nn.Softplus(),
+}
 
 
-def build(kind: str, layout: Layout, activation: nn.Module, dtype: torch.dtype) -> tuple[Mixture, FrozenMLP]:
+def build(
+    kind: str, layout: Layout, activation: nn.Module, dtype: torch.dtype
+) -> tuple[Mixture, FrozenMLP]:
     names = ("gate", "up") if kind == "gated" else ("up",)
-    shape = MLPShape(kind, (*(LinearShape(name, D, F) for name in names), LinearShape("down", F, D)))
+    shape = MLPShape(
+        kind, (*(LinearShape(name, D, F) for name in names), LinearShape("down", F, D))
+    )
     module = Mixture(shape, layout)
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.5)
     # fp32 parameters, except where the test itself is in fp64
     module.to(torch.promote_types(dtype, torch.float32))
-    layers = {name: nn.Linear(F if name == "down" else D, D if name == "down" else F, dtype=dtype) for name in (*names, "down")}
+    layers = {
+        name: nn.Linear(F if name == "down" else D, D if name == "down" else F, dtype=dtype)
+        for name in (*names, "down")
+    }
     for layer in layers.values():
         layer.requires_grad_(False)
-    return module, FrozenMLP(tuple(layers[name] for name in names), layers["down"], Activation.of(activation))
+    return module, FrozenMLP(
+        tuple(layers[name] for name in names), layers["down"], Activation.of(activation)
+    )
 
 
 def naive(module: Mixture, base: FrozenMLP, x: Tensor, activation: nn.Module) -> Tensor:
@@ -40,7 +54,9 @@ def naive(module: Mixture, base: FrozenMLP, x: Tensor, activation: nn.Module) ->
     layers = dict(zip((*module.first, "down"), (*base.first, base.down), strict=True))
     experts = [
         {name: (stack[name].A[j].to(wide), stack[name].B[j].to(wide)) for name in layers}
-        for stack in (getattr(module, role) for role in ("generalist", "specialist") if hasattr(module, role))
+        for stack in (
+            getattr(module, role) for role in ("generalist", "specialist") if hasattr(module, role)
+        )
         for j in range(len(stack["down"].A))
     ]
     x = x.to(wide)
@@ -49,7 +65,9 @@ def naive(module: Mixture, base: FrozenMLP, x: Tensor, activation: nn.Module) ->
     else:
         weights = x.new_full((len(x), layout.experts), 1 / layout.experts)
     frozen = {name: (layer.weight.to(wide), layer.bias.to(wide)) for name, layer in layers.items()}
-    return oracle.mixture(x, frozen, experts, weights, layout.alpha / layout.expert_rank**0.5, activation)
+    return oracle.mixture(
+        x, frozen, experts, weights, layout.alpha / layout.expert_rank**0.5, activation
+    )
 
 
 @st.composite
@@ -77,13 +95,17 @@ def layouts(draw: st.DrawFn) -> Layout:
     per_set=st.sampled_from([1, 1000]),
     seed=st.integers(0, 2**16),
 )
-def test_equals_the_naive_formula_with_all_gradients(layout, kind, activation, dtype, tokens, cached, per_set, seed):
+def test_equals_the_naive_formula_with_all_gradients(
+    layout, kind, activation, dtype, tokens, cached, per_set, seed
+):
     torch.manual_seed(seed)
     module, base = build(kind, layout, ACTIVATIONS[activation], dtype)
     x = torch.randn(tokens * 4, D).to(dtype).requires_grad_()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mixture, "CACHED_VALUES", cached)  # 16 tokens a chunk, or all at once
-        patch.setattr(mixture, "TOKENS_PER_SET", per_set)  # tokens sorted by their experts, or gathered expert by expert
+        patch.setattr(
+            mixture, "TOKENS_PER_SET", per_set
+        )  # tokens sorted by their experts, or gathered expert by expert
         y = module(x, base)
     expected = naive(module, base, x, ACTIVATIONS[activation])
     assert y.dtype == dtype
@@ -98,8 +120,15 @@ def test_equals_the_naive_formula_with_all_gradients(layout, kind, activation, d
 
 @pytest.mark.parametrize(("k", "kind"), list(itertools.product((1, 2, 3), ("plain", "gated"))))
 def test_second_call_agrees_in_every_subset_of_gradients(k, kind):
-    """What is asked for does not change what is found: experts without router, router without experts, x alone."""
-    module, base = build(kind, Layout(generalists=1, specialists=2, rank=2, top_k=k, alpha=1.0), nn.SiLU(), torch.float64)
+    """What is asked for does not change what is found: experts without router, router without
+    experts, x alone.
+    """
+    module, base = build(
+        kind,
+        Layout(generalists=1, specialists=2, rank=2, top_k=k, alpha=1.0),
+        nn.SiLU(),
+        torch.float64,
+    )
     x = torch.randn(7, D, dtype=torch.float64)
     parameters = dict(module.named_parameters())
 
@@ -125,7 +154,12 @@ def test_second_call_agrees_in_every_subset_of_gradients(k, kind):
 
 
 def test_dropout_path_equals_the_cheap_one_where_nothing_is_dropped():
-    module, base = build("gated", Layout(generalists=1, specialists=2, rank=2, dropout=1e-9), nn.SiLU(), torch.float64)
+    module, base = build(
+        "gated",
+        Layout(generalists=1, specialists=2, rank=2, dropout=1e-9),
+        nn.SiLU(),
+        torch.float64,
+    )
     x = torch.randn(7, D, dtype=torch.float64)
     torch.testing.assert_close(module.train()(x, base), module.eval()(x, base))
 
@@ -138,10 +172,14 @@ def test_dropout_drops_while_training_only():
 
 
 def test_memory_kept_for_backward_grows_only_by_codes_and_loras():
-    """What one more expert keeps of each token: codes, c, weight, logits. No hidden-width tensor."""
+    """What one more expert keeps of each token: codes, c, weight, logits. No hidden-width
+    tensor.
+    """
 
     def kept(specialists: int) -> int:
-        module, base = build("gated", Layout(specialists=specialists, rank=2, top_k=9), nn.SiLU(), torch.float32)
+        module, base = build(
+            "gated", Layout(specialists=specialists, rank=2, top_k=9), nn.SiLU(), torch.float32
+        )
         x = torch.randn(tokens, D, requires_grad=True)
         seen: dict[int, int] = {}
 

@@ -39,13 +39,19 @@ def learned(network: nn.Module) -> nn.Module:
 @pytest.fixture(scope="session")
 def resnets() -> Path:
     """The folder of CIFAR-10 ResNets, or a skip."""
-    folder = Path(os.environ.get("COTERIE_DATA", REPOSITORY.parent / "shared/data")).parent / "models/cifar10_resnets"
+    folder = (
+        Path(os.environ.get("COTERIE_DATA", REPOSITORY.parent / "shared/data")).parent
+        / "models/cifar10_resnets"
+    )
     if not folder.is_dir():
         pytest.skip(f"no trained networks at {folder}")
     return folder
 
 
-@pytest.mark.parametrize(("network", "parameters"), [("resnet20", 269_722), ("resnet56", 853_018), ("resnet34", 21_282_122)])
+@pytest.mark.parametrize(
+    ("network", "parameters"),
+    [("resnet20", 269_722), ("resnet56", 853_018), ("resnet34", 21_282_122)],
+)
 def test_sizes_are_the_published_ones(network, parameters) -> None:
     shape = NetworkShape(network, CIFAR, 10)
     assert sum(p.numel() for p in build(shape, "meta").parameters()) == parameters
@@ -55,7 +61,9 @@ def test_sizes_are_the_published_ones(network, parameters) -> None:
 def test_a_network_without_a_width_has_its_own(network) -> None:
     own = 16 if network in ("resnet20", "resnet56") else 64
     shapes = [NetworkShape(network, CIFAR, 10, width=width) for width in (None, own, own + 1)]
-    default, same, other = ([tuple(p.shape) for p in build(shape, "meta").parameters()] for shape in shapes)
+    default, same, other = (
+        [tuple(p.shape) for p in build(shape, "meta").parameters()] for shape in shapes
+    )
     assert default == same
     assert (default == other) == (network == "mlp")
 
@@ -64,16 +72,25 @@ def test_a_network_without_a_width_has_its_own(network) -> None:
 @pytest.mark.parametrize("norm", ["batch", "group", "none"])
 @pytest.mark.parametrize("network", SMALL)
 def test_a_network_is_its_head_on_its_features(network, norm, inputs) -> None:
-    model, x = build(NetworkShape(network, inputs, 5, hidden=(6, 4), norm=norm, width=SMALL[network])), images(inputs)
+    model, x = (
+        build(NetworkShape(network, inputs, 5, hidden=(6, 4), norm=norm, width=SMALL[network])),
+        images(inputs),
+    )
     for mode in (True, False):
         model.train(mode)
         features = model.features(x)
         assert features.shape == (3, model.head.in_features)
         assert torch.equal(linear(features, model.head.weight, model.head.bias), model(x))
-    gradients = torch.autograd.grad(cross_entropy(model(x), torch.tensor([0, 1, 2])), list(model.parameters()))
+    gradients = torch.autograd.grad(
+        cross_entropy(model(x), torch.tensor([0, 1, 2])), list(model.parameters())
+    )
     assert all(gradient.isfinite().all() for gradient in gradients)
     kinds = {"batch": nn.BatchNorm2d, "group": nn.GroupNorm}
-    found = {kind for kind, layer in kinds.items() if any(isinstance(module, layer) for module in model.modules())}
+    found = {
+        kind
+        for kind, layer in kinds.items()
+        if any(isinstance(module, layer) for module in model.modules())
+    }
     assert found == ({norm} - {"none"} if network != "mlp" else set())
 
 
@@ -99,17 +116,28 @@ def test_features_of_an_mlp_without_hidden_layers_are_the_pixels() -> None:
     assert torch.equal(build(NetworkShape("mlp", DIGITS, 10, hidden=())).features(x), x.flatten(1))
 
 
-@pytest.mark.parametrize(("network", "stages"), [("resnet20", [3, 3, 3]), ("resnet34", [3, 4, 6, 3])])
+@pytest.mark.parametrize(
+    ("network", "stages"), [("resnet20", [3, 3, 3]), ("resnet34", [3, 4, 6, 3])]
+)
 @pytest.mark.parametrize("inputs", [DIGITS, (3, 9, 6)])
 def test_a_resnet_is_that_of_he_et_al(network, stages, inputs) -> None:
-    """A naive formulation on the named tensors: option A where there is no shortcut in them, option B where there is."""
+    """A naive formulation on the named tensors: option A where there is no shortcut in them,
+    option B where there is.
+    """
     model = learned(build(NetworkShape(network, inputs, 5, width=4))).eval()
     tensors, x = model.state_dict(), images(inputs)
 
     def convolved(x: Tensor, conv: str, norm: str, stride: int = 1) -> Tensor:
         weight = tensors[f"{conv}.weight"]
         x = conv2d(x, weight, stride=stride, padding=weight.shape[2] // 2)
-        return batch_norm(x, *(tensors[f"{norm}.{name}"] for name in ("running_mean", "running_var", "weight", "bias")), eps=1e-5)
+        return batch_norm(
+            x,
+            *(
+                tensors[f"{norm}.{name}"]
+                for name in ("running_mean", "running_var", "weight", "bias")
+            ),
+            eps=1e-5,
+        )
 
     expected = convolved(x, "conv1", "bn1").relu()
     for stage, depth in enumerate(stages, 1):
@@ -147,7 +175,11 @@ def test_the_published_resnet20_is_as_accurate_as_it_is_said_to_be(resnets, data
     found = Cifar10(root=data_root).images(default_cache())
     imagenet = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
     split = ExampleSplit("test", found.test, found.test_labels, np.arange(2000), 0, *imagenet, 10)
-    _, count, right = Classifier(shape, start=networks.load(resnets / "resnet20.safetensors", shape)).score(split.scoring(250)).tolist()
+    _, count, right = (
+        Classifier(shape, start=networks.load(resnets / "resnet20.safetensors", shape))
+        .score(split.scoring(250))
+        .tolist()
+    )
     assert right / count == pytest.approx(0.9175, abs=0.001)
 
 
@@ -162,11 +194,23 @@ def test_a_file_of_another_network_is_refused_by_its_first_tensor(tmp_path) -> N
     counted = loaded(own | {"bn1.num_batches_tracked": torch.tensor(7)})
     assert counted.keys() == own.keys()
     for wrong, message in (
-        (own | {"fc.weight": torch.zeros(1), "zz": torch.zeros(1)}, "weights.safetensors: foreign tensor 'fc.weight' .2 in all"),
-        ({name: tensor for name, tensor in own.items() if "bn2" not in name}, "tensor 'layer1.0.bn2.bias' is missing"),
-        (own | {"linear.weight": torch.zeros(100, 8)}, r"'linear.weight' is float32\[100, 8\], expected float32\[10, 8\]"),
+        (
+            own | {"fc.weight": torch.zeros(1), "zz": torch.zeros(1)},
+            "weights.safetensors: foreign tensor 'fc.weight' .2 in all",
+        ),
+        (
+            {name: tensor for name, tensor in own.items() if "bn2" not in name},
+            "tensor 'layer1.0.bn2.bias' is missing",
+        ),
+        (
+            own | {"linear.weight": torch.zeros(100, 8)},
+            r"'linear.weight' is float32\[100, 8\], expected float32\[10, 8\]",
+        ),
         (own | {"conv1.weight": own["conv1.weight"].half()}, "'conv1.weight' is float16"),
-        (own | {"linear.bias": torch.full((10,), torch.nan)}, "'linear.bias' holds values that are not finite"),
+        (
+            own | {"linear.bias": torch.full((10,), torch.nan)},
+            "'linear.bias' holds values that are not finite",
+        ),
     ):
         with pytest.raises(ModelError, match=message):
             loaded(wrong)

@@ -1,4 +1,6 @@
-"""Gradients of each example by one backward pass: those of a batch of that example alone, whatever the model is made of."""
+"""Gradients of each example by one backward pass: those of a batch of that example alone,
+whatever the model is made of.
+"""
 
 from dataclasses import replace
 
@@ -16,7 +18,10 @@ from coterie.models.adapter import Layout
 from coterie.models.classifier import Classifier
 from coterie.models.networks import NetworkShape
 
-MORE = {"one factor frozen": Layout(rank=2, frozen_a=True), "ranks of their own": Layout(rank=2, mlp_rank=3)}
+MORE = {
+    "one factor frozen": Layout(rank=2, frozen_a=True),
+    "ranks of their own": Layout(rank=2, mlp_rank=3),
+}
 CASES = {(family, name): layout for family in FAMILIES for name, layout in (LAYOUTS | MORE).items()}
 
 
@@ -47,13 +52,19 @@ def test_roles_are_as_they_are_with_all_the_others(roles) -> None:
 def test_dropout_stays_off_since_masks_are_no_secret() -> None:
     layout = Layout(rank=2)
     model, dry = filled("llama", replace(layout, dropout=0.5)), filled("llama", layout)
-    for found, wanted in zip(model.per_example(ids(), parameters(model))[0], dry.per_example(ids(), parameters(dry))[0], strict=True):
+    for found, wanted in zip(
+        model.per_example(ids(), parameters(model))[0],
+        dry.per_example(ids(), parameters(dry))[0],
+        strict=True,
+    ):
         torch.testing.assert_close(found, wanted)
 
 
 def test_nothing_of_the_model_is_changed() -> None:
     model = filled("gpt2", Layout(rank=2))
-    before = {name: (p.detach().clone(), p.requires_grad) for name, p in model.adapter.named_parameters()}
+    before = {
+        name: (p.detach().clone(), p.requires_grad) for name, p in model.adapter.named_parameters()
+    }
     model.per_example(ids(), parameters(model, GENERALIST))
     for name, p in model.adapter.named_parameters():
         assert torch.equal(p, before[name][0])
@@ -82,7 +93,9 @@ def test_what_is_not_of_the_model_is_refused() -> None:
 def test_each_image_has_the_gradients_of_a_batch_of_it_alone(shape) -> None:
     random = torch.Generator().manual_seed(0)
     model = Classifier(shape)
-    batch = Examples(torch.randn(6, *shape.inputs, generator=random), torch.from_numpy(np.arange(6) % 5))
+    batch = Examples(
+        torch.randn(6, *shape.inputs, generator=random), torch.from_numpy(np.arange(6) % 5)
+    )
     wrt = list(model.parameters_by_role()[GENERALIST].values())[::-1]
     assert_rows_are_alone(model, batch, batch.split(1), wrt)
 

@@ -20,20 +20,40 @@ from coterie.models.classifier import Classifier
 from coterie.models.text import TextShape
 
 VOCABULARY, CLASSES, LENGTH = 61, 5, 12
-SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": VOCABULARY}
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": VOCABULARY,
+}
 CONFIGS: dict[str, Callable[..., Any]] = {
     "bert": lambda **more: transformers.BertConfig(**SIZES, max_position_embeddings=32, **more),
     "distilbert": lambda **more: transformers.DistilBertConfig(
-        vocab_size=VOCABULARY, dim=16, hidden_dim=24, n_layers=2, n_heads=2, max_position_embeddings=32, **more
+        vocab_size=VOCABULARY,
+        dim=16,
+        hidden_dim=24,
+        n_layers=2,
+        n_heads=2,
+        max_position_embeddings=32,
+        **more,
     ),
     "llama": lambda **more: transformers.LlamaConfig(**SIZES, max_position_embeddings=32, **more),
-    "gpt2": lambda **more: transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=32, **more),
+    "gpt2": lambda **more: transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=32, **more
+    ),
 }
 families = pytest.mark.parametrize("family", CONFIGS)
 
 
 def without_dropout(config: Any) -> Any:
-    for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "attention_dropout", "seq_classif_dropout"):
+    for name in (
+        "hidden_dropout_prob",
+        "attention_probs_dropout_prob",
+        "dropout",
+        "attention_dropout",
+        "seq_classif_dropout",
+    ):
         setattr(config, name, 0.0)
     for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
         setattr(config, name, 0.0)
@@ -42,7 +62,9 @@ def without_dropout(config: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A folder with the weights of a pretrained model of each family, which has no head for classes, and no dropout."""
+    """A folder with the weights of a pretrained model of each family, which has no head for
+    classes, and no dropout.
+    """
     folders = {}
     for family, config in CONFIGS.items():
         folders[family] = tmp_path_factory.mktemp(family)
@@ -60,7 +82,9 @@ def shape_of(base: Path, classes: int = CLASSES, length: int = LENGTH) -> TextSh
 
 def texts(*lengths: int, width: int = LENGTH, seed: int = 0) -> Tensor:
     """Random texts of these lengths, (texts, width)."""
-    ids = torch.randint(1, VOCABULARY, (len(lengths), width), generator=torch.Generator().manual_seed(seed))
+    ids = torch.randint(
+        1, VOCABULARY, (len(lengths), width), generator=torch.Generator().manual_seed(seed)
+    )
     return ids.where(torch.arange(width) < torch.tensor(lengths)[:, None], -1)
 
 
@@ -71,8 +95,12 @@ def batch_of(*lengths: int, seed: int = 0) -> Examples:
 
 def naive(base: Path, network: nn.Module) -> Any:
     """What transformers itself makes of a base, with the values of our network."""
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(base, num_labels=CLASSES)
-    model.load_state_dict({name.removeprefix("model."): value for name, value in network.state_dict().items()})
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        base, num_labels=CLASSES
+    )
+    model.load_state_dict(
+        {name.removeprefix("model."): value for name, value in network.state_dict().items()}
+    )
     return model.eval()
 
 
@@ -91,13 +119,18 @@ def test_logits_and_features_are_those_of_each_text_by_itself(bases, family) -> 
         logits, features = model(x), model.network.features(x)
         for row, ids in enumerate(text[text >= 0][None] for text in x):
             torch.testing.assert_close(logits[row], oracle(ids).logits[0])
-            torch.testing.assert_close(features[row], oracle.base_model(ids).last_hidden_state[0].mean(dim=0))
+            torch.testing.assert_close(
+                features[row], oracle.base_model(ids).last_hidden_state[0].mean(dim=0)
+            )
     assert features.shape == (4, 16)
 
 
 @families
 @settings(max_examples=15)
-@given(ids=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=LENGTH), padding=st.integers(0, LENGTH))
+@given(
+    ids=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=LENGTH),
+    padding=st.integers(0, LENGTH),
+)
 def test_padding_changes_nothing_whatever_a_text_ends_with(bases, family, ids, padding) -> None:
     network = shape_of(bases[family], length=2 * LENGTH).build().eval()
     long = texts(2 * LENGTH, width=2 * LENGTH)
@@ -110,9 +143,12 @@ def test_padding_changes_nothing_whatever_a_text_ends_with(bases, family, ids, p
 
 
 @pytest.mark.parametrize(
-    ("tokens", "padding"), [({"pad_token_id": 7}, 7), ({"eos_token_id": [9, 4]}, 9), ({"pad_token_id": -1}, 2), ({}, 2)]
+    ("tokens", "padding"),
+    [({"pad_token_id": 7}, 7), ({"eos_token_id": [9, 4]}, 9), ({"pad_token_id": -1}, 2), ({}, 2)],
 )
-def test_the_padding_is_the_bases_own_or_its_end_token_and_is_trained_like_any_other(tmp_path, tokens, padding) -> None:
+def test_the_padding_is_the_bases_own_or_its_end_token_and_is_trained_like_any_other(
+    tmp_path, tokens, padding
+) -> None:
     CONFIGS["llama"](**tokens).save_pretrained(tmp_path)
     model = Classifier(shape_of(tmp_path))
     assert model.network.padding == padding  # 2 is Llama's end token where nothing is said
@@ -144,7 +180,9 @@ def test_a_network_starts_from_its_base_and_its_head_from_the_seed(bases, family
     initial, other = model.initial(GENERALIST, 5), model.initial(GENERALIST, 6)
     assert torch.equal(torch.random.get_rng_state(), before)
     assert list(initial) == list(model.parameters_by_role()[GENERALIST])
-    base = {id(parameter): name for name, parameter in model.network.model.base_model.named_parameters()}
+    base = {
+        id(parameter): name for name, parameter in model.network.model.base_model.named_parameters()
+    }
     pretrained = transformers.AutoModel.from_pretrained(bases[family]).state_dict()
     heads = []
     for name, parameter in model.network.named_parameters():
@@ -155,10 +193,16 @@ def test_a_network_starts_from_its_base_and_its_head_from_the_seed(bases, family
             heads.append(name)
             assert torch.equal(initial[name], other[name]) == (parameter.ndim == 1)
     assert heads
-    assert all(torch.equal(value, model.initial(GENERALIST, 5)[name]) for name, value in initial.items())
+    assert all(
+        torch.equal(value, model.initial(GENERALIST, 5)[name]) for name, value in initial.items()
+    )
     initial[heads[0]].zero_()
     initial[next(iter(initial))].zero_()
-    assert all(value.any() for name, value in model.initial(GENERALIST, 5).items() if name in (heads[0], next(iter(initial))))
+    assert all(
+        value.any()
+        for name, value in model.initial(GENERALIST, 5).items()
+        if name in (heads[0], next(iter(initial)))
+    )
     assert model.initial(SPECIALIST, 5) == {}
 
 
@@ -173,7 +217,9 @@ def test_a_folder_without_weights_starts_at_random_from_the_seed(tmp_path, famil
     for name, value in initial.items():
         if value.ndim == 1:
             assert torch.equal(value, torch.full_like(value, float(name.endswith("weight"))))
-    assert all(torch.equal(initial[name], value) for name, value in model.network.named_parameters())
+    assert all(
+        torch.equal(initial[name], value) for name, value in model.network.named_parameters()
+    )
 
 
 def test_the_embedded_base_can_classify_quietly(capfd) -> None:
@@ -190,13 +236,19 @@ def test_shapes_are_known_without_weights(bases, family, tmp_path) -> None:
     assert server.trainable_parameters == client.trainable_parameters
     found = {name: p.shape for name, p in server.parameters_by_role()[GENERALIST].items()}
     assert found == {name: p.shape for name, p in client.parameters_by_role()[GENERALIST].items()}
-    assert (server.buffers(), client.buffers(), client.initial_buffers()) == ({}, {}, {})  # positions are no statistics
+    assert (server.buffers(), client.buffers(), client.initial_buffers()) == (
+        {},
+        {},
+        {},
+    )  # positions are no statistics
     assert not client.stacks
 
 
 def test_a_head_of_as_many_classes_is_the_bases_own_and_another_is_not(tmp_path) -> None:
     CONFIGS["bert"](num_labels=CLASSES).save_pretrained(tmp_path)
-    model = transformers.AutoModelForSequenceClassification.from_config(CONFIGS["bert"](num_labels=CLASSES))
+    model = transformers.AutoModelForSequenceClassification.from_config(
+        CONFIGS["bert"](num_labels=CLASSES)
+    )
     model.save_pretrained(tmp_path)
     name = "model.classifier.weight"
     assert torch.equal(shape_of(tmp_path).initial(0)[name], model.classifier.weight)
@@ -209,22 +261,42 @@ def test_a_base_that_never_saw_whole_texts_gets_a_pooler(tmp_path) -> None:
     one, other = shape_of(tmp_path).initial(0), shape_of(tmp_path).initial(1)
     differ = [name for name in one if not torch.equal(one[name], other[name])]
     assert differ == ["model.bert.pooler.dense.weight", "model.classifier.weight"]
-    assert torch.equal(one["model.bert.embeddings.LayerNorm.weight"], model.bert.embeddings.LayerNorm.weight)
+    assert torch.equal(
+        one["model.bert.embeddings.LayerNorm.weight"], model.bert.embeddings.LayerNorm.weight
+    )
 
 
 def test_shared_parameters_are_there_once(tmp_path) -> None:
-    sizes = {"vocab_size": VOCABULARY, "d_model": 16, "max_position_embeddings": 32, "encoder_layers": 1, "decoder_layers": 1}
-    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
-    transformers.BartConfig(**sizes, **heads, eos_token_id=2, pad_token_id=1).save_pretrained(tmp_path)
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "d_model": 16,
+        "max_position_embeddings": 32,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+    }
+    heads = {
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "encoder_ffn_dim": 16,
+        "decoder_ffn_dim": 16,
+    }
+    transformers.BartConfig(**sizes, **heads, eos_token_id=2, pad_token_id=1).save_pretrained(
+        tmp_path
+    )
     model = Classifier(shape_of(tmp_path))
-    assert len(list(model.network.named_parameters())) < len(list(model.network.named_parameters(remove_duplicate=False)))
+    assert len(list(model.network.named_parameters())) < len(
+        list(model.network.named_parameters(remove_duplicate=False))
+    )
     initial = model.initial(GENERALIST, 0)
     assert list(initial) == list(model.parameters_by_role()[GENERALIST])
     sent = tensors.from_bytes(tensors.to_bytes(dict(model.network.named_parameters())))
     assert all(torch.equal(sent[name], initial[name]) for name in initial)
     x = torch.tensor([[5, 6, 2, -1], [5, 6, 7, 2]])
     torch.testing.assert_close(model(x)[0], model(x[:1, :3])[0])
-    again = Classifier(shape_of(tmp_path), start=sent | {"model.classification_head.out_proj.bias": torch.ones(CLASSES)})
+    again = Classifier(
+        shape_of(tmp_path),
+        start=sent | {"model.classification_head.out_proj.bias": torch.ones(CLASSES)},
+    )
     torch.testing.assert_close(again(x), model(x) + 1)
 
 
@@ -242,7 +314,9 @@ def test_the_gradient_is_that_of_the_naive_loss_in_parts_too(bases, family) -> N
         gradients, stats = model.gradient(batch, own(model), micro_batch)
         torch.testing.assert_close(gradients, list(expected), rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(stats["loss"], loss.detach())
-        assert float(stats["accuracy"]) == pytest.approx(float((logits.argmax(dim=1) == batch.y).float().mean()))
+        assert float(stats["accuracy"]) == pytest.approx(
+            float((logits.argmax(dim=1) == batch.y).float().mean())
+        )
 
 
 def test_dropout_acts_in_training_only_and_follows_the_global_seed(tmp_path) -> None:
@@ -287,7 +361,10 @@ def test_a_few_steps_lower_the_loss(bases, family) -> None:
 )
 def test_batches_of_another_form_are_refused(bases, x, message) -> None:
     model, y = Classifier(shape_of(bases["bert"])), torch.tensor([0, 1])
-    for use in (lambda batch: model.gradient(batch, own(model)), lambda batch: model.score([batch])):
+    for use in (
+        lambda batch: model.gradient(batch, own(model)),
+        lambda batch: model.score([batch]),
+    ):
         with pytest.raises(ModelError, match=message):
             use(Examples(x, y))
 
@@ -299,7 +376,9 @@ def test_bases_that_will_not_do_are_refused(bases, tmp_path) -> None:
         shape_of(bases["bert"], length=33).build("meta")
     with pytest.raises(ModelError, match="no model folder"):
         TextShape(str(tmp_path / "nowhere"), 3, 8).build()
-    transformers.ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2).save_pretrained(tmp_path / "vit")
+    transformers.ViTConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2
+    ).save_pretrained(tmp_path / "vit")
     with pytest.raises(ModelError, match=r"of the kind vit.*\n.*encoder such as BERT"):
         TextShape(str(tmp_path / "vit"), 3, 8).build()
 
@@ -310,7 +389,9 @@ def test_incomplete_and_damaged_weights_are_refused(bases, tmp_path) -> None:
     named, _ = files.load(bases["bert"] / "model.safetensors")
     del named["encoder.layer.1.output.dense.weight"]
     files.save(tmp_path / "part/model.safetensors", named, {"format": "pt"})
-    with pytest.raises(ModelError, match=r"lack 'bert.encoder.layer.1.output.dense.weight' \(1 tensors"):
+    with pytest.raises(
+        ModelError, match=r"lack 'bert.encoder.layer.1.output.dense.weight' \(1 tensors"
+    ):
         shape_of(tmp_path / "part").build()
     (tmp_path / "broken/model.safetensors").write_bytes(b"nothing")
     with pytest.raises(ModelError, match="cannot load base"):

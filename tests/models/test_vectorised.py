@@ -21,7 +21,9 @@ shapes = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.network)
 
 
 class Narrow(Classifier):
-    """A classifier on a device that has room for two points at once, or for none, which is as much as for one."""
+    """A classifier on a device that has room for two points at once, or for none, which is as
+    much as for one.
+    """
 
     points = 2
 
@@ -35,13 +37,21 @@ def problem(model: Classifier, count: int, size: int) -> tuple[Tensor, Tensor, T
     """Points, inputs and labels."""
     torch.manual_seed(count)
     start = torch.cat([tensor.flatten() for tensor in model.initial(GENERALIST, 1).values()])
-    x, y = torch.randn(count, size, *model.shape.example().shape[1:]), torch.randint(model.shape.classes, (count, size))
+    x, y = (
+        torch.randn(count, size, *model.shape.example().shape[1:]),
+        torch.randint(model.shape.classes, (count, size)),
+    )
     return start + 0.05 * torch.randn(count, len(start)), x, y
 
 
 def near(found: Tensor, expected: Tensor) -> None:
-    """Normalising by the statistics of few pixels magnifies rounding: the difference, beside the size of the whole."""
-    assert torch.linalg.vector_norm(found - expected) <= 1e-3 * torch.linalg.vector_norm(expected) + 1e-6
+    """Normalising by the statistics of few pixels magnifies rounding: the difference, beside the
+    size of the whole.
+    """
+    assert (
+        torch.linalg.vector_norm(found - expected)
+        <= 1e-3 * torch.linalg.vector_norm(expected) + 1e-6
+    )
 
 
 @shapes
@@ -63,7 +73,12 @@ def test_running_statistics_of_each_point_follow_its_own_batch(shape: NetworkSha
             near(gradients[k], torch.cat([gradient.flatten() for gradient in expected]))
             torch.testing.assert_close(stats["loss"][k], loss.detach(), rtol=1e-4, atol=1e-5)
             assert stats["accuracy"][k] == (logits.argmax(dim=1) == y[k]).float().mean()
-            torch.testing.assert_close(running[k], torch.cat([b.flatten() for b in network.buffers()]), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                running[k],
+                torch.cat([b.flatten() for b in network.buffers()]),
+                rtol=1e-4,
+                atol=1e-5,
+            )
     assert all(torch.equal(buffer, shared[name]) for name, buffer in model.buffers().items())
     assert not any(module.training for module in model.network.modules())
 
@@ -89,20 +104,34 @@ def test_points_that_take_turns_are_points_at_once(shape: NetworkShape, room: in
 def test_one_example_has_no_statistics_at_once_either(running: float | None) -> None:
     model = Classifier(SHAPES[1])
     points, x, y = problem(model, 2, 1)
-    own = None if running is None else torch.ones(2, sum(t.numel() for t in model.buffers().values()))
+    own = (
+        None if running is None else torch.ones(2, sum(t.numel() for t in model.buffers().values()))
+    )
     with pytest.raises(ModelError, match=r"one example has no statistics.*\n.*batch_size"):
         model.vectorised(points, x, y, own)
     assert not any(module.training for module in model.network.modules())
     before = {name: buffer.clone() for name, buffer in model.buffers().items()}
-    model.gradient(Examples(torch.randn(4, *DIGITS), torch.zeros(4, dtype=torch.int64)), list(model.network.parameters()))
-    assert not any(torch.equal(buffer, before[name]) for name, buffer in model.buffers().items())  # they are tracked again
+    model.gradient(
+        Examples(torch.randn(4, *DIGITS), torch.zeros(4, dtype=torch.int64)),
+        list(model.network.parameters()),
+    )
+    assert not any(
+        torch.equal(buffer, before[name]) for name, buffer in model.buffers().items()
+    )  # they are tracked again
 
 
 def test_what_layers_put_out() -> None:
     assert Classifier(NetworkShape("mlp", DIGITS, 10, (12, 8)))._maps == [4 * 12, 4 * 8, 4 * 10]
     convolution, pooled = 4 * 3 * 64, 4 * 3 * 16
     second, last = 4 * 6 * 16, 4 * 6 * 4
-    expected = [*[convolution] * 3, pooled, *[second] * 3, last, last, 4 * 10]  # convolution, norm, ReLU, pooling, twice; flat; head
+    expected = [
+        *[convolution] * 3,
+        pooled,
+        *[second] * 3,
+        last,
+        last,
+        4 * 10,
+    ]  # convolution, norm, ReLU, pooling, twice; flat; head
     assert Classifier(NetworkShape("cnn", DIGITS, 10, width=3))._maps == expected
 
 
@@ -112,5 +141,9 @@ def test_small_networks_gain_on_a_cpu_and_larger_ones_elsewhere() -> None:
     assert all(Classifier(shape, "meta").stacks for shape in (small, large, perceptron))
     assert [Classifier(small).gains(size) for size in (8, 20, 512)] == [True, True, False]
     assert not Classifier(large).gains(8)
-    assert [Classifier(large, "meta").gains(size) for size in (8, 20, 256)] == [True, True, False]  # a stand-in for any other device
+    assert [Classifier(large, "meta").gains(size) for size in (8, 20, 256)] == [
+        True,
+        True,
+        False,
+    ]  # a stand-in for any other device
     assert Classifier(perceptron).gains(10**6)

@@ -1,4 +1,6 @@
-"""Tables and figures of the papers: their files, a run at toy size, and the verdicts on what the paper says."""
+"""Tables and figures of the papers: their files, a run at toy size, and the verdicts on what the
+paper says.
+"""
 
 import io
 import json
@@ -15,7 +17,18 @@ from coterie.papers import tables
 from coterie.papers.checks import _verdicts
 from coterie.papers.page import markdown, terminal, write_page
 from coterie.papers.reproduce import Job, _effort, _shown, reproduce
-from coterie.papers.tables import Better, Gate, Improved, Lower, Near, Picture, Reproduction, Routers, Statement, Weights
+from coterie.papers.tables import (
+    Better,
+    Gate,
+    Improved,
+    Lower,
+    Near,
+    Picture,
+    Reproduction,
+    Routers,
+    Statement,
+    Weights,
+)
 from coterie.reports import comparison
 from coterie.runs.inputs import RESULT
 from coterie.runs.prepare import prepare
@@ -33,7 +46,9 @@ TOY = (
 
 @pytest.mark.parametrize("name", tables.names())
 @pytest.mark.parametrize("scale", tables.SCALES)
-def test_every_cell_of_every_table_and_figure_is_a_valid_recipe(name: str, scale: tables.Scale, tmp_path: Path) -> None:
+def test_every_cell_of_every_table_and_figure_is_a_valid_recipe(
+    name: str, scale: tables.Scale, tmp_path: Path
+) -> None:
     job = Job(name, scale, tmp_path)
     if not any(scale in column.recipes for column in job.reproduction.columns.values()):
         with pytest.raises(Refused, match="no scale"):
@@ -41,7 +56,9 @@ def test_every_cell_of_every_table_and_figure_is_a_valid_recipe(name: str, scale
         return
     assert job.cells
     for row, column in job.cells:
-        choices = [{key: value} for key, values in job.sweep(row, column).items() for value in values] or [{}]
+        choices = [
+            {key: value} for key, values in job.sweep(row, column).items() for value in values
+        ] or [{}]
         for choice in choices:
             recipe, folder = job.run(row, column, choice, 1)
             assert isinstance(recipe, Recipe)
@@ -50,7 +67,9 @@ def test_every_cell_of_every_table_and_figure_is_a_valid_recipe(name: str, scale
 
 
 def test_the_tables_and_figures_of_the_papers_are_all_there() -> None:
-    comigs = {f"comigs/table{k}" for k in (1, 2, 5, 6)} | {f"comigs/figure{k}" for k in range(4, 12)}
+    comigs = {f"comigs/table{k}" for k in (1, 2, 5, 6)} | {
+        f"comigs/figure{k}" for k in range(4, 12)
+    }
     ddome = {f"ddome/table{k}" for k in range(1, 9)} | {f"ddome/figure{k}" for k in range(2, 12)}
     assert comigs | ddome <= set(tables.names())
 
@@ -60,11 +79,15 @@ def test_the_data_of_every_table_of_ddome_can_be_dealt(name: str, tmp_path: Path
     job = Job(name, "small", tmp_path)
     dealt = set()
     for row, column in job.cells:
-        recipe, _ = job.run(row, column, {key: values[0] for key, values in job.sweep(row, column).items()}, 0)
+        recipe, _ = job.run(
+            row, column, {key: values[0] for key, values in job.sweep(row, column).items()}, 0
+        )
         if recipe.data.kind == "digits":  # which are on every machine
             dealt.add(column)
             federation = prepare(recipe).modality.federation
-            assert next(iter(federation.unseen)) == ("random" if recipe.data.partition == "dirichlet" else "aligned")
+            assert next(iter(federation.unseen)) == (
+                "random" if recipe.data.partition == "dirichlet" else "aligned"
+            )
             assert len(federation.anchors) == recipe.data.anchors > 0
     assert dealt == {column for column in job.reproduction.columns if column.startswith("digits")}
 
@@ -73,14 +96,26 @@ def test_cells_that_are_the_same_run_share_a_folder_and_others_do_not(tmp_path: 
     two, five = Job("comigs/table2", "small", tmp_path), Job("comigs/table5", "small", tmp_path)
     choice = {"training.experts.lr": 5e-3}
     assert two.run("local", "agnews", choice, 0)[1] == five.run("local", "agnews", choice, 0)[1]
-    different = [two.run("local", "agnews", {"training.experts.lr": lr}, seed)[1] for lr in (5e-3, 1e-2) for seed in (0, 1)]
+    different = [
+        two.run("local", "agnews", {"training.experts.lr": lr}, seed)[1]
+        for lr in (5e-3, 1e-2)
+        for seed in (0, 1)
+    ]
     assert len(set(different)) == 4
 
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> tuple[Job, dict]:
     overrides = (*TOY, f"data.root={data_root}")
-    job = Job("comigs/table2", "small", tmp_path_factory.mktemp("rep"), 2, ("agnews",), ("pretrained", "local", "comigs-1g1s"), overrides)
+    job = Job(
+        "comigs/table2",
+        "small",
+        tmp_path_factory.mktemp("rep"),
+        2,
+        ("agnews",),
+        ("pretrained", "local", "comigs-1g1s"),
+        overrides,
+    )
     return job, reproduce(job)
 
 
@@ -112,7 +147,9 @@ def test_a_row_may_stand_in_some_columns_only(tmp_path: Path) -> None:
     assert "fc" not in rows["device"]
 
 
-def test_the_learning_rate_is_the_best_on_validation_at_the_first_seed(toy: tuple[Job, dict]) -> None:
+def test_the_learning_rate_is_the_best_on_validation_at_the_first_seed(
+    toy: tuple[Job, dict],
+) -> None:
     job, found = toy
     key = "training.experts.lr"
     for cell in found["cells"]:
@@ -133,21 +170,31 @@ def test_the_page_says_how_many_settings_each_row_tried(toy: tuple[Job, dict]) -
         page = Path(f"{job.folder / 'comigs-table2'}.{ending}").read_text()
         assert "Settings that a row tried on validation at the first seed" in page
         assert "every row 2." in page  # two learning rates; what is not trained has nothing to try
-    assert "every other row 1" in _effort(Job("cobo/table2", "small", job.folder, columns=("digits",)))
+    assert "every other row 1" in _effort(
+        Job("cobo/table2", "small", job.folder, columns=("digits",))
+    )
     assert "Ditto 4" in _effort(Job("cobo/table2", "small", job.folder, columns=("digits",)))
 
 
 @pytest.mark.parametrize(("name", "scale"), [(n, s) for n in tables.names() for s in tables.SCALES])
-def test_no_baseline_tries_fewer_settings_than_our_rows(name: str, scale: str, tmp_path: Path) -> None:
+def test_no_baseline_tries_fewer_settings_than_our_rows(
+    name: str, scale: str, tmp_path: Path
+) -> None:
     job = Job(name, scale, tmp_path)
     if not any(scale in column.recipes for column in job.reproduction.columns.values()):
         return  # which `test_every_cell` is about
     for column in {column for _, column in job.cells}:
         rows = [row for row, own in job.cells if own == column]
-        ours = {row for row in rows if job.reproduction.rows[row].method.startswith(("comigs", "cobo", "ddome"))}
+        ours = {
+            row
+            for row in rows
+            if job.reproduction.rows[row].method.startswith(("comigs", "cobo", "ddome"))
+        }
         tried = {row: count for row in rows if (count := job.tried(row, column))}
         most = max((tried[row] for row in ours & tried.keys()), default=0)
-        assert not {row: count for row, count in tried.items() if row not in ours and count < most}, column
+        assert not {
+            row: count for row, count in tried.items() if row not in ours and count < most
+        }, column
 
 
 def test_ditto_is_swept_alike_wherever_it_stands_beside_cobo(tmp_path: Path) -> None:
@@ -155,7 +202,9 @@ def test_ditto_is_swept_alike_wherever_it_stands_beside_cobo(tmp_path: Path) -> 
     for name, column in (("cobo/figure2b", "digits"), ("cobo/figure6", "device")):
         assert Job(name, "small", tmp_path).sweep("ditto", column) == table.sweep("ditto", column)
     for name, column in (("cobo/figure2b", "silo"), ("cobo/figure6", "device")):
-        assert Job(name, "paper", tmp_path).sweep("ditto", column) == Job("cobo/table2", "paper", tmp_path).sweep("ditto", column)
+        assert Job(name, "paper", tmp_path).sweep("ditto", column) == Job(
+            "cobo/table2", "paper", tmp_path
+        ).sweep("ditto", column)
 
 
 def test_the_pull_between_languages_is_as_long_as_the_papers() -> None:
@@ -207,7 +256,9 @@ def test_statements_about_some_clients_look_at_those() -> None:
 
 @pytest.mark.parametrize(("own", "holds"), [(10.4, True), (10.6, False), (9.0, True)])
 def test_near_is_a_share_above_the_best(own: float, holds: bool) -> None:
-    s = Near(kind="near", says="", source="", columns=("c",), row="a", best_of=("x", "y"), within=0.05)
+    s = Near(
+        kind="near", says="", source="", columns=("c",), row="a", best_of=("x", "y"), within=0.05
+    )
     assert verdict(s, cell("a", own), cell("x", 10), cell("y", 20))[0] is holds  # type: ignore[index]
 
 
@@ -216,20 +267,32 @@ def accurate(row: str, mean: float, std: float = 0.0, **figures: object) -> dict
 
 
 def test_better_follows_the_direction_of_the_metric() -> None:
-    s = Better(kind="better", says="", source="", columns=("c",), better=("a", "b"), than=("x",), by=4)
+    s = Better(
+        kind="better", says="", source="", columns=("c",), better=("a", "b"), than=("x",), by=4
+    )
     assert verdict(s, accurate("a", 80), accurate("b", 76), accurate("x", 72))[0]  # type: ignore[index]
     assert not verdict(s, accurate("a", 80), accurate("b", 75.9), accurate("x", 72))[0]  # type: ignore[index]
     assert verdict(s, cell("a", 30), cell("b", 36), cell("x", 40))[0]  # type: ignore[index]
     assert not verdict(s, cell("a", 80), cell("b", 76), cell("x", 72))[0]  # type: ignore[index]
-    assert not verdict(s.model_copy(update={"by": 0.0}), accurate("a", 72), accurate("b", 73), accurate("x", 72))[0]  # type: ignore[index]
+    assert not verdict(
+        s.model_copy(update={"by": 0.0}), accurate("a", 72), accurate("b", 73), accurate("x", 72)
+    )[0]  # type: ignore[index]
     assert verdict(s, accurate("a", 80), accurate("x", 72)) is None
     told = verdict(s, accurate("a", 80), accurate("b", 77, std=6), accurate("x", 72))
-    assert told == (True, "a 80.00, b 77.00 against x 72.00 (by at least 4), closer than a standard deviation")
+    assert told == (
+        True,
+        "a 80.00, b 77.00 against x 72.00 (by at least 4), closer than a standard deviation",
+    )
 
 
-@pytest.mark.parametrize(("own", "share", "points"), [(70.1, True, True), (69.0, True, False), (67.0, False, False), (80.0, True, True)])
+@pytest.mark.parametrize(
+    ("own", "share", "points"),
+    [(70.1, True, True), (69.0, True, False), (67.0, False, False), (80.0, True, True)],
+)
 def test_near_looks_from_the_better_side(own: float, share: bool, points: bool) -> None:
-    s = Near(kind="near", says="", source="", columns=("c",), row="a", best_of=("x", "y"), within=0.06)
+    s = Near(
+        kind="near", says="", source="", columns=("c",), row="a", best_of=("x", "y"), within=0.06
+    )
     rows = accurate("a", own), accurate("x", 72), accurate("y", 10)
     assert verdict(s, *rows)[0] is share  # type: ignore[index]
     assert verdict(s.model_copy(update={"within": 2.0, "points": True}), *rows)[0] is points  # type: ignore[index]
@@ -237,8 +300,14 @@ def test_near_looks_from_the_better_side(own: float, share: bool, points: bool) 
 
 def test_weights_and_improved_are_judged_where_they_are_known() -> None:
     about = {"says": "", "source": "", "columns": ("c",), "row": "a"}
-    w, i = Weights(kind="weights", at_most=0.1, **about), Improved(kind="improved", at_least=90, **about)
-    assert verdict(w, accurate("a", 80, weights_error=0.1)) == (True, "W error of a 0.100 (at most 0.1)")
+    w, i = (
+        Weights(kind="weights", at_most=0.1, **about),
+        Improved(kind="improved", at_least=90, **about),
+    )
+    assert verdict(w, accurate("a", 80, weights_error=0.1)) == (
+        True,
+        "W error of a 0.100 (at most 0.1)",
+    )
     assert not verdict(w, accurate("a", 80, weights_error=0.11))[0]  # type: ignore[index]
     assert verdict(w, accurate("a", 80, weights_error=None)) is None
     assert verdict(i, accurate("a", 80, improved=90.0)) == (True, "Imp.% of a 90 (at least 90)")
@@ -247,23 +316,41 @@ def test_weights_and_improved_are_judged_where_they_are_known() -> None:
 
 
 def test_statements_about_a_group_or_a_gate() -> None:
-    rows = [accurate(r, 90, groups={"aligned": 90.0, "random": x}, gate_accuracy=g) for r, x, g in (("a", 70.0, 94.0), ("x", 80.0, None))]
+    rows = [
+        accurate(r, 90, groups={"aligned": 90.0, "random": x}, gate_accuracy=g)
+        for r, x, g in (("a", 70.0, 94.0), ("x", 80.0, None))
+    ]
     s = Better(kind="better", says="", source="", columns=("c",), better=("x",), than=("a",))
     assert not verdict(s, *rows)[0]  # type: ignore[index]
-    assert verdict(s.model_copy(update={"group": "random"}), *rows) == (True, "x 80.00 against a 70.00")
+    assert verdict(s.model_copy(update={"group": "random"}), *rows) == (
+        True,
+        "x 80.00 against a 70.00",
+    )
     gate = Gate(kind="gate", says="", source="", columns=("c",), row="a", at_least=94)
     assert verdict(gate, *rows) == (True, "gate accuracy of a 94.0 (at least 94)")
     assert not verdict(gate.model_copy(update={"at_least": 95}), *rows)[0]  # type: ignore[index]
     assert verdict(gate.model_copy(update={"row": "x"}), *rows) is None
 
 
-@pytest.mark.parametrize(("weights", "falls", "below"), [((0.6, 0.55), True, False), ((0.6, 0.4), True, True), ((0.3, 0.45), False, True)])
-def test_router_statements_read_the_metrics(weights: tuple[float, float], falls: bool, below: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("weights", "falls", "below"),
+    [((0.6, 0.55), True, False), ((0.6, 0.4), True, True), ((0.3, 0.45), False, True)],
+)
+def test_router_statements_read_the_metrics(
+    weights: tuple[float, float], falls: bool, below: bool, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    (run / RESULT).write_text(json.dumps({"clients": {"ann": {"generalists": 1, "specialists": 1}}}))
+    (run / RESULT).write_text(
+        json.dumps({"clients": {"ann": {"generalists": 1, "specialists": 1}}})
+    )
     lines = [
-        {"kind": "train", "client": "ann", "iteration": k, "router/generalist+specialist": [[w, 1 - w], [w, 1 - w]]}
+        {
+            "kind": "train",
+            "client": "ann",
+            "iteration": k,
+            "router/generalist+specialist": [[w, 1 - w], [w, 1 - w]],
+        }
         for k, w in enumerate(weights)
     ]
     (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -281,15 +368,26 @@ def test_mistakes_are_refused_before_anything_runs(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="no column 'agnews-llama'"):
         Job("comigs/table2", "small", tmp_path, columns=("agnews-llama",)).cells  # noqa: B018
     with pytest.raises(ValueError, match="no such row or column: ghost"):
-        Reproduction.model_validate({"title": "", "columns": {}, "rows": {}, "published": {"ghost": {}}})
+        Reproduction.model_validate(
+            {"title": "", "columns": {}, "rows": {}, "published": {"ghost": {}}}
+        )
     with pytest.raises(ValueError, match="no such row or column: ghost"):
-        Reproduction.model_validate({"title": "", "columns": {}, "rows": {}, "pictures": [{"kind": "weights", "rows": ["ghost"]}]})
+        Reproduction.model_validate(
+            {
+                "title": "",
+                "columns": {},
+                "rows": {},
+                "pictures": [{"kind": "weights", "rows": ["ghost"]}],
+            }
+        )
     assert not any(tmp_path.iterdir())
 
 
 @pytest.fixture
 def mixed(tmp_path: Path) -> dict:
-    """A table with accuracy in its first column and perplexity in its second, and the runs of it."""
+    """A table with accuracy in its first column and perplexity in its second, and the runs of
+    it.
+    """
     kinds = {"digits": ACCURACY.about, "language": PERPLEXITY.about}
     cells = []
     for column, metric in kinds.items():
@@ -298,10 +396,23 @@ def mixed(tmp_path: Path) -> dict:
             folder = f"{column}-{method}"
             (tmp_path / folder).mkdir()
             (tmp_path / folder / RESULT).write_text(json.dumps(found))
-            about = {"row": method, "title": method.upper(), "column": column, "choice": {}, "folders": [folder], "settings": {}}
-            about |= {"published": 64.9 + k, "published_std": None, "published_improved": 100.0 if k else None}
+            about = {
+                "row": method,
+                "title": method.upper(),
+                "column": column,
+                "choice": {},
+                "folders": [folder],
+                "settings": {},
+            }
+            about |= {
+                "published": 64.9 + k,
+                "published_std": None,
+                "published_improved": 100.0 if k else None,
+            }
             about["evaluations"] = found["evaluations"]
-            cells.append(comparison.row(method, [found], [classified("local", metric=metric)]) | about)
+            cells.append(
+                comparison.row(method, [found], [classified("local", metric=metric)]) | about
+            )
     return {
         "title": "T",
         "name": "cobo/t",
@@ -355,10 +466,17 @@ def test_every_kind_of_picture_is_drawn(mixed: dict, tmp_path: Path) -> None:
     )
     write_page(tmp_path / "t.html", mixed, pictures, tmp_path)
     page = (tmp_path / "t.html").read_text()
-    curves, weights, domains, bars = (page[page.index(f'id="picture-{k}"') : page.index(f'id="picture-{k + 1}"')] for k in range(4))
+    curves, weights, domains, bars = (
+        page[page.index(f'id="picture-{k}"') : page.index(f'id="picture-{k + 1}"')]
+        for k in range(4)
+    )
     assert "COBO: 81.50 at 30 local iterations" in curves
     assert "Language" not in curves
-    assert re.findall(r"<figcaption>([^<]*)<", weights) == ["10 iterations", "30 iterations", "True clusters"]
+    assert re.findall(r"<figcaption>([^<]*)<", weights) == [
+        "10 iterations",
+        "30 iterations",
+        "True clusters",
+    ]
     assert "for &lt;b&gt;ben&lt;/b&gt;: 1.00 at 30 local iterations" in domains
     assert domains.count("<figure>") == 1
     assert "Digits, COBO: 81.50" in bars
@@ -369,7 +487,9 @@ def test_every_kind_of_picture_is_drawn(mixed: dict, tmp_path: Path) -> None:
 
 def test_a_figure_is_drawn(tmp_path: Path, data_root: Path) -> None:
     """Figure 4 at toy size: router scores of two methods, and a verdict read off the metrics."""
-    found = reproduce(Job("comigs/figure4", "small", tmp_path, overrides=(*TOY, f"data.root={data_root}")))
+    found = reproduce(
+        Job("comigs/figure4", "small", tmp_path, overrides=(*TOY, f"data.root={data_root}"))
+    )
     page = (tmp_path / "comigs-figure4.html").read_text()
     assert page.count("generalist, block 1") >= 8  # two methods, four clients
     assert [s["row"] if "row" in s else s["column"] for s in found["statements"]] == ["agnews"]
@@ -377,10 +497,14 @@ def test_a_figure_is_drawn(tmp_path: Path, data_root: Path) -> None:
 
 @pytest.fixture(scope="module")
 def pooled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
-    """Four rounds of a table of DDOME with a figure's pictures, which holds it against the common expert."""
+    """Four rounds of a table of DDOME with a figure's pictures, which holds it against the
+    common expert.
+    """
     folder = tmp_path_factory.mktemp("pooled")
     overrides = ("method.rounds=4", "evaluate_every=2", "model.common.pretraining.epochs=5")
-    return folder, reproduce(Job("ddome/table6", "small", folder, 1, ("digits",), ("common-expert", "ddome"), overrides))
+    return folder, reproduce(
+        Job("ddome/table6", "small", folder, 1, ("digits",), ("common-expert", "ddome"), overrides)
+    )
 
 
 def test_unseen_clients_are_shown_by_group(pooled: tuple[Path, dict]) -> None:
@@ -401,9 +525,15 @@ def test_unseen_clients_are_shown_by_group(pooled: tuple[Path, dict]) -> None:
 
 
 @pytest.mark.parametrize("figure", ["best", "best_of_last_ten", "gate_error"])
-def test_a_table_may_show_another_figure_than_the_last(figure: str, pooled: tuple[Path, dict]) -> None:
+def test_a_table_may_show_another_figure_than_the_last(
+    figure: str, pooled: tuple[Path, dict]
+) -> None:
     folder, found = pooled
-    results = [json.loads((folder / cell["folders"][0] / RESULT).read_text()) for cell in found["cells"] if cell["row"] == "ddome"]
+    results = [
+        json.loads((folder / cell["folders"][0] / RESULT).read_text())
+        for cell in found["cells"]
+        if cell["row"] == "ddome"
+    ]
     shown = _shown(results, figure)  # type: ignore[arg-type]
     tests = [e["groups"]["aligned"] for e in results[0]["evaluations"]]
     right = results[0]["evaluations"][-1]["choices"]["aligned"]["gate_accuracy"]
@@ -411,12 +541,16 @@ def test_a_table_may_show_another_figure_than_the_last(figure: str, pooled: tupl
     assert shown["metric"]["lower_is_better"] is (figure == "gate_error")
 
 
-def test_every_kind_of_picture_of_a_pool_is_drawn(pooled: tuple[Path, dict], tmp_path: Path) -> None:
+def test_every_kind_of_picture_of_a_pool_is_drawn(
+    pooled: tuple[Path, dict], tmp_path: Path
+) -> None:
     folder, found = pooled
     kinds = ("labels", "k-means", "experts", "gate")
     write_page(tmp_path / "t.html", found, [Picture(kind=kind) for kind in kinds], folder)  # type: ignore[arg-type]
     page = (tmp_path / "t.html").read_text()
-    labels, means, experts, gate = (page[page.index(f'id="picture-{k}"') :].partition("</section>")[0] for k in range(4))
+    labels, means, experts, gate = (
+        page[page.index(f'id="picture-{k}"') :].partition("</section>")[0] for k in range(4)
+    )
     assert labels.count("anchor-0") >= 2  # of both rows
     assert "silhouette" in means
     assert "Common expert" not in experts  # which has no pool

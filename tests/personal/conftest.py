@@ -17,7 +17,9 @@ MakeRun = Callable[..., Path]
 
 @pytest.fixture(scope="session")
 def bases(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders of a Llama and a GPT-2 with random weights that matter and a byte-level tokenizer, and of a Llama with twelve tokens."""
+    """Folders of a Llama and a GPT-2 with random weights that matter and a byte-level tokenizer,
+    and of a Llama with twelve tokens.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig
 
     llama = LlamaConfig(
@@ -29,7 +31,15 @@ def bases(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         num_key_value_heads=2,
         max_position_embeddings=64,
     )
-    gpt2 = GPT2Config(vocab_size=257, n_embd=16, n_layer=2, n_head=2, n_positions=64, bos_token_id=0, eos_token_id=0)
+    gpt2 = GPT2Config(
+        vocab_size=257,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        n_positions=64,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     few = LlamaConfig(**(llama.to_dict() | {"vocab_size": len(TOKENS)}))
     found = {}
     for name, config in {"llama": llama, "gpt2": gpt2, "few": few}.items():
@@ -39,7 +49,9 @@ def bases(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
             nn.init.normal_(parameter, std=0.2)
         found[name] = tmp_path_factory.mktemp(name)
         model.save_pretrained(found[name])
-        (few_tokens() if name == "few" else AutoTokenizer.from_pretrained(tiny_base)).save_pretrained(found[name])
+        (
+            few_tokens() if name == "few" else AutoTokenizer.from_pretrained(tiny_base)
+        ).save_pretrained(found[name])
     return found
 
 
@@ -52,7 +64,9 @@ def few_tokens():
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(TOKENS)}, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=TOKENS[0], bos_token=TOKENS[0])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=TOKENS[0], bos_token=TOKENS[0]
+    )
 
 
 @pytest.fixture
@@ -66,7 +80,9 @@ def make_run(bases: dict[str, Path], tmp_path: Path) -> MakeRun:
             torch.manual_seed(seed)
             for parameter in adapter.parameters():
                 nn.init.normal_(parameter, std=0.3)
-            about = personal.About(client, str(bases[family]), layout, 8, "comigs-1g1s", "folders", 3, 0)
+            about = personal.About(
+                client, str(bases[family]), layout, 8, "comigs-1g1s", "folders", 3, 0
+            )
             personal.save(tmp_path / "clients" / client, about, dict(adapter.named_parameters()))
         return tmp_path
 

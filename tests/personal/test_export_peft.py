@@ -1,4 +1,6 @@
-"""The exported adapter, loaded by PEFT on the base, is the personal model with that expert at weight 1."""
+"""The exported adapter, loaded by PEFT on the base, is the personal model with that expert at
+weight 1.
+"""
 
 import json
 from dataclasses import replace
@@ -36,7 +38,11 @@ def with_one_expert(model: coterie.personal.PersonalModel, role: str, index: int
     ("layout", "expert", "where"),
     [
         (Layout(rank=2), None, (GENERALIST, 0)),
-        (Layout(generalists=2, specialists=1, rank=2, mlp_rank=5, alpha=3.0), "G2", (GENERALIST, 1)),
+        (
+            Layout(generalists=2, specialists=1, rank=2, mlp_rank=5, alpha=3.0),
+            "G2",
+            (GENERALIST, 1),
+        ),
         (Layout(specialists=2, rank=3), "S2", (SPECIALIST, 1)),
         (Layout(rank=2, routing="equal"), "G", (GENERALIST, 0)),
     ],
@@ -60,11 +66,18 @@ def test_peft_gives_the_same_logits(family, layout, expert, where, make_run, bas
         with theirs.disable_adapter():
             assert not torch.allclose(theirs(ids).logits, wanted, atol=0.1)
     stored = set(load_file(tmp_path / "adapter/adapter_model.safetensors"))
-    assert stored == {name.replace(".default", "") for name, _ in theirs.named_parameters() if "lora_" in name}
+    assert stored == {
+        name.replace(".default", "") for name, _ in theirs.named_parameters() if "lora_" in name
+    }
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(specialists=0, rank=2), Layout(generalists=0, rank=2), Layout(specialists=0, rank=2, frozen_a=True)]
+    "layout",
+    [
+        Layout(specialists=0, rank=2),
+        Layout(generalists=0, rank=2),
+        Layout(specialists=0, rank=2, frozen_a=True),
+    ],
 )
 def test_a_model_of_one_expert_is_exported_whole(layout, make_run, bases, tmp_path):
     from peft import PeftModel
@@ -75,7 +88,10 @@ def test_a_model_of_one_expert_is_exported_whole(layout, make_run, bases, tmp_pa
     assert "Nothing" in (tmp_path / "adapter/README.md").read_text()
     model = coterie.load(run)
     assert bool(model.adapter.parameters_by_role()[BACKBONE]) == layout.frozen_a
-    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(bases["llama"], dtype=torch.float32), str(tmp_path / "adapter"))
+    theirs = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(bases["llama"], dtype=torch.float32),
+        str(tmp_path / "adapter"),
+    )
     ids = torch.randint(257, (2, 9))
     with torch.no_grad():
         torch.testing.assert_close(theirs(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
@@ -91,16 +107,22 @@ def test_what_cannot_be_exported_is_refused(make_run, tmp_path: Path):
         export(run, "ben", run)
     assert not (tmp_path / "a").exists()
     equal = make_run("llama", cleo=Layout(rank=2, routing="equal"))
-    assert any("mean of their outputs" in sentence for sentence in export(equal, "cleo", tmp_path / "c"))
+    assert any(
+        "mean of their outputs" in sentence for sentence in export(equal, "cleo", tmp_path / "c")
+    )
 
 
-def test_a_base_that_has_moved_is_found_where_it_is_said_to_be(make_run, bases, tmp_path: Path) -> None:
+def test_a_base_that_has_moved_is_found_where_it_is_said_to_be(
+    make_run, bases, tmp_path: Path
+) -> None:
     run = make_run("llama", ann=Layout(rank=2))
     about = run / "clients/ann/client.json"
     about.write_text(about.read_text().replace(str(bases["llama"]), str(tmp_path / "gone")))
     refused = CliRunner().invoke(app, ["export", str(run), "--out", str(tmp_path / "out")])
     assert (refused.exit_code, (tmp_path / "out").exists()) == (2, False)
-    done = CliRunner().invoke(app, ["export", str(run), "--out", str(tmp_path / "out"), "--base", str(bases["llama"])])
+    done = CliRunner().invoke(
+        app, ["export", str(run), "--out", str(tmp_path / "out"), "--base", str(bases["llama"])]
+    )
     assert done.exit_code == 0, done.output
     config = json.loads((tmp_path / "out/adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == bases["llama"].name
@@ -115,4 +137,8 @@ def test_the_base_is_named_as_on_every_machine(base, bases):
     assert named == (bases["llama"].name if base == "folder" else base)
     assert str(bases["llama"].parent) not in (readme := peft._readme(about, "G", []))
     assert str(Path(coterie.__file__).parent) not in readme
-    assert {"folder": f"path/to/{named}", "embedded": 'locate("embedded")', "somebody/model": "'somebody/model'"}[base] in readme
+    assert {
+        "folder": f"path/to/{named}",
+        "embedded": 'locate("embedded")',
+        "somebody/model": "'somebody/model'",
+    }[base] in readme

@@ -1,4 +1,6 @@
-"""The page in a real browser: one types, sees suggestions in the experts' colours, and chooses one."""
+"""The page in a real browser: one types, sees suggestions in the experts' colours, and chooses
+one.
+"""
 
 import re
 import socket
@@ -12,7 +14,15 @@ from browser import browser_page, opened  # noqa: F401
 import coterie
 from coterie.core.errors import Refused
 from coterie.models.adapter import Layout
-from coterie.personal.ui.keyboard import BASE, EXAMPLES, OFFERED, SHOWN, most_disputed, served, with_base
+from coterie.personal.ui.keyboard import (
+    BASE,
+    EXAMPLES,
+    OFFERED,
+    SHOWN,
+    most_disputed,
+    served,
+    with_base,
+)
 
 
 def free_port() -> int:
@@ -23,7 +33,14 @@ def free_port() -> int:
 
 @pytest.fixture
 def models(make_run):
-    return coterie.load_all(make_run("few", ann=Layout(specialists=2, rank=2), ben=Layout(rank=2, routing="equal"), cleo=Layout(rank=2)))
+    return coterie.load_all(
+        make_run(
+            "few",
+            ann=Layout(specialists=2, rank=2),
+            ben=Layout(rank=2, routing="equal"),
+            cleo=Layout(rank=2),
+        )
+    )
 
 
 @pytest.fixture
@@ -41,9 +58,13 @@ def settle(page, models, text: str) -> list[str]:
     """Wait until the suggestions are those of `text`, and return their words."""
     words = {client: model.next_words(text, SHOWN) for client, model in with_base(models).items()}
     wanted = [word.word for of_client in words.values() for word in of_client]
-    page.wait_for_function("n => document.querySelectorAll('button.word').length == n", arg=len(wanted))
     page.wait_for_function(
-        "wanted => [...document.querySelectorAll('button.word')].every((b, i) => b.innerText.split('\\n')[0] == wanted[i])", arg=wanted
+        "n => document.querySelectorAll('button.word').length == n", arg=len(wanted)
+    )
+    page.wait_for_function(
+        "wanted => [...document.querySelectorAll('button.word')].every((b, i) => "
+        "b.innerText.split('\\n')[0] == wanted[i])",
+        arg=wanted,
     )
     return wanted
 
@@ -57,31 +78,50 @@ def test_one_types_and_chooses(browser_page, address, models):  # noqa: F811
     page.keyboard.type("cab a")  # the box has the focus
     words = settle(page, models, "cab a")
     assert len(words) == SHOWN * 4
-    assert list(dict.fromkeys(page.locator(".client").all_inner_texts())) == ["ann", "ben", "cleo", BASE]
+    assert list(dict.fromkeys(page.locator(".client").all_inner_texts())) == [
+        "ann",
+        "ben",
+        "cleo",
+        BASE,
+    ]
     for client, row in zip(models, range(3), strict=True):
         for place, word in enumerate(models[client].next_words("cab a", SHOWN)):
             button = page.locator("button.word").nth(row * SHOWN + place)
             assert f"{word.probability:.1%}" in button.inner_text()
             speaker = models[client].speaker(word)
-            assert re.search(rf"\b{speaker} \d+%", button.inner_text()) if speaker else "·" not in button.inner_text()
+            assert (
+                re.search(rf"\b{speaker} \d+%", button.inner_text())
+                if speaker
+                else "·" not in button.inner_text()
+            )
             style = f"expert{models[client].experts.index(speaker)}" if speaker else "unrouted"
             page.wait_for_function(
-                "([i, style]) => document.querySelectorAll('button.word')[i].classList.contains(style)", arg=[row * SHOWN + place, style]
+                "([i, style]) => "
+                "document.querySelectorAll('button.word')[i].classList.contains(style)",
+                arg=[row * SHOWN + place, style],
             )
     for place in (1, 3):
         before = box.input_value()
         client, word = list(models)[place // SHOWN], None
         word = models[client].next_words(before, SHOWN)[place % SHOWN]
         page.locator("button.word").nth(place).click()
-        page.wait_for_function("text => document.querySelector('#text textarea').value == text", arg=before + word.insert)
+        page.wait_for_function(
+            "text => document.querySelector('#text textarea').value == text",
+            arg=before + word.insert,
+        )
         settle(page, models, before + word.insert)
         page.wait_for_function("document.activeElement == document.querySelector('#text textarea')")
     example = page.locator("button.example").first
     example.click()
-    page.wait_for_function("text => document.querySelector('#text textarea').value == text", arg=example.inner_text())
+    page.wait_for_function(
+        "text => document.querySelector('#text textarea').value == text", arg=example.inner_text()
+    )
     page.wait_for_function("document.activeElement == document.querySelector('#text textarea')")
     page.keyboard.type("x")
-    page.wait_for_function("text => document.querySelector('#text textarea').value == text", arg=example.inner_text() + "x")
+    page.wait_for_function(
+        "text => document.querySelector('#text textarea').value == text",
+        arg=example.inner_text() + "x",
+    )
 
 
 def test_the_base_is_untrained_and_examples_are_those_that_divide(models):
@@ -89,9 +129,15 @@ def test_the_base_is_untrained_and_examples_are_those_that_divide(models):
     base = with_base(models)[BASE]
     ids = torch.tensor([[5, 6, 7]])
     torch.testing.assert_close(base(ids).logits, base.backbone.model(ids).logits)
-    told = {text: len({words[0].word for words in together.next_words(text, 1).values()}) for text in EXAMPLES}
+    told = {
+        text: len({words[0].word for words in together.next_words(text, 1).values()})
+        for text in EXAMPLES
+    }
     offered = most_disputed(together, EXAMPLES)
-    assert sorted((told[text] for text in offered), reverse=True) == sorted(told.values(), reverse=True)[:OFFERED]
+    assert (
+        sorted((told[text] for text in offered), reverse=True)
+        == sorted(told.values(), reverse=True)[:OFFERED]
+    )
 
 
 @pytest.mark.parametrize("dark", [False, True])
@@ -101,22 +147,36 @@ def test_letters_and_colours_hold_on_either_ground(dark, address, models):
         settle(page, models, "")
         legend = page.locator(".legend").inner_text()
         assert all(name in legend for name in ("G generalist", "S1 specialist", "S2 specialist"))
-        ink, ground = page.locator("button.word").first.evaluate("b => [getComputedStyle(b).color, getComputedStyle(b).backgroundColor]")
-        brightness = [sum(map(float, re.findall(r"[\d.]+", colour)[:3])) / 765 for colour in (ink, ground)]
+        ink, ground = page.locator("button.word").first.evaluate(
+            "b => [getComputedStyle(b).color, getComputedStyle(b).backgroundColor]"
+        )
+        brightness = [
+            sum(map(float, re.findall(r"[\d.]+", colour)[:3])) / 765 for colour in (ink, ground)
+        ]
         assert abs(brightness[0] - brightness[1]) > 0.5
         assert (brightness[0] > brightness[1]) == dark
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         page.set_viewport_size({"width": 390, "height": 800})
-        page.locator("button.word").first.evaluate("b => b.firstChild.textContent = b.innerText = 'functions\\n9%'")
+        page.locator("button.word").first.evaluate(
+            "b => b.firstChild.textContent = b.innerText = 'functions\\n9%'"
+        )
         assert page.locator("button.word").first.evaluate("b => b.scrollWidth <= b.clientWidth")
-        tops = page.locator("button.example").evaluate_all("all => all.map(b => Math.round(b.getBoundingClientRect().top))")
+        tops = page.locator("button.example").evaluate_all(
+            "all => all.map(b => Math.round(b.getBoundingClientRect().top))"
+        )
         assert len(set(tops)) <= 2  # two of them in a row
 
 
 def test_only_this_machine_is_served(address):
     port = address.rpartition(":")[2]
-    listening = subprocess.run(["cat", "/proc/net/tcp", "/proc/net/tcp6"], capture_output=True, text=True, check=False).stdout
-    ours = [line.split()[1] for line in listening.splitlines() if line.split()[3:4] == ["0A"] and f":{int(port):04X} " in line]
+    listening = subprocess.run(
+        ["cat", "/proc/net/tcp", "/proc/net/tcp6"], capture_output=True, text=True, check=False
+    ).stdout
+    ours = [
+        line.split()[1]
+        for line in listening.splitlines()
+        if line.split()[3:4] == ["0A"] and f":{int(port):04X} " in line
+    ]
     assert ours == [f"0100007F:{int(port):04X}"]
 
 
@@ -126,13 +186,18 @@ def test_a_taken_port_is_refused(models):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(Refused, match=rf"port {port} is taken\n.*--port {port + 1}"), served(models, port):
+        with (
+            pytest.raises(Refused, match=rf"port {port} is taken\n.*--port {port + 1}"),
+            served(models, port),
+        ):
             pass
 
 
 def test_without_gradio_the_message_names_the_command(models, tmp_path):
     (tmp_path / "gradio.py").write_text("raise ImportError('not here')")
-    code = "import sys; sys.path.insert(0, sys.argv.pop(1)); from coterie.cli.base import main; main()"
+    code = (
+        "import sys; sys.path.insert(0, sys.argv.pop(1)); from coterie.cli.base import main; main()"
+    )
     command = [sys.executable, "-c", code, str(tmp_path), "serve", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr

@@ -36,7 +36,14 @@ BATCHES = {
     "one only": ("cleo",) * 3,
 }
 GREEDY = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
-PROMPTS = {"ann": "In my free time", "ben": "a", "cleo": "The weather is", "dan": "", "eve": "some words", "fay": "a b c"}
+PROMPTS = {
+    "ann": "In my free time",
+    "ben": "a",
+    "cleo": "The weather is",
+    "dan": "",
+    "eve": "some words",
+    "fay": "a b c",
+}
 
 
 def windows(rows: int, tokens: int) -> torch.Tensor:
@@ -44,8 +51,13 @@ def windows(rows: int, tokens: int) -> torch.Tensor:
 
 
 def one_by_one(together: ManyModels, ids: torch.Tensor, clients: tuple[str, ...]) -> torch.Tensor:
-    """The logits of each row by the model as it was trained, without anything that is made for inference."""
-    rows = [together.models[client].language.forward(row[None])[0] for client, row in zip(clients, ids, strict=True)]
+    """The logits of each row by the model as it was trained, without anything that is made for
+    inference.
+    """
+    rows = [
+        together.models[client].language.forward(row[None])[0]
+        for client, row in zip(clients, ids, strict=True)
+    ]
     return torch.stack(rows).detach()
 
 
@@ -55,7 +67,9 @@ def one_by_one(together: ManyModels, ids: torch.Tensor, clients: tuple[str, ...]
 def test_each_row_is_told_what_its_model_says(family, clients, tokens, make_run):
     together = personal.load_many(make_run(family, **LAYOUTS))
     ids = windows(len(clients), tokens)
-    torch.testing.assert_close(together(ids, clients).logits, one_by_one(together, ids, clients), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        together(ids, clients).logits, one_by_one(together, ids, clients), rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("tokens", [1, 50])
@@ -64,7 +78,12 @@ def test_each_row_is_told_what_its_model_says(family, clients, tokens, make_run)
 def test_models_that_are_alike_need_no_filling(family, layout, tokens, make_run):
     together = personal.load_many(make_run(family, **dict.fromkeys("abcdefgh", layout)))
     ids = windows(8, tokens)
-    torch.testing.assert_close(together(ids, "abcdefgh").logits, one_by_one(together, ids, "abcdefgh"), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        together(ids, "abcdefgh").logits,
+        one_by_one(together, ids, "abcdefgh"),
+        rtol=1e-4,
+        atol=1e-4,
+    )
 
 
 def test_more_tokens_than_one_part_holds(make_run, monkeypatch):
@@ -83,7 +102,9 @@ def test_routing_is_recorded_for_each_row(tokens, make_run):
     ids, record = windows(4, tokens), []
     with torch.no_grad(), together.backbone.using(together._of(clients, 4), record):
         together.backbone.hidden(ids)
-    weights = torch.stack([decision.weights.view(4, tokens, -1) for decision in record])  # (blocks, B, C, n)
+    weights = torch.stack(
+        [decision.weights.view(4, tokens, -1) for decision in record]
+    )  # (blocks, B, C, n)
     for row, client in enumerate(clients):
         own = together.models[client].routing(ids[row : row + 1])[:, 0]
         torch.testing.assert_close(weights[:, row, :, : own.shape[-1]], own, rtol=1e-4, atol=1e-5)
@@ -96,27 +117,42 @@ def test_in_bf16_it_is_as_near_to_fp32_as_the_trained_models(tokens, make_run):
     precise, together = personal.load_many(run), personal.load_many(run, dtype="bf16")
     ids = windows(6, tokens)
     exact = one_by_one(precise, ids, IN_ORDER)
-    errors = [(logits - exact).abs().mean() for logits in (together(ids, IN_ORDER).logits, one_by_one(together, ids, IN_ORDER))]
+    errors = [
+        (logits - exact).abs().mean()
+        for logits in (together(ids, IN_ORDER).logits, one_by_one(together, ids, IN_ORDER))
+    ]
     assert 0 < errors[0] < 1.5 * errors[1]
 
 
 def test_rows_go_on_token_by_token_though_clients_change_in_between(make_run):
     together = personal.load_many(make_run("llama", **LAYOUTS))
-    batches = {clients: windows(len(clients), 9) for clients in (IN_ORDER, ("ben", "ann", "ben"), ("dan", "cleo"))}
+    batches = {
+        clients: windows(len(clients), 9)
+        for clients in (IN_ORDER, ("ben", "ann", "ben"), ("dan", "cleo"))
+    }
     caches, found = dict.fromkeys(batches), {clients: [] for clients in batches}
     for t in range(9):
         for clients, ids in batches.items():
-            output = together(ids[:, t : t + 1], clients, past_key_values=caches[clients], use_cache=True)
+            output = together(
+                ids[:, t : t + 1], clients, past_key_values=caches[clients], use_cache=True
+            )
             caches[clients] = output.past_key_values
             found[clients].append(output.logits)
     for clients, ids in batches.items():
-        torch.testing.assert_close(torch.cat(found[clients], dim=1), one_by_one(together, ids, clients), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            torch.cat(found[clients], dim=1),
+            one_by_one(together, ids, clients),
+            rtol=1e-4,
+            atol=1e-4,
+        )
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_texts_of_different_lengths_go_on_as_they_do_alone(family, make_run):
     together = personal.load_many(make_run(family, **LAYOUTS))
-    alone = {client: together.models[client].generate(text, **GREEDY) for client, text in PROMPTS.items()}
+    alone = {
+        client: together.models[client].generate(text, **GREEDY) for client, text in PROMPTS.items()
+    }
     assert together.generate(PROMPTS, **GREEDY) == alone
     some = {client: PROMPTS[client] for client in ("fay", "ben")}
     assert together.generate(some, **GREEDY) == {client: alone[client] for client in some}
@@ -125,38 +161,64 @@ def test_texts_of_different_lengths_go_on_as_they_do_alone(family, make_run):
 def test_a_text_that_ends_early_ends_as_it_does_alone(make_run):
     together = personal.load_many(make_run("few", **LAYOUTS))  # of twelve tokens one ends texts
     settings = {"max_new_tokens": 40, "do_sample": False}
-    prompts = {client: text * 2 for client, text in zip(LAYOUTS, ("cab", "a b", "c", "ab", "b.", "a'c"), strict=True)}
+    prompts = {
+        client: text * 2
+        for client, text in zip(LAYOUTS, ("cab", "a b", "c", "ab", "b.", "a'c"), strict=True)
+    }
     found = together.generate(prompts, **settings)
-    assert found == {client: together.models[client].generate(text, **settings) for client, text in prompts.items()}
+    assert found == {
+        client: together.models[client].generate(text, **settings)
+        for client, text in prompts.items()
+    }
     assert len({len(text) for text in found.values()}) > 1
 
 
-@pytest.mark.parametrize("settings", [GREEDY, GREEDY | {"num_beams": 3, "num_return_sequences": 2}], ids=["greedy", "beams"])
+@pytest.mark.parametrize(
+    "settings",
+    [GREEDY, GREEDY | {"num_beams": 3, "num_return_sequences": 2}],
+    ids=["greedy", "beams"],
+)
 def test_ids_and_several_sequences_for_each_row(settings, make_run):
     together = personal.load_many(make_run("llama", **LAYOUTS))
     clients = ("eve", "ann", "ben")
     ids = windows(3, 7)
     found = together.generate(ids, clients, **settings)
-    alone = [together.models[client].generate(row[None], **settings) for client, row in zip(clients, ids, strict=True)]
+    alone = [
+        together.models[client].generate(row[None], **settings)
+        for client, row in zip(clients, ids, strict=True)
+    ]
     assert found.tolist() == torch.cat(alone).tolist()
 
 
 def test_drawn_sequences_of_a_row_are_of_its_model(make_run):
     together = personal.load_many(make_run("llama", ann=LAYOUTS["ann"], ben=LAYOUTS["ben"]))
-    ids, settings = windows(2, 5), {"max_new_tokens": 6, "do_sample": True, "top_k": 1, "num_return_sequences": 2}
+    ids, settings = (
+        windows(2, 5),
+        {"max_new_tokens": 6, "do_sample": True, "top_k": 1, "num_return_sequences": 2},
+    )
     found = together.generate(ids, ["ann", "ben"], **settings)  # of one token there is no choice
-    alone = [together.models[client].generate(row[None], **GREEDY)[0, :11] for client, row in zip(("ann", "ben"), ids, strict=True)]
+    alone = [
+        together.models[client].generate(row[None], **GREEDY)[0, :11]
+        for client, row in zip(("ann", "ben"), ids, strict=True)
+    ]
     assert found[:, :11].tolist() == [alone[place].tolist() for place in (0, 0, 1, 1)]
 
 
-@pytest.mark.parametrize("texts", ["cab a", dict(zip(LAYOUTS, ("a.", "cab ab", "", "b'c", "cab a ", "c" * 90), strict=True))])
+@pytest.mark.parametrize(
+    "texts",
+    ["cab a", dict(zip(LAYOUTS, ("a.", "cab ab", "", "b'c", "cab a ", "c" * 90), strict=True))],
+)
 def test_words_are_those_of_each_model(texts, make_run):
     together = personal.load_many(make_run("few", **LAYOUTS))
     found = together.next_words(texts, 5)
     assert list(found) == list(LAYOUTS)
     for client, words in found.items():
-        alone = together.models[client].next_words(texts if isinstance(texts, str) else texts[client], 5)
-        assert [(word.word, word.insert) for word in words] == [(word.word, word.insert) for word in alone]
+        alone = together.models[client].next_words(
+            texts if isinstance(texts, str) else texts[client], 5
+        )
+        assert [(word.word, word.insert) for word in words] == [
+            (word.word, word.insert) for word in alone
+        ]
         for word, own in zip(words, alone, strict=True):
             assert word.probability == pytest.approx(own.probability, rel=1e-3)
             assert word.experts == pytest.approx(own.experts, abs=1e-4)
@@ -165,7 +227,9 @@ def test_words_are_those_of_each_model(texts, make_run):
 def test_what_is_alone_is_not_stacked_and_a_choice_is_copied_once(make_run):
     together = personal.load_many(make_run("llama", **LAYOUTS))
     assert together._of(("ann",) * 3, 3) is together.models["ann"].fast
-    assert together._of([client for client in LAYOUTS for _ in range(4)], 24) is together._of(IN_ORDER, 6)
+    assert together._of([client for client in LAYOUTS for _ in range(4)], 24) is together._of(
+        IN_ORDER, 6
+    )
     chosen = together._of(("ben", "ann"), 2)
     assert together._of(["ben", "ben", "ann", "ann"], 4) is chosen
     assert together._of(("ann", "ben"), 2) is not chosen
@@ -185,7 +249,10 @@ def test_mistakes_are_named(make_run):
     with pytest.raises(ModelError, match="exceed the base's context of 64"):
         together.generate({"ann": "a", "ben": "b" * 60}, max_new_tokens=10)
     apart = {client: coterie.load(run, client) for client in ("ann", "ben")}
-    with pytest.raises(ModelError, match=r"2 models on 2 backbones cannot be one batch\n  Load them by coterie.load_many"):
+    with pytest.raises(
+        ModelError,
+        match=r"2 models on 2 backbones cannot be one batch\n  Load them by coterie.load_many",
+    ):
         ManyModels(apart)
     with pytest.raises(CoterieError, match="0 models"):
         ManyModels({})
@@ -205,5 +272,8 @@ def test_the_example_of_the_documentation_runs(make_run):
     scope = {}
     exec(code.partition("```")[0].replace("runs/mine", str(run)), scope)
     assert list(scope["texts"]) == ["ann", "ben"]
-    assert all(text.startswith(prompt) for text, prompt in zip(scope["texts"].values(), scope["prompts"].values(), strict=True))
+    assert all(
+        text.startswith(prompt)
+        for text, prompt in zip(scope["texts"].values(), scope["prompts"].values(), strict=True)
+    )
     assert scope["logits"].shape[:2] == (3, 8)

@@ -1,4 +1,6 @@
-"""Classifiers that are kept and used again, against those that were trained and against plain matrix products of what is in the files."""
+"""Classifiers that are kept and used again, against those that were trained and against plain
+matrix products of what is in the files.
+"""
 
 import json
 import re
@@ -37,7 +39,9 @@ Model = Classifier | PoolClassifier
 def split(inputs: np.ndarray) -> ExampleSplit:
     channels = 0 if inputs.ndim == 2 else inputs.shape[1]
     labels = np.zeros(len(inputs), np.int64)
-    return ExampleSplit("test", inputs, labels, np.arange(len(inputs)), 0, MEAN[:channels], STD[:channels], 3)
+    return ExampleSplit(
+        "test", inputs, labels, np.arange(len(inputs)), 0, MEAN[:channels], STD[:channels], 3
+    )
 
 
 def images(count: int = 9, shape: tuple[int, int, int] = DIGITS) -> np.ndarray:
@@ -48,7 +52,9 @@ def scrambled(network: nn.Module, seed: int) -> None:
     """Values that no start has, running statistics included."""
     torch.manual_seed(seed)
     for tensor in network.state_dict().values():
-        tensor.copy_(torch.rand(tensor.shape) + 0.5 if tensor.ndim == 1 else torch.randn(tensor.shape))
+        tensor.copy_(
+            torch.rand(tensor.shape) + 0.5 if tensor.ndim == 1 else torch.randn(tensor.shape)
+        )
 
 
 def pool(
@@ -60,8 +66,15 @@ def pool(
     common = Classifier(WIDE if isinstance(shape, NetworkShape) and shape is MLP else shape)
     scrambled(common.network, 0)
     tensors = dict(common.network.named_parameters()) | common.buffers()
-    expert = CommonExpert(common.shape, {name: tensor.detach().clone() for name, tensor in tensors.items()}, "cpu", *wanted)
-    found = PoolClassifier(shape, PoolLayout(pool=5, **({"chosen": 2} | layout)), expert, gate_width=6)
+    expert = CommonExpert(
+        common.shape,
+        {name: tensor.detach().clone() for name, tensor in tensors.items()},
+        "cpu",
+        *wanted,
+    )
+    found = PoolClassifier(
+        shape, PoolLayout(pool=5, **({"chosen": 2} | layout)), expert, gate_width=6
+    )
     for place, number in enumerate(numbers):
         found.numbers[place] = number
         scrambled(found.experts[place].network, 10 + number)
@@ -76,15 +89,29 @@ def single(shape: NetworkShape = MLP) -> Classifier:
     return found
 
 
-def kept(folder: Path, model: Model, data: ExampleSplit | None = None, names: tuple[str, ...] = ()) -> PersonalClassifier:
+def kept(
+    folder: Path, model: Model, data: ExampleSplit | None = None, names: tuple[str, ...] = ()
+) -> PersonalClassifier:
     """The model, saved as the client `ann` of a run and loaded again."""
-    save_classifier(folder / "clients/ann", "ann", model, data or split(images(1, model.shape.example().shape[1:])), names, ORIGIN)
+    save_classifier(
+        folder / "clients/ann",
+        "ann",
+        model,
+        data or split(images(1, model.shape.example().shape[1:])),
+        names,
+        ORIGIN,
+    )
     return coterie.load(folder, "ann")
 
 
 def naively(folder: Path, images: np.ndarray) -> tuple[Tensor, list[int]]:
-    """Log-probabilities by the chosen experts and their numbers, from the two files alone: networks of one hidden layer."""
-    about, tensors = json.loads((folder / "client.json").read_text()), load(folder / "classifier.safetensors")[0]
+    """Log-probabilities by the chosen experts and their numbers, from the two files alone:
+    networks of one hidden layer.
+    """
+    about, tensors = (
+        json.loads((folder / "client.json").read_text()),
+        load(folder / "classifier.safetensors")[0],
+    )
 
     def hidden(x: Tensor, network: str) -> Tensor:
         return (x @ tensors[f"{network}/0.weight"].T + tensors[f"{network}/0.bias"]).relu()
@@ -95,7 +122,9 @@ def naively(folder: Path, images: np.ndarray) -> tuple[Tensor, list[int]]:
     x = ((torch.tensor(images) / 255 - about["mean"][0]) / about["std"][0]).flatten(1)
     scores = output(hidden(x, "common"), "gate")
     experts = [max(about["pool"]["experts"], key=lambda m: float(row[m])) for row in scores]
-    return torch.stack([output(one, f"expert/{m}").log_softmax(0) for one, m in zip(x, experts, strict=True)]), experts
+    return torch.stack(
+        [output(one, f"expert/{m}").log_softmax(0) for one, m in zip(x, experts, strict=True)]
+    ), experts
 
 
 # What is kept
@@ -109,9 +138,14 @@ def test_the_folder_holds_all_that_a_device_needs(tmp_path: Path) -> None:
     assert [p.expert for p in found] == experts
     assert set(experts) == {1, 4}
     assert [p.label for p in found] == outputs.argmax(dim=1).tolist()
-    assert [p.probability for p in found] == pytest.approx(outputs.exp().amax(dim=1).tolist(), rel=1e-4)
+    assert [p.probability for p in found] == pytest.approx(
+        outputs.exp().amax(dim=1).tolist(), rel=1e-4
+    )
     assert [p.name for p in found] == [("cat", "dog", "ship")[p.label] for p in found]
-    assert {path.name for path in (tmp_path / "clients/ann").iterdir()} == {"classifier.safetensors", "client.json"}
+    assert {path.name for path in (tmp_path / "clients/ann").iterdir()} == {
+        "classifier.safetensors",
+        "client.json",
+    }
 
 
 MODELS: dict[str, Callable[[], Model]] = {
@@ -119,7 +153,9 @@ MODELS: dict[str, Callable[[], Model]] = {
     "with running statistics": lambda: single(CNN),
     "the best of two": pool,
     "of two with running statistics": lambda: pool(shape=CNN),
-    "an embedder that wants other images": lambda: pool(wanted=(Normalisation((0.3,), (0.2,)), Normalisation((0.9,), (0.1,)))),
+    "an embedder that wants other images": lambda: pool(
+        wanted=(Normalisation((0.3,), (0.2,)), Normalisation((0.9,), (0.1,)))
+    ),
     "a mixture of logits": lambda: pool(answer="mixture"),
     "a mixture of probabilities": lambda: pool(mixture="probabilities", answer="mixture"),
     "scores as printed": lambda: pool(mixture="scores", answer="mixture"),
@@ -145,14 +181,22 @@ def test_it_answers_as_the_trained_one_bit_for_bit(name: str, tmp_path: Path) ->
         assert model.experts == tuple(n for n in trained.numbers.tolist() if n >= 0)
     assert torch.equal(model(batch.x), outputs)
     found = model.predict(data.inputs)
-    assert [p.expert for p in found] == (experts.tolist() if experts is not None and trained.gate else [None] * 9)
-    assert [(p.label, p.probability) for p in found] == [(int(row.argmax()), float(row.exp().max())) for row in outputs]
+    assert [p.expert for p in found] == (
+        experts.tolist() if experts is not None and trained.gate else [None] * 9
+    )
+    assert [(p.label, p.probability) for p in found] == [
+        (int(row.argmax()), float(row.exp().max())) for row in outputs
+    ]
     assert [p.name for p in found] == [str(p.label) for p in found]
 
 
 def test_it_says_what_it_is(tmp_path: Path) -> None:
     model = kept(tmp_path, pool())
-    assert re.fullmatch(r"PersonalClassifier\(client='ann', method='ddome', network='a mlp for .*', experts=\(1, 4\)\)", repr(model))
+    assert re.fullmatch(
+        r"PersonalClassifier\(client='ann', method='ddome', network='a mlp for .*', experts=\(1, "
+        r"4\)\)",
+        repr(model),
+    )
     assert "experts" not in repr(kept(tmp_path, single()))
     assert (model.about.round, model.about.recipe, model.device.type) == (7, "digits", "cpu")
 
@@ -171,7 +215,9 @@ KINDS = (Digits, Cifar10, Cifar100, Mnist, Emnist, Clinc150, DBpedia14, YahooAns
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_classes_have_names_where_everybody_means_the_same_by_them(kind: type[Images] | type[LabelledTexts]) -> None:
+def test_classes_have_names_where_everybody_means_the_same_by_them(
+    kind: type[Images] | type[LabelledTexts],
+) -> None:
     names = kind(partition="dirichlet").names
     assert len(names) in (0, kind().classes)
     assert len(set(names)) == len(names)
@@ -192,7 +238,10 @@ def test_names_are_in_the_order_of_the_labels() -> None:
 def test_paths_arrays_and_tensors_are_the_same_samples(tmp_path: Path) -> None:
     model, raw = kept(tmp_path, single(CNN), split(images(2, COLOURS))), images(5, COLOURS)
     (tmp_path / "photos/deep").mkdir(parents=True)
-    paths = [tmp_path / "photos" / ("deep" if k == 4 else "") / f"{'z' * (k == 4)}{k}.png" for k in range(5)]
+    paths = [
+        tmp_path / "photos" / ("deep" if k == 4 else "") / f"{'z' * (k == 4)}{k}.png"
+        for k in range(5)
+    ]
     for path, pixels in zip(paths, raw, strict=True):
         Image.fromarray(np.moveaxis(pixels, 0, 2)).save(path)
     (tmp_path / "photos/.DS_Store").write_bytes(b"?")
@@ -204,7 +253,9 @@ def test_paths_arrays_and_tensors_are_the_same_samples(tmp_path: Path) -> None:
     assert read([folder], CNN).names == tuple(map(str, sorted(paths)))
     assert {p.probability for p in model.predict(str(folder))} == {p.probability for p in expected}
     for floats in (raw / 255, torch.tensor(raw / 255, dtype=torch.float32)):
-        assert [p.probability for p in model.predict(floats)] == pytest.approx([p.probability for p in expected], rel=1e-4)
+        assert [p.probability for p in model.predict(floats)] == pytest.approx(
+            [p.probability for p in expected], rel=1e-4
+        )
     assert model.predict(paths[2]) == model.predict(raw[2])
 
 
@@ -215,7 +266,9 @@ def test_grey_and_coloured_images_become_what_the_network_takes(tmp_path: Path) 
     found = read([tmp_path], MLP).inputs
     assert found.shape == (5, *DIGITS)
     assert (found == np.asarray(grey)).all()
-    assert (read([tmp_path / "L.png"], NetworkShape("mlp", (3, 4, 4), 3)).inputs == np.asarray(grey)).all()
+    assert (
+        read([tmp_path / "L.png"], NetworkShape("mlp", (3, 4, 4), 3)).inputs == np.asarray(grey)
+    ).all()
 
 
 @pytest.mark.parametrize(
@@ -223,16 +276,27 @@ def test_grey_and_coloured_images_become_what_the_network_takes(tmp_path: Path) 
     [
         ({}, r"photos: the folder is empty\n.*\.png, \.jpg or \.jpeg"),
         ({"a.png": "good", "b.pdf": b"?"}, r"b\.pdf does not end in \.png"),
-        ({"a.png": "good", "b.png": b"no image"}, r"b\.png is no image of 4 x 4 pixels: cannot identify"),
+        (
+            {"a.png": "good", "b.png": b"no image"},
+            r"b\.png is no image of 4 x 4 pixels: cannot identify",
+        ),
         ({"a.png": "cut", "b.jpg": b""}, r"(?s)a\.png is no image.*b\.jpg is no image"),
-        ({"a.png": "large"}, r"a\.png is no image of 4 x 4 pixels: it is 5 x 6\n  Give images of height 4 and width 4\."),
+        (
+            {"a.png": "large"},
+            r"a\.png is no image of 4 x 4 pixels: it is 5 x 6\n  Give images of height 4 and "
+            r"width 4\.",
+        ),
     ],
 )
-def test_images_that_will_not_do_are_named(files: dict[str, object], message: str, tmp_path: Path) -> None:
+def test_images_that_will_not_do_are_named(
+    files: dict[str, object], message: str, tmp_path: Path
+) -> None:
     (tmp_path / "photos").mkdir()
     for name, content in files.items():
         path = tmp_path / "photos" / name
-        Image.fromarray(np.zeros((5, 6) if content == "large" else (4, 4), np.uint8)).save(tmp_path / "image.png")
+        Image.fromarray(np.zeros((5, 6) if content == "large" else (4, 4), np.uint8)).save(
+            tmp_path / "image.png"
+        )
         data = content if isinstance(content, bytes) else (tmp_path / "image.png").read_bytes()
         path.write_bytes(data[:45] if content == "cut" else data)
     with pytest.raises(DataError, match=message):
@@ -274,9 +338,16 @@ def base(tmp_path_factory: pytest.TempPathFactory, tiny_base: Path) -> Path:
 
     folder = tmp_path_factory.mktemp("bert")
     AutoTokenizer.from_pretrained(tiny_base).save_pretrained(folder)
-    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 12,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     torch.manual_seed(0)
-    BertForSequenceClassification(BertConfig(vocab_size=257, max_position_embeddings=32, **sizes)).save_pretrained(folder)
+    BertForSequenceClassification(
+        BertConfig(vocab_size=257, max_position_embeddings=32, **sizes)
+    ).save_pretrained(folder)
     return folder
 
 
@@ -288,14 +359,24 @@ def test_texts_are_classified_wherever_they_stand(base: Path, tmp_path: Path) ->
     texts = ["abc", "a text that is far too long", "zzz\n"]
     (tmp_path / "notes/deep").mkdir(parents=True)
     (tmp_path / "notes/a.txt").write_text(texts[0])
-    (tmp_path / "notes/deep/b.jsonl").write_text("".join(json.dumps({"text": text, "label": 9}) + "\n" for text in texts[1:]))
+    (tmp_path / "notes/deep/b.jsonl").write_text(
+        "".join(json.dumps({"text": text, "label": 9}) + "\n" for text in texts[1:])
+    )
     found = model.predict(texts)
     assert model.predict(tmp_path / "notes") == found
-    assert read([tmp_path / "notes"], shape).names[1:] == tuple(f"{tmp_path}/notes/deep/b.jsonl, text {k}" for k in (1, 2))
+    assert read([tmp_path / "notes"], shape).names[1:] == tuple(
+        f"{tmp_path}/notes/deep/b.jsonl, text {k}" for k in (1, 2)
+    )
     (alone,) = model.predict("abc")
     ids = torch.tensor([[*AutoTokenizer.from_pretrained(base)("abc")["input_ids"], -1, -1]])
-    assert (alone.label, alone.expert, alone.name) == (found[0].label, found[0].expert, ("yes", "no", "maybe")[alone.label])
-    assert [alone.probability, float(model(ids).exp().amax())] == pytest.approx([found[0].probability] * 2, rel=1e-5)
+    assert (alone.label, alone.expert, alone.name) == (
+        found[0].label,
+        found[0].expert,
+        ("yes", "no", "maybe")[alone.label],
+    )
+    assert [alone.probability, float(model(ids).exp().amax())] == pytest.approx(
+        [found[0].probability] * 2, rel=1e-5
+    )
     for nothing in ("  ", ""):
         with pytest.raises(DataError, match="text 2: the text says nothing"):
             model.predict(["a", nothing])
@@ -343,15 +424,29 @@ def rewrite(change: Callable[[dict[str, object]], object]) -> Callable[[Path], o
 
 WEIGHT = "expert/4/0.weight"
 DAMAGES = {
-    "not a number": (damage(lambda t: t[WEIGHT].view(-1)[:1].fill_(float("nan"))), f"'{WEIGHT}' holds values that are not finite"),
+    "not a number": (
+        damage(lambda t: t[WEIGHT].view(-1)[:1].fill_(float("nan"))),
+        f"'{WEIGHT}' holds values that are not finite",
+    ),
     "in the common expert": (
         damage(lambda t: t["common/1.bias"].fill_(float("inf"))),
         "safetensors, common: '1.bias' holds values that are not finite",
     ),
     "missing": (damage(lambda t: t.pop("gate/1.bias")), "tensor 'gate/1.bias' is missing"),
-    "foreign": (damage(lambda t: t.update({"expert/2/0.weight": t[WEIGHT].clone()})), "foreign tensor 'expert/2/0.weight'"),
-    "other shape": (damage(lambda t: t.update({WEIGHT: t[WEIGHT][:2].clone()})), "expected float32"),
-    "truncated": (lambda f: (f / "classifier.safetensors").write_bytes((f / "classifier.safetensors").read_bytes()[:-9]), "truncated"),
+    "foreign": (
+        damage(lambda t: t.update({"expert/2/0.weight": t[WEIGHT].clone()})),
+        "foreign tensor 'expert/2/0.weight'",
+    ),
+    "other shape": (
+        damage(lambda t: t.update({WEIGHT: t[WEIGHT][:2].clone()})),
+        "expected float32",
+    ),
+    "truncated": (
+        lambda f: (f / "classifier.safetensors").write_bytes(
+            (f / "classifier.safetensors").read_bytes()[:-9]
+        ),
+        "truncated",
+    ),
     "gone": (lambda f: (f / "classifier.safetensors").unlink(), "does not exist"),
     "no json": (lambda f: (f / "client.json").write_text("{"), "is damaged"),
     "a list": (lambda f: (f / "client.json").write_text("[]"), "not of format 1"),
@@ -360,9 +455,18 @@ DAMAGES = {
     "too few names": (rewrite(lambda a: a["names"].pop()), "2 names of 3 classes"),
     "no such network": (rewrite(lambda a: a["network"].update(network="rnn")), "network"),
     "no size": (rewrite(lambda a: a["network"].update(hidden=[0])), "a network of inputs"),
-    "an expert beyond the pool": (rewrite(lambda a: a["pool"].update(experts=[1, 5])), r"experts \(1, 5\) of a pool of 5"),
-    "a gate without embeddings": (rewrite(lambda a: a["pool"].update(common=None)), "mixture logits with the common expert None"),
-    "other experts": (rewrite(lambda a: a["pool"].update(experts=[1, 3])), "foreign tensor 'expert/4"),
+    "an expert beyond the pool": (
+        rewrite(lambda a: a["pool"].update(experts=[1, 5])),
+        r"experts \(1, 5\) of a pool of 5",
+    ),
+    "a gate without embeddings": (
+        rewrite(lambda a: a["pool"].update(common=None)),
+        "mixture logits with the common expert None",
+    ),
+    "other experts": (
+        rewrite(lambda a: a["pool"].update(experts=[1, 3])),
+        "foreign tensor 'expert/4",
+    ),
 }
 
 

@@ -1,4 +1,6 @@
-"""The page of classifiers in a real browser: one gives an image, or types a text, and sees what each client's model says."""
+"""The page of classifiers in a real browser: one gives an image, or types a text, and sees what
+each client's model says.
+"""
 
 import re
 from pathlib import Path
@@ -27,7 +29,9 @@ def settled(page, model: PersonalClassifier, given: object) -> None:
     assert len(shares) == 3
     assert shares == sorted(shares, reverse=True)
     assert abs(shares[0] - 100 * said.probability) <= 1
-    assert set(row.locator(".expert").all_inner_texts()) - {""} == ({f"expert {said.expert} of 1, 4"} if model.experts else set())
+    assert set(row.locator(".expert").all_inner_texts()) - {""} == (
+        {f"expert {said.expert} of 1, 4"} if model.experts else set()
+    )
 
 
 @pytest.fixture
@@ -40,7 +44,14 @@ def photo(tmp_path: Path) -> Path:
 def test_one_gives_an_image(tmp_path: Path, photo: Path) -> None:
     pytest.importorskip("gradio", reason="no gradio (pip install -e '.[serve]')")
     kept(tmp_path, pool(), names=("cat", "dog", "ship"))
-    save_classifier(tmp_path / "clients/ben", "ben", single(), split(images(1)), (), Origin("fedavg", "digits", 1, 0))
+    save_classifier(
+        tmp_path / "clients/ben",
+        "ben",
+        single(),
+        split(images(1)),
+        (),
+        Origin("fedavg", "digits", 1, 0),
+    )
     models = coterie.load_all(tmp_path)
     with served(models, free_port()) as address, opened() as page:
         page.goto(address)
@@ -57,7 +68,12 @@ def test_one_gives_an_image(tmp_path: Path, photo: Path) -> None:
 
 def test_one_types_a_text(tmp_path: Path, base: Path) -> None:  # noqa: F811
     pytest.importorskip("gradio", reason="no gradio (pip install -e '.[serve]')")
-    model = kept(tmp_path, pool(shape=TextShape(str(base), 3, 12)), split(np.array([[5]])), ("yes", "no", "maybe"))
+    model = kept(
+        tmp_path,
+        pool(shape=TextShape(str(base), 3, 12)),
+        split(np.array([[5]])),
+        ("yes", "no", "maybe"),
+    )
     with served({"ann": model}, free_port()) as address, opened(dark=True, width=420) as page:
         page.goto(address)
         for text in ("abc", "quite another text"):
@@ -74,7 +90,14 @@ def test_equal_answers_are_one_row(tmp_path: Path, photo: Path) -> None:
     pytest.importorskip("gradio", reason="no gradio (pip install 'coterie[serve]')")
     alike = single()
     for client in ("ben", "cleo", "dan"):
-        save_classifier(tmp_path / "clients" / client, client, alike, split(images(1)), (), Origin("fedavg", "digits", 1, 0))
+        save_classifier(
+            tmp_path / "clients" / client,
+            client,
+            alike,
+            split(images(1)),
+            (),
+            Origin("fedavg", "digits", 1, 0),
+        )
     with served(coterie.load_all(tmp_path), free_port()) as address, opened() as page:
         page.goto(address)
         page.locator("#image input[type=file]").set_input_files(photo)
@@ -85,7 +108,11 @@ def test_equal_answers_are_one_row(tmp_path: Path, photo: Path) -> None:
 def test_one_expert_says_one_thing_whatever_else_its_clients_have() -> None:
     classes, other = {"cat": 0.9, "dog": 0.1}, {"cat": 0.4, "dog": 0.6}
     four, three = "expert **4**", "expert **3**"
-    answers = {"ann": (classes, four, " of 3, 4"), "ben": (classes, four, " of 1, 4"), "cleo": (other, three, " of 1, 3")}
+    answers = {
+        "ann": (classes, four, " of 3, 4"),
+        "ben": (classes, four, " of 1, 4"),
+        "cleo": (other, three, " of 1, 3"),
+    }
     assert grouped(answers | {"dan": (other, three, " of 1, 3")}) == {
         "ann": (["ann", "ben"], (classes, four)),
         "cleo": (["cleo", "dan"], (other, f"{three} of 1, 3")),

@@ -50,7 +50,12 @@ def test_predict_shows_all_clients_side_by_side(make_run):
 def test_generate_is_repeatable_by_its_seed(make_run):
     folder = make_run("few", **TWO)
     words = ("generate", folder, "--client", "ann", "--text", "cab", "--tokens", 20)
-    first, again, other, greedy = run(*words), run(*words), run(*words, "--seed", 1), run(*words, "--temperature", 0)
+    first, again, other, greedy = (
+        run(*words),
+        run(*words),
+        run(*words, "--seed", 1),
+        run(*words, "--temperature", 0),
+    )
     assert first.returncode == 0, first.stderr
     assert first.stdout == again.stdout
     assert first.stdout.startswith("cab")
@@ -60,10 +65,16 @@ def test_generate_is_repeatable_by_its_seed(make_run):
 
 def test_export_says_what_it_leaves_out(make_run, tmp_path):
     folder = make_run("few", **TWO)
-    done = run("export", folder, "--client", "ann", "--format", "peft", "--out", tmp_path / "adapter")
+    done = run(
+        "export", folder, "--client", "ann", "--format", "peft", "--out", tmp_path / "adapter"
+    )
     assert done.returncode == 0, done.stderr
     assert "router is left out" in done.stdout
-    assert {path.name for path in (tmp_path / "adapter").iterdir()} == {"adapter_config.json", "adapter_model.safetensors", "README.md"}
+    assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "README.md",
+    }
 
 
 def test_a_base_that_has_moved_is_named_by_an_option(make_run, bases, tmp_path):
@@ -82,16 +93,24 @@ def test_a_base_that_has_moved_is_named_by_an_option(make_run, bases, tmp_path):
 @pytest.mark.parametrize("command", ["predict", "generate", "export"])
 def test_mistakes_are_refused_in_one_message(command, make_run, tmp_path):
     folder = make_run("few", **TWO)
-    options = {"predict": ["--text", "a"], "generate": ["--text", "a"], "export": ["--out", str(tmp_path / "out")]}[command]
+    options = {
+        "predict": ["--text", "a"],
+        "generate": ["--text", "a"],
+        "export": ["--out", str(tmp_path / "out")],
+    }[command]
     done = run(command, folder, "--client", "dan", *options)
     assert done.returncode == 2
-    assert re.fullmatch(r"coterie: .* has no client 'dan'\n  Its clients: ann, ben\.\n", done.stderr)
+    assert re.fullmatch(
+        r"coterie: .* has no client 'dan'\n  Its clients: ann, ben\.\n", done.stderr
+    )
     assert run(command, tmp_path / "none", *options).returncode == 2
 
 
 @contextmanager
 def heeding_interrupts():
-    """A shell ignores SIGINT in what it runs in the background, tests included, and their children would inherit that."""
+    """A shell ignores SIGINT in what it runs in the background, tests included, and their
+    children would inherit that.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -101,11 +120,24 @@ def heeding_interrupts():
 def test_serve_answers_and_stops(number, code, make_run):
     pytest.importorskip("gradio", reason="no gradio (pip install -e '.[serve]')")
     port = free_port()
-    command = [sys.executable, "-m", "coterie", "serve", str(make_run("few", **TWO)), "--port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "coterie",
+        "serve",
+        str(make_run("few", **TWO)),
+        "--port",
+        str(port),
+    ]
     with heeding_interrupts():
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
     try:
-        assert process.stdout.readline() == f"Open http://127.0.0.1:{port} (only this machine can). Ctrl-C stops it.\n"
+        assert (
+            process.stdout.readline()
+            == f"Open http://127.0.0.1:{port} (only this machine can). Ctrl-C stops it.\n"
+        )
         with urllib.request.urlopen(f"http://127.0.0.1:{port}", timeout=10) as answer:
             assert answer.status == 200
         time.sleep(0.2)
@@ -125,7 +157,11 @@ def test_values_that_are_not_finite_are_refused(command, make_run, tmp_path):
     name = max(tensors)
     tensors[name].view(-1)[0] = float("nan")
     save(weights, tensors, metadata)
-    options = {"predict": ["--text", "a"], "generate": ["--text", "a"], "export": ["--out", str(tmp_path / "out")]}[command]
+    options = {
+        "predict": ["--text", "a"],
+        "generate": ["--text", "a"],
+        "export": ["--out", str(tmp_path / "out")],
+    }[command]
     done = run(command, folder, "--client", "ann", *options)
     assert done.returncode == 2
     assert f"{name!r} holds values that are not finite" in done.stderr
@@ -134,6 +170,8 @@ def test_values_that_are_not_finite_are_refused(command, make_run, tmp_path):
 
 def test_a_folder_that_cannot_be_made_is_refused(make_run, tmp_path):
     (tmp_path / "file").write_text("")
-    done = run("export", make_run("few", **TWO), "--client", "ann", "--out", tmp_path / "file/adapter")
+    done = run(
+        "export", make_run("few", **TWO), "--client", "ann", "--out", tmp_path / "file/adapter"
+    )
     assert done.returncode == 2
     assert "cannot make the folder" in done.stderr

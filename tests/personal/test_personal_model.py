@@ -1,4 +1,6 @@
-"""A personal model behaves like a transformers model: generation with and without a cache, padding, several of them on one base."""
+"""A personal model behaves like a transformers model: generation with and without a cache,
+padding, several of them on one base.
+"""
 
 import logging
 import subprocess
@@ -29,11 +31,19 @@ PROMPT = "In my free time, I like to"
 def test_the_cache_changes_nothing(family, layout, make_run):
     model = coterie.load(make_run(family, ann=layout), "ann")
     inputs = model.tokenizer(PROMPT, return_tensors="pt")
-    settings = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    settings = {
+        "max_new_tokens": 20,
+        "min_new_tokens": 20,
+        "do_sample": False,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
     cached, plain = (model.generate(**inputs, **settings, use_cache=use) for use in (True, False))
     assert cached.sequences.tolist() == plain.sequences.tolist()
     assert cached.sequences.shape[1] == inputs["input_ids"].shape[1] + 20
-    torch.testing.assert_close(torch.stack(cached.logits), torch.stack(plain.logits), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        torch.stack(cached.logits), torch.stack(plain.logits), rtol=1e-4, atol=1e-4
+    )
     whole = model(cached.sequences).logits[:, -21:-1]
     torch.testing.assert_close(torch.stack(cached.logits, dim=1), whole, rtol=1e-4, atol=1e-4)
 
@@ -47,23 +57,33 @@ def test_it_is_the_model_that_was_trained(family, layout, make_run):
     torch.testing.assert_close(model(ids).logits, trained, rtol=1e-4, atol=1e-4)
     for token in range(3):
         one = model(ids[:1, token : token + 1]).logits
-        torch.testing.assert_close(one, model.language.forward(ids[:1, token : token + 1]).detach(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            one, model.language.forward(ids[:1, token : token + 1]).detach(), rtol=1e-4, atol=1e-4
+        )
     with model.backbone.using(None):
         assert not torch.allclose(model.backbone.model(ids).logits, trained, atol=0.1)
 
 
-@pytest.mark.parametrize(("rows", "tokens"), [(1, 8), (1, 9), (3, 16), (6, 60)])  # few; too few to sort some; sorted, at once and in parts
+@pytest.mark.parametrize(
+    ("rows", "tokens"), [(1, 8), (1, 9), (3, 16), (6, 60)]
+)  # few; too few to sort some; sorted, at once and in parts
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_any_number_of_tokens_gives_the_trained_models_logits_and_routing(family, layout, rows, tokens, make_run):
+def test_any_number_of_tokens_gives_the_trained_models_logits_and_routing(
+    family, layout, rows, tokens, make_run
+):
     model = coterie.load(make_run(family, ann=layout), "ann")
     ids = torch.randint(257, (rows, tokens))
-    torch.testing.assert_close(model(ids).logits, model.language.forward(ids).detach(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        model(ids).logits, model.language.forward(ids).detach(), rtol=1e-4, atol=1e-4
+    )
     if layout.routed:
         record = []
         with torch.no_grad(), model.backbone.using(model.fast, record):
             model.backbone.hidden(ids)
-        torch.testing.assert_close(torch.stack([decision.weights for decision in record]), model.routing(ids).flatten(1, 2))
+        torch.testing.assert_close(
+            torch.stack([decision.weights for decision in record]), model.routing(ids).flatten(1, 2)
+        )
 
 
 def test_tokens_are_sorted_by_their_experts():
@@ -82,7 +102,10 @@ def test_in_bf16_it_is_as_near_to_fp32_as_the_trained_model(shape, make_run):
     for ids in torch.arange(40).view(shape):
         exact = precise.language.forward(ids[None]).detach()
         errors += torch.stack(
-            [(logits - exact).abs().mean() for logits in (model(ids[None]).logits, model.language.forward(ids[None]).detach())]
+            [
+                (logits - exact).abs().mean()
+                for logits in (model(ids[None]).logits, model.language.forward(ids[None]).detach())
+            ]
         )
     assert 0 < errors[0] < 1.5 * errors[1]
 
@@ -92,9 +115,14 @@ def test_models_on_one_base_do_not_disturb_each_other(family, make_run):
     run = make_run(family, ann=LAYOUTS["1G1S"], ben=LAYOUTS["1G3S, top 2"])
     models = coterie.load_all(run)
     assert models["ann"].backbone is models["ben"].backbone
-    ids = {name: torch.randint(257, (1, 12), generator=torch.Generator().manual_seed(seed)) for seed, name in enumerate(models)}
+    ids = {
+        name: torch.randint(257, (1, 12), generator=torch.Generator().manual_seed(seed))
+        for seed, name in enumerate(models)
+    }
     alone = {name: coterie.load(run, name)(ids[name]).logits for name in models}
-    assert not torch.allclose(models["ann"](ids["ann"]).logits, models["ben"](ids["ann"]).logits, atol=0.1)
+    assert not torch.allclose(
+        models["ann"](ids["ann"]).logits, models["ben"](ids["ann"]).logits, atol=0.1
+    )
     caches, found = dict.fromkeys(models), {name: [] for name in models}
     for t in range(12):
         for name, model in models.items():
@@ -143,16 +171,23 @@ def test_text_in_text_out_and_ids_in_ids_out(make_run):
     settings = {"max_new_tokens": 8, "do_sample": False}
     text = model.generate(PROMPT, **settings)
     assert text.startswith(PROMPT)
-    by_position, by_name = model.generate(ids, **settings), model.generate(input_ids=ids, **settings)
+    by_position, by_name = (
+        model.generate(ids, **settings),
+        model.generate(input_ids=ids, **settings),
+    )
     assert torch.equal(by_position, by_name)
     assert model.tokenizer.decode(by_name[0], skip_special_tokens=True) == text
     assert isinstance(model.generate("", **settings), str)
-    with pytest.raises(ModelError, match=r"26 tokens of prompt and 40 more exceed the base's context of 64"):
+    with pytest.raises(
+        ModelError, match=r"26 tokens of prompt and 40 more exceed the base's context of 64"
+    ):
         model.generate(PROMPT, max_new_tokens=40)
 
 
 def test_routing_by_expert(make_run):
-    model = coterie.load(make_run("llama", ann=LAYOUTS["1G3S, top 2"], ben=LAYOUTS["2G, top 1"]), "ann")
+    model = coterie.load(
+        make_run("llama", ann=LAYOUTS["1G3S, top 2"], ben=LAYOUTS["2G, top 1"]), "ann"
+    )
     assert model.experts == ("G", "S1", "S2", "S3")
     weights = model.routing(torch.randint(257, (2, 5)))
     assert weights.shape == (2, 2, 5, 4)
@@ -166,7 +201,9 @@ def test_a_client_is_found_by_its_run_or_its_own_folder(make_run, tmp_path: Path
     own = coterie.load(run / "clients" / "ann")
     assert own.about.client == "ann"
     ids = torch.randint(257, (1, 5))
-    assert torch.equal(own(ids).logits, coterie.load(str(run), "ann", backbone=own.backbone)(ids).logits)
+    assert torch.equal(
+        own(ids).logits, coterie.load(str(run), "ann", backbone=own.backbone)(ids).logits
+    )
     assert list(coterie.load_all(run)) == ["ann", "ben"]
     assert list(coterie.load_all(run, ["ben"])) == ["ben"]
     assert list(coterie.load_all(run / "clients" / "ann")) == ["ann"]
@@ -183,7 +220,10 @@ def test_a_client_is_found_by_its_run_or_its_own_folder(make_run, tmp_path: Path
 
 
 def test_importing_the_package_is_quick():
-    code = "import coterie, sys; assert not {'torch', 'transformers', 'gradio'} & set(sys.modules); print(coterie.load.__name__)"
+    code = (
+        "import coterie, sys; assert not {'torch', 'transformers', 'gradio'} & set(sys.modules); "
+        "print(coterie.load.__name__)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "load", done.stderr
 
@@ -192,13 +232,17 @@ def test_several_prompts_are_answered_as_each_alone(make_run):
     model = coterie.load(make_run("llama", ann=Layout(rank=2)), "ann")
     prompts = ["In my free time", "a", ""]
     settings = {"max_new_tokens": 6, "do_sample": False}
-    assert model.generate(prompts, **settings) == [model.generate(prompt, **settings) for prompt in prompts]
+    assert model.generate(prompts, **settings) == [
+        model.generate(prompt, **settings) for prompt in prompts
+    ]
     for words, prompt in zip(model.next_words(prompts, 3), prompts, strict=True):
         assert [word.word for word in words] == [word.word for word in model.next_words(prompt, 3)]
     assert model.generate([]) == model.next_words([]) == []
 
 
-def test_a_model_is_used_moved_and_saved_as_one_of_transformers(make_run, tmp_path, caplog, monkeypatch):
+def test_a_model_is_used_moved_and_saved_as_one_of_transformers(
+    make_run, tmp_path, caplog, monkeypatch
+):
     from transformers import pipeline
 
     model = coterie.load(make_run("llama", ann=Layout(rank=2)), "ann")
@@ -209,7 +253,9 @@ def test_a_model_is_used_moved_and_saved_as_one_of_transformers(make_run, tmp_pa
     write = pipeline("text-generation", model=model, tokenizer=model.tokenizer, device="cpu")
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
     (found,) = write("In my free time", max_new_tokens=6, do_sample=False)
-    assert found["generated_text"] == model.generate("In my free time", max_new_tokens=6, do_sample=False)
+    assert found["generated_text"] == model.generate(
+        "In my free time", max_new_tokens=6, do_sample=False
+    )
     model.save_pretrained(tmp_path / "mine")
     again = coterie.load(tmp_path / "mine")
     assert again.about == model.about

@@ -1,4 +1,6 @@
-"""Collaboration weights as pictures: known matrices have known fields, colours, shares and lines."""
+"""Collaboration weights as pictures: known matrices have known fields, colours, shares and
+lines.
+"""
 
 import json
 import re
@@ -7,7 +9,14 @@ from html import unescape
 import pytest
 from reports.samples import PAIRED, classified
 
-from coterie.reports.collaboration import Weights, at_stages, collaboration, domains, heat_map, shares
+from coterie.reports.collaboration import (
+    Weights,
+    at_stages,
+    collaboration,
+    domains,
+    heat_map,
+    shares,
+)
 from coterie.reports.heat import LEVELS
 
 
@@ -20,7 +29,11 @@ def weights(**figures: object) -> Weights:
 def fields(svg: str, level: int) -> set[tuple[int, int]]:
     """Rows and columns of the fields of a level."""
     (path,) = re.findall(rf'class="w{level}" d="([^"]*)"', svg)
-    return {(int(i), int(j) + k) for j, i, wide in re.findall(r"M(\d+) (\d+)h(\d+)", path) for k in range(int(wide))}
+    return {
+        (int(i), int(j) + k)
+        for j, i, wide in re.findall(r"M(\d+) (\d+)h(\d+)", path)
+        for k in range(int(wide))
+    }
 
 
 def test_clients_are_ordered_by_cluster_and_weights_with_them() -> None:
@@ -38,7 +51,9 @@ def test_a_known_matrix_has_the_known_fields() -> None:
     svg = heat_map(found, found.stages[-1][1])
     assert fields(svg, LEVELS) == blocks
     assert fields(svg, 1) == {(i, j) for i in range(4) for j in range(4) if i != j} - blocks
-    assert fields(heat_map(found, found.stages[0][1]), 4) == {(i, j) for i in range(4) for j in range(4) if i != j}
+    assert fields(heat_map(found, found.stages[0][1]), 4) == {
+        (i, j) for i in range(4) for j in range(4) if i != j
+    }
     assert found.truth is not None
     truth = heat_map(found, found.truth)
     assert fields(truth, LEVELS) == blocks
@@ -56,8 +71,12 @@ def test_what_the_script_reads_are_the_weights() -> None:
     assert "<b>" not in svg
 
 
-@pytest.mark.parametrize(("largest", "top"), [(0.05, 0.1), (0.2, 0.2), (0.33, 0.5), (0.51, 1.0), (0.0, 0.1)])
-def test_the_scale_ends_at_a_round_number_above_the_largest_weight(largest: float, top: float) -> None:
+@pytest.mark.parametrize(
+    ("largest", "top"), [(0.05, 0.1), (0.2, 0.2), (0.33, 0.5), (0.51, 1.0), (0.0, 0.1)]
+)
+def test_the_scale_ends_at_a_round_number_above_the_largest_weight(
+    largest: float, top: float
+) -> None:
     found = Weights("t", ["a", "b"], None, [(1, [[0.9, largest], [0.0, 0.9]])])
     assert found.top == top
     assert found.truth is None
@@ -65,7 +84,9 @@ def test_the_scale_ends_at_a_round_number_above_the_largest_weight(largest: floa
 
 def test_the_share_within_clusters() -> None:
     found = weights()
-    assert found.inside(found.stages[0][1]) == pytest.approx(1 / 3)  # one of three others, all weights alike
+    assert found.inside(found.stages[0][1]) == pytest.approx(
+        1 / 3
+    )  # one of three others, all weights alike
     assert found.inside(found.stages[-1][1]) == pytest.approx(1 / 1.2)
     assert found.inside([[0.0] * 4] * 4) == 0
     panel = shares([found])
@@ -100,7 +121,12 @@ def test_of_many_clients_eight_are_drawn_with_lines_to_eight() -> None:
 
 def test_stages_are_the_evaluations_nearest_to_what_is_asked() -> None:
     drawn = at_stages(weights(), [1, 19, 22, 4000])
-    assert re.findall(r"<figcaption>([^<]*)<", drawn) == ["10 iterations", "20 iterations", "30 iterations", "True clusters"]
+    assert re.findall(r"<figcaption>([^<]*)<", drawn) == [
+        "10 iterations",
+        "20 iterations",
+        "30 iterations",
+        "True clusters",
+    ]
     assert weights(rounds=9).nearest(()) == [weights(rounds=9).stages[k] for k in (0, 2, 4, 6, 8)]
 
 
@@ -109,7 +135,11 @@ def test_results_without_weights_have_no_pictures() -> None:
     for entry in old["evaluations"]:
         del entry["weights"]
     assert collaboration({"Local": old}) == ()
-    shown = "".join(collaboration({"Local": old, "CoBo": classified("cobo"), "FC": classified("fc", clusters=None)}))
+    shown = "".join(
+        collaboration(
+            {"Local": old, "CoBo": classified("cobo"), "FC": classified("fc", clusters=None)}
+        )
+    )
     assert shown.count('class="heat moving"') == 2
     assert "True clusters" in shown
     assert "W error 0.00 at the end" in shown
@@ -117,5 +147,10 @@ def test_results_without_weights_have_no_pictures() -> None:
 
 
 def test_weights_of_one_client_are_nothing_to_look_at() -> None:
-    assert Weights.of("t", {"clients": {"ann": {}}, "evaluations": [{"iteration": 1, "weights": [[0.0]]}]}) is None
+    assert (
+        Weights.of(
+            "t", {"clients": {"ann": {}}, "evaluations": [{"iteration": 1, "weights": [[0.0]]}]}
+        )
+        is None
+    )
     assert PAIRED.keys() == set(weights().clients)

@@ -5,7 +5,19 @@ import math
 import pytest
 import torch
 
-from coterie.core.metrics import ACCURACY, PERPLEXITY, accuracy, best, better, change, deviation, label, perplexity, prediction, worst
+from coterie.core.metrics import (
+    ACCURACY,
+    PERPLEXITY,
+    accuracy,
+    best,
+    better,
+    change,
+    deviation,
+    label,
+    perplexity,
+    prediction,
+    worst,
+)
 from coterie.reports.comparison import comparability, improved, lost, row, rows
 
 
@@ -20,18 +32,37 @@ def test_the_deviation_is_that_of_a_sample() -> None:
 
 
 def line(method: str, trainable: int, active: int | None = None, flops: int = 100) -> dict:
-    return {"method": method, "trainable_parameters": trainable, "active_parameters": active or trainable, "flops_per_token": flops}
+    return {
+        "method": method,
+        "trainable_parameters": trainable,
+        "active_parameters": active or trainable,
+        "flops_per_token": flops,
+    }
 
 
 def test_rows_of_one_budget_need_no_note() -> None:
-    assert comparability([line("pretrained", 0, flops=50), line("fedavg", 980), line("comigs-1g1s", 1000)], "comigs-1g1s") == []
+    assert (
+        comparability(
+            [line("pretrained", 0, flops=50), line("fedavg", 980), line("comigs-1g1s", 1000)],
+            "comigs-1g1s",
+        )
+        == []
+    )
 
 
 def test_rows_of_another_budget_are_named_with_what_differs() -> None:
     rows = [line("ffa-lora", 500), line("comigs-1gxs", 2000, 1000, 125), line("comigs-1g1s", 1000)]
     first, second = comparability(rows, "comigs-1g1s")
-    assert first == "ffa-lora: -50% trainable parameters, -50% active parameters against comigs-1g1s: not an equal budget."
-    assert second == "comigs-1gxs: +100% trainable parameters, +25% work per token against comigs-1g1s: not an equal budget."
+    assert (
+        first
+        == "ffa-lora: -50% trainable parameters, -50% active parameters against comigs-1g1s: not "
+        "an equal budget."
+    )
+    assert (
+        second
+        == "comigs-1gxs: +100% trainable parameters, +25% work per token against comigs-1g1s: "
+        "not an equal budget."
+    )
 
 
 def test_a_bound_that_sees_all_data_is_called_one() -> None:
@@ -41,14 +72,29 @@ def test_a_bound_that_sees_all_data_is_called_one() -> None:
 
 
 def test_without_the_recipes_method_rows_are_held_against_the_first_that_trains() -> None:
-    (note,) = comparability([line("pretrained", 0), line("local", 1000), line("ffa-lora", 500)], "comigs-1g1s")
+    (note,) = comparability(
+        [line("pretrained", 0), line("local", 1000), line("ffa-lora", 500)], "comigs-1g1s"
+    )
     assert "against local" in note
 
 
 def test_a_row_sums_up_its_seeds() -> None:
     def result(mean: float) -> dict:
-        client = {"test": mean, "trainable_parameters": 10, "active_parameters": 10, "flops_per_token": 5, "bytes_up": 40, "bytes_down": 20}
-        return {"mean": mean, "mean_synced": mean + 1, "rounds": 4, "wall_s": 2.0, "clients": {"ann": client}}
+        client = {
+            "test": mean,
+            "trainable_parameters": 10,
+            "active_parameters": 10,
+            "flops_per_token": 5,
+            "bytes_up": 40,
+            "bytes_down": 20,
+        }
+        return {
+            "mean": mean,
+            "mean_synced": mean + 1,
+            "rounds": 4,
+            "wall_s": 2.0,
+            "clients": {"ann": client},
+        }
 
     found = row("local", [result(1.0), result(3.0)])
     assert (found["mean"], found["mean_synced"], found["clients"]) == (2.0, 3.0, {"ann": 2.0})
@@ -71,7 +117,14 @@ def test_each_metric_has_its_direction_unit_and_predictions() -> None:
 
 def scored(method: str, seed: int, metric: dict | None, **clients: float) -> dict:
     costs = {"trainable_parameters": 10, "flops_per_token": 5, "bytes_up": 40, "bytes_down": 20}
-    found = {"method": method, "seed": seed, "mean": 1.0, "mean_synced": 1.0, "rounds": 4, "wall_s": 2.0}
+    found = {
+        "method": method,
+        "seed": seed,
+        "mean": 1.0,
+        "mean_synced": 1.0,
+        "rounds": 4,
+        "wall_s": 2.0,
+    }
     found["clients"] = {i: {"test": x, **costs} for i, x in clients.items()}
     return found | ({"metric": metric} if metric else {})
 
@@ -89,15 +142,26 @@ def test_improved_is_the_share_of_clients_and_seeds_that_beat_their_own_local_ru
 
 def test_rows_hold_every_method_against_local() -> None:
     high = ACCURACY.about
-    found = rows([scored(m, s, high, ann=50 + k, ben=60 + k) for k, m in enumerate(("local", "cobo")) for s in (0, 1)])
-    assert [(r["method"], len(r["per_seed"]), r["improved"]) for r in found] == [("local", 2, None), ("cobo", 2, 100)]
+    found = rows(
+        [
+            scored(m, s, high, ann=50 + k, ben=60 + k)
+            for k, m in enumerate(("local", "cobo"))
+            for s in (0, 1)
+        ]
+    )
+    assert [(r["method"], len(r["per_seed"]), r["improved"]) for r in found] == [
+        ("local", 2, None),
+        ("cobo", 2, 100),
+    ]
     assert found[0]["between_clients"] == 5
     assert found[0]["metric"] == high
     assert found[0]["weights_error"] is None
 
 
 def test_an_unequal_number_of_iterations_is_said() -> None:
-    (note,) = comparability([line("local", 10) | {"iterations": 6000}, line("cobo", 10) | {"iterations": 600}], "cobo")
+    (note,) = comparability(
+        [line("local", 10) | {"iterations": 6000}, line("cobo", 10) | {"iterations": 600}], "cobo"
+    )
     assert note == "local: +900% local iterations against cobo: not an equal budget."
 
 
@@ -108,19 +172,29 @@ def test_the_oracle_is_called_a_bound() -> None:
 
 
 def test_lost_replies_are_counted_over_seeds_and_told_by_client() -> None:
-    results = [scored("fedavg", k, None, ann=1, ben=1) | {"lost": own} for k, own in enumerate(({"ben": 2}, {}, {"ann": 1, "ben": 3}))]
+    results = [
+        scored("fedavg", k, None, ann=1, ben=1) | {"lost": own}
+        for k, own in enumerate(({"ben": 2}, {}, {"ann": 1, "ben": 3}))
+    ]
     found = row("fedavg", results)
     assert found["lost"] == {"ann": 1, "ben": 5}
-    assert row("local", [scored("local", 0, None, ann=1)])["lost"] == {}  # an older result does not say
-    assert comparability([line("local", 10) | {"lost": {}}, line("fedavg", 10) | {"lost": found["lost"]}]) == [
-        "fedavg: 6 replies were lost, dropped as unfit or missing (ben 5, ann 1); why is in metrics.jsonl, lines of kind lost."
+    assert (
+        row("local", [scored("local", 0, None, ann=1)])["lost"] == {}
+    )  # an older result does not say
+    assert comparability(
+        [line("local", 10) | {"lost": {}}, line("fedavg", 10) | {"lost": found["lost"]}]
+    ) == [
+        "fedavg: 6 replies were lost, dropped as unfit or missing (ben 5, ann 1); why is in "
+        "metrics.jsonl, lines of kind lost."
     ]
 
 
 def test_of_many_clients_only_those_that_lost_most_are_named() -> None:
     sentence = lost({f"c{k:02}": 1 + (k == 30) for k in range(40)})
     assert sentence.startswith("41 replies were lost")
-    assert "(c30 2, c00 1, c01 1, c02 1, c03 1, c04 1, c05 1, c06 1 and 32 other clients)" in sentence
+    assert (
+        "(c30 2, c00 1, c01 1, c02 1, c03 1, c04 1, c05 1, c06 1 and 32 other clients)" in sentence
+    )
     assert lost({"ann": 1}).startswith("1 reply was lost")
 
 
@@ -137,8 +211,12 @@ def test_what_privacy_was_spent_is_said_once_of_rows_that_spent_alike() -> None:
     rows = [line("pretrained", 0), *(line(m, 10) | {"privacy": spent} for m in ("fedavg", "ditto"))]
     rows.append(line("comigs-1g1s", 10) | {"privacy": spent | {"epsilon": None, "noise": 0.0}})
     assert comparability(rows, titles={"ditto": "Ditto"}) == [
-        "fedavg, Ditto: epsilon 3.91, delta 1e-05 (central, noise z = 6, clip C = 8): 30 exchanges. It covers this; not that.",
-        "comigs-1g1s: no finite epsilon, nobody is protected, delta 1e-05 (central, noise z = 0, clip C = 8): 30 exchanges. "
+        "fedavg, Ditto: epsilon 3.91, delta 1e-05 (central, noise z = 6, clip C = 8): 30 "
+        "exchanges. It covers this; not that.",
+        "comigs-1g1s: no finite epsilon, nobody is protected, delta 1e-05 (central, noise z = 0, "
+        "clip C = 8): 30 exchanges. "
         "It covers this; not that.",
     ]
-    assert row("fedavg", [scored("fedavg", 0, None, ann=1) | {"privacy": spent}])["privacy"] == spent
+    assert (
+        row("fedavg", [scored("fedavg", 0, None, ann=1) | {"privacy": spent}])["privacy"] == spent
+    )

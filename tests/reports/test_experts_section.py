@@ -16,7 +16,17 @@ from rich.console import Console
 
 from coterie.methods import METHODS
 from coterie.reports.comparison import rows
-from coterie.reports.experts import Choices, choice_maps, classes, clustering, decisions, distribution, expert_curves, experts, gate_curves
+from coterie.reports.experts import (
+    Choices,
+    choice_maps,
+    classes,
+    clustering,
+    decisions,
+    distribution,
+    expert_curves,
+    experts,
+    gate_curves,
+)
 from coterie.reports.heat import LEVELS, Heat, heat_map
 from coterie.reports.html import write_comparison, write_report
 from coterie.reports.parts import bars
@@ -24,7 +34,11 @@ from coterie.reports.tables import tables
 from coterie.runs import recipe as recipes
 from coterie.runs import run as runs
 
-PAGE = [pooled("common-expert", -20.0, rounds=0, gate=False), pooled("fedavg", -5.0, gate=False), pooled("ddome")]
+PAGE = [
+    pooled("common-expert", -20.0, rounds=0, gate=False),
+    pooled("fedavg", -5.0, gate=False),
+    pooled("ddome"),
+]
 
 
 def choices(**figures: object) -> Choices:
@@ -36,7 +50,11 @@ def choices(**figures: object) -> Choices:
 def fields(svg: str, level: int) -> set[tuple[int, int]]:
     """Rows and columns of the fields of a level."""
     (path,) = re.findall(rf'class="w{level}" d="([^"]*)"', svg)
-    return {(int(i), int(j) + k) for j, i, wide in re.findall(r"M(\d+) (\d+)h(\d+)", path) for k in range(int(wide))}
+    return {
+        (int(i), int(j) + k)
+        for j, i, wide in re.findall(r"M(\d+) (\d+)h(\d+)", path)
+        for k in range(int(wide))
+    }
 
 
 def told(svg: str, name: str) -> list:
@@ -48,12 +66,23 @@ def told(svg: str, name: str) -> list:
 def framed(svg: str) -> set[tuple[int, int]]:
     """Rows and columns of the fields that are outlined."""
     (path,) = re.findall(r'class="block" d="([^"]*)"', svg)
-    return {(int(i) + k, int(j)) for j, i, high in re.findall(r"M(\d+) (\d+)h1v(\d+)", path) for k in range(int(high))}
+    return {
+        (int(i) + k, int(j))
+        for j, i, high in re.findall(r"M(\d+) (\d+)h1v(\d+)", path)
+        for k in range(int(high))
+    }
 
 
 def test_each_class_has_the_share_of_its_samples_that_an_expert_was_given() -> None:
     svg = heat_map(choices().shares("aligned"))
-    assert told(svg, "rows") == ["4", "5", "0", "1", "2", "3"]  # by anchor, and what no anchor has behind them
+    assert told(svg, "rows") == [
+        "4",
+        "5",
+        "0",
+        "1",
+        "2",
+        "3",
+    ]  # by anchor, and what no anchor has behind them
     assert told(svg, "columns") == ["0", "1", "2"]
     assert fields(svg, LEVELS) == {(0, 0), (1, 0), (3, 1), (4, 2), (5, 2)}
     assert fields(svg, LEVELS // 2) == {(2, 1), (2, 2)}
@@ -93,7 +122,10 @@ def test_the_accuracy_of_an_expert_is_that_of_what_it_was_given() -> None:
     aligned = drawn[drawn.index("aligned (unseen)") : drawn.index("random (unseen)")]
     assert re.findall(r"<title>(expert \d: [\d.]+ at \d)", aligned) == [
         *("expert 0: 100.00 at 1", "expert 0: 100.00 at 2", "expert 0: 100.00 at 3"),
-        *("expert 1: 86.67 at 2", "expert 1: 86.67 at 3"),  # 13 of 15; in the first round it was given nothing
+        *(
+            "expert 1: 86.67 at 2",
+            "expert 1: 86.67 at 3",
+        ),  # 13 of 15; in the first round it was given nothing
         *("expert 2: 76.00 at 2", "expert 2: 76.00 at 3"),  # 19 of 25
     ]
 
@@ -101,7 +133,9 @@ def test_the_accuracy_of_an_expert_is_that_of_what_it_was_given() -> None:
 def test_ten_experts_look_unlike() -> None:
     found = pooled("ddome")
     for entry in found["evaluations"]:
-        entry["choices"] = {"aligned": {"given": [[10] * 10] * 6, "right": [[9] * 10] * 6, "gate_accuracy": None}}
+        entry["choices"] = {
+            "aligned": {"given": [[10] * 10] * 6, "right": [[9] * 10] * 6, "gate_accuracy": None}
+        }
     lines = choices(evaluations=found["evaluations"]).expert_accuracy("aligned")
     assert len({line.style.sample for line in lines}) == 10
 
@@ -130,7 +164,12 @@ def test_decisions_are_counted_and_averaged_as_in_table_5() -> None:
 
 def test_every_kind_of_client_has_its_label_shares() -> None:
     drawn = distribution(pooled("ddome"))
-    assert re.findall(r"<figcaption>([^<]*)", drawn) == ["3 anchors", "8 normal clients", "2 aligned (unseen)", "1 random (unseen)"]
+    assert re.findall(r"<figcaption>([^<]*)", drawn) == [
+        "3 anchors",
+        "8 normal clients",
+        "2 aligned (unseen)",
+        "1 random (unseen)",
+    ]
     anchors, *_ = drawn.split("</svg>")
     assert told(anchors, "columns") == list(ANCHORS)
     assert fields(anchors, LEVELS) == {(4, 2)}  # a2 has nothing but class 2
@@ -140,13 +179,26 @@ def test_every_kind_of_client_has_its_label_shares() -> None:
 
 
 def grouped(sets: Sequence[Sequence[int]], members: int) -> dict:
-    """A result in which so many normal clients have each of some sets of classes, in nearly equal shares."""
-    counts = {f"n{g}-{k}": [(50 + k) * (c in own) + 1 for c in range(6)] for g, own in enumerate(sets) for k in range(members)}
-    return pooled("ddome", label_counts={i: n for i, n in pooled("ddome")["label_counts"].items() if i in ANCHORS} | counts)
+    """A result in which so many normal clients have each of some sets of classes, in nearly
+    equal shares.
+    """
+    counts = {
+        f"n{g}-{k}": [(50 + k) * (c in own) + 1 for c in range(6)]
+        for g, own in enumerate(sets)
+        for k in range(members)
+    }
+    return pooled(
+        "ddome",
+        label_counts={i: n for i, n in pooled("ddome")["label_counts"].items() if i in ANCHORS}
+        | counts,
+    )
 
 
 def test_the_sentence_on_k_means_is_what_was_found() -> None:
-    apart, mixed = grouped([(0, 1), (2, 3), (4, 5)], 5), grouped([(a, b) for a in range(6) for b in range(a)], 2)
+    apart, mixed = (
+        grouped([(0, 1), (2, 3), (4, 5)], 5),
+        grouped([(a, b) for a in range(6) for b in range(a)], 2),
+    )
     for result, clients, verdict in ((apart, 15, "groups"), (mixed, 30, "no clear groups")):
         drawn = clustering(result)
         clusters = dict(re.findall(r"<title>(\S+): cluster (\d), main classes \d·\d<", drawn))
@@ -158,19 +210,25 @@ def test_the_sentence_on_k_means_is_what_was_found() -> None:
 
 
 def silhouette(counts: dict, clusters: dict[str, str]) -> float:
-    """The mean over clients of (b - a) / max(a, b): mean distances of label shares to their own cluster and to the nearest other one."""
+    """The mean over clients of (b - a) / max(a, b): mean distances of label shares to their own
+    cluster and to the nearest other one.
+    """
     found = []
     for i, own in clusters.items():
         far: dict[str, list[float]] = {}
         for j, other in clusters.items():
             if i != j:
-                far.setdefault(other, []).append(math.dist(*([n / sum(counts[k]) for n in counts[k]] for k in (i, j))))
+                far.setdefault(other, []).append(
+                    math.dist(*([n / sum(counts[k]) for n in counts[k]] for k in (i, j)))
+                )
         a, b = fmean(far[own]), min(fmean(values) for other, values in far.items() if other != own)
         found.append((b - a) / max(a, b))
     return fmean(found)
 
 
-@pytest.mark.parametrize("figures", [{"anchors": ["a0"]}, {"label_counts": {"a0": [1, 2], "n0": [3, 4], "u0": [1, 1]}}])
+@pytest.mark.parametrize(
+    "figures", [{"anchors": ["a0"]}, {"label_counts": {"a0": [1, 2], "n0": [3, 4], "u0": [1, 1]}}]
+)
 def test_too_few_clients_or_clusters_have_no_k_means(figures: dict) -> None:
     assert clustering(pooled("ddome", **figures)) == ""
 
@@ -180,7 +238,14 @@ def test_runs_without_pools_or_unseen_clients_have_none_of_it(tmp_path: Path) ->
     assert experts({"CoBo": plain}) == classes(plain) == ()
     write_report(tmp_path, [plain], "digits")
     page = (tmp_path / "report.html").read_text()
-    for absent in ("unseen", "gate", "best of last ten", 'id="experts"', 'id="labels"', "common expert"):
+    for absent in (
+        "unseen",
+        "gate",
+        "best of last ten",
+        'id="experts"',
+        'id="labels"',
+        "common expert",
+    ):
         assert absent not in page
     assert ">synced</th>" in page
 
@@ -199,7 +264,14 @@ def cells(page: str, section: str) -> list[list[str]]:
 
 def test_scores_have_a_column_for_each_group(page: str) -> None:
     header, *found = cells(page, "scores")
-    assert header[:6] == ["method", "aligned (unseen)", "random (unseen)", "best", "best of last ten", "gate, %"]
+    assert header[:6] == [
+        "method",
+        "aligned (unseen)",
+        "random (unseen)",
+        "best",
+        "best of last ten",
+        "gate, %",
+    ]
     assert [row[:6] for row in found] == [
         ["Common expert", "70.00", "80.00", "72.00", "71.00", "-"],
         ["FedAvg", "85.00", "65.00", "87.00", "86.00", "-"],
@@ -211,12 +283,22 @@ def test_scores_have_a_column_for_each_group(page: str) -> None:
     assert "<b>75.0 %</b> gate accuracy" in page
 
 
-def test_training_has_a_panel_for_each_group_with_the_common_expert_as_a_level_line(page: str) -> None:
+def test_training_has_a_panel_for_each_group_with_the_common_expert_as_a_level_line(
+    page: str,
+) -> None:
     training = page[page.index('id="training"') : page.index("Client by client")]
-    assert re.findall(r"<figcaption>([^<]*)", training) == ["Mean of aligned (unseen)", "Mean of random (unseen)"]
+    assert re.findall(r"<figcaption>([^<]*)", training) == [
+        "Mean of aligned (unseen)",
+        "Mean of random (unseen)",
+    ]
     lines = re.findall(r"<title>([^<]*)", training)
-    assert [line for line in lines if "Common" in line][:2] == ["Common expert: 70.00 at 0 rounds", "Common expert: 70.00 at 3 rounds"]
-    assert "FedAvg: 83.00 at 1 rounds" in lines  # and nothing before it: it does not start from the common expert
+    assert [line for line in lines if "Common" in line][:2] == [
+        "Common expert: 70.00 at 0 rounds",
+        "Common expert: 70.00 at 3 rounds",
+    ]
+    assert (
+        "FedAvg: 83.00 at 1 rounds" in lines
+    )  # and nothing before it: it does not start from the common expert
     assert "FedAvg: 70.00 at 0 rounds" not in lines
     assert "DDOME: 60.00 at 3 rounds" in lines
 
@@ -229,7 +311,11 @@ def test_costs_are_of_those_who_train_and_say_what_is_sent_once(page: str) -> No
 
 
 def test_a_comparison_spreads_the_clients_of_every_group(tmp_path: Path) -> None:
-    seeds = [pooled(m, shift + seed, gate=m == "ddome", seed=seed) for m, shift in (("fedavg", -5.0), ("ddome", 0.0)) for seed in (0, 1)]
+    seeds = [
+        pooled(m, shift + seed, gate=m == "ddome", seed=seed)
+        for m, shift in (("fedavg", -5.0), ("ddome", 0.0))
+        for seed in (0, 1)
+    ]
     for found in seeds:
         folder = tmp_path / found["method"] / f"seed-{found['seed']}"
         folder.mkdir(parents=True)
@@ -248,7 +334,10 @@ def test_a_comparison_spreads_the_clients_of_every_group(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("long", [False, True])
 def test_terminal_tables_of_unseen_clients_fit_80_columns(long: bool) -> None:
-    console, large = Console(file=io.StringIO(), width=80), {"trainable_parameters": 106_000_000, "bytes_down_per_round": 1.7e8}
+    console, large = (
+        Console(file=io.StringIO(), width=80),
+        {"trainable_parameters": 106_000_000, "bytes_down_per_round": 1.7e8},
+    )
     results = [*PAGE, *(r | {"seed": 1} for r in PAGE if long)]
     found = [row | {"once_bytes": 85_000_000} | (large if long else {}) for row in rows(results)]
     for table in tables(found, {name: entry.title for name, entry in METHODS.items()}, 80):
@@ -264,7 +353,12 @@ def test_terminal_tables_of_unseen_clients_fit_80_columns(long: bool) -> None:
 
 
 def test_small_figures_are_not_rounded_to_nothing() -> None:
-    assert [cell.text for cell in bars([0, 1210, 4_250_000, None], ",.2f", 1e6)] == ["0.00", "0.0012", "4.25", "-"]
+    assert [cell.text for cell in bars([0, 1210, 4_250_000, None], ",.2f", 1e6)] == [
+        "0.00",
+        "0.0012",
+        "4.25",
+        "-",
+    ]
 
 
 def test_a_map_leaves_out_names_for_which_it_has_no_room() -> None:
@@ -282,14 +376,24 @@ def test_pointer_keys_and_slider_tell_of_maps_that_are_not_square(tmp_path: Path
             page.goto((tmp_path / "report.html").as_uri())
             assert not page.evaluate("document.documentElement.scrollWidth > innerWidth")
             tip, box = page.locator("#tip"), page.locator("#experts svg.heat .fields").first
-            box.hover(position={"x": box.bounding_box()["width"] * 5 / 6, "y": box.bounding_box()["height"] * 11 / 12})
+            box.hover(
+                position={
+                    "x": box.bounding_box()["width"] * 5 / 6,
+                    "y": box.bounding_box()["height"] * 11 / 12,
+                }
+            )
             assert tip.inner_text() == "class 3: 100 % to expert 2"
             page.locator("input.stage").first.focus()
             page.keyboard.press("Home")
             assert page.locator("input.stage").first.get_attribute("aria-valuetext") == "1 rounds"
             page.keyboard.press("Tab")
             assert tip.inner_text() == "class 3: 0 % to expert 2"
-            for key in ("ArrowDown", "ArrowLeft", "ArrowLeft", "ArrowLeft"):  # and not beyond the edge
+            for key in (
+                "ArrowDown",
+                "ArrowLeft",
+                "ArrowLeft",
+                "ArrowLeft",
+            ):  # and not beyond the edge
                 page.keyboard.press(key)
             assert tip.inner_text() == "class 3: 100 % to expert 0"
             page.keyboard.press("Tab")
@@ -297,7 +401,12 @@ def test_pointer_keys_and_slider_tell_of_maps_that_are_not_square(tmp_path: Path
 
 
 def test_a_run_counts_the_labels_that_its_clients_have(tmp_path: Path) -> None:
-    small = ["method.rounds=1", "compare_with=[]", "data.unseen={aligned: 2, random: 1}", "model.common.pretraining.epochs=1"]
+    small = [
+        "method.rounds=1",
+        "compare_with=[]",
+        "data.unseen={aligned: 2, random: 1}",
+        "model.common.pretraining.epochs=1",
+    ]
     (result,) = runs.run(recipes.load("ddome-digits", small), tmp_path / "run")
     counts = result["label_counts"]
     assert counts.keys() == result["labels"].keys()

@@ -48,7 +48,9 @@ def test_what_comes_from_data_is_escaped(routed: str) -> None:
     assert "&lt;script&gt;" in routed
 
 
-def test_sections_are_there_only_where_there_is_something_to_show(routed: str, tmp_path: Path) -> None:
+def test_sections_are_there_only_where_there_is_something_to_show(
+    routed: str, tmp_path: Path
+) -> None:
     folder = tmp_path / "unrouted"
     write_report(folder, [result("fedavg", 4, 0.0)], "")
     plain = (folder / "report.html").read_text()
@@ -75,7 +77,11 @@ def test_known_routing_has_the_known_colours() -> None:
     assert len(classes) == len(TEXT)
     assert classes[0] == ("fg0 ms0 ls0", "900,100;400,600;250,750")
     assert classes[1] == ("fg0 mg0 ls0", "900,100;600,400;250,750")
-    for shares in ("90 %, specialist 10 %", "49 %, specialist 51 %", "25 %, specialist 75 %"):  # mean weights
+    for shares in (
+        "90 %, specialist 10 %",
+        "49 %, specialist 51 %",
+        "25 %, specialist 75 %",
+    ):  # mean weights
         assert f"generalist {shares}" in page
     assert "first <small>(1 of 5)" in page
     assert "last <small>(5 of 5)" in page
@@ -83,9 +89,16 @@ def test_known_routing_has_the_known_colours() -> None:
 
 def test_each_expert_has_a_colour_and_a_second_cue() -> None:
     mixture = tokens.experts({"generalists": 2, "specialists": 4})
-    assert [e.name for e in mixture] == ["generalist 1", "generalist 2", *(f"specialist {k}" for k in range(1, 5))]
+    assert [e.name for e in mixture] == [
+        "generalist 1",
+        "generalist 2",
+        *(f"specialist {k}" for k in range(1, 5)),
+    ]
     assert len({e.cue for e in mixture}) == 6
-    assert [e.name for e in tokens.experts({"generalists": 1, "specialists": 1})] == ["generalist", "specialist"]
+    assert [e.name for e in tokens.experts({"generalists": 1, "specialists": 1})] == [
+        "generalist",
+        "specialist",
+    ]
 
 
 def test_a_client_with_one_expert_has_a_text_but_no_picture_of_its_own() -> None:
@@ -96,15 +109,24 @@ def test_a_client_with_one_expert_has_a_text_but_no_picture_of_its_own() -> None
     assert "model of <b>ben</b>" not in page
 
 
-@pytest.mark.parametrize(("blocks", "names"), [([0], ["only"]), ([0, 1], ["first", "last"]), ([0, 2, 4], ["first", "middle", "last"])])
-def test_shallow_bases_have_fewer_blocks_to_choose_from(blocks: list[int], names: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("blocks", "names"),
+    [([0], ["only"]), ([0, 1], ["first", "last"]), ([0, 2, 4], ["first", "middle", "last"])],
+)
+def test_shallow_bases_have_fewer_blocks_to_choose_from(
+    blocks: list[int], names: list[str]
+) -> None:
     found = routing(["ann"]) | {"blocks": blocks, "depth": blocks[-1] + 1}
     found["weights"]["ann"]["ann"] = found["weights"]["ann"]["ann"][: len(blocks)]
     assert re.findall(r'id="block-(\w+)"', tokens.routing(found)) == names
 
 
 def test_points_lie_where_their_values_say() -> None:
-    svg = chart.panel("t", [Line([(0, 10.0), (5, 20.0), (10, math.inf)], "a", Style("#000"))], Axes("x", "y", (0, 20)))
+    svg = chart.panel(
+        "t",
+        [Line([(0, 10.0), (5, 20.0), (10, math.inf)], "a", Style("#000"))],
+        Axes("x", "y", (0, 20)),
+    )
     targets = re.findall(r'class="target" cx="([\d.]+)%" cy="([\d.]+)"', svg)
     bottom, top = chart.HEIGHT - chart.BOTTOM, chart.TOP
     assert targets == [("0.00", f"{(top + bottom) / 2:.1f}"), ("100.00", f"{top:.1f}")]
@@ -148,13 +170,23 @@ def test_unequal_budgets_are_said(tmp_path: Path) -> None:
     for client in larger["clients"].values():
         client["trainable_parameters"] = 1500
     write_report(tmp_path, [larger, result("comigs-1g1s", 2, 0.0)], "")
-    assert "local: +50% trainable parameters against comigs-1g1s" in (tmp_path / "report.html").read_text()
+    assert (
+        "local: +50% trainable parameters against comigs-1g1s"
+        in (tmp_path / "report.html").read_text()
+    )
 
 
 def test_a_comparison_has_deviations_and_the_spread_between_clients(tmp_path: Path) -> None:
-    rows = [row(m, [result(m, 4, shift), result(m, 4, shift + 1)]) for m, shift in (("local", 5.0), ("comigs-1g1s", 0.0))]
+    rows = [
+        row(m, [result(m, 4, shift), result(m, 4, shift + 1)])
+        for m, shift in (("local", 5.0), ("comigs-1g1s", 0.0))
+    ]
     about = {key: ROWS[0][key] for key in ("recipe", "versions", "machine")}
-    write_comparison(tmp_path, about | {"rows": rows, "seeds": [0, 1], "notes": ["local: <b>unlike</b>"]}, "<i>d</i>")
+    write_comparison(
+        tmp_path,
+        about | {"rows": rows, "seeds": [0, 1], "notes": ["local: <b>unlike</b>"]},
+        "<i>d</i>",
+    )
     page = (tmp_path / "report.html").read_text()
     assert "21.50 ± 0.71" in page
     assert page.count('class="dot"') == 4
@@ -166,7 +198,9 @@ def test_a_comparison_has_deviations_and_the_spread_between_clients(tmp_path: Pa
 
 
 def test_a_classifier_is_told_in_its_own_metric(tmp_path: Path) -> None:
-    results = [classified(m, shift) for m, shift in (("local", -4.0), ("oracle", 2.0), ("cobo", 0.0))]
+    results = [
+        classified(m, shift) for m, shift in (("local", -4.0), ("oracle", 2.0), ("cobo", 0.0))
+    ]
     write_report(tmp_path, results, "digits")
     page = (tmp_path / "report.html").read_text()
     for expected in (
@@ -183,20 +217,43 @@ def test_a_classifier_is_told_in_its_own_metric(tmp_path: Path) -> None:
     ):
         assert expected in page
     assert re.findall(r'<th scope="row">(\w+)</th><td class=best>', page) == ["Oracle"]
-    for absent in ("perplexity", "per token", "Lower is better", 'id="routers"', 'id="texts"', "nan"):
+    for absent in (
+        "perplexity",
+        "per token",
+        "Lower is better",
+        'id="routers"',
+        'id="texts"',
+        "nan",
+    ):
         assert absent not in page
     scores = page[page.index('id="scores"') : page.index('id="training"')]
-    assert re.findall(r"<td[^>]*>([^<]*)", scores)[:6] == ["67.50", "67.50", "0.500", "1.12", "-", "0.00"]
+    assert re.findall(r"<td[^>]*>([^<]*)", scores)[:6] == [
+        "67.50",
+        "67.50",
+        "0.500",
+        "1.12",
+        "-",
+        "0.00",
+    ]
 
 
 def test_the_best_of_many_clients_is_the_one_with_the_highest_accuracy(tmp_path: Path) -> None:
-    write_report(tmp_path, [classified("cobo", clusters={f"client-{k}": k // 2 for k in range(12)})], "")
+    write_report(
+        tmp_path, [classified("cobo", clusters={f"client-{k}": k // 2 for k in range(12)})], ""
+    )
     page = (tmp_path / "report.html").read_text()
-    assert re.findall(r"<td[^>]*>([\d.]+)</td><td[^>]*>([\d.]+)</td></tr>", page)[0] == ("81.00", "70.00")
+    assert re.findall(r"<td[^>]*>([\d.]+)</td><td[^>]*>([\d.]+)</td></tr>", page)[0] == (
+        "81.00",
+        "70.00",
+    )
 
 
 def test_a_comparison_shows_weights_error_curves_and_collaboration(tmp_path: Path) -> None:
-    results = [classified(m, shift, seed=seed) for m, shift in (("local", -4.0), ("cobo", 0.0)) for seed in (0, 1)]
+    results = [
+        classified(m, shift, seed=seed)
+        for m, shift in (("local", -4.0), ("cobo", 0.0))
+        for seed in (0, 1)
+    ]
     for found in results:
         folder = tmp_path / found["method"] / f"seed-{found['seed']}"
         folder.mkdir(parents=True)

@@ -1,4 +1,6 @@
-"""What a page looks like in a real browser: letters of one size, full rows, charts that can be compared, and charts folded away."""
+"""What a page looks like in a real browser: letters of one size, full rows, charts that can be
+compared, and charts folded away.
+"""
 
 import json
 import re
@@ -47,19 +49,35 @@ def kinds(tmp_path: Path) -> list[str]:
     (tmp_path / "a").mkdir()
     (tmp_path / "a/routing.json").write_text(json.dumps(routing()))
     write_metrics(tmp_path / "a")
-    write_report(tmp_path / "a", [result(m, 4, shift) for m, shift in (("local", 5.0), ("comigs-1g1s", 0.0))], "")
+    write_report(
+        tmp_path / "a",
+        [result(m, 4, shift) for m, shift in (("local", 5.0), ("comigs-1g1s", 0.0))],
+        "",
+    )
     write_report(tmp_path / "b", [classified("local", -5.0), classified("cobo")], "")
     write_report(tmp_path / "c", [pooled("fedavg", -5.0, gate=False), pooled("ddome")], "")
-    seeds = [pooled(m, shift + seed, gate=m == "ddome", seed=seed) for m, shift in (("fedavg", -5.0), ("ddome", 0.0)) for seed in (0, 1)]
+    seeds = [
+        pooled(m, shift + seed, gate=m == "ddome", seed=seed)
+        for m, shift in (("fedavg", -5.0), ("ddome", 0.0))
+        for seed in (0, 1)
+    ]
     about = {key: seeds[0][key] for key in ("recipe", "versions", "machine")}
-    write_comparison(tmp_path / "d", about | {"rows": rows(seeds), "seeds": [0, 1], "notes": []}, "")
+    write_comparison(
+        tmp_path / "d", about | {"rows": rows(seeds), "seeds": [0, 1], "notes": []}, ""
+    )
     row = Interval(5, 4, 6, "told", "#000")
-    drawn = marks.bars({"one": [Bar(3, 1, "a", "#000")]}, "y") + marks.intervals({"a row": row}, "x", (0, 10), 5)
+    drawn = marks.bars({"one": [Bar(3, 1, "a", "#000")]}, "y") + marks.intervals(
+        {"a row": row}, "x", (0, 10), 5
+    )
     (tmp_path / "e.html").write_bytes(whole_page("t", drawn))
-    return [(tmp_path / name).as_uri() for name in (*(f"{k}/report.html" for k in "abcd"), "e.html")]
+    return [
+        (tmp_path / name).as_uri() for name in (*(f"{k}/report.html" for k in "abcd"), "e.html")
+    ]
 
 
-def test_letters_have_one_size_in_all_charts_and_windows_and_rows_are_full(kinds: list[str]) -> None:
+def test_letters_have_one_size_in_all_charts_and_windows_and_rows_are_full(
+    kinds: list[str],
+) -> None:
     with opened() as page:
         for width, address in product(WIDTHS, kinds):
             page.set_viewport_size({"width": width, "height": 800})
@@ -78,13 +96,19 @@ def test_rows_are_full_however_many_clients_there_are(tmp_path: Path) -> None:
             assert max(page.locator(".tiles, .panels").evaluate_all(GAPS), default=0) < 3, count
 
 
-@pytest.mark.parametrize(("count", "least"), [(1, 1), (3, 3), (4, 4), (5, 3), (6, 3), (7, 4), (9, 3), (13, 4)])
+@pytest.mark.parametrize(
+    ("count", "least"), [(1, 1), (3, 3), (4, 4), (5, 3), (6, 3), (7, 4), (9, 3), (13, 4)]
+)
 def test_figures_are_dealt_to_rows_of_about_as_many(count: int, least: int) -> None:
     assert f"--columns:{least}" in chart.grid(["<figure></figure>"] * count)
 
 
 def test_clients_are_compared_on_one_range(tmp_path: Path) -> None:
-    write_report(tmp_path, [result(m, 4, shift, unlike(4)) for m, shift in (("local", 5.0), ("fedavg", 0.0))], "")
+    write_report(
+        tmp_path,
+        [result(m, 4, shift, unlike(4)) for m, shift in (("local", 5.0), ("fedavg", 0.0))],
+        "",
+    )
     page = (tmp_path / "report.html").read_text()
     charts = panels(page, "Client by client", 'id="costs"')
     assert len(charts) == 4
@@ -92,12 +116,17 @@ def test_clients_are_compared_on_one_range(tmp_path: Path) -> None:
     ends = [float(label) for label in heights(charts[0])]
     assert ends[0] <= 15
     assert ends[-1] >= 30  # from the best client's to the worst's
-    places = [[float(y) for y in re.findall(r'class="target" cx="[^"]*" cy="([^"]*)"', c)] for c in charts]
+    places = [
+        [float(y) for y in re.findall(r'class="target" cx="[^"]*" cy="([^"]*)"', c)] for c in charts
+    ]
     assert max(places[0]) > max(places[3])  # what is lower on the page is lower in perplexity
 
 
 def test_a_wide_range_of_perplexities_is_logarithmic() -> None:
-    lines = {"a": [Line([(0, 2000.0), (1, 20.0)], "m", Style("#000"))], "b": [Line([(0, 200.0), (1, 20.0)], "m", Style("#000"))]}
+    lines = {
+        "a": [Line([(0, 2000.0), (1, 20.0)], "m", Style("#000"))],
+        "b": [Line([(0, 200.0), (1, 20.0)], "m", Style("#000"))],
+    }
     drawn = chart.panels(lines, "x", "perplexity", ratios=True)
     assert drawn.count(">perplexity, logarithmic</text>") == 2
     above = [float(y) for y in re.findall(r'class="target" cx="0.00%" cy="([^"]*)"', drawn)]
@@ -108,10 +137,25 @@ def test_a_wide_range_of_perplexities_is_logarithmic() -> None:
 
 
 def test_only_panels_of_one_kind_share_a_range() -> None:
-    lines = {t: [Line([(0, least), (1, 2 * least)], "m", Style("#000"))] for t, least in (("a", 1.0), ("b", 2.0), ("c", 500.0))}
-    one, two, three = panels(chart.panels(lines, "x", "y", kinds={"a": "near", "b": "near", "c": "far"}) + "STOP", "<div", "STOP")
+    lines = {
+        t: [Line([(0, least), (1, 2 * least)], "m", Style("#000"))]
+        for t, least in (("a", 1.0), ("b", 2.0), ("c", 500.0))
+    }
+    one, two, three = panels(
+        chart.panels(lines, "x", "y", kinds={"a": "near", "b": "near", "c": "far"}) + "STOP",
+        "<div",
+        "STOP",
+    )
     assert heights(one) == heights(two) != heights(three)
-    assert len({tuple(heights(p)) for p in panels(chart.panels(lines, "x", "y") + "STOP", "<div", "STOP")}) == 1
+    assert (
+        len(
+            {
+                tuple(heights(p))
+                for p in panels(chart.panels(lines, "x", "y") + "STOP", "<div", "STOP")
+            }
+        )
+        == 1
+    )
 
 
 def test_charts_of_many_clients_are_folded_away_and_all_of_them_on_a_phone(tmp_path: Path) -> None:
@@ -130,12 +174,17 @@ def test_charts_of_many_clients_are_folded_away_and_all_of_them_on_a_phone(tmp_p
     assert "The first" not in (tmp_path / "report.html").read_text()
 
 
-def test_every_group_of_unseen_clients_is_in_cards_table_verdict_curves_and_maps(tmp_path: Path) -> None:
+def test_every_group_of_unseen_clients_is_in_cards_table_verdict_curves_and_maps(
+    tmp_path: Path,
+) -> None:
     write_report(tmp_path, [pooled("fedavg", -5.0, gate=False), pooled("ddome")], "")
     page = (tmp_path / "report.html").read_text()
     cards = page[page.index('<ul class="tiles"') : page.index('id="scores"')]
     scores = page[page.index('id="scores"') : page.index('id="training"')]
-    for group, accuracy, best_other in (("aligned", "90.00", "85.00"), ("random", "60.00", "65.00")):
+    for group, accuracy, best_other in (
+        ("aligned", "90.00", "85.00"),
+        ("random", "60.00", "65.00"),
+    ):
         assert f"<b>{accuracy} %</b> mean test accuracy of {group} (unseen)" in cards
         assert f"the best other row of {group} (unseen): from {best_other} to {accuracy} %" in cards
         assert f"gate accuracy of {group} (unseen)" in cards
@@ -143,11 +192,15 @@ def test_every_group_of_unseen_clients_is_in_cards_table_verdict_curves_and_maps
         assert f"{group} (unseen) ({accuracy} % against {best_other} %)" in scores
     charts = panels(page, 'id="training"', "Client by client")
     assert [re.findall('aria-label="([^"]*)', c)[0] for c in charts] == [
-        f"Mean of {group} (unseen): test accuracy, % against rounds" for group in ("aligned", "random")
+        f"Mean of {group} (unseen): test accuracy, % against rounds"
+        for group in ("aligned", "random")
     ]
     assert heights(charts[0]) == heights(charts[1])
     training = page[page.index("Client by client") : page.index('id="labels"')]
-    assert re.findall("<summary>([^<]*)", training) == ["2 clients, aligned (unseen)", "1 client, random (unseen)"]
+    assert re.findall("<summary>([^<]*)", training) == [
+        "2 clients, aligned (unseen)",
+        "1 client, random (unseen)",
+    ]
     assert len({tuple(heights(c)) for c in panels(page, "Client by client", 'id="labels"')}) == 1
     maps = page[page.index('id="experts"') : page.index("<h3>Gate accuracy")]
     assert "Test samples, aligned (unseen)" in maps
@@ -158,8 +211,16 @@ def test_a_token_is_as_full_of_colour_as_its_largest_weight_is_large() -> None:
     found = routing(["ann"])
     given = [[0.9, 0.1], [1.0, 0.0], [0.5, 0.5], [0.1, 0.9], *[[0.0, 1.0]] * (len(TEXT) - 4)]
     found["weights"]["ann"]["ann"] = [given] * 3
-    fullness = re.findall(r'<span class="t (f[gs]0) [^"]*" style="--f:(\d+);--m:\d+;--l:\d+"', tokens.routing(found))
-    assert fullness[:5] == [("fg0", "80"), ("fg0", "100"), ("fg0", "0"), ("fs0", "80"), ("fs0", "100")]
+    fullness = re.findall(
+        r'<span class="t (f[gs]0) [^"]*" style="--f:(\d+);--m:\d+;--l:\d+"', tokens.routing(found)
+    )
+    assert fullness[:5] == [
+        ("fg0", "80"),
+        ("fg0", "100"),
+        ("fg0", "0"),
+        ("fs0", "80"),
+        ("fs0", "100"),
+    ]
     assert tokens.lead([0.6, 0.2, 0.2]) == pytest.approx(0.4)
     assert tokens.lead([1.0]) == 1
 
@@ -173,7 +234,11 @@ def test_ninety_to_ten_does_not_look_like_all_to_one(tmp_path: Path, dark: bool)
     write_report(tmp_path, [result("comigs-1g1s", 4, 0.0)], "")
     with opened(dark) as page:
         page.goto((tmp_path / "report.html").as_uri())
-        shades = page.locator(".cell.own").first.locator(".t").evaluate_all("all => all.map(t => getComputedStyle(t).backgroundColor)")
+        shades = (
+            page.locator(".cell.own")
+            .first.locator(".t")
+            .evaluate_all("all => all.map(t => getComputedStyle(t).backgroundColor)")
+        )
     alphas = [float(re.findall(r"[\d.]+", shade)[-1]) for shade in shades]
     assert alphas[1] - alphas[0] > 0.1
     assert alphas[2] == 0

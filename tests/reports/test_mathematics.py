@@ -8,7 +8,9 @@ from coterie.reports.mathematics import plain, typeset
 
 
 def math(text: str) -> str:
-    """The MathML of a formula, without what says how large its fences are, and with signs that a keyboard has."""
+    """The MathML of a formula, without what says how large its fences are, and with signs that a
+    keyboard has.
+    """
     shown = re.sub(r' stretchy="false"', "", typeset(f"${text}$"))
     return shown.replace("\u2212", "-").replace("\u2217", "*").replace("\u2032", "'")
 
@@ -20,11 +22,20 @@ def math(text: str) -> str:
         ("T^-1/2", "<msup><mi>T</mi><mrow><mo>-</mo><mn>1</mn><mo>/</mo><mn>2</mn></mrow></msup>"),
         ("x^(2k)", "<msup><mi>x</mi><mrow><mrow><mn>2</mn><mi>k</mi></mrow></mrow></msup>"),
         ("Theta*", "<msup><mi>Θ</mi><mrow><mo>*</mo></mrow></msup>"),
-        ("w*_j'", "<msubsup><mi>w</mi><mrow><msup><mi>j</mi><mrow><mo>'</mo></mrow></msup></mrow><mrow><mo>*</mo></mrow></msubsup>"),
+        (
+            "w*_j'",
+            "<msubsup><mi>w</mi><mrow><msup><mi>j</mi><mrow><mo>'</mo></mrow></msup></mrow><mrow><mo>*</mo></mrow></msubsup>",
+        ),
         ("f_valid", "<msub><mi>f</mi><mrow><mi>valid</mi></mrow></msub>"),
         ("f_ij", "<msub><mi>f</mi><mrow><mrow><mi>i</mi><mi>j</mi></mrow></mrow></msub>"),
-        ("||g_i||", "<mrow><mo>‖</mo><msub><mi>g</mi><mrow><mi>i</mi></mrow></msub><mo>‖</mo></mrow>"),
-        ("<a, b> > 0", "<mrow><mo>⟨</mo><mi>a</mi><mo>,</mo><mi>b</mi><mo>⟩</mo></mrow><mo>&gt;</mo><mn>0</mn>"),
+        (
+            "||g_i||",
+            "<mrow><mo>‖</mo><msub><mi>g</mi><mrow><mi>i</mi></mrow></msub><mo>‖</mo></mrow>",
+        ),
+        (
+            "<a, b> > 0",
+            "<mrow><mo>⟨</mo><mi>a</mi><mo>,</mo><mi>b</mi><mo>⟩</mo></mrow><mo>&gt;</mo><mn>0</mn>",
+        ),
         ("a < b", "<mi>a</mi><mo>&lt;</mo><mi>b</mi>"),
         ("sqrt(m / d)", "<msqrt><mi>m</mi><mo>/</mo><mi>d</mi></msqrt>"),
         ("sqrt 3 L", "<msqrt><mn>3</mn></msqrt><mi>L</mi>"),

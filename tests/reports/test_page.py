@@ -1,4 +1,6 @@
-"""The report in a real browser, opened as a file: no requests, no errors, and every control does what it says."""
+"""The report in a real browser, opened as a file: no requests, no errors, and every control does
+what it says.
+"""
 
 import json
 import re
@@ -39,7 +41,9 @@ def background(page: "Page", selector: str) -> str:
 
 
 def shade(page: "Page", selector: str) -> tuple[tuple[float, ...], float]:
-    """Red, green and blue of a background that lets the page's shine through, and how much of it there is."""
+    """Red, green and blue of a background that lets the page's shine through, and how much of it
+    there is.
+    """
     *colour, fullness = map(float, re.findall(r"[\d.]+", background(page, selector)))
     return tuple(round(part, 2) for part in colour), fullness
 
@@ -65,18 +69,37 @@ def test_the_block_selector_changes_the_picture(report: Make) -> None:
     address = report()
     with opened() as page:
         page.goto(address)
-        (generalist, whole), (specialist, _) = (shade(page, f".legend .{key}") for key in ("g0", "s0"))
+        (generalist, whole), (specialist, _) = (
+            shade(page, f".legend .{key}") for key in ("g0", "s0")
+        )
         assert generalist != specialist
         token = ".cell.own .text .t"
-        assert shade(page, token) == (specialist, pytest.approx(whole * 0.5, abs=0.01))  # 25 and 75 %
-        assert "underline" in page.locator(token).first.evaluate("e => getComputedStyle(e).textDecorationLine")
+        assert shade(page, token) == (
+            specialist,
+            pytest.approx(whole * 0.5, abs=0.01),
+        )  # 25 and 75 %
+        assert "underline" in page.locator(token).first.evaluate(
+            "e => getComputedStyle(e).textDecorationLine"
+        )
         page.get_by_text("first (1 of 5)").click()
-        assert shade(page, token) == (generalist, pytest.approx(whole * 0.8, abs=0.01))  # 90 and 10 %
-        assert page.locator(token).first.evaluate("e => getComputedStyle(e).textDecorationLine") == "none"
-        assert page.locator(".cell.own .share:visible").first.inner_text() == "generalist 90 %, specialist 10 %"
+        assert shade(page, token) == (
+            generalist,
+            pytest.approx(whole * 0.8, abs=0.01),
+        )  # 90 and 10 %
+        assert (
+            page.locator(token).first.evaluate("e => getComputedStyle(e).textDecorationLine")
+            == "none"
+        )
+        assert (
+            page.locator(".cell.own .share:visible").first.inner_text()
+            == "generalist 90 %, specialist 10 %"
+        )
         page.keyboard.press("ArrowRight")  # the radio buttons by keyboard: the middle block
         assert page.locator("#block-middle").is_checked()
-        assert shade(page, token) == (specialist, pytest.approx(whole * 0.2, abs=0.01))  # 40 and 60 %
+        assert shade(page, token) == (
+            specialist,
+            pytest.approx(whole * 0.2, abs=0.01),
+        )  # 40 and 60 %
 
 
 def test_weights_are_told_on_hover_by_keys_and_on_a_tap(report: Make) -> None:
@@ -86,7 +109,15 @@ def test_weights_are_told_on_hover_by_keys_and_on_a_tap(report: Make) -> None:
         tip, tokens = page.locator("#tip"), page.locator(".cell.own").first.locator(".t")
         assert not tip.is_visible()
         tokens.nth(1).hover()
-        assert tip.inner_text().split() == ["“alert(1)”", "generalist", "25.0", "%", "specialist", "75.0", "%"]
+        assert tip.inner_text().split() == [
+            "“alert(1)”",
+            "generalist",
+            "25.0",
+            "%",
+            "specialist",
+            "75.0",
+            "%",
+        ]
         page.keyboard.press("Escape")
         assert not tip.is_visible()
         tokens.nth(0).focus()
@@ -103,7 +134,9 @@ def test_points_of_curves_tell_their_values(report: Make) -> None:
     address = report()
     with opened() as page:
         page.goto(address)
-        page.locator("#training .panels:not(.broad) figure").first.locator(".target").nth(4).hover(force=True)
+        page.locator("#training .panels:not(.broad) figure").first.locator(".target").nth(4).hover(
+            force=True
+        )
         assert page.locator("#tip").inner_text() == "CoMiGS-1G1S: 19.00 at 10 local iterations"
 
 
@@ -112,19 +145,27 @@ def test_it_follows_the_dark_scheme(report: Make) -> None:
     with opened(dark=True) as page:
         page.goto(address)
         assert background(page, "body") == "rgb(13, 17, 23)"
-        assert page.locator("svg .tick").first.evaluate("e => getComputedStyle(e).fill") == "rgb(157, 167, 177)"
+        assert (
+            page.locator("svg .tick").first.evaluate("e => getComputedStyle(e).fill")
+            == "rgb(157, 167, 177)"
+        )
     with opened() as page:
         page.goto(address)
         assert background(page, "body") == "rgb(255, 255, 255)"
 
 
 @pytest.mark.parametrize("count", [3, 6])
-def test_a_narrow_window_scrolls_only_downwards_and_shows_two_pictures(report: Make, count: int) -> None:
+def test_a_narrow_window_scrolls_only_downwards_and_shows_two_pictures(
+    report: Make, count: int
+) -> None:
     address = report(count)
     with opened(width=390) as page:
         page.goto(address)
         assert not scrolls_sideways(page)
-        assert page.locator(".cell:visible h4").all_inner_texts() == ["model of client-0, own text", "model of client-0, text of client-1"]
+        assert page.locator(".cell:visible h4").all_inner_texts() == [
+            "model of client-0, own text",
+            "model of client-0, text of client-1",
+        ]
 
 
 def test_many_clients_have_selectors(report: Make) -> None:
@@ -145,17 +186,28 @@ def test_the_essentials_need_no_script(report: Make) -> None:
         without = page.context.browser.new_context(java_script_enabled=False).new_page()
         without.goto(address)
         assert without.locator(".cell:visible").count() == 36
-        before = without.locator(".share-last").first.is_visible(), without.locator(".share-first").first.is_visible()
+        before = (
+            without.locator(".share-last").first.is_visible(),
+            without.locator(".share-first").first.is_visible(),
+        )
         without.get_by_text("first (1 of 5)").click()
-        after = without.locator(".share-last").first.is_visible(), without.locator(".share-first").first.is_visible()
+        after = (
+            without.locator(".share-last").first.is_visible(),
+            without.locator(".share-first").first.is_visible(),
+        )
         assert (before, after) == ((True, False), (False, True))
         assert without.locator("table").first.is_visible()
 
 
 def test_a_comparison_fits_a_narrow_window(tmp_path: Path) -> None:
-    rows = [row(m, [result(m, 4, shift), result(m, 4, shift + 1)]) for m, shift in (("local", 5.0), ("comigs-1g1s", 0.0))]
+    rows = [
+        row(m, [result(m, 4, shift), result(m, 4, shift + 1)])
+        for m, shift in (("local", 5.0), ("comigs-1g1s", 0.0))
+    ]
     about = {key: result("local", 4, 0.0)[key] for key in ("recipe", "versions", "machine")}
-    write_comparison(tmp_path, about | {"rows": rows, "seeds": [0, 1], "notes": ["local: <b>unlike</b>"]}, "d")
+    write_comparison(
+        tmp_path, about | {"rows": rows, "seeds": [0, 1], "notes": ["local: <b>unlike</b>"]}, "d"
+    )
     with opened(width=390) as page:
         page.goto((tmp_path / "report.html").as_uri())
         assert not scrolls_sideways(page)

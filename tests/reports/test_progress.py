@@ -35,8 +35,12 @@ def plain(rows: int = 1) -> Terminal:
     return Terminal(Console(file=io.StringIO(), width=150), rows)
 
 
-def exchange(terminal: Terminal, clock: Clock, clients: Sequence[str], seconds: float, tokens: int = 600) -> None:
-    """Clients train one after the other; now and then somebody asks whether something is to be said."""
+def exchange(
+    terminal: Terminal, clock: Clock, clients: Sequence[str], seconds: float, tokens: int = 600
+) -> None:
+    """Clients train one after the other; now and then somebody asks whether something is to be
+    said.
+    """
     terminal.asking("local_round", len(clients))
     for client in clients:
         for _ in range(10):
@@ -51,8 +55,12 @@ def test_a_long_round_is_not_silent_and_time_left_shows_before_it_ends(clock: Cl
     exchange(terminal, clock, "abcd", 60.0)
     lines = said(terminal)[1:]
     assert lines[0] == "  round 1 of 3: 0 of 4 clients  0:30 so far"
-    assert lines[2] == "  round 1 of 3: 1 of 4 clients  loss 2.000  10 tokens/s  1:30 so far"  # the first one says nothing of the others
-    assert lines[4] == "  round 1 of 3: 2 of 4 clients  loss 2.000  10 tokens/s  9:30 left"  # 10 minutes after the second minute
+    assert (
+        lines[2] == "  round 1 of 3: 1 of 4 clients  loss 2.000  10 tokens/s  1:30 so far"
+    )  # the first one says nothing of the others
+    assert (
+        lines[4] == "  round 1 of 3: 2 of 4 clients  loss 2.000  10 tokens/s  9:30 left"
+    )  # 10 minutes after the second minute
     assert lines[-1].startswith("  round 1 of 3: 3 of 4 clients")
     assert len(lines) == 4 * 60 / SILENCE
 
@@ -107,7 +115,10 @@ def test_methods_that_were_done_before_are_counted(clock: Clock) -> None:
     terminal = plain(rows=3)
     terminal.known("Local")
     terminal.begin("FedAvg", 2, 1, "ab")
-    assert said(terminal) == ["[1/3] Local: done before", "[2/3] FedAvg: 2 rounds, 2 clients, going on after round 1"]
+    assert said(terminal) == [
+        "[1/3] Local: done before",
+        "[2/3] FedAvg: 2 rounds, 2 clients, going on after round 1",
+    ]
 
 
 def test_a_terminal_that_shows_rounds_live_says_no_such_lines(clock: Clock) -> None:
@@ -154,7 +165,9 @@ def test_time_left_is_of_this_session(clock: Clock) -> None:
     stretch.ask(2, training=True)
     clock.now = 10.0
     stretch.reply()
-    assert stretch.left is None  # until the first reply much is done once: it says nothing of the others
+    assert (
+        stretch.left is None
+    )  # until the first reply much is done once: it says nothing of the others
     clock.now = 15.0
     stretch.reply()
     stretch.round(7)
@@ -164,9 +177,13 @@ def test_time_left_is_of_this_session(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("expected", [None, 40.0, 60.0])
-def test_no_estimate_is_wild_however_long_the_first_step_takes(clock: Clock, expected: float | None) -> None:
+def test_no_estimate_is_wild_however_long_the_first_step_takes(
+    clock: Clock, expected: float | None
+) -> None:
     stretch, found = Stretch(10, 0, expected), []
-    ends = [30.0 + reply for reply in range(40)]  # the first reply comes after half a minute, the others a second apart
+    ends = [
+        30.0 + reply for reply in range(40)
+    ]  # the first reply comes after half a minute, the others a second apart
     for reply, end in enumerate(ends):
         if reply % 4 == 0:
             stretch.ask(4, training=True)
@@ -196,7 +213,9 @@ def test_in_eighty_columns_the_line_is_one_line(clock: Clock) -> None:
         terminal.cores(4)
         exchange(terminal, clock, "a", 20.0)
         terminal.progress.refresh()
-        rows = terminal.console.render_lines(terminal.progress.get_renderable(), terminal.console.options)
+        rows = terminal.console.render_lines(
+            terminal.progress.get_renderable(), terminal.console.options
+        )
     text = "".join(segment.text for segment in rows[-1])
     assert len(rows) == 1
     assert "3:20 left" in text

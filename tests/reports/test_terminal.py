@@ -45,10 +45,17 @@ def shown(rows: list[dict], width: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("clients", "expected"), [(("reference", "network", "numbers", "introspection"), "44.44"), (range(100), "worst client")]
+    ("clients", "expected"),
+    [(("reference", "network", "numbers", "introspection"), "44.44"), (range(100), "worst client")],
 )
 def test_tables_fit_a_narrow_terminal(clients: Sequence[object], expected: str) -> None:
-    row = {"method": "comigs-1g1s", "mean": 44.44, "std": 0.01, "per_seed": [1, 2, 3], "mean_synced": 44.44}
+    row = {
+        "method": "comigs-1g1s",
+        "mean": 44.44,
+        "std": 0.01,
+        "per_seed": [1, 2, 3],
+        "mean_synced": 44.44,
+    }
     costs = {
         "trainable_parameters": 123456,
         "active_parameters": 123456,
@@ -68,7 +75,9 @@ def test_a_live_display_shows_rounds_loss_and_speed() -> None:
         terminal.begin("Local", 2, 0, ["ann", "ben"])
         for round in range(2):
             for client in ("ann", "ben"):
-                terminal.client(round, client, {"tokens": 100, "loss/generalist": 2.5, "loss/router": 9.9})
+                terminal.client(
+                    round, client, {"tokens": 100, "loss/generalist": 2.5, "loss/router": 9.9}
+                )
             terminal.round(round + 1)
         terminal.evaluating(2)
         terminal.evaluated(2, {"valid": 3.0, "test": 4.0})
@@ -82,8 +91,22 @@ def test_a_live_display_shows_rounds_loss_and_speed() -> None:
 def accurate(method: str, clients: Sequence[str], **figures: object) -> dict:
     """A row of a classifier whose clients have 70, 71, ... percent."""
     values = {i: 70.0 + k for k, i in enumerate(clients)}
-    costs = {"trainable_parameters": 1, "active_parameters": 1, "flops_per_token": 9, "bytes_up_per_round": 9, "bytes_down_per_round": 9}
-    found = {"method": method, "metric": ACCURACY.about, "mean": 72.0, "std": 0.5, "per_seed": [1], "mean_synced": 72.0, "wall_s": 9.0}
+    costs = {
+        "trainable_parameters": 1,
+        "active_parameters": 1,
+        "flops_per_token": 9,
+        "bytes_up_per_round": 9,
+        "bytes_down_per_round": 9,
+    }
+    found = {
+        "method": method,
+        "metric": ACCURACY.about,
+        "mean": 72.0,
+        "std": 0.5,
+        "per_seed": [1],
+        "mean_synced": 72.0,
+        "wall_s": 9.0,
+    }
     beside = {"loss": 0.123, "between_clients": 3.4, "improved": None, "weights_error": None}
     return found | costs | beside | {"clients": values} | figures
 
@@ -93,7 +116,13 @@ def test_columns_of_clients_give_way_to_the_best_and_the_worst_where_they_do_not
     narrow, broad = (shown([accurate("cobo", eight)], width) for width in (80, 100))
     assert "best client" in narrow
     assert "c0-0" not in narrow
-    assert narrow[narrow.rindex("CoBo") :].split()[:5] == ["CoBo", "72.00", "77.00", "70.00", "72.00"]
+    assert narrow[narrow.rindex("CoBo") :].split()[:5] == [
+        "CoBo",
+        "72.00",
+        "77.00",
+        "70.00",
+        "72.00",
+    ]
     assert "c3-1" in broad
     assert broad[broad.rindex("CoBo") :].split()[2:10] == [f"{70 + k}.00" for k in range(8)]
     assert "70.00" in shown([accurate("cobo", eight[:4])], 80)
@@ -101,17 +130,24 @@ def test_columns_of_clients_give_way_to_the_best_and_the_worst_where_they_do_not
 
 
 def test_beside_the_metric_stands_what_is_known() -> None:
-    text = shown([accurate("local", ["ann"]), accurate("cobo", ["ann"], improved=87.5, weights_error=0.25)], 80)
+    text = shown(
+        [accurate("local", ["ann"]), accurate("cobo", ["ann"], improved=87.5, weights_error=0.25)],
+        80,
+    )
     assert "test accuracy, %" in text
     assert "/example" in text
     assert "token" not in text
     beside = text[text.index("± between") :]
-    lines = [line.split() for line in beside.splitlines() if line.strip().startswith(("Local", "CoBo"))]
+    lines = [
+        line.split() for line in beside.splitlines() if line.strip().startswith(("Local", "CoBo"))
+    ]
     assert lines[:2] == [["Local", "0.123", "3.40"], ["CoBo", "0.123", "3.40", "88", "0.25"]]
     assert "Imp.%" not in shown([accurate("local", ["ann"])], 80)
 
 
-def test_plain_progress_is_a_line_every_other_second_and_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_progress_is_a_line_every_other_second_and_the_last_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = [0.0]
     monkeypatch.setattr(terminals.time, "monotonic", lambda: clock[0])
     console = Console(file=io.StringIO(), width=150)
@@ -124,7 +160,19 @@ def test_plain_progress_is_a_line_every_other_second_and_the_last_one(monkeypatc
             terminal.round(round + 1)
         terminal.end({"mean": 62.5})
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert [line.split()[1] for line in lines if line.startswith("  round")] == ["128/600", "256/600", "384/600", "512/600", "600/600"]
-    assert [line.split()[2] for line in lines if line.startswith("  after")] == ["128:", "256:", "384:", "512:", "600:"]
+    assert [line.split()[1] for line in lines if line.startswith("  round")] == [
+        "128/600",
+        "256/600",
+        "384/600",
+        "512/600",
+        "600/600",
+    ]
+    assert [line.split()[2] for line in lines if line.startswith("  after")] == [
+        "128:",
+        "256:",
+        "384:",
+        "512:",
+        "600:",
+    ]
     assert "1,280 examples/s" in lines[-1]
     assert lines[-2] == "  after round 600: valid accuracy 61.00 %, test accuracy 62.50 %"

@@ -15,13 +15,29 @@ from coterie.reports.html import write_report
 from coterie.reports.verdict import verdict
 
 
-def result(method: str, clients: dict[str, float], seed: int = 0, groups: dict[str, float] | None = None) -> dict:
-    """A result of a method with these scores; of groups, the clients' names begin with their group's."""
-    costs = {"trainable_parameters": 100, "active_parameters": 100, "flops_per_token": 10, "bytes_up": 0, "bytes_down": 0, "state_bytes": 0}
+def result(
+    method: str, clients: dict[str, float], seed: int = 0, groups: dict[str, float] | None = None
+) -> dict:
+    """A result of a method with these scores; of groups, the clients' names begin with their
+    group's.
+    """
+    costs = {
+        "trainable_parameters": 100,
+        "active_parameters": 100,
+        "flops_per_token": 10,
+        "bytes_up": 0,
+        "bytes_down": 0,
+        "state_bytes": 0,
+    }
     group = {i: {"group": i.rstrip("0123456789")} for i in clients} if groups else {}
-    scores = {i: {"test": x, "test_loss": 1.0, "test_synced": x, "valid": x, **costs, **group.get(i, {})} for i, x in clients.items()}
+    scores = {
+        i: {"test": x, "test_loss": 1.0, "test_synced": x, "valid": x, **costs, **group.get(i, {})}
+        for i, x in clients.items()
+    }
     mean = next(iter(groups.values())) if groups else sum(clients.values()) / len(clients)
-    entry = {"round": 2, "iteration": 4, "valid": mean, "test": mean, "clients": scores} | ({"groups": groups} if groups else {})
+    entry = {"round": 2, "iteration": 4, "valid": mean, "test": mean, "clients": scores} | (
+        {"groups": groups} if groups else {}
+    )
     return {
         "method": method,
         "recipe": "folders",
@@ -50,22 +66,37 @@ def result(method: str, clients: dict[str, float], seed: int = 0, groups: dict[s
 
 def line(method: str, *per_client: float, seeds: tuple[float, ...] = (0.0,)) -> dict:
     """A row over seeds, each of which moves all clients alike."""
-    return row(method, [result(method, {f"c{k}": x + shift for k, x in enumerate(per_client)}, n) for n, shift in enumerate(seeds)])
+    return row(
+        method,
+        [
+            result(method, {f"c{k}": x + shift for k, x in enumerate(per_client)}, n)
+            for n, shift in enumerate(seeds)
+        ],
+    )
 
 
 OURS = "comigs-1g1s"
 
 
 def test_a_loss_is_called_one_and_something_is_advised() -> None:
-    said = verdict([line("pretrained", 50, 50, 50), line("local", 20, 21, 22), line(OURS, 30, 31, 32)], OURS)
-    assert said.startswith("On these data Local is better than CoMiGS-1G1S for all 3 clients (21.00 against 31.00)")
+    said = verdict(
+        [line("pretrained", 50, 50, 50), line("local", 20, 21, 22), line(OURS, 30, 31, 32)], OURS
+    )
+    assert said.startswith(
+        "On these data Local is better than CoMiGS-1G1S for all 3 clients (21.00 against 31.00)"
+    )
     assert "share less, or keep the local models." in said
     assert "One seed" in said
 
 
 def test_a_win_names_whom_it_beats() -> None:
-    said = verdict([line("local", 20, 21, 22), line("fedavg", 19, 30, 30), line(OURS, 10, 11, 12)], OURS)
-    assert said.startswith("On these data CoMiGS-1G1S is better than Local, the best other row, for all 3 clients (11.00 against 21.00).")
+    said = verdict(
+        [line("local", 20, 21, 22), line("fedavg", 19, 30, 30), line(OURS, 10, 11, 12)], OURS
+    )
+    assert said.startswith(
+        "On these data CoMiGS-1G1S is better than Local, the best other row, for all 3 clients "
+        "(11.00 against 21.00)."
+    )
 
 
 def test_a_win_on_average_says_for_how_many() -> None:
@@ -100,15 +131,22 @@ def test_one_row_alone_says_nothing_of_sharing() -> None:
 
 
 def unseen_rows() -> list[dict]:
-    ours = result("ddome", {"aligned0": 70.0, "random0": 40.0}, groups={"aligned": 70.0, "random": 40.0})
-    other = result("fedavg", {"aligned0": 60.0, "random0": 55.0}, groups={"aligned": 60.0, "random": 55.0})
+    ours = result(
+        "ddome", {"aligned0": 70.0, "random0": 40.0}, groups={"aligned": 70.0, "random": 40.0}
+    )
+    other = result(
+        "fedavg", {"aligned0": 60.0, "random0": 55.0}, groups={"aligned": 60.0, "random": 55.0}
+    )
     return [other, ours]
 
 
 def test_every_group_of_unseen_clients_counts() -> None:
     rows = [row(found["method"], [found]) for found in unseen_rows()]
     said = verdict(rows, "ddome")
-    assert "for aligned (unseen) (70.00 % against 60.00 %), not for random (unseen) (40.00 % against 55.00 %)" in said
+    assert (
+        "for aligned (unseen) (70.00 % against 60.00 %), not for random (unseen) (40.00 % "
+        "against 55.00 %)" in said
+    )
 
 
 def loss(tmp_path: Path) -> list[dict]:
@@ -141,7 +179,10 @@ def test_a_terminal_of_80_by_24_ends_with_scores_and_verdict(tmp_path: Path, uns
     lines = console.export_text().splitlines()
     assert all(len(text) <= 80 for text in lines)
     last = "\n".join(lines[-22:])  # two lines more say where everything is
-    assert all(title in last for title in (["FedAvg", "DDOME"] if unseen else ["Local", "FedAvg", "CoMiGS-1G1S"]))
+    assert all(
+        title in last
+        for title in (["FedAvg", "DDOME"] if unseen else ["Local", "FedAvg", "CoMiGS-1G1S"])
+    )
     assert "is better than" in last
     assert lines[-1].strip()
     if unseen:
@@ -165,12 +206,28 @@ def test_lists_fit_80_columns(command: str) -> None:
     assert max(map(len, lines)) <= 80
 
 
-def test_a_dry_run_says_what_it_would_take_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_says_what_it_would_take_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    settings = ("data.clusters=2", "data.clients_per_cluster=2", "method.rounds=3", "compare_with=[local]")
-    done = CliRunner().invoke(app, ["run", "cobo-digits", "--dry-run", *(word for s in settings for word in ("--set", s))])
+    settings = (
+        "data.clusters=2",
+        "data.clients_per_cluster=2",
+        "method.rounds=3",
+        "compare_with=[local]",
+    )
+    done = CliRunner().invoke(
+        app, ["run", "cobo-digits", "--dry-run", *(word for s in settings for word in ("--set", s))]
+    )
     assert done.exit_code == 0, done.output
-    for expected in ("4 clients", "examples", "parameters trained a client", "a round:", "in all", "GB of memory"):
+    for expected in (
+        "4 clients",
+        "examples",
+        "parameters trained a client",
+        "a round:",
+        "in all",
+        "GB of memory",
+    ):
         assert expected in done.output
     assert max(map(len, done.output.splitlines())) <= 80
     assert not list(tmp_path.iterdir())

@@ -17,7 +17,12 @@ RECIPE = {"name": "r", "method": {"name": "local", "rounds": 3}}
 
 
 def checkpoint(round: int, size: int = 4) -> Checkpoint:
-    return Checkpoint(round, {"s": torch.full((2,), float(round))}, {"ann": {"x": torch.full((size,), float(round))}}, {"k": round})
+    return Checkpoint(
+        round,
+        {"s": torch.full((2,), float(round))},
+        {"ann": {"x": torch.full((size,), float(round))}},
+        {"k": round},
+    )
 
 
 def test_the_two_newest_are_kept(tmp_path: Path) -> None:
@@ -52,7 +57,9 @@ def test_a_full_disk_keeps_the_former(tmp_path: Path, monkeypatch: pytest.Monkey
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(SaveError, match=r"(?s)round 2: .*No space left.*checkpoint before it is good.*--resume"):
+    with pytest.raises(
+        SaveError, match=r"(?s)round 2: .*No space left.*checkpoint before it is good.*--resume"
+    ):
         checkpoints.save(checkpoint(2))
     monkeypatch.undo()
     assert checkpoints.latest().round == 1  # type: ignore[union-attr]
@@ -60,10 +67,15 @@ def test_a_full_disk_keeps_the_former(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_file_that_cannot_grow_keeps_the_former(tmp_path: Path) -> None:
-    """The same through the system itself: a limit on file sizes, which writing hits in the middle of a client's state."""
+    """The same through the system itself: a limit on file sizes, which writing hits in the
+    middle of a client's state.
+    """
     checkpoints = Checkpoints(tmp_path, RECIPE)
     checkpoints.save(checkpoint(1))
-    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    before, handler = (
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
+    )
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
         with pytest.raises(SaveError, match="round 2"):
@@ -92,4 +104,11 @@ def test_metrics_after_the_checkpoint_are_cut_off(tmp_path: Path) -> None:
     metrics.close()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in lines] == [2.0, 1.5]
-    assert lines[0] == {"kind": "train", "round": 1, "iteration": 10, "client": "ann", "loss": 2.0, "router": [[0.5, 0.5]]}
+    assert lines[0] == {
+        "kind": "train",
+        "round": 1,
+        "iteration": 10,
+        "client": "ann",
+        "loss": 2.0,
+        "router": [[0.5, 0.5]],
+    }

@@ -1,4 +1,6 @@
-"""Points of the curves between evaluations: they are there, of the right part, and change no figure."""
+"""Points of the curves between evaluations: they are there, of the right part, and change no
+figure.
+"""
 
 import io
 import json
@@ -21,8 +23,21 @@ from coterie.runs.estimate import Estimate, Foresight, work
 from coterie.runs.recipe import Recipe
 
 SETTINGS = (
-    *("method.rounds=3", "method.local_steps=2", "method.router_every=2", "method.router_steps=1", "model.dropout=0.1"),
-    *("model.context=16", "training.batch_size=4", "compare_with=[pretrained, local]", "curve_every=2", "curve_windows=6", "threads=1"),
+    *(
+        "method.rounds=3",
+        "method.local_steps=2",
+        "method.router_every=2",
+        "method.router_steps=1",
+        "model.dropout=0.1",
+    ),
+    *(
+        "model.context=16",
+        "training.batch_size=4",
+        "compare_with=[pretrained, local]",
+        "curve_every=2",
+        "curve_windows=6",
+        "threads=1",
+    ),
 )
 TIMES = {"wall_s", "peak_memory_bytes", "curve"}
 
@@ -33,7 +48,9 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, tiny_base: Path) -> Recipe:
     for name in ("ann", "ben", "cleo"):
         (root / name).mkdir()
         for k in range(20):
-            (root / name / f"{k:02d}.txt").write_text(f"{name} writes line {k} of a text that is not long. " * 3)
+            (root / name / f"{k:02d}.txt").write_text(
+                f"{name} writes line {k} of a text that is not long. " * 3
+            )
     return recipes.load("folders", [*SETTINGS, f"data.path={root}", f"model.base={tiny_base}"])
 
 
@@ -51,28 +68,44 @@ def rounds(result: dict) -> list[int]:
     return [point["round"] for point in result["curve"]["points"]]
 
 
-def test_there_is_a_point_before_the_first_round_every_other_round_and_after_the_last(whole: tuple[Path, list[dict]]) -> None:
+def test_there_is_a_point_before_the_first_round_every_other_round_and_after_the_last(
+    whole: tuple[Path, list[dict]],
+) -> None:
     pretrained, local, own = whole[1]
     assert rounds(pretrained) == [0]
     assert rounds(local) == rounds(own) == [0, 2, 3]
     assert [point["iteration"] for point in own["curve"]["points"]] == [0, 4, 6]
-    for client, base in pretrained["curve"]["points"][0]["clients"].items():  # a fresh adapter is the base
-        assert own["curve"]["points"][0]["clients"][client]["test"] == pytest.approx(base["test"], rel=1e-5)
+    for client, base in pretrained["curve"]["points"][0][
+        "clients"
+    ].items():  # a fresh adapter is the base
+        assert own["curve"]["points"][0]["clients"][client]["test"] == pytest.approx(
+            base["test"], rel=1e-5
+        )
     assert own["curve"]["points"][-1]["clients"] != own["curve"]["points"][0]["clients"]
-    assert [e["round"] for e in own["evaluations"]] == [3]  # the figures are of the whole sets, after the last round
+    assert [e["round"] for e in own["evaluations"]] == [
+        3
+    ]  # the figures are of the whole sets, after the last round
 
 
-def test_points_change_no_figure(recipe: Recipe, whole: tuple[Path, list[dict]], tmp_path: Path) -> None:
+def test_points_change_no_figure(
+    recipe: Recipe, whole: tuple[Path, list[dict]], tmp_path: Path
+) -> None:
     plain = runs.run(recipe.model_copy(update={"curve_every": None}), tmp_path)
     assert [without(result) for result in plain] == [without(result) for result in whole[1]]
     assert all(result["curve"] is None for result in plain)
     for path in sorted(whole[0].glob("clients/*/adapter.safetensors")):
         assert (tmp_path / path.relative_to(whole[0])).read_bytes() == path.read_bytes()
-    scores = [line for line in (whole[0] / "metrics.jsonl").read_text().splitlines() if json.loads(line)["kind"] != "curve"]
+    scores = [
+        line
+        for line in (whole[0] / "metrics.jsonl").read_text().splitlines()
+        if json.loads(line)["kind"] != "curve"
+    ]
     assert scores == (tmp_path / "metrics.jsonl").read_text().splitlines()
 
 
-def test_a_point_is_of_evenly_spaced_windows(recipe: Recipe, whole: tuple[Path, list[dict]]) -> None:
+def test_a_point_is_of_evenly_spaced_windows(
+    recipe: Recipe, whole: tuple[Path, list[dict]]
+) -> None:
     prepared = OnThisMachine().prepare(recipe)
     client = prepared.site.client("ben", {})
     assert isinstance(client.model, LanguageModel)
@@ -80,12 +113,18 @@ def test_a_point_is_of_evenly_spaced_windows(recipe: Recipe, whole: tuple[Path, 
     assert test.windows > 6
     numbers = [int(k * (test.windows - 1) / 5) for k in range(6)]
     with torch.no_grad():
-        expected = sum(client.model.score(iter([test.take(np.array([number]))])) for number in numbers)
+        expected = sum(
+            client.model.score(iter([test.take(np.array([number]))])) for number in numbers
+        )
     assert isinstance(expected, torch.Tensor)
-    assert whole[1][-1]["curve"]["points"][0]["clients"]["ben"]["test"] == pytest.approx(perplexity(expected), rel=1e-5)
+    assert whole[1][-1]["curve"]["points"][0]["clients"]["ben"]["test"] == pytest.approx(
+        perplexity(expected), rel=1e-5
+    )
 
 
-def test_after_an_interruption_the_curve_goes_on(recipe: Recipe, whole: tuple[Path, list[dict]], tmp_path: Path) -> None:
+def test_after_an_interruption_the_curve_goes_on(
+    recipe: Recipe, whole: tuple[Path, list[dict]], tmp_path: Path
+) -> None:
     class Stop(Exception):
         pass
 
@@ -102,8 +141,16 @@ def test_after_an_interruption_the_curve_goes_on(recipe: Recipe, whole: tuple[Pa
 
 
 def test_any_kind_of_model_has_points(tmp_path: Path) -> None:
-    small = ("method.rounds=2", "data.public=60", "model.common.pretraining.epochs=1", "curve_every=2", "compare_with=[]")
-    (result,) = runs.run(recipes.load("ddome-digits", [*small, "engine=loopback", "evaluate_every=2"]), tmp_path)
+    small = (
+        "method.rounds=2",
+        "data.public=60",
+        "model.common.pretraining.epochs=1",
+        "curve_every=2",
+        "compare_with=[]",
+    )
+    (result,) = runs.run(
+        recipes.load("ddome-digits", [*small, "engine=loopback", "evaluate_every=2"]), tmp_path
+    )
     assert rounds(result) == [0, 2]
     assert result["curve"]["points"][0]["groups"].keys() == result["groups"].keys()
     assert (tmp_path / "report.html").exists()
@@ -136,7 +183,9 @@ def test_how_long_it_takes_is_said_before_it_begins_and_changes_no_figure(
     first = out.getvalue().splitlines()[0]
     assert re.fullmatch(r"about \d+:\d\d in all, by a few steps", first)
     assert len(terminal.expected) == 3
-    assert terminal.expected[1] > terminal.expected[0] > 0  # training takes longer than scoring alone
+    assert (
+        terminal.expected[1] > terminal.expected[0] > 0
+    )  # training takes longer than scoring alone
 
 
 def test_a_row_that_is_done_takes_no_time(recipe: Recipe, whole: tuple[Path, list[dict]]) -> None:
@@ -145,9 +194,16 @@ def test_a_row_that_is_done_takes_no_time(recipe: Recipe, whole: tuple[Path, lis
     assert terminal.expected == [0.0, 0.0, 0.0]
 
 
-def test_what_is_not_measured_is_expected_by_how_much_it_trains(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coterie.runs.estimate.estimate", lambda prepared: Estimate(2 * work(prepared), 0, 0, None))
-    rows = [OnThisMachine().prepare(recipe.with_method(name)) for name in ("local", "fedavg", "pretrained")]
+def test_what_is_not_measured_is_expected_by_how_much_it_trains(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "coterie.runs.estimate.estimate", lambda prepared: Estimate(2 * work(prepared), 0, 0, None)
+    )
+    rows = [
+        OnThisMachine().prepare(recipe.with_method(name))
+        for name in ("local", "fedavg", "pretrained")
+    ]
     foresight = Foresight(most=0.0)
     foresight._left = 1e-9  # the first is measured, and uses that up
     for row in rows:

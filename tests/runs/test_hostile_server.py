@@ -1,4 +1,6 @@
-"""Servers that want more of a device than its owner allows: what they ask, and that nothing leaves."""
+"""Servers that want more of a device than its owner allows: what they ask, and that nothing
+leaves.
+"""
 
 import json
 import os
@@ -30,7 +32,13 @@ NOISY = "privacy={where: local, clip: 0.5, noise: 10.0, delta: 1e-5}"
 
 
 def recipe_of(method: str = "fedavg", *more: str) -> Recipe:
-    settings = [f"method.name={method}", "method.rounds=4", "compare_with=[]", "engine=flower", *more]
+    settings = [
+        f"method.name={method}",
+        "method.rounds=4",
+        "compare_with=[]",
+        "engine=flower",
+        *more,
+    ]
     return load("cobo-digits", settings)
 
 
@@ -56,10 +64,15 @@ def moved(theta: Tensors, by: float) -> Tensors:
     return {name: t + by for name, t in theta.items()}
 
 
-def asked(device: Device, section: dict[str, Any], task: str, tensors: Tensors, **said: Any) -> tuple[Reply, Tensors]:
+def asked(
+    device: Device, section: dict[str, Any], task: str, tensors: Tensors, **said: Any
+) -> tuple[Reply, Tensors]:
     """What a device answers to a server that may say anything."""
     about: dict[str, Any] = {"action": "task", "run": "run", "client": CLIENT} | said
-    text, body = device.answer(Request(recipe=section, task=task, **about).model_dump_json(), to_bytes(tensors) if tensors else b"")
+    text, body = device.answer(
+        Request(recipe=section, task=task, **about).model_dump_json(),
+        to_bytes(tensors) if tensors else b"",
+    )
     return parsed(Reply, text), from_bytes(body) if body else {}
 
 
@@ -70,7 +83,9 @@ def update(device: Device, section: dict[str, Any], theta: Tensors, **said: Any)
     return axpy(-1.0, theta, {name: found[name] for name in theta})
 
 
-def refused(device: Device, section: dict[str, Any], task: str, tensors: Tensors, **said: Any) -> str:
+def refused(
+    device: Device, section: dict[str, Any], task: str, tensors: Tensors, **said: Any
+) -> str:
     """Why a device refuses; nothing left it."""
     reply, found = asked(device, section, task, tensors, **said)
     assert found == {}
@@ -79,17 +94,22 @@ def refused(device: Device, section: dict[str, Any], task: str, tensors: Tensors
     return reply.problem
 
 
-# --- local privacy ------------------------------------------------------------------------------------------------------------------------
+# --- local privacy
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("phase", [0, -1, -2, 7])
-def test_no_number_of_a_request_takes_the_noise_away(phase: int, theta: Tensors, tmp_path: Path) -> None:
+def test_no_number_of_a_request_takes_the_noise_away(
+    phase: int, theta: Tensors, tmp_path: Path
+) -> None:
     found = update(Device(tmp_path, CLIENT), noisy(), theta, phase=phase)
     assert norm(found) > 0.9 * 5.0 * sum(t.numel() for t in theta.values()) ** 0.5
 
 
 def test_noise_is_not_averaged_away_by_asking_again(theta: Tensors, tmp_path: Path) -> None:
-    """The same request: the same noise, whatever run or phase it is said to be of; and it is charged once."""
+    """The same request: the same noise, whatever run or phase it is said to be of; and it is
+    charged once.
+    """
     device = Device(tmp_path, CLIENT)
     first = update(device, noisy(), theta)
     for said in ({}, {"run": "another"}, {"phase": -1}):
@@ -101,56 +121,109 @@ def test_noise_is_not_averaged_away_by_asking_again(theta: Tensors, tmp_path: Pa
 def test_noise_of_two_sizes_is_not_the_same_noise(theta: Tensors, tmp_path: Path) -> None:
     """Of the same noise in two sizes the reply could be told, exactly: (10 u_5 - 5 u_10) / 5."""
     device = Device(tmp_path, CLIENT)
-    large, small = update(device, noisy(), theta, run="a"), update(device, noisy("privacy.noise=5.0"), theta, run="b")
+    large, small = (
+        update(device, noisy(), theta, run="a"),
+        update(device, noisy("privacy.noise=5.0"), theta, run="b"),
+    )
     truth = update(Device(tmp_path / "other", CLIENT), section_of(recipe_of()), theta)
     told = {name: (10 * small[name] - 5 * large[name]) / 5 for name in theta}
     assert norm(axpy(-1.0, truth, told)) > 100 * norm(truth)
 
 
-CHANGES = ("privacy=null", "privacy.noise=0.1", "privacy.clip=50", "privacy.where=central", "method.local_steps=2", "seed=9")
+CHANGES = (
+    "privacy=null",
+    "privacy.noise=0.1",
+    "privacy.clip=50",
+    "privacy.where=central",
+    "method.local_steps=2",
+    "seed=9",
+)
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_run_keeps_to_the_recipe_that_it_began_with(change: str, theta: Tensors, tmp_path: Path) -> None:
+def test_a_run_keeps_to_the_recipe_that_it_began_with(
+    change: str, theta: Tensors, tmp_path: Path
+) -> None:
     device = Device(tmp_path, CLIENT)
     update(device, noisy(), theta)
-    problem = refused(device, section_of(recipe_of("fedavg", NOISY, change)), "local_round", theta, round=1)
+    problem = refused(
+        device, section_of(recipe_of("fedavg", NOISY, change)), "local_round", theta, round=1
+    )
     assert "not that with which the run began" in problem
-    update(Device(tmp_path, CLIENT), noisy("samples=0", "memory=1"), theta, round=1)  # what says nothing of the device may change
+    update(
+        Device(tmp_path, CLIENT), noisy("samples=0", "memory=1"), theta, round=1
+    )  # what says nothing of the device may change
 
 
-def test_with_noise_losses_leave_and_lists_of_figures_do_not(theta: Tensors, tmp_path: Path) -> None:
+def test_with_noise_losses_leave_and_lists_of_figures_do_not(
+    theta: Tensors, tmp_path: Path
+) -> None:
     reply, _ = asked(Device(tmp_path, CLIENT), noisy(), "local_round", theta)
     assert reply.metrics.keys() == {"tokens", "loss/generalist", "accuracy/generalist"}
     assert all(isinstance(value, int | float) for value in reply.metrics.values())
 
 
-# --- tasks in the clear -------------------------------------------------------------------------------------------------------------------
+# --- tasks in the clear
+# --------------------------------------------------------------------------------------------------
 
 
 def private_tasks() -> list[tuple[str, str]]:
-    """Every task of every method that digits can be classified with, but those that send nothing or scores."""
+    """Every task of every method that digits can be classified with, but those that send nothing
+    or scores.
+    """
     found = []
-    for name in ("fedavg", "cobo", "fc", "ifca", "pcl", "ditto", "scaffold", "fedprox", "finetuned-fedavg", "local", "ddome", "fedadg"):
+    for name in (
+        "fedavg",
+        "cobo",
+        "fc",
+        "ifca",
+        "pcl",
+        "ditto",
+        "scaffold",
+        "fedprox",
+        "finetuned-fedavg",
+        "local",
+        "ddome",
+        "fedadg",
+    ):
         method = METHODS[name].method
         tasks = [t for t in dir(method) if hasattr(getattr(method, t), "__coterie_sends__")]
-        found += [(name, t) for t in tasks if declared(getattr(method, t)) in (Sends.PRIVATE, Sends.UPDATE)]
+        found += [
+            (name, t)
+            for t in tasks
+            if declared(getattr(method, t)) in (Sends.PRIVATE, Sends.UPDATE)
+        ]
     return found
 
 
 @pytest.mark.parametrize(("method", "task"), private_tasks())
 @pytest.mark.parametrize(
-    "device", [{"secure": True}, {"limits": Limits(secure=True)}, {"limits": Limits(epsilon=3.0)}], ids=["--secure", "secure", "epsilon"]
+    "device",
+    [{"secure": True}, {"limits": Limits(secure=True)}, {"limits": Limits(epsilon=3.0)}],
+    ids=["--secure", "secure", "epsilon"],
 )
 def test_a_device_that_protects_its_owner_sends_no_model_in_the_clear(
-    method: str, task: str, device: dict[str, Any], theta: Tensors, blueprint: Blueprint, tmp_path: Path
+    method: str,
+    task: str,
+    device: dict[str, Any],
+    theta: Tensors,
+    blueprint: Blueprint,
+    tmp_path: Path,
 ) -> None:
-    """A gradient at a point of the server's choice, a model after one step: what CoBo, FC, IFCA and others send."""
+    """A gradient at a point of the server's choice, a model after one step: what CoBo, FC, IFCA
+    and others send.
+    """
     flat = blueprint.flat()
-    tensors = {"midpoint_gradients": {"z": flat}, "gradients": {CLIENT: flat}, "descend": {"pull": 0 * flat, "direction": 0 * flat}}
+    tensors = {
+        "midpoint_gradients": {"z": flat},
+        "gradients": {CLIENT: flat},
+        "descend": {"pull": 0 * flat, "direction": 0 * flat},
+    }
     section = section_of(recipe_of(method, *(["method.cluster_size=2"] if method == "fc" else [])))
     for phase in (0, -1):
-        problem = refused(Device(tmp_path, CLIENT, **device), section, task, tensors.get(task, theta), phase=phase)
+        problem = refused(
+            Device(tmp_path, CLIENT, **device), section, task, tensors.get(task, theta), phase=phase
+        )
         assert problem.startswith(f"{task}: ")
         assert "in the clear" in problem or "leave" in problem or "nothing says" in problem
     assert not list(tmp_path.glob("run/states/*/round-*"))  # it was refused before it was done
@@ -169,46 +242,79 @@ def test_a_secure_device_is_scored_and_keeps_its_model(theta: Tensors, tmp_path:
     assert asked(device, section_of(recipe_of("local")), "keep", {}, number=2)[0].problem == ""
 
 
-# --- scores -------------------------------------------------------------------------------------------------------------------------------
+# --- scores
+# --------------------------------------------------------------------------------------------------
 
 
-def test_a_flood_of_scores_at_points_of_the_servers_choice_ends(theta: Tensors, tmp_path: Path) -> None:
+def test_a_flood_of_scores_at_points_of_the_servers_choice_ends(
+    theta: Tensors, tmp_path: Path
+) -> None:
     device = Device(tmp_path, CLIENT, limits=Limits(secure=True, rounds=4, runs=2))
     section = section_of(recipe_of("fedavg", "secure=true"))
     for k in range(8):
         assert asked(device, section, "score", moved(theta, 0.01 * k), number=k)[0].problem == ""
     for task in ("score", "score_test"):
         assert "limits.exchanges" in refused(device, section, task, moved(theta, 0.5), number=9)
-    assert asked(device, section, "score", moved(theta, 0.0), number=10)[0].problem == ""  # nothing new is told
+    assert (
+        asked(device, section, "score", moved(theta, 0.0), number=10)[0].problem == ""
+    )  # nothing new is told
     assert asked(device, section, "score", moved(theta, 0.5), round=4)[0].problem == ""
     assert "round 6 of a run of 4" in refused(device, section, "score", moved(theta, 0.6), round=5)
-    assert "limits.exchanges" not in asked(device, section, "score", moved(theta, 0.7), run="second")[0].problem
+    assert (
+        "limits.exchanges"
+        not in asked(device, section, "score", moved(theta, 0.7), run="second")[0].problem
+    )
     assert "limits.runs" in refused(device, section, "score", moved(theta, 0.8), run="third")
 
 
 def test_an_owner_may_have_no_figure_leave_at_all(theta: Tensors, tmp_path: Path) -> None:
-    """A loss is exact, and of one example if a server wants batches of one: no epsilon covers it."""
+    """A loss is exact, and of one example if a server wants batches of one: no epsilon covers
+    it.
+    """
     device = Device(tmp_path, CLIENT, limits=Limits(epsilon=5, scores=False))
     reply, found = asked(device, noisy(), "local_round", theta)
     assert (reply.metrics, found.keys()) == ({}, theta.keys())
     for task in ("score", "score_test"):
-        assert f"{task}: this device sends no scores" in refused(device, noisy(), task, theta, number=1)
+        assert f"{task}: this device sends no scores" in refused(
+            device, noisy(), task, theta, number=1
+        )
     assert asked(device, noisy(), "keep", theta, number=2)[0].problem == ""
 
 
-# --- what the owner allows ----------------------------------------------------------------------------------------------------------------
+# --- what the owner allows
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("allowed", "change", "said"),
     [
-        ({"methods": ["comigs-1g1s", "ditto"]}, [], "limits.methods: this device takes part in comigs-1g1s, ditto, not in fedavg"),
-        ({"rounds": 3}, [], "limits.rounds: this device takes part in at most 3 rounds of a run, this one has 4"),
+        (
+            {"methods": ["comigs-1g1s", "ditto"]},
+            [],
+            "limits.methods: this device takes part in comigs-1g1s, ditto, not in fedavg",
+        ),
+        (
+            {"rounds": 3},
+            [],
+            "limits.rounds: this device takes part in at most 3 rounds of a run, this one has 4",
+        ),
         ({"tasks": ["score"]}, [], "limits.tasks: this device does score, not local_round"),
-        ({"local_privacy": {"noise_at_least": 12}}, [], "limits.local_privacy: this device wants z of at least 12, the run has 10"),
-        ({"local_privacy": {"noise_at_least": 1, "clip_at_most": 0.1}}, [], "C of at most 0.1, the run has 0.5"),
+        (
+            {"local_privacy": {"noise_at_least": 12}},
+            [],
+            "limits.local_privacy: this device wants z of at least 12, the run has 10",
+        ),
+        (
+            {"local_privacy": {"noise_at_least": 1, "clip_at_most": 0.1}},
+            [],
+            "C of at most 0.1, the run has 0.5",
+        ),
         ({"local_privacy": {"noise_at_least": 1}}, ["privacy=null"], "leave with noise only"),
-        ({"local_privacy": {"noise_at_least": 1}}, ["privacy.where=central"], "leave with noise only"),
+        (
+            {"local_privacy": {"noise_at_least": 1}},
+            ["privacy.where=central"],
+            "leave with noise only",
+        ),
         ({"epsilon": 5}, ["privacy=null"], "leave with noise only"),
         ({"epsilon": 5}, ["privacy.noise=0"], "leave with noise only"),
         ({"epsilon": 5}, ["privacy.noise=1e-300"], "no privacy at all"),
@@ -216,20 +322,28 @@ def test_an_owner_may_have_no_figure_leave_at_all(theta: Tensors, tmp_path: Path
         ({"secure": True}, [], "secure aggregation only"),
     ],
 )
-def test_no_run_lifts_the_owners_limits(allowed: dict[str, Any], change: list[str], said: str, theta: Tensors, tmp_path: Path) -> None:
+def test_no_run_lifts_the_owners_limits(
+    allowed: dict[str, Any], change: list[str], said: str, theta: Tensors, tmp_path: Path
+) -> None:
     device = Device(tmp_path, CLIENT, limits=Limits.model_validate(allowed))
-    assert said in refused(device, section_of(recipe_of("fedavg", NOISY, *change)), "local_round", theta)
+    assert said in refused(
+        device, section_of(recipe_of("fedavg", NOISY, *change)), "local_round", theta
+    )
 
 
 def test_a_server_hears_at_once_that_a_device_does_not_take_part(tmp_path: Path) -> None:
     device = Device(tmp_path, CLIENT, limits=Limits(methods=("ditto",)))
-    text, _ = device.answer(Request(action="hello", run="run", recipe=section_of(recipe_of())).model_dump_json(), b"")
+    text, _ = device.answer(
+        Request(action="hello", run="run", recipe=section_of(recipe_of())).model_dump_json(), b""
+    )
     assert "limits.methods" in parsed(Reply, text).problem
 
 
 def test_bases_are_those_of_the_owner() -> None:
     Limits(bases=("mini",)).check_run("fedavg", "mini", 3)
-    with pytest.raises(Refused, match=r"limits\.bases: this device loads mini, not /home/ann/secrets"):
+    with pytest.raises(
+        Refused, match=r"limits\.bases: this device loads mini, not /home/ann/secrets"
+    ):
         Limits(bases=("mini",)).check_run("fedavg", "/home/ann/secrets", 3)
 
 
@@ -241,15 +355,28 @@ def spent(replies: int, z: float = 10.0) -> float:
     return accountant.epsilon(1e-5)
 
 
-def test_epsilon_is_counted_over_all_runs_and_no_run_exceeds_it(theta: Tensors, tmp_path: Path) -> None:
+def test_epsilon_is_counted_over_all_runs_and_no_run_exceeds_it(
+    theta: Tensors, tmp_path: Path
+) -> None:
     allowed = (spent(3) + spent(4)) / 2
-    for k in range(3):  # each from a point of its own, in a run of its own, on a device that was started anew
-        update(Device(tmp_path, CLIENT, limits=Limits(epsilon=allowed)), noisy(), moved(theta, 0.01 * k), run=f"run-{k}")
+    for k in range(
+        3
+    ):  # each from a point of its own, in a run of its own, on a device that was started anew
+        update(
+            Device(tmp_path, CLIENT, limits=Limits(epsilon=allowed)),
+            noisy(),
+            moved(theta, 0.01 * k),
+            run=f"run-{k}",
+        )
         assert Account(tmp_path / ACCOUNT).epsilon(1e-5) == pytest.approx(spent(k + 1))
     device = Device(tmp_path, CLIENT, limits=Limits(epsilon=allowed))
     for run in ("run-2", "fresh"):
-        assert f"the owner allows {allowed:g}" in refused(device, noisy(), "local_round", moved(theta, 0.5), run=run, round=1)
-    update(device, noisy(), moved(theta, 0.02), run="run-2")  # what left already may leave again: it spends nothing
+        assert f"the owner allows {allowed:g}" in refused(
+            device, noisy(), "local_round", moved(theta, 0.5), run=run, round=1
+        )
+    update(
+        device, noisy(), moved(theta, 0.02), run="run-2"
+    )  # what left already may leave again: it spends nothing
     assert Account(tmp_path / ACCOUNT).epsilon(1e-5) == pytest.approx(spent(3))
 
 
@@ -268,10 +395,13 @@ def test_unlike_mechanisms_add_up(tmp_path: Path) -> None:
     other = Account(tmp_path / "other")
     for k in range(3):
         other.record(leaving(f"a{k}", gaussian), Limits(), None)
-    assert exact < other.epsilon(1e-5) < third < 1.15 * other.epsilon(1e-5)  # divergences bound what is exact for Gaussian noise
+    assert (
+        exact < other.epsilon(1e-5) < third < 1.15 * other.epsilon(1e-5)
+    )  # divergences bound what is exact for Gaussian noise
 
 
-# --- the account on the disk --------------------------------------------------------------------------------------------------------------
+# --- the account on the disk
+# --------------------------------------------------------------------------------------------------
 
 
 DAMAGE = {
@@ -283,13 +413,17 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_a_damaged_account_lets_nothing_out_and_is_not_begun_afresh(damage: Any, theta: Tensors, tmp_path: Path) -> None:
+def test_a_damaged_account_lets_nothing_out_and_is_not_begun_afresh(
+    damage: Any, theta: Tensors, tmp_path: Path
+) -> None:
     update(Device(tmp_path, CLIENT), noisy(), theta)
     path = tmp_path / ACCOUNT
     path.write_bytes(damage(path.read_bytes()))
     before = path.read_bytes()
     for run in ("run", "fresh"):
-        assert "is damaged" in refused(Device(tmp_path, CLIENT), noisy(), "local_round", theta, run=run)
+        assert "is damaged" in refused(
+            Device(tmp_path, CLIENT), noisy(), "local_round", theta, run=run
+        )
     assert path.read_bytes() == before
 
 
@@ -298,8 +432,12 @@ def test_the_account_is_the_owners_alone(theta: Tensors, tmp_path: Path) -> None
     assert (tmp_path / ACCOUNT).stat().st_mode & 0o777 == 0o600
 
 
-def test_a_reply_is_on_the_account_before_it_leaves(theta: Tensors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device dies right after: the reply is charged, and when it leaves at last it is not charged again."""
+def test_a_reply_is_on_the_account_before_it_leaves(
+    theta: Tensors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device dies right after: the reply is charged, and when it leaves at last it is not
+    charged again.
+    """
 
     def dies(*arguments: Any) -> None:
         raise OSError("killed")
@@ -312,29 +450,56 @@ def test_a_reply_is_on_the_account_before_it_leaves(theta: Tensors, tmp_path: Pa
     assert Account(tmp_path / ACCOUNT).epsilon(1e-5) == pytest.approx(spent(1))
 
 
-def test_what_cannot_be_written_down_does_not_leave(theta: Tensors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_written_down_does_not_leave(
+    theta: Tensors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*arguments: Any) -> None:
         raise OSError(28, "No space left on device")
 
     update(Device(tmp_path, CLIENT), noisy(), theta)
     monkeypatch.setattr(os, "fsync", full)
-    assert "nothing leaves" in refused(Device(tmp_path, CLIENT), noisy(), "local_round", moved(theta, 0.1))
+    assert "nothing leaves" in refused(
+        Device(tmp_path, CLIENT), noisy(), "local_round", moved(theta, 0.1)
+    )
 
 
-# --- names and paths ----------------------------------------------------------------------------------------------------------------------
+# --- names and paths
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("run", ["secret", "data", "flwr", "resident.key", "texts"])
-def test_a_run_has_no_name_of_anything_else_in_the_devices_folder(run: str, theta: Tensors, tmp_path: Path) -> None:
+def test_a_run_has_no_name_of_anything_else_in_the_devices_folder(
+    run: str, theta: Tensors, tmp_path: Path
+) -> None:
     (tmp_path / "texts").mkdir()
-    assert "a run may not have the name" in refused(Device(tmp_path, CLIENT), section_of(recipe_of()), "local_round", theta, run=run)
+    assert "a run may not have the name" in refused(
+        Device(tmp_path, CLIENT), section_of(recipe_of()), "local_round", theta, run=run
+    )
     assert not (tmp_path / run / "states").exists()
 
 
-@pytest.mark.parametrize("said", [{"run": ACCOUNT}, {"run": "../x"}, {"run": "a/b"}, {"run": "a\n"}, {"run": ""}, {"client": "../x"}])
-def test_names_that_are_paths_are_not_understood(said: dict[str, str], theta: Tensors, tmp_path: Path) -> None:
-    request = json.loads(Request(action="task", run="run", recipe=section_of(recipe_of()), client=CLIENT, task="score").model_dump_json())
-    text, body = Device(tmp_path / "home", CLIENT).answer(json.dumps(request | said), to_bytes(theta))
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"run": ACCOUNT},
+        {"run": "../x"},
+        {"run": "a/b"},
+        {"run": "a\n"},
+        {"run": ""},
+        {"client": "../x"},
+    ],
+)
+def test_names_that_are_paths_are_not_understood(
+    said: dict[str, str], theta: Tensors, tmp_path: Path
+) -> None:
+    request = json.loads(
+        Request(
+            action="task", run="run", recipe=section_of(recipe_of()), client=CLIENT, task="score"
+        ).model_dump_json()
+    )
+    text, body = Device(tmp_path / "home", CLIENT).answer(
+        json.dumps(request | said), to_bytes(theta)
+    )
     assert parsed(Reply, text).problem != ""
     assert body == b""
     assert not (tmp_path / "home").exists()
@@ -342,13 +507,18 @@ def test_names_that_are_paths_are_not_understood(said: dict[str, str], theta: Te
 
 def test_a_device_is_not_told_where_to_write_nor_who_it_is(theta: Tensors, tmp_path: Path) -> None:
     device = Device(tmp_path / "home", CLIENT)
-    reply, _ = asked(device, section_of(recipe_of()), "local_round", theta, folder=str(tmp_path / "elsewhere"))
+    reply, _ = asked(
+        device, section_of(recipe_of()), "local_round", theta, folder=str(tmp_path / "elsewhere")
+    )
     assert reply.problem == ""
     assert not (tmp_path / "elsewhere").exists()
-    assert "this device is 'c0-0'" in refused(device, section_of(recipe_of()), "local_round", theta, client="c0-1")
+    assert "this device is 'c0-0'" in refused(
+        device, section_of(recipe_of()), "local_round", theta, client="c0-1"
+    )
 
 
-# --- the file of limits -------------------------------------------------------------------------------------------------------------------
+# --- the file of limits
+# --------------------------------------------------------------------------------------------------
 
 FILE = """
 methods: [fedavg, comigs-1g1s]
@@ -390,8 +560,12 @@ def test_mistakes_in_limits_are_named(text: str, said: str, tmp_path: Path) -> N
     assert said in str(error.value)
 
 
-@pytest.mark.parametrize(("text", "said"), [("", "holds nothing"), ("{", "not valid YAML"), (None, "No such file")])
-def test_a_file_of_limits_that_is_not_there_or_says_nothing_is_refused(text: str | None, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "said"), [("", "holds nothing"), ("{", "not valid YAML"), (None, "No such file")]
+)
+def test_a_file_of_limits_that_is_not_there_or_says_nothing_is_refused(
+    text: str | None, said: str, tmp_path: Path
+) -> None:
     path = tmp_path / "device.yaml"
     if text is not None:
         path.write_text(text)
@@ -402,17 +576,31 @@ def test_a_file_of_limits_that_is_not_there_or_says_nothing_is_refused(text: str
 def test_a_device_has_the_limits_of_its_nodes_configuration(theta: Tensors, tmp_path: Path) -> None:
     (tmp_path / "device.yaml").write_text("methods: [ditto]")
     node = supernode.Node(
-        link.Link("localhost:9", None), tmp_path / "home", CLIENT, resident=False, limits=tmp_path / "device.yaml"
+        link.Link("localhost:9", None),
+        tmp_path / "home",
+        CLIENT,
+        resident=False,
+        limits=tmp_path / "device.yaml",
     ).configuration
-    request = Request(action="task", run="run", recipe=section_of(recipe_of()), client=CLIENT, task="local_round")
+    request = Request(
+        action="task", run="run", recipe=section_of(recipe_of()), client=CLIENT, task="local_round"
+    )
     text, body = apps.answer(node, request.model_dump_json(), to_bytes(theta))
     assert "limits.methods" in parsed(Reply, text).problem
     assert body == b""
 
 
 def test_the_guide_has_every_limit_and_its_example_is_one(tmp_path: Path) -> None:
-    guide = (Path(__file__).parents[2] / "docs/deploy.md").read_text(encoding="utf-8").partition("## Limits of a device's owner")[2]
-    assert [name for name in (*Limits.model_fields, *LocalPrivacy.model_fields) if f"{name}` |" not in guide] == []
+    guide = (
+        (Path(__file__).parents[2] / "docs/deploy.md")
+        .read_text(encoding="utf-8")
+        .partition("## Limits of a device's owner")[2]
+    )
+    assert [
+        name
+        for name in (*Limits.model_fields, *LocalPrivacy.model_fields)
+        if f"{name}` |" not in guide
+    ] == []
     path = tmp_path / "device.yaml"
     path.write_text(guide.partition("```yaml\n")[2].partition("```")[0])
     assert limiting.read(path).epsilon == 8.0

@@ -1,4 +1,6 @@
-"""Clients with names of any alphabet through whole runs: on disk, on the wire, on devices, and in what people read."""
+"""Clients with names of any alphabet through whole runs: on disk, on the wire, on devices, and
+in what people read.
+"""
 
 # ruff: noqa: RUF001 - letters of several alphabets look alike
 
@@ -54,7 +56,11 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe_of(texts: Path, base: Path, **settings: Any) -> Recipe:
-    found = SHORT | {"data.path": str(texts), "model.base": str(base)} | {key.replace("__", "."): v for key, v in settings.items()}
+    found = (
+        SHORT
+        | {"data.path": str(texts), "model.base": str(base)}
+        | {key.replace("__", "."): v for key, v in settings.items()}
+    )
     name = found.get("method.name", "comigs-1g1s")
     if not str(name).startswith("comigs"):
         found = {key: value for key, value in found.items() if not key.startswith("method.router")}
@@ -74,13 +80,22 @@ def tensors(folder: Path) -> dict[str, Any]:
 
 def test_the_files_of_a_run_have_names_for_every_disk_and_say_who_is_meant(finished: Path) -> None:
     everything = [str(path.relative_to(finished)) for path in finished.rglob("*")]
-    assert [name for name in everything if not name.isascii() or any(sign in name for sign in " &'\\:")] == []
-    assert sorted(path.name for path in (finished / "clients").iterdir()) == sorted(map(names.encoded, PEOPLE))
+    assert [
+        name for name in everything if not name.isascii() or any(sign in name for sign in " &'\\:")
+    ] == []
+    assert sorted(path.name for path in (finished / "clients").iterdir()) == sorted(
+        map(names.encoded, PEOPLE)
+    )
     assert personal.clients_of(finished) == list(PEOPLE)
     result = json.loads((finished / "result.json").read_text(encoding="utf-8"))
     assert list(result["clients"]) == list(PEOPLE)
-    for text in ((finished / name).read_text(encoding="utf-8") for name in ("metrics.jsonl", "result.json", "report.html", "routing.json")):
-        assert all(name.replace("&", "&amp;") in text or name in text for name in PEOPLE)  # so that one can search for them
+    for text in (
+        (finished / name).read_text(encoding="utf-8")
+        for name in ("metrics.jsonl", "result.json", "report.html", "routing.json")
+    ):
+        assert all(
+            name.replace("&", "&amp;") in text or name in text for name in PEOPLE
+        )  # so that one can search for them
     for person in PEOPLE:
         assert personal.load(finished, person).about.client == person
 
@@ -95,10 +110,23 @@ def test_commands_take_names_as_keyboards_write_them(finished: Path, tmp_path: P
     said = invoked("predict", finished, "--client", DECOMPOSED, "--client", "数学", "--text", "the")
     assert "ünï code" in said
     assert "数学" in said
-    assert invoked("generate", finished, "--client", "Ayşe Yılmaz", "--text", "the", "--tokens", 2, "--temperature", 0).startswith("the")
+    assert invoked(
+        "generate",
+        finished,
+        "--client",
+        "Ayşe Yılmaz",
+        "--text",
+        "the",
+        "--tokens",
+        2,
+        "--temperature",
+        0,
+    ).startswith("the")
     invoked("export", finished, "--client", "Zoë & Co.", "--out", tmp_path / "adapter")
     assert "# Zoë & Co., exported" in (tmp_path / "adapter/README.md").read_text(encoding="utf-8")
-    refused = CliRunner().invoke(app, ["predict", str(finished), "--client", "Zoe", "--text", "the"])
+    refused = CliRunner().invoke(
+        app, ["predict", str(finished), "--client", "Zoe", "--text", "the"]
+    )
     assert refused.exit_code == 2
     assert f"has no client 'Zoe'\n  Its clients: {', '.join(PEOPLE)}." in refused.output
 
@@ -106,12 +134,16 @@ def test_commands_take_names_as_keyboards_write_them(finished: Path, tmp_path: P
 def test_a_folder_called_otherwise_on_another_disk_is_found(finished: Path, tmp_path: Path) -> None:
     """As a person, or a disk that decomposes letters, may have renamed it."""
     shutil.copytree(finished / "clients", tmp_path / "run/clients")
-    (tmp_path / "run/clients" / names.encoded("ünï code")).rename(tmp_path / "run/clients" / DECOMPOSED)
+    (tmp_path / "run/clients" / names.encoded("ünï code")).rename(
+        tmp_path / "run/clients" / DECOMPOSED
+    )
     assert personal.clients_of(tmp_path / "run") == list(PEOPLE)
     assert personal.load(tmp_path / "run", "ünï code").about.client == "ünï code"
 
 
-def test_a_name_too_long_for_a_file_is_read_from_it(texts: Path, tiny_base: Path, tmp_path: Path) -> None:
+def test_a_name_too_long_for_a_file_is_read_from_it(
+    texts: Path, tiny_base: Path, tmp_path: Path
+) -> None:
     long = ["数" * 80, "数" * 79 + "学"]
     for name in long:
         shutil.copytree(texts / "数学", tmp_path / "texts" / name)
@@ -123,7 +155,9 @@ def test_a_name_too_long_for_a_file_is_read_from_it(texts: Path, tiny_base: Path
 
 
 @pytest.mark.parametrize("memory", [None, 0])  # 0: states lie in files
-def test_a_run_that_is_stopped_goes_on(memory: int | None, texts: Path, tiny_base: Path, finished: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_stopped_goes_on(
+    memory: int | None, texts: Path, tiny_base: Path, finished: Path, tmp_path: Path
+) -> None:
     out, settings = tmp_path / "out", recipe_of(texts, tiny_base, memory=memory)
 
     class Stops(Reporter):
@@ -133,7 +167,9 @@ def test_a_run_that_is_stopped_goes_on(memory: int | None, texts: Path, tiny_bas
 
     with pytest.raises(KeyboardInterrupt):
         run.run(settings, out, reporter=Stops())
-    assert sorted(path.stem for path in (out / "checkpoints/round-00002/clients").iterdir()) == sorted(map(names.encoded, PEOPLE))
+    assert sorted(
+        path.stem for path in (out / "checkpoints/round-00002/clients").iterdir()
+    ) == sorted(map(names.encoded, PEOPLE))
     run.run(settings, out, resume=True)
     for person in PEOPLE:
         own = Path("clients") / names.encoded(person)
@@ -155,8 +191,12 @@ METHODS: dict[str, dict[str, Any]] = {
 QUICK = ("cobo", "comigs-pool", "comigs-cobo", "pcl")
 
 
-@pytest.mark.parametrize("method", [m if m in QUICK else pytest.param(m, marks=pytest.mark.slow) for m in METHODS])
-def test_methods_name_tensors_by_clients_of_any_name(method: str, texts: Path, tiny_base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "method", [m if m in QUICK else pytest.param(m, marks=pytest.mark.slow) for m in METHODS]
+)
+def test_methods_name_tensors_by_clients_of_any_name(
+    method: str, texts: Path, tiny_base: Path, tmp_path: Path
+) -> None:
     """Through bytes as in one process; also for clients called like what methods hold."""
     for person in ("chosen", "generalist"):
         shutil.copytree(texts / "数学", tmp_path / "texts" / person)
@@ -165,13 +205,17 @@ def test_methods_name_tensors_by_clients_of_any_name(method: str, texts: Path, t
     settings = METHODS[method] | {"method__name": method, "method__rounds": 2}
     results = {}
     for engine in ("inprocess", "loopback"):
-        (results[engine],) = run.run(recipe_of(tmp_path / "texts", tiny_base, engine=engine, **settings), tmp_path / engine)
+        (results[engine],) = run.run(
+            recipe_of(tmp_path / "texts", tiny_base, engine=engine, **settings), tmp_path / engine
+        )
     assert set(results["loopback"]["clients"]) == {*PEOPLE, "chosen", "generalist"}
     assert results["loopback"]["evaluations"] == results["inprocess"]["evaluations"]
     assert results["loopback"]["lost"] == {}
 
 
-def test_two_folders_whose_names_are_one_are_refused(texts: Path, tmp_path: Path, tiny_base: Path) -> None:
+def test_two_folders_whose_names_are_one_are_refused(
+    texts: Path, tmp_path: Path, tiny_base: Path
+) -> None:
     for name in ("Zoë", unicodedata.normalize("NFD", "Zoë"), "ZOË", "a (2)", "right\u202eleft"):
         shutil.copytree(texts / "数学", tmp_path / "texts" / name)
     with pytest.raises(DataError) as refused:
@@ -183,11 +227,26 @@ def test_two_folders_whose_names_are_one_are_refused(texts: Path, tmp_path: Path
     assert not (tmp_path / "run/recipe.yaml").exists()
 
 
-def test_recipes_may_name_clients_as_keyboards_write_them(texts: Path, tiny_base: Path, tmp_path: Path) -> None:
-    present = recipe_of(texts, tiny_base, method__name="fedavg", presence={DECOMPOSED: [1, None]}, method__rounds=2)
+def test_recipes_may_name_clients_as_keyboards_write_them(
+    texts: Path, tiny_base: Path, tmp_path: Path
+) -> None:
+    present = recipe_of(
+        texts, tiny_base, method__name="fedavg", presence={DECOMPOSED: [1, None]}, method__rounds=2
+    )
     (result,) = run.run(present, tmp_path / "run")
-    assert result["rounds_taken_part"] == {"Ayşe Yılmaz": 2, "Zoë & Co.": 2, "ünï code": 1, "数学": 2}
-    lied = recipe_of(texts, tiny_base, method__name="fedavg", attack={"kind": "nan", "clients": [DECOMPOSED]}, method__rounds=1)
+    assert result["rounds_taken_part"] == {
+        "Ayşe Yılmaz": 2,
+        "Zoë & Co.": 2,
+        "ünï code": 1,
+        "数学": 2,
+    }
+    lied = recipe_of(
+        texts,
+        tiny_base,
+        method__name="fedavg",
+        attack={"kind": "nan", "clients": [DECOMPOSED]},
+        method__rounds=1,
+    )
     (result,) = run.run(lied, tmp_path / "attacked")
     assert result["lost"].keys() == {"ünï code"}
 
@@ -196,15 +255,24 @@ def test_columns_of_a_terminal_are_as_wide_as_their_names(finished: Path) -> Non
     from coterie.methods import METHODS as ENTRIES
     from coterie.reports.comparison import rows
 
-    found = rows([json.loads((finished / part / "result.json").read_text()) for part in ("baselines/local", "")])
+    found = rows(
+        [
+            json.loads((finished / part / "result.json").read_text())
+            for part in ("baselines/local", "")
+        ]
+    )
     console = Console(width=80, color_system=None)
     with console.capture() as capture:
         console.print(tables(found, {name: entry.title for name, entry in ENTRIES.items()}, 80)[-1])
     from rich.cells import cell_len
 
     header, *_ = [line for line in capture.get().splitlines() if "数学" in line]
-    body = [line for line in capture.get().splitlines() if line.strip().startswith(("Local", "CoMiGS"))]
-    assert len({cell_len(line.rstrip()) for line in (header, *body)}) == 1  # numbers end below the ends of their names
+    body = [
+        line for line in capture.get().splitlines() if line.strip().startswith(("Local", "CoMiGS"))
+    ]
+    assert (
+        len({cell_len(line.rstrip()) for line in (header, *body)}) == 1
+    )  # numbers end below the ends of their names
     end = cell_len(header[: header.index("数学") + 2])
     assert all(line[end - 1].isdigit() and line[end] == " " for line in body)
 
@@ -239,4 +307,6 @@ def test_metrics_are_text_of_any_alphabet_and_of_none(tmp_path: Path) -> None:
     file.write("lost", 1, 1, "数学", {"reason": "half of a pair: \ud83d"})
     file.close()
     assert "数学" in (tmp_path / "metrics.jsonl").read_text(encoding="utf-8")
-    assert json.loads((tmp_path / "metrics.jsonl").read_bytes())["reason"] == "half of a pair: \ud83d"
+    assert (
+        json.loads((tmp_path / "metrics.jsonl").read_bytes())["reason"] == "half of a pair: \ud83d"
+    )

@@ -1,4 +1,6 @@
-"""New clients of runs of language models: what the shared part alone is, what training on their own text gives, and what is said of it."""
+"""New clients of runs of language models: what the shared part alone is, what training on their
+own text gives, and what is said of it.
+"""
 
 import json
 import math
@@ -53,13 +55,22 @@ OWN = (
     "pfedmoe",
     "fedsa-lora",
 )  # with parts of a client's own
-RARE = ("comigs-published", "comigs-cobo", "finetuned-fedavg", "ffa-lora", "fedavg-moe")  # like others: tried with `make test-all` alone
+RARE = (
+    "comigs-published",
+    "comigs-cobo",
+    "finetuned-fedavg",
+    "ffa-lora",
+    "fedavg-moe",
+)  # like others: tried with `make test-all` alone
 
 
 def written(folder: Path, client: str, documents: int = 80) -> Path:
     draw = random.Random(client)
     folder.mkdir(parents=True, exist_ok=True)
-    lines = (json.dumps({"text": " ".join(draw.choices(WORDS[client].split(), k=12))}) for _ in range(documents))
+    lines = (
+        json.dumps({"text": " ".join(draw.choices(WORDS[client].split(), k=12))})
+        for _ in range(documents)
+    )
     (folder / "text.jsonl").write_text("\n".join(lines))
     return folder
 
@@ -71,8 +82,19 @@ def trained(folder: Path, base: Path | str, name: str = "comigs-1g1s", **fields:
     method = {"name": name, "rounds": 2, "local_steps": 4} | METHODS.get(name, {}) | fields
     if name.startswith("comigs"):
         method |= {"router_every": 2, "router_steps": 1}
-    changes = [f"method={json.dumps(method)}", f"model.base={base}", f"data.path={folder / 'clients'}", "compare_with=[]", "samples=false"]
-    changes += ["model.context=16", "model.rank=4", "training.batch_size=4", "training.experts.lr=3.0e-2"]
+    changes = [
+        f"method={json.dumps(method)}",
+        f"model.base={base}",
+        f"data.path={folder / 'clients'}",
+        "compare_with=[]",
+        "samples=false",
+    ]
+    changes += [
+        "model.context=16",
+        "model.rank=4",
+        "training.batch_size=4",
+        "training.experts.lr=3.0e-2",
+    ]
     runs.run(recipes.load("folders", changes), folder / "run")
     return folder / "run"
 
@@ -112,7 +134,9 @@ def tensors(found: Adapted) -> dict[str, Tensor]:
 
 
 def naive(model: PersonalModel, ids: Tensor, context: int) -> float:
-    """The perplexity of all tokens but the first, in windows that do not overlap, by the model's own forward pass, a window at a time."""
+    """The perplexity of all tokens but the first, in windows that do not overlap, by the model's
+    own forward pass, a window at a time.
+    """
     total = 0.0
     for start in range(0, len(ids) - 1, context):
         piece = ids[start : start + context + 1]
@@ -138,7 +162,9 @@ def test_without_training_it_has_the_shared_part_alone_and_is_told(run: Path, yo
     assert not (run / "clients/you/training.json").exists()
 
 
-def test_training_lowers_perplexity_and_leaves_the_generalist_as_it_was(run: Path, you: Path) -> None:
+def test_training_lowers_perplexity_and_leaves_the_generalist_as_it_was(
+    run: Path, you: Path
+) -> None:
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     said: list[str] = []
     found = adapt(run, you, training=Training(20, said.append))
@@ -153,12 +179,18 @@ def test_training_lowers_perplexity_and_leaves_the_generalist_as_it_was(run: Pat
     assert all(torch.equal(kept[name], t) for name, t in server(run).items())
     own = [name for name in kept if ".specialist." in name]
     assert any(bool((kept[name] != 0).all()) for name in own if name.endswith(".B"))
-    assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and "clients/you" not in str(path)}
+    assert before == {
+        path: path.read_bytes()
+        for path in run.rglob("*")
+        if path.is_file() and "clients/you" not in str(path)
+    }
     assert (found.up, len(said)) == (0, 1 + math.ceil(about.iterations / 4))
     assert json.loads((found.folder / "training.json").read_text())["after"] == about.after
 
 
-def test_both_perplexities_are_those_of_the_folders_by_themselves(run: Path, you: Path, tmp_path: Path) -> None:
+def test_both_perplexities_are_those_of_the_folders_by_themselves(
+    run: Path, you: Path, tmp_path: Path
+) -> None:
     about = adapt(run, you, training=Training(40)).personalised
     shared = adapt(run, you, "shared").model
     assert about is not None
@@ -173,8 +205,13 @@ def test_both_perplexities_are_those_of_the_folders_by_themselves(run: Path, you
     assert about.after == pytest.approx(naive(personal, ids, 16), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in RARE else name for name in METHODS])
-def test_every_method_that_shares_something_can_be_trained_from(name: str, tiny_base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name in RARE else name for name in METHODS],
+)
+def test_every_method_that_shares_something_can_be_trained_from(
+    name: str, tiny_base: Path, tmp_path: Path
+) -> None:
     run, you = trained(tmp_path, tiny_base, name), written(tmp_path / "you", "you")
     found = adapt(run, you, training=Training(12))
     about = found.personalised
@@ -183,7 +220,10 @@ def test_every_method_that_shares_something_can_be_trained_from(name: str, tiny_
     assert about.after <= about.before
     assert about.helped, about
     kept = tensors(found)
-    if about.own and name not in ("comigs-pool", "comigs-cobo"):  # there the shared part has another form
+    if about.own and name not in (
+        "comigs-pool",
+        "comigs-cobo",
+    ):  # there the shared part has another form
         assert all(torch.equal(kept[n], t) for n, t in server(run).items())
     model = coterie.load(found.folder)
     assert isinstance(model, PersonalModel)
@@ -191,7 +231,9 @@ def test_every_method_that_shares_something_can_be_trained_from(name: str, tiny_
     assert model.about.method == name
 
 
-def test_a_pools_generalists_are_weighed_by_the_gate_alone_until_a_router_is_trained(tiny_base: Path, tmp_path: Path) -> None:
+def test_a_pools_generalists_are_weighed_by_the_gate_alone_until_a_router_is_trained(
+    tiny_base: Path, tmp_path: Path
+) -> None:
     run, you = trained(tmp_path, tiny_base, "comigs-pool"), written(tmp_path / "you", "you")
     found = adapt(run, you)
     assert isinstance(found.model, PersonalModel)
@@ -201,7 +243,9 @@ def test_a_pools_generalists_are_weighed_by_the_gate_alone_until_a_router_is_tra
     assert torch.allclose(weights, (chosen / chosen.sum()).expand_as(weights), atol=1e-5)
 
 
-def test_where_attention_alone_is_shared_no_specialist_is_shown_before_it_is_trained(tiny_base: Path, tmp_path: Path) -> None:
+def test_where_attention_alone_is_shared_no_specialist_is_shown_before_it_is_trained(
+    tiny_base: Path, tmp_path: Path
+) -> None:
     run, you = trained(tmp_path, tiny_base, "comigs-2s"), written(tmp_path / "you", "you")
     found = adapt(run, you)
     assert found.model.experts == ("G",)
@@ -212,14 +256,21 @@ def test_where_attention_alone_is_shared_no_specialist_is_shown_before_it_is_tra
 
 
 def test_it_is_the_methods_own_algorithm(run: Path, you: Path) -> None:
-    """Experts on training text in every iteration, the router on validation text in every second one, and nothing else."""
+    """Experts on training text in every iteration, the router on validation text in every second
+    one, and nothing else.
+    """
     drawn: list[tuple[str, str]] = []
     step = Client.step_on
 
     def noted(client: Client, batch: Tensor, *roles: str, **more: object) -> None:
         own = client.data.train.tokens, client.data.valid.tokens  # type: ignore[attr-defined]
         row = batch[0].numpy().astype(own[0].dtype).tobytes()
-        drawn.append(("train" if row in own[0].tobytes() else "valid" if row in own[1].tobytes() else "?", "+".join(roles)))
+        drawn.append(
+            (
+                "train" if row in own[0].tobytes() else "valid" if row in own[1].tobytes() else "?",
+                "+".join(roles),
+            )
+        )
         step(client, batch, *roles, **more)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -229,10 +280,25 @@ def test_it_is_the_methods_own_algorithm(run: Path, you: Path) -> None:
     assert drawn == [expert, expert, router, expert, expert, router]
 
 
-def test_what_is_no_better_is_not_kept_and_that_is_said(real: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Text that the shared part knows well already, and learning rates so high that training diverges."""
+def test_what_is_no_better_is_not_kept_and_that_is_said(
+    real: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Text that the shared part knows well already, and learning rates so high that training
+    diverges.
+    """
     monkeypatch.setattr(AdamW, "lr_at", lambda optimiser, iteration, total: 50.0)
-    done = CliRunner().invoke(app, ["adapt", str(real), "--data", str(written(tmp_path / "ann", "ann")), "--client", "you", "--train"])
+    done = CliRunner().invoke(
+        app,
+        [
+            "adapt",
+            str(real),
+            "--data",
+            str(written(tmp_path / "ann", "ann")),
+            "--client",
+            "you",
+            "--train",
+        ],
+    )
     assert done.exit_code == 0, done.output
     assert "It did not help: the shared part alone is kept." in done.stdout
     found = coterie.load(real, "you")
@@ -242,12 +308,19 @@ def test_what_is_no_better_is_not_kept_and_that_is_said(real: Path, tmp_path: Pa
     assert json.loads((real / "clients/you/training.json").read_text())["helped"] is False
 
 
-def test_what_is_better_on_validation_text_alone_is_not_kept_either(real: Path, you: Path, tmp_path: Path) -> None:
+def test_what_is_better_on_validation_text_alone_is_not_kept_either(
+    real: Path, you: Path, tmp_path: Path
+) -> None:
     """Validation text as the training text, test text as that of ann."""
     for split, client in {"train": "you", "valid": "you", "test": "ann"}.items():
         (tmp_path / "split").mkdir(exist_ok=True)
-        (tmp_path / "split" / f"{split}.jsonl").write_text((written(tmp_path / client, client) / "text.jsonl").read_text())
-    done = CliRunner().invoke(app, ["adapt", str(real), "--data", str(tmp_path / "split"), "--train", "--iterations", "12"])
+        (tmp_path / "split" / f"{split}.jsonl").write_text(
+            (written(tmp_path / client, client) / "text.jsonl").read_text()
+        )
+    done = CliRunner().invoke(
+        app,
+        ["adapt", str(real), "--data", str(tmp_path / "split"), "--train", "--iterations", "12"],
+    )
     assert done.exit_code == 0, done.output
     about = json.loads((real / "clients/split/training.json").read_text())
     assert about["valid_after"] < about["valid_before"]
@@ -259,7 +332,9 @@ def test_what_is_better_on_validation_text_alone_is_not_kept_either(real: Path, 
     assert coterie.load(real, "split").experts == ("G",)
 
 
-def test_with_a_real_base_the_best_iteration_is_kept_and_not_the_last(real: Path, tmp_path: Path) -> None:
+def test_with_a_real_base_the_best_iteration_is_kept_and_not_the_last(
+    real: Path, tmp_path: Path
+) -> None:
     """Of little text, which is learned by heart after a while; then training stops."""
     data = written(tmp_path / "you", "you", 12)
     found = adapt(real, data, training=Training(400))
@@ -270,7 +345,13 @@ def test_with_a_real_base_the_best_iteration_is_kept_and_not_the_last(real: Path
     assert about.iterations < 400
     assert about.iterations == about.iteration + 4 * personalise.PATIENCE
     assert isinstance(found.model, PersonalModel)
-    ids = torch.tensor([int(i) for piece in encode(found.model.tokenizer, Folders().read_one(data)[1], None) for i in piece])
+    ids = torch.tensor(
+        [
+            int(i)
+            for piece in encode(found.model.tokenizer, Folders().read_one(data)[1], None)
+            for i in piece
+        ]
+    )
     assert about.valid_after == pytest.approx(naive(found.model, ids, 16), rel=1e-5)
     assert set(WORDS["you"].split()) & {word.word for word in found.model.next_words("chat ", 5)}
 
@@ -278,16 +359,24 @@ def test_with_a_real_base_the_best_iteration_is_kept_and_not_the_last(real: Path
 def test_the_same_text_gives_the_same_model(run: Path, you: Path, tmp_path: Path) -> None:
     first = adapt(run, you, "you", tmp_path / "first", training=Training(12))
     second = adapt(run, you, "you", tmp_path / "second", training=Training(12))
-    assert (tmp_path / "first/adapter.safetensors").read_bytes() == (tmp_path / "second/adapter.safetensors").read_bytes()
+    assert (tmp_path / "first/adapter.safetensors").read_bytes() == (
+        tmp_path / "second/adapter.safetensors"
+    ).read_bytes()
     assert first.personalised == second.personalised
 
 
 def test_its_folder_is_used_like_any_other(run: Path, you: Path, tmp_path: Path) -> None:
     adapt(run, you, training=Training(24))
-    for words in (["predict", str(run), "--text", "le chat"], ["generate", str(run / "clients/you"), "--text", "le chat", "--tokens", "3"]):
+    for words in (
+        ["predict", str(run), "--text", "le chat"],
+        ["generate", str(run / "clients/you"), "--text", "le chat", "--tokens", "3"],
+    ):
         done = CliRunner().invoke(app, words)
         assert done.exit_code == 0, done.output
-    done = CliRunner().invoke(app, ["export", str(run), "--client", "you", "--out", str(tmp_path / "peft"), "--expert", "S"])
+    done = CliRunner().invoke(
+        app,
+        ["export", str(run), "--client", "you", "--out", str(tmp_path / "peft"), "--expert", "S"],
+    )
     assert done.exit_code == 0, done.output
     assert set(coterie.load_all(run)) == {"ann", "ben", "you"}
     assert coterie.load_many(run).next_words("le chat", 2).keys() == {"ann", "ben", "you"}
@@ -309,7 +398,9 @@ def test_nothing_is_left_of_what_was_stopped(run: Path, you: Path) -> None:
 def test_too_little_text_is_refused_before_anything_starts(run: Path, tmp_path: Path) -> None:
     said: list[str] = []
     with pytest.raises(
-        DataError, match=r"too little text to train on and to judge by: tokens [\d,]+ for train, \d+ for valid, \d+ for test"
+        DataError,
+        match=r"too little text to train on and to judge by: tokens [\d,]+ for train, \d+ for "
+        r"valid, \d+ for test",
     ):
         adapt(run, written(tmp_path / "you", "you", 1), training=Training(say=said.append))
     (tmp_path / "none").mkdir()
@@ -324,7 +415,8 @@ def test_too_little_text_is_refused_before_anything_starts(run: Path, tmp_path: 
     [
         (
             ("quickstart", "method.name=local"),
-            r"local has nothing in common that a new client could begin with\n.*folders.*method.name=local",
+            r"local has nothing in common that a new client could begin "
+            r"with\n.*folders.*method.name=local",
         ),
         (("quickstart", "method.name=comigs-2s-alone"), "comigs-2s-alone has nothing in common"),
         (("quickstart", "method.name=cobo"), "cobo has nothing in common"),
@@ -332,7 +424,9 @@ def test_too_little_text_is_refused_before_anything_starts(run: Path, tmp_path: 
         (("ddome-digits",), "--train is for language models"),
     ],
 )
-def test_where_there_is_nothing_to_train_from_that_is_refused(recipe: tuple[str, ...], message: str, you: Path, tmp_path: Path) -> None:
+def test_where_there_is_nothing_to_train_from_that_is_refused(
+    recipe: tuple[str, ...], message: str, you: Path, tmp_path: Path
+) -> None:
     name, *changes = recipe
     (tmp_path / "recipe.yaml").write_text(recipes.dump(recipes.load(name, changes)))
     with pytest.raises(Refused, match=message):
@@ -346,6 +440,8 @@ def test_iterations_without_training_are_refused(run: Path, you: Path) -> None:
 
 
 def test_without_training_those_who_need_it_are_told_so(tiny_base: Path, tmp_path: Path) -> None:
-    (tmp_path / "recipe.yaml").write_text(recipes.dump(recipes.load("quickstart", ["method.name=pfedmoe"])))
+    (tmp_path / "recipe.yaml").write_text(
+        recipes.dump(recipes.load("quickstart", ["method.name=pfedmoe"]))
+    )
     with pytest.raises(CoterieError, match=r"With --train it trains on"):
         adapt(tmp_path, tmp_path)

@@ -12,7 +12,15 @@ from coterie.runs.recipe import dump, load, resolve, validate
 
 
 def test_overrides_are_yaml_with_dotted_keys() -> None:
-    recipe = load("quickstart", ["method.rounds=3", "training.experts.lr=1e-3", "data.train_tokens=[9, 8, 7, 6]", "training.micro_batch=2"])
+    recipe = load(
+        "quickstart",
+        [
+            "method.rounds=3",
+            "training.experts.lr=1e-3",
+            "data.train_tokens=[9, 8, 7, 6]",
+            "training.micro_batch=2",
+        ],
+    )
     assert recipe.build_method().rounds == 3
     assert recipe.training.experts.lr == 1e-3
     assert recipe.data.train_tokens == (9, 8, 7, 6)
@@ -26,18 +34,48 @@ def test_choosing_another_method_drops_what_it_does_not_know() -> None:
 @pytest.mark.parametrize(
     ("recipe", "setting", "mistake"),
     [
-        ("quickstart", "model.rank=0", "model.rank: input should be greater than or equal to 1, found 0"),
-        ("quickstart", "training.experts.lr=x", "training.experts.lr: input should be a valid number"),
-        ("quickstart", "training.experts.optimiser=adam", "training.experts: optimiser should be 'adamw' or 'sgd'"),
-        ("quickstart", "model.kind=vision", "model: kind should be 'language', 'classifier' or 'text-classifier'"),
-        ("quickstart", "data.kind=none", "data.kind: there is no 'none'; choose among 'stdlib', 'agnews'"),
+        (
+            "quickstart",
+            "model.rank=0",
+            "model.rank: input should be greater than or equal to 1, found 0",
+        ),
+        (
+            "quickstart",
+            "training.experts.lr=x",
+            "training.experts.lr: input should be a valid number",
+        ),
+        (
+            "quickstart",
+            "training.experts.optimiser=adam",
+            "training.experts: optimiser should be 'adamw' or 'sgd'",
+        ),
+        (
+            "quickstart",
+            "model.kind=vision",
+            "model: kind should be 'language', 'classifier' or 'text-classifier'",
+        ),
+        (
+            "quickstart",
+            "data.kind=none",
+            "data.kind: there is no 'none'; choose among 'stdlib', 'agnews'",
+        ),
         ("quickstart", "data={}", "data.kind: missing"),
-        ("cobo-digits", "data.clusters=0", "data.clusters: input should be greater than or equal to 1, found 0"),
-        ("cobo-digits", "training.experts.momentum=1", "training.experts.momentum: input should be less than 1, found 1"),
+        (
+            "cobo-digits",
+            "data.clusters=0",
+            "data.clusters: input should be greater than or equal to 1, found 0",
+        ),
+        (
+            "cobo-digits",
+            "training.experts.momentum=1",
+            "training.experts.momentum: input should be less than 1, found 1",
+        ),
         ("topics", "data.topics=[]", "data.topics: tuple should have at least 1 item"),
     ],
 )
-def test_a_mistake_names_its_field_as_it_is_written(recipe: str, setting: str, mistake: str) -> None:
+def test_a_mistake_names_its_field_as_it_is_written(
+    recipe: str, setting: str, mistake: str
+) -> None:
     with pytest.raises(RecipeError) as refused:
         load(recipe, [setting])
     assert mistake in str(refused.value)
@@ -51,11 +89,20 @@ def test_what_is_written_down_is_the_same_recipe(tmp_path: Path) -> None:
 
 
 def test_another_method_keeps_data_base_training_and_common_settings() -> None:
-    recipe = load("quickstart", ["method.rounds=7", "method.local_steps=10", "method.router_every=4"])
+    recipe = load(
+        "quickstart", ["method.rounds=7", "method.local_steps=10", "method.router_every=4"]
+    )
     fedavg, two = recipe.with_method("fedavg"), recipe.with_method("comigs-2s")
     assert fedavg.build_method() == FedAvg(rounds=7, local_steps=10)
-    assert two.build_method() == CoMiGS(rounds=7, local_steps=10, router_every=4, router_steps=5, generalists=0, specialists=2)
-    assert (fedavg.data, fedavg.model, fedavg.training, fedavg.seed) == (recipe.data, recipe.model, recipe.training, recipe.seed)
+    assert two.build_method() == CoMiGS(
+        rounds=7, local_steps=10, router_every=4, router_steps=5, generalists=0, specialists=2
+    )
+    assert (fedavg.data, fedavg.model, fedavg.training, fedavg.seed) == (
+        recipe.data,
+        recipe.model,
+        recipe.training,
+        recipe.seed,
+    )
     assert recipe.with_method("pretrained").build_method().rounds == 0
     assert not two.compare_with
 
@@ -68,11 +115,26 @@ def test_another_method_keeps_data_base_training_and_common_settings() -> None:
         ({"data": {"kind": "stdlib"}, "method": {}}, "method.name: missing"),
         ({"data": {"kind": "stdlib"}, "method": {"name": ["local"]}}, "no method"),
         ({"data": {"kind": "unknown"}, "method": {"name": "local"}}, "data"),
-        ({"data": {"kind": "stdlib", "seeds": 1}, "method": {"name": "local"}}, "seeds: unknown key, did you mean seed?"),
-        ({"data": {"kind": "stdlib"}, "method": {"name": "local"}, "compare_with": ["lokal"]}, "compare_with: there is no method 'lokal'"),
-        ({"data": {"kind": "stdlib"}, "method": {"name": "local", "top_k": 2}}, "method.top_k: unknown key here: it belongs to another"),
-        ({"data": {"kind": "stdlib"}, "method": {"name": "comigs", "specialists": [1, -1]}}, "method.specialists"),
-        ({"data": {"kind": "stdlib"}, "method": {"name": "pretrained", "rounds": 2}}, "method.rounds"),
+        (
+            {"data": {"kind": "stdlib", "seeds": 1}, "method": {"name": "local"}},
+            "seeds: unknown key, did you mean seed?",
+        ),
+        (
+            {"data": {"kind": "stdlib"}, "method": {"name": "local"}, "compare_with": ["lokal"]},
+            "compare_with: there is no method 'lokal'",
+        ),
+        (
+            {"data": {"kind": "stdlib"}, "method": {"name": "local", "top_k": 2}},
+            "method.top_k: unknown key here: it belongs to another",
+        ),
+        (
+            {"data": {"kind": "stdlib"}, "method": {"name": "comigs", "specialists": [1, -1]}},
+            "method.specialists",
+        ),
+        (
+            {"data": {"kind": "stdlib"}, "method": {"name": "pretrained", "rounds": 2}},
+            "method.rounds",
+        ),
     ],
 )
 def test_mistakes_name_their_field(section: dict, mistake: str) -> None:

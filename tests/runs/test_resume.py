@@ -1,4 +1,6 @@
-"""Resuming: with everything as it was it ends bit-equal; whatever was damaged, lost or exchanged meanwhile is named, and never taken."""
+"""Resuming: with everything as it was it ends bit-equal; whatever was damaged, lost or exchanged
+meanwhile is named, and never taken.
+"""
 
 import json
 import os
@@ -21,7 +23,14 @@ from coterie.runs import run as runs
 from coterie.runs.folder import alone
 
 DIGITS = (
-    *("method.rounds=6", "method.local_steps=1", "method.switch=0.3", "compare_with=[]", "data.clusters=2", "data.clients_per_cluster=2"),
+    *(
+        "method.rounds=6",
+        "method.local_steps=1",
+        "method.switch=0.3",
+        "compare_with=[]",
+        "data.clusters=2",
+        "data.clients_per_cluster=2",
+    ),
     *("evaluate_every=2", "metrics_every=1", "checkpoint_every=1"),
 )
 LATE = {"wall_s", "peak_memory_bytes", "seconds"}
@@ -85,29 +94,63 @@ def tensors(path: Path, by: Callable[[dict[str, torch.Tensor]], dict[str, torch.
     save(path, by(load(path)[0]))
 
 
-def floats(by: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+def floats(
+    by: Callable[[torch.Tensor], torch.Tensor],
+) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
     return lambda found: {name: by(t) if t.is_floating_point() else t for name, t in found.items()}
 
 
 OLD = "checkpoints/round-00005"
-SERVER, CLIENT, ABOUT, SUMS = f"{OLD}/server.safetensors", f"{OLD}/clients/c0-0.safetensors", f"{OLD}/checkpoint.json", f"{OLD}/SHA256SUMS"
+SERVER, CLIENT, ABOUT, SUMS = (
+    f"{OLD}/server.safetensors",
+    f"{OLD}/clients/c0-0.safetensors",
+    f"{OLD}/checkpoint.json",
+    f"{OLD}/SHA256SUMS",
+)
 SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
     "server truncated": (lambda f: truncate(f / SERVER), "server.safetensors is damaged"),
     "server empty": (lambda f: (f / SERVER).write_bytes(b""), "server.safetensors is damaged"),
     "server, one bit": (lambda f: flip(f / SERVER, -40), "server.safetensors is damaged"),
-    "server not finite": (lambda f: tensors(f / SERVER, floats(lambda t: t * torch.nan)), "server.safetensors is damaged"),
-    "server of other shapes": (lambda f: tensors(f / SERVER, floats(lambda t: t.flatten()[:1])), "server.safetensors is damaged"),
-    "server of other names": (lambda f: tensors(f / SERVER, lambda t: {f"{k}x": v for k, v in t.items()}), "server.safetensors is damaged"),
-    "server with nothing": (lambda f: tensors(f / SERVER, lambda t: {"z": torch.zeros(1)}), "server.safetensors is damaged"),
+    "server not finite": (
+        lambda f: tensors(f / SERVER, floats(lambda t: t * torch.nan)),
+        "server.safetensors is damaged",
+    ),
+    "server of other shapes": (
+        lambda f: tensors(f / SERVER, floats(lambda t: t.flatten()[:1])),
+        "server.safetensors is damaged",
+    ),
+    "server of other names": (
+        lambda f: tensors(f / SERVER, lambda t: {f"{k}x": v for k, v in t.items()}),
+        "server.safetensors is damaged",
+    ),
+    "server with nothing": (
+        lambda f: tensors(f / SERVER, lambda t: {"z": torch.zeros(1)}),
+        "server.safetensors is damaged",
+    ),
     "client truncated": (lambda f: truncate(f / CLIENT), r"c0-0\.safetensors is damaged"),
     "client gone": (lambda f: (f / CLIENT).unlink(), r"c0-0\.safetensors does not exist"),
-    "client a folder": (lambda f: ((f / CLIENT).unlink(), (f / CLIENT).mkdir()), r"c0-0\.safetensors cannot be read"),
+    "client a folder": (
+        lambda f: ((f / CLIENT).unlink(), (f / CLIENT).mkdir()),
+        r"c0-0\.safetensors cannot be read",
+    ),
     "client's header, one bit": (lambda f: flip(f / CLIENT, 20), r"c0-0\.safetensors is damaged"),
     "client's values, one bit": (lambda f: flip(f / CLIENT, -400), r"c0-0\.safetensors is damaged"),
-    "client of other shapes": (lambda f: tensors(f / CLIENT, floats(lambda t: t.flatten()[:1])), r"c0-0\.safetensors is damaged"),
-    "client of another dtype": (lambda f: tensors(f / CLIENT, floats(torch.Tensor.half)), r"c0-0\.safetensors is damaged"),
-    "client of other names": (lambda f: tensors(f / CLIENT, lambda t: {f"{k}x": v for k, v in t.items()}), r"c0-0\.safetensors is damaged"),
-    "client not finite": (lambda f: tensors(f / CLIENT, floats(lambda t: t * torch.nan)), r"c0-0\.safetensors is damaged"),
+    "client of other shapes": (
+        lambda f: tensors(f / CLIENT, floats(lambda t: t.flatten()[:1])),
+        r"c0-0\.safetensors is damaged",
+    ),
+    "client of another dtype": (
+        lambda f: tensors(f / CLIENT, floats(torch.Tensor.half)),
+        r"c0-0\.safetensors is damaged",
+    ),
+    "client of other names": (
+        lambda f: tensors(f / CLIENT, lambda t: {f"{k}x": v for k, v in t.items()}),
+        r"c0-0\.safetensors is damaged",
+    ),
+    "client not finite": (
+        lambda f: tensors(f / CLIENT, floats(lambda t: t * torch.nan)),
+        r"c0-0\.safetensors is damaged",
+    ),
     "two clients exchanged": (
         lambda f: (
             (f / CLIENT).rename(f / "x"),
@@ -119,41 +162,97 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
     "json truncated": (lambda f: truncate(f / ABOUT), "checkpoint.json is damaged"),
     "json {}": (lambda f: (f / ABOUT).write_text("{}"), "checkpoint.json is damaged"),
     "json []": (lambda f: (f / ABOUT).write_text("[]"), "checkpoint.json is damaged"),
-    "json without progress": (lambda f: change(f / ABOUT, lambda j: j.pop("progress")), "checkpoint.json is damaged"),
-    "json, progress {}": (lambda f: change(f / ABOUT, lambda j: j.update(progress={})), "checkpoint.json is damaged"),
-    "json, round -1": (lambda f: change(f / ABOUT, lambda j: j.update(round=-1)), "checkpoint.json is damaged"),
-    "json, round 25": (lambda f: change(f / ABOUT, lambda j: j.update(round=25)), "checkpoint.json is damaged"),
-    "json, round x": (lambda f: change(f / ABOUT, lambda j: j.update(round="x")), "checkpoint.json is damaged"),
-    "json, another folder": (lambda f: change(f / ABOUT, lambda j: j["clients"].append("../../../x")), "checkpoint.json is damaged"),
-    "json, a client less": (lambda f: change(f / ABOUT, lambda j: j["clients"].pop()), "checkpoint.json is damaged"),
-    "json, a digit": (lambda f: change(f / ABOUT, lambda j: j["progress"]["up"].update({"c0-0": 1})), "checkpoint.json is damaged"),
-    "json, position": (lambda f: change(f / ABOUT, lambda j: j["progress"].update(position=10**7)), "checkpoint.json is damaged"),
+    "json without progress": (
+        lambda f: change(f / ABOUT, lambda j: j.pop("progress")),
+        "checkpoint.json is damaged",
+    ),
+    "json, progress {}": (
+        lambda f: change(f / ABOUT, lambda j: j.update(progress={})),
+        "checkpoint.json is damaged",
+    ),
+    "json, round -1": (
+        lambda f: change(f / ABOUT, lambda j: j.update(round=-1)),
+        "checkpoint.json is damaged",
+    ),
+    "json, round 25": (
+        lambda f: change(f / ABOUT, lambda j: j.update(round=25)),
+        "checkpoint.json is damaged",
+    ),
+    "json, round x": (
+        lambda f: change(f / ABOUT, lambda j: j.update(round="x")),
+        "checkpoint.json is damaged",
+    ),
+    "json, another folder": (
+        lambda f: change(f / ABOUT, lambda j: j["clients"].append("../../../x")),
+        "checkpoint.json is damaged",
+    ),
+    "json, a client less": (
+        lambda f: change(f / ABOUT, lambda j: j["clients"].pop()),
+        "checkpoint.json is damaged",
+    ),
+    "json, a digit": (
+        lambda f: change(f / ABOUT, lambda j: j["progress"]["up"].update({"c0-0": 1})),
+        "checkpoint.json is damaged",
+    ),
+    "json, position": (
+        lambda f: change(f / ABOUT, lambda j: j["progress"].update(position=10**7)),
+        "checkpoint.json is damaged",
+    ),
     "json deep": (lambda f: (f / ABOUT).write_text("[" * 100_000), "checkpoint.json is damaged"),
     "json gone": (lambda f: (f / ABOUT).unlink(), "checkpoint.json does not exist"),
     "sums gone": (lambda f: (f / SUMS).unlink(), "SHA256SUMS does not exist"),
-    "sums, one bit": (lambda f: flip(f / SUMS, 3), r"SHA256SUMS is damaged|is damaged, it is not as it was written"),
+    "sums, one bit": (
+        lambda f: flip(f / SUMS, 3),
+        r"SHA256SUMS is damaged|is damaged, it is not as it was written",
+    ),
     "sums without a client": (
-        lambda f: (f / SUMS).write_text("".join(line for line in (f / SUMS).read_text().splitlines(True) if "c0-0" not in line)),
+        lambda f: (f / SUMS).write_text(
+            "".join(line for line in (f / SUMS).read_text().splitlines(True) if "c0-0" not in line)
+        ),
         r"c0-0\.safetensors is damaged, SHA256SUMS does not know it",
     ),
-    "an empty checkpoint": (lambda f: (f / "checkpoints/round-00006").mkdir(), "round-00006.*SHA256SUMS does not exist"),
-    "a later empty checkpoint": (lambda f: (f / "checkpoints/round-99999").mkdir(), "round-99999.*SHA256SUMS does not exist"),
-    "a checkpoint renamed": (lambda f: (f / OLD).rename(f / "checkpoints/round-00007"), "is of round 5"),
-    "metrics gone": (lambda f: (f / "metrics.jsonl").unlink(), r"metrics\.jsonl has 0 bytes, and had [\d,]+ .*lost"),
-    "metrics truncated": (lambda f: truncate(f / "metrics.jsonl", 0.3), r"metrics\.jsonl has [\d,]+ bytes, and had [\d,]+ .*lost"),
+    "an empty checkpoint": (
+        lambda f: (f / "checkpoints/round-00006").mkdir(),
+        "round-00006.*SHA256SUMS does not exist",
+    ),
+    "a later empty checkpoint": (
+        lambda f: (f / "checkpoints/round-99999").mkdir(),
+        "round-99999.*SHA256SUMS does not exist",
+    ),
+    "a checkpoint renamed": (
+        lambda f: (f / OLD).rename(f / "checkpoints/round-00007"),
+        "is of round 5",
+    ),
+    "metrics gone": (
+        lambda f: (f / "metrics.jsonl").unlink(),
+        r"metrics\.jsonl has 0 bytes, and had [\d,]+ .*lost",
+    ),
+    "metrics truncated": (
+        lambda f: truncate(f / "metrics.jsonl", 0.3),
+        r"metrics\.jsonl has [\d,]+ bytes, and had [\d,]+ .*lost",
+    ),
     "metrics, one bit": (lambda f: flip(f / "metrics.jsonl", 100), r"metrics\.jsonl is damaged"),
-    "metrics a folder": (lambda f: ((f / "metrics.jsonl").unlink(), (f / "metrics.jsonl").mkdir()), r"metrics\.jsonl cannot be read"),
+    "metrics a folder": (
+        lambda f: ((f / "metrics.jsonl").unlink(), (f / "metrics.jsonl").mkdir()),
+        r"metrics\.jsonl cannot be read",
+    ),
     "inputs gone": (lambda f: (f / "inputs.json").unlink(), r"inputs\.json does not exist"),
     "inputs, one bit": (lambda f: flip(f / "inputs.json", 60), r"inputs\.json is damaged"),
     "inputs without sums": (lambda f: (f / "SHA256SUMS").unlink(), "SHA256SUMS does not exist"),
 }
 FINE: dict[str, Callable[[Path], object]] = {
     "nothing": lambda f: None,
-    "a checkpoint half written": lambda f: shutil.copytree(f / OLD, f / "checkpoints/round-00006.new"),
+    "a checkpoint half written": lambda f: shutil.copytree(
+        f / OLD, f / "checkpoints/round-00006.new"
+    ),
     "a file of a checkpoint's name": lambda f: (f / "checkpoints/round-00006").write_text("x"),
     "the lock of a killed process": lambda f: (f / "lock").write_text("process 1 on elsewhere"),
     "all checkpoints gone": lambda f: shutil.rmtree(f / "checkpoints"),
-    "killed before the first": lambda f: [shutil.rmtree(f / "checkpoints"), (f / "SHA256SUMS").unlink(), truncate(f / "inputs.json")],
+    "killed before the first": lambda f: [
+        shutil.rmtree(f / "checkpoints"),
+        (f / "SHA256SUMS").unlink(),
+        truncate(f / "inputs.json"),
+    ],
 }
 
 
@@ -164,7 +263,11 @@ def test_what_is_damaged_is_named_and_not_taken(name: str, cut: Path) -> None:
     with pytest.raises(CheckpointError, match=f"(?s){message}") as caught:
         resumed(cut)
     assert caught.value.exit_code == 2
-    assert "checkpoint round" not in str(caught.value) or "Delete" in caught.value.remedy or "afresh" in caught.value.remedy
+    assert (
+        "checkpoint round" not in str(caught.value)
+        or "Delete" in caught.value.remedy
+        or "afresh" in caught.value.remedy
+    )
     assert not (cut / "result.json").exists()
 
 
@@ -182,10 +285,15 @@ def test_a_checkpoint_that_was_about_to_be_dropped_is(whole: Path, tmp_path: Pat
     shutil.copytree(out / OLD, out / "checkpoints/round-00004")
     shutil.copytree(out / OLD, out / "checkpoints/round-00007.new")
     is_whole(out, whole, resumed(out))
-    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["round-00005", "round-00006"]
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == [
+        "round-00005",
+        "round-00006",
+    ]
 
 
-def test_without_the_damaged_checkpoint_the_one_before_it_goes_on(whole: Path, tmp_path: Path) -> None:
+def test_without_the_damaged_checkpoint_the_one_before_it_goes_on(
+    whole: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "two"
     shutil.copytree(whole, out)
     (out / "result.json").unlink()
@@ -203,7 +311,9 @@ def test_a_spoilt_result_is_not_shown(text: str | None, whole: Path, tmp_path: P
     if text == "one bit":
         flip(out / "result.json", 300)
     else:
-        (out / "result.json").write_text((whole / "result.json").read_text()[:500] if text is None else text)
+        (out / "result.json").write_text(
+            (whole / "result.json").read_text()[:500] if text is None else text
+        )
     with pytest.raises(CheckpointError, match=r"(?s)result\.json is damaged.*Delete it"):
         resumed(out)
     (out / "result.json").unlink()  # what the message says
@@ -215,18 +325,29 @@ def test_a_result_without_its_checksum_is_made_again(whole: Path, tmp_path: Path
     out = tmp_path / "done"
     shutil.copytree(whole, out)
     sums = out / "SHA256SUMS"
-    sums.write_text("".join(line for line in sums.read_text().splitlines(True) if "result" not in line))
+    sums.write_text(
+        "".join(line for line in sums.read_text().splitlines(True) if "result" not in line)
+    )
     (out / "result.json").write_text("{}")
     is_whole(out, whole, resumed(out))
 
 
 def test_a_tool_of_everybody_checks_what_is_kept(whole: Path) -> None:
     for folder in (whole, whole / "checkpoints/round-00006"):
-        subprocess.run(["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"], cwd=folder, check=True)
+        subprocess.run(
+            ["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"], cwd=folder, check=True
+        )
 
 
 @pytest.mark.parametrize(
-    "setting", ["training.experts.lr=0.1", "method.rounds=22", "data.seed=5", "data.clients_per_cluster=3", "data.per_client=20"]
+    "setting",
+    [
+        "training.experts.lr=0.1",
+        "method.rounds=22",
+        "data.seed=5",
+        "data.clients_per_cluster=3",
+        "data.per_client=20",
+    ],
 )
 def test_another_recipe_is_another_run(setting: str, cut: Path) -> None:
     with pytest.raises(CheckpointError, match=setting.partition("=")[0]):
@@ -236,25 +357,55 @@ def test_another_recipe_is_another_run(setting: str, cut: Path) -> None:
 # What lies outside of the run's folder
 
 
-WORDS = ("the", "cat", "sat", "on", "a", "warm", "mat", "and", "slept", "while", "its", "dog", "looked", "for", "that", "bone")
+WORDS = (
+    "the",
+    "cat",
+    "sat",
+    "on",
+    "a",
+    "warm",
+    "mat",
+    "and",
+    "slept",
+    "while",
+    "its",
+    "dog",
+    "looked",
+    "for",
+    "that",
+    "bone",
+)
 
 
 def write_texts(root: Path, clients: str = "abc") -> Path:
     for place, name in enumerate(clients):
         (root / name).mkdir(parents=True)
         for k in range(30):
-            (root / name / f"{k:02d}.txt").write_text(" ".join(WORDS[(place + k * j) % len(WORDS)] for j in range(12)) + ".\n")
+            (root / name / f"{k:02d}.txt").write_text(
+                " ".join(WORDS[(place + k * j) % len(WORDS)] for j in range(12)) + ".\n"
+            )
     return root
 
 
 def language(texts: Path, base: Path, method: str = "local", *more: str) -> recipes.Recipe:
-    settings = ("model.context=16", "training.batch_size=4", "method.rounds=3", "method.local_steps=1", "compare_with=[pretrained]")
-    return recipes.load("folders", [f"method.name={method}", *settings, f"data.path={texts}", f"model.base={base}", *more])
+    settings = (
+        "model.context=16",
+        "training.batch_size=4",
+        "method.rounds=3",
+        "method.local_steps=1",
+        "compare_with=[pretrained]",
+    )
+    return recipes.load(
+        "folders",
+        [f"method.name={method}", *settings, f"data.path={texts}", f"model.base={base}", *more],
+    )
 
 
 @pytest.fixture
 def stopped(tiny_base: Path, tmp_path: Path) -> tuple[Path, Path, Path]:
-    """A run of three folders of text on a base of its own, without its last round; the texts, and the base."""
+    """A run of three folders of text on a base of its own, without its last round; the texts,
+    and the base.
+    """
     texts, base, out = write_texts(tmp_path / "texts"), tmp_path / "base", tmp_path / "run"
     shutil.copytree(tiny_base, base)
     runs.run(language(texts, base), out)
@@ -270,17 +421,30 @@ def reweigh(base: Path) -> None:
 OUTSIDE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "weights": (lambda texts, base: reweigh(base), "model.safetensors has another content"),
     "a tokenizer's file": (
-        lambda texts, base: (base / "tokenizer_config.json").write_text((base / "tokenizer_config.json").read_text() + " "),
+        lambda texts, base: (base / "tokenizer_config.json").write_text(
+            (base / "tokenizer_config.json").read_text() + " "
+        ),
         "tokenizer_config.json has another content",
     ),
-    "a file more": (lambda texts, base: (base / "generation_config.json").unlink(), "generation_config.json is not there any more"),
+    "a file more": (
+        lambda texts, base: (base / "generation_config.json").unlink(),
+        "generation_config.json is not there any more",
+    ),
     "a text": (
-        lambda texts, base: (texts / "b/07.txt").write_text("entirely other words here than were there before\n"),
+        lambda texts, base: (texts / "b/07.txt").write_text(
+            "entirely other words here than were there before\n"
+        ),
         "client 'b' has other data",
     ),
     "a client more": (lambda texts, base: write_texts(texts, "d"), "client 'd' is new"),
-    "a client less": (lambda texts, base: shutil.rmtree(texts / "b"), "client 'b' is not there any more"),
-    "a client renamed": (lambda texts, base: (texts / "b").rename(texts / "z"), "(?s)client 'b' is not there any more.*client 'z' is new"),
+    "a client less": (
+        lambda texts, base: shutil.rmtree(texts / "b"),
+        "client 'b' is not there any more",
+    ),
+    "a client renamed": (
+        lambda texts, base: (texts / "b").rename(texts / "z"),
+        "(?s)client 'b' is not there any more.*client 'z' is new",
+    ),
 }
 
 
@@ -305,21 +469,29 @@ def test_who_means_it_goes_on(name: str, stopped: tuple[Path, Path, Path]) -> No
     told = json.loads((out / "inputs.json").read_text())["changed"]
     assert re.search(OUTSIDE[name][1], "\n".join(told))
     (out / "result.json").unlink()
-    again = runs.run(language(texts, base), out, resume=True)[-1]  # which compares with what it went on with
+    again = runs.run(language(texts, base), out, resume=True)[
+        -1
+    ]  # which compares with what it went on with
     assert clean(again) == clean(found)
 
 
-def test_a_method_that_needs_all_its_clients_does_not_lose_one(tiny_base: Path, tmp_path: Path) -> None:
+def test_a_method_that_needs_all_its_clients_does_not_lose_one(
+    tiny_base: Path, tmp_path: Path
+) -> None:
     texts, out = write_texts(tmp_path / "texts"), tmp_path / "run"
     recipe = language(texts, tiny_base, "comigs-1g1s", "compare_with=[]")
     runs.run(recipe, out)
     (out / "result.json").unlink()
     shutil.rmtree(texts / "b")
-    with pytest.raises(Refused, match=r"(?s)needs the clients that it started with: b not there.*Put back the data"):
+    with pytest.raises(
+        Refused, match=r"(?s)needs the clients that it started with: b not there.*Put back the data"
+    ):
         runs.run(recipe, out, changed=True)
 
 
-def test_a_result_of_other_texts_is_not_taken_for_one_of_these(stopped: tuple[Path, Path, Path]) -> None:
+def test_a_result_of_other_texts_is_not_taken_for_one_of_these(
+    stopped: tuple[Path, Path, Path],
+) -> None:
     """A baseline was done; its method has no rounds and so no checkpoint."""
     out, texts, base = stopped
     assert (out / "baselines/pretrained/result.json").exists()
@@ -359,13 +531,20 @@ with alone(Path(sys.argv[1])):
 def test_a_folder_belongs_to_one_process(whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "busy"
     shutil.copytree(whole, out)
-    other = subprocess.Popen([sys.executable, "-c", HOLD, str(out)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(out)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert other.stdout is not None
     assert other.stdout.readline() == "in\n"
     try:
         with pytest.raises(Refused, match=rf"is in use by process {other.pid} on \S+\n"):
             resumed(out)
-        with pytest.raises(Refused, match=rf"is in use by process {other.pid}"):  # the first one's name was not wiped out
+        with pytest.raises(
+            Refused, match=rf"is in use by process {other.pid}"
+        ):  # the first one's name was not wiped out
             resumed(out)
     finally:
         other.kill()
@@ -384,7 +563,11 @@ def test_within_a_process_it_may_be_asked_for_twice(tmp_path: Path) -> None:
 
 def test_a_row_of_a_comparison_that_somebody_is_at_is_refused_before_any_work(cut: Path) -> None:
     recipe = recipes.load("cobo-digits", DIGITS)
-    other = subprocess.Popen([sys.executable, "-c", HOLD, str(cut / "baselines/local")], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(cut / "baselines/local")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     assert other.stdout is not None
     other.stdout.readline()
     try:
@@ -396,7 +579,9 @@ def test_a_row_of_a_comparison_that_somebody_is_at_is_refused_before_any_work(cu
     assert not (cut / "baselines/local/metrics.jsonl").exists()
 
 
-def test_the_command_line_says_it_with_exit_code_2(cut: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line_says_it_with_exit_code_2(
+    cut: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     flip(cut / SERVER, -8)
     words = [word for setting in DIGITS for word in ("--set", setting)]
     done = CliRunner().invoke(app, ["run", "cobo-digits", *words, "--out", str(cut), "--resume"])
@@ -404,7 +589,9 @@ def test_the_command_line_says_it_with_exit_code_2(cut: Path, monkeypatch: pytes
     assert "server.safetensors is damaged" in done.output
     assert "Traceback" not in done.output
     truncate(cut / "inputs.json")
-    done = CliRunner().invoke(app, ["run", "cobo-digits", *words, "--out", str(cut), "--resume-changed"])
+    done = CliRunner().invoke(
+        app, ["run", "cobo-digits", *words, "--out", str(cut), "--resume-changed"]
+    )
     assert done.exit_code == 2  # a damaged checkpoint stays one
     assert "server.safetensors is damaged" in done.output
 

@@ -34,7 +34,9 @@ def encoded(backbone: Backbone, text: str) -> list[int]:
         ("<b>", ["<", "b", ">"]),
     ],
 )
-def test_pieces_are_what_each_token_adds(backbone: Backbone, text: str, expected: Sequence[str]) -> None:
+def test_pieces_are_what_each_token_adds(
+    backbone: Backbone, text: str, expected: Sequence[str]
+) -> None:
     ids = encoded(backbone, text)
     assert pieces(backbone.tokenizer, ids) == expected
     assert pieces(backbone.tokenizer, [*ids, 0, *ids]) == [*expected, END, *expected]
@@ -52,17 +54,27 @@ def test_the_beginning_is_what_is_scored_first(tiny_federation) -> None:
 
 
 def test_weights_are_those_of_the_model(backbone: Backbone, tiny_federation) -> None:
-    routed, single = LanguageModel(backbone, Layout(top_k=1, specialists=2)), LanguageModel(backbone, Layout(specialists=0))
+    routed, single = (
+        LanguageModel(backbone, Layout(top_k=1, specialists=2)),
+        LanguageModel(backbone, Layout(specialists=0)),
+    )
     for router in routed.parameters_by_role()[ROUTER].values():
         torch.nn.init.normal_(router, generator=torch.Generator().manual_seed(0))
     tests = {i: data.test for i, data in tiny_federation.clients.items()}
-    found = look(list(tests), {"ann": routed, "ben": single, "cleo": routed}.__getitem__, tests, backbone.tokenizer)
+    found = look(
+        list(tests),
+        {"ann": routed, "ben": single, "cleo": routed}.__getitem__,
+        tests,
+        backbone.tokenizer,
+    )
     assert found["blocks"] == [0, 1]
     assert found["depth"] == 2
     assert list(found["texts"]) == ["ann", "ben", "cleo"]
     assert found["experts"] == {i: {"generalists": 1, "specialists": 2} for i in ("ann", "cleo")}
     expected = routed.routing(tests["ben"].take(torch.arange(10).numpy())[:, :-1]).flatten(1, 2)
-    torch.testing.assert_close(torch.tensor(found["weights"]["cleo"]["ben"]), expected, atol=6e-4, rtol=0)
+    torch.testing.assert_close(
+        torch.tensor(found["weights"]["cleo"]["ben"]), expected, atol=6e-4, rtol=0
+    )
     assert len(found["texts"]["ben"]) == TOKENS
 
 

@@ -1,4 +1,6 @@
-"""The command line as a person uses it: real processes on a real (tiny) base and real folders of text."""
+"""The command line as a person uses it: real processes on a real (tiny) base and real folders of
+text.
+"""
 
 import json
 import os
@@ -34,7 +36,9 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rng = random.Random(name)
         (root / name).mkdir()
         for k in range(40):
-            (root / name / f"{k:02d}.txt").write_text(" ".join(rng.choices(words.split(), k=12)) + ".\n")
+            (root / name / f"{k:02d}.txt").write_text(
+                " ".join(rng.choices(words.split(), k=12)) + ".\n"
+            )
     return root
 
 
@@ -67,11 +71,18 @@ def coterie(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedP
 
 
 def numbers(result: dict) -> dict:
-    return {key: value for key, value in result.items() if key not in ("wall_s", "peak_memory_bytes", "versions", "machine")}
+    return {
+        key: value
+        for key, value in result.items()
+        if key not in ("wall_s", "peak_memory_bytes", "versions", "machine")
+    }
 
 
 def personal_tensors(out: Path) -> dict[str, dict[str, torch.Tensor]]:
-    return {folder.name: load(folder / "adapter.safetensors")[0] for folder in sorted((out / "clients").iterdir())}
+    return {
+        folder.name: load(folder / "adapter.safetensors")[0]
+        for folder in sorted((out / "clients").iterdir())
+    }
 
 
 @pytest.fixture(scope="module")
@@ -88,28 +99,52 @@ def test_the_run_folder(finished: Path) -> None:
     assert result["method"] == "comigs-1g1s"
     assert result["recipe"] == "folders"
     assert (result["seed"], result["rounds"]) == (3, 4)
-    assert result["metric"] == {"name": "test perplexity", "unit": "per token", "lower_is_better": True}
+    assert result["metric"] == {
+        "name": "test perplexity",
+        "unit": "per token",
+        "lower_is_better": True,
+    }
     assert set(result["clients"]) == set(WORDS)
     assert result["mean"] == pytest.approx(sum(c["test"] for c in result["clients"].values()) / 3)
     client = result["clients"]["ann"]
-    assert {"test", "test_synced", "valid", "trainable_parameters", "bytes_up", "bytes_down"} <= client.keys()
+    assert {
+        "test",
+        "test_synced",
+        "valid",
+        "trainable_parameters",
+        "bytes_up",
+        "bytes_down",
+    } <= client.keys()
     for name in ("recipe.yaml", "metrics.jsonl", "report.html", "checkpoints", "tensorboard"):
         assert (finished / name).exists(), name
     lines = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     assert sum(line["kind"] == "train" for line in lines) == 4 * 3
     assert {line["round"] for line in lines if line["kind"] == "score"} == {2, 4}
-    assert [path.name for path in sorted((finished / "checkpoints").iterdir())] == ["round-00003", "round-00004"]
+    assert [path.name for path in sorted((finished / "checkpoints").iterdir())] == [
+        "round-00003",
+        "round-00004",
+    ]
     assert list((finished / "tensorboard").glob("events*"))
-    assert not list(finished.rglob("*.pkl")) + list(finished.rglob("*.pt")) + list(finished.rglob("*.new"))
+    assert (
+        not list(finished.rglob("*.pkl"))
+        + list(finished.rglob("*.pt"))
+        + list(finished.rglob("*.new"))
+    )
 
 
 def test_bytes_are_those_of_the_generalists_each_way(finished: Path) -> None:
     result = json.loads((finished / "result.json").read_text())
     for i, tensors in personal_tensors(finished).items():
-        local = sum(t.numel() for name, t in tensors.items() if "specialist" in name or "router" in name)
+        local = sum(
+            t.numel() for name, t in tensors.items() if "specialist" in name or "router" in name
+        )
         everything = sum(t.numel() for t in tensors.values())
         assert result["clients"][i]["trainable_parameters"] == everything
-        assert result["clients"][i]["bytes_up"] == result["clients"][i]["bytes_down"] == 4 * 4 * (everything - local)
+        assert (
+            result["clients"][i]["bytes_up"]
+            == result["clients"][i]["bytes_down"]
+            == 4 * 4 * (everything - local)
+        )
 
 
 def test_baselines_are_beside_it(finished: Path) -> None:
@@ -120,10 +155,14 @@ def test_baselines_are_beside_it(finished: Path) -> None:
     router = personal_tensors(finished)["ann"]
     routers = sum(t.numel() for name, t in router.items() if "router" in name)
     ours = json.loads((finished / "result.json").read_text())["clients"]["ann"]
-    assert ours["trainable_parameters"] - routers == fedavg["trainable_parameters"]  # equal budgets, but for the router
+    assert (
+        ours["trainable_parameters"] - routers == fedavg["trainable_parameters"]
+    )  # equal budgets, but for the router
 
 
-def test_a_personal_model_gives_the_perplexity_of_the_table(finished: Path, tiny_base: Path, options: list[str]) -> None:
+def test_a_personal_model_gives_the_perplexity_of_the_table(
+    finished: Path, tiny_base: Path, options: list[str]
+) -> None:
     from coterie.core.metrics import perplexity
     from coterie.runs.prepare import prepare
     from coterie.runs.recipe import resolve
@@ -133,10 +172,14 @@ def test_a_personal_model_gives_the_perplexity_of_the_table(finished: Path, tiny
     for i in WORDS:
         model = personal.load(finished, i)
         nll = model.score(site.data[i].test.scoring(8))
-        assert perplexity(torch.tensor(nll)) == pytest.approx(result["clients"][i]["test"], rel=1e-6)
+        assert perplexity(torch.tensor(nll)) == pytest.approx(
+            result["clients"][i]["test"], rel=1e-6
+        )
 
 
-def test_a_damaged_personal_model_is_refused(finished: Path, tmp_path: Path, tiny_base: Path) -> None:
+def test_a_damaged_personal_model_is_refused(
+    finished: Path, tmp_path: Path, tiny_base: Path
+) -> None:
     import shutil
 
     from coterie.core.errors import CheckpointError
@@ -152,8 +195,12 @@ def test_a_damaged_personal_model_is_refused(finished: Path, tmp_path: Path, tin
 
 
 @pytest.mark.parametrize("moment", [0.15, 0.5, 0.85])
-def test_killed_at_any_moment_and_resumed_it_ends_the_same(moment: float, finished: Path, options: list[str], tmp_path: Path) -> None:
-    """Kill -9 a real run at several moments, as soon as metrics of a given share of all rounds are on disk; resume; compare bit for bit."""
+def test_killed_at_any_moment_and_resumed_it_ends_the_same(
+    moment: float, finished: Path, options: list[str], tmp_path: Path
+) -> None:
+    """Kill -9 a real run at several moments, as soon as metrics of a given share of all rounds
+    are on disk; resume; compare bit for bit.
+    """
     out = tmp_path / "killed"
     words = ["run", "folders", *options, "--seed", "3", "--out", str(out)]
     process = subprocess.Popen(
@@ -163,11 +210,15 @@ def test_killed_at_any_moment_and_resumed_it_ends_the_same(moment: float, finish
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    written = [out / folder / "metrics.jsonl" for folder in ("baselines/local", "baselines/fedavg", ".")]
+    written = [
+        out / folder / "metrics.jsonl" for folder in ("baselines/local", "baselines/fedavg", ".")
+    ]
     rounds = len(written) * 4
     deadline = time.monotonic() + 240
     while process.poll() is None and time.monotonic() < deadline:
-        lines = sum(path.read_bytes().count(b'"kind": "train"') for path in written if path.exists())
+        lines = sum(
+            path.read_bytes().count(b'"kind": "train"') for path in written if path.exists()
+        )
         if lines >= moment * rounds * len(WORDS):
             break
         time.sleep(0.002)
@@ -178,17 +229,32 @@ def test_killed_at_any_moment_and_resumed_it_ends_the_same(moment: float, finish
     resumed = coterie(*words, "--resume", cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
     for name in (".", "baselines/local", "baselines/fedavg"):
-        a, b = (json.loads((folder / name / "result.json").read_text()) for folder in (finished, out))
+        a, b = (
+            json.loads((folder / name / "result.json").read_text()) for folder in (finished, out)
+        )
         assert numbers(a) == numbers(b)
         mine, theirs = personal_tensors(finished / name), personal_tensors(out / name)
         assert all(torch.equal(mine[i][t], theirs[i][t]) for i in mine for t in mine[i])
-        assert (finished / name / "metrics.jsonl").read_bytes() == (out / name / "metrics.jsonl").read_bytes()
+        assert (finished / name / "metrics.jsonl").read_bytes() == (
+            out / name / "metrics.jsonl"
+        ).read_bytes()
 
 
 def test_terminated_it_says_how_to_go_on(options: list[str], tmp_path: Path) -> None:
     out = tmp_path / "stopped"
     process = subprocess.Popen(
-        [sys.executable, "-m", "coterie", "run", "folders", *options, "--set", "method.rounds=500", "--out", str(out)],
+        [
+            sys.executable,
+            "-m",
+            "coterie",
+            "run",
+            "folders",
+            *options,
+            "--set",
+            "method.rounds=500",
+            "--out",
+            str(out),
+        ],
         cwd=tmp_path,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
@@ -196,7 +262,10 @@ def test_terminated_it_says_how_to_go_on(options: list[str], tmp_path: Path) -> 
         text=True,
     )
     deadline = time.monotonic() + 240
-    while not (out / "baselines/local/checkpoints/round-00002").exists() and time.monotonic() < deadline:
+    while (
+        not (out / "baselines/local/checkpoints/round-00002").exists()
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.01)
     process.terminate()
     _, error = process.communicate(timeout=60)
@@ -208,7 +277,18 @@ def test_terminated_it_says_how_to_go_on(options: list[str], tmp_path: Path) -> 
 def test_the_engine_changes_no_number(finished: Path, options: list[str], tmp_path: Path) -> None:
     out = tmp_path / "loopback"
     done = coterie(
-        "run", "folders", *options, "--set", "engine=loopback", "--set", "compare_with=[]", "--seed", "3", "--out", str(out), cwd=tmp_path
+        "run",
+        "folders",
+        *options,
+        "--set",
+        "engine=loopback",
+        "--set",
+        "compare_with=[]",
+        "--seed",
+        "3",
+        "--out",
+        str(out),
+        cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
     a, b = (json.loads((folder / "result.json").read_text()) for folder in (finished, out))
@@ -217,33 +297,66 @@ def test_the_engine_changes_no_number(finished: Path, options: list[str], tmp_pa
 
 def test_compare_writes_one_table(options: list[str], tmp_path: Path, finished: Path) -> None:
     out = tmp_path / "table"
-    words = ["compare", "pretrained", "local", "centralized", "comigs-1g1s", "--recipe", "folders", *options, "--seed", "3", "--seeds", "2"]
+    words = [
+        "compare",
+        "pretrained",
+        "local",
+        "centralized",
+        "comigs-1g1s",
+        "--recipe",
+        "folders",
+        *options,
+        "--seed",
+        "3",
+        "--seeds",
+        "2",
+    ]
     done = coterie(*words, "--out", str(out), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     comparison = json.loads((out / "comparison.json").read_text())
     rows = {row["method"]: row for row in comparison["rows"]}
     assert list(rows) == ["pretrained", "local", "centralized", "comigs-1g1s"]
     assert comparison["seeds"] == [3, 4]
-    assert rows["comigs-1g1s"]["per_seed"][0] == json.loads((finished / "result.json").read_text())["mean"]
+    assert (
+        rows["comigs-1g1s"]["per_seed"][0]
+        == json.loads((finished / "result.json").read_text())["mean"]
+    )
     assert rows["pretrained"]["std"] == 0
     assert rows["local"]["bytes_up_per_round"] == rows["centralized"]["bytes_up_per_round"] == 0
     assert rows["local"]["mean"] < rows["pretrained"]["mean"]
     for title in ("Pretrained", "Local", "Centralized", "CoMiGS-1G1S"):
         assert title in done.stdout
     lines = re.findall(r"^\[(\d)/8\] (.*?):", done.stdout, re.MULTILINE)
-    titles = [f"{title}, seed {seed}" for title in ("Pretrained", "Local", "Centralized", "CoMiGS-1G1S") for seed in (3, 4)]
+    titles = [
+        f"{title}, seed {seed}"
+        for title in ("Pretrained", "Local", "Centralized", "CoMiGS-1G1S")
+        for seed in (3, 4)
+    ]
     assert lines == [(str(k + 1), title) for k, title in enumerate(titles)]
 
 
-def test_progress_is_plain_lines_without_a_terminal(finished: Path, options: list[str], tmp_path: Path) -> None:
-    done = coterie("run", "folders", *options, "--set", "compare_with=[]", "--out", str(tmp_path / "o"), cwd=tmp_path)
+def test_progress_is_plain_lines_without_a_terminal(
+    finished: Path, options: list[str], tmp_path: Path
+) -> None:
+    done = coterie(
+        "run",
+        "folders",
+        *options,
+        "--set",
+        "compare_with=[]",
+        "--out",
+        str(tmp_path / "o"),
+        cwd=tmp_path,
+    )
     assert "round 4/4" in done.stdout
     assert "tokens/s" in done.stdout
     assert "\x1b[" not in done.stdout
 
 
 def refused(words: list[str], cwd: Path) -> str:
-    """What a command that must be refused says on stderr; in this process, which has everything imported."""
+    """What a command that must be refused says on stderr; in this process, which has everything
+    imported.
+    """
     before = Path.cwd()
     os.chdir(cwd)
     try:
@@ -263,8 +376,17 @@ def test_a_refusal_is_one_message_on_stderr(tmp_path: Path) -> None:
 
 
 def test_all_mistakes_of_a_recipe_at_once_with_exit_code_2(tmp_path: Path) -> None:
-    sets = ["method.rounds=-1", "method.locl_steps=3", "model.rank=0", "training.experts.lr=x", "colour=blue", "data.kind=stdlib"]
-    message = refused(["run", "quickstart", *(w for s in sets for w in ("--set", s)), "--out", "o"], tmp_path)
+    sets = [
+        "method.rounds=-1",
+        "method.locl_steps=3",
+        "model.rank=0",
+        "training.experts.lr=x",
+        "colour=blue",
+        "data.kind=stdlib",
+    ]
+    message = refused(
+        ["run", "quickstart", *(w for s in sets for w in ("--set", s)), "--out", "o"], tmp_path
+    )
     for expected in (
         "method.rounds: input should be greater than or equal to 0, found -1",
         "method.locl_steps: unknown key, did you mean local_steps?",
@@ -284,8 +406,14 @@ def test_all_mistakes_of_a_recipe_at_once_with_exit_code_2(tmp_path: Path) -> No
         (["run", "quickstart", "--set", "method.rounds"], "key=value"),
         (["run", "quickstart", "--set", "method.name=comig"], "did you mean comigs"),
         (["run", "quickstart", "--set", "method.specialists=3"], "fixes it to 1"),
-        (["run", "quickstart", "--set", "method={name: comigs, specialists: [1, 2]}"], "method.specialists: 2 values for 4 clients"),
-        (["run", "quickstart", "--set", "method={name: comigs, generalists: 0, specialists: 0}"], "at least 1"),
+        (
+            ["run", "quickstart", "--set", "method={name: comigs, specialists: [1, 2]}"],
+            "method.specialists: 2 values for 4 clients",
+        ),
+        (
+            ["run", "quickstart", "--set", "method={name: comigs, generalists: 0, specialists: 0}"],
+            "at least 1",
+        ),
         (["run", "quickstart", "--set", "model.base=/nowhere/at/all"], "no model folder"),
         (["run", "quickstart", "--set", "model.context=100000"], "model.context"),
         (["run", "quickstart", "--set", "model.device=gpu"], "model.device"),
@@ -295,7 +423,14 @@ def test_all_mistakes_of_a_recipe_at_once_with_exit_code_2(tmp_path: Path) -> No
         (["run", "quickstart", "--resume"], "no run of quickstart"),
         (["run", "quickstart", "--out", "/proc/none"], "cannot make the folder /proc/none"),
         (
-            ["compare", "hetlora", "--recipe", "quickstart", "--set", "method={name: hetlora, ranks: [1, 2]}"],
+            [
+                "compare",
+                "hetlora",
+                "--recipe",
+                "quickstart",
+                "--set",
+                "method={name: hetlora, ranks: [1, 2]}",
+            ],
             "method.ranks: 2 values for 4",
         ),
         (["reproduce", "comigs/table9"], "no such table, figure or theorem"),
@@ -303,7 +438,9 @@ def test_all_mistakes_of_a_recipe_at_once_with_exit_code_2(tmp_path: Path) -> No
         (["reproduce", "comigs/theorem-2.1", "--seeds", "2"], "is a theorem"),
     ],
 )
-def test_wrong_input_is_refused_before_any_work(words: list[str], expected: str, tmp_path: Path) -> None:
+def test_wrong_input_is_refused_before_any_work(
+    words: list[str], expected: str, tmp_path: Path
+) -> None:
     assert expected in refused(words, tmp_path)
     assert not list(tmp_path.rglob("metrics.jsonl"))
 
@@ -312,23 +449,40 @@ def test_short_and_empty_data_is_refused(texts: Path, options: list[str], tmp_pa
     (tmp_path / "few" / "ann").mkdir(parents=True)
     (tmp_path / "few" / "ann" / "a.txt").write_text("only this.")
     (tmp_path / "few" / "ben").mkdir()
-    message = refused(["run", "folders", *options, "--set", f"data.path={tmp_path / 'few'}"], tmp_path)
+    message = refused(
+        ["run", "folders", *options, "--set", f"data.path={tmp_path / 'few'}"], tmp_path
+    )
     assert "ben" in message
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(finished: Path, options: list[str]) -> None:
     before = (finished / "result.json").read_bytes()
-    assert "--resume" in refused(["run", "folders", *options, "--out", str(finished)], finished.parent)
+    assert "--resume" in refused(
+        ["run", "folders", *options, "--out", str(finished)], finished.parent
+    )
     assert (finished / "result.json").read_bytes() == before
 
 
 def test_a_checkpoint_of_another_recipe_is_refused(finished: Path, options: list[str]) -> None:
-    words = ["run", "folders", *options, "--seed", "3", "--set", "model.rank=4", "--out", str(finished), "--resume"]
+    words = [
+        "run",
+        "folders",
+        *options,
+        "--seed",
+        "3",
+        "--set",
+        "model.rank=4",
+        "--out",
+        str(finished),
+        "--resume",
+    ]
     message = refused(words, finished.parent)
     assert "model.rank was 8, now 4" in message
 
 
-def test_a_truncated_checkpoint_is_refused(finished: Path, options: list[str], tmp_path: Path) -> None:
+def test_a_truncated_checkpoint_is_refused(
+    finished: Path, options: list[str], tmp_path: Path
+) -> None:
     import shutil
 
     out = tmp_path / "cut"
@@ -352,7 +506,12 @@ def test_what_there_is_is_listed(tmp_path: Path) -> None:
 
 
 def test_help_explains_arguments_and_options() -> None:
-    shown = " ".join(CliRunner().invoke(app, ["run", "--help"], terminal_width=120).output.replace("│", " ").split())
+    shown = " ".join(
+        CliRunner()
+        .invoke(app, ["run", "--help"], terminal_width=120)
+        .output.replace("│", " ")
+        .split()
+    )
     assert "A shipped recipe" in shown
     assert "Change a field of the recipe" in shown
     assert "\\[" not in shown

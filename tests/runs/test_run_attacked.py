@@ -1,4 +1,6 @@
-"""Runs with clients that lie, or that send what nobody can use: what is said of it, and which rules of aggregation withstand them."""
+"""Runs with clients that lie, or that send what nobody can use: what is said of it, and which
+rules of aggregation withstand them.
+"""
 
 import io
 import json
@@ -50,7 +52,9 @@ def recipe(tiny_base: Path, tmp_path: Path) -> Recipe:
     return load("folders", [f"{key}={value}" for key, value in settings.items()])
 
 
-def test_a_reply_without_numbers_is_dropped_counted_and_told(recipe: Recipe, tmp_path: Path) -> None:
+def test_a_reply_without_numbers_is_dropped_counted_and_told(
+    recipe: Recipe, tmp_path: Path
+) -> None:
     console = Console(file=io.StringIO(), width=200)
     with Terminal(console, rows=1) as terminal:
         (result,) = run(recipe, tmp_path / "run", reporter=terminal)
@@ -58,7 +62,10 @@ def test_a_reply_without_numbers_is_dropped_counted_and_told(recipe: Recipe, tmp
     assert all(math.isfinite(client["test"]) for client in result["clients"].values())
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     lost = [line for line in lines if line["kind"] == "lost"]
-    assert [(line["round"], line["client"], line["task"]) for line in lost] == [(1, "ann", "local_round"), (2, "ann", "local_round")]
+    assert [(line["round"], line["client"], line["task"]) for line in lost] == [
+        (1, "ann", "local_round"),
+        (2, "ann", "local_round"),
+    ]
     assert all(line["reason"].startswith("not all values of ") for line in lost)
     warnings = [line for line in console.file.getvalue().splitlines() if "ann" in line]  # type: ignore[attr-defined]
     assert warnings == [f"  round {line['round']}, ann: {line['reason']}" for line in lost]
@@ -75,17 +82,27 @@ def test_the_shipped_recipe_has_one_attacker_among_eight(corpora_root: Path) -> 
 
 
 def honest_losses(settings: list[str], folder: Path) -> float:
-    """The mean test loss, in nats, of the clients other than the first, which is the one that lies."""
+    """The mean test loss, in nats, of the clients other than the first, which is the one that
+    lies.
+    """
     (result,) = run(load("attacked", [*SHORT, *settings]), folder)
-    return statistics.fmean(client["test_loss"] for i, client in result["clients"].items() if i != "de-1")
+    return statistics.fmean(
+        client["test_loss"] for i, client in result["clients"].items() if i != "de-1"
+    )
 
 
 @pytest.mark.slow
-def test_robust_rules_withstand_an_attacker_and_cost_little_without_one(corpora_root: Path, tmp_path: Path) -> None:
+def test_robust_rules_withstand_an_attacker_and_cost_little_without_one(
+    corpora_root: Path, tmp_path: Path
+) -> None:
     """A shorter run than that of benchmarks/results/attacked.md; orders are the same."""
     losses = {
         (rule, lie): honest_losses(
-            [f"method.aggregation={{rule: {rule}}}", f"data.root={corpora_root}", *(["attack=null"] if lie == "nobody" else [])],
+            [
+                f"method.aggregation={{rule: {rule}}}",
+                f"data.root={corpora_root}",
+                *(["attack=null"] if lie == "nobody" else []),
+            ],
             tmp_path / f"{rule}-{lie}",
         )
         for rule in ("mean", *ROBUST)

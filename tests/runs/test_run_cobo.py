@@ -1,4 +1,6 @@
-"""CoBo as a person runs it: digits, clients that come and go, what is refused; and the figures of a small real run."""
+"""CoBo as a person runs it: digits, clients that come and go, what is refused; and the figures
+of a small real run.
+"""
 
 import json
 from pathlib import Path
@@ -36,19 +38,25 @@ def test_a_run_on_digits_says_accuracy_weights_and_clusters(tmp_path: Path) -> N
     result = run.run(load("cobo-digits", SHORT), tmp_path / "run")[-1]
     assert result["metric"] == {"name": "test accuracy", "unit": "%", "lower_is_better": False}
     assert 0 < result["mean"] <= 100
-    assert result["clusters"] == {f"c{cluster}-{k}": cluster for cluster in range(4) for k in range(2)}
+    assert result["clusters"] == {
+        f"c{cluster}-{k}": cluster for cluster in range(4) for k in range(2)
+    }
     assert 0 <= result["weights_error"] <= 1
     assert [evaluated["round"] for evaluated in result["evaluations"]] == [2, 4, 6]
     weights = result["evaluations"][-1]["weights"]
     assert len(weights) == 8
     assert all(row[k] == 0 and len(row) == 8 for k, row in enumerate(weights))
-    assert result["best_by_valid"]["valid"] == max(evaluated["valid"] for evaluated in result["evaluations"])
+    assert result["best_by_valid"]["valid"] == max(
+        evaluated["valid"] for evaluated in result["evaluations"]
+    )
     tensors = load_tensors(tmp_path / "run/clients/c0-0/classifier.safetensors")[0]
     assert sum(t.numel() for t in tensors.values()) == 64 * 64 + 64 + 64 * 10 + 10
     assert personal.load(tmp_path / "run", "c0-0").about.client == "c0-0"
 
 
-def test_it_goes_on_where_it_was_stopped_and_loopback_changes_nothing_but_rounding(tmp_path: Path) -> None:
+def test_it_goes_on_where_it_was_stopped_and_loopback_changes_nothing_but_rounding(
+    tmp_path: Path,
+) -> None:
     whole = run.run(load("cobo-digits", SHORT), tmp_path / "whole")[-1]
     recipe = load("cobo-digits", SHORT)
     execution = Execution(prepare(recipe), tmp_path / "part", Reporter(), "CoBo")
@@ -67,7 +75,9 @@ def test_it_goes_on_where_it_was_stopped_and_loopback_changes_nothing_but_roundi
 
 
 def test_clients_come_and_go_by_the_recipe(tmp_path: Path) -> None:
-    result = run.run(load("cobo-digits", [*SHORT, "presence={c0-0: [2, null], c3-1: [0, 3]}"]), tmp_path / "run")[-1]
+    result = run.run(
+        load("cobo-digits", [*SHORT, "presence={c0-0: [2, null], c3-1: [0, 3]}"]), tmp_path / "run"
+    )[-1]
     place = {i: k for k, i in enumerate(result["clients"])}
     by_round = {evaluated["round"]: evaluated["weights"] for evaluated in result["evaluations"]}
     assert not any(by_round[2][place["c0-0"]])  # not yet there in rounds 1 and 2
@@ -80,7 +90,9 @@ def test_clients_come_and_go_by_the_recipe(tmp_path: Path) -> None:
 
 def test_what_cannot_be_is_refused_before_it_starts(tmp_path: Path) -> None:
     out = ("--out", str(tmp_path / "run"))
-    assert "presence.nobody: there is no such client" in refused("run", "cobo-digits", *settings("presence={nobody: [0, 2]}"), *out)
+    assert "presence.nobody: there is no such client" in refused(
+        "run", "cobo-digits", *settings("presence={nobody: [0, 2]}"), *out
+    )
     backwards = refused("run", "cobo-digits", *settings("presence={c0-0: [3, 2]}"), *out)
     assert "presence.c0-0: from round 3 to before 2 is no round" in backwards
     odd = refused("run", "cobo-digits", *settings("method.projection=ball"), *out)
@@ -88,8 +100,12 @@ def test_what_cannot_be_is_refused_before_it_starts(tmp_path: Path) -> None:
     assert "presence: pcl needs its clients from the start to the end" in refused(
         "run", "cobo-digits", *settings("method.name=pcl", "presence={c0-0: [1, 2]}"), *out
     )
-    assert "holds images, which need classifier" in refused("run", "quickstart", *settings("data={kind: digits}"), *out)
-    assert "made of LoRA experts" in refused("run", "cobo-digits", *settings("method.name=comigs-1g1s"), *out)
+    assert "holds images, which need classifier" in refused(
+        "run", "quickstart", *settings("data={kind: digits}"), *out
+    )
+    assert "made of LoRA experts" in refused(
+        "run", "cobo-digits", *settings("method.name=comigs-1g1s"), *out
+    )
     assert "use a rho below 0.833" in refused("run", "cobo-digits", *settings("method.rho=1"), *out)
     assert not (tmp_path / "run").exists()
 
@@ -101,14 +117,27 @@ def test_what_cannot_be_is_refused_before_it_starts(tmp_path: Path) -> None:
     ids=["mixed", "constant", "all"],
 )
 def test_collaborators_are_found_and_help(pairs: list[str], tmp_path: Path) -> None:
-    """Spec section 6, three seeds of the partition and of the run: W without an error, and the margins."""
+    """Spec section 6, three seeds of the partition and of the run: W without an error, and the
+    margins.
+    """
 
     def mean(name: str, *more: str) -> list[dict[str, Any]]:
         common = ["compare_with=[]", "evaluate_every=0", f"method.name={name}", *more]
-        return [run.run(load("cobo-digits", [*common, f"seed={k}", f"data.seed={k}"]), tmp_path / f"{name}-{k}")[-1] for k in range(3)]
+        return [
+            run.run(
+                load("cobo-digits", [*common, f"seed={k}", f"data.seed={k}"]),
+                tmp_path / f"{name}-{k}",
+            )[-1]
+            for k in range(3)
+        ]
 
-    cobo, local, fedavg, oracle = (mean(*of) for of in (("cobo", *pairs), ("local",), ("fedavg",), ("oracle",)))
-    accuracy = {name: fmean(r["mean"] for r in found) for name, found in zip("clfo", (cobo, local, fedavg, oracle), strict=True)}
+    cobo, local, fedavg, oracle = (
+        mean(*of) for of in (("cobo", *pairs), ("local",), ("fedavg",), ("oracle",))
+    )
+    accuracy = {
+        name: fmean(r["mean"] for r in found)
+        for name, found in zip("clfo", (cobo, local, fedavg, oracle), strict=True)
+    }
     assert [result["weights_error"] for result in cobo] == [0, 0, 0]
     assert accuracy["c"] >= accuracy["l"] + 4, json.dumps(accuracy)
     assert accuracy["c"] >= accuracy["f"] + 40, json.dumps(accuracy)

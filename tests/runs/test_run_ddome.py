@@ -1,4 +1,6 @@
-"""Runs of DDOME from recipes: what result.json says of clients never seen before, resumption, and the specification's small real run."""
+"""Runs of DDOME from recipes: what result.json says of clients never seen before, resumption,
+and the specification's small real run.
+"""
 
 import json
 from pathlib import Path
@@ -29,39 +31,56 @@ def test_a_run_scores_clients_that_were_never_seen(tmp_path: Path) -> None:
     assert len(groups) == 20
     assert not groups.keys() & result["training"].keys()
     for group, value in result["groups"].items():
-        assert value == pytest.approx(fmean(found["test"] for found in result["clients"].values() if found["group"] == group))
+        assert value == pytest.approx(
+            fmean(found["test"] for found in result["clients"].values() if found["group"] == group)
+        )
     assert result["mean"] == result["groups"]["aligned"] == result["evaluations"][-1]["test"]
     tests = [evaluated["test"] for evaluated in result["evaluations"]]
     assert result["best"] == result["best_of_last_ten"] == max(tests)
     assert len(tests) == 2
     expert, gate = 4 * (64 * 8 + 8 + 8 * 10 + 10), 4 * (8 * 64 + 64 + 64 * 5 + 5)  # bytes
-    for found in result["clients"].values():  # the gate for the scores, then the gate and K experts; up go M scores alone
+    for found in result[
+        "clients"
+    ].values():  # the gate for the scores, then the gate and K experts; up go M scores alone
         assert found["bytes_down"] == 2 * gate + 2 * expert
         assert found["bytes_up"] == 5 * 8
         assert len(found["experts"]) == 2
-    assert sum(found["bytes_up"] > 0 for found in result["training"].values()) < 40  # who never took part sent nothing
+    assert (
+        sum(found["bytes_up"] > 0 for found in result["training"].values()) < 40
+    )  # who never took part sent nothing
     choices = result["evaluations"][-1]["choices"]["aligned"]
-    assert sum(map(sum, choices["given"])) == sum(len(prepare(load("ddome-digits")).site.data[i].test) for i in groups if "al" in i)
+    assert sum(map(sum, choices["given"])) == sum(
+        len(prepare(load("ddome-digits")).site.data[i].test) for i in groups if "al" in i
+    )
     correct = sum(map(sum, choices["right"])) / sum(map(sum, choices["given"]))
     assert 0 < correct < 1
 
 
 def test_it_goes_on_where_it_was_stopped_and_loopback_is_the_same(tmp_path: Path) -> None:
     whole = run.run(load("ddome-digits", SHORT), tmp_path / "whole")[-1]
-    part = execution.Execution(prepare(load("ddome-digits", SHORT)), tmp_path / "part", Reporter(), "")
+    part = execution.Execution(
+        prepare(load("ddome-digits", SHORT)), tmp_path / "part", Reporter(), ""
+    )
     make_folder(tmp_path / "part")
     part.started, part.metrics = 0.0, MetricsFile(tmp_path / "part", 0, 0)
     part._one_round(), part._one_round()
     part.metrics.close()
-    resumed = execution.Execution(prepare(load("ddome-digits", SHORT)), tmp_path / "part", Reporter(), "")
+    resumed = execution.Execution(
+        prepare(load("ddome-digits", SHORT)), tmp_path / "part", Reporter(), ""
+    )
     assert resumed.restore()
     assert resumed.round == 2
     again = resumed.execute()
     loopback = run.run(load("ddome-digits", [*SHORT, "engine=loopback"]), tmp_path / "loopback")[-1]
     for other in (again, loopback):
         assert other["evaluations"] == whole["evaluations"]
-        assert {i: c["bytes_down"] for i, c in other["training"].items()} == {i: c["bytes_down"] for i, c in whole["training"].items()}
-    server = [load_tensors(max((tmp_path / name / "checkpoints").rglob("server.safetensors")))[0] for name in ("whole", "part", "loopback")]
+        assert {i: c["bytes_down"] for i, c in other["training"].items()} == {
+            i: c["bytes_down"] for i, c in whole["training"].items()
+        }
+    server = [
+        load_tensors(max((tmp_path / name / "checkpoints").rglob("server.safetensors")))[0]
+        for name in ("whole", "part", "loopback")
+    ]
     for other in server[1:]:
         assert all((other[name] == tensor).all() for name, tensor in server[0].items())
 
@@ -77,11 +96,16 @@ def test_it_goes_on_where_it_was_stopped_and_loopback_is_the_same(tmp_path: Path
         (["participation.schedule=grow"], "goes by clusters"),
         (["method.initial=common", "model.common.network=cnn"], "another network"),
         (["model.common.path=nowhere.safetensors"], "give one"),
-        (["model.common.path=nowhere.safetensors", "model.common.pretraining=null"], "nowhere.safetensors"),
+        (
+            ["model.common.path=nowhere.safetensors", "model.common.pretraining=null"],
+            "nowhere.safetensors",
+        ),
         (["method.name=comigs-1g1s"], "LoRA experts"),
     ],
 )
-def test_what_cannot_be_is_refused_before_it_starts(settings: list[str], message: str, tmp_path: Path) -> None:
+def test_what_cannot_be_is_refused_before_it_starts(
+    settings: list[str], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(Refused, match=message):
         run.run(load("ddome-digits", [*SHORT, *settings]), tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -89,11 +113,25 @@ def test_what_cannot_be_is_refused_before_it_starts(settings: list[str], message
 
 def test_one_network_for_all_starts_from_the_common_expert_where_it_is_the_same_one() -> None:
     def starts(*settings: str) -> bool:
-        prepared = prepare(load("ddome-digits", ["method.name=fedavg", "compare_with=[]", *settings]))
-        server, common = prepared.method.init(prepared.blueprint, prepared.clients), prepared.modality.common  # type: ignore[attr-defined]
-        return all(tensor.equal(common.tensors[name]) for name, tensor in server.items() if name in common.tensors)
+        prepared = prepare(
+            load("ddome-digits", ["method.name=fedavg", "compare_with=[]", *settings])
+        )
+        server, common = (
+            prepared.method.init(prepared.blueprint, prepared.clients),
+            prepared.modality.common,
+        )  # type: ignore[attr-defined]
+        return all(
+            tensor.equal(common.tensors[name])
+            for name, tensor in server.items()
+            if name in common.tensors
+        )
 
-    cnn = ["model.network=cnn", "model.common.network=cnn", "model.common.width=64", "model.common.pretraining.epochs=1"]
+    cnn = [
+        "model.network=cnn",
+        "model.common.network=cnn",
+        "model.common.width=64",
+        "model.common.pretraining.epochs=1",
+    ]
     assert starts()
     assert starts(*cnn)  # the width that it has by default, and the same one named
     assert not starts("model.start=random")
@@ -107,7 +145,9 @@ def test_participation_draws_anchors_and_others_anew_each_round() -> None:
     assert {i for active in rounds for i in active} == {*ANCHORS, *CLIENTS}
     assert rounds == [part.of([*ANCHORS, *CLIENTS], ANCHORS, None, 3, t) for t in range(40)]
     alike = Participation(clients=3)  # where anchors are clients like any other
-    assert any(set(ANCHORS) <= set(alike.of([*ANCHORS, *CLIENTS], ANCHORS, None, 3, t)) for t in range(40))
+    assert any(
+        set(ANCHORS) <= set(alike.of([*ANCHORS, *CLIENTS], ANCHORS, None, 3, t)) for t in range(40)
+    )
     assert Participation().of(CLIENTS, (), None, 3, 0) == tuple(CLIENTS)
 
 
@@ -116,7 +156,9 @@ def test_clusters_arrive_or_take_turns() -> None:
     everyone = [*ANCHORS, *CLIENTS]
 
     def there(schedule: str, round: int) -> set[str]:
-        return set(Participation(schedule=schedule, every=10).of(everyone, ANCHORS, clusters, 0, round))  # type: ignore[arg-type]
+        return set(
+            Participation(schedule=schedule, every=10).of(everyone, ANCHORS, clusters, 0, round)
+        )  # type: ignore[arg-type]
 
     assert there("grow", 9) == {"a", *CLIENTS[:2]}
     assert there("grow", 10) == {"a", *CLIENTS[:4]}
@@ -134,7 +176,9 @@ def test_a_method_that_compares_everybody_does_with_those_that_take_part(tmp_pat
 
 @pytest.mark.slow
 def test_the_specifications_small_real_run(tmp_path: Path) -> None:
-    """Section 5, over three seeds of run and data: what anchors do to the gate, DDOME against FedAvg, and where it loses."""
+    """Section 5, over three seeds of run and data: what anchors do to the gate, DDOME against
+    FedAvg, and where it loses.
+    """
     rows = {
         "ddome": [],
         "without anchors": ["method.anchors=false", "participation={clients: 10}"],
@@ -143,10 +187,18 @@ def test_the_specifications_small_real_run(tmp_path: Path) -> None:
     found: dict[str, list[Any]] = {name: [] for name in rows}
     for seed in range(3):
         for name, settings in rows.items():
-            recipe = load("ddome-digits", [*settings, f"seed={seed}", f"data.seed={seed}", "compare_with=[]"])
+            recipe = load(
+                "ddome-digits", [*settings, f"seed={seed}", f"data.seed={seed}", "compare_with=[]"]
+            )
             found[name] += run.run(recipe, tmp_path / f"{name}-{seed}")
-    gate = {n: fmean(r["evaluations"][-1]["choices"]["aligned"]["gate_accuracy"] for r in found[n]) for n in ("ddome", "without anchors")}
-    mean = {n: {g: fmean(r["groups"][g] for r in results) for g in ("aligned", "random")} for n, results in found.items()}
+    gate = {
+        n: fmean(r["evaluations"][-1]["choices"]["aligned"]["gate_accuracy"] for r in found[n])
+        for n in ("ddome", "without anchors")
+    }
+    mean = {
+        n: {g: fmean(r["groups"][g] for r in results) for g in ("aligned", "random")}
+        for n, results in found.items()
+    }
     assert gate["ddome"] >= 90, gate
     assert gate["without anchors"] <= 60, gate
     assert mean["ddome"]["aligned"] >= mean["fedavg"]["aligned"] + 1, mean

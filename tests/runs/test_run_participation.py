@@ -1,4 +1,6 @@
-"""Who takes part in a round, as a person runs it: what a result says, and how gently quality falls where few do."""
+"""Who takes part in a round, as a person runs it: what a result says, and how gently quality
+falls where few do.
+"""
 
 from pathlib import Path
 from statistics import fmean
@@ -11,7 +13,10 @@ from coterie.runs.recipe import load
 
 
 def result(tmp_path: Path, recipe: str, *settings: str) -> files.Json:
-    return run.run(load(recipe, ["compare_with=[]", *settings]), tmp_path / "-".join(map(str, (recipe, *settings))).replace("/", ""))[-1]
+    return run.run(
+        load(recipe, ["compare_with=[]", *settings]),
+        tmp_path / "-".join(map(str, (recipe, *settings))).replace("/", ""),
+    )[-1]
 
 
 def test_who_never_took_part_counts_with_what_the_server_would_give(tmp_path: Path) -> None:
@@ -30,10 +35,20 @@ def test_who_never_took_part_counts_with_what_the_server_would_give(tmp_path: Pa
 
 @pytest.mark.slow
 def test_cobo_falls_gently_where_part_of_its_clients_take_part(tmp_path: Path) -> None:
-    """Two seeds of run and data; clients that were taken for gone made it fall by 34 points with seven of eight, and below Local."""
+    """Two seeds of run and data; clients that were taken for gone made it fall by 34 points with
+    seven of eight, and below Local.
+    """
 
     def mean(name: str, clients: int) -> float:
-        seeds = [[f"method.name={name}", f"participation.clients={clients}", f"seed={k}", f"data.seed={k}"] for k in range(2)]
+        seeds = [
+            [
+                f"method.name={name}",
+                f"participation.clients={clients}",
+                f"seed={k}",
+                f"data.seed={k}",
+            ]
+            for k in range(2)
+        ]
         return fmean(result(tmp_path, "cobo-digits", *settings)["mean"] for settings in seeds)
 
     every, most, half = (mean("cobo", clients) for clients in (8, 7, 4))
@@ -44,7 +59,12 @@ def test_cobo_falls_gently_where_part_of_its_clients_take_part(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_comigs_falls_gently_where_half_of_its_clients_take_part(tmp_path: Path) -> None:
-    every, half = (result(tmp_path, "quickstart", f"participation.clients={n}", "samples=false")["mean"] for n in (4, 2))
-    base = result(tmp_path, "quickstart", "method.name=pretrained", "method.rounds=0", "samples=false")["mean"]
+    every, half = (
+        result(tmp_path, "quickstart", f"participation.clients={n}", "samples=false")["mean"]
+        for n in (4, 2)
+    )
+    base = result(
+        tmp_path, "quickstart", "method.name=pretrained", "method.rounds=0", "samples=false"
+    )["mean"]
     assert every < half < base
     assert (base - half) > 0.6 * (base - every)

@@ -12,8 +12,24 @@ from coterie.aggregation.collaboration import (
     start_weights,
     weights_error,
 )
-from coterie.aggregation.means import MOST_SAMPLES, SAMPLES, Combining, Mean, by_holders, uniform_mean, weighted_mean
-from coterie.aggregation.robust import ClippedMean, GeometricMedian, Krum, Median, MultiKrum, Rule, TrimmedMean
+from coterie.aggregation.means import (
+    MOST_SAMPLES,
+    SAMPLES,
+    Combining,
+    Mean,
+    by_holders,
+    uniform_mean,
+    weighted_mean,
+)
+from coterie.aggregation.robust import (
+    ClippedMean,
+    GeometricMedian,
+    Krum,
+    Median,
+    MultiKrum,
+    Rule,
+    TrimmedMean,
+)
 
 __all__ = [
     "MOST_SAMPLES",

@@ -1,4 +1,6 @@
-"""What differential privacy of whole clients has spent: Renyi divergences, and epsilon from them."""
+"""What differential privacy of whole clients has spent: Renyi divergences, and epsilon from
+them.
+"""
 
 import math
 from dataclasses import dataclass, field
@@ -11,20 +13,31 @@ from coterie.aggregation.noise import check_installed
 from coterie.aggregation.privacy import Privacy
 from coterie.core.errors import Refused, extra
 
-ORDERS = np.union1d(1 + np.geomspace(1e-3, 1e4, 300), np.arange(2, 100))  # alpha of the Rényi divergences that are tried
+ORDERS = np.union1d(
+    1 + np.geomspace(1e-3, 1e4, 300), np.arange(2, 100)
+)  # alpha of the Rényi divergences that are tried
 MOST = 500.0  # an epsilon beyond it is called infinite: it protects nobody
-_SEEN = {"central": "that the server sends, whoever sees them", "local": "that a client sends, whoever sees them, the server too"}
-_BESIDE = "not losses, scores, numbers of samples, who takes part, nor a personal model that its client gives away"
+_SEEN = {
+    "central": "that the server sends, whoever sees them",
+    "local": "that a client sends, whoever sees them, the server too",
+}
+_BESIDE = (
+    "not losses, scores, numbers of samples, who takes part, nor a personal model that its "
+    "client gives away"
+)
 
 
 @dataclass
 class Ledger:
-    """What Gaussian mechanisms of unlike noise have spent together, for one client, or for all of them.
+    """What Gaussian mechanisms of unlike noise have spent together, for one client, or for all of
+    them.
 
     Args:
-        entries: The state, which is JSON: (count, rate, multiplier) each. The rate is the share of those that could have taken part which
-            was drawn, without replacement; 1 where nobody was drawn. The multiplier is the noise's standard deviation over the
-            sensitivity: z for neighbours by adding or removing, z / 2 for neighbours by replacement. All must be for the same neighbours.
+        entries: The state, which is JSON: (count, rate, multiplier) each. The rate is the share of
+            those that could have taken part which was drawn, without replacement; 1 where nobody
+            was drawn. The multiplier is the noise's standard deviation over the sensitivity: z for
+            neighbours by adding or removing, z / 2 for neighbours by replacement. All must be for
+            the same neighbours.
 
     Raises:
         Refused: The library that counts is not installed.
@@ -44,7 +57,9 @@ class Ledger:
 
     @property
     def mu(self) -> float:
-        """Of the one Gaussian mechanism, of sensitivity mu and noise 1, that all are together, had nobody been drawn: sqrt(sum 1 / z^2)."""
+        """Of the one Gaussian mechanism, of sensitivity mu and noise 1, that all are together,
+        had nobody been drawn: sqrt(sum 1 / z^2).
+        """
         if not all(multiplier for _, _, multiplier in self.entries):
             return math.inf
         return math.sqrt(sum(count / multiplier**2 for count, _, multiplier in self.entries))
@@ -60,7 +75,9 @@ class Ledger:
         return max(found, 0.0) if found <= MOST else math.inf
 
     def _of_all(self, delta: float) -> float:
-        """As if nobody had been drawn: exact (Balle and Wang, 2018; Dong, Roth and Su, 2022, on composition)."""
+        """As if nobody had been drawn: exact (Balle and Wang, 2018; Dong, Roth and Su, 2022, on
+        composition).
+        """
         if self.gdp.delta_eps_mu(eps=0.0, mu=self.mu) <= delta:
             return 0.0
         if self.gdp.delta_eps_mu(eps=MOST, mu=self.mu) > delta:
@@ -69,7 +86,10 @@ class Ledger:
 
     def _of_drawn(self, delta: float) -> float:
         """What is gained by drawing: Rényi divergences, which add up."""
-        spent = sum(count * np.array([rdp_of_drawn(rate, noise, order) for order in ORDERS]) for count, rate, noise in self.entries)
+        spent = sum(
+            count * np.array([rdp_of_drawn(rate, noise, order) for order in ORDERS])
+            for count, rate, noise in self.entries
+        )
         epsilon, _ = self.rdp.get_privacy_spent(orders=ORDERS, rdp=spent, delta=delta)
         return float(epsilon)
 
@@ -78,19 +98,24 @@ class Ledger:
 class Accountant:
     """How much privacy a run has spent.
 
-    Central: one guarantee for every client, against whoever sees all models that the server sends. If all clients are asked in every
-    exchange, it is a composition of Gaussian mechanisms, exactly, for neighbours by adding or removing one client. If a number of them is
-    drawn, without replacement, neighbours are by replacing one client, as the number stays, and epsilon is a Rényi bound; it holds against
-    those who do not know who was drawn, and cannot find out. Who was asked and did not answer makes no difference.
+    Central: one guarantee for every client, against whoever sees all models that the server sends.
+    If all clients are asked in every exchange, it is a composition of Gaussian mechanisms, exactly,
+    for neighbours by adding or removing one client. If a number of them is drawn, without
+    replacement, neighbours are by replacing one client, as the number stays, and epsilon is a Rényi
+    bound; it holds against those who do not know who was drawn, and cannot find out. Who was asked
+    and did not answer makes no difference.
 
-    Local: the guarantee of a client against everybody, for neighbours by replacement, over all exchanges that were counted. For a client
-    that took part in fewer, keep an Accountant of its own and count those.
+    Local: the guarantee of a client against everybody, for neighbours by replacement, over all
+    exchanges that were counted. For a client that took part in fewer, keep an Accountant of its own
+    and count those.
 
     Args:
         privacy: The recipe's section.
         clients: N, all clients of the federation.
-        runs: The state, which is JSON: exchanges as (count, rate), the rate being the share of the clients that was drawn.
-        experiment: Whether noise and draws are repeated from the run's seed, as in a simulation: whoever has that is not covered.
+        runs: The state, which is JSON: exchanges as (count, rate), the rate being the share of the
+            clients that was drawn.
+        experiment: Whether noise and draws are repeated from the run's seed, as in a simulation:
+            whoever has that is not covered.
 
     Raises:
         Refused: A library that counts or draws noise is not installed, or there is no delta.
@@ -111,8 +136,10 @@ class Accountant:
         """Count one training exchange.
 
         Args:
-            participants: How many clients were drawn, whether they could be reached, and replied, or not.
-            population: How many they were drawn from, each set of them being as likely as any other; who is always asked was not drawn.
+            participants: How many clients were drawn, whether they could be reached, and replied,
+                or not.
+            population: How many they were drawn from, each set of them being as likely as any
+                other; who is always asked was not drawn.
 
         Raises:
             ValueError: There were more participants than clients.
@@ -138,8 +165,14 @@ class Accountant:
 
     @property
     def multiplier(self) -> float:
-        """The standard deviation of the noise over the sensitivity, which is C or 2C: z or z / 2."""
-        return self.privacy.noise / 2 if self.drawn or self.privacy.where == "local" else self.privacy.noise
+        """The standard deviation of the noise over the sensitivity, which is C or 2C: z or z /
+        2.
+        """
+        return (
+            self.privacy.noise / 2
+            if self.drawn or self.privacy.where == "local"
+            else self.privacy.noise
+        )
 
     def epsilon(self, delta: float) -> float:
         """The smallest epsilon that is known for a delta; infinite beyond 500."""
@@ -163,18 +196,35 @@ class Accountant:
     def _assumed(self) -> str:
         """What must be so for epsilon to hold."""
         if self.experiment:
-            return "an experiment: whoever has the recipe's seed can draw the same noise, and the same clients, and is not covered"
+            return (
+                "an experiment: whoever has the recipe's seed can draw the same noise, and the "
+                "same clients, and is not covered"
+            )
         if self.privacy.where == "local":
             return "each device keeps the key of its noise to itself"
-        drawn = "; the observer does not know who was drawn when, as the server and the files of its run do" if self.drawn else ""
+        drawn = (
+            "; the observer does not know who was drawn when, as the server and the files of its "
+            "run do"
+            if self.drawn
+            else ""
+        )
         return f"the server keeps the key of its noise to itself{drawn}"
 
     def _sampling(self) -> str:
         if self.privacy.where == "local":
-            return "for a client that took part in all of them; neighbours: a client's update is replaced by any other (sensitivity 2C)"
+            return (
+                "for a client that took part in all of them; neighbours: a client's update is "
+                "replaced by any other (sensitivity 2C)"
+            )
         if self.drawn:
-            return "clients drawn uniformly without replacement; neighbours: one client is replaced by any other (sensitivity 2C)"
-        return "all clients in each; neighbours: one client is added or removed, with their number public (sensitivity C)"
+            return (
+                "clients drawn uniformly without replacement; neighbours: one client is replaced "
+                "by any other (sensitivity 2C)"
+            )
+        return (
+            "all clients in each; neighbours: one client is added or removed, with their number "
+            "public (sensitivity C)"
+        )
 
 
 def epsilon_of(squared: float, renyi: np.ndarray, delta: float) -> float:
@@ -182,7 +232,8 @@ def epsilon_of(squared: float, renyi: np.ndarray, delta: float) -> float:
 
     Args:
         squared: The sum of mu^2 over its Gaussian mechanisms.
-        renyi: The sum of the Rényi divergences of all others, (orders,) over `ORDERS`; empty: there are none.
+        renyi: The sum of the Rényi divergences of all others, (orders,) over `ORDERS`; empty: there
+            are none.
         delta: Of the guarantee.
 
     Raises:
@@ -198,14 +249,17 @@ def epsilon_of(squared: float, renyi: np.ndarray, delta: float) -> float:
 
 
 def rdp_of_drawn(rate: float, multiplier: float, order: float) -> float:
-    """An upper bound of the Rényi divergence of one Gaussian mechanism on clients that are drawn without replacement.
+    """An upper bound of the Rényi divergence of one Gaussian mechanism on clients that are drawn
+    without replacement.
 
-    Wang et al. (2019), Theorem 9 with an unbounded divergence of infinite order; between whole orders, Corollary 10. Never more than
-    without drawing, which joint quasi-convexity of the divergence forbids.
+    Wang et al. (2019), Theorem 9 with an unbounded divergence of infinite order; between whole
+    orders, Corollary 10. Never more than without drawing, which joint quasi-convexity of the
+    divergence forbids.
 
     Args:
         rate: m / N.
-        multiplier: The noise's standard deviation over the sensitivity to the replacement of one client.
+        multiplier: The noise's standard deviation over the sensitivity to the replacement of one
+            client.
         order: alpha > 1.
     """
     plain = order / (2 * multiplier**2)
@@ -219,7 +273,9 @@ def rdp_of_drawn(rate: float, multiplier: float, order: float) -> float:
 
 
 def _log_moment(rate: float, multiplier: float, order: int) -> float:
-    """(alpha - 1) times the bound, for a whole alpha: log(1 + sum_{j=2}^alpha binom(alpha, j) rate^j c_j)."""
+    """(alpha - 1) times the bound, for a whole alpha: log(1 + sum_{j=2}^alpha binom(alpha, j)
+    rate^j c_j).
+    """
     from scipy.special import gammaln, logsumexp
 
     if order == 1:
@@ -233,9 +289,13 @@ def _log_moment(rate: float, multiplier: float, order: int) -> float:
 
 
 def library() -> tuple[ModuleType, ModuleType]:
-    """What opacus knows of Gaussian and of Rényi differential privacy. Raises Refused without it."""
+    """What opacus knows of Gaussian and of Rényi differential privacy. Raises Refused without
+    it.
+    """
     try:
         from opacus.accountants.analysis import gdp, rdp
     except ImportError:
-        raise Refused("privacy: without opacus nobody counts what is spent", extra("privacy")) from None
+        raise Refused(
+            "privacy: without opacus nobody counts what is spent", extra("privacy")
+        ) from None
     return gdp, rdp

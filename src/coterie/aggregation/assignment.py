@@ -13,22 +13,38 @@ def largest(scores: Tensor, count: int) -> Tensor:
 
 
 def deal(scores: Tensor, count: int, load: float | None) -> Tensor:
-    """As `largest`, so that the sum of all scores is largest, but no member has more clients than it should.
+    """As `largest`, so that the sum of all scores is largest, but no member has more clients than
+    it should.
 
-    Scores are alike at the beginning, and the same few members would be everybody's, for good. Where members are scarce, small differences
-    between clients decide, and like clients get the same ones, as tokens do in BASE layers (Lewis et al. 2021).
+    Scores are alike at the beginning, and the same few members would be everybody's, for good.
+    Where members are scarce, small differences between clients decide, and like clients get the
+    same ones, as tokens do in BASE layers (Lewis et al. 2021).
 
     Args:
         scores: (N, M), of N clients.
         count: K.
-        load: The most clients of a member, in its fair share N K / M of them, at least 1; None: as many as want it.
+        load: The most clients of a member, in its fair share N K / M of them, at least 1; None: as
+            many as want it.
     """
     if load is None:
         return largest(scores, count)
     from scipy.optimize import linprog
 
     n, m = scores.shape
-    members, clients = np.tile(np.eye(m), n), np.repeat(np.eye(n), m, axis=1)  # which of the N M variables count for whom
+    members, clients = (
+        np.tile(np.eye(m), n),
+        np.repeat(np.eye(n), m, axis=1),
+    )  # which of the N M variables count for whom
     limit = math.ceil(load * n * count / m)
-    found = linprog(-scores.flatten().numpy(), members, [limit] * m, clients, [count] * n, bounds=(0, 1), method="highs-ds")
-    return largest(torch.from_numpy(found.x).view(n, m), count)  # corners of this programme are whole: 0 or 1 each
+    found = linprog(
+        -scores.flatten().numpy(),
+        members,
+        [limit] * m,
+        clients,
+        [count] * n,
+        bounds=(0, 1),
+        method="highs-ds",
+    )
+    return largest(
+        torch.from_numpy(found.x).view(n, m), count
+    )  # corners of this programme are whole: 0 or 1 each

@@ -1,4 +1,6 @@
-"""Clients that lie, to try what rules of aggregation withstand. Nobody does unless a recipe asks for it."""
+"""Clients that lie, to try what rules of aggregation withstand. Nobody does unless a recipe asks
+for it.
+"""
 
 from collections.abc import Iterable
 from typing import Annotated, Literal
@@ -14,16 +16,22 @@ from coterie.core.tensors import norm as length
 
 
 class Attack(BaseModel):
-    """Who lies, and how: instead of its update u, what an attacker sends is made of it. For experiments with `method.aggregation`."""
+    """Who lies, and how: instead of its update u, what an attacker sends is made of it. For
+    experiments with `method.aggregation`.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: Annotated[
         Literal["sign-flip", "scaled", "noise", "nan"],
-        Field(description="sign-flip: -scale u; scaled: scale u; noise: as long as scale u, in a random direction; nan: no numbers at all"),
+        Field(
+            description="sign-flip: -scale u; scaled: scale u; noise: as long as scale u, in a "
+            "random direction; nan: no numbers at all"
+        ),
     ]
     clients: Annotated[
-        Annotated[int, Field(ge=0)] | tuple[str, ...], Field(description="attackers: the first so many by id, or a list of ids")
+        Annotated[int, Field(ge=0)] | tuple[str, ...],
+        Field(description="attackers: the first so many by id, or a list of ids"),
     ] = 1
     scale: Annotated[float, Field(gt=0, description="of the lie, relative to the update")] = 10.0
 
@@ -36,22 +44,36 @@ class Attack(BaseModel):
         known = sorted(clients)
         if isinstance(self.clients, int):
             if self.clients > len(known):
-                raise RecipeError("attack", [f"attack.clients: {self.clients} attackers among {len(known)} clients; use at most that many"])
+                raise RecipeError(
+                    "attack",
+                    [
+                        f"attack.clients: {self.clients} attackers among {len(known)} clients; "
+                        f"use at most that many"
+                    ],
+                )
             return frozenset(known[: self.clients])
         named = [normal(i) for i in self.clients]
         if unknown := [i for i in named if i not in known]:
-            raise RecipeError("attack", [f"attack.clients: there is no client {i!r}; there are {', '.join(known)}" for i in unknown])
+            raise RecipeError(
+                "attack",
+                [
+                    f"attack.clients: there is no client {i!r}; there are {', '.join(known)}"
+                    for i in unknown
+                ],
+            )
         return frozenset(named)
 
 
-def poisoned(reply: Named, sent: Named, is_update: bool, attack: Attack, generator: torch.Generator) -> Tensors:
+def poisoned(
+    reply: Named, sent: Named, is_update: bool, attack: Attack, generator: torch.Generator
+) -> Tensors:
     """What an attacker sends in place of an honest reply; integers are left alone.
 
     Args:
         reply: The honest reply.
         sent: What the client had got.
-        is_update: Whether the reply is what was sent, trained. The lie is then told around it; otherwise, and for names that were not sent,
-            around zero.
+        is_update: Whether the reply is what was sent, trained. The lie is then told around it;
+            otherwise, and for names that were not sent, around zero.
         attack: The kind of lie.
         generator: Of random directions, which are drawn in the order of the names.
 
@@ -64,17 +86,24 @@ def poisoned(reply: Named, sent: Named, is_update: bool, attack: Attack, generat
     honest = {name: t for name, t in reply.items() if t.is_floating_point()}
     if attack.kind == "nan":
         return dict(reply) | {name: torch.full_like(t, torch.nan) for name, t in honest.items()}
-    origin = {name: sent[name].to(t.device) if is_update and name in sent else torch.zeros_like(t) for name, t in honest.items()}
+    origin = {
+        name: sent[name].to(t.device) if is_update and name in sent else torch.zeros_like(t)
+        for name, t in honest.items()
+    }
     update = axpy(-1.0, origin, honest)
     if attack.kind == "noise":
         update = weighted_sum([(length(update), _direction(update, generator))])
-    return dict(reply) | axpy(-attack.scale if attack.kind == "sign-flip" else attack.scale, update, origin)
+    return dict(reply) | axpy(
+        -attack.scale if attack.kind == "sign-flip" else attack.scale, update, origin
+    )
 
 
 def _direction(like: Named, generator: torch.Generator) -> Tensors:
     """A uniformly random direction: of norm 1 over all names."""
     drawn = {
-        name: torch.randn(like[name].shape, generator=generator, dtype=like[name].dtype, device=generator.device).to(like[name].device)
+        name: torch.randn(
+            like[name].shape, generator=generator, dtype=like[name].dtype, device=generator.device
+        ).to(like[name].device)
         for name in sorted(like)
     }
     return weighted_sum([(1 / (length(drawn) or 1.0), drawn)])

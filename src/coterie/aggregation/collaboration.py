@@ -1,6 +1,8 @@
-"""Who learns from whom: collaboration weights that gradients find, and the pull that they exert (CoBo).
+"""Who learns from whom: collaboration weights that gradients find, and the pull that they exert
+(CoBo).
 
-Weights are an (n, n) float64 matrix W over clients in the order of their ids, with w_ij = how much i takes from j.
+Weights are an (n, n) float64 matrix W over clients in the order of their ids, with w_ij = how much
+i takes from j.
 """
 
 import math
@@ -14,11 +16,17 @@ from coterie.core.protocol import ClientId, Replies
 from coterie.core.tensors import Tensors
 
 Pair = tuple[ClientId, ClientId]
-CHUNK = 1 << 13  # columns at a time: they stay in the cache, and a product of many large models needs nothing beside its result
+CHUNK = (
+    1 << 13
+    # columns at a time: they stay in the cache, and a product of many large models needs nothing
+    # beside its result
+)
 
 
 def project_simplex(rows: Tensor) -> Tensor:
-    """The nearest point of the probability simplex to each row, (..., n): Euclidean, by sorting (Held, Wolfe and Crowder 1974)."""
+    """The nearest point of the probability simplex to each row, (..., n): Euclidean, by sorting
+    (Held, Wolfe and Crowder 1974).
+    """
     descending = rows.sort(dim=-1, descending=True).values
     excess = descending.cumsum(dim=-1) - 1
     counts = torch.arange(1, rows.shape[-1] + 1, dtype=rows.dtype)
@@ -28,18 +36,24 @@ def project_simplex(rows: Tensor) -> Tensor:
 
 
 def ascend_box(weights: Tensor, scores: Tensor, gamma: float) -> Tensor:
-    """W <- clip(W + gamma scores, 0, 1) with a diagonal of 0 (CoBo, eq. 4). Symmetric where W and the scores are."""
+    """W <- clip(W + gamma scores, 0, 1) with a diagonal of 0 (CoBo, eq. 4). Symmetric where W
+    and the scores are.
+    """
     found = (weights + gamma * scores).clamp(0, 1)
     return found.fill_diagonal_(0)
 
 
 def ascend_simplex(weights: Tensor, scores: Tensor, gamma: float) -> Tensor:
-    """w_i. <- Proj_simplex(w_i. + gamma scores_i.) (CoBo, Remark 1). The diagonal, with score 0, is what i keeps for itself."""
+    """w_i. <- Proj_simplex(w_i. + gamma scores_i.) (CoBo, Remark 1). The diagonal, with score 0,
+    is what i keeps for itself.
+    """
     return project_simplex(weights + gamma * scores.clone().fill_diagonal_(0))
 
 
 def midpoints(models: Mapping[ClientId, Tensor], pairs: Iterable[Pair]) -> dict[ClientId, Tensors]:
-    """What each client is asked for: z_ij = (x_i + x_j) / 2 under the name of every j that it is paired with."""
+    """What each client is asked for: z_ij = (x_i + x_j) / 2 under the name of every j that it is
+    paired with.
+    """
     found: dict[ClientId, Tensors] = {}
     for i, j in pairs:
         z = torch.lerp(models[i], models[j], 0.5)
@@ -49,9 +63,11 @@ def midpoints(models: Mapping[ClientId, Tensor], pairs: Iterable[Pair]) -> dict[
 
 
 def agreement(order: Sequence[ClientId], gradients: Replies) -> Tensor:
-    """(n, n) scores <g_i, g_j>, symmetric: of the pairs of which both sent their gradient at the midpoint; 0 for all others.
+    """(n, n) scores <g_i, g_j>, symmetric: of the pairs of which both sent their gradient at the
+    midpoint; 0 for all others.
 
-    A product that is not finite counts as 0: a client that diverged neither joins nor parts anybody.
+    A product that is not finite counts as 0: a client that diverged neither joins nor parts
+    anybody.
 
     Args:
         order: The clients, as rows.
@@ -66,9 +82,11 @@ def agreement(order: Sequence[ClientId], gradients: Replies) -> Tensor:
 
 
 def pulls(models: Sequence[Tensor], weights: Tensor, rows: Sequence[int] | None = None) -> Tensor:
-    """(m, d): row i is sum_k w_ik (x_i - x_k), as L (X - mean X) with the Laplacian L = diag(W 1) - W.
+    """(m, d): row i is sum_k w_ik (x_i - x_k), as L (X - mean X) with the Laplacian L = diag(W
+    1) - W.
 
-    Centred, because in fp32 L X loses its digits where models nearly agree: each row of L sums to 0, so that the mean changes nothing.
+    Centred, because in fp32 L X loses its digits where models nearly agree: each row of L sums to
+    0, so that the mean changes nothing.
 
     Args:
         models: n vectors, (d,).
@@ -103,7 +121,8 @@ def mixtures(models: Sequence[Tensor], weights: Tensor) -> Tensor:
 
 
 def rearranged(weights: Tensor, places: Sequence[int | None], shares: bool) -> Tensor:
-    """W after clients joined and left: whoever is new starts as all started, and the others keep what they have for each other.
+    """W after clients joined and left: whoever is new starts as all started, and the others keep
+    what they have for each other.
 
     Args:
         weights: (m, m), before.
@@ -122,7 +141,9 @@ def rearranged(weights: Tensor, places: Sequence[int | None], shares: bool) -> T
     new = torch.where(kept, 0.0, start)
     held = torch.where(kept, own, 0.0)
     total = held.sum(dim=1, keepdim=True)
-    return torch.where(total > 0, held / total.clamp(min=1e-12) * (1 - new.sum(dim=1, keepdim=True)) + new, start)
+    return torch.where(
+        total > 0, held / total.clamp(min=1e-12) * (1 - new.sum(dim=1, keepdim=True)) + new, start
+    )
 
 
 def start_weights(n: int, shares: bool) -> Tensor:
@@ -131,13 +152,17 @@ def start_weights(n: int, shares: bool) -> Tensor:
     return ones / max(n - 1, 1) if shares else ones
 
 
-def weights_error(weights: Sequence[Sequence[float]], clusters: Sequence[int], shares: bool) -> float:
-    """The share of off-diagonal weights on the wrong side of a threshold: above it exactly those of cluster mates should be.
+def weights_error(
+    weights: Sequence[Sequence[float]], clusters: Sequence[int], shares: bool
+) -> float:
+    """The share of off-diagonal weights on the wrong side of a threshold: above it exactly those of
+    cluster mates should be.
 
     Args:
         weights: (n, n).
         clusters: The true cluster of each client.
-        shares: Whether a row is shares of one; then the threshold is half of the row's largest off-diagonal weight, otherwise 0.5.
+        shares: Whether a row is shares of one; then the threshold is half of the row's largest
+            off-diagonal weight, otherwise 0.5.
     """
     wrong = []
     for i, row in enumerate(weights):

@@ -1,13 +1,16 @@
 """Privacy of single examples: DP-SGD on the client, and what it spends.
 
-Abadi et al., "Deep Learning with Differential Privacy", CCS 2016, Algorithm 1: each example takes part in a step with the same probability,
-its gradient is clipped to a norm C, and the sum gets N(0, (z C)^2) before anything is made of it. What optimisers, further steps, servers
-and other clients do with such a gradient is post-processing.
+Abadi et al., "Deep Learning with Differential Privacy", CCS 2016, Algorithm 1: each example takes
+part in a step with the same probability, its gradient is clipped to a norm C, and the sum gets N(0,
+(z C)^2) before anything is made of it. What optimisers, further steps, servers and other clients do
+with such a gradient is post-processing.
 
-That holds only if the gradient of one example depends on no other example but through what has such noise. Specialists and routers are
-trained on the same data without any: a gradient taken at a model that contains them depends on all examples that they have seen. One of
-these then moves the clipped gradients of all the others, by up to 2 C each, and no noise was made for that. Hence the gradient of what is
-shared is taken at a model whose other parts have the values that they started from, which no data have touched (`Client.step`).
+That holds only if the gradient of one example depends on no other example but through what has such
+noise. Specialists and routers are trained on the same data without any: a gradient taken at a model
+that contains them depends on all examples that they have seen. One of these then moves the clipped
+gradients of all the others, by up to 2 C each, and no noise was made for that. Hence the gradient
+of what is shared is taken at a model whose other parts have the values that they started from,
+which no data have touched (`Client.step`).
 """
 
 import math
@@ -29,12 +32,18 @@ from coterie.core.protocol import ClientId
 from coterie.core.roles import Role
 
 _HIGHEST = 500  # the largest order that is tried: opacus sums as many terms
-_EXACT = 100  # up to which fractional orders are computed themselves; beyond, the next whole one bounds them
-_EXPERIMENT = "an experiment: whoever has the recipe's seed can draw the same noise, and the same examples, and is not covered"
+# up to which fractional orders are computed themselves; beyond, the next whole one bounds them
+_EXACT = 100
+_EXPERIMENT = (
+    "an experiment: whoever has the recipe's seed can draw the same noise, and the same "
+    "examples, and is not covered"
+)
 _DEVICES = "each device keeps its noise, and which examples took part in a step, to itself"
 _COVERS = (
-    "what single examples of a client (windows of its text, images) add to the shared tensors that it sends, whoever sees them, the server "
-    "too; not losses, scores, numbers of samples, who takes part, nor a personal model that its client gives away"
+    "what single examples of a client (windows of its text, images) add to the shared tensors "
+    "that it sends, whoever sees them, the server "
+    "too; not losses, scores, numbers of samples, who takes part, nor a personal model that its "
+    "client gives away"
 )
 
 
@@ -45,7 +54,8 @@ class Sanitizer:
     Args:
         privacy: C and z.
         roles: What is shared: whose gradients these are.
-        source: Of which examples take part and of the noise. Whoever knows it can take both away: on devices it is secret.
+        source: Of which examples take part and of the noise. Whoever knows it can take both away:
+            on devices it is secret.
         steps: How many gradients it makes, at most: as many as are counted.
     """
 
@@ -55,14 +65,18 @@ class Sanitizer:
     steps: int
 
     def sample(self, windows: int, expected: int) -> npt.NDArray[np.int64]:
-        """Draw a batch: each of so many examples is in it with probability `rate`, whatever the others do. It may be empty."""
+        """Draw a batch: each of so many examples is in it with probability `rate`, whatever the
+        others do. It may be empty.
+        """
         return np.flatnonzero(self.source.uniform(windows) < rate_of(windows, expected))
 
     def gradient(self, parts: Iterable[Sequence[Tensor]], size: int, expected: float) -> Tensor:
-        """Clip the gradient of each example, add them up, add noise, and divide by the expected number of examples.
+        """Clip the gradient of each example, add them up, add noise, and divide by the expected
+        number of examples.
 
         Args:
-            parts: Gradients of some examples each, every tensor (B, ...) with one of them in each row; in all any number of examples.
+            parts: Gradients of some examples each, every tensor (B, ...) with one of them in each
+                row; in all any number of examples.
             size: d, values of one example's gradient.
             expected: Examples in a batch on average.
 
@@ -74,7 +88,10 @@ class Sanitizer:
             TensorError: A value of a gradient is not a number.
         """
         if self.steps < 1:
-            raise Refused("privacy.unit: a task takes more steps than are counted", "Nothing of it leaves: it is a mistake of its method.")
+            raise Refused(
+                "privacy.unit: a task takes more steps than are counted",
+                "Nothing of it leaves: it is a mistake of its method.",
+            )
         self.steps -= 1
         deviation = self.privacy.noise * self.privacy.clip
         step, total = grid(self.privacy.clip, deviation), np.zeros(size, dtype=np.int64)
@@ -86,7 +103,8 @@ class Sanitizer:
 
 
 def clipped_sum(gradients: Sequence[Tensor], clip: float, step: float) -> npt.NDArray[np.int64]:
-    """Clip each example's gradient to norm C and add them up, in steps of a grid: in integers, so that no rounding adds to a norm.
+    """Clip each example's gradient to norm C and add them up, in steps of a grid: in integers, so
+    that no rounding adds to a norm.
 
     Args:
         gradients: (B, ...) each, of one example in each row.
@@ -100,11 +118,15 @@ def clipped_sum(gradients: Sequence[Tensor], clip: float, step: float) -> npt.ND
         TensorError: A value of a gradient is not a number.
     """
     rows = torch.cat([gradient.flatten(1) for gradient in gradients], dim=1).double().cpu().numpy()
-    return sum((on_grid(row, clip, step) for row in rows), start=np.zeros(rows.shape[1], dtype=np.int64))
+    return sum(
+        (on_grid(row, clip, step) for row in rows), start=np.zeros(rows.shape[1], dtype=np.int64)
+    )
 
 
 def rate_of(windows: int, expected: int) -> float:
-    """The probability with which each example takes part in a step, so that `expected` do on average."""
+    """The probability with which each example takes part in a step, so that `expected` do on
+    average.
+    """
     return min(1.0, expected / windows)
 
 
@@ -121,10 +143,12 @@ def _rdp_of_step(rate: float, noise: float) -> npt.NDArray[np.float64]:
 
 
 def rdp_of_steps(rate: float, noise: float, steps: int) -> npt.NDArray[np.float64]:
-    """Return the Rényi divergences, at ORDERS, that so many steps spend of the privacy of one example.
+    """Return the Rényi divergences, at ORDERS, that so many steps spend of the privacy of one
+    example.
 
-    Of the Gaussian mechanism on a Poisson sample (Mironov, Talwar and Zhang, "Rényi Differential Privacy of the Sampled Gaussian
-    Mechanism", 2019, as opacus computes it), for neighbours of which one lacks what an example adds. They add up over steps, tasks, runs.
+    Of the Gaussian mechanism on a Poisson sample (Mironov, Talwar and Zhang, "Rényi Differential
+    Privacy of the Sampled Gaussian Mechanism", 2019, as opacus computes it), for neighbours of
+    which one lacks what an example adds. They add up over steps, tasks, runs.
 
     Args:
         rate: Of `rate_of`.
@@ -139,16 +163,18 @@ def rdp_of_steps(rate: float, noise: float, steps: int) -> npt.NDArray[np.float6
 
 @dataclass
 class ExampleAccountant:
-    """How much of the privacy of its examples each client has spent, over the steps of all training tasks that it was asked for.
+    """How much of the privacy of its examples each client has spent, over the steps of all training
+    tasks that it was asked for.
 
-    One epsilon for each client, as each has a rate and a number of steps of its own. Clients that were asked and did not answer have
-    trained nevertheless, and count.
+    One epsilon for each client, as each has a rate and a number of steps of its own. Clients that
+    were asked and did not answer have trained nevertheless, and count.
 
     Args:
         privacy: The recipe's section.
         largest: Examples of the client that has most: what delta goes by, if the recipe has none.
         expected: Examples in a batch on average.
-        runs: The state, which is JSON: (client, examples that it trains on, which are public, and steps).
+        runs: The state, which is JSON: (client, examples that it trains on, which are public, and
+            steps).
         experiment: Whether all randomness follows from the recipe's seed, as in a simulation.
 
     Raises:
@@ -175,10 +201,17 @@ class ExampleAccountant:
 
     def of_client(self, client: ClientId, delta: float) -> float:
         """Epsilon of one client's examples."""
-        runs = [(rate_of(size, self.expected), steps) for known, size, steps in self.runs if known == client and steps]
+        runs = [
+            (rate_of(size, self.expected), steps)
+            for known, size, steps in self.runs
+            if known == client and steps
+        ]
         if runs and not self.privacy.noise:
             return math.inf
-        spent = sum((rdp_of_steps(rate, self.privacy.noise, steps) for rate, steps in runs), start=np.zeros(ORDERS.shape))
+        spent = sum(
+            (rdp_of_steps(rate, self.privacy.noise, steps) for rate, steps in runs),
+            start=np.zeros(ORDERS.shape),
+        )
         return epsilon_of(0.0, spent, delta)
 
     def epsilon(self, delta: float) -> float:
@@ -202,7 +235,8 @@ class ExampleAccountant:
             "noise": self.privacy.noise,
             "clip": self.privacy.clip,
             "sampling": f"at most {most} steps, each on every example of a client with probability "
-            f"{_span(rates)}; neighbours: what one example adds is there or not, with their number public (sensitivity C); epsilon is that "
+            f"{_span(rates)}; neighbours: what one example adds is there or not, with their "
+            f"number public (sensitivity C); epsilon is that "
             f"of the client with the largest one",
             "experiment": self.experiment,
             "assumes": _EXPERIMENT if self.experiment else _DEVICES,

@@ -1,7 +1,8 @@
 """Low-rank updates of unlike ranks: their common form, padding, truncation, and their products.
 
-In a message and in the server's state an update gamma B A is the pair `<module>/A` (count, r, in) and `<module>/B` (count, out, r), the
-latter multiplied by gamma: gamma depends on the rank, and so differs between clients (rank-stabilised LoRA).
+In a message and in the server's state an update gamma B A is the pair `<module>/A` (count, r, in)
+and `<module>/B` (count, out, r), the latter multiplied by gamma: gamma depends on the rank, and so
+differs between clients (rank-stabilised LoRA).
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,16 +20,24 @@ def read_factors(loras: Mapping[str, LoRA]) -> Tensors:
     """Copies of all updates in their common form."""
     found: Tensors = {}
     for module, lora in loras.items():
-        found |= {f"{module}/A": lora.A.detach().clone(), f"{module}/B": lora.B.detach() * lora.gamma}
+        found |= {
+            f"{module}/A": lora.A.detach().clone(),
+            f"{module}/B": lora.B.detach() * lora.gamma,
+        }
     return found
 
 
 def own_factors(loras: Mapping[str, LoRA], tensors: Named) -> Tensors:
-    """The inverse of `read_factors`: a client's parameters by their own names; ranks that the message lacks are zero."""
+    """The inverse of `read_factors`: a client's parameters by their own names; ranks that the
+    message lacks are zero.
+    """
     found: Tensors = {}
     for module, lora in loras.items():
         A, B = factors(module, tensors)
-        found |= {f"{module}.A": resized(A, lora.A.shape[1], 1), f"{module}.B": resized(B, lora.B.shape[2], 2) / lora.gamma}
+        found |= {
+            f"{module}.A": resized(A, lora.A.shape[1], 1),
+            f"{module}.B": resized(B, lora.B.shape[2], 2) / lora.gamma,
+        }
     return found
 
 
@@ -75,8 +84,9 @@ def product_norm(A: Tensor, B: Tensor) -> float:
 def svd_of_sum(terms: Iterable[tuple[float, Factors]], rank: int) -> Factors:
     """The best factors of the given rank of sum_i w_i B_i A_i: B = U S and A = V^T, truncated.
 
-    The sum has the factors B_i side by side and A_i one on another, so that after a QR decomposition of each only a small matrix is left to
-    decompose. Computed in float64, returned in the dtype of the terms.
+    The sum has the factors B_i side by side and A_i one on another, so that after a QR
+    decomposition of each only a small matrix is left to decompose. Computed in float64, returned in
+    the dtype of the terms.
     """
     found = [(weight, A.double(), B.double(), A.dtype) for weight, (A, B) in terms]
     left = torch.cat([weight * B for weight, _, B, _ in found], dim=2)

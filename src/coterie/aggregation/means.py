@@ -1,6 +1,8 @@
-"""Means of the tensors that clients sent, and what every rule is that makes one set of tensors of many.
+"""Means of the tensors that clients sent, and what every rule is that makes one set of tensors of
+many.
 
-Sums run in the order of the client ids, so that neither the order of the federation nor that of arrival changes a bit.
+Sums run in the order of the client ids, so that neither the order of the federation nor that of
+arrival changes a bit.
 """
 
 from abc import ABC, abstractmethod
@@ -38,7 +40,10 @@ def weighted_mean(replies: Replies, weights: Mapping[ClientId, float]) -> Tensor
     """
     total = sum(weights[i] for i in sorted(replies))
     if any(weights[i] < 0 for i in replies) or not total > 0:
-        raise ValueError(f"weights {dict(weights)} of {len(replies)} replies: they must be >= 0 with a positive sum")
+        raise ValueError(
+            f"weights {dict(weights)} of {len(replies)} replies: they must be >= 0 with a "
+            f"positive sum"
+        )
     return weighted_sum((weights[i] / total, replies[i]) for i in sorted(replies))
 
 
@@ -49,7 +54,9 @@ class Combining(BaseModel, ABC):
 
     @property
     def counts(self) -> bool:
-        """Whether clients must say how many samples they have, as the scalar `samples` of their replies. Otherwise it is ignored."""
+        """Whether clients must say how many samples they have, as the scalar `samples` of their
+        replies. Otherwise it is ignored.
+        """
         return False
 
     @property
@@ -66,7 +73,8 @@ class Combining(BaseModel, ABC):
 
         Args:
             replies: Tensors by client, at least of one; all of one client's are one vector.
-            around: What they were sent, of which theirs is an update; where it lacks a name, that is relative to zero.
+            around: What they were sent, of which theirs is an update; where it lacks a name, that
+                is relative to zero.
 
         Raises:
             TensorError: The clients' tensors differ in names, shapes or dtypes.
@@ -75,11 +83,16 @@ class Combining(BaseModel, ABC):
 
 
 class Mean(Combining):
-    """The mean: sum_i w_i theta_i / sum_i w_i (McMahan et al. 2017). A single client can move it anywhere: its breakdown point is 0."""
+    """The mean: sum_i w_i theta_i / sum_i w_i (McMahan et al. 2017). A single client can move it
+    anywhere: its breakdown point is 0.
+    """
 
     rule: Annotated[Literal["mean"], Field(description="the mean")] = "mean"
     weighting: Annotated[
-        Literal["uniform", "samples"], Field(description="clients count alike, or by the training samples that they say they have")
+        Literal["uniform", "samples"],
+        Field(
+            description="clients count alike, or by the training samples that they say they have"
+        ),
     ] = "uniform"
 
     @property
@@ -104,7 +117,10 @@ def ordered(replies: Replies) -> dict[ClientId, Tensors]:
         TensorError: The clients' tensors differ in names, shapes or dtypes.
         ValueError: No replies.
     """
-    found = {i: {name: tensor for name, tensor in replies[i].items() if name != SAMPLES} for i in sorted(replies)}
+    found = {
+        i: {name: tensor for name, tensor in replies[i].items() if name != SAMPLES}
+        for i in sorted(replies)
+    }
     if not found:
         raise ValueError("no replies: there is nothing to combine")
     for i, tensors in found.items():
@@ -113,7 +129,8 @@ def ordered(replies: Replies) -> dict[ClientId, Tensors]:
 
 
 def by_holders(rule: Combining, replies: Replies, around: Named) -> Tensors:
-    """What a rule makes of each tensor for the clients that sent it: of a pool, clients have different members.
+    """What a rule makes of each tensor for the clients that sent it: of a pool, clients have
+    different members.
 
     Tensors that the same clients sent are one vector to the rule. Of no replies: the empty dict.
 
@@ -121,10 +138,15 @@ def by_holders(rule: Combining, replies: Replies, around: Named) -> Tensors:
         TensorError: The clients' tensors differ in shapes or dtypes.
     """
     groups: dict[tuple[ClientId, ...], list[str]] = {}
-    for name in dict.fromkeys(name for reply in replies.values() for name in reply if name != SAMPLES):
+    for name in dict.fromkeys(
+        name for reply in replies.values() for name in reply if name != SAMPLES
+    ):
         groups.setdefault(tuple(i for i in replies if name in replies[i]), []).append(name)
     found: Tensors = {}
     for holders, names in groups.items():
-        held = {i: {name: replies[i][name] for name in (*names, SAMPLES) if name in replies[i]} for i in holders}
+        held = {
+            i: {name: replies[i][name] for name in (*names, SAMPLES) if name in replies[i]}
+            for i in holders
+        }
         found |= rule.combine(held, around)
     return found

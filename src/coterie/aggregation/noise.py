@@ -1,18 +1,22 @@
-"""Random numbers that keep a secret: a cryptographic generator with a full key, and Gaussian noise on a grid, drawn exactly.
+"""Random numbers that keep a secret: a cryptographic generator with a full key, and Gaussian noise
+on a grid, drawn exactly.
 
-Two things go wrong with the noise of an ordinary library. Its generator has few streams: PyTorch's on a CPU ignores the upper half of its
-seed, and whoever tries 2^32 seeds finds the noise and takes it away. And its floating-point numbers are not the distribution of the proof:
-which values can come out at all depends on the value that is to be hidden (Mironov, "On Significance of the Least Significant Bits For
-Differential Privacy", CCS 2012, for Laplace; Jin et al., "Are We There Yet? Timing and Floating-Point Attacks on Differential Privacy
-Systems", S&P 2022, for Gaussian noise).
+Two things go wrong with the noise of an ordinary library. Its generator has few streams: PyTorch's
+on a CPU ignores the upper half of its seed, and whoever tries 2^32 seeds finds the noise and takes
+it away. And its floating-point numbers are not the distribution of the proof: which values can come
+out at all depends on the value that is to be hidden (Mironov, "On Significance of the Least
+Significant Bits For Differential Privacy", CCS 2012, for Laplace; Jin et al., "Are We There Yet?
+Timing and Floating-Point Attacks on Differential Privacy Systems", S&P 2022, for Gaussian noise).
 
-`Source` is AES-256 in counter mode under a key of 256 bits. `protected` makes noise of it that is safe in floating point: a value x is put
-on a grid of step g, and gets g times an integer that is distributed as round(N(0, sigma^2) / g), exactly. As x lies on the grid,
-x + g round(N / g) = g round((x + N) / g): the rounding, by a rule that does not depend on x, of what the Gaussian mechanism of real numbers
-releases. So the accounting of that mechanism holds as it is. What is done with the result afterwards, such as adding what was public
-before and rounding to float32, is post-processing too. Discrete Gaussian noise (Canonne, Kamath and Steinke, "The Discrete Gaussian for
-Differential Privacy", NeurIPS 2020) would do as well, but its known bounds are Rényi divergences, and the exact composition of Gaussian
-mechanisms would be lost.
+`Source` is AES-256 in counter mode under a key of 256 bits. `protected` makes noise of it that is
+safe in floating point: a value x is put on a grid of step g, and gets g times an integer that is
+distributed as round(N(0, sigma^2) / g), exactly. As x lies on the grid, x + g round(N / g) = g
+round((x + N) / g): the rounding, by a rule that does not depend on x, of what the Gaussian
+mechanism of real numbers releases. So the accounting of that mechanism holds as it is. What is done
+with the result afterwards, such as adding what was public before and rounding to float32, is
+post-processing too. Discrete Gaussian noise (Canonne, Kamath and Steinke, "The Discrete Gaussian
+for Differential Privacy", NeurIPS 2020) would do as well, but its known bounds are Rényi
+divergences, and the exact composition of Gaussian mechanisms would be lost.
 """
 
 import json
@@ -31,10 +35,20 @@ from filelock import FileLock
 from coterie.core.errors import Refused, SaveError, TensorError, extra
 
 KEY = 32  # bytes
-MOST_STEPS = 2.0**32  # a deviation beyond it is not drawn: too much would have to be settled in long arithmetic
-_FINE, _FINEST = 2.0**-20, 2.0**-45  # a grid's step: at most that of the deviation; but not below that of the norm, for integers of 64 bits
+MOST_STEPS = (
+    2.0**32
+)  # a deviation beyond it is not drawn: too much would have to be settled in long arithmetic
+_FINE, _FINEST = (
+    2.0**-20,
+    2.0**-45,
+    # a grid's step: at most that of the deviation; but not below that of the norm, for integers of
+    # 64 bits
+)
 _ERROR = 2.0**-46  # of scipy's ndtri(p) = z, at most, times |z| + 1; measured: 2^-50
-_FEW, _LIKELY = 1 << 42, 2.0**-40  # with bits above the former, the error of z is below the latter, for z up to 9.2
+_FEW, _LIKELY = (
+    1 << 42,
+    2.0**-40,
+)  # with bits above the former, the error of z is below the latter, for z up to 9.2
 _HUGE = 1e140
 _PART = 1 << 14  # values at a time, which stay in a processor's cache
 T = TypeVar("T")
@@ -57,16 +71,20 @@ class Source:
 
     @classmethod
     def secret(cls) -> "Source":
-        """Return a stream that nobody can draw again: its key is of the operating system's generator, and is not kept."""
+        """Return a stream that nobody can draw again: its key is of the operating system's
+        generator, and is not kept.
+        """
         return cls(os.urandom(KEY))
 
     @classmethod
     def keyed(cls, key: bytes, *purpose: int | str) -> "Source":
-        """Return the stream of a secret key for one purpose: it can be drawn again by whoever has the key, and by nobody else.
+        """Return the stream of a secret key for one purpose: it can be drawn again by whoever has
+        the key, and by nobody else.
 
         Args:
             key: 32 to 64 random bytes.
-            purpose: Other purposes have other streams, also ("a", "b") and ("a/b",), or (1,) and ("1",).
+            purpose: Other purposes have other streams, also ("a", "b") and ("a/b",), or (1,) and
+                ("1",).
 
         Raises:
             ValueError: The key is too short, or too long.
@@ -77,7 +95,9 @@ class Source:
 
     @classmethod
     def seeded(cls, seed: int, *purpose: int | str) -> "Source":
-        """Return the stream of a run's seed for one purpose. The seed is no secret: for simulations, where noise protects nobody."""
+        """Return the stream of a run's seed for one purpose. The seed is no secret: for
+        simulations, where noise protects nobody.
+        """
         return cls(_digest((seed, *purpose)))
 
     def read(self, n: int) -> bytes:
@@ -93,7 +113,9 @@ class Source:
         return (self.integers(n) >> np.uint64(11)) * 2.0**-53
 
     def below(self, bound: int) -> int:
-        """The next whole number from 0 to bound - 1, each exactly as likely. Raises ValueError unless 0 < bound <= 2^64."""
+        """The next whole number from 0 to bound - 1, each exactly as likely. Raises ValueError
+        unless 0 < bound <= 2^64.
+        """
         if not 0 < bound <= 1 << 64:
             raise ValueError(f"a number below {bound}")
         fair = (1 << 64) - (1 << 64) % bound  # what is beyond would favour the smaller ones
@@ -102,7 +124,8 @@ class Source:
         return drawn % bound
 
     def sample(self, population: Sequence[T], size: int) -> list[T]:
-        """Draw some of a population without replacement, every set of them exactly as likely (Fisher and Yates' shuffle, its beginning).
+        """Draw some of a population without replacement, every set of them exactly as likely
+        (Fisher and Yates' shuffle, its beginning).
 
         Raises:
             ValueError: There are not so many.
@@ -116,12 +139,15 @@ class Source:
         return rest[:size]
 
     def gaussian(self, size: int, deviation: float) -> np.ndarray:
-        """Integers that are distributed as round(N(0, deviation^2)), exactly: no probability is approximated.
+        """Integers that are distributed as round(N(0, deviation^2)), exactly: no probability is
+        approximated.
 
-        Of 64 random bits one is the sign, the others are the first of P, the probability of what is farther out, which is uniform. The
-        size is round(deviation |z|), Phi(-|z|) = P. Floating-point numbers decide it unless a bound on their error, and on what the bits to
-        come can change, leaves two integers possible (about 1 of 10^7, with a deviation of 2^20); then more bits and decimals decide. How
-        long that takes tells that it happened, at random, and nothing of any secret.
+        Of 64 random bits one is the sign, the others are the first of P, the probability of what is
+        farther out, which is uniform. The size is round(deviation |z|), Phi(-|z|) = P.
+        Floating-point numbers decide it unless a bound on their error, and on what the bits to come
+        can change, leaves two integers possible (about 1 of 10^7, with a deviation of 2^20); then
+        more bits and decimals decide. How long that takes tells that it happened, at random, and
+        nothing of any secret.
 
         Args:
             size: How many.
@@ -157,7 +183,9 @@ class Source:
         found[:] = np.where(drawn & np.uint64(1), -size, size)
 
     def _settled(self, bits: int, deviation: float) -> int:
-        """The number of k = 0, 1, ... with Phi(-(k + 1/2) / deviation) > P, of which the first 64 bits are known, by bisection."""
+        """The number of k = 0, 1, ... with Phi(-(k + 1/2) / deviation) > P, of which the first
+        64 bits are known, by bisection.
+        """
         unknown = _Probability(self, bits)
         low, high = -1, 1
         while unknown.below_tail(high, deviation):
@@ -169,9 +197,13 @@ class Source:
 
 
 def _decided(bits: int, rest: float, size: float, deviation: float) -> bool:
-    """Whether no value that the bits leave possible is rounded to another integer than `size`, from which it is `rest` away."""
+    """Whether no value that the bits leave possible is rounded to another integer than `size`,
+    from which it is `rest` away.
+    """
     z = (size + 1) / deviation
-    error = deviation * (2 / bits + (z + 1) * _ERROR) if bits else math.inf  # |dz| <= 1.26 dP / P, as phi(z) >= 0.79 Phi(z) for z <= 0
+    error = (
+        deviation * (2 / bits + (z + 1) * _ERROR) if bits else math.inf
+    )  # |dz| <= 1.26 dP / P, as phi(z) >= 0.79 Phi(z) for z <= 0
     return abs(rest) < 0.5 - error
 
 
@@ -199,8 +231,12 @@ class _Probability:
 
 
 def _tail(k: int, deviation: float, bits: int) -> int:
-    """2^bits Phi(-x) for x = (k + 1/2) / deviation >= 0, with an error below 1: by the series of Phi(x) - 1/2, whose terms are positive."""
-    with localcontext(Context(prec=bits * 31 // 100 + 30)) as context:  # 30 digits more than asked, for a few thousand roundings
+    """2^bits Phi(-x) for x = (k + 1/2) / deviation >= 0, with an error below 1: by the series of
+    Phi(x) - 1/2, whose terms are positive.
+    """
+    with localcontext(
+        Context(prec=bits * 31 // 100 + 30)
+    ) as context:  # 30 digits more than asked, for a few thousand roundings
         x: Decimal = (Decimal(k) + Decimal("0.5")) / Decimal(deviation)
         square, term, total, odd = x * x, x, x, 1
         while odd < 2 * square or context.add(total, term) != total:
@@ -232,7 +268,8 @@ def protected(update: np.ndarray, norm: float, deviation: float, source: Source)
     """A vector with Gaussian noise, safe in floating point.
 
     Args:
-        update: (d,) float64. It is clipped to the norm, on the grid: rounding is towards zero, so that no vector beyond the norm is left.
+        update: (d,) float64. It is clipped to the norm, on the grid: rounding is towards zero, so
+            that no vector beyond the norm is left.
         norm: C, the sensitivity to the vector's absence; any two are up to 2C apart.
         deviation: sigma, of every coordinate.
         source: Of the noise.
@@ -244,21 +281,26 @@ def protected(update: np.ndarray, norm: float, deviation: float, source: Source)
         TensorError: A value is not a number.
     """
     step = grid(norm, deviation)
-    noisy: np.ndarray = (on_grid(update, norm, step) + source.gaussian(update.size, deviation / step)) * step
+    noisy: np.ndarray = (
+        on_grid(update, norm, step) + source.gaussian(update.size, deviation / step)
+    ) * step
     return noisy
 
 
 def grid(norm: float, deviation: float) -> float:
-    """The step of the grid: a power of two, at most 2^-20 of the deviation, and not below 2^-46 of the norm.
+    """The step of the grid: a power of two, at most 2^-20 of the deviation, and not below 2^-46 of
+    the norm.
 
-    It is of the mechanism's settings alone. Rounding costs nothing in privacy, as norms do not grow, and 10^-6 of the noise in accuracy.
+    It is of the mechanism's settings alone. Rounding costs nothing in privacy, as norms do not
+    grow, and 10^-6 of the noise in accuracy.
     """
     exponent = math.frexp(max(deviation * _FINE, norm * _FINEST))[1] - 1
     return math.ldexp(1.0, exponent)
 
 
 def on_grid(update: np.ndarray, norm: float, step: float) -> np.ndarray:
-    """A vector clipped to a norm, in steps of a grid, rounded towards zero: its norm is at most `norm`, in exact arithmetic.
+    """A vector clipped to a norm, in steps of a grid, rounded towards zero: its norm is at most
+    `norm`, in exact arithmetic.
 
     Args:
         update: (d,) float64.
@@ -274,15 +316,21 @@ def on_grid(update: np.ndarray, norm: float, step: float) -> np.ndarray:
     bounded = np.clip(update, -_HUGE, _HUGE)  # of which the norm does not overflow
     size = float(np.linalg.norm(bounded))
     if math.isnan(size):
-        raise TensorError("update to be protected: not all values are numbers", "Training diverged: lower the learning rate.")
-    most = norm * (1 - (update.size + 16) * 2.0**-52)  # the norm's relative error, and that of the product, are below the difference
+        raise TensorError(
+            "update to be protected: not all values are numbers",
+            "Training diverged: lower the learning rate.",
+        )
+    most = norm * (
+        1 - (update.size + 16) * 2.0**-52
+    )  # the norm's relative error, and that of the product, are below the difference
     bounded = bounded * ((1.0 if size <= most else most / size) / step)
     steps: np.ndarray = np.trunc(bounded).astype(np.int64)
     return steps
 
 
 def kept_key(path: Path) -> bytes:
-    """Return the key of a file, 32 random bytes, which is made where it is missing, readable by its owner alone.
+    """Return the key of a file, 32 random bytes, which is made where it is missing, readable by its
+    owner alone.
 
     Raises:
         Refused: The file holds something else, or cannot be read.
@@ -295,9 +343,15 @@ def kept_key(path: Path) -> bytes:
         try:
             key = path.read_bytes()
         except OSError as error:
-            raise Refused(f"cannot read {path}: {error.strerror}", "It must be readable by who runs this, and by nobody else.") from None
+            raise Refused(
+                f"cannot read {path}: {error.strerror}",
+                "It must be readable by who runs this, and by nobody else.",
+            ) from None
     if len(key) != KEY:
-        raise Refused(f"{path} holds {len(key)} bytes, expected a key of {KEY}", "Delete it: another one is made.")
+        raise Refused(
+            f"{path} holds {len(key)} bytes, expected a key of {KEY}",
+            "Delete it: another one is made.",
+        )
     return key
 
 
@@ -311,7 +365,9 @@ def _write_key(path: Path) -> None:
             os.fsync(file.fileno())
         new.replace(path)
     except OSError as error:
-        raise SaveError(f"cannot write {path}: {error.strerror}", "Free some space, or choose another folder.") from error
+        raise SaveError(
+            f"cannot write {path}: {error.strerror}", "Free some space, or choose another folder."
+        ) from error
 
 
 def check_installed() -> None:
@@ -321,7 +377,9 @@ def check_installed() -> None:
 
 def _digest(purpose: Sequence[int | str], key: bytes = b"") -> bytes:
     """A key of 256 bits for one purpose."""
-    return blake2b(json.dumps(list(purpose)).encode(), digest_size=KEY, key=key, person=b"coterie.noise").digest()
+    return blake2b(
+        json.dumps(list(purpose)).encode(), digest_size=KEY, key=key, person=b"coterie.noise"
+    ).digest()
 
 
 def _cipher(key: bytes) -> Any:

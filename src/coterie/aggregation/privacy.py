@@ -1,12 +1,15 @@
-"""Differential privacy of the shared tensors, by clients: clipping, Gaussian noise, and how much privacy a run has spent.
+"""Differential privacy of the shared tensors, by clients: clipping, Gaussian noise, and how much
+privacy a run has spent.
 
-Federations are neighbours if they differ in what one client contributes. Either its contribution is zero in one of them (add or remove,
-with the number of clients public: sensitivity C), or it is replaced by any other (sensitivity 2C, as two vectors of norm C are that far
-apart). `Accountant` says which of the two its epsilon is for.
+Federations are neighbours if they differ in what one client contributes. Either its contribution is
+zero in one of them (add or remove, with the number of clients public: sensitivity C), or it is
+replaced by any other (sensitivity 2C, as two vectors of norm C are that far apart). `Accountant`
+says which of the two its epsilon is for.
 
-McMahan et al., "Learning Differentially Private Recurrent Language Models", ICLR 2018 (clients as the unit, clipping of updates); Andrew
-et al., "Differentially Private Learning with Adaptive Clipping", NeurIPS 2021; Wang, Balle and Kasiviswanathan, "Subsampled Rényi
-Differential Privacy and Analytical Moments Accountant", AISTATS 2019.
+McMahan et al., "Learning Differentially Private Recurrent Language Models", ICLR 2018 (clients as
+the unit, clipping of updates); Andrew et al., "Differentially Private Learning with Adaptive
+Clipping", NeurIPS 2021; Wang, Balle and Kasiviswanathan, "Subsampled Rényi Differential Privacy and
+Analytical Moments Accountant", AISTATS 2019.
 """
 
 import math
@@ -25,58 +28,92 @@ from coterie.core.tensors import norm as length
 
 
 class Adaptive(BaseModel):
-    """A norm C that follows a quantile of the norms of the updates (Andrew et al., 2021, Algorithm 1)."""
+    """A norm C that follows a quantile of the norms of the updates (Andrew et al., 2021,
+    Algorithm 1).
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    quantile: Annotated[float, Field(gt=0, lt=1, description="gamma, the share of updates that C should leave as they are")] = 0.5
-    lr: Annotated[float, Field(gt=0, description="eta_C, the step of the geometric update of C")] = 0.2
+    quantile: Annotated[
+        float,
+        Field(
+            gt=0, lt=1, description="gamma, the share of updates that C should leave as they are"
+        ),
+    ] = 0.5
+    lr: Annotated[
+        float, Field(gt=0, description="eta_C, the step of the geometric update of C")
+    ] = 0.2
     noise: Annotated[
         float,
-        Field(gt=0, description="sigma_b, the standard deviation of the noise on how many updates were within C; its authors: n / 20"),
+        Field(
+            gt=0,
+            description="sigma_b, the standard deviation of the noise on how many updates were "
+            "within C; its authors: n / 20",
+        ),
     ]
 
 
 class Privacy(BaseModel):
-    """Differential privacy of the tensors that clients share, of whole clients or of single examples; nothing else is covered."""
+    """Differential privacy of the tensors that clients share, of whole clients or of single
+    examples; nothing else is covered.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     unit: Annotated[
         Literal["client", "example"],
-        Field(description="what is protected: client, all data of one; example, each window or image of a client, by DP-SGD on the client"),
+        Field(
+            description="what is protected: client, all data of one; example, each window or "
+            "image of a client, by DP-SGD on the client"
+        ),
     ] = "client"
     where: Annotated[
         Literal["central", "local"] | None,
         Field(
-            description="of unit client: central: the server, which is trusted, clips and adds noise; local: each client, before anything "
+            description="of unit client: central: the server, which is trusted, clips and adds "
+            "noise; local: each client, before anything "
             "leaves it; of unit example: null, each client clips and adds noise in every step",
             validate_default=True,
         ),
     ] = None
     clip: Annotated[
         float,
-        Field(gt=0, description="C, the norm that an update is clipped to, or an example's gradient; all shared tensors as one vector"),
+        Field(
+            gt=0,
+            description="C, the norm that an update is clipped to, or an example's gradient; all "
+            "shared tensors as one vector",
+        ),
     ]
     noise: Annotated[
-        float, Field(ge=0, description="z, the noise multiplier: the standard deviation of the noise is z C; 0: none, and no privacy")
+        float,
+        Field(
+            ge=0,
+            description="z, the noise multiplier: the standard deviation of the noise is z C; 0: "
+            "none, and no privacy",
+        ),
     ]
     delta: Annotated[
         float | None,
         Field(
             gt=0,
             lt=1,
-            description="null: 1 / N^1.1 with N clients, which says little for few of them, or with N examples of the largest client; "
+            description="null: 1 / N^1.1 with N clients, which says little for few of them, or "
+            "with N examples of the largest client; "
             "better well below 1 / N",
         ),
     ] = None
-    adaptive: Annotated[Adaptive | None, Field(description="C as a quantile of the norms, from `clip`; null: C stays; central only")] = None
+    adaptive: Annotated[
+        Adaptive | None,
+        Field(description="C as a quantile of the norms, from `clip`; null: C stays; central only"),
+    ] = None
 
     @field_validator("where")
     @classmethod
     def _check_where(cls, where: str | None, info: ValidationInfo) -> str | None:
         if info.data.get("unit") == "example" and where is not None:
-            raise ValueError("with unit: example each client clips and adds noise in every step; leave it out")
+            raise ValueError(
+                "with unit: example each client clips and adds noise in every step; leave it out"
+            )
         if info.data.get("unit") == "client" and where is None:
             raise ValueError("with unit: client choose central or local")
         return where
@@ -87,29 +124,42 @@ class Privacy(BaseModel):
         if adaptive is None:
             return None
         if info.data.get("unit") == "example":
-            raise ValueError("a norm that follows a quantile is of whole updates; with unit: example use null")
+            raise ValueError(
+                "a norm that follows a quantile is of whole updates; with unit: example use null"
+            )
         if info.data.get("where") == "local":
             raise ValueError("a client alone cannot know a quantile; use where: central, or null")
         if 2 * adaptive.noise <= info.data.get("noise", 0):
-            raise ValueError(f"noise must be more than half of privacy.noise {info.data['noise']}: the count takes its part of the privacy")
+            raise ValueError(
+                f"noise must be more than half of privacy.noise {info.data['noise']}: the count "
+                f"takes its part of the privacy"
+            )
         return adaptive
 
     @property
     def update_noise(self) -> float:
-        """The multiplier of the noise on updates: z, or z_Delta where the count of those within C costs some (Andrew et al., Theorem 1)."""
+        """The multiplier of the noise on updates: z, or z_Delta where the count of those within
+        C costs some (Andrew et al., Theorem 1).
+        """
         if self.adaptive is None or self.noise == 0:
             return self.noise
         return float((self.noise**-2 - (2 * self.adaptive.noise) ** -2) ** -0.5)
 
     def delta_of(self, units: int) -> float:
-        """Delta for so many clients, or examples. Raises Refused for one without `delta`: 1 / N^1.1 would be 1."""
+        """Delta for so many clients, or examples. Raises Refused for one without `delta`: 1 /
+        N^1.1 would be 1.
+        """
         if self.delta is None and units < 2:
-            raise Refused(f"privacy.delta: there is no default for a single {self.unit}", "Give one, for instance --set privacy.delta=1e-5")
+            raise Refused(
+                f"privacy.delta: there is no default for a single {self.unit}",
+                "Give one, for instance --set privacy.delta=1e-5",
+            )
         return self.delta or units**-1.1
 
 
 def clipped(reply: Named, sent: Named, norm: float) -> tuple[Tensors, bool]:
-    """The reply with its update, reply - sent, multiplied by min(1, C / |update|); integers are left alone.
+    """The reply with its update, reply - sent, multiplied by min(1, C / |update|); integers are
+    left alone.
 
     Args:
         reply: What a client sent back.
@@ -117,10 +167,12 @@ def clipped(reply: Named, sent: Named, norm: float) -> tuple[Tensors, bool]:
         norm: C, of all tensors of the update as one vector.
 
     Returns:
-        The reply with a clipped update, and whether it was clipped. Within the norm it is exactly the reply.
+        The reply with a clipped update, and whether it was clipped. Within the norm it is exactly
+        the reply.
 
     Raises:
-        TensorError: A floating tensor of the reply was not sent in that form: it has no update that could be clipped.
+        TensorError: A floating tensor of the reply was not sent in that form: it has no update that
+            could be clipped.
     """
     trained = {name: t for name, t in reply.items() if t.is_floating_point()}
     origin = {name: sent[name].to(t.device) for name, t in trained.items() if name in sent}
@@ -133,11 +185,14 @@ def clipped(reply: Named, sent: Named, norm: float) -> tuple[Tensors, bool]:
 
 
 def local(reply: Named, sent: Named, privacy: Privacy, source: Source) -> Tensors:
-    """A reply as it may leave a client that trusts nobody: clipped, and N(0, (z C)^2) on every coordinate, see `noise.protected`.
+    """A reply as it may leave a client that trusts nobody: clipped, and N(0, (z C)^2) on every
+    coordinate, see `noise.protected`.
 
-    It hides which update was made among all of norm C at most. Any two of them are up to 2C apart, and neither the mean nor the other
-    clients help: one reply is a Gaussian mechanism of noise multiplier z / 2, and so `Accountant` counts it. The server must not be able
-    to draw the same noise: the key of the source has to be the client's secret. Without noise the reply is only clipped.
+    It hides which update was made among all of norm C at most. Any two of them are up to 2C apart,
+    and neither the mean nor the other clients help: one reply is a Gaussian mechanism of noise
+    multiplier z / 2, and so `Accountant` counts it. The server must not be able to draw the same
+    noise: the key of the source has to be the client's secret. Without noise the reply is only
+    clipped.
 
     Raises:
         TensorError: As `clipped`; or a value is not a number.
@@ -145,17 +200,21 @@ def local(reply: Named, sent: Named, privacy: Privacy, source: Source) -> Tensor
     if not privacy.noise:
         return clipped(reply, sent, privacy.clip)[0]
     update, origin = _update(reply, sent)
-    return dict(reply) | _moved(origin, protected(update, privacy.clip, privacy.noise * privacy.clip, source))
+    return dict(reply) | _moved(
+        origin, protected(update, privacy.clip, privacy.noise * privacy.clip, source)
+    )
 
 
 def central(
     replies: Replies, to: Mapping[ClientId, Named], privacy: Privacy, clip: float, source: Source
 ) -> tuple[dict[ClientId, Tensors], float]:
-    """Replies whose uniform mean is differentially private: all of them have moved by the same, the noisy mean of the clipped updates.
+    """Replies whose uniform mean is differentially private: all of them have moved by the same, the
+    noisy mean of the clipped updates.
 
-    The sum of the n clipped updates, as integers on a grid, gets N(0, (z C)^2), the mean so N(0, (z C / n)^2), however many of those that
-    were asked have replied. Nothing is made of a single update, so that no rounding of a later sum can tell of one. Without noise each
-    reply is only clipped.
+    The sum of the n clipped updates, as integers on a grid, gets N(0, (z C)^2), the mean so N(0, (z
+    C / n)^2), however many of those that were asked have replied. Nothing is made of a single
+    update, so that no rounding of a later sum can tell of one. Without noise each reply is only
+    clipped.
 
     Args:
         replies: What the clients sent back, all of the same form.
@@ -175,7 +234,10 @@ def central(
         found, within = _noisy_mean(replies, to, clip, deviation, source)
     else:
         cut = {i: clipped(reply, to[i], clip) for i, reply in replies.items()}
-        found, within = {i: reply for i, (reply, _) in cut.items()}, sum(not beyond for _, beyond in cut.values())
+        found, within = (
+            {i: reply for i, (reply, _) in cut.items()},
+            sum(not beyond for _, beyond in cut.values()),
+        )
     return found, _next_clip(within, len(replies), privacy.adaptive, clip, source)
 
 
@@ -193,18 +255,25 @@ def _noisy_mean(
         total = total + on_grid(update, clip, step)
         within += float(np.linalg.norm(update)) <= clip
     mean = (total + source.gaussian(total.size, deviation / step)) * (step / len(replies))
-    moved = {id(to[i]): _moved({name: to[i][name] for name in first}, mean) for i in replies}  # most often all were sent the same
+    moved = {
+        id(to[i]): _moved({name: to[i][name] for name in first}, mean) for i in replies
+    }  # most often all were sent the same
     return {i: dict(reply) | moved[id(to[i])] for i, reply in replies.items()}, within
 
 
 def _update(reply: Named, sent: Named) -> tuple[np.ndarray, Tensors]:
-    """The update, reply - sent, (d,) float64 in the order of the names, and what was sent of it. Raises TensorError as `clipped`."""
+    """The update, reply - sent, (d,) float64 in the order of the names, and what was sent of it.
+    Raises TensorError as `clipped`.
+    """
     trained = {name: reply[name] for name in sorted(reply) if reply[name].is_floating_point()}
     origin = {name: sent[name] for name in trained if name in sent}
     check_alike(origin, trained, "update to be clipped")
     if not trained:
         return np.empty(0), {}
-    after, before = (torch.cat([t.detach().flatten().cpu() for t in named.values()]).double() for named in (trained, origin))
+    after, before = (
+        torch.cat([t.detach().flatten().cpu() for t in named.values()]).double()
+        for named in (trained, origin)
+    )
     return (after - before).numpy(), origin
 
 
@@ -219,10 +288,16 @@ def _moved(origin: Named, update: np.ndarray) -> Tensors:
     return found
 
 
-def _next_clip(within: int, replies: int, adaptive: Adaptive | None, clip: float, source: Source) -> float:
-    """C exp(-eta_C (b - gamma)), b being the share of updates within C as a noisy count tells it."""
+def _next_clip(
+    within: int, replies: int, adaptive: Adaptive | None, clip: float, source: Source
+) -> float:
+    """C exp(-eta_C (b - gamma)), b being the share of updates within C as a noisy count tells
+    it.
+    """
     if adaptive is None or not replies:
         return clip
-    step = grid(1.0, adaptive.noise)  # at most 1/2, so that the count, less half the replies as in the paper, is on the grid
+    step = grid(
+        1.0, adaptive.noise
+    )  # at most 1/2, so that the count, less half the replies as in the paper, is on the grid
     noise = step * int(source.gaussian(1, adaptive.noise / step)[0])
     return clip * math.exp(-adaptive.lr * ((within + noise) / replies - adaptive.quantile))

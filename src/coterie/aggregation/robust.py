@@ -1,8 +1,9 @@
-"""Rules that withstand clients who send anything at all, by mistake or on purpose, as long as they are few.
+"""Rules that withstand clients who send anything at all, by mistake or on purpose, as long as they
+are few.
 
-A rule breaks at the least number of such attackers among n clients with which they can move its result as far as they like; with fewer, it
-stays near what the others sent. None of the rules hides what a client sent, and of honest clients that differ much, what is rare is lost
-like an attack.
+A rule breaks at the least number of such attackers among n clients with which they can move its
+result as far as they like; with fewer, it stays near what the others sent. None of the rules hides
+what a client sent, and of honest clients that differ much, what is rare is lost like an attack.
 """
 
 import math
@@ -23,7 +24,9 @@ from coterie.core.tensors import Named, Tensors, weighted_sum
 
 
 class _Trimming(Combining, ABC):
-    """Coordinate by coordinate, the mean of what is left of the clients' values without the smallest and largest ones."""
+    """Coordinate by coordinate, the mean of what is left of the clients' values without the
+    smallest and largest ones.
+    """
 
     @abstractmethod
     def cut(self, n: int) -> int:
@@ -34,48 +37,79 @@ class _Trimming(Combining, ABC):
         k = self.cut(len(models))
         found: Tensors = {}
         for name, first in models[0].items():
-            parts = zip(*(torch.split(model[name].flatten(), CHUNK) for model in models), strict=True)
-            means = [torch.stack(part).sort(dim=0).values[k : len(models) - k].mean(dim=0) for part in parts]
+            parts = zip(
+                *(torch.split(model[name].flatten(), CHUNK) for model in models), strict=True
+            )
+            means = [
+                torch.stack(part).sort(dim=0).values[k : len(models) - k].mean(dim=0)
+                for part in parts
+            ]
             found[name] = torch.cat(means).view(first.shape)
         return found
 
 
 class Median(_Trimming):
-    """The median of each coordinate (Yin et al. 2018); of an even number of clients the mean of the two in the middle.
+    """The median of each coordinate (Yin et al. 2018); of an even number of clients the mean of the
+    two in the middle.
 
     It withstands fewer than half of the clients, and breaks at n/2.
     """
 
-    rule: Annotated[Literal["median"], Field(description="the median of each coordinate")] = "median"
+    rule: Annotated[Literal["median"], Field(description="the median of each coordinate")] = (
+        "median"
+    )
 
     def cut(self, n: int) -> int:
         return (n - 1) // 2
 
 
 class TrimmedMean(_Trimming):
-    """The mean of each coordinate without the share beta of the smallest values, and that of the largest (Yin et al. 2018).
+    """The mean of each coordinate without the share beta of the smallest values, and that of the
+    largest (Yin et al. 2018).
 
-    The number that is cut at each end, k = beta n, is rounded up, so that a few clients are protected too, but one or two values are always
-    left. It withstands k clients, and breaks at k + 1.
+    The number that is cut at each end, k = beta n, is rounded up, so that a few clients are
+    protected too, but one or two values are always left. It withstands k clients, and breaks at k +
+    1.
     """
 
-    rule: Annotated[Literal["trimmed-mean"], Field(description="the mean of each coordinate without its extremes")] = "trimmed-mean"
-    trim: Annotated[float, Field(ge=0, lt=0.5, description="beta, the share of the clients cut at each end, rounded up")] = 0.2
+    rule: Annotated[
+        Literal["trimmed-mean"],
+        Field(description="the mean of each coordinate without its extremes"),
+    ] = "trimmed-mean"
+    trim: Annotated[
+        float,
+        Field(
+            ge=0, lt=0.5, description="beta, the share of the clients cut at each end, rounded up"
+        ),
+    ] = 0.2
 
     def cut(self, n: int) -> int:
-        return min(math.ceil(self.trim * n - 1e-9), (n - 1) // 2)  # 0.1 * 30 is a little more than 3
+        return min(
+            math.ceil(self.trim * n - 1e-9), (n - 1) // 2
+        )  # 0.1 * 30 is a little more than 3
 
 
 class _Selecting(Combining, ABC):
     """The mean of the clients whose models have the nearest neighbours."""
 
-    attackers: Annotated[int, Field(ge=0, description="f, attackers among the clients; there must be at least 2f + 3 of them")] = 1
+    attackers: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="f, attackers among the clients; there must be at least 2f + 3 of them",
+        ),
+    ] = 1
 
     def check(self, clients: int) -> None:
         if clients < 2 * self.attackers + 3:
-            mistake = f"method.aggregation.attackers: {self.attackers} among {clients} clients that are averaged together"
+            mistake = (
+                f"method.aggregation.attackers: {self.attackers} among {clients} clients that "
+                f"are averaged together"
+            )
             most = f"at most {_withstood(clients)}" if clients >= 3 else "another rule"
-            raise RecipeError("method", [f"{mistake}, where {2 * self.attackers + 3} are needed; use {most}"])
+            raise RecipeError(
+                "method", [f"{mistake}, where {2 * self.attackers + 3} are needed; use {most}"]
+            )
 
     @abstractmethod
     def count(self, n: int, f: int) -> int:
@@ -91,14 +125,18 @@ class _Selecting(Combining, ABC):
 
 
 class Krum(_Selecting):
-    """The model of one client, whose n - f - 2 nearest others are nearest, by the sum of squared distances (Blanchard et al. 2017).
+    """The model of one client, whose n - f - 2 nearest others are nearest, by the sum of squared
+    distances (Blanchard et al. 2017).
 
-    It withstands f attackers among n >= 2f + 3 clients, and breaks at n/2 if they all send the same. Where fewer reply in a round, or have
-    a member of a pool, f is the largest that their number n allows, (n - 3) / 2 rounded down. Of equal scores, and so of two clients, the
-    first by id is chosen.
+    It withstands f attackers among n >= 2f + 3 clients, and breaks at n/2 if they all send the
+    same. Where fewer reply in a round, or have a member of a pool, f is the largest that their
+    number n allows, (n - 3) / 2 rounded down. Of equal scores, and so of two clients, the first by
+    id is chosen.
     """
 
-    rule: Annotated[Literal["krum"], Field(description="the one client with the nearest neighbours")] = "krum"
+    rule: Annotated[
+        Literal["krum"], Field(description="the one client with the nearest neighbours")
+    ] = "krum"
 
     def count(self, n: int, f: int) -> int:
         return 1
@@ -107,17 +145,26 @@ class Krum(_Selecting):
 class MultiKrum(_Selecting):
     """The mean of the m clients that Krum scores best (Blanchard et al. 2017).
 
-    It withstands f attackers among n >= 2f + 3 clients, and breaks at f + 1 if m is n - f. Where fewer reply in a round, or have a member
-    of a pool, f is the largest that their number n allows, (n - 3) / 2 rounded down, and m at most n - f.
+    It withstands f attackers among n >= 2f + 3 clients, and breaks at f + 1 if m is n - f. Where
+    fewer reply in a round, or have a member of a pool, f is the largest that their number n allows,
+    (n - 3) / 2 rounded down, and m at most n - f.
     """
 
-    rule: Annotated[Literal["multi-krum"], Field(description="the mean of the clients with the nearest neighbours")] = "multi-krum"
-    keep: Annotated[int | None, Field(ge=1, description="m, clients that are averaged; null: n - f")] = None
+    rule: Annotated[
+        Literal["multi-krum"],
+        Field(description="the mean of the clients with the nearest neighbours"),
+    ] = "multi-krum"
+    keep: Annotated[
+        int | None, Field(ge=1, description="m, clients that are averaged; null: n - f")
+    ] = None
 
     def check(self, clients: int) -> None:
         super().check(clients)
         if (self.keep or 0) > clients - self.attackers:
-            mistake = f"method.aggregation.keep: {self.keep} of {clients} clients, {self.attackers} of which may be attackers"
+            mistake = (
+                f"method.aggregation.keep: {self.keep} of {clients} clients, {self.attackers} of "
+                f"which may be attackers"
+            )
             raise RecipeError("method", [f"{mistake}; use at most {clients - self.attackers}"])
 
     def count(self, n: int, f: int) -> int:
@@ -125,15 +172,21 @@ class MultiKrum(_Selecting):
 
 
 class GeometricMedian(Combining):
-    """The vector with the least sum of distances to all models, by the smoothed Weiszfeld algorithm (Pillutla et al. 2022, RFA).
+    """The vector with the least sum of distances to all models, by the smoothed Weiszfeld algorithm
+    (Pillutla et al. 2022, RFA).
 
-    It withstands fewer than half of the clients, and breaks at n/2. Every iterate is a mean of the models, weighted by
-    1 / max(eps, distance), from the uniform one on, so that iterations need no more than inner products of updates.
+    It withstands fewer than half of the clients, and breaks at n/2. Every iterate is a mean of the
+    models, weighted by 1 / max(eps, distance), from the uniform one on, so that iterations need no
+    more than inner products of updates.
     """
 
-    rule: Annotated[Literal["geometric-median"], Field(description="the vector with the least sum of distances")] = "geometric-median"
+    rule: Annotated[
+        Literal["geometric-median"], Field(description="the vector with the least sum of distances")
+    ] = "geometric-median"
     iterations: Annotated[int, Field(ge=1, description="of the Weiszfeld algorithm")] = 100
-    eps: Annotated[float, Field(gt=0, description="nu, the distance below which all models count alike")] = 1e-6
+    eps: Annotated[
+        float, Field(gt=0, description="nu, the distance below which all models count alike")
+    ] = 1e-6
 
     def combine(self, replies: Replies, around: Named) -> Tensors:
         models = ordered(replies)
@@ -147,24 +200,35 @@ class GeometricMedian(Combining):
 
 
 class ClippedMean(Combining):
-    """What was sent + 1/n sum_i u_i min(1, tau / |u_i|), u_i the update of client i (Sun et al. 2019).
+    """What was sent + 1/n sum_i u_i min(1, tau / |u_i|), u_i the update of client i (Sun et al.
+    2019).
 
-    It is one iteration of centred clipping around what was sent (Karimireddy et al. 2021). A client moves it by tau / n at most: with a tau
-    that is given, no number of attackers moves it further than tau in a round. With the median of a round's norms it withstands fewer than
-    half of the clients, and breaks at n/2. One client alone is clipped too if tau is given.
+    It is one iteration of centred clipping around what was sent (Karimireddy et al. 2021). A client
+    moves it by tau / n at most: with a tau that is given, no number of attackers moves it further
+    than tau in a round. With the median of a round's norms it withstands fewer than half of the
+    clients, and breaks at n/2. One client alone is clipped too if tau is given.
     """
 
-    rule: Annotated[Literal["clipped-mean"], Field(description="the mean of updates of limited norm")] = "clipped-mean"
-    norm: Annotated[float | None, Field(gt=0, description="tau, largest norm of an update; null: the median of the norms of a round")] = (
-        None
-    )
+    rule: Annotated[
+        Literal["clipped-mean"], Field(description="the mean of updates of limited norm")
+    ] = "clipped-mean"
+    norm: Annotated[
+        float | None,
+        Field(
+            gt=0,
+            description="tau, largest norm of an update; null: the median of the norms of a round",
+        ),
+    ] = None
 
     def combine(self, replies: Replies, around: Named) -> Tensors:
         models = ordered(replies)
         norms = _norms(list(models.values()), around)
         limit = statistics.median(norms) if self.norm is None else self.norm
         shares = [min(1.0, limit / norm) if norm > 0 else 1.0 for norm in norms]
-        found = weighted_sum((share / len(models), model) for share, model in zip(shares, models.values(), strict=True))
+        found = weighted_sum(
+            (share / len(models), model)
+            for share, model in zip(shares, models.values(), strict=True)
+        )
         if rest := 1 - sum(shares) / len(models):
             for name in found.keys() & around.keys():
                 found[name].add_(around[name].to(found[name].device), alpha=rest)
@@ -177,11 +241,19 @@ def _withstood(n: int) -> int:
 
 
 def _updates(models: Sequence[Named], around: Named) -> Iterator[Tensor]:
-    """The clients' updates part by part, (n, columns) float64 each: of large models there is no copy."""
+    """The clients' updates part by part, (n, columns) float64 each: of large models there is no
+    copy.
+    """
     for name in sorted(models[0]):  # a wire may bring tensors in another order
         values = [model[name].flatten() for model in models]
-        start = around[name].flatten().to(values[0].device) if name in around else torch.zeros_like(values[0])
-        for origin, *rows in zip(*(torch.split(value, CHUNK) for value in (start, *values)), strict=True):
+        start = (
+            around[name].flatten().to(values[0].device)
+            if name in around
+            else torch.zeros_like(values[0])
+        )
+        for origin, *rows in zip(
+            *(torch.split(value, CHUNK) for value in (start, *values)), strict=True
+        ):
             yield torch.stack(rows).double() - origin.double()
 
 
@@ -194,7 +266,9 @@ def _norms(models: Sequence[Named], around: Named) -> list[float]:
 
 
 def _products(models: Sequence[Named], around: Named) -> Tensor:
-    """(n, n) float64: the inner products of the clients' updates, which are as long as the distances between them, unlike models."""
+    """(n, n) float64: the inner products of the clients' updates, which are as long as the
+    distances between them, unlike models.
+    """
     found = torch.zeros(len(models), len(models), dtype=torch.float64)
     for part in _updates(models, around):
         found += (part @ part.T).cpu()
@@ -214,7 +288,11 @@ def _neighbourhoods(products: Tensor, count: int) -> Tensor:
 
 
 def _rule(settings: Any) -> str:
-    return str(settings.get("rule", "mean") if isinstance(settings, dict) else getattr(settings, "rule", None))
+    return str(
+        settings.get("rule", "mean")
+        if isinstance(settings, dict)
+        else getattr(settings, "rule", None)
+    )
 
 
 Rule = Annotated[
@@ -228,6 +306,7 @@ Rule = Annotated[
     Discriminator(
         _rule,
         custom_error_type="rule",
-        custom_error_message="rule should be mean, median, trimmed-mean, krum, multi-krum, geometric-median or clipped-mean",
+        custom_error_message="rule should be mean, median, trimmed-mean, krum, multi-krum, "
+        "geometric-median or clipped-mean",
     ),
 ]

@@ -1,8 +1,11 @@
-"""Secure aggregation: what clients and a server agree on, so that the server learns the mean of the updates and no single one.
+"""Secure aggregation: what clients and a server agree on, so that the server learns the mean of the
+updates and no single one.
 
-A client sends its update, reply - sent, as integers modulo 2^32 under masks that cancel in the sum: Bonawitz et al., "Practical Secure
-Aggregation for Privacy-Preserving Machine Learning", CCS 2017; Bell et al., "Secure Single-Server Aggregation with (Poly)Logarithmic
-Overhead", CCS 2020 (SecAgg+). The protocol is the engine's; its numbers are here, because a client takes none of them from a server.
+A client sends its update, reply - sent, as integers modulo 2^32 under masks that cancel in the sum:
+Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning", CCS 2017;
+Bell et al., "Secure Single-Server Aggregation with (Poly)Logarithmic Overhead", CCS 2020 (SecAgg+).
+The protocol is the engine's; its numbers are here, because a client takes none of them from a
+server.
 """
 
 from collections.abc import Sequence
@@ -21,22 +24,29 @@ UPDATE = "update"  # the one tensor of a reply that is to be masked
 
 
 def levels(clients: int) -> int:
-    """Integers that values are rounded to: the greatest power of two of which `clients` sum to less than 2^32, but at most 2^30."""
+    """Integers that values are rounded to: the greatest power of two of which `clients` sum to
+    less than 2^32, but at most 2^30.
+    """
     return 1 << min(30, ((MODULUS - 1) // clients).bit_length() - 1)
 
 
 def step(clients: int) -> float:
-    """Between two of the `levels`. Rounding is random, right on average: the mean's error is below it, its deviation step / 2 sqrt(n)."""
+    """Between two of the `levels`. Rounding is random, right on average: the mean's error is
+    below it, its deviation step / 2 sqrt(n).
+    """
     return 2 * RANGE / levels(clients)
 
 
 def threshold(clients: int) -> int:
-    """Clients that must stay to the end: more than two thirds, so that no server gets both masks of one from different halves."""
+    """Clients that must stay to the end: more than two thirds, so that no server gets both masks
+    of one from different halves.
+    """
     return max(FEWEST, 2 * clients // 3 + 1)
 
 
 def check_form(first: Named, sent: Named, back: Named) -> None:
-    """Refuse an exchange that has no sum of updates: one client is sent other tensors than the first, or is to send others back.
+    """Refuse an exchange that has no sum of updates: one client is sent other tensors than the
+    first, or is to send others back.
 
     Raises:
         TensorError: Naming a tensor. The exchange must not be done in the clear instead.
@@ -44,21 +54,29 @@ def check_form(first: Named, sent: Named, back: Named) -> None:
     check_alike(first, sent, "secure aggregation: sent to two clients")
     check_alike(sent, back, "secure aggregation: sent and expected back")
     if foreign := [name for name in sorted(sent) if not sent[name].is_floating_point()]:
-        raise TensorError(f"secure aggregation: {foreign[0]!r} holds integers", "It carries floating-point numbers only.")
+        raise TensorError(
+            f"secure aggregation: {foreign[0]!r} holds integers",
+            "It carries floating-point numbers only.",
+        )
 
 
 def update(sent: Named, reply: Named) -> Tensor:
     """The update, reply - sent, as one vector, (d,) float64, tensors in the order of their names.
 
     Raises:
-        TensorError: The reply is not of the form of what was sent, or holds integers, or a value of the update is not within `RANGE`.
+        TensorError: The reply is not of the form of what was sent, or holds integers, or a value of
+            the update is not within `RANGE`.
     """
     check_form(sent, sent, reply)
-    parts = [(reply[name].double() - sent[name].to(reply[name].device).double()).flatten() for name in sorted(sent)]
+    parts = [
+        (reply[name].double() - sent[name].to(reply[name].device).double()).flatten()
+        for name in sorted(sent)
+    ]
     found = torch.cat(parts).cpu() if parts else torch.empty(0, dtype=torch.float64)
     if not bool((found.abs() <= RANGE).all()):  # of NaN: not true
         raise TensorError(
-            f"reply to be masked: an update with values that are not numbers, or beyond {RANGE:g}, which secure aggregation carries",
+            f"reply to be masked: an update with values that are not numbers, or beyond "
+            f"{RANGE:g}, which secure aggregation carries",
             "Training diverged there: lower the learning rate.",
         )
     return found

@@ -1,4 +1,6 @@
-"""How much of a client's text the shared part of a run gives away: measured on the run's folder, where all data are on this machine."""
+"""How much of a client's text the shared part of a run gives away: measured on the run's folder,
+where all data are on this machine.
+"""
 
 from coterie.audit.auditing import Settings, audit
 

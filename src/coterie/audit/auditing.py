@@ -60,8 +60,11 @@ class Settings:
     seed: int = 0
 
 
-def audit(run: Path, settings: Settings | None = None, say: Callable[[str], None] = lambda text: None) -> Json:
-    """Measure what the shared part of a run gives away, and write it to `audit.json` and `report.html` in the run's folder.
+def audit(
+    run: Path, settings: Settings | None = None, say: Callable[[str], None] = lambda text: None
+) -> Json:
+    """Measure what the shared part of a run gives away, and write it to `audit.json` and
+    `report.html` in the run's folder.
 
     Args:
         run: Its folder; the newest checkpoint counts.
@@ -72,7 +75,8 @@ def audit(run: Path, settings: Settings | None = None, say: Callable[[str], None
         What is in `audit.json`.
 
     Raises:
-        Refused: There is no run, or no checkpoint in it; it shares nothing; what it shares is no model; or there is no such client.
+        Refused: There is no run, or no checkpoint in it; it shares nothing; what it shares is no
+            model; or there is no such client.
         SaveError: The result could not be written.
     """
     found = _Auditor(run, settings or Settings(), say).measured()
@@ -101,7 +105,8 @@ class _Auditor:
         self.execution = Execution(self.prepared, run, Reporter(), "", OnThisMachine("inprocess"))
         if not self.execution.restore():
             raise CheckpointError(
-                f"{run} has no checkpoint yet", "Wait for the first one (checkpoint_every), or go on: coterie run --resume."
+                f"{run} has no checkpoint yet",
+                "Wait for the first one (checkpoint_every), or go on: coterie run --resume.",
             )
         self.clients = tuple(settings.clients) or self.prepared.clients
         self.planted = self._planted()
@@ -114,12 +119,21 @@ class _Auditor:
         """Refuse what cannot be measured."""
         name, known = self.recipe.method["name"], self.prepared.clients
         if unknown := [i for i in self.settings.clients if i not in known]:
-            raise Refused(f"--client {unknown[0]}: {self.run} has no such client that trains", f"There are: {', '.join(known)}.")
-        if self.prepared.method.pooled or not self.prepared.method.rounds or not self.prepared.method.shared:
+            raise Refused(
+                f"--client {unknown[0]}: {self.run} has no such client that trains",
+                f"There are: {', '.join(known)}.",
+            )
+        if (
+            self.prepared.method.pooled
+            or not self.prepared.method.rounds
+            or not self.prepared.method.shared
+        ):
             raise Refused(f"audit: {name} shares nothing that clients train", ABLE)
 
     def _planted(self) -> Planted | None:
-        """The canaries as the run's folder lists them; None without any. Raises CheckpointError where the list is gone."""
+        """The canaries as the run's folder lists them; None without any. Raises CheckpointError
+        where the list is gone.
+        """
         if self.prepared.planted is None:
             return None
         found = read_json(self.run / files.AUDIT / files.CANARIES)
@@ -131,23 +145,40 @@ class _Auditor:
         execution, everyone = self.execution, self.prepared.clients
         down = execution.method.download(execution.server, everyone)
         if not all(down.get(i) for i in everyone):
-            raise Refused(f"audit: {self.recipe.method['name']} shares nothing that clients train", ABLE)
+            raise Refused(
+                f"audit: {self.recipe.method['name']} shares nothing that clients train", ABLE
+            )
         next_one = dict(zip(everyone, (*everyone[1:], everyone[0]), strict=True))
         views = {OTHERS: {i: View([(down[next_one[i]], None)]) for i in self.clients}}
         exchanges = execution.seen.before(execution.round) if execution.seen is not None else []
         if exchanges:
-            views[SERVER] = {i: View([pair for e in exchanges if (pair := self._pair(e, i)) is not None]) for i in self.clients}
+            views[SERVER] = {
+                i: View([pair for e in exchanges if (pair := self._pair(e, i)) is not None])
+                for i in self.clients
+            }
         if not all(view.pairs for own in views.values() for view in own.values()):
-            raise Refused(f"audit: of some clients nothing was received in the last {len(exchanges)} exchanges", "Name others: --client.")
+            raise Refused(
+                f"audit: of some clients nothing was received in the last {len(exchanges)} "
+                f"exchanges",
+                "Name others: --client.",
+            )
         return {name: views[name] for name in (SERVER, OTHERS) if name in views}
 
     def _pair(self, exchange: Exchange, client: ClientId) -> tuple[Tensors, Tensors] | None:
-        """What the server received of a client in an exchange, and what it had sent it; of sums alone the mean of all."""
+        """What the server received of a client in an exchange, and what it had sent it; of sums
+        alone the mean of all.
+        """
         if not self.secure:
             return (exchange.sent(client), exchange.to(client)) if exchange.sent(client) else None
         received = [own for i in self.prepared.clients if (own := exchange.sent(i))]
-        floating = [{name: t for name, t in own.items() if t.is_floating_point()} for own in received]
-        return (weighted_sum([(1 / len(floating), own) for own in floating]), exchange.to(client)) if exchange.to(client) else None
+        floating = [
+            {name: t for name, t in own.items() if t.is_floating_point()} for own in received
+        ]
+        return (
+            (weighted_sum([(1 / len(floating), own) for own in floating]), exchange.to(client))
+            if exchange.to(client)
+            else None
+        )
 
     def _rows(self, client: ClientId) -> tuple[Any, Any]:
         """As many rows that a client was trained on as of its test split."""
@@ -157,13 +188,24 @@ class _Auditor:
         rng = np.random.default_rng(mix(self.settings.seed, "audit", "rows", client))
         state = self.execution.engine.states().get(client, {})
         method, batch = self.prepared.method, self.recipe.training.batch_size
-        cursor = int(state[f"cursor/{data.train.name}"]) if f"cursor/{data.train.name}" in state else None
+        cursor = (
+            int(state[f"cursor/{data.train.name}"])
+            if f"cursor/{data.train.name}" in state
+            else None
+        )
         cursor = self.execution.round * method.local_steps * batch if cursor is None else cursor
-        without = self.planted.canaries[client].windows if self.planted is not None else np.empty(0, dtype=np.int64)
+        without = (
+            self.planted.canaries[client].windows
+            if self.planted is not None
+            else np.empty(0, dtype=np.int64)
+        )
         most = min(self.settings.windows, data.test.windows)
         trained = membership.drawn(data.train, cursor, without, most, rng)
         if not len(trained):
-            raise Refused(f"audit: client {client!r} has been trained on nothing yet", "Go on with the run: coterie run --resume.")
+            raise Refused(
+                f"audit: client {client!r} has been trained on nothing yet",
+                "Go on with the run: coterie run --resume.",
+            )
         fresh = np.sort(rng.permutation(data.test.windows)[: len(trained)])
         return data.train.take(trained), data.test.take(fresh)
 
@@ -173,7 +215,10 @@ class _Auditor:
         result = read_json(self.run / RESULT) if (self.run / RESULT).exists() else {}
         observers = {name: self._observer(name, views) for name, views in self.views.items()}
         self.say("what the data alone tell")
-        shift = {i: self._told(self.models[i], rows, lambda model, some: model.likelihoods(some)) for i, rows in self.rows.items()}
+        shift = {
+            i: self._told(self.models[i], rows, lambda model, some: model.likelihoods(some))
+            for i, rows in self.rows.items()
+        }
         return {
             "recipe": self.recipe.name,
             "method": self.recipe.method["name"],
@@ -200,14 +245,23 @@ class _Auditor:
         if self.planted is None or audit is None:
             return None
         own = [self.planted.canaries[i] for i in self.clients]
-        counts = {"candidates": sum(len(c.planted) for c in own), "planted": sum(int(c.planted.sum()) for c in own)}
+        counts = {
+            "candidates": sum(len(c.planted) for c in own),
+            "planted": sum(int(c.planted.sum()) for c in own),
+        }
         return counts | {"repeats": audit.repeats, "prefix": audit.prefix, "length": audit.length}
 
     def _observer(self, name: str, views: Mapping[ClientId, View]) -> Json:
         """What one observer can tell."""
         self.say({SERVER: "what the server can tell", OTHERS: "what another client can tell"}[name])
         told = {
-            i: self._told(self.models[i], rows, lambda model, some, view=views[i]: calibrated(model, view, lambda m: m.likelihoods(some)))  # type: ignore[misc]
+            i: self._told(
+                self.models[i],
+                rows,
+                lambda model, some, view=views[i]: calibrated(  # type: ignore[misc]
+                    model, view, lambda m: m.likelihoods(some)
+                ),
+            )
             for i, rows in self.rows.items()
         }
         found = {
@@ -215,19 +269,38 @@ class _Auditor:
             "membership": membership.measured(told, self.settings.seed, "rows"),
         }
         found |= {"min_k": None, "canaries": None}
-        texts = {i: model for i, model in self.models.items() if isinstance(model, SharedText) and i in self.rows}
+        texts = {
+            i: model
+            for i, model in self.models.items()
+            if isinstance(model, SharedText) and i in self.rows
+        }
         if texts:
             found["min_k"] = membership.measured(
-                {i: self._min_k(model, views[i], self.rows[i]) for i, model in texts.items()}, self.settings.seed, "rows"
+                {i: self._min_k(model, views[i], self.rows[i]) for i, model in texts.items()},
+                self.settings.seed,
+                "rows",
             )
         if texts and self.planted is not None:
-            end = self.prepared.modality.backbone.tokenizer.eos_token_id if isinstance(self.prepared.modality, Language) else None
-            scored = {i: of_canaries.scored(m, views[i], self.planted.canaries[i], self.planted.references, end) for i, m in texts.items()}
-            delta = (self.recipe.privacy.delta if self.recipe.privacy is not None else None) or DELTA
+            end = (
+                self.prepared.modality.backbone.tokenizer.eos_token_id
+                if isinstance(self.prepared.modality, Language)
+                else None
+            )
+            scored = {
+                i: of_canaries.scored(
+                    m, views[i], self.planted.canaries[i], self.planted.references, end
+                )
+                for i, m in texts.items()
+            }
+            delta = (
+                self.recipe.privacy.delta if self.recipe.privacy is not None else None
+            ) or DELTA
             found["canaries"] = of_canaries.measured(scored, delta, self.settings.seed)
         return found
 
-    def _told(self, model: Shared, rows: tuple[Any, Any], score: Callable[[Shared, Any], Values]) -> membership.Told:
+    def _told(
+        self, model: Shared, rows: tuple[Any, Any], score: Callable[[Shared, Any], Values]
+    ) -> membership.Told:
         return membership.Told(*(score(model, some) for some in rows))
 
     def _min_k(self, model: SharedText, view: View, rows: tuple[Any, Any]) -> membership.Told:
@@ -240,16 +313,33 @@ class _Auditor:
             model.load(initial)
 
     def _words(self) -> Json | None:
-        """Rare words in others' suggestions; None where there are no personal models, or nobody but one client."""
-        if not isinstance(self.prepared.modality, Language) or not (self.run / "clients").is_dir() or len(self.prepared.clients) < 2:
+        """Rare words in others' suggestions; None where there are no personal models, or nobody
+        but one client.
+        """
+        if (
+            not isinstance(self.prepared.modality, Language)
+            or not (self.run / "clients").is_dir()
+            or len(self.prepared.clients) < 2
+        ):
             return None
         self.say("rare words in others' suggestions")
         modality = self.prepared.modality
         backbone, search = modality.backbone, Words(modality.backbone)
-        own = modalities.load(self.recipe.model_copy(update={"audit": None})).federation.clients  # without canaries, which are no words
-        texts = {i: {s.name: _documents(backbone.tokenizer, s) for s in data.splits} for i, data in own.items()}
-        cases, control = words.rare(texts, self.settings.words, np.random.default_rng(mix(self.settings.seed, "audit", "words")))
-        cases, control = ([case for case in some if case.owner in self.clients] for some in (cases, control))
+        own = modalities.load(
+            self.recipe.model_copy(update={"audit": None})
+        ).federation.clients  # without canaries, which are no words
+        texts = {
+            i: {s.name: _documents(backbone.tokenizer, s) for s in data.splits}
+            for i, data in own.items()
+        }
+        cases, control = words.rare(
+            texts,
+            self.settings.words,
+            np.random.default_rng(mix(self.settings.seed, "audit", "words")),
+        )
+        cases, control = (
+            [case for case in some if case.owner in self.clients] for some in (cases, control)
+        )
         found = personal.load_all(self.run, list(self.prepared.clients), backbone=backbone)
         first = self.models[self.prepared.clients[0]]
         assert isinstance(first, SharedText)
@@ -258,10 +348,16 @@ class _Auditor:
         everybodys = _personal(first, found)
 
         def suggest(model: PersonalModel) -> words.Suggest:
-            return lambda prompts: [[w.word for w in some] for some in search.of(model.fast, prompts, self.settings.top)]
+            return lambda prompts: [
+                [w.word for w in some] for some in search.of(model.fast, prompts, self.settings.top)
+            ]
 
-        models = {i: suggest(model) for i, model in found.items() if isinstance(model, PersonalModel)}
-        return words.measured(cases, control, suggest(base), suggest(everybodys), models, self.settings.seed)
+        models = {
+            i: suggest(model) for i, model in found.items() if isinstance(model, PersonalModel)
+        }
+        return words.measured(
+            cases, control, suggest(base), suggest(everybodys), models, self.settings.seed
+        )
 
 
 def _personal(model: SharedText, like: Mapping[ClientId, Any]) -> PersonalModel:
@@ -280,5 +376,8 @@ def _documents(tokenizer: Any, split: Any) -> list[str]:
 def _recipe(run: Path) -> recipes.Recipe:
     """What a folder is a run of. Raises CheckpointError."""
     if not (run / files.RECIPE).is_file():
-        raise CheckpointError(f"{run} holds no run: there is no {files.RECIPE}", "Give the folder that `coterie run` wrote (--out).")
+        raise CheckpointError(
+            f"{run} holds no run: there is no {files.RECIPE}",
+            "Give the folder that `coterie run` wrote (--out).",
+        )
     return recipes.resolve(run)

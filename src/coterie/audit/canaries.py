@@ -31,7 +31,8 @@ class Scored:
 
     @property
     def exposures(self) -> Values:
-        """(planted ones,) log2 N - log2 rank of each among those that were not planted (Carlini et al., 2019, Definition 2).
+        """(planted ones,) log2 N - log2 rank of each among those that were not planted (Carlini et
+        al., 2019, Definition 2).
 
         N counts it and them; the rank is 1 if it is the likeliest, and of equals the worst.
         """
@@ -42,7 +43,9 @@ class Scored:
 
     @property
     def standardised(self) -> Values:
-        """(n,) the candidates in standard deviations of the references: so those of different clients can be compared."""
+        """(n,) the candidates in standard deviations of the references: so those of different
+        clients can be compared.
+        """
         found: Values = (self.candidates - self.references.mean()) / (self.references.std() + 1e-12)
         return found
 
@@ -57,7 +60,9 @@ def chance(ranked_among: int) -> float:
     return float(np.log2(ranked_among) - np.log2(np.arange(1, ranked_among + 1)).mean())
 
 
-def scored(model: SharedText, view: View, canaries: Canaries, references: Ids, end: int | None) -> Scored:
+def scored(
+    model: SharedText, view: View, canaries: Canaries, references: Ids, end: int | None
+) -> Scored:
     """Score a client's canaries by what an observer saw of it.
 
     Args:
@@ -78,12 +83,23 @@ def scored(model: SharedText, view: View, canaries: Canaries, references: Ids, e
 
 
 def measured(clients: Mapping[ClientId, Scored], delta: float, seed: int) -> dict[str, Any]:
-    """Return exposure, the AUC of planted against left out, and a lower bound on epsilon, over the canaries of all clients."""
+    """Return exposure, the AUC of planted against left out, and a lower bound on epsilon, over
+    the canaries of all clients.
+    """
     found = list(clients.values())
     exposures = [own.exposures for own in found if own.planted.any()]
-    groups = [part for own in found for part in (own.standardised[own.planted], own.standardised[~own.planted]) if len(part)]
+    groups = [
+        part
+        for own in found
+        for part in (own.standardised[own.planted], own.standardised[~own.planted])
+        if len(part)
+    ]
     split = [own.planted.any() and (~own.planted).any() for own in found]
-    bound = audited(np.concatenate([own.standardised for own in found]), np.concatenate([own.planted for own in found]), delta)
+    bound = audited(
+        np.concatenate([own.standardised for own in found]),
+        np.concatenate([own.planted for own in found]),
+        delta,
+    )
     among = round(float(np.mean([own.ranked_among for own in found])))
 
     def mean(groups: Sequence[Values]) -> float:
@@ -92,9 +108,12 @@ def measured(clients: Mapping[ClientId, Scored], delta: float, seed: int) -> dic
     def told_apart(groups: Sequence[Values]) -> float:
         return auc(np.concatenate(groups[::2]), np.concatenate(groups[1::2]))
 
-    apart: Estimate | None = bootstrapped(groups, told_apart, seed, "canaries") if all(split) else None
+    apart: Estimate | None = (
+        bootstrapped(groups, told_apart, seed, "canaries") if all(split) else None
+    )
     return {
-        "exposure": bootstrapped(exposures, mean, seed, "canaries").to_json() | {"chance": chance(among), "most": float(np.log2(among))},
+        "exposure": bootstrapped(exposures, mean, seed, "canaries").to_json()
+        | {"chance": chance(among), "most": float(np.log2(among))},
         "auc": None if apart is None else apart.to_json(),
         "epsilon": {
             "at_least": bound.epsilon,

@@ -1,4 +1,6 @@
-"""Whether an observer can tell what a client trained on from what it did not: membership inference."""
+"""Whether an observer can tell what a client trained on from what it did not: membership
+inference.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,12 +29,16 @@ class Told:
 
     @property
     def centred(self) -> "Told":
-        """The scores less the median of both together, which needs no knowledge of who is a member: so clients can be compared."""
+        """The scores less the median of both together, which needs no knowledge of who is a
+        member: so clients can be compared.
+        """
         middle = float(np.median(np.concatenate([self.members, self.others])))
         return Told(self.members - middle, self.others - middle)
 
 
-def drawn(train: Walk, cursor: int, without: Numbers, most: int, rng: np.random.Generator) -> Numbers:
+def drawn(
+    train: Walk, cursor: int, without: Numbers, most: int, rng: np.random.Generator
+) -> Numbers:
     """Return the numbers of some training rows that a client has trained on, in rising order.
 
     Args:
@@ -47,7 +53,9 @@ def drawn(train: Walk, cursor: int, without: Numbers, most: int, rng: np.random.
 
 
 def measured(clients: Mapping[ClientId, Told], seed: int, what: str) -> dict[str, Any]:
-    """Return the AUC, and the share of members found at 1 % of false alarms, with one threshold for all clients."""
+    """Return the AUC, and the share of members found at 1 % of false alarms, with one threshold
+    for all clients.
+    """
     centred = [own.centred for own in clients.values()]
     groups = [part for own in centred for part in (own.members, own.others)]
 

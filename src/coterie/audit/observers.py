@@ -1,4 +1,6 @@
-"""What observers of a run have: models made of what was sent, and what these say of texts and images."""
+"""What observers of a run have: models made of what was sent, and what these say of texts and
+images.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -24,16 +26,23 @@ from coterie.runs.prepare import Prepared
 
 LOGITS = 2**23  # values at once
 LOWEST = 0.2  # k of Min-K%++
-ABLE = "An audit measures methods that share whole models or experts, such as fedavg, comigs-1g1s and ditto."
+ABLE = (
+    "An audit measures methods that share whole models or experts, such as fedavg, comigs-1g1s "
+    "and ditto."
+)
 
 
 class Shared(ABC):
-    """The shared part of a run as a model: without the specialists and routers, which never leave a client."""
+    """The shared part of a run as a model: without the specialists and routers, which never
+    leave a client.
+    """
 
     client: Client
 
     def load(self, tensors: Named) -> None:
-        """Take over what was sent, and of it only what makes the model. Raises Refused where that is no model by itself."""
+        """Take over what was sent, and of it only what makes the model. Raises Refused where
+        that is no model by itself.
+        """
         own = self.client.read(GENERALIST).keys()
         found = {name: t for name, t in tensors.items() if name in own or name == GENERALIST}
         if not found or (GENERALIST not in found and found.keys() != own):
@@ -41,7 +50,9 @@ class Shared(ABC):
         try:
             self.client.load(found)
         except TensorError as error:
-            raise Refused(f"audit: what this method sends is no model by itself ({error.problem})", ABLE) from None
+            raise Refused(
+                f"audit: what this method sends is no model by itself ({error.problem})", ABLE
+            ) from None
 
     @abstractmethod
     def likelihoods(self, rows: Any) -> Values:
@@ -49,7 +60,9 @@ class Shared(ABC):
 
 
 class SharedText(Shared):
-    """Of a language model. Where a client mixes several experts of its own, an observer takes the generalists with equal weights."""
+    """Of a language model. Where a client mixes several experts of its own, an observer takes
+    the generalists with equal weights.
+    """
 
     def __init__(self, prepared: Prepared, client: ClientId) -> None:
         assert isinstance(prepared.modality, Language)
@@ -60,37 +73,63 @@ class SharedText(Shared):
             replace(layout, specialists=0, members=0, biased=False, routing="equal", balance="none")
         )
         site = prepared.site
-        self.client = Client(client, self.language, site.data[client], site.training, {}, site.seed, site.total_iterations)
+        self.client = Client(
+            client,
+            self.language,
+            site.data[client],
+            site.training,
+            {},
+            site.seed,
+            site.total_iterations,
+        )
 
     def likelihoods(self, rows: Tensor) -> Values:
-        return -np.concatenate([nll.mean(dim=1).double().cpu().numpy() for nll, _ in self._scored(rows)])
+        return -np.concatenate(
+            [nll.mean(dim=1).double().cpu().numpy() for nll, _ in self._scored(rows)]
+        )
 
     def of_ends(self, rows: Tensor, length: int) -> Values:
         """Return (N,) the mean log-likelihood of the last `length` tokens of each row."""
-        return -np.concatenate([nll[:, -length:].mean(dim=1).double().cpu().numpy() for nll, _ in self._scored(rows)])
+        return -np.concatenate(
+            [nll[:, -length:].mean(dim=1).double().cpu().numpy() for nll, _ in self._scored(rows)]
+        )
 
     def min_k(self, rows: Tensor) -> Values:
-        """Return (N,) Min-K%++ (Zhang et al., ICLR 2025): the mean of the lowest fifth of a row's standardised log-likelihoods of tokens.
+        """Return (N,) Min-K%++ (Zhang et al., ICLR 2025): the mean of the lowest fifth of a row's
+        standardised log-likelihoods of tokens.
 
-        A token's is (log p - mu) / sigma, with mu and sigma those of log p of a token drawn from the model's own prediction.
+        A token's is (log p - mu) / sigma, with mu and sigma those of log p of a token drawn from
+        the model's own prediction.
         """
         found = []
         for nll, logits in self._scored(rows):
             log_p = logits.log_softmax(dim=-1)
             mean = (log_p.exp() * log_p).sum(dim=-1)
-            deviation = ((log_p.exp() * log_p.square()).sum(dim=-1) - mean.square()).clamp(min=1e-12).sqrt()
+            deviation = (
+                ((log_p.exp() * log_p.square()).sum(dim=-1) - mean.square()).clamp(min=1e-12).sqrt()
+            )
             standardised = (-nll - mean) / deviation
             count = max(int(LOWEST * standardised.shape[1]), 1)
-            found.append(standardised.topk(count, dim=1, largest=False).values.mean(dim=1).double().cpu().numpy())
+            found.append(
+                standardised.topk(count, dim=1, largest=False)
+                .values.mean(dim=1)
+                .double()
+                .cpu()
+                .numpy()
+            )
         return np.concatenate(found)
 
     @torch.no_grad()
     def _scored(self, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of (N, C + 1) ids, some rows at a time: (n, C) the loss of each next token, and (n, C, V) the logits."""
+        """Of (N, C + 1) ids, some rows at a time: (n, C) the loss of each next token, and (n, C,
+        V) the logits.
+        """
         size = max(LOGITS // (rows.shape[1] * self.language.backbone.architecture.vocabulary), 1)
         for part in torch.split(rows, size):
             logits = self.language(part[:, :-1]).float()
-            nll = cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten().to(logits.device), reduction="none")
+            nll = cross_entropy(
+                logits.flatten(0, 1), part[:, 1:].flatten().to(logits.device), reduction="none"
+            )
             yield nll.view(len(part), -1), logits
 
 
@@ -102,28 +141,39 @@ class SharedClassifier(Shared):
         if not isinstance(model, Classifier):
             raise Refused("audit: of a pool of experts each client gets a part of its own", ABLE)
         self.model = model
-        self.client = Client(client, model, site.data[client], site.training, {}, site.seed, site.total_iterations)
+        self.client = Client(
+            client, model, site.data[client], site.training, {}, site.seed, site.total_iterations
+        )
 
     @torch.no_grad()
     def likelihoods(self, rows: Batch) -> Values:
         found = []
         for part in rows.split(256):
             x, y = self.model.checked(part)
-            found.append(-cross_entropy(self.model(x).float(), y, reduction="none").double().cpu().numpy())
+            found.append(
+                -cross_entropy(self.model(x).float(), y, reduction="none").double().cpu().numpy()
+            )
         return np.concatenate(found)
 
 
 def shared(prepared: Prepared, client: ClientId) -> Shared:
-    """Make the shared part of a client's model at its initial values, which change nothing of a language model's base. Raises Refused."""
-    return SharedText(prepared, client) if isinstance(prepared.modality, Language) else SharedClassifier(prepared, client)
+    """Make the shared part of a client's model at its initial values, which change nothing of a
+    language model's base. Raises Refused.
+    """
+    return (
+        SharedText(prepared, client)
+        if isinstance(prepared.modality, Language)
+        else SharedClassifier(prepared, client)
+    )
 
 
 @dataclass(frozen=True)
 class View:
-    """What somebody saw who wants to know of one client: pairs of models, the second without what the first was trained on just before.
+    """What somebody saw who wants to know of one client: pairs of models, the second without what
+    the first was trained on just before.
 
-    The server has, of each exchange, what it received of the client and what it had sent it. Another client has the model that everybody
-    gets in the end, and the one from which all began.
+    The server has, of each exchange, what it received of the client and what it had sent it.
+    Another client has the model that everybody gets in the end, and the one from which all began.
 
     Args:
         pairs: After and before; None: the initial values.
@@ -135,8 +185,9 @@ class View:
 def calibrated(model: Shared, view: View, score: Callable[[Shared], Values]) -> Values:
     """Return (N,) log p(x | after) - log p(x | before), summed over the pairs of a view.
 
-    That is the likelihood ratio by which RMIA ranks (Zarifzadeh, Liu and Shokri, ICML 2024) with the model before as its reference: for one
-    set of other texts z the share of them that x dominates grows with it, so that both have the same ROC curve but for ties.
+    That is the likelihood ratio by which RMIA ranks (Zarifzadeh, Liu and Shokri, ICML 2024) with
+    the model before as its reference: for one set of other texts z the share of them that x
+    dominates grows with it, so that both have the same ROC curve but for ties.
     """
     initial = model.client.read(GENERALIST)
     total: Values | float = 0.0

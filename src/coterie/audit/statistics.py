@@ -34,23 +34,33 @@ class Estimate:
         return {"value": self.value, "low": self.low, "high": self.high, "interval": self.how}
 
 
-def bootstrapped(groups: Sequence[Values], statistic: Callable[[Sequence[Values]], float], seed: int, what: str) -> Estimate:
+def bootstrapped(
+    groups: Sequence[Values], statistic: Callable[[Sequence[Values]], float], seed: int, what: str
+) -> Estimate:
     """Estimate a statistic of samples by the percentile bootstrap (Efron, 1979).
 
     Args:
-        groups: Samples, (n, ...) each; the rows of each group are drawn again by themselves, so that their numbers stay.
+        groups: Samples, (n, ...) each; the rows of each group are drawn again by themselves, so
+            that their numbers stay.
         statistic: Of the groups.
         seed: Of the drawing.
         what: What the rows are, for people.
     """
     rng = np.random.default_rng(seed)
-    found = [statistic([group[rng.integers(0, len(group), len(group))] for group in groups]) for _ in range(RESAMPLES)]
+    found = [
+        statistic([group[rng.integers(0, len(group), len(group))] for group in groups])
+        for _ in range(RESAMPLES)
+    ]
     low, high = np.quantile(found, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Estimate(statistic(groups), float(low), float(high), f"{LEVEL:.0%}, bootstrap over {what}")
+    return Estimate(
+        statistic(groups), float(low), float(high), f"{LEVEL:.0%}, bootstrap over {what}"
+    )
 
 
 def proportion(successes: int, trials: int) -> Estimate:
-    """Estimate a probability, with the exact binomial interval (Clopper and Pearson, 1934). Raises ValueError without trials."""
+    """Estimate a probability, with the exact binomial interval (Clopper and Pearson, 1934).
+    Raises ValueError without trials.
+    """
     from scipy.stats import beta
 
     if not 0 <= successes <= trials or not trials:
@@ -58,19 +68,26 @@ def proportion(successes: int, trials: int) -> Estimate:
     tail = (1 - LEVEL) / 2
     low = beta.ppf(tail, successes, trials - successes + 1) if successes else 0.0
     high = beta.ppf(1 - tail, successes + 1, trials - successes) if successes < trials else 1.0
-    return Estimate(successes / trials, float(low), float(high), f"{LEVEL:.0%}, exact binomial over {trials:,}")
+    return Estimate(
+        successes / trials, float(low), float(high), f"{LEVEL:.0%}, exact binomial over {trials:,}"
+    )
 
 
 def auc(members: Values, others: Values) -> float:
-    """Return the probability that a member scores higher than one that is not (a tie counts a half): the area under the ROC curve."""
+    """Return the probability that a member scores higher than one that is not (a tie counts a
+    half): the area under the ROC curve.
+    """
     from scipy.stats import rankdata
 
     ranks = rankdata(np.concatenate([members, others]))[: len(members)]
-    return float((ranks.sum() - len(members) * (len(members) + 1) / 2) / (len(members) * len(others)))
+    return float(
+        (ranks.sum() - len(members) * (len(members) + 1) / 2) / (len(members) * len(others))
+    )
 
 
 def tpr_at(rate: float, members: Values, others: Values) -> float:
-    """Return the share of members above the lowest threshold that at most a share `rate` of the others is above.
+    """Return the share of members above the lowest threshold that at most a share `rate` of the
+    others is above.
 
     Of fewer than 1 / rate others none may be above it.
     """

@@ -41,7 +41,11 @@ def documents(tokenizer: Any, tokens: Tokens) -> list[str]:
     end = tokenizer.eos_token_id
     ids = tokens.astype(np.int64)
     cuts = np.flatnonzero(ids == end) if end is not None else np.empty(0, dtype=np.int64)
-    return [tokenizer.decode(part[part != end] if end is not None else part) for part in np.split(ids, cuts) if len(part) > 1]
+    return [
+        tokenizer.decode(part[part != end] if end is not None else part)
+        for part in np.split(ids, cuts)
+        if len(part) > 1
+    ]
 
 
 def vocabulary(texts: Sequence[str]) -> Counter[str]:
@@ -49,46 +53,80 @@ def vocabulary(texts: Sequence[str]) -> Counter[str]:
     return Counter(word.casefold() for text in texts for word in WORD.findall(text))
 
 
-def rare(texts: Mapping[ClientId, Mapping[str, Sequence[str]]], most: int, rng: np.random.Generator) -> tuple[list[Case], list[Case]]:
+def rare(
+    texts: Mapping[ClientId, Mapping[str, Sequence[str]]], most: int, rng: np.random.Generator
+) -> tuple[list[Case], list[Case]]:
     """Choose words that one client alone has, and as a control such that nobody was trained on.
 
     Args:
         texts: By client, then by split.
-        most: Words of each client, at most: those that it has most often, and of equals as chance chooses.
+        most: Words of each client, at most: those that it has most often, and of equals as chance
+            chooses.
         rng: Chooses.
 
     Returns:
-        Words that stand at least twice in one client's training text and in no split of anybody else; and words of a client's test text
-        that are in nobody's training or validation text.
+        Words that stand at least twice in one client's training text and in no split of anybody
+        else; and words of a client's test text that are in nobody's training or validation text.
     """
-    own = {i: {split: vocabulary(found) for split, found in splits.items()} for i, splits in texts.items()}
-    taught = {word for splits in own.values() for split in ("train", "valid") for word in splits[split]}
+    own = {
+        i: {split: vocabulary(found) for split, found in splits.items()}
+        for i, splits in texts.items()
+    }
+    taught = {
+        word for splits in own.values() for split in ("train", "valid") for word in splits[split]
+    }
     cases: list[Case] = []
     control: list[Case] = []
     for i, splits in own.items():
-        elsewhere = {word for j, others in own.items() if j != i for counts in others.values() for word in counts}
-        alone = [word for word, count in splits["train"].items() if count >= LEAST and word not in elsewhere]
+        elsewhere = {
+            word
+            for j, others in own.items()
+            if j != i
+            for counts in others.values()
+            for word in counts
+        }
+        alone = [
+            word
+            for word, count in splits["train"].items()
+            if count >= LEAST and word not in elsewhere
+        ]
         unseen = [word for word in splits["test"] if word not in taught]
         cases += _places(i, alone, texts[i]["train"], most, rng)
         control += _places(i, unseen, texts[i]["test"], most, rng)
     return cases, control
 
 
-def _places(owner: ClientId, words: Sequence[str], texts: Sequence[str], most: int, rng: np.random.Generator) -> list[Case]:
+def _places(
+    owner: ClientId, words: Sequence[str], texts: Sequence[str], most: int, rng: np.random.Generator
+) -> list[Case]:
     """Each of some words at one of its places, with at least one word before it."""
     places: dict[str, list[tuple[int, int, int]]] = {}
     wanted = set(words)
     for number, text in enumerate(texts):
         for match in WORD.finditer(text):
-            if match[0].casefold() in wanted and text[: match.start()].strip() and text[match.start() - 1].isspace():
-                places.setdefault(match[0].casefold(), []).append((number, match.start(), match.end()))
-    chosen = sorted(rng.permutation(sorted(places)).tolist(), key=lambda word: -len(places[word]))[:most]
+            if (
+                match[0].casefold() in wanted
+                and text[: match.start()].strip()
+                and text[match.start() - 1].isspace()
+            ):
+                places.setdefault(match[0].casefold(), []).append(
+                    (number, match.start(), match.end())
+                )
+    chosen = sorted(rng.permutation(sorted(places)).tolist(), key=lambda word: -len(places[word]))[
+        :most
+    ]
     found = []
     for word in chosen:
         number, start, end = places[word][rng.integers(len(places[word]))]
         text = texts[number]
         prompt = text[max(start - BEFORE, 0) : start]
-        found.append(Case(owner, text[start:end], prompt if start <= BEFORE else prompt.partition(" ")[2] or prompt))
+        found.append(
+            Case(
+                owner,
+                text[start:end],
+                prompt if start <= BEFORE else prompt.partition(" ")[2] or prompt,
+            )
+        )
     return found
 
 
@@ -103,9 +141,15 @@ def suggested(cases: Sequence[Case], suggest: Suggest) -> Values:
 
 
 def measured(
-    cases: Sequence[Case], control: Sequence[Case], base: Suggest, shared: Suggest, models: Mapping[ClientId, Suggest], seed: int
+    cases: Sequence[Case],
+    control: Sequence[Case],
+    base: Suggest,
+    shared: Suggest,
+    models: Mapping[ClientId, Suggest],
+    seed: int,
 ) -> dict[str, Any]:
-    """Return how often others suggest words that one client alone has, of those that the base does not suggest.
+    """Return how often others suggest words that one client alone has, of those that the base does
+    not suggest.
 
     Args:
         cases: Of `rare`.
@@ -115,7 +159,10 @@ def measured(
         models: Those of the clients' personal models.
         seed: Of the intervals.
     """
-    new, fresh = ([case for case, known in zip(some, suggested(some, base), strict=True) if not known] for some in (cases, control))
+    new, fresh = (
+        [case for case, known in zip(some, suggested(some, base), strict=True) if not known]
+        for some in (cases, control)
+    )
     hits = {i: suggested(new, suggest) for i, suggest in models.items()}
     by_shared = suggested(new, shared)
     others = _of_others(new, hits)
@@ -135,7 +182,12 @@ def measured(
 
 def _of_others(cases: Sequence[Case], hits: Mapping[ClientId, Values]) -> Values:
     """(cases,) the share of the other clients whose models suggest each word."""
-    return np.array([np.mean([found[k] for i, found in hits.items() if i != case.owner]) for k, case in enumerate(cases)])
+    return np.array(
+        [
+            np.mean([found[k] for i, found in hits.items() if i != case.owner])
+            for k, case in enumerate(cases)
+        ]
+    )
 
 
 def _estimate(rates: Values, seed: int) -> dict[str, Any] | None:
@@ -150,11 +202,22 @@ def _estimate(rates: Values, seed: int) -> dict[str, Any] | None:
     return found.to_json()
 
 
-def _examples(cases: Sequence[Case], hits: Mapping[ClientId, Values], shared: Values) -> list[dict[str, Any]]:
+def _examples(
+    cases: Sequence[Case], hits: Mapping[ClientId, Values], shared: Values
+) -> list[dict[str, Any]]:
     """Some of the words that others suggest, those of most others first."""
-    by = {k: [i for i, found in hits.items() if i != case.owner and found[k]] for k, case in enumerate(cases)}
+    by = {
+        k: [i for i, found in hits.items() if i != case.owner and found[k]]
+        for k, case in enumerate(cases)
+    }
     order = sorted((k for k in by if by[k]), key=lambda k: -len(by[k]))[:EXAMPLES]
     return [
-        {"word": cases[k].word, "owner": cases[k].owner, "prompt": cases[k].prompt[-40:], "by": by[k], "shared": bool(shared[k])}
+        {
+            "word": cases[k].word,
+            "owner": cases[k].owner,
+            "prompt": cases[k].prompt[-40:],
+            "by": by[k],
+            "shared": bool(shared[k]),
+        }
         for k in order
     ]

@@ -1,4 +1,6 @@
-"""Options, errors and signals of all commands. Heavy libraries are imported by the commands that need them, so that `--help` is quick."""
+"""Options, errors and signals of all commands. Heavy libraries are imported by the commands that
+need them, so that `--help` is quick.
+"""
 
 import io
 import os
@@ -25,7 +27,9 @@ if TYPE_CHECKING:
 
 
 def _normal(given: Any) -> Any:
-    """Names as they are known, however the keyboard or another machine has put accents on letters."""
+    """Names as they are known, however the keyboard or another machine has put accents on
+    letters.
+    """
     if given is None:
         return None
     return normal(given) if isinstance(given, str) else [normal(name) for name in given]
@@ -41,18 +45,49 @@ app = typer.Typer(
 )
 TRUST = "COTERIE_TRUST_REMOTE_CODE"  # see coterie.models.architecture
 STOPPING_S = 15.0  # seconds for what is being stopped
-RESUMABLE = "stopped. What was done until the last checkpoint is kept: the same command with --resume goes on."
+RESUMABLE = (
+    "stopped. What was done until the last checkpoint is kept: the same command with --resume "
+    "goes on."
+)
 Set = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a field of the recipe, e.g. method.rounds=5. Repeatable.")
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Change a field of the recipe, e.g. method.rounds=5. Repeatable.",
+    ),
 ]
-Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Seed of the run (splits of the data have their own: data.seed).")]
-Out = Annotated[Path | None, typer.Option("--out", help="Folder of the run; default: a new one under runs/.")]
-Run = Annotated[Path, typer.Argument(help="The folder of a run, or of one client in it.", show_default=False)]
+Seed = Annotated[
+    int | None,
+    typer.Option(
+        "--seed", min=0, help="Seed of the run (splits of the data have their own: data.seed)."
+    ),
+]
+Out = Annotated[
+    Path | None, typer.Option("--out", help="Folder of the run; default: a new one under runs/.")
+]
+Run = Annotated[
+    Path, typer.Argument(help="The folder of a run, or of one client in it.", show_default=False)
+]
 Clients = Annotated[
-    list[str] | None, typer.Option("--client", metavar="ID", callback=_normal, help="A client of the run. Repeatable; default: all.")
+    list[str] | None,
+    typer.Option(
+        "--client",
+        metavar="ID",
+        callback=_normal,
+        help="A client of the run. Repeatable; default: all.",
+    ),
 ]
-Client = Annotated[str | None, typer.Option("--client", metavar="ID", callback=_normal, help="A client of the run.")]
-Base = Annotated[str | None, typer.Option("--base", metavar="BASE", help="Where the base model is now, if not where the run found it.")]
+Client = Annotated[
+    str | None,
+    typer.Option("--client", metavar="ID", callback=_normal, help="A client of the run."),
+]
+Base = Annotated[
+    str | None,
+    typer.Option(
+        "--base", metavar="BASE", help="Where the base model is now, if not where the run found it."
+    ),
+]
 
 
 def _trust(said: bool) -> bool:
@@ -64,12 +99,26 @@ def _trust(said: bool) -> bool:
 
 Trust = Annotated[
     bool,
-    typer.Option("--trust-remote-code", callback=_trust, help="Run code that a base brings along, which may do anything that you may."),
+    typer.Option(
+        "--trust-remote-code",
+        callback=_trust,
+        help="Run code that a base brings along, which may do anything that you may.",
+    ),
 ]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --out, or with the latest of this recipe under runs/.")]
+Resume = Annotated[
+    bool,
+    typer.Option(
+        "--resume",
+        help="Go on with the run in --out, or with the latest of this recipe under runs/.",
+    ),
+]
 Changed = Annotated[
     bool,
-    typer.Option("--resume-changed", help="Like --resume, though base, data or clients have changed, or metrics were lost: you mean it."),
+    typer.Option(
+        "--resume-changed",
+        help="Like --resume, though base, data or clients have changed, or metrics were lost: "
+        "you mean it.",
+    ),
 ]
 
 
@@ -80,14 +129,20 @@ def _version(show: bool) -> None:
 
 
 @app.callback()
-def _main(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False) -> None:
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
     pass
 
 
 def _load(recipe: str, overrides: list[str] | None, seed: int | None) -> "Recipe":
     from coterie.runs import recipe as recipes
 
-    return recipes.load(recipe, [*(overrides or ()), *((f"seed={seed}",) if seed is not None else ())])
+    return recipes.load(
+        recipe, [*(overrides or ()), *((f"seed={seed}",) if seed is not None else ())]
+    )
 
 
 def _folder(name: str, resume: bool) -> Path:
@@ -96,7 +151,10 @@ def _folder(name: str, resume: bool) -> Path:
         return Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     found = sorted(Path("runs").glob(f"{name}-*-*"))
     if not found:
-        raise Refused(f"there is no run of {name} under runs/ to resume", "Name its folder by --out, or start it without --resume.")
+        raise Refused(
+            f"there is no run of {name} under runs/ to resume",
+            "Name its folder by --out, or start it without --resume.",
+        )
     return found[-1]
 
 
@@ -105,7 +163,8 @@ class _Terminated(KeyboardInterrupt):
 
 
 def _stop_at_signals() -> None:
-    """Have SIGINT and SIGTERM stop the command: once, for what is being stopped must not be left half done by another one.
+    """Have SIGINT and SIGTERM stop the command: once, for what is being stopped must not be left
+    half done by another one.
 
     Where it has not ended after `STOPPING_S`, a signal stops it again.
     """
@@ -124,7 +183,9 @@ def _stop_at_signals() -> None:
 
 @contextmanager
 def _stopping(note: str = RESUMABLE) -> Iterator[None]:
-    """Turn errors into one message and an exit code, and signals into a stop, of which `note` says what is left."""
+    """Turn errors into one message and an exit code, and signals into a stop, of which `note`
+    says what is left.
+    """
     _stop_at_signals()
     try:
         yield
@@ -135,10 +196,16 @@ def _stopping(note: str = RESUMABLE) -> Iterator[None]:
         raise
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        print(f"coterie: {printable(f'{where}{error.strerror or error}', lines=True)}", file=sys.stderr)
+        print(
+            f"coterie: {printable(f'{where}{error.strerror or error}', lines=True)}",
+            file=sys.stderr,
+        )
         raise typer.Exit(1) from None
     except KeyboardInterrupt as stop:
-        for number in (signal.SIGINT, signal.SIGTERM):  # nothing is left to be stopped, and Python on its way out would die of another one
+        for number in (
+            signal.SIGINT,
+            signal.SIGTERM,
+        ):  # nothing is left to be stopped, and Python on its way out would die of another one
             signal.signal(number, signal.SIG_IGN)
         print(f"coterie: {note}", file=sys.stderr)
         raise typer.Exit(143 if isinstance(stop, _Terminated) else 130) from None

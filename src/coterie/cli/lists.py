@@ -18,9 +18,14 @@ def list_methods() -> None:
 
 @app.command("recipes")
 def list_recipes(
-    name: Annotated[str | None, typer.Argument(help="A shipped recipe, whose YAML is printed.", show_default=False)] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(help="A shipped recipe, whose YAML is printed.", show_default=False),
+    ] = None,
 ) -> None:
-    """The shipped recipes, one line each; or the YAML of one, to start from: coterie recipes quickstart > mine.yaml."""
+    """The shipped recipes, one line each; or the YAML of one, to start from: coterie recipes
+    quickstart > mine.yaml.
+    """
     from coterie.runs import recipes
 
     if name is not None:
@@ -28,7 +33,12 @@ def list_recipes(
             print(recipes.find(name).read_text(encoding="utf-8"), end="")
         return
     found = {name: recipes.read(recipes.find(name)) for name in recipes.names()}
-    _list({n: f"{s.get('description', '')}" + (f" [{s['paper']}]" if s.get("paper") else "") for n, s in found.items()})
+    _list(
+        {
+            n: f"{s.get('description', '')}" + (f" [{s['paper']}]" if s.get("paper") else "")
+            for n, s in found.items()
+        }
+    )
 
 
 def _list(items: Mapping[str, str]) -> None:

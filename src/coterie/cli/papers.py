@@ -15,20 +15,39 @@ if TYPE_CHECKING:
 @app.command()
 def reproduce(
     name: Annotated[
-        str | None, typer.Argument(help="A table, figure or theorem, e.g. comigs/table2; without it, all that there are.")
+        str | None,
+        typer.Argument(
+            help="A table, figure or theorem, e.g. comigs/table2; without it, all that there are."
+        ),
     ] = None,
     scale: Annotated[
-        str, typer.Option("--scale", help="small: the embedded base, two cores; paper: the paper's bases and sizes.")
+        str,
+        typer.Option(
+            "--scale",
+            help="small: the embedded base, two cores; paper: the paper's bases and sizes.",
+        ),
     ] = "small",
-    seeds: Annotated[int | None, typer.Option("--seeds", min=1, help="Runs per cell; default: as many as the paper has.")] = None,
-    columns: Annotated[str, typer.Option("--columns", metavar="A,B", help="Only these columns.")] = "",
+    seeds: Annotated[
+        int | None,
+        typer.Option("--seeds", min=1, help="Runs per cell; default: as many as the paper has."),
+    ] = None,
+    columns: Annotated[
+        str, typer.Option("--columns", metavar="A,B", help="Only these columns.")
+    ] = "",
     rows: Annotated[str, typer.Option("--rows", metavar="A,B", help="Only these rows.")] = "",
     set_: Set = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Folder of the paper's runs; default: runs/reproduce-PAPER-SCALE.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", help="Folder of the paper's runs; default: runs/reproduce-PAPER-SCALE."
+        ),
+    ] = None,
     resume_changed: Changed = False,
     trust_remote_code: Trust = False,
 ) -> None:
-    """A table or figure of a paper: measured beside published, and which of its statements hold. Runs made before are used again."""
+    """A table or figure of a paper: measured beside published, and which of its statements hold.
+    Runs made before are used again.
+    """
     with _stopping():
         from rich.console import Console
 
@@ -43,25 +62,38 @@ def reproduce(
                 print(f"{known:<21} a theorem, as an experiment with checked claims")
             return
         if name not in tables.names() and name not in THEOREMS:
-            raise Refused(f"{name}: there is no such table, figure or theorem", "Without a name, `coterie reproduce` lists all.")
+            raise Refused(
+                f"{name}: there is no such table, figure or theorem",
+                "Without a name, `coterie reproduce` lists all.",
+            )
         if scale not in tables.SCALES:
-            raise Refused(f"--scale {scale}: there is no such scale", f"Choose among: {', '.join(tables.SCALES)}.")
+            raise Refused(
+                f"--scale {scale}: there is no such scale",
+                f"Choose among: {', '.join(tables.SCALES)}.",
+            )
         folder = out or Path("runs") / f"reproduce-{name.partition('/')[0]}-{scale}"
         if name in THEOREMS:
             if seeds or columns or rows or set_ or scale != "small":
-                raise Refused(f"{name} is a theorem: it has no scales, seeds, columns, rows or recipes", "Leave those options out.")
+                raise Refused(
+                    f"{name} is a theorem: it has no scales, seeds, columns, rows or recipes",
+                    "Leave those options out.",
+                )
             from coterie.papers import theorem_page
 
             stem = folder / name.replace("/", "-")
             theorem_page.show(console, THEOREMS[name](0), stem)
-            console.print(f"The picture is in {stem}.html.", markup=False, highlight=False, soft_wrap=True)
+            console.print(
+                f"The picture is in {stem}.html.", markup=False, highlight=False, soft_wrap=True
+            )
             return
         from coterie.papers import reproduce as reproducing
         from coterie.papers.page import notes, said, terminal
         from coterie.reports.progress import Terminal
         from coterie.reports.tables import verdicts
 
-        job = reproducing.Job(name, scale, folder, seeds, _parts(columns), _parts(rows), set_ or (), resume_changed)
+        job = reproducing.Job(
+            name, scale, folder, seeds, _parts(columns), _parts(rows), set_ or (), resume_changed
+        )
         with Terminal(console, job.most) as reporter:
             found = reproducing.reproduce(job, reporter)
         changed = f", with {', '.join(found['overrides'])}" if found["overrides"] else ""
@@ -75,7 +107,12 @@ def reproduce(
         for note in notes(found):
             console.print(f"- {note}", markup=False, highlight=False)
         stem = folder / name.replace("/", "-")
-        console.print(f"Everything is in {folder}: open {stem}.html, or read {stem}.md.", markup=False, highlight=False, soft_wrap=True)
+        console.print(
+            f"Everything is in {folder}: open {stem}.html, or read {stem}.md.",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def _parts(text: str) -> tuple[str, ...]:

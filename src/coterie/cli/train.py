@@ -5,7 +5,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coterie.cli.base import RESUMABLE, Changed, Out, Resume, Seed, Set, Trust, _folder, _load, _stopping, app
+from coterie.cli.base import (
+    RESUMABLE,
+    Changed,
+    Out,
+    Resume,
+    Seed,
+    Set,
+    Trust,
+    _folder,
+    _load,
+    _stopping,
+    app,
+)
 from coterie.core.printing import printable
 
 if TYPE_CHECKING:
@@ -16,17 +28,27 @@ if TYPE_CHECKING:
 
 @app.command()
 def run(
-    recipe: Annotated[str, typer.Argument(help="A shipped recipe (`coterie recipes`) or a YAML file.")],
+    recipe: Annotated[
+        str, typer.Argument(help="A shipped recipe (`coterie recipes`) or a YAML file.")
+    ],
     set_: Set = None,
     seed: Seed = None,
     out: Out = None,
     resume: Resume = False,
     resume_changed: Changed = False,
     profile: Annotated[
-        bool, typer.Option("--profile", help="Record a few steps of the second round: a trace for PyTorch's tools.")
+        bool,
+        typer.Option(
+            "--profile", help="Record a few steps of the second round: a trace for PyTorch's tools."
+        ),
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say what it would take: clients, tokens, parameters, bytes, time and memory.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Only say what it would take: clients, tokens, parameters, bytes, time and "
+            "memory.",
+        ),
     ] = False,
     trust_remote_code: Trust = False,
 ) -> None:
@@ -45,14 +67,25 @@ def run(
         from coterie.runs import run as runs
 
         folder = out or _folder(loaded.name, resume or resume_changed)
-        console, trace = Console(), Profile(folder / "profile" / "trace.json.gz" if profile else None)
+        console, trace = (
+            Console(),
+            Profile(folder / "profile" / "trace.json.gz" if profile else None),
+        )
         with Terminal(console, len(loaded.compare_with) + 1) as terminal:
-            results = runs.run(loaded, folder, resume=resume, changed=resume_changed, reporter=terminal, profile=trace)
+            results = runs.run(
+                loaded,
+                folder,
+                resume=resume,
+                changed=resume_changed,
+                reporter=terminal,
+                profile=trace,
+            )
         _show(console, comparing.rows(results), loaded.name, loaded.method["name"])
         if profile:
             profiled(console, trace, elsewhere=loaded.engine == "flower")
         console.print(
-            f"Everything is in {folder}: open {folder}/report.html, or `tensorboard --logdir {folder}`.",
+            f"Everything is in {folder}: open {folder}/report.html, or `tensorboard --logdir "
+            f"{folder}`.",
             markup=False,
             highlight=False,
             soft_wrap=True,
@@ -77,8 +110,16 @@ def _foretell(recipe: "Recipe") -> None:
 @app.command()
 def compare(
     methods: Annotated[list[str], typer.Argument(help="Methods (`coterie methods`).")],
-    recipe: Annotated[str, typer.Option("--recipe", help="A shipped recipe or a YAML file: the data, base and budget of all rows.")],
-    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Runs per method, with consecutive seeds.")] = 3,
+    recipe: Annotated[
+        str,
+        typer.Option(
+            "--recipe",
+            help="A shipped recipe or a YAML file: the data, base and budget of all rows.",
+        ),
+    ],
+    seeds: Annotated[
+        int, typer.Option("--seeds", min=1, help="Runs per method, with consecutive seeds.")
+    ] = 3,
     set_: Set = None,
     seed: Seed = None,
     out: Out = None,
@@ -97,9 +138,27 @@ def compare(
         folder = out or _folder(f"compare-{loaded.name}", resume or resume_changed)
         console = Console()
         with Terminal(console, len(set(methods)) * seeds) as terminal:
-            comparison = runs.compare(methods, loaded, folder, seeds=seeds, resume=resume, changed=resume_changed, reporter=terminal)
-        _show(console, comparison["rows"], f"{loaded.name}, {seeds} seed{'s' * (seeds > 1)}", loaded.method["name"])
-        console.print(f"Everything is in {folder}; open {folder}/report.html.", markup=False, highlight=False, soft_wrap=True)
+            comparison = runs.compare(
+                methods,
+                loaded,
+                folder,
+                seeds=seeds,
+                resume=resume,
+                changed=resume_changed,
+                reporter=terminal,
+            )
+        _show(
+            console,
+            comparison["rows"],
+            f"{loaded.name}, {seeds} seed{'s' * (seeds > 1)}",
+            loaded.method["name"],
+        )
+        console.print(
+            f"Everything is in {folder}; open {folder}/report.html.",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def _show(console: "Console", rows: Sequence[Mapping[str, Any]], title: str, own: str) -> None:
@@ -109,16 +168,23 @@ def _show(console: "Console", rows: Sequence[Mapping[str, Any]], title: str, own
     from coterie.reports.tables import tables
     from coterie.reports.verdict import verdict
 
-    *beside, scores = tables(rows, {name: entry.title for name, entry in METHODS.items()}, console.width)
+    *beside, scores = tables(
+        rows, {name: entry.title for name, entry in METHODS.items()}, console.width
+    )
     for table in beside:
         console.print(table)
     for note in comparability(rows, own):
         console.print(f"- {note}", markup=False, highlight=False)
     console.print(f"\n{printable(title)}", style="bold", markup=False, highlight=False)
     console.print(scores)
-    scored = "Each client's model right after its last local iteration; synced: after one more synchronisation."
+    scored = (
+        "Each client's model right after its last local iteration; synced: after one more "
+        "synchronisation."
+    )
     if rows[0].get("groups"):
         scored = "Clients that never took part, with the model that the server gives them."
-    console.print(f"{direction(metric_of(rows[0])).capitalize()}, best in bold. {scored}", highlight=False)
+    console.print(
+        f"{direction(metric_of(rows[0])).capitalize()}, best in bold. {scored}", highlight=False
+    )
     if said := verdict(rows, own):
         console.print(f"\n{said}", markup=False, highlight=False)

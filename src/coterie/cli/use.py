@@ -17,21 +17,50 @@ if TYPE_CHECKING:
 
 @app.command()
 def adapt(
-    run: Annotated[Path, typer.Argument(help="The folder of a run, finished or not.", show_default=False)],
-    data: Annotated[Path, typer.Option("--data", help='The client\'s images, or texts (.txt, or .jsonl with "text"): a folder or a file.')],
+    run: Annotated[
+        Path, typer.Argument(help="The folder of a run, finished or not.", show_default=False)
+    ],
+    data: Annotated[
+        Path,
+        typer.Option(
+            "--data",
+            help='The client\'s images, or texts (.txt, or .jsonl with "text"): a folder or a '
+            "file.",
+        ),
+    ],
     client: Annotated[
-        str | None, typer.Option("--client", metavar="ID", callback=_normal, help="Of the new client; default: that of --data.")
+        str | None,
+        typer.Option(
+            "--client",
+            metavar="ID",
+            callback=_normal,
+            help="Of the new client; default: that of --data.",
+        ),
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="A new folder; default: clients/ID of the run.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="A new folder; default: clients/ID of the run.")
+    ] = None,
     train: Annotated[
-        bool, typer.Option("--train", help="Personalise a language model: train specialist and router, or a LoRA, on this text.")
+        bool,
+        typer.Option(
+            "--train",
+            help="Personalise a language model: train specialist and router, or a LoRA, on this "
+            "text.",
+        ),
     ] = False,
     iterations: Annotated[
-        int | None, typer.Option("--iterations", min=1, help="With --train, at most; default: as many as a client of the run does.")
+        int | None,
+        typer.Option(
+            "--iterations",
+            min=1,
+            help="With --train, at most; default: as many as a client of the run does.",
+        ),
     ] = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Give a client that the run has never seen a personal model; its data need no labels, and never leave it."""
+    """Give a client that the run has never seen a personal model; its data need no labels, and
+    never leave it.
+    """
     with _stopping("stopped; nothing is kept."):
         from coterie.personal import PersonalClassifier
         from coterie.reports import adapted as told
@@ -39,15 +68,30 @@ def adapt(
 
         if iterations is not None and not train:
             raise Refused("--iterations are of --train", "Give both, or neither.")
-        training = adapting.Training(iterations, lambda line: print(f"  {line}", flush=True)) if train else None
+        training = (
+            adapting.Training(iterations, lambda line: print(f"  {line}", flush=True))
+            if train
+            else None
+        )
         found = adapting.adapt(run, data, client, out, training=training)
         about, classifies = found.model.about, isinstance(found.model, PersonalClassifier)
         if about.round < found.rounds:
-            print(f"The run has done {about.round} of {found.rounds} rounds: what follows is of what it knows by then.")
+            print(
+                f"The run has done {about.round} of {found.rounds} rounds: what follows is of "
+                f"what it knows by then."
+            )
         if classifies:
-            print(f"{printable(about.client)}: {found.samples:,} sample{'s' * (found.samples != 1)}, labels neither needed nor read.")
-        for expert in sorted(found.experts, key=lambda m: -found.scores[m]) if found.scores else found.experts:
-            print(f"  expert {expert}" + (f": {found.scores[expert]:.1%} of the scores" if found.scores else ""))
+            print(
+                f"{printable(about.client)}: {found.samples:,} "
+                f"sample{'s' * (found.samples != 1)}, labels neither needed nor read."
+            )
+        for expert in (
+            sorted(found.experts, key=lambda m: -found.scores[m]) if found.scores else found.experts
+        ):
+            print(
+                f"  expert {expert}"
+                + (f": {found.scores[expert]:.1%} of the scores" if found.scores else "")
+            )
         if rest := [score for m, score in enumerate(found.scores) if m not in found.experts]:
             print(f"  not sent: {len(rest)} others, {sum(rest):.1%} of the scores")
         if not found.experts and classifies:
@@ -56,26 +100,51 @@ def adapt(
             for sentence in told.sentences(printable(about.client), found.personalised):
                 print(sentence)
         sent = f"{found.up:,} bytes (its scores)" if found.up else "nothing"
-        once = f"; and before, as everybody does, {found.once:,} of the common expert" if found.once else ""
+        once = (
+            f"; and before, as everybody does, {found.once:,} of the common expert"
+            if found.once
+            else ""
+        )
         print(f"It sent {sent} and got {found.down:,} bytes{once}.")
-        given = f"--data {shlex.quote(str(data))}" if classifies else '--text "What you would write"'
-        print(f"Its model is in {found.folder}. To use it:\n  coterie predict {shlex.quote(str(found.folder))} {given}")
+        given = (
+            f"--data {shlex.quote(str(data))}" if classifies else '--text "What you would write"'
+        )
+        print(
+            f"Its model is in {found.folder}. To use it:\n  coterie predict "
+            f"{shlex.quote(str(found.folder))} {given}"
+        )
 
 
 @app.command()
 def audit(
-    run: Annotated[Path, typer.Argument(help="The folder of a run, finished or not.", show_default=False)],
+    run: Annotated[
+        Path, typer.Argument(help="The folder of a run, finished or not.", show_default=False)
+    ],
     client: Clients = None,
-    windows: Annotated[int, typer.Option("--windows", min=2, help="Training windows, and as many test windows, of each client.")] = 100,
+    windows: Annotated[
+        int,
+        typer.Option(
+            "--windows", min=2, help="Training windows, and as many test windows, of each client."
+        ),
+    ] = 100,
     words: Annotated[int, typer.Option("--words", min=1, help="Rare words of each client.")] = 20,
-    top: Annotated[int, typer.Option("--top", min=1, max=20, help="Suggestions that a rare word may be among.")] = 3,
-    secure: Annotated[bool, typer.Option("--secure", help="As if the server saw sums alone, as under secure aggregation.")] = False,
+    top: Annotated[
+        int, typer.Option("--top", min=1, max=20, help="Suggestions that a rare word may be among.")
+    ] = 3,
+    secure: Annotated[
+        bool,
+        typer.Option(
+            "--secure", help="As if the server saw sums alone, as under secure aggregation."
+        ),
+    ] = False,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of what is chosen by chance.")] = 0,
 ) -> None:
-    """Measure how much of a client's text the shared part of a run gives away, to the server and to another client.
+    """Measure how much of a client's text the shared part of a run gives away, to the server and to
+    another client.
 
-    Canaries and what the server sees of each client are there for runs with a section `audit` in their recipe, e.g.
-    `coterie run quickstart --set 'audit={}'`; without it, membership and rare words are measured. Nothing leaves this machine.
+    Canaries and what the server sees of each client are there for runs with a section `audit` in
+    their recipe, e.g. `coterie run quickstart --set 'audit={}'`; without it, membership and rare
+    words are measured. Nothing leaves this machine.
     """
     with _stopping("stopped; nothing is written."):
         from coterie.audit import Settings  # first: what is refused needs nothing of the rest
@@ -88,27 +157,43 @@ def audit(
         from coterie.reports import audit as told
 
         console = Console()
-        console.print(f"\n{told.about(found)}: what the shared part gives away", style="bold", markup=False, highlight=False)
+        console.print(
+            f"\n{told.about(found)}: what the shared part gives away",
+            style="bold",
+            markup=False,
+            highlight=False,
+        )
         for table in told.terminal(found):
             console.print(table)
         for sentence in told.sentences(found):
             console.print(f"- {sentence}", markup=False, highlight=False)
         console.print(
-            f"Intervals are of 95 %. All figures are in {run}/audit.json, a picture in {run}/report.html.", markup=False, highlight=False
+            f"Intervals are of 95 %. All figures are in {run}/audit.json, a picture in "
+            f"{run}/report.html.",
+            markup=False,
+            highlight=False,
         )
 
 
 @app.command()
 def predict(
     run: Run,
-    text: Annotated[str | None, typer.Option("--text", help="What was written so far, e.g. 'In my free time, I like to'.")] = None,
-    data: Annotated[Path | None, typer.Option("--data", help="Of classifiers: a file or folder of images or texts.")] = None,
+    text: Annotated[
+        str | None,
+        typer.Option("--text", help="What was written so far, e.g. 'In my free time, I like to'."),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option("--data", help="Of classifiers: a file or folder of images or texts."),
+    ] = None,
     client: Clients = None,
     top: Annotated[int, typer.Option("--top", min=1, max=20, help="How many words.")] = 3,
     base: Base = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """What each client's model says, side by side: the next words of a text, or of what class images or texts are."""
+    """What each client's model says, side by side: the next words of a text, or of what class
+    images or texts are.
+    """
     with _stopping():
         from rich.console import Console
 
@@ -117,11 +202,17 @@ def predict(
         from coterie.personal.ui import terminal
 
         if (text is None) == (data is None):
-            raise Refused("predict needs either --text or --data", "Give one of them: texts by --text, images or files of texts by --data.")
+            raise Refused(
+                "predict needs either --text or --data",
+                "Give one of them: texts by --text, images or files of texts by --data.",
+            )
         models, classifiers = _personal(run, client, base)
         if models:
             if text is None:
-                raise Refused(f"{run} holds language models, which classify nothing", "Give --text instead of --data.")
+                raise Refused(
+                    f"{run} holds language models, which classify nothing",
+                    "Give --text instead of --data.",
+                )
             terminal.show(Console(), models, ManyModels(models).next_words(text, top), text)
             return
         from coterie.personal.samples import as_samples
@@ -130,7 +221,11 @@ def predict(
         if data is None and not isinstance(shape, TextShape):
             raise Refused(f"{run} holds classifiers of images", "Give --data instead of --text.")
         samples = as_samples(data or text, shape)
-        terminal.show_classes(Console(), samples.names, {i: model.predict(samples) for i, model in classifiers.items()})
+        terminal.show_classes(
+            Console(),
+            samples.names,
+            {i: model.predict(samples) for i, model in classifiers.items()},
+        )
 
 
 @app.command()
@@ -139,7 +234,9 @@ def generate(
     text: Annotated[str, typer.Option("--text", help="What is to be continued.")],
     client: Client = None,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="How many tokens at most.")] = 40,
-    temperature: Annotated[float, typer.Option("--temperature", min=0, help="0: always the likeliest token.")] = 0.8,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0, help="0: always the likeliest token.")
+    ] = 0.8,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the choice of tokens.")] = 0,
     base: Base = None,
     trust_remote_code: Trust = False,
@@ -152,7 +249,11 @@ def generate(
 
         model = PersonalModel.load(folder_of(run, client), base)
         torch.manual_seed(seed)
-        chosen = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {"do_sample": False}
+        chosen = (
+            {"do_sample": True, "temperature": temperature, "top_k": 0}
+            if temperature > 0
+            else {"do_sample": False}
+        )
         print(printable(model.generate(text, max_new_tokens=tokens, **chosen), lines=True))
 
 
@@ -160,16 +261,25 @@ def generate(
 def serve(
     run: Run,
     client: Clients = None,
-    port: Annotated[int, typer.Option("--port", min=1024, max=65535, help="Of the page, which only this machine can open.")] = 7860,
+    port: Annotated[
+        int,
+        typer.Option(
+            "--port", min=1024, max=65535, help="Of the page, which only this machine can open."
+        ),
+    ] = 7860,
     base: Base = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """A local page like a phone's keyboard: type, and see each client's suggestions; or what its classifier says (extra `serve`)."""
+    """A local page like a phone's keyboard: type, and see each client's suggestions; or what its
+    classifier says (extra `serve`).
+    """
     with _stopping("stopped."):
         from coterie.personal.ui import keyboard, sorter
 
         models, classifiers = _personal(run, client, base)
-        with keyboard.served(models, port) if models else sorter.served(classifiers, port) as address:
+        with (
+            keyboard.served(models, port) if models else sorter.served(classifiers, port) as address
+        ):
             print(f"Open {address} (only this machine can). Ctrl-C stops it.", flush=True)
             threading.Event().wait()
 
@@ -179,8 +289,16 @@ def export(
     run: Run,
     out: Annotated[Path, typer.Option("--out", help="A new folder.")],
     client: Client = None,
-    format: Annotated[Literal["peft"], typer.Option("--format", help="peft: an adapter that PeftModel.from_pretrained loads.")] = "peft",
-    expert: Annotated[str | None, typer.Option("--expert", help="G, G2, S1 ...; default: the first generalist, or the only one.")] = None,
+    format: Annotated[
+        Literal["peft"],
+        typer.Option("--format", help="peft: an adapter that PeftModel.from_pretrained loads."),
+    ] = "peft",
+    expert: Annotated[
+        str | None,
+        typer.Option(
+            "--expert", help="G, G2, S1 ...; default: the first generalist, or the only one."
+        ),
+    ] = None,
     base: Base = None,
     trust_remote_code: Trust = False,
 ) -> None:
@@ -194,10 +312,16 @@ def export(
             print(f"  {printable(sentence)}")
 
 
-def _personal(run: Path, clients: list[str] | None, base: str | None) -> tuple[dict[str, "PersonalModel"], dict[str, "PersonalClassifier"]]:
+def _personal(
+    run: Path, clients: list[str] | None, base: str | None
+) -> tuple[dict[str, "PersonalModel"], dict[str, "PersonalClassifier"]]:
     """The language models of a run, and its classifiers: it has one kind."""
     from coterie import personal
 
     models = personal.load_all(run, clients, base=base)
-    language = {i: model for i, model in models.items() if isinstance(model, personal.PersonalModel)}
-    return language, {i: model for i, model in models.items() if isinstance(model, personal.PersonalClassifier)}
+    language = {
+        i: model for i, model in models.items() if isinstance(model, personal.PersonalModel)
+    }
+    return language, {
+        i: model for i, model in models.items() if isinstance(model, personal.PersonalClassifier)
+    }

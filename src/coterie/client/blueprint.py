@@ -15,19 +15,23 @@ from coterie.models.lora import LoRA
 
 
 def initial_seed(seed: int, role: Role, client: ClientId) -> int:
-    """What is shared starts the same everywhere, from the run's seed; what is local starts from the client's own."""
+    """What is shared starts the same everywhere, from the run's seed; what is local starts from
+    the client's own.
+    """
     return mix(seed, "initial", role, client if role in (SPECIALIST, ROUTER) else "")
 
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What the server knows of the model: its shapes, from the configuration, and the run's seed. Never backbone weights.
+    """What the server knows of the model: its shapes, from the configuration, and the run's seed.
+    Never backbone weights.
 
     Args:
         trainable: Makes the trainable part of a model of some layout.
         layouts: Of each client.
         seed: The run's seed.
-        clusters: The true cluster of each client, where the data tell: for methods that are given it, as an oracle is.
+        clusters: The true cluster of each client, where the data tell: for methods that are given
+            it, as an oracle is.
         anchors: Clients that are tied to an expert each, the q-th to expert q.
     """
 
@@ -40,23 +44,37 @@ class Blueprint:
     def read(self, *roles: Role) -> Tensors:
         """The initial values of the shared tensors."""
         model = self.trainable(next(iter(self.layouts.values())))
-        return {name: t for role in roles for name, t in model.initial(role, initial_seed(self.seed, role, "")).items()}
+        return {
+            name: t
+            for role in roles
+            for name, t in model.initial(role, initial_seed(self.seed, role, "")).items()
+        }
 
     def flat(self, role: Role = GENERALIST, start: int = 0) -> Tensor:
-        """The initial values of one role as one vector, (d,); `start` 1, 2, ... for others of the same distribution.
+        """The initial values of one role as one vector, (d,); `start` 1, 2, ... for others of the
+        same distribution.
 
-        Of the experts of a pool it is one expert, with its running statistics; those of others are in no vector.
+        Of the experts of a pool it is one expert, with its running statistics; those of others are
+        in no vector.
         """
         seed = initial_seed(self.seed, role, "") if start == 0 else mix(self.seed, "start", start)
         model = self.trainable(next(iter(self.layouts.values())))
         initial = model.initial(role, seed)
-        return torch.cat([initial[name].flatten() for name in (initial if role is EXPERT else model.parameters_by_role()[role])])
+        return torch.cat(
+            [
+                initial[name].flatten()
+                for name in (initial if role is EXPERT else model.parameters_by_role()[role])
+            ]
+        )
 
     @property
     def ranks(self) -> dict[ClientId, list[int]]:
         """The rank of each of a client's low-rank updates, in the order of their modules' names."""
         updates = {i: self.trainable(layout).loras() for i, layout in self.layouts.items()}
-        return {i: [loras[module].A.shape[1] for module in sorted(loras)] for i, loras in updates.items()}
+        return {
+            i: [loras[module].A.shape[1] for module in sorted(loras)]
+            for i, loras in updates.items()
+        }
 
     def loras(self) -> dict[str, LoRA]:
         """The low-rank updates of the client with the largest rank, at their initial values."""

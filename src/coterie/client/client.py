@@ -28,15 +28,17 @@ from coterie.models.classifier import Classifier
 class Client(BoundClient):
     """One client during one task.
 
-    All that it must remember lies in `state`, a flat dict of tensors that the engine keeps between tasks:
-    `parameters/<role>` and `optimiser/<role>/...`, one flat tensor each of which the model's parameters are views; `buffers`, likewise
-    (running statistics); `experts`, which of a pool's experts it has; `cursor/<split>`, the rows drawn so far; `iteration`, its local
-    iterations over the whole run, and `began`, the last round that it trained in with those before that round; `embeddings/<split>`,
-    what a common expert made of its data, once.
+    All that it must remember lies in `state`, a flat dict of tensors that the engine keeps between
+    tasks: `parameters/<role>` and `optimiser/<role>/...`, one flat tensor each of which the model's
+    parameters are views; `buffers`, likewise (running statistics); `experts`, which of a pool's
+    experts it has; `cursor/<split>`, the rows drawn so far; `iteration`, its local iterations over
+    the whole run, and `began`, the last round that it trained in with those before that round;
+    `embeddings/<split>`, what a common expert made of its data, once.
 
     Args:
         id: The client's stable name.
-        model: The process's model of this client's layout; its parameters are bound to `state` here.
+        model: The process's model of this client's layout; its parameters are bound to `state`
+            here.
         data: The client's own splits.
         training: Batch size and optimisers.
         state: What it remembers; {} for a client that starts.
@@ -45,7 +47,8 @@ class Client(BoundClient):
         sanitizer: Makes the gradients of what is shared, if single examples are protected.
         round: Rounds that the run has done.
         round_steps: L, the client's local iterations in a round.
-        frozen: Roles whose tensors no step changes: what is the others' and not sent back, see `Method.iterate`.
+        frozen: Roles whose tensors no step changes: what is the others' and not sent back, see
+            `Method.iterate`.
     """
 
     sanitizer: Sanitizer | None = None
@@ -79,25 +82,33 @@ class Client(BoundClient):
     def step(self, *roles: Role, on: Split, extra: Callable[[], Named] | None = None) -> None:
         """One optimiser step of the tensors of these roles on the next batch of a split.
 
-        Gradients are taken of these roles alone, so nothing leaks between the levels. A step of anything but the router or gate alone is
-        a local iteration.
+        Gradients are taken of these roles alone, so nothing leaks between the levels. A step of
+        anything but the router or gate alone is a local iteration.
 
-        Where single examples are protected, gradients of shared roles are made by a `Sanitizer`, on a batch of its own, at a model whose
-        other parts have their initial values: those that it has learned were never noised, and what depends on them would tell of them.
+        Where single examples are protected, gradients of shared roles are made by a `Sanitizer`, on
+        a batch of its own, at a model whose other parts have their initial values: those that it
+        has learned were never noised, and what depends on them would tell of them.
 
         Args:
             roles: Whose tensors are trained.
             on: The split that the batch is drawn from.
-            extra: Gives the gradient, by name, of what the objective has beside the loss: a regulariser, a penalty; of shared roles it
-                must not depend on the data but through what is shared.
+            extra: Gives the gradient, by name, of what the objective has beside the loss: a
+                regulariser, a penalty; of shared roles it must not depend on the data but through
+                what is shared.
         """
         if self.sanitizer is None or self.sanitizer.roles.isdisjoint(roles):
             return self.step_on(self.draw(on), *roles, extra=extra)
         shared = [role for role in roles if role in self.sanitizer.roles and self._parameters[role]]
-        own = [role for role in roles if role not in self.sanitizer.roles and self._parameters[role]]
+        own = [
+            role for role in roles if role not in self.sanitizer.roles and self._parameters[role]
+        ]
         at = self.position if UPPER.issuperset(roles) else self.advance()
         with span(f"{STEP} {'+'.join(roles)}"):
-            gradients = dict(zip(shared, self._sanitized(self.sanitizer, on, shared), strict=True)) if shared else {}
+            gradients = (
+                dict(zip(shared, self._sanitized(self.sanitizer, on, shared), strict=True))
+                if shared
+                else {}
+            )
             if own:  # at the same point, as in a step without privacy
                 gradients |= dict(zip(own, self._gradients(self.draw(on), own), strict=True))
             self._descend(gradients, extra, at)
@@ -117,38 +128,62 @@ class Client(BoundClient):
             gradients = self._gradients(batch, present, "+".join(roles))
             self._descend(dict(zip(present, gradients, strict=True)), extra, at)
 
-    def _gradients(self, batch: Batch, roles: Sequence[Role], what: str = "") -> Sequence[list[Tensor]]:
-        """The gradients of the tensors of each role on a batch; what was measured is noted under the roles, or `what`."""
+    def _gradients(
+        self, batch: Batch, roles: Sequence[Role], what: str = ""
+    ) -> Sequence[list[Tensor]]:
+        """The gradients of the tensors of each role on a batch; what was measured is noted under
+        the roles, or `what`.
+        """
         wrt = [p for role in roles for p in self._parameters[role].values()]
         gradients, stats = self.model.gradient(batch, wrt, self.training.micro_batch)
         self._note(what or "+".join(roles), len(batch), stats)
         return self._by_role(gradients, roles)
 
-    def _by_role(self, gradients: Sequence[Tensor], roles: Sequence[Role]) -> Sequence[list[Tensor]]:
+    def _by_role(
+        self, gradients: Sequence[Tensor], roles: Sequence[Role]
+    ) -> Sequence[list[Tensor]]:
         """Gradients of all tensors of some roles, in parts."""
         remaining = iter(gradients)
         return [list(islice(remaining, len(self._parameters[role]))) for role in roles]
 
-    def _descend(self, gradients: Mapping[Role, list[Tensor]], extra: Callable[[], Named] | None, at: int) -> None:
+    def _descend(
+        self, gradients: Mapping[Role, list[Tensor]], extra: Callable[[], Named] | None, at: int
+    ) -> None:
         """One optimiser step of each role, along its gradients and those of `extra`."""
         beside = extra() if extra else {}
         for role, own in gradients.items():
-            terms = ((gradient, beside.get(name)) for name, gradient in zip(self._parameters[role], own, strict=True))
-            flat = torch.cat([(gradient if other is None else gradient + other).flatten() for gradient, other in terms])
+            terms = (
+                (gradient, beside.get(name))
+                for name, gradient in zip(self._parameters[role], own, strict=True)
+            )
+            flat = torch.cat(
+                [
+                    (gradient if other is None else gradient + other).flatten()
+                    for gradient, other in terms
+                ]
+            )
             self.descend(role, flat.float(), at)
 
-    def _sanitized(self, sanitizer: Sanitizer, on: Split, roles: Sequence[Role]) -> Sequence[list[Tensor]]:
-        """The gradients of the tensors of each role on a sample of a split, private for each of its examples."""
+    def _sanitized(
+        self, sanitizer: Sanitizer, on: Split, roles: Sequence[Role]
+    ) -> Sequence[list[Tensor]]:
+        """The gradients of the tensors of each role on a sample of a split, private for each of
+        its examples.
+        """
         wrt = [p for role in roles for p in self._parameters[role].values()]
         size, expected = sum(p.numel() for p in wrt), min(self.training.batch_size, on.windows)
         with self.borrowing(self._initial(frozenset(OWNED) - sanitizer.roles)):
-            parts = self._by_example(on, sanitizer.sample(on.windows, expected), wrt, "+".join(roles))
+            parts = self._by_example(
+                on, sanitizer.sample(on.windows, expected), wrt, "+".join(roles)
+            )
             flat = sanitizer.gradient(parts, size, expected).to(self.model.device)
         self.tokens += expected * self.data.train.context  # how many there were is a secret
         pieces = zip(wrt, torch.split(flat, [p.numel() for p in wrt]), strict=True)
         return self._by_role([piece.view_as(p) for p, piece in pieces], roles)
 
-    def _by_example(self, on: Split, numbers: Numbers, wrt: list[nn.Parameter], what: str) -> Iterator[list[Tensor]]:
+    def _by_example(
+        self, on: Split, numbers: Numbers, wrt: list[nn.Parameter], what: str
+    ) -> Iterator[list[Tensor]]:
         """The gradients of each of some rows of a split, so many at a time as fit."""
         assert self.model.per_example is not None
         rows = self.training.micro_batch or self.training.batch_size
@@ -160,8 +195,16 @@ class Client(BoundClient):
     def _initial(self, roles: frozenset[Role]) -> Tensors:
         """What the client's own tensors of these roles were before any data touched them."""
         if roles not in self._untouched:
-            seeds = {role: initial_seed(self.seed, role, self.id) for role in sorted(roles) if self._parameters[role]}
-            self._untouched[roles] = {name: t for role, seed in seeds.items() for name, t in self.model.initial(role, seed).items()}
+            seeds = {
+                role: initial_seed(self.seed, role, self.id)
+                for role in sorted(roles)
+                if self._parameters[role]
+            }
+            self._untouched[roles] = {
+                name: t
+                for role, seed in seeds.items()
+                for name, t in self.model.initial(role, seed).items()
+            }
         return self._untouched[roles]
 
     def _note(self, what: str, rows: int, stats: dict[str, Tensor]) -> None:
@@ -178,10 +221,13 @@ class Client(BoundClient):
         """
         settings = self.training.optimiser(role)
         lr = settings.lr_at(self.position - 1 if at is None else at, self.total_iterations)
-        settings.step(self.state[f"parameters/{role}"], gradient, lr, self.state, f"optimiser/{role}")
+        settings.step(
+            self.state[f"parameters/{role}"], gradient, lr, self.state, f"optimiser/{role}"
+        )
 
     def gradient_at(self, values: Tensor, batch: Batch, role: Role = GENERALIST) -> Tensor:
-        """The gradient of the client's loss elsewhere than at its own model: nothing of the client changes, running statistics neither.
+        """The gradient of the client's loss elsewhere than at its own model: nothing of the client
+        changes, running statistics neither.
 
         Args:
             values: (d,), all values of one role.
@@ -201,8 +247,9 @@ class Client(BoundClient):
         """The gradients of the client's loss at several models.
 
         Args:
-            points: (d,) each, by the ids of the clients whose models they are, or are halfway to. What is under the client's own id becomes
-                its model, and the batch is of those that train it, which its running statistics follow.
+            points: (d,) each, by the ids of the clients whose models they are, or are halfway to.
+                What is under the client's own id becomes its model, and the batch is of those that
+                train it, which its running statistics follow.
             purpose: The other batches are those of `again(purpose)`.
 
         Returns:
@@ -230,11 +277,15 @@ class Client(BoundClient):
             return torch.cat([gradient.flatten() for gradient in gradients])
 
     def gradients(self, batch: Batch, *roles: Role) -> Tensors:
-        """Return the gradient of the client's loss on a batch at its own model, by the names of all tensors of these roles; fp32."""
+        """Return the gradient of the client's loss on a batch at its own model, by the names of
+        all tensors of these roles; fp32.
+        """
         named = {name: p for role in roles for name, p in self._parameters[role].items()}
         if not named:
             return {}
-        found, _ = self.model.gradient_elsewhere(batch, list(named.values()), self.training.micro_batch)
+        found, _ = self.model.gradient_elsewhere(
+            batch, list(named.values()), self.training.micro_batch
+        )
         return {name: gradient.float() for name, gradient in zip(named, found, strict=True)}
 
     def forget(self, role: Role) -> None:
@@ -250,13 +301,15 @@ class Client(BoundClient):
             batches: At most so many batches of it; None for the whole split.
 
         Returns:
-            (2,) float64: the total negative log-likelihood in nats and the number of predictions; of a classifier (3,), with how many of
-            them were right.
+            (2,) float64: the total negative log-likelihood in nats and the number of predictions;
+            of a classifier (3,), with how many of them were right.
         """
         return self.model.score(islice(self.batches(split), batches))
 
     def score_part(self, split: Split, windows: int) -> Tensor:
-        """As `score`, of so many rows, evenly spaced over the split; of all where it has no more."""
+        """As `score`, of so many rows, evenly spaced over the split; of all where it has no
+        more.
+        """
         rows = np.linspace(0, split.windows - 1, min(windows, split.windows)).astype(np.int64)
         return self.model.score(iter(split.take(rows).split(self._rows)))
 
@@ -265,19 +318,26 @@ class Client(BoundClient):
         return split.scoring(self._rows)
 
     def comparable_loss(self, batch: Batch) -> float:
-        """Return `loss` with the batch's own statistics where the model normalises batches: running ones fit one model alone."""
+        """Return `loss` with the batch's own statistics where the model normalises batches:
+        running ones fit one model alone.
+        """
         if not isinstance(self.model, Classifier):
             return self.loss(batch)
         with self.model.comparing():
             return self.loss(batch)
 
     def loss(self, batch: Batch) -> float:
-        """The mean negative log-likelihood of the client's model on one batch, in nats, without a gradient."""
-        nll, predictions, *_ = self.model.score(iter(batch.split(self.training.micro_batch or len(batch)))).tolist()
+        """The mean negative log-likelihood of the client's model on one batch, in nats, without
+        a gradient.
+        """
+        nll, predictions, *_ = self.model.score(
+            iter(batch.split(self.training.micro_batch or len(batch)))
+        ).tolist()
         return float(nll / predictions)
 
     def metrics(self) -> Metrics:
-        """What this task measured: mean loss and balance by trained roles, mean routing weight (blocks, experts), tokens.
+        """What this task measured: mean loss and balance by trained roles, mean routing weight
+        (blocks, experts), tokens.
 
         Raises:
             ClientError: A loss was not finite.

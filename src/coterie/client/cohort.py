@@ -1,4 +1,6 @@
-"""Many clients in one batch, for small models that stack: a task that allows it sees a batch where it would see a client."""
+"""Many clients in one batch, for small models that stack: a task that allows it sees a batch
+where it would see a client.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,16 +24,20 @@ _X, _OPTIMISER, _BUFFERS = f"parameters/{GENERALIST}", f"optimiser/{GENERALIST}"
 
 
 class Ragged(Tensors):
-    """Tensors of a batch whose clients have some under unlike names: each under `<client>/<name>`."""
+    """Tensors of a batch whose clients have some under unlike names: each under
+    `<client>/<name>`.
+    """
 
 
 @dataclass
 class ClientBatch:
-    """Clients that do a task as one: what `Client` does for one client, under the same names, see `AnyClient`.
+    """Clients that do a task as one: what `Client` does for one client, under the same names, see
+    `AnyClient`.
 
-    Their parameters are the rows of one matrix X, (n, d), and their optimisers' moments and running statistics those of others. The rows
-    are the tensors of the clients' states, so that nothing is copied between a batch and its clients one by one. Tensors that come and go
-    have the clients as their first dimension, or are `Ragged`.
+    Their parameters are the rows of one matrix X, (n, d), and their optimisers' moments and running
+    statistics those of others. The rows are the tensors of the clients' states, so that nothing is
+    copied between a batch and its clients one by one. Tensors that come and go have the clients as
+    their first dimension, or are `Ragged`.
 
     Args:
         site: What the process needs to be these clients.
@@ -50,16 +56,23 @@ class ClientBatch:
     _stats: dict[ClientId, dict[str, list[float]]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, site: Site, states: Mapping[ClientId, State], round: int = 0, round_steps: int = 0) -> "ClientBatch | None":
+    def of(
+        cls, site: Site, states: Mapping[ClientId, State], round: int = 0, round_steps: int = 0
+    ) -> "ClientBatch | None":
         """Return the batch of these clients; None where they must be asked one by one.
 
-        They must have one layout, a model that stacks and gains by it, batches in one piece, no privacy of single examples, optimisers that
-        have done the same number of steps, and schedules at one place.
+        They must have one layout, a model that stacks and gains by it, batches in one piece, no
+        privacy of single examples, optimisers that have done the same number of steps, and
+        schedules at one place.
         """
         if len(states) < 2 or site.sanitizes:
             return None
         first, *others = [site.model(i) for i in states]
-        if not isinstance(first, Classifier) or not first.stacks or any(model is not first for model in others):
+        if (
+            not isinstance(first, Classifier)
+            or not first.stacks
+            or any(model is not first for model in others)
+        ):
             return None
         rows, at_once = site.training.batch_size, site.training.micro_batch
         if (at_once or rows) < rows or not first.gains(rows):
@@ -67,7 +80,9 @@ class ClientBatch:
         for i, state in states.items():
             if _X not in state:
                 site.client(i, state)  # gives it its initial values
-        kinds = {(position(state, round, round_steps), *_optimiser(state)) for state in states.values()}
+        kinds = {
+            (position(state, round, round_steps), *_optimiser(state)) for state in states.values()
+        }
         return cls(site, states, first, round, round_steps) if len(kinds) == 1 else None
 
     @property
@@ -80,11 +95,19 @@ class ClientBatch:
         return self._matrix(_X)
 
     def stack(self, received: Mapping[ClientId, Tensors]) -> Tensors:
-        """Return what the clients get as the tensors of the batch, on the device of the model; what is one for all is not copied."""
+        """Return what the clients get as the tensors of the batch, on the device of the model;
+        what is one for all is not copied.
+        """
         first, device = received[self.ids[0]], self.model.device
         forms = {tuple((name, t.shape) for name, t in found.items()) for found in received.values()}
         if len(forms) > 1:
-            return Ragged({f"{i}/{name}": t.to(device) for i, found in received.items() for name, t in found.items()})
+            return Ragged(
+                {
+                    f"{i}/{name}": t.to(device)
+                    for i, found in received.items()
+                    for name, t in found.items()
+                }
+            )
         if all(found is first for found in received.values()):
             return {name: t.to(device).expand(len(received), *t.shape) for name, t in first.items()}
         return {name: stacked([received[i][name] for i in self.ids]).to(device) for name in first}
@@ -106,7 +129,9 @@ class ClientBatch:
 
     @property
     def windows(self) -> int:
-        """Rows of training data of the first: who have unlike many are in one batch only where that decides nothing."""
+        """Rows of training data of the first: who have unlike many are in one batch only where
+        that decides nothing.
+        """
         return self.site.data[self.ids[0]].train.windows
 
     @property
@@ -139,12 +164,15 @@ class ClientBatch:
         return before
 
     def load(self, tensors: Tensors) -> None:
-        """See `Client.load`; a client gets all of its values, by their names or as one vector, or none.
+        """See `Client.load`; a client gets all of its values, by their names or as one vector, or
+        none.
 
         Raises:
             TensorError: As there.
         """
-        alike = not isinstance(tensors, Ragged) and all(t.stride(0) == 0 for t in tensors.values())  # what is one for all
+        alike = not isinstance(tensors, Ragged) and all(
+            t.stride(0) == 0 for t in tensors.values()
+        )  # what is one for all
         matrices = {key: self._matrix(key) for key in self._shared}
         for k, i in enumerate(self.ids[:1] if alike else self.ids):
             if found := self._of(i, tensors):
@@ -163,15 +191,26 @@ class ClientBatch:
         """What a client gets as one vector for each key of its state."""
         shared = self._shared
         named = {name: tensor for own in shared.values() for name, tensor in own.items()}
-        check_alike({GENERALIST: self.x[0]} if GENERALIST in tensors else named, tensors, f"tensors for client {client!r}")
+        check_alike(
+            {GENERALIST: self.x[0]} if GENERALIST in tensors else named,
+            tensors,
+            f"tensors for client {client!r}",
+        )
         if not all_finite(tensors):
-            raise TensorError(f"tensors for client {client!r}: not all values are finite", "A client diverged: lower the learning rate.")
+            raise TensorError(
+                f"tensors for client {client!r}: not all values are finite",
+                "A client diverged: lower the learning rate.",
+            )
         if GENERALIST in tensors:
             return {_X: tensors[GENERALIST]}
-        return {key: torch.cat([tensors[name].flatten() for name in own]) for key, own in shared.items()}
+        return {
+            key: torch.cat([tensors[name].flatten() for name in own]) for key, own in shared.items()
+        }
 
     def read(self, *roles: Role) -> Tensors:
-        """See `Client.read`: the values of GENERALIST, which is all that there is, and what travels with it."""
+        """See `Client.read`: the values of GENERALIST, which is all that there is, and what
+        travels with it.
+        """
         self._check_role(*roles)
         stacks = Tensors()
         for key, named in self._shared.items():
@@ -192,43 +231,71 @@ class ClientBatch:
     def descend(self, role: Role, gradients: Tensor, at: int | None = None) -> None:
         """See `Client.descend`; gradients: (n, d)."""
         self._check_role(role)
-        memory = {key: self._matrix(key) for key in next(iter(self.states.values())) if key.startswith(_OPTIMISER)}
+        memory = {
+            key: self._matrix(key)
+            for key in next(iter(self.states.values()))
+            if key.startswith(_OPTIMISER)
+        }
         lr = self._lr(self._position - 1 if at is None else at)
-        self.site.training.experts.step(self.x, gradients.to(self.model.device), lr, memory, _OPTIMISER)
+        self.site.training.experts.step(
+            self.x, gradients.to(self.model.device), lr, memory, _OPTIMISER
+        )
         for k, state in enumerate(self.states.values()):
-            state |= {key: moment[k] if moment.ndim == 2 else moment.clone() for key, moment in memory.items()}
+            state |= {
+                key: moment[k] if moment.ndim == 2 else moment.clone()
+                for key, moment in memory.items()
+            }
 
     def shift(self, scale: float, directions: Tensor) -> None:
         """See `Client.shift`; directions: (n, d)."""
         self.x.add_(directions.to(self.model.device), alpha=scale)
 
     def gradients_at(self, points: Tensors, purpose: str) -> Tensors:
-        """See `Client.gradients_at`; what a client's points are called may differ from client to client."""
+        """See `Client.gradients_at`; what a client's points are called may differ from client to
+        client.
+        """
         pairs = [(i, j, x) for i, own in self.split(points).items() for j, x in sorted(own.items())]
         found = Ragged()
         if own := [(i, x) for i, j, x in pairs if i == j]:
             self.load(Ragged({f"{i}/{GENERALIST}": x for i, x in own}))
-            gradients = self._gradients(torch.stack([x for _, x in own]), [i for i, _ in own], self.train)
+            gradients = self._gradients(
+                torch.stack([x for _, x in own]), [i for i, _ in own], self.train
+            )
             found |= {f"{i}/{i}": gradient for (i, _), gradient in zip(own, gradients, strict=True)}
         if others := [pair for pair in pairs if pair[0] != pair[1]]:
-            batches = {i: training_data(self.site.data[i], purpose) for i in dict.fromkeys(i for i, *_ in others)}
-            gradients = self._gradients(torch.stack([x for *_, x in others]), [i for i, *_ in others], batches, purpose)
-            found |= {f"{i}/{j}": gradient for (i, j, _), gradient in zip(others, gradients, strict=True)}
+            batches = {
+                i: training_data(self.site.data[i], purpose)
+                for i in dict.fromkeys(i for i, *_ in others)
+            }
+            gradients = self._gradients(
+                torch.stack([x for *_, x in others]), [i for i, *_ in others], batches, purpose
+            )
+            found |= {
+                f"{i}/{j}": gradient for (i, j, _), gradient in zip(others, gradients, strict=True)
+            }
         return found
 
     def _check_role(self, *roles: Role) -> None:
         if roles != (GENERALIST,):
-            raise TypeError(f"a batch of clients has values of {GENERALIST} alone, asked for {roles}")
+            raise TypeError(
+                f"a batch of clients has values of {GENERALIST} alone, asked for {roles}"
+            )
 
-    def _gradients(self, points: Tensor, owners: Sequence[ClientId], on: Mapping[ClientId, Split], purpose: str = "") -> Tensor:
+    def _gradients(
+        self,
+        points: Tensor,
+        owners: Sequence[ClientId],
+        on: Mapping[ClientId, Split],
+        purpose: str = "",
+    ) -> Tensor:
         """Return the gradient at each point of its owner's loss, each on a batch of its own.
 
         Args:
             points: (m, d).
             owners: Of each point; one client may own several.
             on: What each owner's batches are drawn from.
-            purpose: Of gradients elsewhere, see `Client.gradient_at`. By default each point is its owner's model, the only one, and running
-                statistics follow.
+            purpose: Of gradients elsewhere, see `Client.gradient_at`. By default each point is its
+                owner's model, the only one, and running statistics follow.
 
         Returns:
             (m, d).
@@ -237,7 +304,10 @@ class ClientBatch:
             TensorError: A point is not finite, and not a client's own model, whose loss will tell.
         """
         if purpose and not all_finite({"points": points}):
-            raise TensorError(f"points for {purpose}: not all values are finite", "A client diverged: lower the learning rate.")
+            raise TensorError(
+                f"points for {purpose}: not all values are finite",
+                "A client diverged: lower the learning rate.",
+            )
         batches = [draw(on[i], self.states[i], self.site.training.batch_size) for i in owners]
         x, y = (torch.stack([getattr(batch, part) for batch in batches]) for part in ("x", "y"))
         if purpose or not self.model.buffers():
@@ -272,7 +342,9 @@ class ClientBatch:
         return {"tokens": self._tokens[client], **means}
 
     def _matrix(self, key: str) -> Tensor:
-        """The clients' tensors under a key as the rows of one matrix, or what they all share if it is a scalar."""
+        """The clients' tensors under a key as the rows of one matrix, or what they all share if
+        it is a scalar.
+        """
         rows = [state[key] for state in self.states.values()]
         if rows[0].ndim == 0:
             return rows[0].clone()
@@ -284,19 +356,27 @@ class ClientBatch:
 
 
 def _optimiser(state: State) -> list[tuple[str, float]]:
-    """The names of what an optimiser remembers, and the figures that clients of a batch must have in common, such as Adam's t."""
+    """The names of what an optimiser remembers, and the figures that clients of a batch must
+    have in common, such as Adam's t.
+    """
     found = {key: tensor for key, tensor in state.items() if key.startswith(_OPTIMISER)}
-    return sorted((key, float(tensor) if tensor.ndim == 0 else 0.0) for key, tensor in found.items())
+    return sorted(
+        (key, float(tensor) if tensor.ndim == 0 else 0.0) for key, tensor in found.items()
+    )
 
 
 def stacked(rows: Sequence[Tensor]) -> Tensor:
-    """Return the rows, (d,) each, as one matrix, (n, d): that of which they are the rows already, if there is one. Others are stacked."""
+    """Return the rows, (d,) each, as one matrix, (n, d): that of which they are the rows
+    already, if there is one. Others are stacked.
+    """
     base, size = rows[0]._base, rows[0].numel()
     if (
         base is not None
         and rows[0].ndim == 1
         and base.shape == (len(rows), size)
-        and all(row._base is base and row.storage_offset() == k * size for k, row in enumerate(rows))
+        and all(
+            row._base is base and row.storage_offset() == k * size for k, row in enumerate(rows)
+        )
     ):
         return base
     return torch.stack(list(rows))

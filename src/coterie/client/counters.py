@@ -20,7 +20,8 @@ def count(state: State, key: str, add: int) -> int:
 def position(state: State, round: int, steps: int) -> int:
     """Return where the run's schedules stand for a client, in local iterations.
 
-    They run over the run's rounds: the rounds before count whole, whoever took part in them, and of this one the client's own iterations.
+    They run over the run's rounds: the rounds before count whole, whoever took part in them, and of
+    this one the client's own iterations.
 
     Args:
         state: The client's.
@@ -45,5 +46,7 @@ def draw(on: Split, state: State, rows: int) -> Batch:
 
 
 def training_data(data: ClientData, purpose: str = "") -> Split:
-    """A client's training data; for another purpose than training itself in another order, with a cursor of its own."""
+    """A client's training data; for another purpose than training itself in another order, with
+    a cursor of its own.
+    """
     return data.train.reordered(f"train-{purpose}") if purpose else data.train

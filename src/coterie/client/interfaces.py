@@ -15,7 +15,9 @@ Metrics = dict[str, object]
 
 
 class Trainable(Protocol):
-    """The trainable part of a model, grouped by role: what a server can know of it without a backbone."""
+    """The trainable part of a model, grouped by role: what a server can know of it without a
+    backbone.
+    """
 
     def parameters_by_role(self) -> Mapping[Role, Mapping[str, nn.Parameter]]: ...
     def loras(self) -> Mapping[str, LoRA]: ...
@@ -27,7 +29,9 @@ class Trainable(Protocol):
 
 
 class Model(Protocol):
-    """What a client needs of a model. Its parameters and buffers are bound to the client's state while a task runs."""
+    """What a client needs of a model. Its parameters and buffers are bound to the client's state
+    while a task runs.
+    """
 
     @property
     def device(self) -> torch.device: ...
@@ -36,23 +40,40 @@ class Model(Protocol):
     def initial_buffers(self) -> Tensors: ...
     @property
     def statistics(self) -> Role | None: ...  # the role with which the buffers travel, if they do
-    def places(self) -> Sequence[Mapping[str, Tensor]]: ...  # for experts of a pool, each with all that travels with one
-    def hold(self, numbers: Tensor, embeddings: Callable[[], Tensor]) -> None: ...  # which experts they are, and of what data
+    def places(
+        self,
+    ) -> Sequence[
+        Mapping[str, Tensor]
+    ]: ...  # for experts of a pool, each with all that travels with one
+    def hold(
+        self, numbers: Tensor, embeddings: Callable[[], Tensor]
+    ) -> None: ...  # which experts they are, and of what data
     def loras(self) -> Mapping[str, LoRA]: ...
     def initial(self, role: Role, seed: int) -> Tensors: ...
-    def gradient(self, batch: Any, wrt: list[nn.Parameter], micro_batch: int | None = None) -> tuple[list[Tensor], dict[str, Tensor]]: ...
+    def gradient(
+        self, batch: Any, wrt: list[nn.Parameter], micro_batch: int | None = None
+    ) -> tuple[list[Tensor], dict[str, Tensor]]: ...
     def gradient_elsewhere(
         self, batch: Any, wrt: list[nn.Parameter], micro_batch: int | None = None
     ) -> tuple[list[Tensor], dict[str, Tensor]]: ...
     @property
-    def embed(self) -> Callable[[Any], Tensor] | None: ...  # a batch's embeddings by a common expert, where there is one
+    def embed(
+        self,
+    ) -> (
+        Callable[[Any], Tensor] | None
+    ): ...  # a batch's embeddings by a common expert, where there is one
     @property
-    def per_example(self) -> Callable[[Any, list[nn.Parameter]], tuple[list[Tensor], dict[str, Tensor]]] | None: ...  # None: it cannot
+    def per_example(
+        self,
+    ) -> (
+        Callable[[Any, list[nn.Parameter]], tuple[list[Tensor], dict[str, Tensor]]] | None
+    ): ...  # None: it cannot
     def score(self, batches: Iterator[Any]) -> Tensor: ...
 
 
 class AnyClient(Protocol):
-    """What a `Client` and a `ClientBatch` both have: all that a task may use that is to serve either, see `protocol.task`.
+    """What a `Client` and a `ClientBatch` both have: all that a task may use that is to serve
+    either, see `protocol.task`.
 
     The tensors that a batch takes and gives have a first dimension more, its clients.
     """

@@ -1,4 +1,6 @@
-"""Optimisers of flat tensors: their settings are part of a recipe, their memory is part of a client's state."""
+"""Optimisers of flat tensors: their settings are part of a recipe, their memory is part of a
+client's state.
+"""
 
 import math
 from abc import ABC, abstractmethod
@@ -19,9 +21,13 @@ class Scheduled(BaseModel, ABC):
     lr: Annotated[float, Field(gt=0, description="peak learning rate")] = 2e-3
     weight_decay: Annotated[float, Field(ge=0, description="decoupled weight decay")] = 0.0
     schedule: Annotated[
-        Literal["cosine", "exponential", "constant"], Field(description="one cosine or exponential decay over the whole run, or constant")
+        Literal["cosine", "exponential", "constant"],
+        Field(description="one cosine or exponential decay over the whole run, or constant"),
     ] = "constant"
-    final: Annotated[float, Field(ge=0, le=1, description="last learning rate of the schedule, as a share of the peak")] = 0.1
+    final: Annotated[
+        float,
+        Field(ge=0, le=1, description="last learning rate of the schedule, as a share of the peak"),
+    ] = 0.1
 
     def lr_at(self, iteration: int, total: int) -> float:
         """The learning rate of the step after `iteration` of `total` local iterations."""
@@ -34,13 +40,15 @@ class Scheduled(BaseModel, ABC):
 
     @abstractmethod
     def step(self, flat: Tensor, gradient: Tensor, lr: float, memory: State, prefix: str) -> None:
-        """One step of `flat` in place. It is elementwise: a matrix whose rows are clients steps as they do one by one.
+        """One step of `flat` in place. It is elementwise: a matrix whose rows are clients steps as
+        they do one by one.
 
         Args:
             flat: fp32, of any shape.
             gradient: Of that shape.
             lr: The learning rate of this step.
-            memory: What the optimiser remembers, under keys that begin with `prefix`; started where it is missing.
+            memory: What the optimiser remembers, under keys that begin with `prefix`; started where
+                it is missing.
             prefix: Of this tensor's keys.
         """
 
@@ -49,7 +57,9 @@ class AdamW(Scheduled):
     """AdamW (CoMiGS, Section B.1.2)."""
 
     optimiser: Annotated[Literal["adamw"], Field(description="AdamW")] = "adamw"
-    betas: Annotated[tuple[float, float], Field(description="decay of the first and second moments")] = (0.9, 0.95)
+    betas: Annotated[
+        tuple[float, float], Field(description="decay of the first and second moments")
+    ] = (0.9, 0.95)
     weight_decay: Annotated[float, Field(ge=0, description="decoupled weight decay")] = 0.01
 
     @model_validator(mode="after")
@@ -59,35 +69,56 @@ class AdamW(Scheduled):
         return self
 
     def step(self, flat: Tensor, gradient: Tensor, lr: float, memory: State, prefix: str) -> None:
-        first, second = (_started(memory, f"{prefix}/{moment}", flat) for moment in ("first", "second"))
+        first, second = (
+            _started(memory, f"{prefix}/{moment}", flat) for moment in ("first", "second")
+        )
         step = memory.setdefault(f"{prefix}/step", torch.zeros((), dtype=torch.float32))
-        adamw = torch.optim.AdamW([flat], lr=lr, betas=self.betas, weight_decay=self.weight_decay, fused=True)
-        moments = {"exp_avg": first.to(flat.device), "exp_avg_sq": second.to(flat.device), "step": step.to(flat.device)}
+        adamw = torch.optim.AdamW(
+            [flat], lr=lr, betas=self.betas, weight_decay=self.weight_decay, fused=True
+        )
+        moments = {
+            "exp_avg": first.to(flat.device),
+            "exp_avg_sq": second.to(flat.device),
+            "step": step.to(flat.device),
+        }
         adamw.state[flat] = moments
         flat.grad = gradient
         adamw.step()
         flat.grad = None
-        memory |= {f"{prefix}/first": moments["exp_avg"], f"{prefix}/second": moments["exp_avg_sq"], f"{prefix}/step": moments["step"]}
+        memory |= {
+            f"{prefix}/first": moments["exp_avg"],
+            f"{prefix}/second": moments["exp_avg_sq"],
+            f"{prefix}/step": moments["step"],
+        }
 
 
 class SGD(Scheduled):
     """Gradient descent with momentum, m <- beta m + (1 - tau) g from m = 0.
 
-    By default tau = beta, which makes m a moving average of the gradients (CoBo's code); with tau = 0 it is the classical form, whose steps
-    are 1 / (1 - beta) times as long.
+    By default tau = beta, which makes m a moving average of the gradients (CoBo's code); with tau =
+    0 it is the classical form, whose steps are 1 / (1 - beta) times as long.
     """
 
     optimiser: Annotated[Literal["sgd"], Field(description="gradient descent")]
-    momentum: Annotated[float, Field(ge=0, lt=1, description="beta of the moving average of gradients; 0: none")] = 0.0
+    momentum: Annotated[
+        float, Field(ge=0, lt=1, description="beta of the moving average of gradients; 0: none")
+    ] = 0.0
     dampening: Annotated[
-        float | None, Field(ge=0, le=1, description="tau, of the gradients in it; null: as momentum; 0: classical momentum")
+        float | None,
+        Field(
+            ge=0,
+            le=1,
+            description="tau, of the gradients in it; null: as momentum; 0: classical momentum",
+        ),
     ] = None
 
     def step(self, flat: Tensor, gradient: Tensor, lr: float, memory: State, prefix: str) -> None:
         if self.momentum:
             average = _started(memory, f"{prefix}/average", flat).to(flat.device)
             share = 1 - (self.momentum if self.dampening is None else self.dampening)
-            memory[f"{prefix}/average"] = gradient = average.mul_(self.momentum).add_(gradient, alpha=share)
+            memory[f"{prefix}/average"] = gradient = average.mul_(self.momentum).add_(
+                gradient, alpha=share
+            )
         if self.weight_decay:
             flat.mul_(1 - lr * self.weight_decay)
         flat.add_(gradient, alpha=-lr)
@@ -101,10 +132,16 @@ def _started(memory: State, key: str, like: Tensor) -> Tensor:
 
 
 def _kind(settings: Any) -> str:
-    return str(settings.get("optimiser", "adamw") if isinstance(settings, dict) else settings.optimiser)
+    return str(
+        settings.get("optimiser", "adamw") if isinstance(settings, dict) else settings.optimiser
+    )
 
 
 Optimiser = Annotated[
     Annotated[AdamW, Tag("adamw")] | Annotated[SGD, Tag("sgd")],
-    Discriminator(_kind, custom_error_type="optimiser", custom_error_message="optimiser should be 'adamw' or 'sgd'"),
+    Discriminator(
+        _kind,
+        custom_error_type="optimiser",
+        custom_error_message="optimiser should be 'adamw' or 'sgd'",
+    ),
 ]

@@ -12,7 +12,16 @@ from coterie.aggregation.noise import Source
 from coterie.aggregation.privacy import Privacy, local
 from coterie.client.interfaces import Metrics
 from coterie.core.errors import Refused
-from coterie.core.protocol import PROTECTS, ClientId, Sends, Task, check_declared, declared, mix, protects_examples
+from coterie.core.protocol import (
+    PROTECTS,
+    ClientId,
+    Sends,
+    Task,
+    check_declared,
+    declared,
+    mix,
+    protects_examples,
+)
 from coterie.core.tensors import Named, Tensors, to_bytes
 
 _MOST_MEASURED = 16  # numbers that a device which protects its owner measures aloud
@@ -22,18 +31,20 @@ _MOST_MEASURED = 16  # numbers that a device which protects its owner measures a
 class Outbound:
     """What becomes of a reply before it leaves a client.
 
-    Where its owner is protected (by local privacy, by secure aggregation, by limits of the owner) nothing leaves but what its task is
-    declared to send, see `Sends`. What is asked with which number decides nothing here: a server chooses those.
+    Where its owner is protected (by local privacy, by secure aggregation, by limits of the owner)
+    nothing leaves but what its task is declared to send, see `Sends`. What is asked with which
+    number decides nothing here: a server chooses those.
 
     Args:
         seed: The run's seed.
         privacy: Clips updates and adds noise, where that is a client's own business.
         attack: What attackers make of their replies. Only simulated ones lie.
         attackers: Who they are.
-        secret: Whether noise is drawn from what only this machine knows, as it must be on devices: whoever has the seed of a run could
-            take its noise away. In a simulation it is drawn from the run's seed.
-        key: What only this machine knows, and keeps: the same reply to the same request then leaves with the same noise. Otherwise whoever
-            asks often enough could average it away.
+        secret: Whether noise is drawn from what only this machine knows, as it must be on devices:
+            whoever has the seed of a run could take its noise away. In a simulation it is drawn
+            from the run's seed.
+        key: What only this machine knows, and keeps: the same reply to the same request then leaves
+            with the same noise. Otherwise whoever asks often enough could average it away.
         secure: Whether updates leave under the masks of secure aggregation alone.
         noisy: Whether updates leave with noise alone.
         by_examples: Whether noise in each step, for single examples, will do for that.
@@ -71,7 +82,11 @@ class Outbound:
     @property
     def _noised(self) -> bool:
         """Whether updates leave with such noise as the owner wants."""
-        found = self.privacy if self.noise is not None or (self.by_examples and self.sanitizes) else None
+        found = (
+            self.privacy
+            if self.noise is not None or (self.by_examples and self.sanitizes)
+            else None
+        )
         return found is not None and found.noise > 0
 
     def check(self, task: Task) -> None:
@@ -80,7 +95,11 @@ class Outbound:
             return
         name, sends = task.__name__, declared(task)
         if sends is Sends.PRIVATE:
-            raise Refused(f"{name}: nothing says that its reply can be masked or noised, or is harmless; it was not done", PROTECTS)
+            raise Refused(
+                f"{name}: nothing says that its reply can be masked or noised, or is harmless; "
+                f"it was not done",
+                PROTECTS,
+            )
         if sends is Sends.SCORES and self.silent:
             raise Refused(f"{name}: this device sends no scores", PROTECTS)
         if sends is Sends.UPDATE and self.secure and not self.masked:
@@ -88,25 +107,40 @@ class Outbound:
             raise Refused(problem, "Run the recipe with --set secure=true.")
         if sends is Sends.UPDATE and self.noisy and not self._noised:
             also = ", or privacy.unit: example," if self.by_examples else ""
-            remedy = f"Run the recipe with privacy.where: local{also} and the noise that the device wants."
+            remedy = (
+                f"Run the recipe with privacy.where: local{also} and the noise that the device "
+                f"wants."
+            )
             raise Refused(f"{name}: this device lets its updates leave with noise only", remedy)
 
-    def __call__(self, task: Task, id: ClientId, sent: Named, reply: Tensors, round: int, phase: int) -> Tensors:
-        """What leaves the client `id`. Raises Refused for what its task is not declared to send, where its owner is protected."""
+    def __call__(
+        self, task: Task, id: ClientId, sent: Named, reply: Tensors, round: int, phase: int
+    ) -> Tensors:
+        """What leaves the client `id`. Raises Refused for what its task is not declared to send,
+        where its owner is protected.
+        """
         update = declared(task) is Sends.UPDATE
-        if self.attack is not None and id in self.attackers and phase >= 0:  # attackers do not lie about their scores
-            alike = update and all(name not in sent or sent[name].shape == t.shape for name, t in reply.items())
+        if (
+            self.attack is not None and id in self.attackers and phase >= 0
+        ):  # attackers do not lie about their scores
+            alike = update and all(
+                name not in sent or sent[name].shape == t.shape for name, t in reply.items()
+            )
             generator = torch.Generator().manual_seed(mix(self.seed, "attack", round, phase, id))
             return poisoned(reply, sent, alike, self.attack, generator)
         if self.protects:
             self.check(task)
             check_declared(task, sent, reply)
         if update and self.noise is not None:
-            return local(reply, sent, self.noise, self._noise_of(self.noise, id, sent, reply, round, phase))
+            return local(
+                reply, sent, self.noise, self._noise_of(self.noise, id, sent, reply, round, phase)
+            )
         return reply
 
     def measured(self, metrics: Metrics) -> Metrics:
-        """What leaves of what a task measured: where the owner is protected a few single numbers, which are means over many tokens."""
+        """What leaves of what a task measured: where the owner is protected a few single
+        numbers, which are means over many tokens.
+        """
         if not self.protects:
             return metrics
         if self.silent:
@@ -114,30 +148,43 @@ class Outbound:
         single = [name for name, value in metrics.items() if isinstance(value, int | float)]
         return {name: metrics[name] for name in single[:_MOST_MEASURED]}
 
-    def _noise_of(self, privacy: Privacy, id: ClientId, sent: Named, reply: Named, round: int, phase: int) -> Source:
+    def _noise_of(
+        self, privacy: Privacy, id: ClientId, sent: Named, reply: Named, round: int, phase: int
+    ) -> Source:
         """Return random numbers for the noise of a reply.
 
-        With a key they depend on all that the noise must differ by, and on nothing that a server could change while the reply stays: with
-        another seed, run or round the noise is the same, and cannot be averaged away; with another C or z it is another one, since the
-        same one in two sizes would tell the reply.
+        With a key they depend on all that the noise must differ by, and on nothing that a server
+        could change while the reply stays: with another seed, run or round the noise is the same,
+        and cannot be averaged away; with another C or z it is another one, since the same one in
+        two sizes would tell the reply.
         """
         if not self.key:
             return self.source("noise", round, phase, id)
         contents = (blake2b(to_bytes(named)).hexdigest() for named in (sent, reply))
-        return Source.keyed(self.key, "noise", id, repr(privacy.clip), repr(privacy.noise), *contents)
+        return Source.keyed(
+            self.key, "noise", id, repr(privacy.clip), repr(privacy.noise), *contents
+        )
 
-    def sanitizer(self, method: Any, steps: int, round: int, phase: int, id: ClientId) -> Sanitizer | None:
-        """What makes the gradients that a client of a method shares, in one task of so many steps; None where no examples are protected.
+    def sanitizer(
+        self, method: Any, steps: int, round: int, phase: int, id: ClientId
+    ) -> Sanitizer | None:
+        """What makes the gradients that a client of a method shares, in one task of so many steps;
+        None where no examples are protected.
 
-        On devices it never draws the same twice, not even for the same request: with the same noise on other data, or from another state,
-        the difference would have none. Each time counts.
+        On devices it never draws the same twice, not even for the same request: with the same noise
+        on other data, or from another state, the difference would have none. Each time counts.
         """
         if self.privacy is None or not self.sanitizes:
             return None
         if not protects_examples(method):
-            raise Refused(f"{type(method).__name__} shares what no privacy of single examples covers", "Use another method.")
+            raise Refused(
+                f"{type(method).__name__} shares what no privacy of single examples covers",
+                "Use another method.",
+            )
         secret = self.secret or bool(self.key)
-        source = Source.secret() if secret else Source.seeded(self.seed, "examples", round, phase, id)
+        source = (
+            Source.secret() if secret else Source.seeded(self.seed, "examples", round, phase, id)
+        )
         return Sanitizer(self.privacy, frozenset(method.shared), source, steps)
 
     def source(self, *purpose: int | str) -> Source:

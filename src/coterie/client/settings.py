@@ -15,14 +15,29 @@ class Training(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    batch_size: Annotated[int, Field(ge=1, description="sequences or images per optimiser step")] = 64
-    micro_batch: Annotated[int | None, Field(ge=1, description="rows per forward pass; gradients accumulate to the same step")] = None
-    experts: Annotated[Optimiser, Field(description="lower level: LoRA experts and attention; of an image classifier: everything")] = AdamW(
-        schedule="cosine"
-    )
-    routers: Annotated[Optimiser, Field(description="upper level: routers, and the gate of a pool")] = AdamW()
+    batch_size: Annotated[
+        int, Field(ge=1, description="sequences or images per optimiser step")
+    ] = 64
+    micro_batch: Annotated[
+        int | None,
+        Field(ge=1, description="rows per forward pass; gradients accumulate to the same step"),
+    ] = None
+    experts: Annotated[
+        Optimiser,
+        Field(
+            description="lower level: LoRA experts and attention; of an image classifier: "
+            "everything"
+        ),
+    ] = AdamW(schedule="cosine")
+    routers: Annotated[
+        Optimiser, Field(description="upper level: routers, and the gate of a pool")
+    ] = AdamW()
     stateless: Annotated[
-        bool, Field(description="clients keep nothing of the model between rounds: optimisers start afresh, as where many take part seldom")
+        bool,
+        Field(
+            description="clients keep nothing of the model between rounds: optimisers start "
+            "afresh, as where many take part seldom"
+        ),
     ] = False
 
     def optimiser(self, role: Role) -> Optimiser:

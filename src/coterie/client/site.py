@@ -20,11 +20,18 @@ from coterie.core.tensors import Named, Tensors
 from coterie.data.federation import ClientData
 from coterie.models.layout import Layout
 
-_OF_THE_MODEL = ("parameters/", "optimiser/", "buffers", NUMBERS)  # what the keys of a client's state that a stateless one drops begin with
+_OF_THE_MODEL = (
+    "parameters/",
+    "optimiser/",
+    "buffers",
+    NUMBERS,
+)  # what the keys of a client's state that a stateless one drops begin with
 
 
 def _seed(seed: int, device: torch.device) -> None:
-    """`torch.manual_seed` for the device in use only: for others, which may still come, it would note at length where it was called."""
+    """`torch.manual_seed` for the device in use only: for others, which may still come, it would
+    note at length where it was called.
+    """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
@@ -32,7 +39,8 @@ def _seed(seed: int, device: torch.device) -> None:
 
 @dataclass
 class Site:
-    """What a process needs to be any client of a run: how models are built (on one backbone for all), their data, and how they train.
+    """What a process needs to be any client of a run: how models are built (on one backbone for
+    all), their data, and how they train.
 
     Args:
         build: Makes a model of some layout.
@@ -63,29 +71,51 @@ class Site:
 
     def client(self, id: ClientId, state: State) -> Client:
         """The client `id` with its remembered state."""
-        return Client(id, self.model(id), self.data[id], self.training, state, self.seed, self.total_iterations)
+        return Client(
+            id,
+            self.model(id),
+            self.data[id],
+            self.training,
+            state,
+            self.seed,
+            self.total_iterations,
+        )
 
-    def _unshared(self, shared: Sequence[Role], id: ClientId, name: str, tensor: Tensor) -> str | None:
-        """Say why a tensor of a reply is none of a shared role; None where it is one, or scores or counts.
+    def _unshared(
+        self, shared: Sequence[Role], id: ClientId, name: str, tensor: Tensor
+    ) -> str | None:
+        """Say why a tensor of a reply is none of a shared role; None where it is one, or scores or
+        counts.
 
-        What belongs to several models has a prefix for each (`change/<name>`); gradients travel under the names of clients.
+        What belongs to several models has a prefix for each (`change/<name>`); gradients travel
+        under the names of clients.
         """
         roles, sizes = self._roles_of(id)
         parts = name.split("/")
-        suffixes = [".".join(parts[at:]) for at in range(len(parts))]  # the two matrices of a product travel as `<module>/A` and `/B`
+        suffixes = [
+            ".".join(parts[at:]) for at in range(len(parts))
+        ]  # the two matrices of a product travel as `<module>/A` and `/B`
         role = next((roles[suffix] for suffix in suffixes if suffix in roles), None)
-        whole = {own for own in Role if own in parts and tensor.numel() == sizes[own]}  # a client may be called as a role is
+        whole = {
+            own for own in Role if own in parts and tensor.numel() == sizes[own]
+        }  # a client may be called as a role is
         role = EXPERT if len(parts) == 2 and parts[0] == EXPERT else next(iter(whole), role)
         figures = tensor.dtype in (torch.float64, torch.int64, torch.bool)  # no model's tensors
         if role in shared or (figures and (role is None or tensor.numel() <= MOST_SCORES)):
             return None
         if role is None:
             vector = tensor.numel() in {sizes[own] for own in shared}
-            return None if vector else f"it is {tensor.numel():,} numbers that are no tensor of a shared role"
+            return (
+                None
+                if vector
+                else f"it is {tensor.numel():,} numbers that are no tensor of a shared role"
+            )
         return f"it is of the {role}"
 
     def _roles_of(self, id: ClientId) -> tuple[dict[str, Role], dict[Role, int]]:
-        """The role of each tensor of a client's model by its name, and how many values each role has."""
+        """The role of each tensor of a client's model by its name, and how many values each role
+        has.
+        """
         layout = self.layouts[id]
         if layout not in self._known:
             model = self.model(id)
@@ -93,7 +123,10 @@ class Site:
             roles = {name: role for role, own in named.items() for name in own}
             if model.statistics is not None:
                 roles |= dict.fromkeys(model.buffers(), model.statistics)
-            self._known[layout] = roles, {role: sum(p.numel() for p in own.values()) for role, own in named.items()}
+            self._known[layout] = (
+                roles,
+                {role: sum(p.numel() for p in own.values()) for role, own in named.items()},
+            )
         return self._known[layout]
 
     @property
@@ -111,32 +144,67 @@ class Site:
         """Metrics as they leave a client."""
         return metrics if self.outbound is None else self.outbound.measured(metrics)
 
-    def leaving(self, method: Any, task: str, id: ClientId, sent: Named, reply: Tensors, round: int, phase: int) -> Tensors:
-        """Return a reply as it leaves the client. Raises Refused for a tensor of a role that the method does not share."""
+    def leaving(
+        self,
+        method: Any,
+        task: str,
+        id: ClientId,
+        sent: Named,
+        reply: Tensors,
+        round: int,
+        phase: int,
+    ) -> Tensors:
+        """Return a reply as it leaves the client. Raises Refused for a tensor of a role that the
+        method does not share.
+        """
         scores = declared(find_task(method, task)) is Sends.SCORES
         for name, tensor in reply.items():
             if scores and tensor.dtype == torch.float64 and bool((tensor == tensor.floor()).all()):
-                continue  # counts, of a pool's choices in each class; an owner who is protected lets few of them out, see `check_declared`
+                # counts, of a pool's choices in each class; an owner who is protected lets few of
+                # them out, see `check_declared`
+                continue
             if problem := self._unshared(method.shared, id, name, tensor):
                 shares = ", ".join(method.shared) or "nothing"
-                problem = f"{task}: {name!r} does not leave client {id!r}: {problem}, and {type(method).__name__} shares {shares}"
-                raise Refused(problem, "Send what is shared alone, or declare its role in the method's `shared`.")
-        return reply if self.outbound is None else self.outbound(find_task(method, task), id, sent, reply, round, phase)
+                problem = (
+                    f"{task}: {name!r} does not leave client {id!r}: {problem}, and "
+                    f"{type(method).__name__} shares {shares}"
+                )
+                raise Refused(
+                    problem,
+                    "Send what is shared alone, or declare its role in the method's `shared`.",
+                )
+        return (
+            reply
+            if self.outbound is None
+            else self.outbound(find_task(method, task), id, sent, reply, round, phase)
+        )
 
     def answer(
-        self, method: Any, task: str, id: ClientId, tensors: Tensors, state: State, round: int, phase: int
+        self,
+        method: Any,
+        task: str,
+        id: ClientId,
+        tensors: Tensors,
+        state: State,
+        round: int,
+        phase: int,
     ) -> tuple[Tensors, Metrics]:
         """Do one task of one client; `state` is updated in place.
 
-        A stateless client forgets the model afterwards. Learning rates are where the run stands, not where the client itself does.
+        A stateless client forgets the model afterwards. Learning rates are where the run stands,
+        not where the client itself does.
 
-        The global random generators are seeded from (run seed, round, phase, client id) and put back afterwards.
+        The global random generators are seeded from (run seed, round, phase, client id) and put
+        back afterwards.
 
         Raises:
             ClientError: The task failed; it names the client, the task and the round.
         """
         device = self.model(id).device
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), span(f"{task} {id}"):
+        with (
+            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+            span(f"{task} {id}"),
+        ):
             _seed(mix(self.seed, round, phase, id), device)
             try:
                 if self.outbound is not None:
@@ -144,13 +212,30 @@ class Site:
                 client = self.client(id, state)
                 client.round, client.round_steps = round, method.steps(client)
                 client.total_iterations = method.rounds * client.round_steps
-                client.sanitizer = None if self.outbound is None else self.outbound.sanitizer(method, client.round_steps, round, phase, id)
-                reply = self.leaving(method, task, id, tensors, find_task(method, task)(client, tensors), round, phase)
+                client.sanitizer = (
+                    None
+                    if self.outbound is None
+                    else self.outbound.sanitizer(method, client.round_steps, round, phase, id)
+                )
+                reply = self.leaving(
+                    method,
+                    task,
+                    id,
+                    tensors,
+                    find_task(method, task)(client, tensors),
+                    round,
+                    phase,
+                )
                 return reply, self.measured(client.metrics())
             except CoterieError as error:
                 problem = error.problem.removeprefix(f"client {id!r}: ")
-                raise ClientError(f"client {id!r}, task {task}, round {round + 1}: {problem}", error.remedy) from error
+                raise ClientError(
+                    f"client {id!r}, task {task}, round {round + 1}: {problem}", error.remedy
+                ) from error
             except Exception as error:
-                raise ClientError(f"client {id!r}, task {task}, round {round + 1}: {type(error).__name__}: {error}") from error
+                raise ClientError(
+                    f"client {id!r}, task {task}, round {round + 1}: {type(error).__name__}: "
+                    f"{error}"
+                ) from error
             finally:
                 self.end(state, method)

@@ -21,7 +21,8 @@ from coterie.data.splits import Split
 from coterie.models.lora import LoRA
 from coterie.models.pool import ABSENT
 
-# What a client owns, in the order of its parameters. Of BACKBONE an adapter has what a method freezes at its initial value.
+# What a client owns, in the order of its parameters. Of BACKBONE an adapter has what a method
+# freezes at its initial value.
 OWNED = (GENERALIST, SPECIALIST, ROUTER, EXPERT, GATE, BACKBONE)
 POOLED = (EXPERT, GATE)  # of these a client has nothing until something comes from the server
 NUMBERS = "experts"  # which of a pool's experts are in a client's places
@@ -47,7 +48,9 @@ class BoundClient:
         self.bind()
 
     def bind(self) -> None:
-        """Make the model this client's: its parameters and buffers become views of `state`. Another client of its layout takes it over."""
+        """Make the model this client's: its parameters and buffers become views of `state`.
+        Another client of its layout takes it over.
+        """
         for role in OWNED:
             if named := self._parameters[role]:
                 self._bind(role, named)
@@ -60,9 +63,15 @@ class BoundClient:
         """Make the model's buffers views of this client's."""
         if buffers := self.model.buffers():
             if "buffers" not in self.state:
-                self.state["buffers"] = torch.cat([t.flatten() for t in self.model.initial_buffers().values()])
+                self.state["buffers"] = torch.cat(
+                    [t.flatten() for t in self.model.initial_buffers().values()]
+                )
             flat = self.state["buffers"] = self.state["buffers"].to(self.model.device)
-            for buffer, values in zip(buffers.values(), torch.split(flat, [b.numel() for b in buffers.values()]), strict=True):
+            for buffer, values in zip(
+                buffers.values(),
+                torch.split(flat, [b.numel() for b in buffers.values()]),
+                strict=True,
+            ):
                 buffer.data = values.view_as(buffer)
 
     def _bind(self, role: Role, named: Mapping[str, nn.Parameter]) -> None:
@@ -76,7 +85,8 @@ class BoundClient:
             self.state[key] = torch.cat([initial[name].flatten() for name in named])
         if self.state[key].shape != (size,):
             raise TensorError(
-                f"state of client {self.id!r}: {key} has {self.state[key].numel():,} values, the model has {size:,}",
+                f"state of client {self.id!r}: {key} has {self.state[key].numel():,} values, the "
+                f"model has {size:,}",
                 "The state is from another recipe (rank, experts or base): start afresh.",
             )
         flat = self.state[key] = self.state[key].to(device)
@@ -87,7 +97,9 @@ class BoundClient:
 
     @property
     def loras(self) -> Mapping[str, LoRA]:
-        """The client's low-rank updates by the name of their module: its own values, so that changing them in place changes it."""
+        """The client's low-rank updates by the name of their module: its own values, so that
+        changing them in place changes it.
+        """
         return self.model.loras()
 
     @property
@@ -105,7 +117,9 @@ class BoundClient:
         return torch.tensor(self.windows)
 
     def again(self, purpose: str) -> Split:
-        """The training data in another order and with a cursor of its own, for batches beside those that train the client."""
+        """The training data in another order and with a cursor of its own, for batches beside
+        those that train the client.
+        """
         return training_data(self.data, purpose)
 
     @property
@@ -126,7 +140,9 @@ class BoundClient:
         return self._splits[name]
 
     def embeddings(self, split: Split) -> Tensor:
-        """(windows, e): what the common expert makes of a split's rows; computed once, and kept in the client's state."""
+        """(windows, e): what the common expert makes of a split's rows; computed once, and kept
+        in the client's state.
+        """
         key, embed = f"embeddings/{split.name}", self.model.embed
         if key not in self.state:
             assert embed is not None
@@ -142,25 +158,36 @@ class BoundClient:
         """Take over tensors from the server, by name; an empty dict changes nothing.
 
         Args:
-            tensors: By their own names; under a role's name all values of that role as one vector, (d,); or as `expert/<number>`, (d,),
-                all that belongs to one expert of a pool, for the next place in the order of the numbers.
+            tensors: By their own names; under a role's name all values of that role as one vector,
+                (d,); or as `expert/<number>`, (d,), all that belongs to one expert of a pool, for
+                the next place in the order of the numbers.
 
         Raises:
-            TensorError: A name, shape or dtype that this client's model does not have, or a value that is not finite.
+            TensorError: A name, shape or dtype that this client's model does not have, or a value
+                that is not finite.
         """
         tensors = self._named(tensors)
         own = {name: t for name, t in self._values(*OWNED).items() if name in tensors}
         check_alike(own, tensors, f"tensors for client {self.id!r}")
         if not all_finite(tensors):
-            raise TensorError(f"tensors for client {self.id!r}: not all values are finite", "A client diverged: lower the learning rate.")
+            raise TensorError(
+                f"tensors for client {self.id!r}: not all values are finite",
+                "A client diverged: lower the learning rate.",
+            )
         for name, tensor in own.items():
             tensor.detach().copy_(tensors[name])
 
     def _values(self, *roles: Role) -> dict[str, Tensor]:
-        """The client's tensors of these roles by name, running statistics where they travel with one, and a pool's with its experts."""
-        found: dict[str, Tensor] = {name: p for role in roles for name, p in self._parameters[role].items()}
+        """The client's tensors of these roles by name, running statistics where they travel with
+        one, and a pool's with its experts.
+        """
+        found: dict[str, Tensor] = {
+            name: p for role in roles for name, p in self._parameters[role].items()
+        }
         if EXPERT in roles and (places := self.model.places()):
-            found |= {name: t for place in places for name, t in place.items()} | {NUMBERS: self.state[NUMBERS]}
+            found |= {name: t for place in places for name, t in place.items()} | {
+                NUMBERS: self.state[NUMBERS]
+            }
         return found | (dict(self.model.buffers()) if self.model.statistics in roles else {})
 
     def _named(self, tensors: Named) -> Tensors:
@@ -168,20 +195,35 @@ class BoundClient:
         found = dict(tensors)
         for role in tensors.keys() & set(OWNED):
             found |= self._parted(dict(self._parameters[Role(role)].items()), found.pop(role), role)
-        if numbers := sorted(int(name.removeprefix(_EXPERT)) for name in tensors if name.startswith(_EXPERT)):
+        if numbers := sorted(
+            int(name.removeprefix(_EXPERT)) for name in tensors if name.startswith(_EXPERT)
+        ):
             places = self.model.places()
             if len(numbers) > len(places):
-                raise TensorError(f"{len(numbers)} experts for client {self.id!r}, which has {len(places)} places", "Send at most K.")
+                raise TensorError(
+                    f"{len(numbers)} experts for client {self.id!r}, which has {len(places)} "
+                    f"places",
+                    "Send at most K.",
+                )
             for number, place in zip(numbers, places, strict=False):
                 found |= self._parted(place, found.pop(f"{_EXPERT}{number}"), f"{_EXPERT}{number}")
             found[NUMBERS] = torch.tensor(numbers + [ABSENT] * (len(places) - len(numbers)))
         return found
 
     def _parted(self, own: Named, flat: Tensor, what: str) -> Tensors:
-        """One vector, (d,), as tensors of these names and shapes. Raises TensorError if its length is another."""
+        """One vector, (d,), as tensors of these names and shapes. Raises TensorError if its
+        length is another.
+        """
         sizes = [t.numel() for t in own.values()]
-        check_alike({what: torch.empty(sum(sizes), device="meta")}, {what: flat}, f"tensors for client {self.id!r}")
-        return {name: part.view_as(t) for (name, t), part in zip(own.items(), torch.split(flat, sizes), strict=True)}
+        check_alike(
+            {what: torch.empty(sum(sizes), device="meta")},
+            {what: flat},
+            f"tensors for client {self.id!r}",
+        )
+        return {
+            name: part.view_as(t)
+            for (name, t), part in zip(own.items(), torch.split(flat, sizes), strict=True)
+        }
 
     def read(self, *roles: Role) -> Tensors:
         """Copies of the client's tensors of these roles, by name."""
@@ -191,23 +233,36 @@ class BoundClient:
         """Copies of the experts of a pool that the client has, as `expert/<number>`, (d,) each."""
         numbers = [number for number in self.state[NUMBERS].tolist() if number != ABSENT]
         places = zip(numbers, self.model.places(), strict=False)
-        return {f"{_EXPERT}{number}": torch.cat([t.detach().flatten() for t in place.values()]) for number, place in places}
+        return {
+            f"{_EXPERT}{number}": torch.cat([t.detach().flatten() for t in place.values()])
+            for number, place in places
+        }
 
     def flat(self, role: Role = GENERALIST, into: Tensor | None = None) -> Tensor:
-        """The values of one role as one vector, (d,): a copy, written to `into` if that is given and on the same device."""
+        """The values of one role as one vector, (d,): a copy, written to `into` if that is given
+        and on the same device.
+        """
         values = self.state[f"parameters/{role}"]
-        return values.clone() if into is None or into.device != values.device else into.copy_(values)
+        return (
+            values.clone() if into is None or into.device != values.device else into.copy_(values)
+        )
 
     def shift(self, scale: float, direction: Tensor, role: Role = GENERALIST) -> None:
         """Theta <- theta + scale direction, for all values of one role as one vector, (d,)."""
-        check_alike({role: self.state[f"parameters/{role}"]}, {role: direction}, f"direction for client {self.id!r}")
+        check_alike(
+            {role: self.state[f"parameters/{role}"]},
+            {role: direction},
+            f"direction for client {self.id!r}",
+        )
         self.state[f"parameters/{role}"].add_(direction.to(self.model.device), alpha=scale)
 
     @contextmanager
     def borrowing(self, tensors: Named) -> Iterator[None]:
         """Within the block the client has `tensors` loaded; afterwards its own are back."""
         tensors = self._named(tensors)
-        before = {name: t.detach().clone() for name, t in self._values(*OWNED).items() if name in tensors}
+        before = {
+            name: t.detach().clone() for name, t in self._values(*OWNED).items() if name in tensors
+        }
         self.load(tensors)
         try:
             yield

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 
 class CoterieError(Exception):
-    """Something that stops a command. `str(error)` is the whole message: the problem, then the remedy on a line of its own.
+    """Something that stops a command. `str(error)` is the whole message: the problem, then the
+    remedy on a line of its own.
 
     Args:
         problem: What is wrong and where, naming the field, file or tensor.
@@ -56,7 +57,9 @@ class TensorError(CoterieError):
 
 
 class ClientError(CoterieError):
-    """A client's task failed; the message names the client and the task, `__cause__` is what happened."""
+    """A client's task failed; the message names the client and the task, `__cause__` is what
+    happened.
+    """
 
 
 class SaveError(CoterieError):

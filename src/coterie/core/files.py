@@ -19,12 +19,14 @@ from coterie.core.tensors import Named, Tensors, _dense, _owned
 
 
 def write_atomically(path: Path, data: bytes, lasting: bool = True) -> None:
-    """Write a file so that after a crash or on a full disk either the old or the new content is there, never a part.
+    """Write a file so that after a crash or on a full disk either the old or the new content is
+    there, never a part.
 
     Args:
         path: The file; the folders above it are made.
         data: Its content.
-        lasting: Whether it must outlive a power cut: wait until it is on the disk. Otherwise it outlives the process.
+        lasting: Whether it must outlive a power cut: wait until it is on the disk. Otherwise it
+            outlives the process.
 
     Raises:
         SaveError: It could not be written; a former file of that name is unchanged.
@@ -33,7 +35,9 @@ def write_atomically(path: Path, data: bytes, lasting: bool = True) -> None:
 
 
 def _replace(path: Path, write: Callable[[Path], object], lasting: bool) -> None:
-    """Have `write` make a file of another name, and put it in the place of this one. Raises SaveError, see `write_atomically`."""
+    """Have `write` make a file of another name, and put it in the place of this one. Raises
+    SaveError, see `write_atomically`.
+    """
     new = path.with_name(path.name + ".new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,12 +51,22 @@ def _replace(path: Path, write: Callable[[Path], object], lasting: bool) -> None
         reason = error.strerror if isinstance(error, OSError) else str(error)
         full = isinstance(error, SafetensorError) or error.errno in (errno.ENOSPC, errno.EDQUOT)
         remedy = "Free some space and resume." if full else "Check the folder's permissions."
-        raise SaveError(f"cannot write {path}: {reason}; what was there before is unchanged", remedy) from error
+        raise SaveError(
+            f"cannot write {path}: {reason}; what was there before is unchanged", remedy
+        ) from error
 
 
-def save(path: Path, named: Named, metadata: Mapping[str, str] | None = None, lasting: bool = True) -> None:
-    """Write a safetensors file atomically, without a second copy in memory. Raises SaveError, see `write_atomically`."""
-    _replace(path, lambda new: _encode_file(_dense(named), new, metadata=dict(metadata or {}) or None), lasting)
+def save(
+    path: Path, named: Named, metadata: Mapping[str, str] | None = None, lasting: bool = True
+) -> None:
+    """Write a safetensors file atomically, without a second copy in memory. Raises SaveError,
+    see `write_atomically`.
+    """
+    _replace(
+        path,
+        lambda new: _encode_file(_dense(named), new, metadata=dict(metadata or {}) or None),
+        lasting,
+    )
 
 
 def load(path: Path) -> tuple[Tensors, dict[str, str]]:
@@ -62,10 +76,14 @@ def load(path: Path) -> tuple[Tensors, dict[str, str]]:
         CheckpointError: The file is missing, truncated or not safetensors.
     """
     with _opened(path) as file:
-        return {name: _owned(file.get_tensor(name)) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+        return {name: _owned(file.get_tensor(name)) for name in file.keys()}, dict(  # noqa: SIM118
+            file.metadata() or {}
+        )
 
 
-_HASHING = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="sha256")  # beside the work: hashlib lets other threads run
+_HASHING = ThreadPoolExecutor(
+    min(4, os.cpu_count() or 1), thread_name_prefix="sha256"
+)  # beside the work: hashlib lets other threads run
 
 
 def digest_of(path: Path) -> str:
@@ -80,13 +98,16 @@ def digest_later(path: Path) -> "Future[str]":
 
 
 def nbytes_of_file(path: Path) -> int:
-    """`nbytes` of the tensors in a safetensors file: what is behind the header and its length, 8 bytes."""
+    """`nbytes` of the tensors in a safetensors file: what is behind the header and its length, 8
+    bytes.
+    """
     with open(path, "rb") as file:
         return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
 
 
 def same_as_file(path: Path, named: Named) -> bool:
-    """Whether a safetensors file holds just these tensors. The smallest are read first, and none behind one that differs.
+    """Whether a safetensors file holds just these tensors. The smallest are read first, and none
+    behind one that differs.
 
     Raises:
         CheckpointError: As `load`.
@@ -94,8 +115,13 @@ def same_as_file(path: Path, named: Named) -> bool:
     with _opened(path) as file:
         if set(file.keys()) != named.keys():
             return False
-        pairs = ((file.get_tensor(name), named[name]) for name in sorted(named, key=lambda name: named[name].numel()))
-        return all(kept.dtype == tensor.dtype and torch.equal(kept, tensor.cpu()) for kept, tensor in pairs)
+        pairs = (
+            (file.get_tensor(name), named[name])
+            for name in sorted(named, key=lambda name: named[name].numel())
+        )
+        return all(
+            kept.dtype == tensor.dtype and torch.equal(kept, tensor.cpu()) for kept, tensor in pairs
+        )
 
 
 @contextmanager
@@ -104,10 +130,13 @@ def _opened(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as file:
             yield file
     except (FileNotFoundError, IsADirectoryError):
-        raise CheckpointError(f"no tensors at {path}: the file does not exist", "Check the path.") from None
+        raise CheckpointError(
+            f"no tensors at {path}: the file does not exist", "Check the path."
+        ) from None
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"{path} is truncated or not a safetensors file ({error})", "Use an earlier copy, or make it again."
+            f"{path} is truncated or not a safetensors file ({error})",
+            "Use an earlier copy, or make it again.",
         ) from None
 
 
@@ -121,7 +150,9 @@ def make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise Refused(f"cannot make the folder {path}: {error.strerror}", "Choose another --out.") from None
+        raise Refused(
+            f"cannot make the folder {path}: {error.strerror}", "Choose another --out."
+        ) from None
 
 
 def read_json(path: Path) -> Any:
@@ -133,8 +164,14 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist", "Is this the folder of a run? See `coterie run --out`.") from None
+        raise CheckpointError(
+            f"{path} does not exist", "Is this the folder of a run? See `coterie run --out`."
+        ) from None
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror})", "Check the path and its permissions.") from None
+        raise CheckpointError(
+            f"{path} cannot be read ({error.strerror})", "Check the path and its permissions."
+        ) from None
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged ({error})", "It was not written by coterie, or was changed by hand.") from None
+        raise CheckpointError(
+            f"{path} is damaged ({error})", "It was not written by coterie, or was changed by hand."
+        ) from None

@@ -14,14 +14,18 @@ from coterie.core.errors import TensorError
 
 
 def perplexity(score: Tensor) -> float:
-    """exp(mean token NLL) of a client's score, (2,): total NLL in nats and the number of tokens. Infinite beyond float range."""
+    """exp(mean token NLL) of a client's score, (2,): total NLL in nats and the number of tokens.
+    Infinite beyond float range.
+    """
     nll, tokens = score.tolist()
     mean = nll / tokens
     return math.exp(mean) if mean < 700 else math.inf
 
 
 def accuracy(score: Tensor) -> float:
-    """Percent of a client's examples that were classified right, of its score, (3,): total NLL, examples, right ones."""
+    """Percent of a client's examples that were classified right, of its score, (3,): total NLL,
+    examples, right ones.
+    """
     _, examples, right = score.tolist()
     return float(100 * right / examples)
 
@@ -53,10 +57,16 @@ class Metric:
     @property
     def about(self) -> dict[str, Any]:
         """What result.json says of it."""
-        return {"name": f"test {self.name}", "unit": self.unit, "lower_is_better": self.lower_is_better}
+        return {
+            "name": f"test {self.name}",
+            "unit": self.unit,
+            "lower_is_better": self.lower_is_better,
+        }
 
     def scores(self, score: Mapping[str, Tensor]) -> dict[str, float]:
-        """The metric and the loss of each split that was scored: `valid`, `test`, `valid_loss`, `test_loss`."""
+        """The metric and the loss of each split that was scored: `valid`, `test`, `valid_loss`,
+        `test_loss`.
+        """
         splits = {split: score[split] for split in ("valid", "test") if split in score}
         return {split: self.of(found) for split, found in splits.items()} | {
             f"{split}_loss": loss(found) for split, found in splits.items()
@@ -73,18 +83,35 @@ def check_scores(score: Mapping[str, Tensor]) -> None:
         score: By split (2,) or (3,), see `Metric`; `choices`, see `choices`. Finite.
 
     Raises:
-        TensorError: No predictions, more right ones than there are, a loss below zero, or a part of one prediction.
+        TensorError: No predictions, more right ones than there are, a loss below zero, or a part of
+            one prediction.
     """
     for split in score.keys() & {"valid", "test"}:
         nll, predictions, *right = score[split].tolist()
         counted = all(float(value).is_integer() for value in (predictions, *right))
-        if not (counted and 1 <= predictions <= MOST and nll >= -1e-3 * predictions and all(0 <= r <= predictions for r in right)):
-            raise TensorError(f"{split} {score[split].tolist()} cannot be sums of losses, predictions and right ones", "")
+        if not (
+            counted
+            and 1 <= predictions <= MOST
+            and nll >= -1e-3 * predictions
+            and all(0 <= r <= predictions for r in right)
+        ):
+            raise TensorError(
+                f"{split} {score[split].tolist()} cannot be sums of losses, predictions and "
+                f"right ones",
+                "",
+            )
     if "choices" in score:
         given, right = score["choices"]
         whole = bool((score["choices"] == score["choices"].floor()).all())
-        if not (whole and bool((right >= 0).all()) and bool((right <= given).all()) and 1 <= float(given.sum()) <= MOST):
-            raise TensorError("choices cannot be numbers of samples and of those that were right", "")
+        if not (
+            whole
+            and bool((right >= 0).all())
+            and bool((right <= given).all())
+            and 1 <= float(given.sum()) <= MOST
+        ):
+            raise TensorError(
+                "choices cannot be numbers of samples and of those that were right", ""
+            )
 
 
 PERPLEXITY = Metric("perplexity", "per token", True, perplexity, 2)
@@ -95,12 +122,13 @@ def choices(found: Sequence[Tensor], anchored: Sequence[Sequence[int]]) -> dict[
     """Which experts of a pool a gate gave samples to (DDOME, Table 5 and Figure 7).
 
     Args:
-        found: Of each client (2, classes, M): samples of each class that each expert got, and how many of them it got right.
+        found: Of each client (2, classes, M): samples of each class that each expert got, and how
+            many of them it got right.
         anchored: The classes of each expert's anchor; empty where there are none.
 
     Returns:
-        `given` and `right`, (classes, M) sums over the clients; and `gate_accuracy`, percent of the samples whose expert's anchor has their
-        class; None where the experts have no anchors.
+        `given` and `right`, (classes, M) sums over the clients; and `gate_accuracy`, percent of the
+        samples whose expert's anchor has their class; None where the experts have no anchors.
     """
     given, right = (total.long() for total in torch.stack(list(found)).sum(dim=0))
     gate = None
@@ -116,8 +144,14 @@ def metric_of(found: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def label(metric: Mapping[str, Any]) -> str:
-    """What axes and headings call a metric: its name, and its unit unless that is what it is counted per."""
-    return str(metric["name"]) if metric["unit"].startswith("per ") else f"{metric['name']}, {metric['unit']}"
+    """What axes and headings call a metric: its name, and its unit unless that is what it is
+    counted per.
+    """
+    return (
+        str(metric["name"])
+        if metric["unit"].startswith("per ")
+        else f"{metric['name']}, {metric['unit']}"
+    )
 
 
 def prediction(metric: Mapping[str, Any]) -> str:
@@ -151,12 +185,20 @@ def worst(values: Iterable[float], metric: Mapping[str, Any]) -> float:
 
 
 def change(value: float, reference: float, metric: Mapping[str, Any]) -> tuple[float, str]:
-    """How far a value is from another, with its sign and unit: points of a percentage, otherwise percent."""
-    return (value - reference, "points") if metric["unit"] == "%" else (100 * (value / reference - 1), "%")
+    """How far a value is from another, with its sign and unit: points of a percentage, otherwise
+    percent.
+    """
+    return (
+        (value - reference, "points")
+        if metric["unit"] == "%"
+        else (100 * (value / reference - 1), "%")
+    )
 
 
 def gate_accuracy(result: Mapping[str, Any]) -> float | None:
-    """Percent of the test samples of the headline group that went to an expert whose anchor has their class; None without a gate."""
+    """Percent of the test samples of the headline group that went to an expert whose anchor has
+    their class; None without a gate.
+    """
     found = (result.get("evaluations") or [{}])[-1].get("choices") or {}
     first: dict[str, Any] = next(iter(found.values()), {})
     return first.get("gate_accuracy")
@@ -172,7 +214,9 @@ def deviation(values: list[float]) -> float:
 
 
 def peak_memory() -> int | None:
-    """Bytes: the most memory that this process, libraries and all, was ever resident in. None where the system does not tell (Windows)."""
+    """Bytes: the most memory that this process, libraries and all, was ever resident in. None
+    where the system does not tell (Windows).
+    """
     try:
         import resource
     except ImportError:

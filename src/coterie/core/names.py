@@ -1,8 +1,9 @@
 """What a client may be called, and how its name becomes the name of a file.
 
-A name is text that people read: letters of any alphabet. A file's name must be the same on every disk, in every archive and in every
-locale: macOS may decompose letters, Windows forbids some signs, and disks that do not tell capitals apart are common. So names are
-percent-encoded for the disk (RFC 3986, section 2.1, with escapes for all but plain letters, digits and `._-`).
+A name is text that people read: letters of any alphabet. A file's name must be the same on every
+disk, in every archive and in every locale: macOS may decompose letters, Windows forbids some signs,
+and disks that do not tell capitals apart are common. So names are percent-encoded for the disk (RFC
+3986, section 2.1, with escapes for all but plain letters, digits and `._-`).
 """
 
 import unicodedata
@@ -11,31 +12,47 @@ from hashlib import sha256
 from urllib.parse import unquote_to_bytes
 
 LONGEST = 100  # characters of a name
-LONGEST_FILE = 120  # bytes of an encoded name: with what is put behind it (`.safetensors.new`), any file system takes that
-# Beside letters and digits: a typographic apostrophe (U+2019), the middle dots of Catalan and Japanese, and Hebrew's two abbreviation marks
+# bytes of an encoded name: with what is put behind it (`.safetensors.new`), any file system takes
+# that
+LONGEST_FILE = 120
+# Beside letters and digits: a typographic apostrophe (U+2019), the middle dots of Catalan and
+# Japanese, and Hebrew's two abbreviation marks
 SIGNS = " -_.'&+@\u2019\u00b7\u30fb\u05f3\u05f4"
 POOL = "centralized"  # who holds the union of all clients' data, for the Centralized row
-_TAKEN = {POOL: "the union of all clients' data", "__metadata__": "what safetensors files say of themselves"}
+_TAKEN = {
+    POOL: "the union of all clients' data",
+    "__metadata__": "what safetensors files say of themselves",
+}
 _JOINERS = "\u200c\u200d"  # which the spelling of some languages needs
-# Letters and marks that show nothing (Default_Ignorable_Code_Point of Unicode 16), so that two names would look the same
+# Letters and marks that show nothing (Default_Ignorable_Code_Point of Unicode 16), so that two
+# names would look the same
 _INVISIBLE = {0x34F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x3164, 0xFFA0}
 _INVISIBLE |= {*range(0x180B, 0x1810), *range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0)}
 _PLAIN = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-")
-_DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(10))}  # of Windows, whatever their ending
+_DEVICES = {
+    "con",
+    "prn",
+    "aux",
+    "nul",
+    *(f"{port}{n}" for port in ("com", "lpt") for n in range(10)),
+}  # of Windows, whatever their ending
 _CUT = "~"  # between the beginning of a name that is too long for a file and its digest
 _DIGEST = 32  # hexadecimal digits: 128 bits
 
 
 def normal(name: str) -> str:
-    """Return a name in Unicode's normal form C, as typed on one machine and stored on another: `e` and an accent become `é`."""
+    """Return a name in Unicode's normal form C, as typed on one machine and stored on another:
+    `e` and an accent become `é`.
+    """
     return unicodedata.normalize("NFC", name)
 
 
 def mistake(name: str) -> str:
     """Return why nobody can be called so, in a few words; nothing if one can.
 
-    A name has letters, marks and digits of any alphabet, single spaces between them, and `SIGNS`. It begins with a letter, a digit, `-` or
-    `_`, has at most `LONGEST` characters, and is in normal form C.
+    A name has letters, marks and digits of any alphabet, single spaces between them, and `SIGNS`.
+    It begins with a letter, a digit, `-` or `_`, has at most `LONGEST` characters, and is in normal
+    form C.
     """
     return next(_mistakes(name), "")
 
@@ -46,7 +63,11 @@ def _mistakes(name: str) -> Iterator[str]:
         yield f"it has {len(name):,} characters, at most {LONGEST} are possible"
     if not name:
         yield "it is empty"
-    yield from (f"it has {_named(character)}" for place, character in enumerate(name) if not _allowed(name, place))
+    yield from (
+        f"it has {_named(character)}"
+        for place, character in enumerate(name)
+        if not _allowed(name, place)
+    )
     if name != normal(name):
         yield "its accents are characters of their own, and not in Unicode's normal form C"
     if not _begins(name[0]):
@@ -68,14 +89,21 @@ def _allowed(name: str, place: int) -> bool:
     if character in _JOINERS:
         return _joins(name[place - 1 : place], name[place + 1 : place + 2])
     category = unicodedata.category(character)
-    return character in SIGNS or (ord(character) not in _INVISIBLE and (category[0] in "LN" or category in ("Mn", "Mc")))
+    return character in SIGNS or (
+        ord(character) not in _INVISIBLE and (category[0] in "LN" or category in ("Mn", "Mc"))
+    )
 
 
 def _joins(before: str, after: str) -> bool:
-    """Whether a joiner changes how letters are written here: behind a virama, or between Arabic letters (RFC 5892, appendix A)."""
+    """Whether a joiner changes how letters are written here: behind a virama, or between Arabic
+    letters (RFC 5892, appendix A).
+    """
     if not before or not after:
         return False
-    return unicodedata.combining(before) == 9 or unicodedata.bidirectional(before) == unicodedata.bidirectional(after) == "AL"
+    return (
+        unicodedata.combining(before) == 9
+        or unicodedata.bidirectional(before) == unicodedata.bidirectional(after) == "AL"
+    )
 
 
 def _named(character: str) -> str:
@@ -87,7 +115,9 @@ def _named(character: str) -> str:
 
 
 def nearest(text: str) -> str:
-    """Return the name that is nearest to some text: what no name may have is replaced by `-`, and its end left out if it is too long."""
+    """Return the name that is nearest to some text: what no name may have is replaced by `-`,
+    and its end left out if it is too long.
+    """
     name = normal(" ".join(text.split()))
     kept = "".join(c if _allowed(name, place) else "-" for place, c in enumerate(name))
     start = next((place for place, c in enumerate(kept) if _begins(c)), len(kept))
@@ -95,22 +125,30 @@ def nearest(text: str) -> str:
 
 
 def folded(name: str) -> str:
-    """Return what two names have in common that a disk, or a reader, may take for one: capitals and joiners do not count."""
+    """Return what two names have in common that a disk, or a reader, may take for one: capitals
+    and joiners do not count.
+    """
     plain = normal(name).casefold()
     return normal("".join(c for c in plain if c not in _JOINERS))
 
 
 def alike(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Return the pairs of unlike names that are one when `folded`, each with the first of its kind."""
+    """Return the pairs of unlike names that are one when `folded`, each with the first of its
+    kind.
+    """
     first: dict[str, str] = {}
-    return [(other, name) for name in names if (other := first.setdefault(folded(name), name)) != name]
+    return [
+        (other, name) for name in names if (other := first.setdefault(folded(name), name)) != name
+    ]
 
 
 def encoded(name: str) -> str:
-    """Return the name of a file or folder for a client's name: ASCII, never hidden, no path, and no device of Windows.
+    """Return the name of a file or folder for a client's name: ASCII, never hidden, no path, and no
+    device of Windows.
 
-    Different names have different ones, also where they are cut: those of more than `LONGEST_FILE` bytes end in a digest. Plain ASCII
-    names stay as they are, but for those that Windows or a shell would take for something else.
+    Different names have different ones, also where they are cut: those of more than `LONGEST_FILE`
+    bytes end in a digest. Plain ASCII names stay as they are, but for those that Windows or a shell
+    would take for something else.
 
     Raises:
         ValueError: It is empty.
@@ -145,6 +183,8 @@ def is_cut(file: str) -> bool:
 
 
 def decoded(file: str) -> str:
-    """Return the client's name that `encoded` made a file's name of; of one that `is_cut` the beginning, and `…`."""
+    """Return the client's name that `encoded` made a file's name of; of one that `is_cut` the
+    beginning, and `…`.
+    """
     beginning, cut, _ = file.partition(_CUT)
     return unquote_to_bytes(beginning).decode("utf-8", "replace") + "…" * bool(cut)

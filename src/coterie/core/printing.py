@@ -3,19 +3,24 @@
 import re
 import unicodedata
 
-_JOINERS = "\u200c\u200d"  # which the spelling of some languages needs, and do no more than join letters
+_JOINERS = (
+    "\u200c\u200d"  # which the spelling of some languages needs, and do no more than join letters
+)
 _BREAK = re.compile(r"[ \t]*(?:\r?\n[ \t]*)+")
 
 
 def printable(text: str, lines: bool = False) -> str:
-    r"""Return text with everything that a terminal, a log or a reader could be deceived by made visible.
+    r"""Return text with everything that a terminal, a log or a reader could be deceived by made
+    visible.
 
-    Control characters (escape sequences begin with one), marks that turn the direction of writing round, other invisible characters and
-    halves of surrogate pairs become escapes as Python writes them (`\x1b`, `\u202e`).
+    Control characters (escape sequences begin with one), marks that turn the direction of writing
+    round, other invisible characters and halves of surrogate pairs become escapes as Python writes
+    them (`\x1b`, `\u202e`).
 
     Args:
         text: Of anybody.
-        lines: Whether tabs and ends of lines stay as they are; otherwise an end of line becomes `↵`, so that nobody can add a line.
+        lines: Whether tabs and ends of lines stay as they are; otherwise an end of line becomes
+            `↵`, so that nobody can add a line.
     """
     if not lines:
         text = _BREAK.sub(" ↵ ", text)

@@ -1,4 +1,6 @@
-"""Where the time of a round goes: a trace of a few clients' steps and of what the server does, for the PyTorch profiler's tools."""
+"""Where the time of a round goes: a trace of a few clients' steps and of what the server does,
+for the PyTorch profiler's tools.
+"""
 
 import gzip
 import json
@@ -16,15 +18,25 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from coterie.core.errors import SaveError
 
-STEPS, TASKS = 10, 2  # of each part of a round, whichever comes first: a trace stays small, and the rest of the run as fast as without
-STEP = "step"  # what the name of an optimiser step's span begins with; all other spans are tasks of clients
+STEPS, TASKS = (
+    10,
+    2,
+    # of each part of a round, whichever comes first: a trace stays small, and the rest of the run
+    # as fast as without
+)
+# what the name of an optimiser step's span begins with; all other spans are tasks of clients
+STEP = "step"
 _GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 _NOTHING = nullcontext()
-_recording: list["Profile"] = []  # who wants to know that a span has ended: one at most, as the profiler of a process
+_recording: list[
+    "Profile"
+] = []  # who wants to know that a span has ended: one at most, as the profiler of a process
 
 
 def span(name: str) -> AbstractContextManager[None]:
-    """A range of this name in a trace: `local_round ann`, `step router`. Where nothing is recorded it costs less than a microsecond."""
+    """A range of this name in a trace: `local_round ann`, `step router`. Where nothing is
+    recorded it costs less than a microsecond.
+    """
     return _range(name) if _recording else _NOTHING
 
 
@@ -38,7 +50,9 @@ def _range(name: str) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps Kineto from writing to stderr, where a live display may be, that it starts and stops: no level of its log does."""
+    """Keeps Kineto from writing to stderr, where a live display may be, that it starts and
+    stops: no level of its log does.
+    """
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
@@ -52,7 +66,9 @@ def _quiet() -> Iterator[None]:
 
 @dataclass
 class Cost:
-    """An operator, or a kernel of the GPU, in a trace: how often it ran, and its own milliseconds, without those of what it called."""
+    """An operator, or a kernel of the GPU, in a trace: how often it ran, and its own
+    milliseconds, without those of what it called.
+    """
 
     calls: int = 0
     ms: float = 0.0
@@ -60,10 +76,12 @@ class Cost:
 
 @dataclass
 class Profile:
-    """The trace of one round, part by part: each exchange, aggregation, evaluation, checkpoint. Of each part the first tasks and steps.
+    """The trace of one round, part by part: each exchange, aggregation, evaluation, checkpoint. Of
+    each part the first tasks and steps.
 
     Args:
-        path: Of the trace, `.json.gz`: Chrome's trace events, with shapes and memory; None: nothing is recorded.
+        path: Of the trace, `.json.gz`: Chrome's trace events, with shapes and memory; None: nothing
+            is recorded.
         active: Whether the round that is going on is recorded.
         device: Whose time `costs` are: the GPU's where it did something.
         costs: By operator or kernel, the dearest first.
@@ -81,13 +99,17 @@ class Profile:
         self.active = wanted and self.path is not None and not self._stopped
 
     def enter(self, part: str) -> None:
-        """A part of the round begins, and the one before it has ended. Nothing happens outside of the recorded round."""
+        """A part of the round begins, and the one before it has ended. Nothing happens outside
+        of the recorded round.
+        """
         self.leave()
         if not self.active:
             return
         self._steps = self._tasks = 0
         device = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-        self._profiler = profile(activities=[ProfilerActivity.CPU, *device], record_shapes=True, profile_memory=True)
+        self._profiler = profile(
+            activities=[ProfilerActivity.CPU, *device], record_shapes=True, profile_memory=True
+        )
         with _quiet():
             self._profiler.start()
         self._range = ExitStack()
@@ -126,7 +148,10 @@ class Profile:
             with gzip.open(self.path, "wt", compresslevel=5) as file:
                 file.write(json.dumps(found))
         except OSError as error:
-            raise SaveError(f"cannot write {self.path}: {error.strerror}", "Free some space, or run without --profile.") from error
+            raise SaveError(
+                f"cannot write {self.path}: {error.strerror}",
+                "Free some space, or run without --profile.",
+            ) from error
         self.costs = costs(found["traceEvents"], _GPU)
         self.device = "GPU" if self.costs else "CPU"
         self.costs = self.costs or costs(found["traceEvents"], {"cpu_op"})
@@ -140,11 +165,14 @@ def costs(events: Sequence[Mapping[str, Any]], kinds: Set[str]) -> dict[str, Cos
     """What each operator of some kinds cost by itself, the dearest first.
 
     Args:
-        events: Of a trace: `X` events have a beginning `ts` and a length `dur` in microseconds, and lie within each other on their thread.
+        events: Of a trace: `X` events have a beginning `ts` and a length `dur` in microseconds, and
+            lie within each other on their thread.
         kinds: Categories.
     """
     found: dict[str, Cost] = {}
-    around: dict[Any, list[Mapping[str, Any]]] = {}  # by thread, the operators that have not ended yet
+    around: dict[
+        Any, list[Mapping[str, Any]]
+    ] = {}  # by thread, the operators that have not ended yet
     timed = (event for event in events if event.get("ph") == "X" and event.get("cat") in kinds)
     for event in sorted(timed, key=lambda e: (e["ts"], -e["dur"])):
         stack = around.setdefault((event["pid"], event["tid"]), [])

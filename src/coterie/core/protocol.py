@@ -1,7 +1,7 @@
 """The one contract between methods and engines.
 
-A method's `round` is a generator for one round: it yields `Ask`s, is sent the replies, and returns the next server state. An engine is
-one function, `answer(ask, phase) -> replies`.
+A method's `round` is a generator for one round: it yields `Ask`s, is sent the replies, and returns
+the next server state. An engine is one function, `answer(ask, phase) -> replies`.
 """
 
 from collections.abc import Callable, Generator, Mapping
@@ -19,7 +19,9 @@ ClientId = str
 State = Tensors  # the server's state: named tensors, so that checkpoints fall out
 Replies = Mapping[ClientId, Tensors]  # in the order of `Ask.to`, without the clients that failed
 Task = Callable[..., Tensors]
-Form = Callable[[Named], Named]  # by what a client was sent: tensors of the names, shapes and dtypes that it must send back
+Form = Callable[
+    [Named], Named
+]  # by what a client was sent: tensors of the names, shapes and dtypes that it must send back
 
 _SENDS, _BATCHED = "__coterie_sends__", "__coterie_batched__"
 MOST_SCORES = 64  # numbers in a reply that is called scores: in more of them a model could hide
@@ -30,20 +32,26 @@ R = TypeVar("R")
 
 
 class Sends(Enum):
-    """What the reply of a task consists of: nothing else of it leaves a device that protects its owner, see `check_declared`."""
+    """What the reply of a task consists of: nothing else of it leaves a device that protects its
+    owner, see `check_declared`.
+    """
 
     PRIVATE = "private"  # anything at all, which leaves only a device that protects nothing
-    UPDATE = "update"  # tensors that came, trained: their difference can be masked, or clipped and noised; and a few counts
+    # tensors that came, trained: their difference can be masked, or clipped and noised; and a few
+    # counts
+    UPDATE = "update"
     SCORES = "scores"  # a few sums of losses, or counts
     NOTHING = "nothing"
 
 
 def task(sends: Sends = Sends.PRIVATE, *, batched: bool = False) -> Callable[[F], F]:
-    """Mark a method of a method's class as the client half: `(self, client, tensors) -> Tensors`. It travels by its name.
+    """Mark a method of a method's class as the client half: `(self, client, tensors) -> Tensors`.
+    It travels by its name.
 
     Args:
         sends: What its reply is declared to be.
-        batched: Whether it uses nothing of its client but what a `ClientBatch` has too, so that one call can serve many clients.
+        batched: Whether it uses nothing of its client but what a `ClientBatch` has too, so that one
+            call can serve many clients.
     """
 
     def mark(function: F) -> F:
@@ -83,7 +91,9 @@ def check_declared(function: Task, sent: Named, reply: Named) -> None:
     sends = declared(function)
     for name in sorted(reply):
         if problem := _undeclared(sends, name, sent, reply):
-            raise Refused(f"{function.__name__}: {name!r} does not leave this device: {problem}", PROTECTS)
+            raise Refused(
+                f"{function.__name__}: {name!r} does not leave this device: {problem}", PROTECTS
+            )
 
 
 def _undeclared(sends: Sends, name: str, sent: Named, reply: Named) -> str | None:
@@ -96,18 +106,30 @@ def _undeclared(sends: Sends, name: str, sent: Named, reply: Named) -> str | Non
     if sends is Sends.SCORES:
         numbers = sum(t.numel() for t in reply.values())
         fits = numbers <= MOST_SCORES and tensor.dtype in (torch.float64, torch.int64)
-        return None if fits else f"{tensor.dtype} among {numbers} numbers; scores are at most {MOST_SCORES}, float64 or int64"
+        return (
+            None
+            if fits
+            else f"{tensor.dtype} among {numbers} numbers; scores are at most {MOST_SCORES}, "
+            f"float64 or int64"
+        )
     if not tensor.is_floating_point():
         counts = sum(not t.is_floating_point() for t in reply.values())
         fits = tensor.dim() == 0 and counts <= MOST_COUNTS
-        return None if fits else f"integers of shape {tuple(tensor.shape)}; beside an update go at most {MOST_COUNTS} counts"
+        return (
+            None
+            if fits
+            else f"integers of shape {tuple(tensor.shape)}; beside an update go at most "
+            f"{MOST_COUNTS} counts"
+        )
     if form is None or form.shape != tensor.shape or form.dtype != tensor.dtype:
         return "it did not come in that form, so that it is no update"
     return None
 
 
 def protects_examples(method: Any) -> bool:
-    """Whether the privacy of single examples can be promised of what a method's clients send: its own class says so by `by_examples`."""
+    """Whether the privacy of single examples can be promised of what a method's clients send:
+    its own class says so by `by_examples`.
+    """
     return "by_examples" in vars(type(method)) and bool(method.by_examples)
 
 
@@ -127,8 +149,10 @@ class Ask:
 
     Args:
         task: A bound `@task` of the method that yields this.
-        to: What each client gets; the clients asked are its keys, and replies come back in their order.
-        back: The form of what each client sends back. Integers are from 0 to those of the form; its other values say nothing.
+        to: What each client gets; the clients asked are its keys, and replies come back in their
+            order.
+        back: The form of what each client sends back. Integers are from 0 to those of the form; its
+            other values say nothing.
         smaller: Whether tensors may come back smaller than their form says (truncated ranks).
     """
 
@@ -139,7 +163,10 @@ class Ask:
 
     def __post_init__(self) -> None:
         if not hasattr(self.task, _SENDS):
-            raise TypeError(f"{self.task!r} is not a @task: an engine could not call it by name on another machine")
+            raise TypeError(
+                f"{self.task!r} is not a @task: an engine could not call it by name on another "
+                f"machine"
+            )
 
     @property
     def name(self) -> str:
@@ -147,10 +174,12 @@ class Ask:
         return self.task.__name__
 
     def check(self, client: ClientId, reply: Named) -> None:
-        """Refuse what a client sent unless it is what it was asked for: a server believes nothing that it did not check.
+        """Refuse what a client sent unless it is what it was asked for: a server believes nothing
+        that it did not check.
 
         Raises:
-            TensorError: A foreign, missing or misshapen tensor, a value that is not finite, or an integer out of its range.
+            TensorError: A foreign, missing or misshapen tensor, a value that is not finite, or an
+                integer out of its range.
         """
         form, what = dict(self.back(self.to[client])), f"reply of client {client!r} to {self.name}"
         if self.smaller:
@@ -158,37 +187,57 @@ class Ask:
         check_alike(form, reply, what)
         if not all_finite(reply):
             bad = next(name for name in sorted(reply) if not all_finite({name: reply[name]}))
-            raise TensorError(f"{what}: not all values of {bad!r} are finite", "Training diverged there: lower the learning rate.")
+            raise TensorError(
+                f"{what}: not all values of {bad!r} are finite",
+                "Training diverged there: lower the learning rate.",
+            )
         for name, tensor in form.items():
             found = reply[name]
-            if not found.dtype.is_floating_point and found.numel() and bool(((found < 0) | (found > tensor.to(found.device))).any()):
-                raise TensorError(f"{what}: {name!r} is {found.tolist()}, expected from 0 to {tensor.tolist()}", "")
+            if (
+                not found.dtype.is_floating_point
+                and found.numel()
+                and bool(((found < 0) | (found > tensor.to(found.device))).any())
+            ):
+                raise TensorError(
+                    f"{what}: {name!r} is {found.tolist()}, expected from 0 to {tensor.tolist()}",
+                    "",
+                )
 
 
 def _cut(form: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
     """The form with the shape of a tensor that is found, if that fits into it."""
-    fits = form.dim() == found.dim() and all(0 < n <= most for n, most in zip(found.shape, form.shape, strict=True))
+    fits = form.dim() == found.dim() and all(
+        0 < n <= most for n, most in zip(found.shape, form.shape, strict=True)
+    )
     return form.new_empty(found.shape) if fits else form
 
 
 Round = Generator[Ask, Replies, State]
-Adaptation = Generator[Ask, Replies, Mapping[ClientId, Tensors]]  # ends in what each new client gets
+Adaptation = Generator[
+    Ask, Replies, Mapping[ClientId, Tensors]
+]  # ends in what each new client gets
 
 
 def find_task(method: Any, name: str) -> Task:
     """The bound task `name` of `method`, for engines that receive it as text.
 
     Raises:
-        TensorError: The method has no such task (its other attributes cannot be called from outside).
+        TensorError: The method has no such task (its other attributes cannot be called from
+            outside).
     """
     found = getattr(method, name, None)
     if not hasattr(found, _SENDS):
-        raise TensorError(f"{type(method).__name__} has no task {name!r}", "Server and client must run the same version of coterie.")
+        raise TensorError(
+            f"{type(method).__name__} has no task {name!r}",
+            "Server and client must run the same version of coterie.",
+        )
     return found  # type: ignore[return-value]
 
 
 def drive(round: Generator[Ask, Replies, R], answer: Callable[[Ask, int], Replies]) -> R:
-    """Run one round, or one adaptation, to its end: pass every Ask, with the number of its phase, to `answer`, and the replies back."""
+    """Run one round, or one adaptation, to its end: pass every Ask, with the number of its
+    phase, to `answer`, and the replies back.
+    """
     try:
         ask, phase = next(round), 0
         while True:
@@ -199,9 +248,11 @@ def drive(round: Generator[Ask, Replies, R], answer: Callable[[Ask, int], Replie
 
 
 def mix(seed: int, *parts: int | str) -> int:
-    """A seed of 63 bits for one purpose, from the run's seed and what names the purpose: (round, phase, client id) for a client's task.
+    """A seed of 63 bits for one purpose, from the run's seed and what names the purpose: (round,
+    phase, client id) for a client's task.
 
-    BLAKE2b over the parts as text, so that it is the same on every machine and no two purposes share a stream.
+    BLAKE2b over the parts as text, so that it is the same on every machine and no two purposes
+    share a stream.
     """
     text = "/".join(map(str, (seed, *parts)))
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -1,4 +1,5 @@
-"""The role of a tensor: what it is for, and so whether it may leave the client. Never guessed from a name.
+"""The role of a tensor: what it is for, and so whether it may leave the client. Never guessed from
+a name.
 
 A module declares the roles of the parameters that it owns itself:
 
@@ -30,7 +31,8 @@ GENERALIST, SPECIALIST, ROUTER, EXPERT, GATE, BACKBONE = Role
 
 
 def by_role(module: nn.Module) -> dict[Role, dict[str, nn.Parameter]]:
-    """The parameters of `module` by role, in the order of `named_parameters`: one that several modules share is there once.
+    """The parameters of `module` by role, in the order of `named_parameters`: one that several
+    modules share is there once.
 
     Raises:
         TensorError: A trainable parameter has no declared role.
@@ -50,6 +52,8 @@ def by_role(module: nn.Module) -> dict[Role, dict[str, nn.Parameter]]:
 
 
 def tag(module: nn.Module, role: Role) -> None:
-    """Give every parameter of `module`, and of the modules in it, one role: of layers that declare none themselves."""
+    """Give every parameter of `module`, and of the modules in it, one role: of layers that
+    declare none themselves.
+    """
     for owner in module.modules():
         owner.roles = {name: role for name, _ in owner.named_parameters(recurse=False)}  # type: ignore[assignment]

@@ -1,4 +1,6 @@
-"""Named tensors: the mathematics that methods compose, and the one codec for every wire and every file."""
+"""Named tensors: the mathematics that methods compose, and the one codec for every wire and
+every file.
+"""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -22,9 +24,15 @@ def check_alike(expected: Named, found: Named, what: str = "tensors") -> None:
         TensorError: Naming the first foreign, missing or misshapen tensor.
     """
     if foreign := sorted(found.keys() - expected.keys()):
-        raise TensorError(f"{what}: foreign tensor {foreign[0]!r} ({len(foreign)} in all)", "Expected only: " + _few(expected))
+        raise TensorError(
+            f"{what}: foreign tensor {foreign[0]!r} ({len(foreign)} in all)",
+            "Expected only: " + _few(expected),
+        )
     if missing := sorted(expected.keys() - found.keys()):
-        raise TensorError(f"{what}: tensor {missing[0]!r} is missing ({len(missing)} in all)", "Found: " + _few(found))
+        raise TensorError(
+            f"{what}: tensor {missing[0]!r} is missing ({len(missing)} in all)",
+            "Found: " + _few(found),
+        )
     for name, tensor in expected.items():
         if found[name].shape != tensor.shape or found[name].dtype != tensor.dtype:
             raise TensorError(
@@ -35,7 +43,11 @@ def check_alike(expected: Named, found: Named, what: str = "tensors") -> None:
 
 def _few(named: Named) -> str:
     names = sorted(named)
-    return ", ".join(names[:3]) + (f", ... ({len(names)} in all)" if len(names) > 3 else "") if names else "nothing"
+    return (
+        ", ".join(names[:3]) + (f", ... ({len(names)} in all)" if len(names) > 3 else "")
+        if names
+        else "nothing"
+    )
 
 
 def _form(tensor: Tensor) -> str:
@@ -77,7 +89,11 @@ def norm(x: Named) -> float:
 
 
 def all_finite(named: Named) -> bool:
-    return all(bool(torch.isfinite(tensor).all()) for tensor in named.values() if tensor.is_floating_point())
+    return all(
+        bool(torch.isfinite(tensor).all())
+        for tensor in named.values()
+        if tensor.is_floating_point()
+    )
 
 
 def copy(named: Named) -> Tensors:
@@ -92,7 +108,11 @@ def prefixed(prefix: str, named: Named) -> Tensors:
 
 def under(prefix: str, named: Named) -> Tensors:
     """The inverse of `prefixed`: the tensors of one set, by their own names."""
-    return {name.removeprefix(f"{prefix}/"): tensor for name, tensor in named.items() if name.startswith(f"{prefix}/")}
+    return {
+        name.removeprefix(f"{prefix}/"): tensor
+        for name, tensor in named.items()
+        if name.startswith(f"{prefix}/")
+    }
 
 
 def nbytes(named: Named) -> int:
@@ -119,14 +139,27 @@ def from_bytes(data: bytes, what: str = "message") -> Tensors:
     """
     try:
         decoded = {name: _owned(tensor) for name, tensor in _decode(data).items()}
-    except (SafetensorError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        reason = str(error).partition("\n")[0]  # some headers get as far as PyTorch, which refuses them in its own ways
+    except (
+        SafetensorError,
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        reason = str(error).partition("\n")[
+            0
+        ]  # some headers get as far as PyTorch, which refuses them in its own ways
         raise TensorError(
-            f"{what}: not valid safetensors bytes ({reason})", "It was truncated or damaged on the way: send it again."
+            f"{what}: not valid safetensors bytes ({reason})",
+            "It was truncated or damaged on the way: send it again.",
         ) from None
     return decoded
 
 
 def _owned(tensor: Tensor) -> Tensor:
-    """A copy, which begins where PyTorch's tensors begin: where values begin decides how products of them are rounded."""
+    """A copy, which begins where PyTorch's tensors begin: where values begin decides how
+    products of them are rounded.
+    """
     return tensor.clone()

@@ -1,8 +1,11 @@
-"""With how many threads a process computes, how they wait for each other, and whether the machine has cores for them.
+"""With how many threads a process computes, how they wait for each other, and whether the machine
+has cores for them.
 
-Threads that work on one product wait for the last of them. Where another program has that one's core, the others wait for it after every
-product; and as OpenMP has them spin while they wait, they use up the time that the last one lacks. A step that takes a tenth of a second
-on a quiet machine then takes many (benchmarks/results/threads.md). So threads go to sleep soon; and as many are taken as help now.
+Threads that work on one product wait for the last of them. Where another program has that one's
+core, the others wait for it after every product; and as OpenMP has them spin while they wait, they
+use up the time that the last one lacks. A step that takes a tenth of a second on a quiet machine
+then takes many (benchmarks/results/threads.md). So threads go to sleep soon; and as many are taken
+as help now.
 """
 
 import os
@@ -11,9 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-SAID = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # by whoever sets one of these, their number is chosen
+SAID = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+)  # by whoever sets one of these, their number is chosen
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-# GNU's runtime, which PyTorch's wheels for Linux bring: turns of a loop before a thread sleeps, instead of 300,000. LLVM's: milliseconds.
+# GNU's runtime, which PyTorch's wheels for Linux bring: turns of a loop before a thread sleeps,
+# instead of 300,000. LLVM's: milliseconds.
 _BRIEFLY = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}
 _PROBE_S = 0.3  # seconds for the passes with one thread, and again for those with all
 _GAIN = 0.9  # the share of one thread's time that all together must stay below to be worth it
@@ -22,7 +29,9 @@ _STAT = Path("/proc/stat")
 
 
 def wait_briefly() -> None:
-    """Have threads that wait for each other sleep soon; before PyTorch is imported, and unless the environment says how they wait."""
+    """Have threads that wait for each other sleep soon; before PyTorch is imported, and unless
+    the environment says how they wait.
+    """
     if not any(name in os.environ for name in _WAITING):
         os.environ.update(_BRIEFLY)
 
@@ -33,7 +42,8 @@ class Usage:
 
     Args:
         own: Cores that this process kept busy: its CPU seconds per second.
-        others: Cores that all others did; None where the system does not tell (it is Linux that does).
+        others: Cores that all others did; None where the system does not tell (it is Linux that
+            does).
         running: Threads of others that wanted a core; None likewise.
         cores: Of the machine.
     """
@@ -44,7 +54,9 @@ class Usage:
     cores: int = os.cpu_count() or 1
 
     def lacking(self, threads: int) -> int:
-        """Return how many others compute where so many threads did not get the cores that they wanted; 0 where they did."""
+        """Return how many others compute where so many threads did not get the cores that they
+        wanted; 0 where they did.
+        """
         if self.others is None:  # with half a core and less it is not that work was uneven
             return int(self.own < _WHOLE / 2)
         idle = self.cores - self.own - self.others
@@ -54,7 +66,9 @@ class Usage:
 
     @property
     def crowded(self) -> bool:
-        """Whether a process that computed with one thread had to share its core, or others have a quarter of the machine."""
+        """Whether a process that computed with one thread had to share its core, or others have
+        a quarter of the machine.
+        """
         return self.own < _WHOLE or (self.others is not None and self.others >= self.cores / 4)
 
 
@@ -81,22 +95,33 @@ class Watch:
 
     def look(self) -> Usage:
         """Return what was used since the last look."""
-        seconds, own, (busy, _) = max(self.seconds, 1e-6), time.process_time() - self._own, _machine()
-        others = None if busy is None or self._busy is None else max(busy - self._busy - own, 0.0) / seconds
+        seconds, own, (busy, _) = (
+            max(self.seconds, 1e-6),
+            time.process_time() - self._own,
+            _machine(),
+        )
+        others = (
+            None
+            if busy is None or self._busy is None
+            else max(busy - self._busy - own, 0.0) / seconds
+        )
         running = sum(self._running) / len(self._running) if self._running else None
         self._begin()
         return Usage(own / seconds, others, running)
 
 
 def _machine() -> tuple[float | None, int | None]:
-    """Seconds that all cores together were busy since the machine started, and threads that want one now; None where it is not known.
+    """Seconds that all cores together were busy since the machine started, and threads that want
+    one now; None where it is not known.
 
     What a hypervisor took away counts as busy: nobody here could have it.
     """
     try:
         lines = _STAT.read_text().splitlines()
         user, nice, system, _, _, irq, softirq, steal, *_ = map(int, lines[0].split()[1:])
-        running = next((int(line.split()[1]) for line in lines if line.startswith("procs_running")), None)
+        running = next(
+            (int(line.split()[1]) for line in lines if line.startswith("procs_running")), None
+        )
         return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK"), running
     except (OSError, ValueError, IndexError):
         return None, None
@@ -108,7 +133,8 @@ class Chosen:
 
     Args:
         threads: How many.
-        others: Processes that computed meanwhile, for which one thread was taken; 0: it was not for them.
+        others: Processes that computed meanwhile, for which one thread was taken; 0: it was not for
+            them.
     """
 
     threads: int
@@ -116,10 +142,12 @@ class Chosen:
 
 
 def choose(work: Callable[[int], object], most: int) -> Chosen:
-    """Return with how many threads work of a kind is done best on this machine as it is now: one, or all.
+    """Return with how many threads work of a kind is done best on this machine as it is now: one,
+    or all.
 
-    One, where others compute as well, or all together are not a tenth faster. Where a single pass of one thread takes as long as all of
-    them should, products are so large that waiting for each other is no matter: all. It takes less than a second.
+    One, where others compute as well, or all together are not a tenth faster. Where a single pass
+    of one thread takes as long as all of them should, products are so large that waiting for each
+    other is no matter: all. It takes less than a second.
 
     Args:
         work: Does a pass of it with so many threads.

@@ -1,6 +1,8 @@
-"""Canaries: random texts planted in clients' training data by coin flips, to measure what of them a trained model gives away.
+"""Canaries: random texts planted in clients' training data by coin flips, to measure what of them a
+trained model gives away.
 
-Carlini et al., "The Secret Sharer: Evaluating and Testing Unintended Memorization in Neural Networks", USENIX Security 2019.
+Carlini et al., "The Secret Sharer: Evaluating and Testing Unintended Memorization in Neural
+Networks", USENIX Security 2019.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,24 +23,46 @@ Ids = npt.NDArray[np.int64]
 
 
 class Audit(BaseModel):
-    """What a run plants and keeps so that `coterie audit` can measure what the shared part gives away."""
+    """What a run plants and keeps so that `coterie audit` can measure what the shared part gives
+    away.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     canaries: Annotated[
         int,
-        Field(ge=0, description="candidates of each client: a fixed prefix and random tokens; a coin flip plants each or leaves it out"),
+        Field(
+            ge=0,
+            description="candidates of each client: a fixed prefix and random tokens; a coin "
+            "flip plants each or leaves it out",
+        ),
     ] = 32
-    repeats: Annotated[int, Field(ge=1, description="how often a planted one stands in its client's training text")] = 4
+    repeats: Annotated[
+        int, Field(ge=1, description="how often a planted one stands in its client's training text")
+    ] = 4
     prefix: Annotated[int, Field(ge=0, description="tokens that all of them begin with")] = 4
-    length: Annotated[int, Field(ge=1, description="random tokens of each, uniform over the vocabulary")] = 8
-    references: Annotated[int, Field(ge=1, description="more of the same distribution that nobody has: what exposure is ranked among")] = (
-        256
-    )
+    length: Annotated[
+        int, Field(ge=1, description="random tokens of each, uniform over the vocabulary")
+    ] = 8
+    references: Annotated[
+        int,
+        Field(
+            ge=1,
+            description="more of the same distribution that nobody has: what exposure is ranked "
+            "among",
+        ),
+    ] = 256
     exchanges: Annotated[
-        int | None, Field(ge=1, description="the last training exchanges of which what was sent is kept in the run's folder; null: all")
+        int | None,
+        Field(
+            ge=1,
+            description="the last training exchanges of which what was sent is kept in the run's "
+            "folder; null: all",
+        ),
     ] = 5
-    seed: Annotated[int, Field(ge=0, description="of canaries and coin flips, beside the run's seed")] = 0
+    seed: Annotated[
+        int, Field(ge=0, description="of canaries and coin flips, beside the run's seed")
+    ] = 0
 
 
 @dataclass(frozen=True)
@@ -49,7 +73,8 @@ class Canaries:
         prefix: (p,) token ids.
         tokens: (n, k) token ids: the random part of each.
         planted: (n,) the coin flips.
-        windows: (planted ones x repeats,) the numbers of the client's training windows that hold one.
+        windows: (planted ones x repeats,) the numbers of the client's training windows that hold
+            one.
     """
 
     prefix: Ids
@@ -59,13 +84,25 @@ class Canaries:
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON values of which `from_json` makes the same."""
-        return {name: getattr(self, name).tolist() for name in ("prefix", "tokens", "planted", "windows")}
+        return {
+            name: getattr(self, name).tolist()
+            for name in ("prefix", "tokens", "planted", "windows")
+        }
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> "Canaries":
-        """Make the candidates of what `to_json` gave. Raises ValueError or KeyError for anything else."""
-        prefix, tokens, windows = (np.array(found[name], dtype=np.int64) for name in ("prefix", "tokens", "windows"))
-        return cls(prefix, tokens.reshape(len(found["tokens"]), -1), np.array(found["planted"], dtype=bool), windows)
+        """Make the candidates of what `to_json` gave. Raises ValueError or KeyError for anything
+        else.
+        """
+        prefix, tokens, windows = (
+            np.array(found[name], dtype=np.int64) for name in ("prefix", "tokens", "windows")
+        )
+        return cls(
+            prefix,
+            tokens.reshape(len(found["tokens"]), -1),
+            np.array(found["planted"], dtype=bool),
+            windows,
+        )
 
 
 def plant(
@@ -73,9 +110,10 @@ def plant(
 ) -> tuple[Federation, dict[ClientId, Canaries], Ids]:
     """Plant canaries in the training text of every client.
 
-    Every candidate has `repeats` places, each within a training window of its own. A coin flip decides whether `end prefix tokens end`
-    stands there or the client's own text stays. So a flip changes these windows and nothing else: neither their number nor their order. All
-    is drawn from the two seeds: whoever has both and the data finds the same.
+    Every candidate has `repeats` places, each within a training window of its own. A coin flip
+    decides whether `end prefix tokens end` stands there or the client's own text stays. So a flip
+    changes these windows and nothing else: neither their number nor their order. All is drawn from
+    the two seeds: whoever has both and the data finds the same.
 
     Args:
         federation: Of token splits.
@@ -85,14 +123,19 @@ def plant(
         end: The id between documents; None where the tokenizer has none.
 
     Returns:
-        The federation with planted training splits; each client's candidates; and (references, k) random parts that nobody has.
+        The federation with planted training splits; each client's candidates; and (references, k)
+        random parts that nobody has.
 
     Raises:
         DataError: A window is too short for a canary, or there are fewer windows than places.
     """
     allowed = np.asarray(vocabulary, dtype=np.int64)
-    prefix = np.random.default_rng(mix(seed, "audit", audit.seed, "prefix")).choice(allowed, audit.prefix)
-    references = np.random.default_rng(mix(seed, "audit", audit.seed, "references")).choice(allowed, (audit.references, audit.length))
+    prefix = np.random.default_rng(mix(seed, "audit", audit.seed, "prefix")).choice(
+        allowed, audit.prefix
+    )
+    references = np.random.default_rng(mix(seed, "audit", audit.seed, "references")).choice(
+        allowed, (audit.references, audit.length)
+    )
     ends = [] if end is None else [end]
     clients, found = dict(federation.clients), dict[ClientId, Canaries]()
     with Refusals() as refusals:
@@ -103,14 +146,22 @@ def plant(
             planted = rng.random(audit.canaries) < 0.5
             pieces = np.array([[*ends, *prefix, *own, *ends] for own in tokens], dtype=np.int64)
             with refusals.gather(f"client {id!r}, "):
-                train, windows = _planted(data.train, np.repeat(pieces, audit.repeats, axis=0), np.repeat(planted, audit.repeats), rng)
+                train, windows = _planted(
+                    data.train,
+                    np.repeat(pieces, audit.repeats, axis=0),
+                    np.repeat(planted, audit.repeats),
+                    rng,
+                )
                 clients[id] = ClientData(id, train, data.valid, data.test)
                 found[id] = Canaries(prefix, tokens, planted, windows)
     return replace(federation, clients=clients), found, references
 
 
-def _planted(split: TokenSplit, pieces: Ids, planted: npt.NDArray[np.bool_], rng: np.random.Generator) -> tuple[TokenSplit, Numbers]:
-    """The split with those of (m, l) pieces that are planted, and the numbers of their windows; all of them have a place.
+def _planted(
+    split: TokenSplit, pieces: Ids, planted: npt.NDArray[np.bool_], rng: np.random.Generator
+) -> tuple[TokenSplit, Numbers]:
+    """The split with those of (m, l) pieces that are planted, and the numbers of their windows; all
+    of them have a place.
 
     Raises:
         DataError: They do not fit.
@@ -123,7 +174,8 @@ def _planted(split: TokenSplit, pieces: Ids, planted: npt.NDArray[np.bool_], rng
         problem = f"{split.name}: {count} places for canaries, but only {split.windows} windows"
         raise DataError(problem, "Set fewer audit.canaries or audit.repeats, or give more text.")
     windows = rng.permutation(split.windows)[:count]
-    # a window shares its first and its last id with its neighbours: a piece lies between them, so that it is in no other window
+    # a window shares its first and its last id with its neighbours: a piece lies between them, so
+    # that it is in no other window
     starts = windows * split.context + 1 + rng.integers(0, split.context - length, count)
     tokens = np.array(split.tokens)
     for start, piece in zip(starts[planted], pieces[planted], strict=True):

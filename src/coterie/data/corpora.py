@@ -23,7 +23,8 @@ _FRACTIONS = Field(description="shares of train, valid and test in a client's te
 
 
 class Stdlib(Section):
-    """Four topics of Python's standard library: real text that is on every machine, and that the embedded base has not seen.
+    """Four topics of Python's standard library: real text that is on every machine, and that the
+    embedded base has not seen.
 
     The files differ from version to version of Python, and so do the figures.
     """
@@ -37,16 +38,30 @@ class Stdlib(Section):
 
     def source(self) -> Source:
         folder = Path(sysconfig.get_path("stdlib"))
-        files = {topic: [path for pattern in patterns for path in _matches(folder, pattern)] for topic, patterns in STDLIB_TOPICS.items()}
+        files = {
+            topic: [path for pattern in patterns for path in _matches(folder, pattern)]
+            for topic, patterns in STDLIB_TOPICS.items()
+        }
         with Refusals() as refusals:
             for topic in (topic for topic, paths in files.items() if not paths):
                 patterns = ", ".join(STDLIB_TOPICS[topic])
-                refusals.add(f"client {topic!r}: none of {patterns} in {folder}", "Use a full installation of Python, or other data.")
-        return Source(stamps(path for paths in files.values() for path in paths), lambda: self._read(files))
+                refusals.add(
+                    f"client {topic!r}: none of {patterns} in {folder}",
+                    "Use a full installation of Python, or other data.",
+                )
+        return Source(
+            stamps(path for paths in files.values() for path in paths), lambda: self._read(files)
+        )
 
     def _read(self, files: Mapping[ClientId, Sequence[Path]]) -> Texts:
-        chunks = {topic: [chunk for path in paths for chunk in cut(_text_of(path))] for topic, paths in files.items()}
-        return {topic: split(keyed_by_text(texts), self.fractions, self.seed) for topic, texts in chunks.items()}
+        chunks = {
+            topic: [chunk for path in paths for chunk in cut(_text_of(path))]
+            for topic, paths in files.items()
+        }
+        return {
+            topic: split(keyed_by_text(texts), self.fractions, self.seed)
+            for topic, texts in chunks.items()
+        }
 
 
 def _matches(folder: Path, pattern: str) -> list[Path]:
@@ -55,7 +70,9 @@ def _matches(folder: Path, pattern: str) -> list[Path]:
 
 
 def _text_of(path: Path) -> str:
-    """The text of a module; of the language reference the text itself, without the Python literals it is wrapped in."""
+    """The text of a module; of the language reference the text itself, without the Python
+    literals it is wrapped in.
+    """
     if path.match("pydoc_data/topics.py"):
         from pydoc_data.topics import topics
 
@@ -64,57 +81,89 @@ def _text_of(path: Path) -> str:
 
 
 class Corpus(Section):
-    """A corpus in a folder with the layout of coterie's data: `root`, or the environment variable COTERIE_DATA."""
+    """A corpus in a folder with the layout of coterie's data: `root`, or the environment
+    variable COTERIE_DATA.
+    """
 
-    root: Annotated[Path | None, Field(description="folder of data; null: the environment variable COTERIE_DATA")] = None
-    exclude_pretraining: Annotated[bool, Field(description="leave out the documents that the embedded base was pretrained on")] = False
+    root: Annotated[
+        Path | None,
+        Field(description="folder of data; null: the environment variable COTERIE_DATA"),
+    ] = None
+    exclude_pretraining: Annotated[
+        bool, Field(description="leave out the documents that the embedded base was pretrained on")
+    ] = False
 
     files: ClassVar[tuple[str, ...]]  # below the root
 
     def found(self) -> dict[str, Path]:
-        """Find the corpus's files, and say whose they are: `data.root/<file>` or `COTERIE_DATA/<file>`; none if no folder is named.
+        """Find the corpus's files, and say whose they are: `data.root/<file>` or
+        `COTERIE_DATA/<file>`; none if no folder is named.
 
         Raises:
             DataError: A folder is named, but files are missing below it.
         """
         whose = "data.root" if self.root else "COTERIE_DATA"
-        return {f"{whose}/{file}": path for file, path in zip(self.files, located(self.root, self.files) or (), strict=False)}
+        return {
+            f"{whose}/{file}": path
+            for file, path in zip(self.files, located(self.root, self.files) or (), strict=False)
+        }
 
 
 class AgNews(Corpus):
     """AG News (Zhang et al., 2015): four categories of news, one client each.
 
-    In distribution a client's three splits share its category. Out of distribution (CoMiGS, section 3) its train split is its category,
-    and valid and test are uniform mixtures of all four: valid of articles that no client trains on, test of the test file, each article
-    at one client only.
+    In distribution a client's three splits share its category. Out of distribution (CoMiGS, section
+    3) its train split is its category, and valid and test are uniform mixtures of all four: valid
+    of articles that no client trains on, test of the test file, each article at one client only.
     """
 
     kind: Literal["agnews"] = "agnews"
-    distribution: Annotated[Literal["out", "in"], Field(description="out: valid and test mix all categories; in: one category each")] = (
-        "out"
-    )
-    valid_fraction: Annotated[Share, Field(description="share of the train file's articles that are for validation")] = 0.1
+    distribution: Annotated[
+        Literal["out", "in"],
+        Field(description="out: valid and test mix all categories; in: one category each"),
+    ] = "out"
+    valid_fraction: Annotated[
+        Share, Field(description="share of the train file's articles that are for validation")
+    ] = 0.1
 
     files: ClassVar[tuple[str, ...]] = ("ag_news/train.jsonl.gz", "ag_news/test.jsonl.gz")
-    clients: ClassVar[tuple[ClientId, ...]] = ("world", "sports", "business", "sci-tech")  # by label
+    clients: ClassVar[tuple[ClientId, ...]] = (
+        "world",
+        "sports",
+        "business",
+        "sci-tech",
+    )  # by label
 
     @property
     def title(self) -> str:
-        return "AG News, " + {"out": "out of distribution", "in": "in distribution"}[self.distribution]
+        return (
+            "AG News, " + {"out": "out of distribution", "in": "in distribution"}[self.distribution]
+        )
 
     def source(self) -> Source:
         if files := self.found():
             columns = {"text": str, "label": int}
-            return Source(stamps(files.values()), lambda: self._read(*(read_rows(path, columns) for path in files.values())), files)
+            return Source(
+                stamps(files.values()),
+                lambda: self._read(*(read_rows(path, columns) for path in files.values())),
+                files,
+            )
         remedy = "Without a network: --set data.root=DIR, or the environment variable COTERIE_DATA."
         data = [fetch("fancyzhx/ag_news", None, name, remedy) for name in ("train", "test")]
-        return Source([part._fingerprint for part in data], lambda: self._read(*(part.to_list() for part in data)))
+        return Source(
+            [part._fingerprint for part in data],
+            lambda: self._read(*(part.to_list() for part in data)),
+        )
 
     def _read(self, train: list[Row], test: list[Row]) -> Texts:
         fractions = (1 - self.valid_fraction, self.valid_fraction)
-        learned = [split(keyed_by_text(texts), fractions, self.seed) for texts in self._by_label(train)]
+        learned = [
+            split(keyed_by_text(texts), fractions, self.seed) for texts in self._by_label(train)
+        ]
         trains, valids = ([parts[i] for parts in learned] for i in (0, 1))
-        tests = [split(keyed_by_text(texts), (1.0,), self.seed)[0] for texts in self._by_label(test)]
+        tests = [
+            split(keyed_by_text(texts), (1.0,), self.seed)[0] for texts in self._by_label(test)
+        ]
         if self.distribution == "out":
             valids, tests = mixtures(valids), mixtures(tests)
         return dict(zip(self.clients, zip(trains, valids, tests, strict=True), strict=True))
@@ -123,7 +172,10 @@ class AgNews(Corpus):
         texts: list[list[str]] = [[] for _ in self.clients]
         for row in rows:
             if not 0 <= row["label"] < len(texts):
-                raise DataError(f"AG News: label {row['label']} of {row['text'][:40]!r}...", "Labels are 0 to 3.")
+                raise DataError(
+                    f"AG News: label {row['label']} of {row['text'][:40]!r}...",
+                    "Labels are 0 to 3.",
+                )
             texts[row["label"]].append(row["text"])
         return texts
 
@@ -131,8 +183,8 @@ class AgNews(Corpus):
 def mixtures(categories: Sequence[Sequence[str]]) -> list[list[str]]:
     """As many disjoint uniform mixtures of the categories as there are categories.
 
-    Categories take turns, so that whatever part of a mixture a token bound leaves is uniform as well. The smallest category decides
-    how long they are.
+    Categories take turns, so that whatever part of a mixture a token bound leaves is uniform as
+    well. The smallest category decides how long they are.
     """
     count = len(categories)
     share = min(map(len, categories)) // count
@@ -141,14 +193,22 @@ def mixtures(categories: Sequence[Sequence[str]]) -> list[list[str]]:
 
 
 class _OneFile(Corpus):
-    """A corpus of one file, whose rows name their client. A checkout of the repository has a part of it, which is found by itself."""
+    """A corpus of one file, whose rows name their client. A checkout of the repository has a
+    part of it, which is found by itself.
+    """
 
     origins: ClassVar[tuple[Origin, ...]]  # where its text comes from
     root: Annotated[
-        Path | None, Field(description="folder of data; null: the environment variable COTERIE_DATA, or the part that a checkout has")
+        Path | None,
+        Field(
+            description="folder of data; null: the environment variable COTERIE_DATA, or the "
+            "part that a checkout has"
+        ),
     ] = None
 
-    columns: ClassVar[tuple[str, ...]]  # of text; the first says whose a row is, and its plural is the recipe's field
+    columns: ClassVar[
+        tuple[str, ...]
+    ]  # of text; the first says whose a row is, and its plural is the recipe's field
 
     fractions: Annotated[Fractions, _FRACTIONS] = (0.8, 0.1, 0.1)
 
@@ -159,7 +219,9 @@ class _OneFile(Corpus):
 
     @property
     def cells(self) -> Mapping[str, Sequence[ClientId]]:
-        """What kinds of text there are, and the clients who share the documents of each: one, unless a corpus has more."""
+        """What kinds of text there are, and the clients who share the documents of each: one,
+        unless a corpus has more.
+        """
         return {name: (name,) for name in self.names}
 
     def parts(self, row: Row) -> Mapping[str, str]:
@@ -168,16 +230,21 @@ class _OneFile(Corpus):
 
     @abstractmethod
     def document(self, row: Row) -> tuple[str, Document]:
-        """The corpus's name for `seen_in_pretraining`, and the document of a row with the key that it has there."""
+        """The corpus's name for `seen_in_pretraining`, and the document of a row with the key
+        that it has there.
+        """
 
     def source(self) -> Source:
         files = self.found() or in_checkout(self.files)
         if not files:
             raise DataError(
-                f"{self.title}: no folder of data is named, and this is no checkout of the repository, which has a part of it in {PART}/; "
+                f"{self.title}: no folder of data is named, and this is no checkout of the "
+                f"repository, which has a part of it in {PART}/; "
                 f"it is made from\n{listed(self.origins)}",
-                f"Run from a checkout; or `python {BUILD} --out DIR` there, which builds the folder from these sources, and then "
-                "--set data.root=DIR or COTERIE_DATA=DIR. For data sets of the Hub as they are: data.kind=hub.",
+                f"Run from a checkout; or `python {BUILD} --out DIR` there, which builds the "
+                f"folder from these sources, and then "
+                "--set data.root=DIR or COTERIE_DATA=DIR. For data sets of the Hub as they are: "
+                "data.kind=hub.",
             )
         return Source(stamps(files.values()), lambda: self._read(*files.values()), files)
 
@@ -192,7 +259,13 @@ class _OneFile(Corpus):
                     documents[cell].append(document._replace(text=text))
         texts: dict[ClientId, list[list[str]]] = {}
         for cell, clients in self.cells.items():
-            parts = iter(split(documents[cell], [share / len(clients) for _ in clients for share in self.fractions], self.seed))
+            parts = iter(
+                split(
+                    documents[cell],
+                    [share / len(clients) for _ in clients for share in self.fractions],
+                    self.seed,
+                )
+            )
             texts |= {id: list(islice(parts, len(self.fractions))) for id in clients}
         return texts
 
@@ -201,20 +274,37 @@ _SENTENCES = re.compile(r"(?<=[.!?])\s+")  # between them
 
 
 class Multilingual(_OneFile):
-    """Wikipedia sentences, one language per client (CoMiGS; CoBo with languages ca, es, de, nl), or one language and one topic each.
+    """Wikipedia sentences, one language per client (CoMiGS; CoBo with languages ca, es, de, nl), or
+    one language and one topic each.
 
-    Several users may have text of the same kind, each documents of its own: clients `<language>-<topic>-1`, `-2`, ...; the last ones of
-    each kind may be new, and never train.
+    Several users may have text of the same kind, each documents of its own: clients
+    `<language>-<topic>-1`, `-2`, ...; the last ones of each kind may be new, and never train.
     """
 
     kind: Literal["multilingual"] = "multilingual"
     languages: Annotated[Names, Field(description="one client each")] = ("de", "fr", "it", "nl")
     topics: Annotated[
         dict[str, dict[str, str]],
-        Field(description="by topic and language, a regular expression of its words: a client `<language>-<topic>` has sentences on it"),
+        Field(
+            description="by topic and language, a regular expression of its words: a client "
+            "`<language>-<topic>` has sentences on it"
+        ),
     ] = {}  # noqa: RUF012 - pydantic copies it
-    users: Annotated[int, Field(ge=1, description="clients of each language, or language and topic, who share its documents")] = 1
-    unseen: Annotated[int, Field(ge=0, description="of them, the last ones: they never train, and are the ones that are scored")] = 0
+    users: Annotated[
+        int,
+        Field(
+            ge=1,
+            description="clients of each language, or language and topic, who share its documents",
+        ),
+    ] = 1
+    unseen: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="of them, the last ones: they never train, and are the ones that are "
+            "scored",
+        ),
+    ] = 0
 
     files: ClassVar[tuple[str, ...]] = ("multilingual/train.jsonl.gz",)
     columns: ClassVar[tuple[str, ...]] = ("language", "text")
@@ -230,17 +320,27 @@ class Multilingual(_OneFile):
 
     @property
     def cells(self) -> Mapping[str, Sequence[ClientId]]:
-        kinds = [f"{language}-{topic}" for language in self.languages for topic in self.topics] or self.languages
-        return {kind: [f"{kind}-{k}" for k in range(1, self.users + 1)] if self.users > 1 else [kind] for kind in kinds}
+        kinds = [
+            f"{language}-{topic}" for language in self.languages for topic in self.topics
+        ] or self.languages
+        return {
+            kind: [f"{kind}-{k}" for k in range(1, self.users + 1)] if self.users > 1 else [kind]
+            for kind in kinds
+        }
 
     @property
     def newcomers(self) -> tuple[ClientId, ...]:
-        return tuple(id for clients in self.cells.values() for id in clients[self.users - self.unseen :])
+        return tuple(
+            id for clients in self.cells.values() for id in clients[self.users - self.unseen :]
+        )
 
     @model_validator(mode="after")
     def _check_kinds(self) -> "Multilingual":
         if self.unseen >= self.users:
-            raise ValueError(f"unseen: {self.unseen} of {self.users} users of each kind would leave none to train; give users more")
+            raise ValueError(
+                f"unseen: {self.unseen} of {self.users} users of each kind would leave none to "
+                f"train; give users more"
+            )
         for topic, words in self.topics.items():
             if missing := [language for language in self.languages if language not in words]:
                 raise ValueError(f"topic {topic} has no words in {', '.join(missing)}")
@@ -248,7 +348,9 @@ class Multilingual(_OneFile):
                 try:
                     re.compile(expression)
                 except re.error as error:
-                    raise ValueError(f"topic {topic}, language {language}: not a regular expression ({error})") from None
+                    raise ValueError(
+                        f"topic {topic}, language {language}: not a regular expression ({error})"
+                    ) from None
         return self
 
     def parts(self, row: Row) -> Mapping[ClientId, str]:
@@ -257,7 +359,11 @@ class Multilingual(_OneFile):
             return super().parts(row)
         language, found = row["language"], dict[ClientId, list[str]]()
         for sentence in _SENTENCES.split(row["text"]):
-            on = [topic for topic, words in self.topics.items() if re.search(rf"\b(?:{words[language]})\b", sentence)]
+            on = [
+                topic
+                for topic, words in self.topics.items()
+                if re.search(rf"\b(?:{words[language]})\b", sentence)
+            ]
             if len(on) == 1:
                 found.setdefault(f"{language}-{on[0]}", []).append(sentence)
         return {id: " ".join(sentences) for id, sentences in found.items()}
@@ -267,10 +373,17 @@ class Multilingual(_OneFile):
 
 
 class Topics(_OneFile):
-    """Four kinds of English text in place of SlimPajama's (CoMiGS): one per client, split by work."""
+    """Four kinds of English text in place of SlimPajama's (CoMiGS): one per client, split by
+    work.
+    """
 
     kind: Literal["topics"] = "topics"
-    topics: Annotated[Names, Field(description="one client each")] = ("books", "arxiv", "stackexchange", "code")
+    topics: Annotated[Names, Field(description="one client each")] = (
+        "books",
+        "arxiv",
+        "stackexchange",
+        "code",
+    )
 
     files: ClassVar[tuple[str, ...]] = ("topics/train.jsonl.gz",)
     columns: ClassVar[tuple[str, ...]] = ("topic", "id", "text")

@@ -17,7 +17,12 @@ CHUNK = 2000  # characters
 
 Row = dict[str, Any]
 
-_PLAIN, _RATIO = 64 << 20, 100  # bytes that any gzip file may become, and how many times its size; text is a tenth or a fifth of itself
+_PLAIN, _RATIO = (
+    64 << 20,
+    100,
+    # bytes that any gzip file may become, and how many times its size; text is a tenth or a fifth
+    # of itself
+)
 _SHOWN = 5  # mistakes of one file that a message lists
 
 # Where text may be cut, best first: before a blank line, behind a line, behind a space.
@@ -32,7 +37,9 @@ class Document(NamedTuple):
 
 
 def keyed_by_text(texts: Iterable[str]) -> list[Document]:
-    """Documents that belong to nothing larger: of equal texts none is in another split. Blank ones are left out."""
+    """Documents that belong to nothing larger: of equal texts none is in another split. Blank
+    ones are left out.
+    """
     return [Document(text, text) for text in texts if text.strip()]
 
 
@@ -47,30 +54,40 @@ def read_text(path: Path) -> str:
     try:
         data = decompressed(path) if path.suffix == ".gz" else path.read_bytes()
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{path}: damaged gzip file ({error})", "Copy or download it again.") from None
+        raise DataError(
+            f"{path}: damaged gzip file ({error})", "Copy or download it again."
+        ) from None
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})", "Check the path and its permissions.") from None
+        raise DataError(
+            f"{path}: cannot be read ({error.strerror})", "Check the path and its permissions."
+        ) from None
     if not data.strip():
         raise DataError(f"{path}: the file is empty", "Put text into it, or remove it.")
     try:
         return data.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{path}:{line}: not UTF-8 text", "Convert it: iconv -f latin1 -t utf-8 OLD > NEW.") from None
+        raise DataError(
+            f"{path}:{line}: not UTF-8 text", "Convert it: iconv -f latin1 -t utf-8 OLD > NEW."
+        ) from None
 
 
 def decompressed(path: Path) -> bytes:
     """The content of a gzip file.
 
     Raises:
-        DataError: It would become so much larger that it cannot be data: a few kilobytes can stand for any number of gigabytes.
+        DataError: It would become so much larger that it cannot be data: a few kilobytes can stand
+            for any number of gigabytes.
         OSError: It cannot be read, or is damaged; or EOFError, zlib.error.
     """
     most = max(_PLAIN, _RATIO * path.stat().st_size)
     with gzip.open(path, "rb") as file:
         data = file.read(most + 1)
     if len(data) > most:
-        raise DataError(f"{path}: {path.stat().st_size:,} bytes would become more than {most:,}", "No text is like that: leave it out.")
+        raise DataError(
+            f"{path}: {path.stat().st_size:,} bytes would become more than {most:,}",
+            "No text is like that: leave it out.",
+        )
     return data
 
 
@@ -78,7 +95,8 @@ def read_rows(path: Path, columns: Mapping[str, type]) -> list[Row]:
     """The rows of a JSON-lines file, with the columns asked for; blank lines are skipped.
 
     Raises:
-        DataError: As `read_text`, or lines that are not JSON objects or lack a column of its type; each by file and line.
+        DataError: As `read_text`, or lines that are not JSON objects or lack a column of its type;
+            each by file and line.
     """
     rows: list[Row] = []
     mistakes: list[str] = []
@@ -90,9 +108,16 @@ def read_rows(path: Path, columns: Mapping[str, type]) -> list[Row]:
         if mistake:
             mistakes.append(f"{path}:{number}: {mistake}")
     if mistakes:
-        more = [f"... and {len(mistakes) - _SHOWN:,} more lines of {path}"] if len(mistakes) > _SHOWN else []
+        more = (
+            [f"... and {len(mistakes) - _SHOWN:,} more lines of {path}"]
+            if len(mistakes) > _SHOWN
+            else []
+        )
         described = " and ".join(f"{name!r} ({kind.__name__})" for name, kind in columns.items())
-        raise DataError("\n".join(mistakes[:_SHOWN] + more), f"Every line must be a JSON object with {described}.")
+        raise DataError(
+            "\n".join(mistakes[:_SHOWN] + more),
+            f"Every line must be a JSON object with {described}.",
+        )
     return rows
 
 
@@ -133,12 +158,20 @@ def read_many(paths: Iterable[Path], text_column: str) -> list[str]:
         for path in paths:
             with refusals.gather():
                 is_rows = ".jsonl" in path.suffixes
-                texts += [row[text_column] for row in read_rows(path, {text_column: str})] if is_rows else [read_text(path)]
+                texts += (
+                    [row[text_column] for row in read_rows(path, {text_column: str})]
+                    if is_rows
+                    else [read_text(path)]
+                )
     return texts
 
 
-def cut(text: str, size: int = CHUNK, boundaries: Sequence[re.Pattern[str]] = _BOUNDARIES) -> list[str]:
-    """Consecutive chunks of about `size` characters (at most twice that), cut at blank lines where there are any; nothing is lost."""
+def cut(
+    text: str, size: int = CHUNK, boundaries: Sequence[re.Pattern[str]] = _BOUNDARIES
+) -> list[str]:
+    """Consecutive chunks of about `size` characters (at most twice that), cut at blank lines
+    where there are any; nothing is lost.
+    """
     if not boundaries:
         return [text[start : start + size] for start in range(0, len(text), size)]
     chunks, current = [], ""
@@ -154,10 +187,12 @@ def cut(text: str, size: int = CHUNK, boundaries: Sequence[re.Pattern[str]] = _B
 
 
 def split(documents: Iterable[Document], fractions: Sequence[float], seed: int) -> list[list[str]]:
-    """Texts shuffled and split by seed, a list for each fraction; documents of one key stay together and in order.
+    """Texts shuffled and split by seed, a list for each fraction; documents of one key stay
+    together and in order.
 
-    Sizes (characters) come near the fractions: with few keys of unlike size, which many works of literature are, the best of several
-    seeded assignments is taken. The order comes from hashes, so it is the same on every machine and with every version of NumPy.
+    Sizes (characters) come near the fractions: with few keys of unlike size, which many works of
+    literature are, the best of several seeded assignments is taken. The order comes from hashes, so
+    it is the same on every machine and with every version of NumPy.
     """
     works: dict[str, list[str]] = {}
     for document in documents:
@@ -168,8 +203,12 @@ def split(documents: Iterable[Document], fractions: Sequence[float], seed: int) 
     return [[text for work in part for text in work] for part in best]
 
 
-def _assign(works: Mapping[str, list[str]], fractions: Sequence[float], seed: int) -> list[list[list[str]]]:
-    """The works in seeded order, each to the part that is filled least in relation to its fraction."""
+def _assign(
+    works: Mapping[str, list[str]], fractions: Sequence[float], seed: int
+) -> list[list[list[str]]]:
+    """The works in seeded order, each to the part that is filled least in relation to its
+    fraction.
+    """
     parts: list[list[list[str]]] = [[] for _ in fractions]
     filled = [0.0] * len(fractions)
     for key in sorted(works, key=lambda key: mix(seed, key)):
@@ -180,11 +219,16 @@ def _assign(works: Mapping[str, list[str]], fractions: Sequence[float], seed: in
 
 
 def _imbalance(parts: Sequence[list[list[str]]], fractions: Sequence[float]) -> float:
-    """How far the worst part is from its fraction, as |log(found / wanted)|; infinite if a part is empty."""
+    """How far the worst part is from its fraction, as |log(found / wanted)|; infinite if a part
+    is empty.
+    """
     sizes = [sum(map(_characters, part)) for part in parts]
     if not all(sizes):
         return math.inf
-    return max(abs(math.log(size / sum(sizes) / fraction)) for size, fraction in zip(sizes, fractions, strict=True))
+    return max(
+        abs(math.log(size / sum(sizes) / fraction))
+        for size, fraction in zip(sizes, fractions, strict=True)
+    )
 
 
 def _characters(work: list[str]) -> int:

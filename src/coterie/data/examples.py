@@ -1,4 +1,6 @@
-"""Examples of a classification task: inputs with labels, as views of arrays that all clients share."""
+"""Examples of a classification task: inputs with labels, as views of arrays that all clients
+share.
+"""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -35,7 +37,11 @@ class Examples:
 
     def at(self, places: slice | Tensor) -> "Examples":
         """The examples at these places."""
-        return Examples(self.x[places], self.y[places], None if self.embedding is None else self.embedding[places])
+        return Examples(
+            self.x[places],
+            self.y[places],
+            None if self.embedding is None else self.embedding[places],
+        )
 
     def split(self, rows: int) -> "list[Examples]":
         """In order, at most `rows` examples each."""
@@ -52,8 +58,8 @@ class ExampleSplit(Walk):
 
     Args:
         name: "train", "valid" or "test", also the key of the client's cursor; or "public".
-        inputs: Read-only, shared by all clients. Images: (N, C, H, W) uint8, of which 255 counts as 1, or float32. Texts: (N, T) int64
-            token ids, -1 behind the end.
+        inputs: Read-only, shared by all clients. Images: (N, C, H, W) uint8, of which 255 counts as
+            1, or float32. Texts: (N, T) int64 token ids, -1 behind the end.
         labels: (N,) int64, one for each of `inputs`, as this client calls them.
         rows: (n,) int64, which of `inputs` are the client's.
         seed: Fixes the order of the endless walk.
@@ -63,7 +69,8 @@ class ExampleSplit(Walk):
         embeddings: (n, e) float32, what a common expert makes of each row; see `embedded`.
 
     Raises:
-        DataError: There is no example, a row or a label is out of range, or an input is not finite or has no tokens.
+        DataError: There is no example, a row or a label is out of range, or an input is not finite
+            or has no tokens.
     """
 
     context: ClassVar[int] = 1  # predictions per row
@@ -80,11 +87,18 @@ class ExampleSplit(Walk):
 
     def __post_init__(self) -> None:
         if not len(self.rows):
-            raise DataError(f"{self.name}: no examples", "Give this split some: fewer clients, larger shares, or other classes.")
-        if _DIMENSIONS.get(self.inputs.dtype.name) != self.inputs.ndim or len(self.labels) != len(self.inputs):
             raise DataError(
-                f"{self.name}: inputs are {self.inputs.dtype}{list(self.inputs.shape)} with {len(self.labels):,} labels",
-                "Expected uint8 or float32 [examples, channels, height, width], or int64 [examples, tokens], and a label for each.",
+                f"{self.name}: no examples",
+                "Give this split some: fewer clients, larger shares, or other classes.",
+            )
+        if _DIMENSIONS.get(self.inputs.dtype.name) != self.inputs.ndim or len(self.labels) != len(
+            self.inputs
+        ):
+            raise DataError(
+                f"{self.name}: inputs are {self.inputs.dtype}{list(self.inputs.shape)} with "
+                f"{len(self.labels):,} labels",
+                "Expected uint8 or float32 [examples, channels, height, width], or int64 "
+                "[examples, tokens], and a label for each.",
             )
         channels = 0 if self._tokens else self.inputs.shape[1]
         if not len(self.mean) == len(self.std) == channels or min(self.std, default=1.0) <= 0:
@@ -94,15 +108,26 @@ class ExampleSplit(Walk):
             )
         if self.rows.min() < 0 or self.rows.max() >= len(self.inputs):
             raise DataError(
-                f"{self.name}: rows {self.rows.min()} to {self.rows.max()} of {len(self.inputs):,}", f"Rows are below {len(self.inputs)}."
+                f"{self.name}: rows {self.rows.min()} to {self.rows.max()} of {len(self.inputs):,}",
+                f"Rows are below {len(self.inputs)}.",
             )
         own = self.labels[self.rows]
         if len(foreign := own[(own < 0) | (own >= self.classes)]):
-            raise DataError(f"{self.name}: label {foreign[0]} of {self.classes} classes", f"Labels are 0 to {self.classes - 1}.")
+            raise DataError(
+                f"{self.name}: label {foreign[0]} of {self.classes} classes",
+                f"Labels are 0 to {self.classes - 1}.",
+            )
         if self._tokens and len(empty := self.rows[(self.inputs[self.rows] < 0).all(axis=1)]):
-            raise DataError(f"{self.name}: input {empty[0]} has no tokens", "Leave out that example.")
-        if self.inputs.dtype == np.float32 and len(broken := self.rows[~np.isfinite(self.inputs[self.rows]).all(axis=(1, 2, 3))]):
-            raise DataError(f"{self.name}: input {broken[0]} has values that are not finite", "Repair or leave out that example.")
+            raise DataError(
+                f"{self.name}: input {empty[0]} has no tokens", "Leave out that example."
+            )
+        if self.inputs.dtype == np.float32 and len(
+            broken := self.rows[~np.isfinite(self.inputs[self.rows]).all(axis=(1, 2, 3))]
+        ):
+            raise DataError(
+                f"{self.name}: input {broken[0]} has values that are not finite",
+                "Repair or leave out that example.",
+            )
 
     @property
     def _tokens(self) -> bool:
@@ -121,7 +146,10 @@ class ExampleSplit(Walk):
     def _scale(self) -> tuple[Tensor, Tensor]:
         """Factor and offset, (C, 1, 1), that normalise an input."""
         unit = 255.0 if self.inputs.dtype == np.uint8 else 1.0
-        mean, std = (torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) for values in (self.mean, self.std))
+        mean, std = (
+            torch.tensor(values, dtype=torch.float64).view(-1, 1, 1)
+            for values in (self.mean, self.std)
+        )
         return (1 / (unit * std)).float(), (-mean / std).float()
 
     def _normalised(self, inputs: npt.NDArray[Any]) -> Tensor:
@@ -136,7 +164,9 @@ class ExampleSplit(Walk):
         """The examples of these numbers, each in [0, windows)."""
         rows = self.rows[numbers]
         embedding = None if self.embeddings is None else self.embeddings[torch.from_numpy(numbers)]
-        return Examples(self._normalised(self.inputs[rows]), torch.from_numpy(self.labels[rows]), embedding)  # indexing by an array copies
+        return Examples(
+            self._normalised(self.inputs[rows]), torch.from_numpy(self.labels[rows]), embedding
+        )  # indexing by an array copies
 
     def digest(self) -> str:
         """SHA-256 of the inputs and labels that are the client's."""
@@ -166,11 +196,14 @@ class ExampleSplit(Walk):
         """
         if embeddings.ndim != 2 or len(embeddings) != self.windows:
             raise DataError(
-                f"{self.name}: embeddings are {list(embeddings.shape)} for {self.windows:,} examples", "Give one vector for each example."
+                f"{self.name}: embeddings are {list(embeddings.shape)} for {self.windows:,} "
+                f"examples",
+                "Give one vector for each example.",
             )
         if len(broken := (~embeddings.isfinite().all(dim=1)).nonzero()):
             raise DataError(
-                f"{self.name}: the embedding of example {int(broken[0])} has values that are not finite",
+                f"{self.name}: the embedding of example {int(broken[0])} has values that are not "
+                f"finite",
                 "Repair that example, or use another common expert.",
             )
         twin = copy(self)  # not `replace`, which would check the data again

@@ -23,7 +23,10 @@ def check_id(id: ClientId) -> None:
     if mistake := names.mistake(id):
         shown = repr(id) if len(id) <= _SHOWN else f"{id[:_SHOWN]!r}..."
         signs = " ".join(names.SIGNS.strip())
-        remedy = f"Rename it: letters and digits of any alphabet, single spaces, and {signs}; at most {names.LONGEST} characters."
+        remedy = (
+            f"Rename it: letters and digits of any alphabet, single spaces, and {signs}; at most "
+            f"{names.LONGEST} characters."
+        )
         raise DataError(f"client id {shown} is not valid: {mistake}", remedy)
 
 
@@ -46,7 +49,8 @@ class Standing:
     """What a data section by itself says of one of its clients.
 
     Args:
-        position: Its place among all clients, the unseen ones behind the others; None where that depends on the data.
+        position: Its place among all clients, the unseen ones behind the others; None where that
+            depends on the data.
         group: The group of unseen clients that it is of; empty for one that trains.
         cluster: Its true cluster; None where there are none.
         anchor: Which expert it is tied to; None for one that is no anchor.
@@ -75,16 +79,20 @@ class Federation:
     Args:
         clients: By id, in the order that per-client lists of a recipe refer to.
         description: One line: what the data are.
-        clusters: The number of the cluster that each client truly belongs to; None where there are no clusters, or nobody knows them.
+        clusters: The number of the cluster that each client truly belongs to; None where there are
+            no clusters, or nobody knows them.
         anchors: Clients that are tied to an expert each, the q-th to expert q.
-        labels: The classes that each client has, seen or unseen, in rising order; empty where they are unknown.
-        unseen: Groups of clients that never take part in training and are only scored, by name. They have all three splits like anybody.
+        labels: The classes that each client has, seen or unseen, in rising order; empty where they
+            are unknown.
+        unseen: Groups of clients that never take part in training and are only scored, by name.
+            They have all three splits like anybody.
         public: Examples that no client has, on which a common expert may be trained.
-        files: SHA-256 of the files that the texts of a named corpus are from, by whose they are and their paths.
+        files: SHA-256 of the files that the texts of a named corpus are from, by whose they are and
+            their paths.
 
     Raises:
-        DataError: No clients at all, an id that is not valid or that two clients have, be it in other capitals, or an anchor that is no
-            client or is named twice.
+        DataError: No clients at all, an id that is not valid or that two clients have, be it in
+            other capitals, or an anchor that is no client or is named twice.
     """
 
     clients: Mapping[ClientId, ClientData]
@@ -98,7 +106,10 @@ class Federation:
 
     def __post_init__(self) -> None:
         if not self.clients:
-            raise DataError("a federation without clients", "Name at least one client in the recipe's data section.")
+            raise DataError(
+                "a federation without clients",
+                "Name at least one client in the recipe's data section.",
+            )
         ids = Counter(id for group in (self.clients, *self.unseen.values()) for id in group)
         with Refusals() as refusals:
             for id, count in ids.items():
@@ -106,34 +117,58 @@ class Federation:
                     check_id(id)
                 if count > 1:
                     refusals.add(
-                        f"client id {id!r} is there {count} times", "Rename the others: clients and unseen clients need ids of their own."
+                        f"client id {id!r} is there {count} times",
+                        "Rename the others: clients and unseen clients need ids of their own.",
                     )
             for one, other in names.alike(ids):
                 problem = f"clients {one!r} and {other!r} have the same name but for capitals"
                 refusals.add(problem, "Rename one of them: many disks take both for one.")
             for id, count in Counter(self.anchors).items():
                 if count > 1:
-                    refusals.add(f"anchor {id!r} is named {count} times", "Name each anchor once: it is tied to one expert.")
+                    refusals.add(
+                        f"anchor {id!r} is named {count} times",
+                        "Name each anchor once: it is tied to one expert.",
+                    )
                 if id not in self.clients:
-                    refusals.add(f"anchor {id!r} is no client of the federation", f"Anchors are among: {', '.join(self.clients)}.")
+                    refusals.add(
+                        f"anchor {id!r} is no client of the federation",
+                        f"Anchors are among: {', '.join(self.clients)}.",
+                    )
 
     @property
     def everyone(self) -> dict[ClientId, ClientData]:
         """The clients, and behind them the unseen ones of all groups, by id."""
-        return {id: data for group in (self.clients, *self.unseen.values()) for id, data in group.items()}
+        return {
+            id: data
+            for group in (self.clients, *self.unseen.values())
+            for id, data in group.items()
+        }
 
     def pooled(self, id: ClientId = POOL) -> ClientData:
         """The union of all clients' train, valid and test sets, as the data of one client."""
         members = list(self.clients.values())
-        seed = mix(0, "pool", *(split.seed for member in members for split in member.splits))  # another one whenever theirs are
-        return ClientData(id, *(PooledSplit(name, [getattr(member, name) for member in members], seed) for name in SPLITS))
+        seed = mix(
+            0, "pool", *(split.seed for member in members for split in member.splits)
+        )  # another one whenever theirs are
+        return ClientData(
+            id,
+            *(
+                PooledSplit(name, [getattr(member, name) for member in members], seed)
+                for name in SPLITS
+            ),
+        )
 
     def sizes(self) -> dict[ClientId, dict[str, Size]]:
         """Tokens and windows by client and split, for a summary."""
-        return {id: {split.name: Size(len(split), split.windows) for split in data.splits} for id, data in self.clients.items()}
+        return {
+            id: {split.name: Size(len(split), split.windows) for split in data.splits}
+            for id, data in self.clients.items()
+        }
 
 
-def federate(arrays: Mapping[ClientId, Mapping[str, Tokens]], context: int, seed: int, description: str) -> Federation:
+def federate(
+    arrays: Mapping[ClientId, Mapping[str, Tokens]], context: int, seed: int, description: str
+) -> Federation:
     """A federation of token streams.
 
     Args:

@@ -16,25 +16,42 @@ from coterie.data.splits import SPLITS
 
 ENDINGS = (".txt", ".md", ".jsonl", ".jsonl.gz")
 
-_OF_RUNS = ("recipe.yaml", "comparison.json", "inputs.json")  # one of them is in every folder of a run
-_FEW = 10  # documents: with fewer, three splits would be lopsided or empty, so texts are cut into chunks first
+_OF_RUNS = (
+    "recipe.yaml",
+    "comparison.json",
+    "inputs.json",
+)  # one of them is in every folder of a run
+# documents: with fewer, three splits would be lopsided or empty, so texts are cut into chunks first
+_FEW = 10
 
 Files = dict[str, list[Path]]  # by split, or all of them under ""
 
 
 class Folders(Section):
-    """One folder per client; its name is the client's id: letters and digits of any alphabet, single spaces, and `-_.'&+@`.
+    """One folder per client; its name is the client's id: letters and digits of any alphabet,
+    single spaces, and `-_.'&+@`.
 
-    A folder holds text files (*.txt, *.md: a document each) and JSON lines (*.jsonl, *.jsonl.gz: a document per line), also in folders
-    below it. Documents are split by seed; where there are fewer than ten, they are cut at blank lines into chunks of about 2,000
-    characters first. But a folder with `train`, `valid` and `test` (each a file of these kinds, or a folder of such) is taken as it is.
-    Hidden files, files of other kinds, and what runs have written into the folder are left alone.
+    A folder holds text files (*.txt, *.md: a document each) and JSON lines (*.jsonl, *.jsonl.gz: a
+    document per line), also in folders below it. Documents are split by seed; where there are fewer
+    than ten, they are cut at blank lines into chunks of about 2,000 characters first. But a folder
+    with `train`, `valid` and `test` (each a file of these kinds, or a folder of such) is taken as
+    it is. Hidden files, files of other kinds, and what runs have written into the folder are left
+    alone.
     """
 
     kind: Literal["folders"] = "folders"
-    path: Annotated[Path | None, Field(description="folder with one folder per client; must be given")] = None
-    text_column: Annotated[str, Field(min_length=1, description="column of JSON lines that has the text")] = "text"
-    fractions: Annotated[Fractions, Field(description="shares of train, valid and test where a folder has no splits of its own")] = (
+    path: Annotated[
+        Path | None, Field(description="folder with one folder per client; must be given")
+    ] = None
+    text_column: Annotated[
+        str, Field(min_length=1, description="column of JSON lines that has the text")
+    ] = "text"
+    fractions: Annotated[
+        Fractions,
+        Field(
+            description="shares of train, valid and test where a folder has no splits of its own"
+        ),
+    ] = (
         0.8,
         0.1,
         0.1,
@@ -52,7 +69,11 @@ class Folders(Section):
                 with refusals.gather():
                     check_id(id)
                 if id in files:
-                    refusals.add(f"two folders of {self.path} are called {id!r}, with accents stored differently", "Rename one of them.")
+                    refusals.add(
+                        f"two folders of {self.path} are called {id!r}, with accents stored "
+                        f"differently",
+                        "Rename one of them.",
+                    )
                 with refusals.gather(f"client {id!r}: "):
                     files[id] = _find(folder)
         paths = {id: [str(path) for path in found] for id, found in files.items()}
@@ -65,9 +86,18 @@ class Folders(Section):
             raise DataError("data.path is missing", remedy)
         path = self.path.expanduser()
         if not path.is_dir():
-            raise DataError(f"data.path: {path} {'is not a folder' if path.exists() else 'does not exist'}", remedy)
-        found = (p for p in path.iterdir() if p.is_dir() and not p.name.startswith(".") and not _of_runs(p))
-        folders = sorted(found, key=lambda p: names.normal(p.name))  # so that the order is the same on every disk
+            raise DataError(
+                f"data.path: {path} {'is not a folder' if path.exists() else 'does not exist'}",
+                remedy,
+            )
+        found = (
+            p
+            for p in path.iterdir()
+            if p.is_dir() and not p.name.startswith(".") and not _of_runs(p)
+        )
+        folders = sorted(
+            found, key=lambda p: names.normal(p.name)
+        )  # so that the order is the same on every disk
         if not folders:
             raise DataError(f"data.path: {path} has no folders in it, so no clients", remedy)
         return folders
@@ -89,7 +119,8 @@ class Folders(Section):
         return split(keyed_by_text(texts), self.fractions, self.seed)
 
     def read_one(self, path: Path) -> Sequence[Sequence[str]]:
-        """Read the documents of one client, as if its folder, or its only file, were in the folder of clients: train, valid and test.
+        """Read the documents of one client, as if its folder, or its only file, were in the folder
+        of clients: train, valid and test.
 
         Raises:
             DataError: No text, splits that are incomplete, or files that cannot be read.
@@ -103,30 +134,47 @@ def _find(folder: Path) -> Files:
     Raises:
         DataError: No text at all, or splits that are incomplete or have other text beside them.
     """
-    entries = {entry: found for entry in sorted(folder.iterdir()) if (found := text_files(entry, frozenset({folder.resolve()})))}
-    fixed = {name: [path for entry, found in entries.items() if _stem(entry) == name for path in found] for name in SPLITS}
+    entries = {
+        entry: found
+        for entry in sorted(folder.iterdir())
+        if (found := text_files(entry, frozenset({folder.resolve()})))
+    }
+    fixed = {
+        name: [path for entry, found in entries.items() if _stem(entry) == name for path in found]
+        for name in SPLITS
+    }
     present = [name for name in SPLITS if fixed[name]]
     every = [path for found in entries.values() for path in found]
     if not every:
-        raise DataError(f"no text in {folder}", f"Put files into it that end in {', '.join(ENDINGS)}.")
+        raise DataError(
+            f"no text in {folder}", f"Put files into it that end in {', '.join(ENDINGS)}."
+        )
     if not present:
         return {"": every}
     if missing := [name for name in SPLITS if name not in present]:
-        raise DataError(f"{folder} has {', '.join(present)} but no {', '.join(missing)}", "Give all three of them, or none.")
+        raise DataError(
+            f"{folder} has {', '.join(present)} but no {', '.join(missing)}",
+            "Give all three of them, or none.",
+        )
     if beside := [entry.name for entry in entries if _stem(entry) not in SPLITS]:
-        raise DataError(f"{folder} has other text beside train, valid and test: {', '.join(beside)}", "Move it into one of them, or away.")
+        raise DataError(
+            f"{folder} has other text beside train, valid and test: {', '.join(beside)}",
+            "Move it into one of them, or away.",
+        )
     return fixed
 
 
 def text_files(entry: Path, above: frozenset[Path] = frozenset()) -> list[Path]:
-    """The text files that an entry of a folder is or holds; none of those that are hidden, or that a run has written.
+    """The text files that an entry of a folder is or holds; none of those that are hidden, or that
+    a run has written.
 
     Args:
         entry: A file or folder.
         above: The folders that led to it.
 
     Raises:
-        DataError: A link leads nowhere or back to a folder that it is in, or what is called a text is no file.
+        DataError: A link leads nowhere or back to a folder that it is in, or what is called a text
+            is no file.
     """
     if entry.name.startswith("."):
         return []
@@ -136,9 +184,15 @@ def text_files(entry: Path, above: frozenset[Path] = frozenset()) -> list[Path]:
                 return []
             if (own := entry.resolve()) in above:
                 raise DataError(f"{entry} leads back to {own}, which it is in", "Remove that link.")
-            return [path for inner in sorted(entry.iterdir()) for path in text_files(inner, above | {own})]
+            return [
+                path
+                for inner in sorted(entry.iterdir())
+                for path in text_files(inner, above | {own})
+            ]
     except OSError as error:
-        raise DataError(f"{entry}: cannot be read ({error.strerror})", "Check its permissions.") from None
+        raise DataError(
+            f"{entry}: cannot be read ({error.strerror})", "Check its permissions."
+        ) from None
     if not entry.name.endswith(ENDINGS):
         return []
     if not entry.is_file():
@@ -148,12 +202,16 @@ def text_files(entry: Path, above: frozenset[Path] = frozenset()) -> list[Path]:
 
 
 def _is_run(folder: Path) -> bool:
-    """Whether runs write into a folder: one that `coterie run` or `coterie compare` has made, or was sent to."""
+    """Whether runs write into a folder: one that `coterie run` or `coterie compare` has made, or
+    was sent to.
+    """
     return (folder / "lock").is_file() and any((folder / name).is_file() for name in _OF_RUNS)
 
 
 def _of_runs(folder: Path) -> bool:
-    """Whether a folder is no client, but a run's, in a run's, or of runs: it holds no text besides."""
+    """Whether a folder is no client, but a run's, in a run's, or of runs: it holds no text
+    besides.
+    """
     try:
         if text_files(folder):
             return False

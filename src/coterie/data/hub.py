@@ -16,42 +16,79 @@ from coterie.data.documents import keyed_by_text, split
 from coterie.data.refusals import Refusals
 from coterie.data.section import Fractions, Names, Section, Source, Texts, choose, stamps
 
-_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
-_REMEDY = "Check its dataset, subset, split and revision; without a network, name a local folder or file as its dataset."
+_BUILDERS = {
+    ".jsonl": "json",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".arrow": "arrow",
+}
+_REMEDY = (
+    "Check its dataset, subset, split and revision; without a network, name a local folder or "
+    "file as its dataset."
+)
 
 Format = Literal["json", "parquet", "csv", "arrow", "text"]
 
 
 class Hub(Section):
-    """Any data set that `datasets.load_dataset` knows, by its Hub id or as a local folder or file; one column names the client.
+    """Any data set that `datasets.load_dataset` knows, by its Hub id or as a local folder or file;
+    one column names the client.
 
-    Client ids are the column's values (the names of class labels); what no name may have, and in plain ASCII every space and sign but
-    `._-`, is replaced by `-`.
+    Client ids are the column's values (the names of class labels); what no name may have, and in
+    plain ASCII every space and sign but `._-`, is replaced by `-`.
     Rows without a value or without text are left out.
     """
 
     kind: Literal["hub"] = "hub"
-    dataset: Annotated[str, Field(min_length=1, description="id on the Hub, or a local folder or file (json, jsonl, parquet, csv)")]
-    subset: Annotated[str | None, Field(description="the data set's configuration, if it has several")] = None
-    split: Annotated[str, Field(min_length=1, description="the data set's split to draw documents from")] = "train"
+    dataset: Annotated[
+        str,
+        Field(
+            min_length=1,
+            description="id on the Hub, or a local folder or file (json, jsonl, parquet, csv)",
+        ),
+    ]
+    subset: Annotated[
+        str | None, Field(description="the data set's configuration, if it has several")
+    ] = None
+    split: Annotated[
+        str, Field(min_length=1, description="the data set's split to draw documents from")
+    ] = "train"
     text_column: Annotated[str, Field(min_length=1, description="column with the text")] = "text"
-    client_column: Annotated[str, Field(min_length=1, description="column that says whose document it is")]
-    clients: Annotated[Names | None, Field(description="values of the client column; null: those with most documents")] = None
-    max_clients: Annotated[int, Field(ge=1, description="where `clients` is null: at most so many clients")] = 16
-    fractions: Annotated[Fractions, Field(description="shares of train, valid and test in a client's text")] = (0.8, 0.1, 0.1)
+    client_column: Annotated[
+        str, Field(min_length=1, description="column that says whose document it is")
+    ]
+    clients: Annotated[
+        Names | None,
+        Field(description="values of the client column; null: those with most documents"),
+    ] = None
+    max_clients: Annotated[
+        int, Field(ge=1, description="where `clients` is null: at most so many clients")
+    ] = 16
+    fractions: Annotated[
+        Fractions, Field(description="shares of train, valid and test in a client's text")
+    ] = (0.8, 0.1, 0.1)
 
     @property
     def title(self) -> str:
         return f"{self.dataset}{f' ({self.subset})' if self.subset else ''} by {self.client_column}"
 
     def source(self) -> Source:
-        remedy = "Check data.dataset, data.subset and data.split; without a network, name a local folder or file in data.dataset."
+        remedy = (
+            "Check data.dataset, data.subset and data.split; without a network, name a local "
+            "folder or file in data.dataset."
+        )
         data = fetch(self.dataset, self.subset, self.split, remedy)
         wanted = (self.text_column, self.client_column)
         if missing := [column for column in wanted if column not in data.column_names]:
             found = ", ".join(data.column_names)
-            raise DataError(f"data set {self.dataset}: no column {', '.join(map(repr, missing))}", f"Choose among: {found}.")
-        return Source(data._fingerprint, lambda: self._read(data.select_columns(list(dict.fromkeys(wanted)))))
+            raise DataError(
+                f"data set {self.dataset}: no column {', '.join(map(repr, missing))}",
+                f"Choose among: {found}.",
+            )
+        return Source(
+            data._fingerprint, lambda: self._read(data.select_columns(list(dict.fromkeys(wanted))))
+        )
 
     def _read(self, data: Any) -> Texts:
         columns = data[:]
@@ -59,21 +96,36 @@ class Hub(Section):
         documents: dict[str, list[str]] = {}
         for owner, text in zip(owners, columns[self.text_column], strict=True):
             if not isinstance(text, str | None):
-                raise DataError(f"data set {self.dataset}: column {self.text_column!r} is {type(text).__name__}, not text", "Name another.")
+                raise DataError(
+                    f"data set {self.dataset}: column {self.text_column!r} is "
+                    f"{type(text).__name__}, not text",
+                    "Name another.",
+                )
             if owner is not None and text:
                 documents.setdefault(owner, []).append(text)
         chosen = self._choose(documents)
-        return {_id(name): split(keyed_by_text(documents[name]), self.fractions, self.seed) for name in chosen}
+        return {
+            _id(name): split(keyed_by_text(documents[name]), self.fractions, self.seed)
+            for name in chosen
+        }
 
     def _choose(self, documents: dict[str, list[str]]) -> list[str]:
         if self.clients is not None:
-            choose(documents, self.clients, "clients", f"column {self.client_column!r} of {self.dataset}")
+            choose(
+                documents,
+                self.clients,
+                "clients",
+                f"column {self.client_column!r} of {self.dataset}",
+            )
             names = list(self.clients)
         else:
-            names = sorted(documents, key=lambda name: (-len(documents[name]), name))[: self.max_clients]
+            names = sorted(documents, key=lambda name: (-len(documents[name]), name))[
+                : self.max_clients
+            ]
         if doubled := [id for id, count in Counter(map(_id, names)).items() if count > 1]:
             raise DataError(
-                f"data set {self.dataset}: several clients would be called {', '.join(doubled)}", "Rename them, or list data.clients."
+                f"data set {self.dataset}: several clients would be called {', '.join(doubled)}",
+                "Rename them, or list data.clients.",
             )
         return names
 
@@ -84,28 +136,55 @@ class HubClient(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     dataset: Annotated[
-        str, Field(min_length=1, description="id on the Hub, or a local folder or file, or one file of the Hub (`hf://datasets/...`)")
+        str,
+        Field(
+            min_length=1,
+            description="id on the Hub, or a local folder or file, or one file of the Hub (`hf://datasets/...`)",
+        ),
     ]
-    subset: Annotated[str | None, Field(description="the data set's configuration, if it has several")] = None
-    split: Annotated[str, Field(min_length=1, description="the data set's split to draw documents from")] = "train"
-    revision: Annotated[str | None, Field(description="commit or tag on the Hub; null: the newest when it is first read")] = None
-    format: Annotated[Format | None, Field(description="of a single file, where its ending does not tell (an archive of JSON, say)")] = None
-    text_column: Annotated[str, Field(min_length=1, description="column with the text; dots lead into nested columns")] = "text"
+    subset: Annotated[
+        str | None, Field(description="the data set's configuration, if it has several")
+    ] = None
+    split: Annotated[
+        str, Field(min_length=1, description="the data set's split to draw documents from")
+    ] = "train"
+    revision: Annotated[
+        str | None,
+        Field(description="commit or tag on the Hub; null: the newest when it is first read"),
+    ] = None
+    format: Annotated[
+        Format | None,
+        Field(
+            description="of a single file, where its ending does not tell (an archive of JSON, say)"
+        ),
+    ] = None
+    text_column: Annotated[
+        str, Field(min_length=1, description="column with the text; dots lead into nested columns")
+    ] = "text"
     where: Annotated[
         dict[str, str | int | float | bool],
-        Field(description="only rows whose columns have these values; dots lead into nested columns (`meta.redpajama_set_name`)"),
+        Field(
+            description="only rows whose columns have these values; dots lead into nested "
+            "columns (`meta.redpajama_set_name`)"
+        ),
     ] = {}
     streaming: Annotated[
-        bool, Field(description="read no more than is asked for; false: download all of it first (archives need that)")
+        bool,
+        Field(
+            description="read no more than is asked for; false: download all of it first "
+            "(archives need that)"
+        ),
     ] = True
 
 
 class HubClients(Section):
-    """Clients whose texts are from several data sets, or from several parts of one; of each so much is read as is asked for.
+    """Clients whose texts are from several data sets, or from several parts of one; of each so much
+    is read as is asked for.
 
-    Rows come in the order of the data set, those without text are left out, and reading stops at whichever bound is met first. So a data
-    set of terabytes costs what was read of it. What was read is kept as tokens: a second run with the same section needs no network, and
-    a newer version on the Hub is not noticed; name a `revision` to fix which one it is.
+    Rows come in the order of the data set, those without text are left out, and reading stops at
+    whichever bound is met first. So a data set of terabytes costs what was read of it. What was
+    read is kept as tokens: a second run with the same section needs no network, and a newer version
+    on the Hub is not noticed; name a `revision` to fix which one it is.
     """
 
     kind: Literal["hub-clients"] = "hub-clients"
@@ -113,14 +192,26 @@ class HubClients(Section):
         dict[Annotated[str, AfterValidator(names.normal)], HubClient],
         Field(min_length=1, description="by id, where each client's text comes from"),
     ]
-    documents: Annotated[int, Field(ge=3, description="at most so many documents are kept of each client")] = 20_000
-    characters: Annotated[int, Field(ge=1, description="no more documents are read when a client has so many characters")] = 20_000_000
-    rows: Annotated[int, Field(ge=1, description="at most so many rows are looked at for each client")] = 1_000_000
-    fractions: Annotated[Fractions, Field(description="shares of train, valid and test in a client's text")] = (0.8, 0.1, 0.1)
+    documents: Annotated[
+        int, Field(ge=3, description="at most so many documents are kept of each client")
+    ] = 20_000
+    characters: Annotated[
+        int,
+        Field(ge=1, description="no more documents are read when a client has so many characters"),
+    ] = 20_000_000
+    rows: Annotated[
+        int, Field(ge=1, description="at most so many rows are looked at for each client")
+    ] = 1_000_000
+    fractions: Annotated[
+        Fractions, Field(description="shares of train, valid and test in a client's text")
+    ] = (0.8, 0.1, 0.1)
 
     @property
     def title(self) -> str:
-        return f"parts of {', '.join(dict.fromkeys(client.dataset for client in self.clients.values()))}"
+        return (
+            f"parts of "
+            f"{', '.join(dict.fromkeys(client.dataset for client in self.clients.values()))}"
+        )
 
     def source(self) -> Source:
         self._check(list(self.clients))
@@ -136,19 +227,35 @@ class HubClients(Section):
         with Refusals() as refusals:
             for id, client in self.clients.items():
                 with refusals.gather(f"data.clients.{id}: "):
-                    texts[id] = split(keyed_by_text(self._documents(client)), self.fractions, self.seed)
+                    texts[id] = split(
+                        keyed_by_text(self._documents(client)), self.fractions, self.seed
+                    )
         return texts
 
     def _documents(self, client: HubClient) -> list[str]:
         """The first documents of a client that its bounds allow."""
-        data = fetch(client.dataset, client.subset, client.split, _REMEDY, client.streaming, client.revision, client.format)
+        data = fetch(
+            client.dataset,
+            client.subset,
+            client.split,
+            _REMEDY,
+            client.streaming,
+            client.revision,
+            client.format,
+        )
         texts, characters = [], 0
         for row in islice(_rows(data, client.dataset), self.rows):
-            if any(_value(row, column, client.dataset) != value for column, value in client.where.items()):
+            if any(
+                _value(row, column, client.dataset) != value
+                for column, value in client.where.items()
+            ):
                 continue
             text = _value(row, client.text_column, client.dataset)
             if not isinstance(text, str | None):
-                problem = f"data set {client.dataset}: column {client.text_column!r} is {type(text).__name__}, not text"
+                problem = (
+                    f"data set {client.dataset}: column {client.text_column!r} is "
+                    f"{type(text).__name__}, not text"
+                )
                 raise DataError(problem, "Name another.")
             if text and text.strip():
                 texts.append(text)
@@ -157,13 +264,21 @@ class HubClients(Section):
                 break
         if len(texts) < 3:  # a split each
             where = " and ".join(f"{column} is {value!r}" for column, value in client.where.items())
-            problem = f"data set {client.dataset}: {len(texts)} documents{f' where {where}' * bool(where)}, looking at {self.rows:,} rows"
-            raise DataError(problem, "Check the client's where, give it more text, or look at more rows: data.rows.")
+            problem = (
+                f"data set {client.dataset}: {len(texts)} "
+                f"documents{f' where {where}' * bool(where)}, looking at {self.rows:,} rows"
+            )
+            raise DataError(
+                problem,
+                "Check the client's where, give it more text, or look at more rows: data.rows.",
+            )
         return texts
 
 
 def _rows(data: Any, dataset: str) -> Iterator[Mapping[str, Any]]:
-    """The rows of a data set, streamed or not. Raises DataError where the network or a file fails on the way."""
+    """The rows of a data set, streamed or not. Raises DataError where the network or a file
+    fails on the way.
+    """
     rows = iter(data)
     while True:
         try:
@@ -171,7 +286,10 @@ def _rows(data: Any, dataset: str) -> Iterator[Mapping[str, Any]]:
         except StopIteration:
             return
         except Exception as error:  # datasets raises whatever its readers and the network do
-            raise DataError(f"cannot read data set {dataset} to the end: {type(error).__name__}: {error}", _REMEDY) from error
+            raise DataError(
+                f"cannot read data set {dataset} to the end: {type(error).__name__}: {error}",
+                _REMEDY,
+            ) from error
         yield row
 
 
@@ -180,7 +298,10 @@ def _value(row: Mapping[str, Any], column: str, dataset: str) -> Any:
     found: Any = row
     for part in column.split("."):
         if not isinstance(found, Mapping) or part not in found:
-            raise DataError(f"data set {dataset}: no column {column!r}", f"Choose among: {', '.join(_columns(row))}.")
+            raise DataError(
+                f"data set {dataset}: no column {column!r}",
+                f"Choose among: {', '.join(_columns(row))}.",
+            )
         found = found[part]
     return found
 
@@ -190,12 +311,16 @@ def _columns(row: Mapping[str, Any], prefix: str = "") -> list[str]:
     return [
         name
         for key, value in row.items()
-        for name in (_columns(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [f"{prefix}{key}"])
+        for name in (
+            _columns(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [f"{prefix}{key}"]
+        )
     ]
 
 
 def _local(dataset: str, remedy: str) -> Path | None:
-    """The folder or file of a local data set; None of one on the Hub. Raises DataError for a path that does not exist."""
+    """The folder or file of a local data set; None of one on the Hub. Raises DataError for a
+    path that does not exist.
+    """
     path = Path(dataset).expanduser()
     if not path.exists() and dataset.startswith((".", "/", "~")):
         raise DataError(f"data set {dataset}: there is no such folder or file", remedy)
@@ -217,14 +342,20 @@ def _id(name: str) -> str:
 
 
 def _names(values: Iterable[Any], feature: Any) -> list[str | None]:
-    """The clients' names of a column's values; None where there is none (of class labels, -1 by convention)."""
+    """The clients' names of a column's values; None where there is none (of class labels, -1 by
+    convention).
+    """
     if hasattr(feature, "int2str"):
-        return [None if value is None or value < 0 else str(feature.int2str(value)) for value in values]
+        return [
+            None if value is None or value < 0 else str(feature.int2str(value)) for value in values
+        ]
     return [None if value is None else str(value) for value in values]
 
 
 def located(root: Path | None, files: Sequence[str]) -> list[Path] | None:
-    """Files below a root, or else below $COTERIE_DATA; None if neither is named. Raises DataError with all that are missing."""
+    """Files below a root, or else below $COTERIE_DATA; None if neither is named. Raises
+    DataError with all that are missing.
+    """
     name = root or os.environ.get("COTERIE_DATA")
     if not name:
         return None
@@ -232,7 +363,10 @@ def located(root: Path | None, files: Sequence[str]) -> list[Path] | None:
     with Refusals() as refusals:
         for path in (path for path in paths if not path.is_file()):
             field = "data.root" if root else "COTERIE_DATA"
-            refusals.add(f"{field}: {path} does not exist", f"Name the folder that has {', '.join(files)}: --set data.root=DIR.")
+            refusals.add(
+                f"{field}: {path} does not exist",
+                f"Name the folder that has {', '.join(files)}: --set data.root=DIR.",
+            )
     return paths
 
 
@@ -245,28 +379,39 @@ def fetch(
     revision: str | None = None,
     format: Format | None = None,
 ) -> Any:
-    """One split of a data set of the Hub or of a local folder or file: a `datasets.Dataset`, or an `IterableDataset` if streamed.
+    """One split of a data set of the Hub or of a local folder or file: a `datasets.Dataset`, or an
+    `IterableDataset` if streamed.
 
     Raises:
         DataError: It cannot be had, with `remedy`.
     """
     from datasets import load_dataset
 
-    path, options = _local(dataset, remedy), {"name": subset, "split": split, "streaming": streaming, "revision": revision}
+    path, options = (
+        _local(dataset, remedy),
+        {"name": subset, "split": split, "streaming": streaming, "revision": revision},
+    )
     try:
         if (path and path.is_file()) or dataset.startswith("hf://"):
-            return load_dataset(format or _builder(path or Path(dataset)), data_files={"train": str(path or dataset)}, **options)
+            return load_dataset(
+                format or _builder(path or Path(dataset)),
+                data_files={"train": str(path or dataset)},
+                **options,
+            )
         return load_dataset(str(path or dataset), **options)
     except DataError:
         raise
     except Exception as error:  # datasets raises whatever its readers and the network do
         where = "" if path or isinstance(error, ValueError) else " from the Hub (offline?)"
-        raise DataError(f"cannot load data set {dataset}{where}: {type(error).__name__}: {error}", remedy) from error
+        raise DataError(
+            f"cannot load data set {dataset}{where}: {type(error).__name__}: {error}", remedy
+        ) from error
 
 
 def _builder(path: Path) -> str:
     for ending in (suffix for suffix in path.suffixes if suffix in _BUILDERS):
         return _BUILDERS[ending]
     raise DataError(
-        f"data set {path}: files of this kind cannot be read", f"Files end in {', '.join(_BUILDERS)}, possibly followed by .gz."
+        f"data set {path}: files of this kind cannot be read",
+        f"Files end in {', '.join(_BUILDERS)}, possibly followed by .gz.",
     )

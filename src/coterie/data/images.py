@@ -1,4 +1,6 @@
-"""Federations of images: scikit-learn's digits (on every machine), CIFAR-10, CIFAR-100, MNIST and EMNIST."""
+"""Federations of images: scikit-learn's digits (on every machine), CIFAR-10, CIFAR-100, MNIST
+and EMNIST.
+"""
 
 import json
 import shutil
@@ -31,12 +33,18 @@ FORMAT = 1  # raise it whenever equal keys would no longer mean equal arrays
 _FILES = ("train", "test")
 _OFFLINE = "Without a network: --set data.root=DIR, or the environment variable COTERIE_DATA."
 _THINGS = (  # of CIFAR-100
-    "apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can castle"
-    " caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin elephant flatfish forest"
-    " fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster man maple_tree motorcycle mountain"
-    " mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck pine_tree plain plate poppy porcupine possum rabbit"
-    " raccoon ray road rocket rose sea seal shark shrew skunk skyscraper snail snake spider squirrel streetcar sunflower"
-    " sweet_pepper table tank telephone television tiger tractor train trout tulip turtle wardrobe whale willow_tree wolf woman"
+    "apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus "
+    "butterfly camel can castle"
+    " caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup "
+    "dinosaur dolphin elephant flatfish forest"
+    " fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster man "
+    "maple_tree motorcycle mountain"
+    " mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck pine_tree plain "
+    "plate poppy porcupine possum rabbit"
+    " raccoon ray road rocket rose sea seal shark shrew skunk skyscraper snail snake spider "
+    "squirrel streetcar sunflower"
+    " sweet_pepper table tank telephone television tiger tractor train trout tulip turtle "
+    "wardrobe whale willow_tree wolf woman"
     " worm"
 )
 
@@ -47,7 +55,9 @@ class Images(Dealing):
     things: ClassVar[str] = "images"
     shape: ClassVar[tuple[int, int, int]]  # channels, height, width
     classes: ClassVar[int]
-    mean: ClassVar[tuple[float, ...]]  # of each channel, of the training images as published: known to all, learned from nobody
+    mean: ClassVar[
+        tuple[float, ...]
+    ]  # of each channel, of the training images as published: known to all, learned from nobody
     std: ClassVar[tuple[float, ...]]
 
     @abstractmethod
@@ -58,19 +68,22 @@ class Images(Dealing):
         """The federation. Its clients are views of the same arrays.
 
         Args:
-            cache: Folder of decoded images; default $COTERIE_CACHE, else $XDG_CACHE_HOME/coterie, else ~/.cache/coterie.
+            cache: Folder of decoded images; default $COTERIE_CACHE, else $XDG_CACHE_HOME/coterie,
+                else ~/.cache/coterie.
             order_seed: Fixes the order in which images are drawn: the run's seed.
 
         Raises:
-            DataError: The images are missing, damaged or of another form than expected, or too few for so many clients; all mistakes that
-                could be found.
+            DataError: The images are missing, damaged or of another form than expected, or too few
+                for so many clients; all mistakes that could be found.
             SaveError: The cache cannot be written.
         """
         return self.dealt(lambda: self.images(cache or default_cache()), order_seed)
 
 
 class Digits(Images):
-    """Handwritten digits of 8 x 8 pixels, which come with scikit-learn. A third of each class is for testing."""
+    """Handwritten digits of 8 x 8 pixels, which come with scikit-learn. A third of each class is
+    for testing.
+    """
 
     kind: Literal["digits"] = "digits"
 
@@ -84,17 +97,28 @@ class Digits(Images):
         from sklearn.datasets import load_digits
 
         found = load_digits()
-        inputs, labels = (found.images[:, None] / 16).astype(np.float32), found.target.astype(np.int64)  # 17 shades of grey
-        classes = [self._random("held out", label).permutation(np.flatnonzero(labels == label)) for label in range(self.classes)]
+        inputs, labels = (
+            (found.images[:, None] / 16).astype(np.float32),
+            found.target.astype(np.int64),
+        )  # 17 shades of grey
+        classes = [
+            self._random("held out", label).permutation(np.flatnonzero(labels == label))
+            for label in range(self.classes)
+        ]
         test = np.sort(np.concatenate([rows[: round(len(rows) / 3)] for rows in classes]))
         train = np.setdiff1d(np.arange(len(labels)), test)
         return Labelled(inputs[train], labels[train], inputs[test], labels[test])
 
 
 class StoredImages(Images):
-    """Images in files (parquet but for EMNIST) below `root` or $COTERIE_DATA, otherwise on the Hub: decoded once, then memory-mapped."""
+    """Images in files (parquet but for EMNIST) below `root` or $COTERIE_DATA, otherwise on the
+    Hub: decoded once, then memory-mapped.
+    """
 
-    root: Annotated[Path | None, Field(description="folder of data; null: the environment variable COTERIE_DATA")] = None
+    root: Annotated[
+        Path | None,
+        Field(description="folder of data; null: the environment variable COTERIE_DATA"),
+    ] = None
 
     folder: ClassVar[str]  # below the root
     files: ClassVar[tuple[str, ...]] = tuple(f"{name}.parquet" for name in _FILES)  # in it
@@ -103,14 +127,25 @@ class StoredImages(Images):
 
     def images(self, cache: Path) -> Labelled:
         if paths := self._located():
-            return self._stored(cache, stamps(paths), lambda: [_read(path, self.columns) for path in paths])
+            return self._stored(
+                cache, stamps(paths), lambda: [_read(path, self.columns) for path in paths]
+            )
         data = [fetch(self.dataset, None, name, _OFFLINE) for name in _FILES]
         for part in data:
             if missing := [column for column in self.columns if column not in part.column_names]:
-                problem = f"data set {self.dataset}: no column {', '.join(map(repr, missing))}, only {', '.join(part.column_names)}"
+                problem = (
+                    f"data set {self.dataset}: no column {', '.join(map(repr, missing))}, only "
+                    f"{', '.join(part.column_names)}"
+                )
                 raise DataError(problem, _OFFLINE)
         prints = [part._fingerprint for part in data]
-        return self._stored(cache, prints, lambda: [part.select_columns(list(self.columns)).with_format("arrow")[:] for part in data])
+        return self._stored(
+            cache,
+            prints,
+            lambda: [
+                part.select_columns(list(self.columns)).with_format("arrow")[:] for part in data
+            ],
+        )
 
     def _located(self) -> list[Path] | None:
         """The files; None if no root is named. Raises DataError if they are missing below it."""
@@ -123,36 +158,57 @@ class StoredImages(Images):
             DataError: The tables hold something else than these images.
             SaveError: The cache cannot be written.
         """
-        text = json.dumps([FORMAT, self.dataset, self.columns, self.shape, self.classes, fingerprint])
+        text = json.dumps(
+            [FORMAT, self.dataset, self.columns, self.shape, self.classes, fingerprint]
+        )
         entry = cache / f"images-{blake2b(text.encode(), digest_size=16).hexdigest()}"
         if (found := _open(entry)) is None:
-            decoded = [self._decode(table, name) for table, name in zip(tables(), _FILES, strict=True)]
+            decoded = [
+                self._decode(table, name) for table, name in zip(tables(), _FILES, strict=True)
+            ]
             try:
                 _write(entry, Labelled(*decoded[0], *decoded[1]))
             except OSError as error:
-                remedy = "Free some space there, or name another folder in the environment variable COTERIE_CACHE."
-                raise SaveError(f"cannot write the image cache {entry}: {error.strerror}", remedy) from error
+                remedy = (
+                    "Free some space there, or name another folder in the environment variable "
+                    "COTERIE_CACHE."
+                )
+                raise SaveError(
+                    f"cannot write the image cache {entry}: {error.strerror}", remedy
+                ) from error
             found = _open(entry)
         if found is None:
             raise SaveError(
-                f"the image cache {entry} is damaged right after it was written", "Set COTERIE_CACHE to a folder on another disk."
+                f"the image cache {entry} is damaged right after it was written",
+                "Set COTERIE_CACHE to a folder on another disk.",
             )
         return found
 
     def _decode(self, table: Any, name: str) -> tuple[npt.NDArray[np.uint8], Numbers]:
-        """The images and labels of an Arrow table. Raises DataError naming the first row that will not do."""
+        """The images and labels of an Arrow table. Raises DataError naming the first row that
+        will not do.
+        """
         pictures, labels = (table.column(column).to_pylist() for column in self.columns)
         remedy = f"Use the files of {self.dataset}, or repair that row."
         images = np.empty((len(pictures), *self.shape), dtype=np.uint8)
         for row, (picture, label) in enumerate(zip(pictures, labels, strict=True)):
             where = f"{self.name}, {name}: row {row}"
             if not isinstance(label, int) or not 0 <= label < self.classes:
-                raise DataError(f"{where} has label {label!r}, expected 0 to {self.classes - 1}", remedy)
+                raise DataError(
+                    f"{where} has label {label!r}, expected 0 to {self.classes - 1}", remedy
+                )
             try:
                 images[row] = pixels(BytesIO(picture["bytes"]), self.shape)
-            except (OSError, SyntaxError, TypeError, ValueError) as error:  # what PIL raises, no bytes at all, another size
+            except (
+                OSError,
+                SyntaxError,
+                TypeError,
+                ValueError,
+            ) as error:  # what PIL raises, no bytes at all, another size
                 channels, height, width = self.shape
-                raise DataError(f"{where} is no image of {channels} x {height} x {width}: {error}", remedy) from error
+                raise DataError(
+                    f"{where} is no image of {channels} x {height} x {width}: {error}", remedy
+                ) from error
         return images, np.array(labels, dtype=np.int64)
 
 
@@ -167,30 +223,42 @@ def _read(path: Path, columns: Sequence[str]) -> Any:
             raise DataError(f"{path}: no column {', '.join(map(repr, missing))}", remedy)
         return file.read(columns=list(columns))
     except (ArrowException, OSError) as error:
-        raise DataError(f"{path} cannot be read: {error}", "It must be a parquet file; fetch it again.") from error
+        raise DataError(
+            f"{path} cannot be read: {error}", "It must be a parquet file; fetch it again."
+        ) from error
 
 
 def pixels(file: Path | BytesIO, shape: tuple[int, int, int]) -> npt.NDArray[np.uint8]:
-    """(C, H, W) of an image file. Raises ValueError if it is of another size, and what PIL raises."""
+    """(C, H, W) of an image file. Raises ValueError if it is of another size, and what PIL
+    raises.
+    """
     from PIL import Image
 
     channels, height, width = shape
     image = Image.open(file)
     if image.size != (width, height):
         raise ValueError(f"it is {image.height} x {image.width}")
-    return np.moveaxis(np.atleast_3d(np.asarray(image.convert("L" if channels == 1 else "RGB"))), 2, 0)
+    return np.moveaxis(
+        np.atleast_3d(np.asarray(image.convert("L" if channels == 1 else "RGB"))), 2, 0
+    )
 
 
 def _open(entry: Path) -> Labelled | None:
-    """The arrays of a cache entry, read-only and memory-mapped; None if one is missing or damaged."""
+    """The arrays of a cache entry, read-only and memory-mapped; None if one is missing or
+    damaged.
+    """
     try:
-        return Labelled(*(np.load(entry / f"{field.name}.npy", mmap_mode="r") for field in fields(Labelled)))
+        return Labelled(
+            *(np.load(entry / f"{field.name}.npy", mmap_mode="r") for field in fields(Labelled))
+        )
     except (OSError, ValueError):
         return None
 
 
 def _write(entry: Path, images: Labelled) -> None:
-    """Write an entry in a folder beside it, then rename it into place, unless another process was faster."""
+    """Write an entry in a folder beside it, then rename it into place, unless another process
+    was faster.
+    """
     entry.parent.mkdir(parents=True, exist_ok=True)
     new = Path(tempfile.mkdtemp(prefix=f".{entry.name}.", dir=entry.parent))
     try:
@@ -202,7 +270,9 @@ def _write(entry: Path, images: Labelled) -> None:
 
 
 class Cifar100(StoredImages):
-    """CIFAR-100 (Krizhevsky, 2009): colour photographs of 32 x 32 pixels, a hundred kinds of things."""
+    """CIFAR-100 (Krizhevsky, 2009): colour photographs of 32 x 32 pixels, a hundred kinds of
+    things.
+    """
 
     kind: Literal["cifar100"] = "cifar100"
 
@@ -236,7 +306,18 @@ class Cifar10(StoredImages):
 
     @property
     def _names(self) -> tuple[str, ...]:
-        return ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+        return (
+            "airplane",
+            "automobile",
+            "bird",
+            "cat",
+            "deer",
+            "dog",
+            "frog",
+            "horse",
+            "ship",
+            "truck",
+        )
 
 
 class Mnist(StoredImages):
@@ -255,9 +336,11 @@ class Mnist(StoredImages):
 
 
 class Emnist(StoredImages):
-    """EMNIST "By Class" (Cohen et al., 2017): handwritten digits and letters of 28 x 28 pixels, 62 unequal classes.
+    """EMNIST "By Class" (Cohen et al., 2017): handwritten digits and letters of 28 x 28 pixels, 62
+    unequal classes.
 
-    In NIST's own files, which `Royc30ne/emnist-byclass` has on the Hub: IDX, where pictures are transposed. Here they stand upright.
+    In NIST's own files, which `Royc30ne/emnist-byclass` has on the Hub: IDX, where pictures are
+    transposed. Here they stand upright.
     """
 
     kind: Literal["emnist"] = "emnist"
@@ -269,7 +352,9 @@ class Emnist(StoredImages):
     std: ClassVar[tuple[float, ...]] = (0.3317,)
     folder: ClassVar[str] = "emnist"
     files: ClassVar[tuple[str, ...]] = tuple(
-        f"emnist-byclass-{name}-{part}-ubyte.gz" for name in _FILES for part in ("images-idx3", "labels-idx1")
+        f"emnist-byclass-{name}-{part}-ubyte.gz"
+        for name in _FILES
+        for part in ("images-idx3", "labels-idx1")
     )
     dataset: ClassVar[str] = "Royc30ne/emnist-byclass"
     columns: ClassVar[tuple[str, str]] = ("images", "labels")
@@ -286,7 +371,10 @@ class Emnist(StoredImages):
         """The images and labels of two files. Raises DataError if they do not belong together."""
         images, labels = map(_bytes, table)
         if images.shape != (*labels.shape, *self.shape[1:]):
-            problem = f"{self.name}, {name}: images are {list(images.shape)} with labels {list(labels.shape)}"
+            problem = (
+                f"{self.name}, {name}: images are {list(images.shape)} with labels "
+                f"{list(labels.shape)}"
+            )
             raise DataError(problem, f"Use the files of {self.dataset}.")
         return images.swapaxes(1, 2)[:, None], labels.astype(np.int64)
 
@@ -298,7 +386,9 @@ def _download(dataset: str, file: str) -> Path:
     try:
         return Path(huggingface_hub.hf_hub_download(dataset, file, repo_type="dataset"))
     except Exception as error:  # whatever the network does
-        raise DataError(f"cannot load {file} of data set {dataset} from the Hub (offline?): {error}", _OFFLINE) from error
+        raise DataError(
+            f"cannot load {file} of data set {dataset} from the Hub (offline?): {error}", _OFFLINE
+        ) from error
 
 
 def _bytes(path: Path) -> npt.NDArray[np.uint8]:
@@ -308,4 +398,6 @@ def _bytes(path: Path) -> npt.NDArray[np.uint8]:
         shape = np.frombuffer(data, ">i4", count=data[3], offset=4)
         return np.frombuffer(data, np.uint8, offset=4 + shape.nbytes).reshape(shape)
     except (OSError, EOFError, IndexError, ValueError, zlib.error) as error:
-        raise DataError(f"{path} cannot be read: {error}", "It must be a compressed IDX file; fetch it again.") from error
+        raise DataError(
+            f"{path} cannot be read: {error}", "It must be a compressed IDX file; fetch it again."
+        ) from error

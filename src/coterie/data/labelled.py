@@ -30,13 +30,24 @@ Rows = Sequence[Mapping[str, Any]]  # of a file, or of a data set of the Hub
 
 
 class LabelledTexts(Dealing, ABC):
-    """A `data` section of labelled texts: JSON lines below `root` or $COTERIE_DATA, otherwise on the Hub. They are encoded once."""
+    """A `data` section of labelled texts: JSON lines below `root` or $COTERIE_DATA, otherwise on
+    the Hub. They are encoded once.
+    """
 
-    root: Annotated[Path | None, Field(description="folder of data; null: the environment variable COTERIE_DATA")] = None
-    examples: Annotated[
-        Positive | None, Field(description="so many training texts are drawn, as many of each class as of any other; null: all")
+    root: Annotated[
+        Path | None,
+        Field(description="folder of data; null: the environment variable COTERIE_DATA"),
     ] = None
-    tests: Annotated[Positive | None, Field(description="so many test texts are drawn, likewise; null: all")] = None
+    examples: Annotated[
+        Positive | None,
+        Field(
+            description="so many training texts are drawn, as many of each class as of any "
+            "other; null: all"
+        ),
+    ] = None
+    tests: Annotated[
+        Positive | None, Field(description="so many test texts are drawn, likewise; null: all")
+    ] = None
 
     things: ClassVar[str] = "texts"
     folder: ClassVar[str]  # below the root
@@ -51,21 +62,28 @@ class LabelledTexts(Dealing, ABC):
     def classes(self) -> int:
         return self.kinds
 
-    def load(self, tokenizer: Any, length: int, cache: Path | None = None, order_seed: int = 0) -> Federation:
+    def load(
+        self, tokenizer: Any, length: int, cache: Path | None = None, order_seed: int = 0
+    ) -> Federation:
         """The federation. Its clients are views of the same arrays.
 
         Args:
-            tokenizer: A fast tokenizer of transformers; its special tokens are put around every text.
+            tokenizer: A fast tokenizer of transformers; its special tokens are put around every
+                text.
             length: Tokens of a text at most, special ones included; a longer one is cut.
-            cache: Folder of encoded texts; default $COTERIE_CACHE, else $XDG_CACHE_HOME/coterie, else ~/.cache/coterie.
+            cache: Folder of encoded texts; default $COTERIE_CACHE, else $XDG_CACHE_HOME/coterie,
+                else ~/.cache/coterie.
             order_seed: Fixes the order in which texts are drawn: the run's seed.
 
         Raises:
-            DataError: The tokenizer will not do, or the texts are missing, damaged, blank, of another form or with other labels than
-                expected, or too few for so many clients; all mistakes that could be found.
+            DataError: The tokenizer will not do, or the texts are missing, damaged, blank, of
+                another form or with other labels than expected, or too few for so many clients; all
+                mistakes that could be found.
             SaveError: The cache cannot be written.
         """
-        return self.dealt(lambda: self._encoded(tokenizer, length, cache or default_cache()), order_seed)
+        return self.dealt(
+            lambda: self._encoded(tokenizer, length, cache or default_cache()), order_seed
+        )
 
     def from_hub(self, data: Any) -> Rows:
         """A split of the Hub's data set, with columns as the files have them."""
@@ -87,7 +105,12 @@ class LabelledTexts(Dealing, ABC):
         key = key_of(tokenizer, "labelled", FORMAT, own, drawn, length, fingerprint)
         found = stored(cache, key, np.uint32, lambda: self._streams(read(), tokenizer, length))
         train, test = (found[name] for name in _FILES)
-        return Labelled(_padded(train), train["labels"].astype(np.int64), _padded(test), test["labels"].astype(np.int64))
+        return Labelled(
+            _padded(train),
+            train["labels"].astype(np.int64),
+            _padded(test),
+            test["labels"].astype(np.int64),
+        )
 
     def _found(self) -> tuple[Any, Callable[[], list[Rows]]]:
         """What changes when the texts do, and what reads them, file by file. Raises DataError."""
@@ -96,17 +119,32 @@ class LabelledTexts(Dealing, ABC):
         remedy = "Without a network: --set data.root=DIR, or the environment variable COTERIE_DATA."
         data = [fetch(self.dataset, self.subset, name, remedy) for name in _FILES]
         for part in data:
-            if missing := [column for column in self.hub_columns if column not in part.column_names]:
-                problem = f"data set {self.dataset}: no column {', '.join(map(repr, missing))}, only {', '.join(part.column_names)}"
+            if missing := [
+                column for column in self.hub_columns if column not in part.column_names
+            ]:
+                problem = (
+                    f"data set {self.dataset}: no column {', '.join(map(repr, missing))}, only "
+                    f"{', '.join(part.column_names)}"
+                )
                 raise DataError(problem, remedy)
-        return [part._fingerprint for part in data], lambda: [self.from_hub(part.select_columns(list(self.hub_columns))) for part in data]
+        return [part._fingerprint for part in data], lambda: [
+            self.from_hub(part.select_columns(list(self.hub_columns))) for part in data
+        ]
 
     def _streams(self, files: list[Rows], tokenizer: Any, length: int) -> Streams:
-        """Of both files the tokens of all texts, one behind the other, how many each text has, and the classes."""
-        tokenizer = deepcopy(tokenizer)  # which remembers how long texts may be, and gets another fingerprint by it
+        """Of both files the tokens of all texts, one behind the other, how many each text has,
+        and the classes.
+        """
+        tokenizer = deepcopy(
+            tokenizer
+        )  # which remembers how long texts may be, and gets another fingerprint by it
         for (name, field), rows in zip(_FILES.items(), files, strict=True):
             labels, lengths, count = self._labels(name, rows), list[int](), getattr(self, field)
-            chosen = list(range(len(rows))) if count is None else self._drawn(f"data.{field}", rows, labels, count)
+            chosen = (
+                list(range(len(rows)))
+                if count is None
+                else self._drawn(f"data.{field}", rows, labels, count)
+            )
             yield name, "tokens", self._tokens(name, rows, chosen, tokenizer, length, lengths)
             yield name, "lengths", [np.array(lengths, np.uint32)]
             yield name, "labels", [labels[chosen].astype(np.uint32)]
@@ -117,35 +155,63 @@ class LabelledTexts(Dealing, ABC):
         for row, kind in enumerate(kinds):
             if not isinstance(kind, int) or not 0 <= kind < self.kinds:
                 raise DataError(
-                    f"{self.name}, {name}: row {row} has {self.label} {kind!r}, expected 0 to {self.kinds - 1}",
+                    f"{self.name}, {name}: row {row} has {self.label} {kind!r}, expected 0 to "
+                    f"{self.kinds - 1}",
                     f"Use the files of {self.dataset}, or repair that row.",
                 )
         return self.called(np.array(kinds, dtype=np.int64))
 
     def _drawn(self, field: str, rows: Rows, labels: Numbers, count: int) -> list[int]:
-        """Rows with text, as many of each class as of any other, in rising order. Raises DataError if there are too few."""
+        """Rows with text, as many of each class as of any other, in rising order. Raises
+        DataError if there are too few.
+        """
         random, chosen = self._random("drawn", field), list[int]()
         for label, share in enumerate(np.array_split(np.arange(count), self.classes)):
             candidates = random.permutation(np.flatnonzero(labels == label)).tolist()
-            found = list(islice((row for row in candidates if self.text(rows[row]).strip()), len(share)))
+            found = list(
+                islice((row for row in candidates if self.text(rows[row]).strip()), len(share))
+            )
             if len(found) < len(share):
-                problem = f"{field}: {len(share):,} texts of class {label} are wanted, {self.name} has {len(found):,}"
-                raise DataError(problem, f"Use at most {len(found) * self.classes:,}, or null for all there are.")
+                problem = (
+                    f"{field}: {len(share):,} texts of class {label} are wanted, {self.name} has "
+                    f"{len(found):,}"
+                )
+                raise DataError(
+                    problem,
+                    f"Use at most {len(found) * self.classes:,}, or null for all there are.",
+                )
             chosen += found
         return sorted(chosen)
 
     def _tokens(
-        self, name: str, rows: Rows, chosen: list[int], tokenizer: Any, length: int, lengths: list[int]
+        self,
+        name: str,
+        rows: Rows,
+        chosen: list[int],
+        tokenizer: Any,
+        length: int,
+        lengths: list[int],
     ) -> Iterator[npt.NDArray[np.uint32]]:
-        """The token ids of the chosen rows in pieces; how many each row has is added to `lengths`. Raises DataError for one without any."""
+        """The token ids of the chosen rows in pieces; how many each row has is added to
+        `lengths`. Raises DataError for one without any.
+        """
         for start in range(0, len(chosen), _TEXTS):
             some = chosen[start : start + _TEXTS]
             texts = [self.text(rows[row])[:LONGEST] for row in some]
-            encoded = tokenizer(texts, truncation=True, max_length=length, padding=False, verbose=False)["input_ids"]
+            encoded = tokenizer(
+                texts, truncation=True, max_length=length, padding=False, verbose=False
+            )["input_ids"]
             for row, text, ids in zip(some, texts, encoded, strict=True):
                 if not text.strip() or not ids:
-                    what = f"{text[:40]!r}, of which the tokenizer makes nothing" if text.strip() else "no text"
-                    raise DataError(f"{self.name}, {name}: row {row} has {what}", "Repair or leave out that row.")
+                    what = (
+                        f"{text[:40]!r}, of which the tokenizer makes nothing"
+                        if text.strip()
+                        else "no text"
+                    )
+                    raise DataError(
+                        f"{self.name}, {name}: row {row} has {what}",
+                        "Repair or leave out that row.",
+                    )
             lengths += map(len, encoded)
             yield np.array([id for ids in encoded for id in ids], dtype=np.uint32)
 
@@ -160,41 +226,61 @@ def _padded(part: Mapping[str, Tokens]) -> Numbers:
 
 
 DOMAINS = {
-    "auto_and_commute": "current_location directions distance gas gas_type jump_start last_maintenance mpg oil_change_how oil_change_when"
+    "auto_and_commute": "current_location directions distance gas gas_type jump_start "
+    "last_maintenance mpg oil_change_how oil_change_when"
     " schedule_maintenance tire_change tire_pressure traffic uber",
-    "banking": "account_blocked balance bill_balance bill_due freeze_account interest_rate min_payment order_checks pay_bill pin_change"
+    "banking": "account_blocked balance bill_balance bill_due freeze_account interest_rate "
+    "min_payment order_checks pay_bill pin_change"
     " report_fraud routing spending_history transactions transfer",
-    "credit_cards": "application_status apr card_declined credit_limit credit_limit_change credit_score damaged_card expiration_date"
-    " improve_credit_score international_fees new_card redeem_rewards replacement_card_duration report_lost_card rewards_balance",
-    "home": "calendar calendar_update next_song order order_status play_music reminder reminder_update shopping_list shopping_list_update"
+    "credit_cards": "application_status apr card_declined credit_limit credit_limit_change "
+    "credit_score damaged_card expiration_date"
+    " improve_credit_score international_fees new_card redeem_rewards replacement_card_duration "
+    "report_lost_card rewards_balance",
+    "home": "calendar calendar_update next_song order order_status play_music reminder "
+    "reminder_update shopping_list shopping_list_update"
     " smart_home todo_list todo_list_update update_playlist what_song",
-    "kitchen_and_dining": "accept_reservations calories cancel_reservation confirm_reservation cook_time food_last how_busy"
-    " ingredient_substitution ingredients_list meal_suggestion nutrition_info recipe restaurant_reservation restaurant_reviews"
+    "kitchen_and_dining": "accept_reservations calories cancel_reservation confirm_reservation "
+    "cook_time food_last how_busy"
+    " ingredient_substitution ingredients_list meal_suggestion nutrition_info recipe "
+    "restaurant_reservation restaurant_reviews"
     " restaurant_suggestion",
-    "meta": "cancel change_accent change_ai_name change_language change_speed change_user_name change_volume maybe no repeat"
+    "meta": "cancel change_accent change_ai_name change_language change_speed change_user_name "
+    "change_volume maybe no repeat"
     " reset_settings sync_device user_name whisper_mode yes",
-    "small_talk": "are_you_a_bot do_you_have_pets fun_fact goodbye greeting how_old_are_you meaning_of_life tell_joke thank_you"
-    " what_are_your_hobbies what_can_i_ask_you what_is_your_name where_are_you_from who_do_you_work_for who_made_you",
-    "travel": "book_flight book_hotel car_rental carry_on exchange_rate flight_status international_visa lost_luggage plug_type timezone"
+    "small_talk": "are_you_a_bot do_you_have_pets fun_fact goodbye greeting how_old_are_you "
+    "meaning_of_life tell_joke thank_you"
+    " what_are_your_hobbies what_can_i_ask_you what_is_your_name where_are_you_from "
+    "who_do_you_work_for who_made_you",
+    "travel": "book_flight book_hotel car_rental carry_on exchange_rate flight_status "
+    "international_visa lost_luggage plug_type timezone"
     " translate travel_alert travel_notification travel_suggestion vaccines",
-    "utility": "alarm calculator date definition find_phone flip_coin make_call measurement_conversion roll_dice share_location spelling"
+    "utility": "alarm calculator date definition find_phone flip_coin make_call "
+    "measurement_conversion roll_dice share_location spelling"
     " text time timer weather",
-    "work": "direct_deposit income insurance insurance_change meeting_schedule next_holiday payday pto_balance pto_request"
+    "work": "direct_deposit income insurance insurance_change meeting_schedule next_holiday "
+    "payday pto_balance pto_request"
     " pto_request_status pto_used rollover_401k schedule_meeting taxes w2",
 }
-_DOMAIN = {intent: domain for domain, (_, intents) in enumerate(sorted(DOMAINS.items())) for intent in intents.split()}
+_DOMAIN = {
+    intent: domain
+    for domain, (_, intents) in enumerate(sorted(DOMAINS.items()))
+    for intent in intents.split()
+}
 INTENTS = tuple(sorted(_DOMAIN))
 
 
 class Clinc150(LabelledTexts):
-    """CLINC150 (Larson et al., 2019): what people ask an assistant, 150 intents in ten domains; questions out of scope are left out.
+    """CLINC150 (Larson et al., 2019): what people ask an assistant, 150 intents in ten domains;
+    questions out of scope are left out.
 
-    Domains and intents are numbered in the order of their names. The Hub's data set, which numbers intents otherwise and has no domains,
-    becomes the same.
+    Domains and intents are numbered in the order of their names. The Hub's data set, which numbers
+    intents otherwise and has no domains, becomes the same.
     """
 
     kind: Literal["clinc150"] = "clinc150"
-    labels: Annotated[Literal["domain", "intent"], Field(description="the classes: ten domains, or 150 intents")] = "domain"
+    labels: Annotated[
+        Literal["domain", "intent"], Field(description="the classes: ten domains, or 150 intents")
+    ] = "domain"
 
     name: ClassVar[str] = "CLINC150"
     folder: ClassVar[str] = "clinc150"
@@ -214,15 +300,28 @@ class Clinc150(LabelledTexts):
         return tuple(sorted(DOMAINS)) if self.labels == "domain" else INTENTS
 
     def from_hub(self, data: Any) -> Rows:
-        number = [INTENTS.index(name) if name in _DOMAIN else None for name in data.features["intent"].names]
-        return [{"text": row["text"], "intent": number[row["intent"]]} for row in data if number[row["intent"]] is not None]
+        number = [
+            INTENTS.index(name) if name in _DOMAIN else None
+            for name in data.features["intent"].names
+        ]
+        return [
+            {"text": row["text"], "intent": number[row["intent"]]}
+            for row in data
+            if number[row["intent"]] is not None
+        ]
 
     def called(self, kinds: Numbers) -> Numbers:
-        return np.array([_DOMAIN[intent] for intent in INTENTS])[kinds] if self.labels == "domain" else kinds
+        return (
+            np.array([_DOMAIN[intent] for intent in INTENTS])[kinds]
+            if self.labels == "domain"
+            else kinds
+        )
 
 
 class DBpedia14(LabelledTexts):
-    """DBpedia (Zhang et al., 2015): the first sentences of Wikipedia's articles about 14 kinds of things, without their titles."""
+    """DBpedia (Zhang et al., 2015): the first sentences of Wikipedia's articles about 14 kinds
+    of things, without their titles.
+    """
 
     kind: Literal["dbpedia14"] = "dbpedia14"
 
@@ -237,7 +336,15 @@ class DBpedia14(LabelledTexts):
     @property
     def _names(self) -> tuple[str, ...]:
         return (
-            *("company", "educational institution", "artist", "athlete", "office holder", "mean of transportation", "building"),
+            *(
+                "company",
+                "educational institution",
+                "artist",
+                "athlete",
+                "office holder",
+                "mean of transportation",
+                "building",
+            ),
             *("natural place", "village", "animal", "plant", "album", "film", "written work"),
         )
 
@@ -246,20 +353,31 @@ class DBpedia14(LabelledTexts):
 
 
 class YahooAnswers(LabelledTexts):
-    """Yahoo! Answers (Zhang et al., 2015): questions on ten topics, title and content without the answers.
+    """Yahoo! Answers (Zhang et al., 2015): questions on ten topics, title and content without the
+    answers.
 
     As in DDOME, Section 5, so many are drawn that there are as many as images in CIFAR.
     """
 
     kind: Literal["yahoo-answers"] = "yahoo-answers"
     examples: Annotated[
-        Positive | None, Field(description="so many training texts are drawn, as many of each class as of any other; null: all")
+        Positive | None,
+        Field(
+            description="so many training texts are drawn, as many of each class as of any "
+            "other; null: all"
+        ),
     ] = 50_000
-    tests: Annotated[Positive | None, Field(description="so many test texts are drawn, likewise; null: all")] = 10_000
+    tests: Annotated[
+        Positive | None, Field(description="so many test texts are drawn, likewise; null: all")
+    ] = 10_000
 
     name: ClassVar[str] = "Yahoo! Answers"
     folder: ClassVar[str] = "yahoo_answers"
-    columns: ClassVar[Mapping[str, type]] = {"question_title": str, "question_content": str, "topic": int}
+    columns: ClassVar[Mapping[str, type]] = {
+        "question_title": str,
+        "question_content": str,
+        "topic": int,
+    }
     label: ClassVar[str] = "topic"
     kinds: ClassVar[int] = 10
     dataset: ClassVar[str] = "community-datasets/yahoo_answers_topics"
@@ -268,8 +386,20 @@ class YahooAnswers(LabelledTexts):
     @property
     def _names(self) -> tuple[str, ...]:
         return (
-            *("Society & Culture", "Science & Mathematics", "Health", "Education & Reference", "Computers & Internet", "Sports"),
-            *("Business & Finance", "Entertainment & Music", "Family & Relationships", "Politics & Government"),
+            *(
+                "Society & Culture",
+                "Science & Mathematics",
+                "Health",
+                "Education & Reference",
+                "Computers & Internet",
+                "Sports",
+            ),
+            *(
+                "Business & Finance",
+                "Entertainment & Music",
+                "Family & Relationships",
+                "Politics & Government",
+            ),
         )
 
     def text(self, row: Mapping[str, Any]) -> str:

@@ -1,4 +1,5 @@
-"""Where `multilingual` and `topics` come from and under what licences, and the part of them that a checkout of the repository has.
+"""Where `multilingual` and `topics` come from and under what licences, and the part of them that a
+checkout of the repository has.
 
 One list for messages, and for `scripts/build_corpora.py`, which builds the two from these sources.
 """
@@ -34,18 +35,38 @@ MULTILINGUAL = (
         "https://huggingface.co/datasets/Babelscape/wikineural",
         "CC BY-SA; its labels, which are not used, CC BY-NC-SA",
     ),
-    Origin(("ca",), "Softcatala's sentences and Common Voice prompts", "https://github.com/Softcatala/ca-text-corpus", "CC0"),
+    Origin(
+        ("ca",),
+        "Softcatala's sentences and Common Voice prompts",
+        "https://github.com/Softcatala/ca-text-corpus",
+        "CC0",
+    ),
 )
 TOPICS = (
-    Origin(("books",), "English novels of ELTeC", "https://github.com/COST-ELTeC/ELTeC-eng", "public domain"),
-    Origin(("arxiv",), "the Stacks project", "https://github.com/stacks/stacks-project", "GFDL 1.2 or later"),
+    Origin(
+        ("books",),
+        "English novels of ELTeC",
+        "https://github.com/COST-ELTeC/ELTeC-eng",
+        "public domain",
+    ),
+    Origin(
+        ("arxiv",),
+        "the Stacks project",
+        "https://github.com/stacks/stacks-project",
+        "GFDL 1.2 or later",
+    ),
     Origin(
         ("stackexchange",),
         "Quantum Computing Stack Exchange",
         "https://archive.org/download/stackexchange/quantumcomputing.stackexchange.com.7z",
         "CC BY-SA",
     ),
-    Origin(("code",), "CPython's standard library", "https://www.python.org/ftp/python/3.11.7/Python-3.11.7.tgz", "PSF"),
+    Origin(
+        ("code",),
+        "CPython's standard library",
+        "https://www.python.org/ftp/python/3.11.7/Python-3.11.7.tgz",
+        "PSF",
+    ),
 )
 
 
@@ -61,7 +82,8 @@ def in_checkout(files: Sequence[str]) -> dict[str, Path]:
         files: Below the folder of data, `topics/train.jsonl.gz`.
 
     Returns:
-        Their paths by their names in the repository; empty if this package does not lie in a checkout, or that lacks one of them.
+        Their paths by their names in the repository; empty if this package does not lie in a
+        checkout, or that lacks one of them.
     """
     source = Path(__file__).resolve().parents[2]
     paths = {f"{PART}/{file}": source.parent / PART / file for file in files}

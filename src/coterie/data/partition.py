@@ -1,4 +1,6 @@
-"""A `data` section of labelled examples, dealt to anchors, to the others, to clients that are never trained with, and to the public."""
+"""A `data` section of labelled examples, dealt to anchors, to the others, to clients that are
+never trained with, and to the public.
+"""
 
 import math
 from collections.abc import Callable
@@ -35,23 +37,29 @@ class Labelled:
 
 
 class Dealing(PartitionSchemes):
-    """A `data` section of labelled examples. Subclasses say what and where they are; the fields say how they fall to clients.
+    """A `data` section of labelled examples. Subclasses say what and where they are; the fields say
+    how they fall to clients.
 
     Partitions:
-        permuted-clusters: All clusters have all examples, and each calls the classes by a permutation of their labels; the first leaves
-            them as they are. The clients of a cluster share the training examples out; each has all test examples.
-        disjoint-classes: Each cluster has classes of its own, whose training examples its clients share out; each has all their test
-            examples. Anchors are members of the clusters, as many of each, and have some of their cluster's classes.
+        permuted-clusters: All clusters have all examples, and each calls the classes by a
+            permutation of their labels; the first leaves them as they are. The clients of a cluster
+            share the training examples out; each has all test examples.
+        disjoint-classes: Each cluster has classes of its own, whose training examples its clients
+            share out; each has all their test examples. Anchors are members of the clusters, as
+            many of each, and have some of their cluster's classes.
         iid: All clients share the training examples out; each has all test examples.
-        dirichlet: How each class falls to the clients, anchors among them, is drawn from Dirichlet(alpha), for training and test examples
-            alike. A client is said to have the classes that make up a tenth of its examples.
-        quantity: Each client has a few classes, the rarest first; anchors have disjoint groups of classes. The training examples of a class
-            are shared out among those who have it, and each has all test examples of its classes.
+        dirichlet: How each class falls to the clients, anchors among them, is drawn from
+            Dirichlet(alpha), for training and test examples alike. A client is said to have the
+            classes that make up a tenth of its examples.
+        quantity: Each client has a few classes, the rarest first; anchors have disjoint groups of
+            classes. The training examples of a class are shared out among those who have it, and
+            each has all test examples of its classes.
 
     Labels keep the data set's classes in every partition.
 
-    Unseen clients have test examples like anybody else, and training examples of their classes which others may have too: so many as the
-    smallest client. None has the label set of a client that trains, and no two of a group have the same one.
+    Unseen clients have test examples like anybody else, and training examples of their classes
+    which others may have too: so many as the smallest client. None has the label set of a client
+    that trains, and no two of a group have the same one.
     """
 
     mean: ClassVar[tuple[float, ...]] = ()  # of each channel of images; see `ExampleSplit`
@@ -59,7 +67,9 @@ class Dealing(PartitionSchemes):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What the classes are called; () where they have no names, or where clusters disagree about them."""
+        """What the classes are called; () where they have no names, or where clusters disagree
+        about them.
+        """
         return () if self.partition == "permuted-clusters" else self._names
 
     @property
@@ -75,12 +85,15 @@ class Dealing(PartitionSchemes):
             order_seed: Fixes the order in which examples are drawn: the run's seed.
 
         Raises:
-            DataError: A label is out of range, or there are too few examples for so many clients; all mistakes that could be found.
+            DataError: A label is out of range, or there are too few examples for so many clients;
+                all mistakes that could be found.
         """
         self._check()
         held = read()
         self._check_labels(held)
-        dialects = [(calls[held.train_labels], calls[held.test_labels]) for calls in self._dialects()]
+        dialects = [
+            (calls[held.train_labels], calls[held.test_labels]) for calls in self._dialects()
+        ]
         deal = self.parts(held.train_labels, held.test_labels)
         made: dict[ClientId, ClientData] = {}
         with Refusals() as refusals:
@@ -88,18 +101,34 @@ class Dealing(PartitionSchemes):
                 trains, tests = dialects[part.dialect]
                 with refusals.gather(f"client {part.id!r}: "):
                     train, valid = self._divide(part)
-                    sources = ((held.train, trains, train), (held.train, trains, valid), (held.test, tests, part.test))
+                    sources = (
+                        (held.train, trains, train),
+                        (held.train, trains, valid),
+                        (held.test, tests, part.test),
+                    )
                     seed = mix(order_seed, part.id)
-                    splits = (self._split(name, *source, seed) for name, source in zip(SPLITS, sources, strict=True))
+                    splits = (
+                        self._split(name, *source, seed)
+                        for name, source in zip(SPLITS, sources, strict=True)
+                    )
                     made[part.id] = ClientData(part.id, *splits)
-        public = self._split("public", held.train, held.train_labels, deal.public, mix(order_seed, "public")) if self.public else None
+        public = (
+            self._split(
+                "public", held.train, held.train_labels, deal.public, mix(order_seed, "public")
+            )
+            if self.public
+            else None
+        )
         return Federation(
             {part.id: made[part.id] for part in deal.clients},
             self._described(len(deal.clients)),
             {part.id: part.cluster for part in deal.clients if part.cluster is not None} or None,
             tuple(part.id for part in deal.clients[: self.anchors]),
             {part.id: part.labels for part in deal.everyone},
-            {group: {part.id: made[part.id] for part in parts} for group, parts in deal.unseen.items()},
+            {
+                group: {part.id: made[part.id] for part in parts}
+                for group, parts in deal.unseen.items()
+            },
             public,
         )
 
@@ -109,16 +138,31 @@ class Dealing(PartitionSchemes):
 
     def _standings(self) -> dict[ClientId, Standing]:
         """Everybody that there is, in their order, as in `parts`."""
-        anchors, each = _numbered("anchor", self.anchors, 1), max(self.anchors // len(self.sizes), 1)
+        anchors, each = (
+            _numbered("anchor", self.anchors, 1),
+            max(self.anchors // len(self.sizes), 1),
+        )
         if self.partition in ("permuted-clusters", "disjoint-classes"):
             clusters: dict[ClientId, int | None] = {id: k // each for k, id in enumerate(anchors)}
-            clusters |= {f"c{cluster}-{i}": cluster for cluster, size in enumerate(self.sizes) for i in range(size)}
+            clusters |= {
+                f"c{cluster}-{i}": cluster
+                for cluster, size in enumerate(self.sizes)
+                for i in range(size)
+            }
         else:
             clusters = dict.fromkeys(self._ids())
         everyone = [(id, "") for id in clusters]
-        everyone += [(id, group) for group, count in self.unseen.items() for id in _numbered(group, count)]
+        everyone += [
+            (id, group) for group, count in self.unseen.items() for id in _numbered(group, count)
+        ]
         return {
-            id: Standing(position, group, clusters.get(id), position if position < self.anchors else None, self.classes)
+            id: Standing(
+                position,
+                group,
+                clusters.get(id),
+                position if position < self.anchors else None,
+                self.classes,
+            )
             for position, (id, group) in enumerate(everyone)
         }
 
@@ -129,16 +173,21 @@ class Dealing(PartitionSchemes):
         train = self.per_client or held - valid
         if train < 1 or train + valid > held:
             raise DataError(
-                f"{held:,} training {self.things} in its share, {max(train, 1) + valid:,} needed with {valid:,} for validation",
+                f"{held:,} training {self.things} in its share, {max(train, 1) + valid:,} needed "
+                f"with {valid:,} for validation",
                 "Use fewer clients, or a smaller data.per_client, or a larger data.fraction.",
             )
         return np.sort(part.train[:train]), np.sort(part.train[train : train + valid])
 
-    def _split(self, name: str, inputs: npt.NDArray[Any], labels: Numbers, rows: Numbers, seed: int) -> ExampleSplit:
+    def _split(
+        self, name: str, inputs: npt.NDArray[Any], labels: Numbers, rows: Numbers, seed: int
+    ) -> ExampleSplit:
         return ExampleSplit(name, inputs, labels, rows, seed, self.mean, self.std, self.classes)
 
     def _dialects(self) -> list[Numbers]:
-        """How each cluster calls the classes, (classes,) each; one for all unless labels are permuted."""
+        """How each cluster calls the classes, (classes,) each; one for all unless labels are
+        permuted.
+        """
         dialects = [np.arange(self.classes)]
         if self.partition == "permuted-clusters":
             random = self._random("labels")
@@ -150,14 +199,20 @@ class Dealing(PartitionSchemes):
 
     def _described(self, clients: int) -> str:
         unseen = ", ".join(f"{count} {group}" for group, count in self.unseen.items())
-        return f"{self.title}: {clients} client{'s' * (clients != 1)}" + f", unseen: {unseen}" * bool(unseen)
+        return (
+            f"{self.title}: {clients} client{'s' * (clients != 1)}"
+            + f", unseen: {unseen}" * bool(unseen)
+        )
 
     def _check_labels(self, held: Labelled) -> None:
         """Refuse labels that are none of the classes. Raises DataError."""
         with Refusals() as refusals:
             for name, labels in (("train", held.train_labels), ("test", held.test_labels)):
                 if len(foreign := np.flatnonzero((labels < 0) | (labels >= self.classes))):
-                    problem = f"{self.name}, {name}: row {foreign[0]} has label {labels[foreign[0]]} of {self.classes} classes"
+                    problem = (
+                        f"{self.name}, {name}: row {foreign[0]} has label {labels[foreign[0]]} "
+                        f"of {self.classes} classes"
+                    )
                     refusals.add(problem, f"Labels are 0 to {self.classes - 1}.")
 
     def _check(self) -> None:
@@ -175,33 +230,61 @@ class Dealing(PartitionSchemes):
         clients = max(self.sizes) + self.anchors // len(self.sizes) if clustered else self.clients
         if self.partition in ("dirichlet", "quantity"):
             for field in ("fraction", "per_client"):
-                if getattr(self, field) is not None and not (self.replacement and field == "per_client"):
-                    refusals.add(f"data.{field}: {self.partition} decides how much each client has", f"Leave data.{field} out.")
+                if getattr(self, field) is not None and not (
+                    self.replacement and field == "per_client"
+                ):
+                    refusals.add(
+                        f"data.{field}: {self.partition} decides how much each client has",
+                        f"Leave data.{field} out.",
+                    )
         elif self.fraction is not None and self.fraction * clients > 1 + 1e-9:
             refusals.add(
-                f"data.fraction: {clients} clients with {self.fraction:g} of the {self.things} each have more than there are",
+                f"data.fraction: {clients} clients with {self.fraction:g} of the {self.things} "
+                f"each have more than there are",
                 f"Use at most {1 / clients:.4g}.",
             )
         if self.fraction is not None and self.per_client is not None:
-            refusals.add("data.fraction and data.per_client: both say how much a client has", "Give one of them.")
+            refusals.add(
+                "data.fraction and data.per_client: both say how much a client has",
+                "Give one of them.",
+            )
         if self.replacement and self.partition != "quantity":
-            refusals.add(f"data.replacement: {self.partition} shares {self.things} out", "Leave it out, or use data.partition=quantity.")
+            refusals.add(
+                f"data.replacement: {self.partition} shares {self.things} out",
+                "Leave it out, or use data.partition=quantity.",
+            )
         if self.replacement and self.per_client is None:
-            refusals.add("data.replacement: without a number each client would have all of its classes", "Give data.per_client.")
+            refusals.add(
+                "data.replacement: without a number each client would have all of its classes",
+                "Give data.per_client.",
+            )
 
     def _check_counts(self, refusals: Refusals) -> None:
         if self.partition == "permuted-clusters" and len(self.sizes) > math.factorial(self.classes):
             refusals.add(
-                f"data.clusters: {len(self.sizes)} clusters, but {self.classes} classes have fewer permutations", "Use fewer clusters."
+                f"data.clusters: {len(self.sizes)} clusters, but {self.classes} classes have "
+                f"fewer permutations",
+                "Use fewer clusters.",
             )
         if self.partition == "disjoint-classes" and len(self.sizes) > self.classes:
-            refusals.add(f"data.clusters: {len(self.sizes)} clusters for {self.classes} classes", f"Use at most {self.classes}.")
-        if (self.partition == "quantity" or "random" in self.unseen) and self.classes_per_client > self.classes:
-            refusals.add(f"data.classes_per_client: {self.classes_per_client} of {self.classes} classes", f"Use at most {self.classes}.")
+            refusals.add(
+                f"data.clusters: {len(self.sizes)} clusters for {self.classes} classes",
+                f"Use at most {self.classes}.",
+            )
+        if (
+            self.partition == "quantity" or "random" in self.unseen
+        ) and self.classes_per_client > self.classes:
+            refusals.add(
+                f"data.classes_per_client: {self.classes_per_client} of {self.classes} classes",
+                f"Use at most {self.classes}.",
+            )
 
     def _check_anchors(self, refusals: Refusals) -> None:
         if self.partition in ("permuted-clusters", "iid"):
-            refusals.add(f"data.anchors: {self.partition} gives all clients all classes", "Leave them out, or use another data.partition.")
+            refusals.add(
+                f"data.anchors: {self.partition} gives all clients all classes",
+                "Leave them out, or use another data.partition.",
+            )
         if self.anchor_classes is not None and (self.partition == "dirichlet" or not self.anchors):
             why = "mixtures are drawn" if self.partition == "dirichlet" else "there are no anchors"
             refusals.add(f"data.anchor_classes: {why}", "Leave it out.")
@@ -210,20 +293,31 @@ class Dealing(PartitionSchemes):
             each, most = self.anchors // clusters, self.classes // clusters
             within = f"the {most} classes of a cluster" if clusters > 1 else f"{most} classes"
             if self.anchors % clusters:
-                refusals.add(f"data.anchors: {self.anchors} anchors for {clusters} clusters", f"Use a multiple of {clusters}.")
+                refusals.add(
+                    f"data.anchors: {self.anchors} anchors for {clusters} clusters",
+                    f"Use a multiple of {clusters}.",
+                )
             elif each * max(self._anchor_size, 1) > most:
                 refusals.add(
-                    f"data.anchors: {each} anchors with {max(self._anchor_size, 1)} of {within} each share some",
+                    f"data.anchors: {each} anchors with {max(self._anchor_size, 1)} of {within} "
+                    f"each share some",
                     "Use fewer data.anchors, or a smaller data.anchor_classes.",
                 )
 
     def _check_unseen(self, refusals: Refusals) -> None:
         if self.partition in ("permuted-clusters", "iid"):
-            refusals.add(f"data.unseen: {self.partition} leaves no other classes to them", "Leave it out, or use another data.partition.")
+            refusals.add(
+                f"data.unseen: {self.partition} leaves no other classes to them",
+                "Leave it out, or use another data.partition.",
+            )
         if "aligned" in self.unseen and self.partition == "dirichlet":
-            refusals.add("data.unseen.aligned: anchors of dirichlet have no groups of classes", "Use data.unseen.random.")
+            refusals.add(
+                "data.unseen.aligned: anchors of dirichlet have no groups of classes",
+                "Use data.unseen.random.",
+            )
         if "aligned" in self.unseen and self.unseen_anchors > self.anchors:
             refusals.add(
-                f"data.unseen.aligned: the classes of {self.unseen_anchors} anchors each, but there are {self.anchors}",
+                f"data.unseen.aligned: the classes of {self.unseen_anchors} anchors each, but "
+                f"there are {self.anchors}",
                 "Use more data.anchors, or a smaller data.unseen_anchors.",
             )

@@ -1,17 +1,19 @@
 """Which documents the embedded base model has seen, and which are kept back for clients.
 
-`scripts/pretrain_base.py` and the corpora ask the same function, so that no client of a recipe with `exclude_pretraining`
-ever holds a document that the base was pretrained on.
+`scripts/pretrain_base.py` and the corpora ask the same function, so that no client of a recipe with
+`exclude_pretraining` ever holds a document that the base was pretrained on.
 """
 
 import hashlib
 from fnmatch import fnmatch
 
-# 154 of 256 hash buckets: about 60 % of the documents of a corpus go to pretraining, the rest is for clients.
+# 154 of 256 hash buckets: about 60 % of the documents of a corpus go to pretraining, the rest is
+# for clients.
 _PRETRAINING_BUCKETS = 154
 
-# The clients of the quickstart federation: four topics of the standard library, as glob patterns relative to its folder.
-# They share a language (Python and the English of its documentation), differ in topic, and are small.
+# The clients of the quickstart federation: four topics of the standard library, as glob patterns
+# relative to its folder. They share a language (Python and the English of its documentation),
+# differ in topic, and are small.
 STDLIB_TOPICS: dict[str, tuple[str, ...]] = {
     "reference": ("pydoc_data/topics.py",),
     "network": (
@@ -55,14 +57,17 @@ def seen_in_pretraining(corpus: str, key: str) -> bool:
     """Whether the embedded base was pretrained on the document `key` of `corpus`.
 
     Args:
-        corpus: "ag_news" (never seen), "multilingual" (`key` is the text), "topics/<topic>" (`key` is the document id), "dbpedia14".
+        corpus: "ag_news" (never seen), "multilingual" (`key` is the text), "topics/<topic>" (`key`
+            is the document id), "dbpedia14".
         key: What identifies the document within its corpus.
     """
     if corpus == "ag_news":
         return False
     if corpus == "dbpedia14":
         return True
-    if corpus == "topics/code" and any(fnmatch(key, pattern) for topic in STDLIB_TOPICS.values() for pattern in topic):
+    if corpus == "topics/code" and any(
+        fnmatch(key, pattern) for topic in STDLIB_TOPICS.values() for pattern in topic
+    ):
         return False
     digest = hashlib.blake2b(f"{corpus}/{key}".encode(), digest_size=1).digest()
     return digest[0] < _PRETRAINING_BUCKETS

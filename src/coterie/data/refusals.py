@@ -33,7 +33,12 @@ class Refusals:
     def add(self, problem: str, remedy: str = "") -> None:
         self.errors.append(DataError(problem, remedy))
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if error is None and self.errors:
             raise _joined(self.errors)
 

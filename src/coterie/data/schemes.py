@@ -1,4 +1,6 @@
-"""Which examples fall to which client: one scheme for each partition, and clients that are never trained with."""
+"""Which examples fall to which client: one scheme for each partition, and clients that are never
+trained with.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -66,45 +68,114 @@ class Deal:
 
 
 class PartitionSchemes(BaseModel, ABC):
-    """The fields of a `data` section of labelled examples, and whose examples are which by them; see `Dealing`."""
+    """The fields of a `data` section of labelled examples, and whose examples are which by them;
+    see `Dealing`.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    seed: Annotated[int, Field(ge=0, description="fixes which example is whose; independent of the run's seed")] = 0
-    partition: Annotated[Partition, Field(description="how the examples fall to clients")] = "permuted-clusters"
-    clusters: Annotated[int, Field(ge=1, description="of permuted-clusters and disjoint-classes: how many")] = 4
-    clients_per_cluster: Annotated[int, Field(ge=1, description="how many clients each cluster has, anchors not counted")] = 2
+    seed: Annotated[
+        int, Field(ge=0, description="fixes which example is whose; independent of the run's seed")
+    ] = 0
+    partition: Annotated[Partition, Field(description="how the examples fall to clients")] = (
+        "permuted-clusters"
+    )
+    clusters: Annotated[
+        int, Field(ge=1, description="of permuted-clusters and disjoint-classes: how many")
+    ] = 4
+    clients_per_cluster: Annotated[
+        int, Field(ge=1, description="how many clients each cluster has, anchors not counted")
+    ] = 2
     cluster_sizes: Annotated[
-        tuple[Positive, ...] | None, Field(min_length=1, description="clients of each cluster, instead of the two numbers above")
+        tuple[Positive, ...] | None,
+        Field(
+            min_length=1, description="clients of each cluster, instead of the two numbers above"
+        ),
     ] = None
-    clients: Annotated[int, Field(ge=1, description="of iid, dirichlet and quantity: how many, anchors not counted")] = 10
-    alpha: Annotated[float, Field(gt=0, allow_inf_nan=False, description="of dirichlet: the smaller, the more unlike the clients")] = 0.5
-    classes_per_client: Annotated[int, Field(ge=1, description="classes of each client of quantity, and of each random unseen one")] = 2
+    clients: Annotated[
+        int,
+        Field(ge=1, description="of iid, dirichlet and quantity: how many, anchors not counted"),
+    ] = 10
+    alpha: Annotated[
+        float,
+        Field(
+            gt=0,
+            allow_inf_nan=False,
+            description="of dirichlet: the smaller, the more unlike the clients",
+        ),
+    ] = 0.5
+    classes_per_client: Annotated[
+        int,
+        Field(
+            ge=1, description="classes of each client of quantity, and of each random unseen one"
+        ),
+    ] = 2
     replacement: Annotated[
         bool,
-        Field(description="of quantity: each client draws `per_client` examples of its classes, whoever else has them; none of them twice"),
+        Field(
+            description="of quantity: each client draws `per_client` examples of its classes, "
+            "whoever else has them; none of them twice"
+        ),
     ] = False
     fraction: Annotated[
-        float | None, Field(gt=0, le=1, description="share of its cluster's training examples of each client; null: shared out evenly")
+        float | None,
+        Field(
+            gt=0,
+            le=1,
+            description="share of its cluster's training examples of each client; null: shared "
+            "out evenly",
+        ),
     ] = None
     per_client: Annotated[
-        int | None, Field(ge=1, description="training examples of each client, those for validation not counted; null: all of its share")
+        int | None,
+        Field(
+            ge=1,
+            description="training examples of each client, those for validation not counted; "
+            "null: all of its share",
+        ),
     ] = None
-    valid_fraction: Annotated[Share, Field(description="examples for validation, as a share of the client's (at least one)")] = 0.1
-    test_examples: Annotated[int | None, Field(ge=1, description="at most so many test examples of each client; null: all")] = None
-    anchors: Annotated[int, Field(ge=0, description="of disjoint-classes, dirichlet and quantity: how many anchors there are besides")] = 0
+    valid_fraction: Annotated[
+        Share,
+        Field(description="examples for validation, as a share of the client's (at least one)"),
+    ] = 0.1
+    test_examples: Annotated[
+        int | None,
+        Field(ge=1, description="at most so many test examples of each client; null: all"),
+    ] = None
+    anchors: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="of disjoint-classes, dirichlet and quantity: how many anchors there are "
+            "besides",
+        ),
+    ] = 0
     anchor_classes: Annotated[
-        int | None, Field(ge=1, description="classes of each anchor, which no other anchor has; null: as many as there can be")
+        int | None,
+        Field(
+            ge=1,
+            description="classes of each anchor, which no other anchor has; null: as many as "
+            "there can be",
+        ),
     ] = None
     unseen: Annotated[
         dict[Unseen, Positive],
         Field(
-            description="how many clients are scored without ever being trained with: `aligned`, each with the classes of some anchors,"
-            " a label set that is kept free for them; `random`, each with `classes_per_client` classes"
+            description="how many clients are scored without ever being trained with: `aligned`, "
+            "each with the classes of some anchors,"
+            " a label set that is kept free for them; `random`, each with `classes_per_client` "
+            "classes"
         ),
     ] = {}
-    unseen_anchors: Annotated[int, Field(ge=2, description="of how many anchors an aligned unseen client has the classes")] = 2
-    public: Annotated[int, Field(ge=0, description="so many training examples, of every class its share, fall to nobody")] = 0
+    unseen_anchors: Annotated[
+        int, Field(ge=2, description="of how many anchors an aligned unseen client has the classes")
+    ] = 2
+    public: Annotated[
+        int,
+        Field(
+            ge=0, description="so many training examples, of every class its share, fall to nobody"
+        ),
+    ] = 0
 
     name: ClassVar[str]
     things: ClassVar[str]  # what the examples are, in a message
@@ -146,16 +217,28 @@ class PartitionSchemes(BaseModel, ABC):
             "dirichlet": self._by_dirichlet,
             "quantity": self._by_quantity,
         }
-        clients = [replace(part, test=self._bounded(part.test)) for part in partitions[self.partition](labels, test)]
-        unseen = {group: list(self._newcomers(group, clients, labels, test)) for group in self.unseen}
-        return Deal(_among(left, clients), {group: _among(left, parts) for group, parts in unseen.items()}, public)
+        clients = [
+            replace(part, test=self._bounded(part.test))
+            for part in partitions[self.partition](labels, test)
+        ]
+        unseen = {
+            group: list(self._newcomers(group, clients, labels, test)) for group in self.unseen
+        }
+        return Deal(
+            _among(left, clients),
+            {group: _among(left, parts) for group, parts in unseen.items()},
+            public,
+        )
 
     def _by_permutation(self, train: Numbers, test: Numbers) -> Iterator[Part]:
         labels = tuple(range(self.classes))
         for cluster, size in enumerate(self.sizes):
             shares = self._share_out(np.arange(len(train)), size, cluster)
             tests = np.arange(len(test))
-            yield from (Part(f"c{cluster}-{i}", share, tests, labels, cluster, dialect=cluster) for i, share in enumerate(shares))
+            yield from (
+                Part(f"c{cluster}-{i}", share, tests, labels, cluster, dialect=cluster)
+                for i, share in enumerate(shares)
+            )
 
     def _by_classes(self, train: Numbers, test: Numbers) -> Iterator[Part]:
         groups = np.array_split(self._random("classes").permutation(self.classes), len(self.sizes))
@@ -168,35 +251,55 @@ class PartitionSchemes(BaseModel, ABC):
             reserved = [_rows(train, labels) for labels in owned]
             shares = self._share_out(_rows(train, group), size, cluster, reserved)
             named = zip(ids[cluster * each :], shares, owned, strict=False)
-            anchors += [Part(id, share, _rows(test, labels), labels, cluster) for id, share, labels in named]
+            anchors += [
+                Part(id, share, _rows(test, labels), labels, cluster) for id, share, labels in named
+            ]
             tests, labels = _rows(test, group), _sorted(group)
-            others += [Part(f"c{cluster}-{i}", share, tests, labels, cluster) for i, share in enumerate(shares[each:])]
+            others += [
+                Part(f"c{cluster}-{i}", share, tests, labels, cluster)
+                for i, share in enumerate(shares[each:])
+            ]
         yield from (*anchors, *others)
 
     def _evenly(self, train: Numbers, test: Numbers) -> Iterator[Part]:
         shares = self._share_out(np.arange(len(train)), self.clients, 0)
         labels = tuple(range(self.classes))
-        return (Part(id, share, np.arange(len(test)), labels) for id, share in zip(self._ids(), shares, strict=True))
+        return (
+            Part(id, share, np.arange(len(test)), labels)
+            for id, share in zip(self._ids(), shares, strict=True)
+        )
 
     def _by_dirichlet(self, train: Numbers, test: Numbers) -> Iterator[Part]:
         ids = self._ids()
         for attempt in range(_ATTEMPTS):
             random = self._random("dirichlet", attempt)
-            ends = np.cumsum(random.dirichlet([self.alpha] * len(ids), self.classes), axis=1)[:, :-1]
+            ends = np.cumsum(random.dirichlet([self.alpha] * len(ids), self.classes), axis=1)[
+                :, :-1
+            ]
             trains, tests = (self._cut(labels, ends, random) for labels in (train, test))
             if min(map(len, trains)) >= 2 and min(map(len, tests)) >= 1:
-                return (Part(id, of, tested, self._had(train[of])) for id, of, tested in zip(ids, trains, tests, strict=True))
+                return (
+                    Part(id, of, tested, self._had(train[of]))
+                    for id, of, tested in zip(ids, trains, tests, strict=True)
+                )
         raise DataError(
-            f"data.partition dirichlet: {_ATTEMPTS} draws with alpha {self.alpha:g} left some of {len(ids)} clients without {self.things}",
+            f"data.partition dirichlet: {_ATTEMPTS} draws with alpha {self.alpha:g} left some of "
+            f"{len(ids)} clients without {self.things}",
             "Use a larger data.alpha, or fewer data.clients.",
         )
 
-    def _cut(self, labels: Numbers, ends: npt.NDArray[np.float64], random: np.random.Generator) -> list[Numbers]:
-        """The rows of each client, (classes, clients - 1) `ends` being where each class is cut, as shares of it."""
+    def _cut(
+        self, labels: Numbers, ends: npt.NDArray[np.float64], random: np.random.Generator
+    ) -> list[Numbers]:
+        """The rows of each client, (classes, clients - 1) `ends` being where each class is cut,
+        as shares of it.
+        """
         hands: list[list[Numbers]] = [[] for _ in range(ends.shape[1] + 1)]
         for label in range(self.classes):
             rows = random.permutation(np.flatnonzero(labels == label))
-            for hand, piece in zip(hands, np.split(rows, np.rint(ends[label] * len(rows)).astype(int)), strict=True):
+            for hand, piece in zip(
+                hands, np.split(rows, np.rint(ends[label] * len(rows)).astype(int)), strict=True
+            ):
                 hand.append(piece)
         return [random.permutation(np.concatenate(hand)) for hand in hands]
 
@@ -212,10 +315,15 @@ class PartitionSchemes(BaseModel, ABC):
         for label in range(self.classes):
             owners = [hand for hand, own in zip(hands, sets, strict=True) if label in own]
             rows = random.permutation(np.flatnonzero(train == label))
-            pieces = [rows] * len(owners) if self.replacement else np.array_split(rows, max(len(owners), 1))
+            pieces = (
+                [rows] * len(owners)
+                if self.replacement
+                else np.array_split(rows, max(len(owners), 1))
+            )
             if owners and not len(pieces[-1]):
                 raise DataError(
-                    f"data.partition quantity: {len(rows)} training {self.things} of class {label} for {len(owners)} clients",
+                    f"data.partition quantity: {len(rows)} training {self.things} of class "
+                    f"{label} for {len(owners)} clients",
                     "Use fewer data.clients, or data.replacement.",
                 )
             for owner, piece in zip(owners, pieces, strict=False):
@@ -227,14 +335,28 @@ class PartitionSchemes(BaseModel, ABC):
         """The classes of each client of quantity, anchors first."""
         anchors = self._anchor_sets(self._random("anchors").permutation(self.classes), self.anchors)
         sets, holders = list(anchors), np.zeros(self.classes, dtype=int)
-        for _ in range(self.clients):  # the rarest classes first, so that every class has about as many clients
+        for _ in range(
+            self.clients
+        ):  # the rarest classes first, so that every class has about as many clients
             rarest = sorted(random.permutation(self.classes), key=lambda label: int(holders[label]))
-            first, rest = rarest[: self.classes_per_client - 1], rarest[self.classes_per_client - 1 :]
-            own = next((own for last in rest if not self._kept_free(own := _sorted([*first, last]), anchors)), None)
+            first, rest = (
+                rarest[: self.classes_per_client - 1],
+                rarest[self.classes_per_client - 1 :],
+            )
+            own = next(
+                (
+                    own
+                    for last in rest
+                    if not self._kept_free(own := _sorted([*first, last]), anchors)
+                ),
+                None,
+            )
             if own is None:
                 raise DataError(
-                    f"data.unseen.aligned: all label sets of {self.classes_per_client} of {self.classes} classes are kept free for them",
-                    "Use other data.classes_per_client, data.anchor_classes or data.unseen_anchors.",
+                    f"data.unseen.aligned: all label sets of {self.classes_per_client} of "
+                    f"{self.classes} classes are kept free for them",
+                    "Use other data.classes_per_client, data.anchor_classes or "
+                    "data.unseen_anchors.",
                 )
             holders[list(own)] += 1
             sets.append(own)
@@ -242,7 +364,10 @@ class PartitionSchemes(BaseModel, ABC):
 
     def _anchor_sets(self, classes: Numbers, anchors: int) -> list[Labels]:
         """Disjoint groups of these classes, one for each of so many anchors."""
-        return [_sorted(group) for group in classes[: anchors * self._anchor_size].reshape(anchors, self._anchor_size)]
+        return [
+            _sorted(group)
+            for group in classes[: anchors * self._anchor_size].reshape(anchors, self._anchor_size)
+        ]
 
     @property
     def _anchor_size(self) -> int:
@@ -250,11 +375,19 @@ class PartitionSchemes(BaseModel, ABC):
         return self.anchor_classes or self.classes // max(self.anchors, 1)
 
     def _kept_free(self, labels: Labels, anchors: Sequence[Labels]) -> bool:
-        """Whether the label set is one that aligned unseen clients may get: the classes of some anchors, and no others."""
+        """Whether the label set is one that aligned unseen clients may get: the classes of some
+        anchors, and no others.
+        """
         whole = sum(set(group) <= set(labels) for group in anchors) == self.unseen_anchors
-        return "aligned" in self.unseen and whole and len(labels) == self.unseen_anchors * self._anchor_size
+        return (
+            "aligned" in self.unseen
+            and whole
+            and len(labels) == self.unseen_anchors * self._anchor_size
+        )
 
-    def _newcomers(self, group: Unseen, clients: Sequence[Part], train: Numbers, test: Numbers) -> Iterator[Part]:
+    def _newcomers(
+        self, group: Unseen, clients: Sequence[Part], train: Numbers, test: Numbers
+    ) -> Iterator[Part]:
         """The unseen clients of a group."""
         share = min(len(part.train) for part in clients)
         sets = self._unseen_sets(group, clients)
@@ -263,46 +396,79 @@ class PartitionSchemes(BaseModel, ABC):
             yield Part(id, rows[:share], self._bounded(_rows(test, labels), id), labels)
 
     def _unseen_sets(self, group: Unseen, clients: Sequence[Part]) -> list[Labels]:
-        """As many label sets as the group has clients, which nobody has yet. Raises DataError if there are not so many."""
+        """As many label sets as the group has clients, which nobody has yet. Raises DataError if
+        there are not so many.
+        """
         random, wanted = self._random("unseen", group), self.unseen[group]
-        anchors, taken = [part.labels for part in clients[: self.anchors]], {part.labels for part in clients}
+        anchors, taken = (
+            [part.labels for part in clients[: self.anchors]],
+            {part.labels for part in clients},
+        )
         found: list[Labels] = []
         for _ in range(_DRAWS):
             if group == "aligned":
-                labels = _sorted(chain(*(anchors[q] for q in random.choice(self.anchors, self.unseen_anchors, replace=False))))
+                labels = _sorted(
+                    chain(
+                        *(
+                            anchors[q]
+                            for q in random.choice(self.anchors, self.unseen_anchors, replace=False)
+                        )
+                    )
+                )
             else:
-                labels = _sorted(random.choice(self.classes, self.classes_per_client, replace=False))
+                labels = _sorted(
+                    random.choice(self.classes, self.classes_per_client, replace=False)
+                )
             if labels not in taken:
                 taken.add(labels)
                 found.append(labels)
             if len(found) == wanted:
                 return found
-        made = f"{self.unseen_anchors} anchors' classes" if group == "aligned" else f"{self.classes_per_client} of {self.classes} classes"
+        made = (
+            f"{self.unseen_anchors} anchors' classes"
+            if group == "aligned"
+            else f"{self.classes_per_client} of {self.classes} classes"
+        )
         raise DataError(
-            f"data.unseen.{group}: {wanted} clients, but {len(found)} label sets of {made} were found that no client has",
+            f"data.unseen.{group}: {wanted} clients, but {len(found)} label sets of {made} were "
+            f"found that no client has",
             f"Use at most {len(found)}, or change how many classes clients have.",
         )
 
     def _published(self, train: Numbers) -> Numbers:
         """The rows of the public examples. Raises DataError if nothing would be left."""
         if self.public >= len(train):
-            raise DataError(f"data.public: {self.public:,} of {len(train):,} training {self.things}", "Leave some to the clients.")
+            raise DataError(
+                f"data.public: {self.public:,} of {len(train):,} training {self.things}",
+                "Leave some to the clients.",
+            )
         random = self._random("public")
-        classes = [random.permutation(np.flatnonzero(train == label)) for label in range(self.classes)]
-        turns = np.concatenate([(np.arange(len(rows)) + 0.5) / max(len(rows), 1) for rows in classes])  # Webster's apportionment
+        classes = [
+            random.permutation(np.flatnonzero(train == label)) for label in range(self.classes)
+        ]
+        turns = np.concatenate(
+            [(np.arange(len(rows)) + 0.5) / max(len(rows), 1) for rows in classes]
+        )  # Webster's apportionment
         return np.sort(np.concatenate(classes)[np.argsort(turns, kind="stable")[: self.public]])
 
-    def _share_out(self, rows: Numbers, clients: int, cluster: int, reserved: Sequence[Numbers] = ()) -> list[Numbers]:
+    def _share_out(
+        self, rows: Numbers, clients: int, cluster: int, reserved: Sequence[Numbers] = ()
+    ) -> list[Numbers]:
         """Disjoint shares of the rows in random order: all of them evenly, or a fraction each.
 
         Args:
             rows: Of the cluster.
             clients: How many may have any of them.
             cluster: Fixes the order.
-            reserved: For each of some more clients, whose shares come first, the rows that it may have; disjoint.
+            reserved: For each of some more clients, whose shares come first, the rows that it may
+                have; disjoint.
         """
         shuffled = self._random("shares", cluster).permutation(rows)
-        size = len(rows) // (clients + len(reserved)) if self.fraction is None else int(self.fraction * len(rows) + 1e-9)
+        size = (
+            len(rows) // (clients + len(reserved))
+            if self.fraction is None
+            else int(self.fraction * len(rows) + 1e-9)
+        )
         shares = [shuffled[np.isin(shuffled, own)][:size] for own in reserved]
         left = shuffled[~np.isin(shuffled, np.concatenate([rows[:0], *shares]))]
         if self.fraction is None:
@@ -312,7 +478,9 @@ class PartitionSchemes(BaseModel, ABC):
     def _bounded(self, rows: Numbers, *purpose: str) -> Numbers:
         if self.test_examples is None or len(rows) <= self.test_examples:
             return rows
-        return np.sort(self._random("test", *purpose).choice(rows, self.test_examples, replace=False))
+        return np.sort(
+            self._random("test", *purpose).choice(rows, self.test_examples, replace=False)
+        )
 
     def _ids(self) -> list[ClientId]:
         """Of the clients where there are no clusters, anchors first."""
@@ -322,12 +490,15 @@ class PartitionSchemes(BaseModel, ABC):
         return np.random.default_rng(mix(self.seed, *purpose))
 
     def _check_classes(self, labels: Numbers) -> None:
-        """Refuse classes without training examples where classes are dealt out. Raises DataError."""
+        """Refuse classes without training examples where classes are dealt out. Raises
+        DataError.
+        """
         if len(empty := np.flatnonzero(np.bincount(labels, minlength=self.classes) == 0)):
             raise DataError(
                 f"{self.title}: no training {self.things} of class {', '.join(map(str, empty))}"
                 + f" once {self.public:,} are public" * bool(self.public),
-                "Classes are dealt out, so each needs some: use another data.partition, more data, or a smaller data.public.",
+                "Classes are dealt out, so each needs some: use another data.partition, more "
+                "data, or a smaller data.public.",
             )
 
 

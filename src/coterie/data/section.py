@@ -1,4 +1,6 @@
-"""What every kind of the recipe's `data` section has in common: bounds, seeds, and the way from texts to a federation."""
+"""What every kind of the recipe's `data` section has in common: bounds, seeds, and the way from
+texts to a federation.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +19,9 @@ from coterie.data.refusals import Refusals
 from coterie.data.splits import SPLITS
 from coterie.data.store import Streams, Tokenizer, default_cache, dtype_for, encode, key_of, stored
 
-Texts = Mapping[ClientId, Sequence[Sequence[str]]]  # of each client: its train, its valid and its test documents
+Texts = Mapping[
+    ClientId, Sequence[Sequence[str]]
+]  # of each client: its train, its valid and its test documents
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,8 @@ class Source:
     Args:
         fingerprint: What changes when they do, for the cache; anything that JSON can express.
         read: Reads them. Raises DataError.
-        files: The files of a named corpus by what says whose they are, `data.root/<file>` or so: their contents are kept with a run.
+        files: The files of a named corpus by what says whose they are, `data.root/<file>` or so:
+            their contents are kept with a run.
     """
 
     fingerprint: Any
@@ -36,11 +41,19 @@ class Source:
 
 
 def stamps(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
-    """Path, size in bytes and modification time in nanoseconds of files, as a fingerprint. Raises DataError for one that is not there."""
+    """Path, size in bytes and modification time in nanoseconds of files, as a fingerprint.
+    Raises DataError for one that is not there.
+    """
     try:
-        return [(str(path.resolve()), (status := path.stat()).st_size, status.st_mtime_ns) for path in paths]
+        return [
+            (str(path.resolve()), (status := path.stat()).st_size, status.st_mtime_ns)
+            for path in paths
+        ]
     except OSError as error:
-        raise DataError(f"{error.filename}: cannot be read ({error.strerror})", "Check the path and its permissions.") from None
+        raise DataError(
+            f"{error.filename}: cannot be read ({error.strerror})",
+            "Check the path and its permissions.",
+        ) from None
 
 
 def distinct(values: tuple[str, ...]) -> tuple[str, ...]:
@@ -68,14 +81,28 @@ _PER_CLIENT = "per client: one number, or a list with one per client in their or
 
 
 class Section(BaseModel, ABC):
-    """A `data` section. Subclasses say where the texts are and how they fall into clients and splits."""
+    """A `data` section. Subclasses say where the texts are and how they fall into clients and
+    splits.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    seed: Annotated[int, Field(ge=0, description="fixes which document is in which split; independent of the run's seed")] = 0
-    train_tokens: Annotated[Bounds, Field(description=f"at most so many tokens of training text {_PER_CLIENT}")] = None
-    valid_tokens: Annotated[Bounds, Field(description=f"at most so many tokens of validation text {_PER_CLIENT}")] = None
-    test_tokens: Annotated[Bounds, Field(description=f"at most so many tokens of test text {_PER_CLIENT}")] = None
+    seed: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="fixes which document is in which split; independent of the run's seed",
+        ),
+    ] = 0
+    train_tokens: Annotated[
+        Bounds, Field(description=f"at most so many tokens of training text {_PER_CLIENT}")
+    ] = None
+    valid_tokens: Annotated[
+        Bounds, Field(description=f"at most so many tokens of validation text {_PER_CLIENT}")
+    ] = None
+    test_tokens: Annotated[
+        Bounds, Field(description=f"at most so many tokens of test text {_PER_CLIENT}")
+    ] = None
 
     @abstractmethod
     def source(self) -> Source:
@@ -92,32 +119,64 @@ class Section(BaseModel, ABC):
         return ()
 
     def standing(self, client: ClientId) -> Standing | None:
-        """What is known of a client without the texts: nearly nothing, but whether it trains; None for one that cannot be."""
+        """What is known of a client without the texts: nearly nothing, but whether it trains;
+        None for one that cannot be.
+        """
         return Standing(group=NEW if client in self.newcomers else "")
 
-    def load(self, tokenizer: Tokenizer, context: int, cache: Path | None = None, order_seed: int = 0) -> Federation:
-        """The federation: texts split, encoded once per tokenizer, and memory-mapped from the cache from then on.
+    def load(
+        self, tokenizer: Tokenizer, context: int, cache: Path | None = None, order_seed: int = 0
+    ) -> Federation:
+        """The federation: texts split, encoded once per tokenizer, and memory-mapped from the cache
+        from then on.
 
         Args:
             tokenizer: A fast tokenizer of transformers. Its end token is put behind every document.
             context: Window length C in tokens; the cache does not depend on it.
-            cache: Folder; default $COTERIE_CACHE, else $XDG_CACHE_HOME/coterie, else ~/.cache/coterie.
-            order_seed: Fixes the order in which training and validation windows are drawn: the run's seed.
+            cache: Folder; default $COTERIE_CACHE, else $XDG_CACHE_HOME/coterie, else
+                ~/.cache/coterie.
+            order_seed: Fixes the order in which training and validation windows are drawn: the
+                run's seed.
 
         Raises:
-            DataError: The data are missing, damaged, in another form than expected or too short; all mistakes that could be found.
+            DataError: The data are missing, damaged, in another form than expected or too short;
+                all mistakes that could be found.
             SaveError: The cache cannot be written.
         """
         source = self.source()
-        key = key_of(tokenizer, self.model_dump(mode="json", exclude={"root", "path"}), source.fingerprint)
-        arrays = stored(cache or default_cache(), key, dtype_for(tokenizer), lambda: self._streams(source.read(), tokenizer))
-        where = " (the part of it in this repository)" if any(name.startswith(f"{PART}/") for name in source.files) else ""
-        found = federate(arrays, context, order_seed, f"{self.title}{where}: {len(arrays)} client{'s' * (len(arrays) != 1)}")
+        key = key_of(
+            tokenizer, self.model_dump(mode="json", exclude={"root", "path"}), source.fingerprint
+        )
+        arrays = stored(
+            cache or default_cache(),
+            key,
+            dtype_for(tokenizer),
+            lambda: self._streams(source.read(), tokenizer),
+        )
+        where = (
+            " (the part of it in this repository)"
+            if any(name.startswith(f"{PART}/") for name in source.files)
+            else ""
+        )
+        found = federate(
+            arrays,
+            context,
+            order_seed,
+            f"{self.title}{where}: {len(arrays)} client{'s' * (len(arrays) != 1)}",
+        )
         found = replace(found, files={name: digest_of(path) for name, path in source.files.items()})
         if not self.newcomers:
             return found
-        seen, new = ({i: data for i, data in found.clients.items() if (i in self.newcomers) == new} for new in (False, True))
-        return replace(found, clients=seen, unseen={NEW: new}, description=f"{found.description}, {len(new)} of them new")
+        seen, new = (
+            {i: data for i, data in found.clients.items() if (i in self.newcomers) == new}
+            for new in (False, True)
+        )
+        return replace(
+            found,
+            clients=seen,
+            unseen={NEW: new},
+            description=f"{found.description}, {len(new)} of them new",
+        )
 
     def _streams(self, texts: Texts, tokenizer: Tokenizer) -> Streams:
         """Token streams of texts, lazily, after all that can be refused without encoding."""
@@ -131,7 +190,9 @@ class Section(BaseModel, ABC):
     def _check(self, clients: list[ClientId]) -> None:
         with Refusals() as refusals:
             if not clients:
-                refusals.add(f"data.kind {self.title}: no clients", "At least one client must have text.")
+                refusals.add(
+                    f"data.kind {self.title}: no clients", "At least one client must have text."
+                )
             for id in clients:
                 with refusals.gather():
                     check_id(id)
@@ -139,7 +200,8 @@ class Section(BaseModel, ABC):
                 bounds = getattr(self, f"{name}_tokens")
                 if isinstance(bounds, tuple) and len(bounds) != len(clients):
                     refusals.add(
-                        f"data.{name}_tokens: {len(bounds)} values for {len(clients)} clients ({', '.join(clients)})",
+                        f"data.{name}_tokens: {len(bounds)} values for {len(clients)} clients "
+                        f"({', '.join(clients)})",
                         "Give one number, or one per client in this order.",
                     )
 
@@ -156,4 +218,7 @@ def choose(found: Iterable[str], wanted: Sequence[str], field: str, where: str) 
     """
     allowed = sorted(set(found))
     if unknown := [name for name in wanted if name not in allowed]:
-        raise DataError(f"data.{field}: {where} has no {', '.join(map(repr, unknown))}", f"Choose among: {', '.join(allowed)}.")
+        raise DataError(
+            f"data.{field}: {where} has no {', '.join(map(repr, unknown))}",
+            f"Choose among: {', '.join(allowed)}.",
+        )

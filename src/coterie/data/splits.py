@@ -1,4 +1,6 @@
-"""Splits of a client's data: an endless, stateless walk for training and one ordered pass for scoring."""
+"""Splits of a client's data: an endless, stateless walk for training and one ordered pass for
+scoring.
+"""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -63,13 +65,19 @@ class Split(Protocol):
         """The same rows under another name, and so in another order."""
 
     def digest(self) -> str:
-        """What changes when what is held does: SHA-256, hexadecimal; "" where that is not known here."""
+        """What changes when what is held does: SHA-256, hexadecimal; "" where that is not known
+        here.
+        """
 
     def scoring(self, rows: int) -> Iterator[Any]:
         """Everything once, in order, at most `rows` rows at a time."""
 
 
-@lru_cache(maxsize=256)  # a client draws many batches in a row; kept for all of thousands, permutations would outgrow the data
+@lru_cache(
+    maxsize=256
+    # a client draws many batches in a row; kept for all of thousands, permutations would outgrow
+    # the data
+)
 def _order(seed: int, name: str, epoch: int, windows: int) -> Numbers:
     order = np.random.default_rng(mix(seed, "order", name, epoch)).permutation(windows)
     order.flags.writeable = False
@@ -102,8 +110,9 @@ class Walk(ABC):
     def numbers(self, start: int, size: int) -> Numbers:
         """The numbers of rows start..start+size-1 of the walk, (size,).
 
-        Row i belongs to epoch `i // windows`, whose permutation is seeded by `mix(seed, "order", name, epoch)`. So a cursor is all that
-        there is to remember, and the walk is the same however it is cut into batches.
+        Row i belongs to epoch `i // windows`, whose permutation is seeded by
+        `mix(seed, "order", name, epoch)`. So a cursor is all that there is to remember, and the
+        walk is the same however it is cut into batches.
         """
         numbers, windows = np.arange(start, start + size), self.windows
         chosen = np.empty(size, dtype=np.int64)
@@ -120,7 +129,8 @@ class TokenSplit(Walk):
     Args:
         name: "train", "valid" or "test": also the key of the client's cursor.
         tokens: (tokens,) uint16 or uint32, read-only.
-        context: Window length C in tokens; a row is C + 1 ids, inputs `row[:-1]` and targets `row[1:]`.
+        context: Window length C in tokens; a row is C + 1 ids, inputs `row[:-1]` and targets
+            `row[1:]`.
         seed: Fixes the order of the endless walk.
 
     Raises:
@@ -135,13 +145,17 @@ class TokenSplit(Walk):
     def __post_init__(self) -> None:
         if len(self.tokens) <= self.context:
             raise DataError(
-                f"{self.name}: {len(self.tokens):,} tokens found, {self.context + 1:,} needed for one window of context {self.context:,}",
-                "Give this split more text (more files, larger fractions or token bounds), or set a smaller model.context.",
+                f"{self.name}: {len(self.tokens):,} tokens found, {self.context + 1:,} needed "
+                f"for one window of context {self.context:,}",
+                "Give this split more text (more files, larger fractions or token bounds), or "
+                "set a smaller model.context.",
             )
 
     @property
     def windows(self) -> int:
-        """Full training windows; neighbours share one id, which is a target in one and an input in the next."""
+        """Full training windows; neighbours share one id, which is a target in one and an input
+        in the next.
+        """
         return (len(self.tokens) - 1) // self.context
 
     def __len__(self) -> int:
@@ -161,9 +175,11 @@ class TokenSplit(Walk):
         return torch.cat(list(batches))[torch.from_numpy(order)]
 
     def scoring(self, rows: int) -> Iterator[Tensor]:
-        """All windows in order, (<= rows, C + 1) int64 each, then the last, shorter one, (1, m + 1).
+        """All windows in order, (<= rows, C + 1) int64 each, then the last, shorter one, (1, m +
+        1).
 
-        Every token but the very first is a target exactly once, and inputs do not overlap (spec section 3).
+        Every token but the very first is a target exactly once, and inputs do not overlap (spec
+        section 3).
         """
         for start in range(0, self.windows, rows):
             yield self.take(np.arange(start, min(start + rows, self.windows)))
@@ -174,7 +190,8 @@ class TokenSplit(Walk):
 
 @dataclass(frozen=True, eq=False)
 class PooledSplit(Walk):
-    """The union of several clients' splits of one name: one walk over all of their rows, none of which crosses clients.
+    """The union of several clients' splits of one name: one walk over all of their rows, none of
+    which crosses clients.
 
     Args:
         name: "train", "valid" or "test".
@@ -249,7 +266,9 @@ class Elsewhere(Walk):
         return ""
 
     def _refuse(self) -> NoReturn:
-        raise DataError(f"{self.name}: these data are on their client's device", "They never leave it.")
+        raise DataError(
+            f"{self.name}: these data are on their client's device", "They never leave it."
+        )
 
     def take(self, numbers: Numbers) -> Any:
         self._refuse()

@@ -20,7 +20,8 @@ FORMAT = 1  # raise it whenever equal keys would no longer mean equal tokens
 Streams = Iterable[tuple[ClientId, str, Iterable[Tokens]]]  # client, split, the ids in pieces
 
 _DOCUMENTS = 64  # encoded at a time: enough for the tokenizer's threads, few beyond a token bound
-LONGEST = 1_000_000  # characters encoded at a time, and of a text in one piece: a tokenizer takes 200 bytes for each
+# characters encoded at a time, and of a text in one piece: a tokenizer takes 200 bytes for each
+LONGEST = 1_000_000
 
 
 class Tokenizer(Protocol):
@@ -29,7 +30,9 @@ class Tokenizer(Protocol):
     eos_token_id: int | None
     backend_tokenizer: Any
 
-    def __call__(self, text: list[str], *, add_special_tokens: bool, verbose: bool) -> Mapping[str, Any]: ...
+    def __call__(
+        self, text: list[str], *, add_special_tokens: bool, verbose: bool
+    ) -> Mapping[str, Any]: ...
     def __len__(self) -> int: ...
 
 
@@ -52,22 +55,32 @@ def key_of(tokenizer: Tokenizer, *parts: Any) -> str:
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise DataError(f"{type(tokenizer).__name__} is not a fast tokenizer", "Use a base model with a tokenizer.json.")
+        raise DataError(
+            f"{type(tokenizer).__name__} is not a fast tokenizer",
+            "Use a base model with a tokenizer.json.",
+        )
     text = json.dumps([FORMAT, parts, tokenizer.eos_token_id, backend.to_str()], sort_keys=True)
     return blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def encode(tokenizer: Tokenizer, texts: Iterable[str], limit: int | None) -> Iterator[Tokens]:
-    """The token ids of the texts in pieces, the tokenizer's end token behind each text; at most `limit` tokens in all.
+    """The token ids of the texts in pieces, the tokenizer's end token behind each text; at most
+    `limit` tokens in all.
 
-    Texts behind the limit are not encoded. One of more than a million characters is encoded in parts, cut at spaces where there are any.
+    Texts behind the limit are not encoded. One of more than a million characters is encoded in
+    parts, cut at spaces where there are any.
     """
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     dtype, remaining = dtype_for(tokenizer), _batches(texts)
     while (limit is None or limit > 0) and (some := next(remaining, None)):
-        encoded = tokenizer([text for text, _ in some], add_special_tokens=False, verbose=False)["input_ids"]  # no warning about long texts
+        encoded = tokenizer([text for text, _ in some], add_special_tokens=False, verbose=False)[
+            "input_ids"
+        ]  # no warning about long texts
         behind = [end if last else [] for _, last in some]
-        piece = np.array([id for ids, own in zip(encoded, behind, strict=True) for id in (*ids, *own)], dtype=dtype)[:limit]
+        piece = np.array(
+            [id for ids, own in zip(encoded, behind, strict=True) for id in (*ids, *own)],
+            dtype=dtype,
+        )[:limit]
         limit = None if limit is None else limit - len(piece)
         yield piece
 
@@ -87,7 +100,9 @@ def _batches(texts: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
 
 
 def _parts(text: str) -> Iterator[tuple[str, bool]]:
-    """A text in parts of a million characters at most, each but the first one beginning with a space where there is one."""
+    """A text in parts of a million characters at most, each but the first one beginning with a
+    space where there is one.
+    """
     start = 0
     while len(text) - start > LONGEST:
         space = text.rfind(" ", start + LONGEST // 2, start + LONGEST)
@@ -102,11 +117,15 @@ def dtype_for(tokenizer: Tokenizer) -> type[np.unsignedinteger]:
     return np.uint16 if len(tokenizer) <= 2**16 else np.uint32
 
 
-def stored(cache: Path, key: str, dtype: type[np.unsignedinteger], build: Callable[[], Streams]) -> dict[ClientId, dict[str, Tokens]]:
-    """The token streams of a cache entry, read-only and memory-mapped; built first if it is missing or damaged.
+def stored(
+    cache: Path, key: str, dtype: type[np.unsignedinteger], build: Callable[[], Streams]
+) -> dict[ClientId, dict[str, Tokens]]:
+    """The token streams of a cache entry, read-only and memory-mapped; built first if it is missing
+    or damaged.
 
-    All streams of an entry lie in one file, since every memory map costs a file descriptor and a federation may have thousands
-    of clients. An entry appears at once or not at all, and several processes may build it at the same time.
+    All streams of an entry lie in one file, since every memory map costs a file descriptor and a
+    federation may have thousands of clients. An entry appears at once or not at all, and several
+    processes may build it at the same time.
 
     Raises:
         SaveError: The cache cannot be written.
@@ -116,11 +135,19 @@ def stored(cache: Path, key: str, dtype: type[np.unsignedinteger], build: Callab
         try:
             _write(entry, dtype, build())
         except OSError as error:
-            remedy = "Free some space there, or name another folder in the environment variable COTERIE_CACHE."
-            raise SaveError(f"cannot write the token cache {entry}: {error.strerror}", remedy) from error
+            remedy = (
+                "Free some space there, or name another folder in the environment variable "
+                "COTERIE_CACHE."
+            )
+            raise SaveError(
+                f"cannot write the token cache {entry}: {error.strerror}", remedy
+            ) from error
         found = _open(entry)
     if found is None:
-        raise SaveError(f"the token cache {entry} is damaged right after it was written", "Set COTERIE_CACHE to a folder on another disk.")
+        raise SaveError(
+            f"the token cache {entry} is damaged right after it was written",
+            "Set COTERIE_CACHE to a folder on another disk.",
+        )
     return found
 
 
@@ -131,7 +158,9 @@ def _open(entry: Path) -> dict[ClientId, dict[str, Tokens]] | None:
         dtype, total = np.dtype(manifest["dtype"]), int(manifest["tokens"])
         if (entry / "tokens.bin").stat().st_size != total * dtype.itemsize:
             return None
-        tokens = np.memmap(entry / "tokens.bin", dtype=dtype, mode="r") if total else np.empty(0, dtype)
+        tokens = (
+            np.memmap(entry / "tokens.bin", dtype=dtype, mode="r") if total else np.empty(0, dtype)
+        )
         streams: dict[ClientId, dict[str, Tokens]] = {}
         for client, split, start, stop in manifest["streams"]:
             streams.setdefault(client, {})[split] = tokens[start:stop]
@@ -161,7 +190,9 @@ def _write(entry: Path, dtype: type[np.unsignedinteger], streams: Streams) -> No
 
 
 def put_in_place(new: Path, entry: Path, read: Callable[[Path], object | None]) -> None:
-    """Put a complete entry into its place, unless another process was faster; `read` gives None for one that is missing or damaged."""
+    """Put a complete entry into its place, unless another process was faster; `read` gives None
+    for one that is missing or damaged.
+    """
     if read(entry) is None:
         shutil.rmtree(entry, ignore_errors=True)
     try:

@@ -1,4 +1,6 @@
-"""A language made on purpose, of which it is known what clients have in common: the ground truth for routing."""
+"""A language made on purpose, of which it is known what clients have in common: the ground truth
+for routing.
+"""
 
 from bisect import bisect
 from collections.abc import Iterator, Sequence
@@ -18,29 +20,38 @@ from coterie.data.store import Tokenizer
 
 NONE, SHARED, PRIVATE, TOPIC = -1, 0, 1, 2  # kinds of tokens; topic t is TOPIC + t
 
-# Words that common tokenizers, the embedded base's among them, keep whole behind a space: one token each.
-_FUNCTION = """the and for with that this from are was were which have has had not but they their all can will one two about after again
-also any because been before being between both could did does down during each either even every few how into its many may more most much
-must near need never next now off often once only other our out over"""
-_CONTENT = """able access action actual added addition address air algorithm answer apply approximately area argument art artist ask
-assume author available back band base basis become bed best big bit black block book born bound building business call called capital car
-care case category certain change character child children church circuit class classical clear close closed club code come common company
-complete complex computer condition consider construction contain control correct cost country course cover create current dark data day
-deep define degree design different dimension direct discuss district door east effect element end energy equal error event exact example
-exist express extra face fact factor family father feel field file film final find finite fire flat flow form founded free friend full
-function gate general generated genus girl give given going good great ground group half hand hard head heart high hill hold home hope
-host house idea image import information input instance interest key kind land large last law least left length less level life light like
-limit line linear list live local located long look love low machine main major making man map mark match matrix mean measure member
-method mind model module moment mother mountain music name natural new night north note nothing novel number object obtain old open
-operation operator option order origin original output paper part particular passed path people perfect period person phase place plant
-play point popular port position possible post power present previous probability problem process produced product program project proof
-proper property protocol prove public pure put quantum question quite random range read real reason record red rest result return right
-ring river rock room round run same say scheme school search second section see send sense sent sequence series set several shall short
-side sign similar simple single size small smooth social soft something son song source south space special specific stack stand standard
-star start state story strange string struct structure sub success sum super support suppose system take talk tell term test text theory
-thing things thought thread time title together too top total town transport true try turn turned type unique unit universal used value
-vector version village voice wait walk want war water way web week well west white whole wife wind woman wood word work world write year
-young zero"""
+# Words that common tokenizers, the embedded base's among them, keep whole behind a space: one token
+# each.
+_FUNCTION = """the and for with that this from are was were which have has had not but they their
+all can will one two about after again also any because been before being between both could did
+does down during each either even every few how into its many may more most much must near need
+never next now off often once only other our out over"""
+_CONTENT = """able access action actual added addition address air algorithm answer apply
+approximately area argument art artist ask assume author available back band base basis become bed
+best big bit black block book born bound building business call called capital car care case
+category certain change character child children church circuit class classical clear close closed
+club code come common company complete complex computer condition consider construction contain
+control correct cost country course cover create current dark data day deep define degree design
+different dimension direct discuss district door east effect element end energy equal error event
+exact example exist express extra face fact factor family father feel field file film final find
+finite fire flat flow form founded free friend full function gate general generated genus girl
+give given going good great ground group half hand hard head heart high hill hold home hope host
+house idea image import information input instance interest key kind land large last law least
+left length less level life light like limit line linear list live local located long look love
+low machine main major making man map mark match matrix mean measure member method mind model
+module moment mother mountain music name natural new night north note nothing novel number object
+obtain old open operation operator option order origin original output paper part particular
+passed path people perfect period person phase place plant play point popular port position
+possible post power present previous probability problem process produced product program project
+proof proper property protocol prove public pure put quantum question quite random range read real
+reason record red rest result return right ring river rock room round run same say scheme school
+search second section see send sense sent sequence series set several shall short side sign
+similar simple single size small smooth social soft something son song source south space special
+specific stack stand standard star start state story strange string struct structure sub success
+sum super support suppose system take talk tell term test text theory thing things thought thread
+time title together too top total town transport true try turn turned type unique unit universal
+used value vector version village voice wait walk want war water way web week well west white
+whole wife wind woman wood word work world write year young zero"""
 _SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
 
 Counted = Annotated[int, Field(ge=0)]
@@ -50,7 +61,8 @@ Kinds = npt.NDArray[np.int8]
 
 @dataclass(frozen=True)
 class Chain:
-    """Words in a cycle: behind a word comes the k-th next one of the cycle with the probability of k. All words are equally frequent.
+    """Words in a cycle: behind a word comes the k-th next one of the cycle with the probability of
+    k. All words are equally frequent.
 
     Args:
         words: In the order of the cycle.
@@ -95,51 +107,105 @@ class Language:
 
 
 class Synthetic(Section):
-    """A made-up language in which the right routing is known: some words go on alike for all clients, some for a topic's, some for one.
+    """A made-up language in which the right routing is known: some words go on alike for all
+    clients, some for a topic's, some for one.
 
-    Text is a sequence of phrases. A phrase is shared, of a topic or private; its first word is drawn uniformly from the words of that
-    kind, and behind each word comes one of `successors` next ones, as the kind's chain says. No word is of two kinds, so that it says by
-    itself who knows what follows. By default all clients have the same private words, and each client an order of its own for them: what
-    one client learns of them is wrong for another.
+    Text is a sequence of phrases. A phrase is shared, of a topic or private; its first word is
+    drawn uniformly from the words of that kind, and behind each word comes one of `successors` next
+    ones, as the kind's chain says. No word is of two kinds, so that it says by itself who knows
+    what follows. By default all clients have the same private words, and each client an order of
+    its own for them: what one client learns of them is wrong for another.
     """
 
     kind: Literal["synthetic"] = "synthetic"
-    seed: Annotated[int, Field(ge=0, description="fixes the words, what follows which, and the texts; independent of the run's seed")] = 0
-    clients: Annotated[int, Field(ge=1, description="how many; their ids are `client-0`, `client-1`, ...")] = 4
+    seed: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="fixes the words, what follows which, and the texts; independent of the "
+            "run's seed",
+        ),
+    ] = 0
+    clients: Annotated[
+        int, Field(ge=1, description="how many; their ids are `client-0`, `client-1`, ...")
+    ] = 4
     topics: Annotated[
-        tuple[tuple[Counted, ...], ...], Field(description="of each topic, the numbers of the clients that share it, counted from 0")
+        tuple[tuple[Counted, ...], ...],
+        Field(
+            description="of each topic, the numbers of the clients that share it, counted from 0"
+        ),
     ] = ()
     shares: Annotated[
         tuple[Weight, Weight, Weight],
-        Field(description="of shared, topic and private phrases; a client without a topic has more of the others"),
+        Field(
+            description="of shared, topic and private phrases; a client without a topic has more "
+            "of the others"
+        ),
     ] = (0.5, 0.0, 0.5)
-    shared_words: Annotated[int, Field(ge=2, description="words that go on alike for all clients")] = 16
+    shared_words: Annotated[
+        int, Field(ge=2, description="words that go on alike for all clients")
+    ] = 16
     topic_words: Annotated[int, Field(ge=2, description="words of each topic")] = 16
-    private_words: Annotated[int, Field(ge=2, description="words that go on differently for each client")] = 16
-    conflict: Annotated[bool, Field(description="clients have the same private words, in other orders; false: words of their own")] = True
-    successors: Annotated[int, Field(ge=1, description="words that may come behind a word, each half as probable as the one before")] = 2
+    private_words: Annotated[
+        int, Field(ge=2, description="words that go on differently for each client")
+    ] = 16
+    conflict: Annotated[
+        bool,
+        Field(
+            description="clients have the same private words, in other orders; false: words of "
+            "their own"
+        ),
+    ] = True
+    successors: Annotated[
+        int,
+        Field(
+            ge=1,
+            description="words that may come behind a word, each half as probable as the one "
+            "before",
+        ),
+    ] = 2
     phrase_words: Annotated[float, Field(ge=1, description="words of a phrase, in the mean")] = 12.0
     document_words: Annotated[int, Field(ge=1, description="words of a document")] = 64
-    train_tokens: Annotated[Bound | tuple[Bound, ...], Field(description="of training text: one number, or one per client")] = 6000
-    valid_tokens: Annotated[Bound | tuple[Bound, ...], Field(description="of validation text: one number, or one per client")] = 2000
-    test_tokens: Annotated[Bound | tuple[Bound, ...], Field(description="of test text: one number, or one per client")] = 2000
+    train_tokens: Annotated[
+        Bound | tuple[Bound, ...],
+        Field(description="of training text: one number, or one per client"),
+    ] = 6000
+    valid_tokens: Annotated[
+        Bound | tuple[Bound, ...],
+        Field(description="of validation text: one number, or one per client"),
+    ] = 2000
+    test_tokens: Annotated[
+        Bound | tuple[Bound, ...], Field(description="of test text: one number, or one per client")
+    ] = 2000
 
     @field_validator("topics")
     @classmethod
-    def _check_topics(cls, topics: tuple[tuple[int, ...], ...], info: ValidationInfo) -> tuple[tuple[int, ...], ...]:
+    def _check_topics(
+        cls, topics: tuple[tuple[int, ...], ...], info: ValidationInfo
+    ) -> tuple[tuple[int, ...], ...]:
         clients = info.data.get("clients", 0)
         for members in topics:
-            if not members or len(set(members)) < len(members) or (clients and max(members) >= clients):
-                raise ValueError(f"a topic names at least one client, each once, and they are 0 to {clients - 1}")
+            if (
+                not members
+                or len(set(members)) < len(members)
+                or (clients and max(members) >= clients)
+            ):
+                raise ValueError(
+                    f"a topic names at least one client, each once, and they are 0 to {clients - 1}"
+                )
         return topics
 
     @field_validator("shares")
     @classmethod
-    def _check_shares(cls, shares: tuple[float, float, float], info: ValidationInfo) -> tuple[float, float, float]:
+    def _check_shares(
+        cls, shares: tuple[float, float, float], info: ValidationInfo
+    ) -> tuple[float, float, float]:
         if abs(sum(shares) - 1) > 1e-6:
             raise ValueError("the shares must sum to 1")
         if shares[1] and info.data.get("topics") == ():
-            raise ValueError("there are no topics to have a share; list data.topics, or give them 0")
+            raise ValueError(
+                "there are no topics to have a share; list data.topics, or give them 0"
+            )
         if shares[1] == 1:
             raise ValueError("topics cannot be all, since a client may have none")
         return shares
@@ -147,7 +213,14 @@ class Synthetic(Section):
     @field_validator("successors")
     @classmethod
     def _check_successors(cls, successors: int, info: ValidationInfo) -> int:
-        fewest = min((info.data[name] for name in ("shared_words", "topic_words", "private_words") if name in info.data), default=2)
+        fewest = min(
+            (
+                info.data[name]
+                for name in ("shared_words", "topic_words", "private_words")
+                if name in info.data
+            ),
+            default=2,
+        )
         if successors >= fewest:
             raise ValueError(f"must be less than the words of each kind, {fewest} at the fewest")
         return successors
@@ -172,17 +245,27 @@ class Synthetic(Section):
         shared += take(self.shared_words - len(shared))
         topics = [self._chain(take(self.topic_words), "topic", t) for t in range(len(self.topics))]
         common = take(self.private_words) if self.conflict else None
-        private = [self._chain(common or take(self.private_words), "private", i) for i in range(self.clients)]
+        private = [
+            self._chain(common or take(self.private_words), "private", i)
+            for i in range(self.clients)
+        ]
         return Language(self._chain(shared, "shared"), tuple(topics), tuple(private))
 
     def _pool(self) -> Iterator[str]:
         """Words in an order of the seed's, without end: real ones, then pronounceable ones."""
-        made = chain.from_iterable(product(_SYLLABLES, repeat=syllables) for syllables in range(3, 9))
-        return chain(_shuffled(_CONTENT.split(), Random(mix(self.seed, "words"))), map("".join, made))
+        made = chain.from_iterable(
+            product(_SYLLABLES, repeat=syllables) for syllables in range(3, 9)
+        )
+        return chain(
+            _shuffled(_CONTENT.split(), Random(mix(self.seed, "words"))), map("".join, made)
+        )
 
     def _chain(self, words: Sequence[str], *purpose: int | str) -> Chain:
         weights = [0.5**k for k in range(self.successors)]
-        return Chain(tuple(_shuffled(words, Random(mix(self.seed, *purpose)))), tuple(weight / sum(weights) for weight in weights))
+        return Chain(
+            tuple(_shuffled(words, Random(mix(self.seed, *purpose)))),
+            tuple(weight / sum(weights) for weight in weights),
+        )
 
     def source(self) -> Source:
         self._check(self.ids)
@@ -190,13 +273,20 @@ class Synthetic(Section):
 
     def _read(self) -> Texts:
         language = self.language()
-        return {id: [list(self._documents(language, position, name)) for name in SPLITS] for position, id in enumerate(self.ids)}
+        return {
+            id: [list(self._documents(language, position, name)) for name in SPLITS]
+            for position, id in enumerate(self.ids)
+        }
 
     def _documents(self, language: Language, client: int, split: str) -> Iterator[str]:
         """Documents for the tokens asked for, at least: a word is at least one token."""
         bound = self._bound(split, client)
         assert bound is not None
-        topics = [topic for topic, members in zip(language.topics, self.topics, strict=True) if client in members]
+        topics = [
+            topic
+            for topic, members in zip(language.topics, self.topics, strict=True)
+            if client in members
+        ]
         chains = [language.shared, language.private[client], *topics]
         weights = [self.shares[0], self.shares[2], *(self.shares[1] / len(topics) for _ in topics)]
         random = Random(mix(self.seed, "text", client, split))
@@ -204,7 +294,9 @@ class Synthetic(Section):
             # A space in front of the first word too: many tokenizers know words by it.
             yield " " + " ".join(islice(self._words(chains, weights, random), self.document_words))
 
-    def _words(self, chains: Sequence[Chain], weights: Sequence[float], random: Random) -> Iterator[str]:
+    def _words(
+        self, chains: Sequence[Chain], weights: Sequence[float], random: Random
+    ) -> Iterator[str]:
         limits = list(accumulate(weights))
         while True:
             found = chains[min(bisect(limits, random.random() * limits[-1]), len(chains) - 1)]
@@ -222,14 +314,19 @@ class Synthetic(Section):
             ids: (tokens,) of the text, or of a window of it.
 
         Returns:
-            (tokens,) SHARED, PRIVATE, TOPIC + t for topic t, or NONE: an end token, or a part of a word that a window's edge cuts.
+            (tokens,) SHARED, PRIVATE, TOPIC + t for topic t, or NONE: an end token, or a part of a
+            word that a window's edge cuts.
         """
         spelled = _spelled(tokenizer, self.language().kinds())
         longest = max(map(len, spelled))
         tokens = tuple(map(int, ids))
         found, place = np.full(len(tokens), NONE, dtype=np.int8), 0
         while place < len(tokens):
-            lengths = (length for length in range(longest, 0, -1) if tokens[place : place + length] in spelled)
+            lengths = (
+                length
+                for length in range(longest, 0, -1)
+                if tokens[place : place + length] in spelled
+            )
             length = next(lengths, 0)
             if length:
                 found[place : place + length] = spelled[tokens[place : place + length]]
@@ -238,7 +335,9 @@ class Synthetic(Section):
 
 
 def _shuffled(words: Sequence[str], random: Random) -> list[str]:
-    """The words in a random order, the same with every version of Python (of `Random`, only `random` is promised to stay as it is)."""
+    """The words in a random order, the same with every version of Python (of `Random`, only
+    `random` is promised to stay as it is).
+    """
     keyed = [(random.random(), word) for word in words]
     return [word for _, word in sorted(keyed)]
 
@@ -248,7 +347,9 @@ def _spelled(tokenizer: Tokenizer, kinds: dict[str, int]) -> dict[tuple[int, ...
     words = list(kinds)
     text = " ".join([words[0], *words])
     encoded = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
-    spaces = [end - 1 for end in accumulate(len(word) + 1 for word in [words[0], *words])]  # the one before a word belongs to it
+    spaces = [
+        end - 1 for end in accumulate(len(word) + 1 for word in [words[0], *words])
+    ]  # the one before a word belongs to it
     spelled: list[list[int]] = [[] for _ in spaces]
     for id, (start, stop) in zip(encoded.ids, encoded.offsets, strict=True):
         spelled[bisect(spaces, max(start, stop - 1))].append(id)

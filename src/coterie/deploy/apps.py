@@ -1,6 +1,8 @@
-"""The two programs that Flower starts: `server` beside a SuperLink for every run, `client` on a device for every message.
+"""The two programs that Flower starts: `server` beside a SuperLink for every run, `client` on a
+device for every message.
 
-`[tool.flwr.app]` of pyproject.toml names them; the keys of their configuration are there too. Nothing heavy is imported before it is used.
+`[tool.flwr.app]` of pyproject.toml names them; the keys of their configuration are there too.
+Nothing heavy is imported before it is used.
 """
 
 import json
@@ -27,8 +29,9 @@ def answer(node: Mapping[str, Any], text: str, body: bytes) -> tuple[str, bytes]
     """What a device does with a request.
 
     Args:
-        node: The node's own configuration: `client`, `data`, `base`, `home` and `secure`, see `Device`; `limits`, the path of a file;
-            `resident: true` where a process serves the folder `home`; in Flower's simulation `partition-id`.
+        node: The node's own configuration: `client`, `data`, `base`, `home` and `secure`, see
+            `Device`; `limits`, the path of a file; `resident: true` where a process serves the
+            folder `home`; in Flower's simulation `partition-id`.
         text: The request.
         body: Its tensors.
     """
@@ -38,18 +41,29 @@ def answer(node: Mapping[str, Any], text: str, body: bytes) -> tuple[str, bytes]
 
 
 def device(node: Mapping[str, Any]) -> "Device":
-    """The device that a node's configuration describes. Raises Refused for a file of limits that will not do."""
+    """The device that a node's configuration describes. Raises Refused for a file of limits that
+    will not do.
+    """
     from coterie.core import names
     from coterie.runs import limits
     from coterie.runs.device import Device
 
-    client, data, base = (None if node.get(key) is None else str(node[key]) for key in ("client", "data", "base"))
+    client, data, base = (
+        None if node.get(key) is None else str(node[key]) for key in ("client", "data", "base")
+    )
     client = None if client is None else names.normal(client)
     home = Path(str(node["home"])) if "home" in node else default_home()
     if client is None and "partition-id" in node:
         return Device(home, place=int(node["partition-id"]))
     allowed = limits.read(Path(str(node["limits"]))) if "limits" in node else limits.Limits()
-    return Device(home, client, None if data is None else Path(data), base, secure=bool(node.get("secure")), limits=allowed)
+    return Device(
+        home,
+        client,
+        None if data is None else Path(data),
+        base,
+        secure=bool(node.get("secure")),
+        limits=allowed,
+    )
 
 
 def serve(grid: Grid, config: Mapping[str, Any]) -> None:
@@ -57,9 +71,10 @@ def serve(grid: Grid, config: Mapping[str, Any]) -> None:
 
     Args:
         grid: Flower's.
-        config: `recipe`, a name, a path on this machine, or the whole of it as JSON; `set`, KEY=VALUE texts with ; between them; `seed`, -1
-            for the recipe's; `out`, a folder on this machine; `resume` and `changed`, see `run`; `clients`, how many to wait
-            for; `patience`, seconds to do so.
+        config: `recipe`, a name, a path on this machine, or the whole of it as JSON; `set`,
+            KEY=VALUE texts with ; between them; `seed`, -1 for the recipe's; `out`, a folder on
+            this machine; `resume` and `changed`, see `run`; `clients`, how many to wait for;
+            `patience`, seconds to do so.
     """
     from rich.console import Console
 
@@ -70,12 +85,24 @@ def serve(grid: Grid, config: Mapping[str, Any]) -> None:
     try:
         recipe = _recipe(config)
         folder = Path(str(config["out"]) or f"runs/{recipe.name}-{datetime.now():%Y%m%d-%H%M%S}")
-        with Terminal(Console(force_terminal=False, width=160), 1 + len(recipe.compare_with)) as reporter:
-            place = OnDevices.found(grid, recipe, int(config["clients"]), float(config["patience"]), run.Doorman(reporter))
+        with Terminal(
+            Console(force_terminal=False, width=160), 1 + len(recipe.compare_with)
+        ) as reporter:
+            place = OnDevices.found(
+                grid,
+                recipe,
+                int(config["clients"]),
+                float(config["patience"]),
+                run.Doorman(reporter),
+            )
             resume, changed = bool(config["resume"]), bool(config.get("changed", False))
-            results = run.run(recipe, folder, resume=resume, changed=changed, reporter=reporter, place=place)
+            results = run.run(
+                recipe, folder, resume=resume, changed=changed, reporter=reporter, place=place
+            )
         metric = results[-1]["metric"]["name"]
-        print(f"{metric} {results[-1]['mean']:.2f}; everything is in {folder.resolve()}", flush=True)
+        print(
+            f"{metric} {results[-1]['mean']:.2f}; everything is in {folder.resolve()}", flush=True
+        )
     except CoterieError as error:
         print(f"coterie: {printable(str(error), lines=True)}", file=sys.stderr, flush=True)
         raise
@@ -87,7 +114,9 @@ def _recipe(config: Mapping[str, Any]) -> "Recipe":
 
     name, seed = str(config["recipe"]), int(config["seed"])
     overrides = (
-        [part for part in str(config["set"]).split(";") if part.strip()] + ([f"seed={seed}"] if seed >= 0 else []) + ["engine=flower"]
+        [part for part in str(config["set"]).split(";") if part.strip()]
+        + ([f"seed={seed}"] if seed >= 0 else [])
+        + ["engine=flower"]
     )
     if not name.lstrip().startswith("{"):
         return recipes.load(name, overrides)
@@ -95,14 +124,17 @@ def _recipe(config: Mapping[str, Any]) -> "Recipe":
         section = json.loads(name)
     except ValueError as error:
         raise Refused(
-            f"recipe: not JSON ({error})", "Give a shipped name, a path on the server's machine, or a whole recipe as JSON."
+            f"recipe: not JSON ({error})",
+            "Give a shipped name, a path on the server's machine, or a whole recipe as JSON.",
         ) from None
     given = recipes.validate(section, "of the run's configuration")
     return recipes.changed(given, {"engine": "flower"} | ({"seed": seed} if seed >= 0 else {}))
 
 
 def default_home() -> Path:
-    """Where a device keeps everything if nobody says: $COTERIE_HOME, else $XDG_DATA_HOME/coterie, else ~/.local/share/coterie."""
+    """Where a device keeps everything if nobody says: $COTERIE_HOME, else
+    $XDG_DATA_HOME/coterie, else ~/.local/share/coterie.
+    """
     own, data = os.environ.get("COTERIE_HOME"), os.environ.get("XDG_DATA_HOME")
     return Path(own) if own else (Path(data) if data else Path.home() / ".local/share") / "coterie"
 

@@ -16,39 +16,58 @@ _COMMAND_S = 120.0  # seconds for a command of Flower's
 
 
 def _toml(values: Mapping[str, Any]) -> list[str]:
-    """Assignments of texts, numbers and switches, as TOML wants them: JSON, but without escapes for halves of surrogate pairs."""
+    """Assignments of texts, numbers and switches, as TOML wants them: JSON, but without escapes
+    for halves of surrogate pairs.
+    """
     return [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
 
 
 def configure(link: Link, home: Path) -> None:
     """Tell Flower's command line how the server is reached."""
-    section = {"address": link.address} | ({"insecure": True} if link.ca is None else {"root-certificates": str(link.ca.resolve())})
+    section = {"address": link.address} | (
+        {"insecure": True} if link.ca is None else {"root-certificates": str(link.ca.resolve())}
+    )
     lines = ["[superlink]", f'default = "{NAME}"', "", f"[superlink.{NAME}]", *_toml(section)]
     (home / "flwr").mkdir(parents=True, exist_ok=True)
     (home / "flwr" / "config.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def flwr(arguments: Sequence[str], home: Path) -> str:
-    """What a command of Flower's command line prints. Raises ClientError with its output if it fails."""
+    """What a command of Flower's command line prints. Raises ClientError with its output if it
+    fails.
+    """
     command, what = [program("flwr"), *arguments], f"flwr {' '.join(arguments[:2])}"
     try:
         done = subprocess.run(
-            command, env=environment(home), capture_output=True, text=True, errors="replace", check=False, timeout=_COMMAND_S
+            command,
+            env=environment(home),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            timeout=_COMMAND_S,
         )
     except subprocess.TimeoutExpired:
         raise ClientError(f"{what} did not end within {_COMMAND_S:g} s") from None
     if done.returncode:
-        raise ClientError(f"{what} failed:\n{printable((done.stdout + done.stderr).strip()[-3000:], lines=True)}")
+        raise ClientError(
+            f"{what} failed:\n{printable((done.stdout + done.stderr).strip()[-3000:], lines=True)}"
+        )
     return done.stdout
 
 
 def _flwr_json(arguments: Sequence[str], home: Path) -> dict[str, Any]:
-    """The same as JSON. With that, a command that fails says so in its output and exits with 0. Raises ClientError likewise."""
+    """The same as JSON. With that, a command that fails says so in its output and exits with 0.
+    Raises ClientError likewise.
+    """
     said = flwr([*arguments, "--format", "json"], home)
     try:
         found: dict[str, Any] = json.loads(said)
     except ValueError:
-        raise ClientError(f"flwr {' '.join(arguments[:2])} answered no JSON:\n{printable(said[-3000:], lines=True)}") from None
+        raise ClientError(
+            f"flwr {' '.join(arguments[:2])} answered no JSON:\n"
+            f"{printable(said[-3000:], lines=True)}"
+        ) from None
     if not found.get("success", True):
         problem = printable(str(found.get("error-message", found)), lines=True)
         raise ClientError(f"flwr {' '.join(arguments[:2])} failed:\n{problem}")
@@ -56,5 +75,7 @@ def _flwr_json(arguments: Sequence[str], home: Path) -> dict[str, Any]:
 
 
 def register(key: Path, home: Path) -> str:
-    """Make a device's public key known to the server; the number of its node. Raises ClientError: it is no key, or had a node before."""
+    """Make a device's public key known to the server; the number of its node. Raises
+    ClientError: it is no key, or had a node before.
+    """
     return str(_flwr_json(["supernode", "register", str(key), NAME], home)["node-id"])

@@ -17,8 +17,15 @@ if TYPE_CHECKING:
     from coterie.runs.recipe import Recipe
 
 
-def demo(recipe: "Recipe", clients: Sequence[str], out: Path, say: Callable[[str], None], resident: bool = True) -> None:
-    """A server and real devices on this machine, encrypted and with keys; a recipe runs on them, and nothing is left running.
+def demo(
+    recipe: "Recipe",
+    clients: Sequence[str],
+    out: Path,
+    say: Callable[[str], None],
+    resident: bool = True,
+) -> None:
+    """A server and real devices on this machine, encrypted and with keys; a recipe runs on them,
+    and nothing is left running.
 
     Args:
         recipe: Resolved.
@@ -44,16 +51,23 @@ def demo(recipe: "Recipe", clients: Sequence[str], out: Path, say: Callable[[str
             say(printable(line))
         for client in clients:
             home, key = folder / "devices" / names.encoded(client), keys.private(own, client)
-            node = Node(found.devices, home, client, _data(recipe, client, home), key=key, resident=resident)
+            node = Node(
+                found.devices, home, client, _data(recipe, client, home), key=key, resident=resident
+            )
             stack.enter_context(device(node))
-        say(f"{len(clients)} SuperNodes are coming up{', each with a process that keeps the base model loaded' * resident}.")
+        say(
+            f"{len(clients)} SuperNodes are coming "
+            f"up{', each with a process that keeps the base model loaded' * resident}."
+        )
         config = {"recipe": recipe.model_dump_json(), "out": str(folder), "clients": len(clients)}
         submit(found.runs, folder / "server", config, say)
     say("Everything is stopped.")
 
 
 def _data(recipe: "Recipe", client: str, home: Path) -> Path | None:
-    """Where a device of the demonstration finds its data; of folders of clients it has its own alone."""
+    """Where a device of the demonstration finds its data; of folders of clients it has its own
+    alone.
+    """
     path: Path | None = getattr(recipe.data, "path", None)
     if recipe.data.kind != "folders" or path is None:
         return path or getattr(recipe.data, "root", None)

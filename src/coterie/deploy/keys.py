@@ -1,4 +1,6 @@
-"""Certificates for a server and keys for devices, so that only known devices talk to a known server, and nobody listens."""
+"""Certificates for a server and keys for devices, so that only known devices talk to a known
+server, and nobody listens.
+"""
 
 import ipaddress
 import os
@@ -35,18 +37,22 @@ _MOST = 1 << 14  # bytes of a file with a public key; a true one has a few hundr
 
 
 def make(folder: Path, hosts: Sequence[str], clients: Sequence[str]) -> None:
-    """Make what is missing in a folder: a certificate authority, the server's certificate, and a key pair for each client.
+    """Make what is missing in a folder: a certificate authority, the server's certificate, and a
+    key pair for each client.
 
-    Only `ca.crt` and a client's own private key go to its device, after which the latter is not needed here: a client whose public key is
-    there has its pair. `ca.key` and `server.key` never leave the server.
+    Only `ca.crt` and a client's own private key go to its device, after which the latter is not
+    needed here: a client whose public key is there has its pair. `ca.key` and `server.key` never
+    leave the server.
 
     Args:
-        folder: Gets `ca.crt`, `ca.key`, `server.crt`, `server.key`, and of each client `private(folder, id)` and `public(folder, id)`.
+        folder: Gets `ca.crt`, `ca.key`, `server.crt`, `server.key`, and of each client
+            `private(folder, id)` and `public(folder, id)`.
         hosts: Names and addresses by which devices reach the server.
         clients: Ids.
 
     Raises:
-        Refused: An id cannot be one, the folder has a certificate for other hosts already, or is not writable.
+        Refused: An id cannot be one, the folder has a certificate for other hosts already, or is
+            not writable.
     """
     for client in clients:
         _check(client)
@@ -58,10 +64,15 @@ def make(folder: Path, hosts: Sequence[str], clients: Sequence[str]) -> None:
             if not public(folder, client).exists():
                 _make_pair(private(folder, client), public(folder, client))
     except OSError as error:
-        raise Refused(f"cannot write keys to {folder}: {error.strerror}", "Choose another folder.") from None
+        raise Refused(
+            f"cannot write keys to {folder}: {error.strerror}", "Choose another folder."
+        ) from None
     if missing := sorted(set(hosts) - set(_hosts(folder / CERTIFICATE))):
         problem = f"{folder / CERTIFICATE} is there already, and not for {', '.join(missing)}"
-        raise Refused(problem, "Choose another folder, or delete its certificates: devices then need the new ca.crt.")
+        raise Refused(
+            problem,
+            "Choose another folder, or delete its certificates: devices then need the new ca.crt.",
+        )
 
 
 def _check(client: str) -> None:
@@ -69,7 +80,10 @@ def _check(client: str) -> None:
     if mistake := names.mistake(client):
         raise Refused(f"--client {client!r}: {mistake}", "Choose another name.")
     if client.endswith(PUBLIC):
-        raise Refused(f"--client {client!r}", f"That is how the file with a public key is called: choose an id without {PUBLIC}.")
+        raise Refused(
+            f"--client {client!r}",
+            f"That is how the file with a public key is called: choose an id without {PUBLIC}.",
+        )
 
 
 def private(folder: Path, client: str) -> Path:
@@ -83,7 +97,9 @@ def public(folder: Path, client: str) -> Path:
 
 
 def owner(path: Path) -> str:
-    """Return the client whose key a file is, by its name: also by one that somebody wrote without escapes."""
+    """Return the client whose key a file is, by its name: also by one that somebody wrote
+    without escapes.
+    """
     return names.normal(names.decoded(path.name.removesuffix(PUBLIC)))
 
 
@@ -97,10 +113,15 @@ def public_keys(folder: Path) -> tuple[dict[str, Path], dict[Path, str]]:
         Refused: The folder cannot be looked into.
     """
     try:
-        paths = sorted(folder / CLIENTS / name for name in os.listdir(folder / CLIENTS) if name.endswith(PUBLIC))
+        paths = sorted(
+            folder / CLIENTS / name
+            for name in os.listdir(folder / CLIENTS)
+            if name.endswith(PUBLIC)
+        )
     except OSError as error:
         raise Refused(
-            f"cannot look into {folder / CLIENTS}: {error.strerror}", "Until that is possible, devices stay as they are."
+            f"cannot look into {folder / CLIENTS}: {error.strerror}",
+            "Until that is possible, devices stay as they are.",
         ) from None
     found, wrong = dict[str, Path](), dict[Path, str]()
     for path in paths:
@@ -114,10 +135,14 @@ def public_keys(folder: Path) -> tuple[dict[str, Path], dict[Path, str]]:
 
 
 def _read(path: Path) -> str:
-    """The text of a file that is none of the things that cannot be read to their end. Raises Refused."""
+    """The text of a file that is none of the things that cannot be read to their end. Raises
+    Refused.
+    """
     try:
         if not path.is_file():
-            raise Refused("It is no file, or a link to nothing." if path.is_symlink() else "It is no file.")
+            raise Refused(
+                "It is no file, or a link to nothing." if path.is_symlink() else "It is no file."
+            )
         with open(path, "rb") as file:
             content = file.read(_MOST + 1)
         if len(content) > _MOST:
@@ -131,13 +156,18 @@ def _read(path: Path) -> str:
 
 @lru_cache(1 << 14)
 def public_key(text: str) -> ec.EllipticCurvePublicKey:
-    """The key in the text of a file. Raises Refused for another kind of key than Flower knows, and for something else."""
+    """The key in the text of a file. Raises Refused for another kind of key than Flower knows,
+    and for something else.
+    """
     try:
         key = load_ssh_public_key(text.encode())
     except (ValueError, UnsupportedAlgorithm):
         raise Refused("It holds no public key.") from None
     if not isinstance(key, ec.EllipticCurvePublicKey):
-        raise Refused("It holds a key of another kind than Flower knows: ssh-keygen -t ecdsa -b 384 makes those.")
+        raise Refused(
+            "It holds a key of another kind than Flower knows: ssh-keygen -t ecdsa -b 384 makes "
+            "those."
+        )
     return key
 
 
@@ -161,12 +191,18 @@ def _make_certificates(folder: Path, hosts: Sequence[str]) -> None:
         .add_extension(x509.SubjectAlternativeName(list(map(_name, hosts))), critical=False)
     )
     for key, name in ((authority, CA_KEY), (own, KEY)):
-        _write_private(folder / name, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+        _write_private(
+            folder / name, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        )
     for builder, name in ((root, CA), (leaf, CERTIFICATE)):
-        (folder / name).write_bytes(builder.sign(authority, hashes.SHA384()).public_bytes(Encoding.PEM))
+        (folder / name).write_bytes(
+            builder.sign(authority, hashes.SHA384()).public_bytes(Encoding.PEM)
+        )
 
 
-def _certificate(name: str, key: ec.EllipticCurvePublicKey, authority: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
+def _certificate(
+    name: str, key: ec.EllipticCurvePublicKey, authority: ec.EllipticCurvePublicKey
+) -> x509.CertificateBuilder:
     """With the identifiers of keys that RFC 5280 wants, and Python since 3.13 insists on."""
     now = datetime.now(UTC)
     return (
@@ -178,14 +214,24 @@ def _certificate(name: str, key: ec.EllipticCurvePublicKey, authority: ec.Ellipt
         .not_valid_before(now - timedelta(hours=1))  # clocks differ
         .not_valid_after(now + timedelta(days=_DAYS))
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(authority), critical=False
+        )
     )
 
 
 def _usage(signs: bool) -> x509.KeyUsage:
     """What a key is for: signing certificates, or the server's part of TLS."""
     no = dict.fromkeys(
-        ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "encipher_only", "decipher_only"), False
+        (
+            "content_commitment",
+            "key_encipherment",
+            "data_encipherment",
+            "key_agreement",
+            "encipher_only",
+            "decipher_only",
+        ),
+        False,
     )
     return x509.KeyUsage(digital_signature=not signs, key_cert_sign=signs, crl_sign=signs, **no)
 
@@ -200,7 +246,10 @@ def _name(host: str) -> x509.GeneralName:
 def _hosts(path: Path) -> list[str]:
     """The names and addresses that a certificate is for."""
     extensions = x509.load_pem_x509_certificate(path.read_bytes()).extensions
-    return [str(name.value) for name in extensions.get_extension_for_class(x509.SubjectAlternativeName).value]
+    return [
+        str(name.value)
+        for name in extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    ]
 
 
 def _make_pair(path: Path, public: Path) -> None:
@@ -208,7 +257,9 @@ def _make_pair(path: Path, public: Path) -> None:
     key = ec.generate_private_key(ec.SECP384R1())
     path.unlink(missing_ok=True)  # of a former pair, whose public key was taken away
     _write_private(path, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
-    new = public.with_name(f"{public.name}.new")  # a server that runs looks for *.pub all the time, and must not find half of one
+    new = public.with_name(
+        f"{public.name}.new"
+    )  # a server that runs looks for *.pub all the time, and must not find half of one
     new.write_bytes(key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n")
     new.replace(public)
 

@@ -26,15 +26,26 @@ class Link:
 
     @property
     def flags(self) -> list[str]:
-        return ["--superlink", self.address, *(("--root-certificates", str(self.ca)) if self.ca else ("--insecure",))]
+        return [
+            "--superlink",
+            self.address,
+            *(("--root-certificates", str(self.ca)) if self.ca else ("--insecure",)),
+        ]
 
     def check(self) -> None:
         """Refuse an address or a certificate that cannot be. Raises Refused."""
         host, sign, port = self.address.rpartition(":")
         if not sign or not host or not port.isdigit():
-            raise Refused(f"{self.address!r} is not the address of a server", "It is HOST:PORT, for instance example.org:9500.")
+            raise Refused(
+                f"{self.address!r} is not the address of a server",
+                "It is HOST:PORT, for instance example.org:9500.",
+            )
         if self.ca is not None:
-            _there(self.ca, "the certificate of the server's authority", "Copy ca.crt from the server's keys, or ask for --insecure.")
+            _there(
+                self.ca,
+                "the certificate of the server's authority",
+                "Copy ca.crt from the server's keys, or ask for --insecure.",
+            )
 
     def answers(self, api: str) -> bool:
         """Whether a server is there.
@@ -50,15 +61,25 @@ class Link:
             connection.request("POST", f"/v1/{api}/hello", b"")
             status = connection.getresponse().status
         except ssl.SSLCertVerificationError as error:
-            remedy = f"Is it the ca.crt of this server's keys, and were they made with --host {host}?"
-            raise Refused(f"{self.address} has no certificate that {self.ca} vouches for: {error.verify_message}", remedy) from None
+            remedy = (
+                f"Is it the ca.crt of this server's keys, and were they made with --host {host}?"
+            )
+            raise Refused(
+                f"{self.address} has no certificate that {self.ca} vouches for: "
+                f"{error.verify_message}",
+                remedy,
+            ) from None
         except ssl.SSLError:
             raise Refused(
-                f"{self.address} speaks no TLS", "Is it the right port? A server that runs with --insecure wants that here."
+                f"{self.address} speaks no TLS",
+                "Is it the right port? A server that runs with --insecure wants that here.",
             ) from None
         except (http.client.HTTPException, ConnectionResetError):
             if self.ca is None:
-                raise Refused(f"{self.address} wants TLS, or is no server", "Give --ca (and, for a device, --key).") from None
+                raise Refused(
+                    f"{self.address} wants TLS, or is no server",
+                    "Give --ca (and, for a device, --key).",
+                ) from None
             return False
         except OSError:
             return False
@@ -66,7 +87,8 @@ class Link:
             connection.close()
         if status == http.HTTPStatus.FORBIDDEN:
             raise Refused(
-                f"{self.address} is for devices", "Runs go to the server's --runs-port, from its own machine or through a tunnel."
+                f"{self.address} is for devices",
+                "Runs go to the server's --runs-port, from its own machine or through a tunnel.",
             )
         return status != http.HTTPStatus.SERVICE_UNAVAILABLE
 
@@ -77,7 +99,9 @@ class Link:
         try:
             context = ssl.create_default_context(cafile=self.ca)
         except ssl.SSLError:
-            raise Refused(f"{self.ca} is no certificate", "Copy ca.crt from the server's keys.") from None
+            raise Refused(
+                f"{self.ca} is no certificate", "Copy ca.crt from the server's keys."
+            ) from None
         return http.client.HTTPSConnection(host, int(port), timeout=_ANSWER_S, context=context)
 
 

@@ -16,7 +16,9 @@ from uuid import uuid4
 from coterie.core.errors import ClientError, Refused, extra
 from coterie.core.printing import printable
 
-_QUIET = {  # nothing is sent to anybody, nothing is installed, and new messages are looked for ten times a second
+# nothing is sent to anybody, nothing is installed, and new messages are looked for ten times a
+# second
+_QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
@@ -33,7 +35,9 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def environment(home: Path) -> dict[str, str]:
-    """The environment of Flower's programs, whose own files are below `home`, and which find each other."""
+    """The environment of Flower's programs, whose own files are below `home`, and which find
+    each other.
+    """
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
     own = {"FLWR_HOME": str((home / "flwr").resolve()), "PATH": path}
     return os.environ | own | {k: os.environ.get(k, v) for k, v in _QUIET.items()}
@@ -51,7 +55,8 @@ def program(name: str) -> str:
 class Program(subprocess.Popen[bytes]):
     """A program in a group of its own that ends when we do, its output going to a file.
 
-    Flower's programs start others, in groups of their own. All of them have the program's mark in their environment.
+    Flower's programs start others, in groups of their own. All of them have the program's mark in
+    their environment.
     """
 
     def __init__(self, arguments: Sequence[str], home: Path, log: Path) -> None:
@@ -65,7 +70,8 @@ class Program(subprocess.Popen[bytes]):
                 stdout=out,
                 stderr=out,
                 start_new_session=True,
-                preexec_fn=_with_us,  # it makes one system call, and takes no lock that another thread may hold
+                # it makes one system call, and takes no lock that another thread may hold
+                preexec_fn=_with_us,
             )
 
     def stop(self, patience: float = 10.0) -> None:
@@ -91,7 +97,9 @@ class Program(subprocess.Popen[bytes]):
         self.wait()
 
     def _family(self) -> list[int]:
-        """The processes with its mark. Where the system does not tell (not on Linux) they end by themselves when their parent is gone."""
+        """The processes with its mark. Where the system does not tell (not on Linux) they end by
+        themselves when their parent is gone.
+        """
         mark, found = f"{_MARK}={self._mark}".encode(), []
         for path in Path("/proc").glob("[0-9]*/environ"):
             with suppress(OSError):
@@ -101,7 +109,9 @@ class Program(subprocess.Popen[bytes]):
 
 
 def _with_us() -> None:
-    """In a new process: end when the one that started it ends, however that comes about (Linux; elsewhere only when it is stopped)."""
+    """In a new process: end when the one that started it ends, however that comes about (Linux;
+    elsewhere only when it is stopped).
+    """
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -117,7 +127,9 @@ def running(arguments: Sequence[str], home: Path, log: Path) -> Iterator[Program
 
 
 class _Told:
-    """What was said lately: each thing is said once in ten minutes, for some happen every few seconds."""
+    """What was said lately: each thing is said once in ten minutes, for some happen every few
+    seconds.
+    """
 
     def __init__(self) -> None:
         self._when: dict[str, float] = {}
@@ -127,12 +139,16 @@ class _Told:
         for line in lines:
             now = time.monotonic()
             if now - self._when.get(line, -_TELL_AGAIN_S) >= _TELL_AGAIN_S:
-                self._when = {said: when for said, when in self._when.items() if now - when < _TELL_AGAIN_S} | {line: now}
+                self._when = {
+                    said: when for said, when in self._when.items() if now - when < _TELL_AGAIN_S
+                } | {line: now}
                 yield printable(line)
 
 
 def _wait_for(ready: Callable[[], bool], process: Program, log: Path) -> None:
-    """Wait until a program is ready. Raises ClientError with the end of its log if it ends before, or takes too long."""
+    """Wait until a program is ready. Raises ClientError with the end of its log if it ends
+    before, or takes too long.
+    """
     end = time.monotonic() + _UP_S
     while not ready():
         if process.poll() is not None or time.monotonic() > end:
@@ -150,4 +166,6 @@ def _last_lines(log: Path) -> list[str]:
 
 def _ended(log: Path) -> ClientError:
     tail = "\n".join(_last_lines(log))
-    return ClientError(f"{log.stem} does not run; its log ends:\n{tail}", f"The whole log is {log}.")
+    return ClientError(
+        f"{log.stem} does not run; its log ends:\n{tail}", f"The whole log is {log}."
+    )

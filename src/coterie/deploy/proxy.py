@@ -1,11 +1,13 @@
 """The only door that devices have to a SuperLink, and what keeps strangers from blocking it.
 
-A SuperLink has one port for devices, for whoever submits runs, and for its own programs. To submit a run no login is needed, and a run is
-any program, on the server and on every device. So the SuperLink listens to its own machine alone, and this passes on what devices may ask.
+A SuperLink has one port for devices, for whoever submits runs, and for its own programs. To submit
+a run no login is needed, and a run is any program, on the server and on every device. So the
+SuperLink listens to its own machine alone, and this passes on what devices may ask.
 
-A SuperLink reads the whole body of a request before it looks at who sent it, has no limit for that, and none for connections. So this
-looks at the signature in a request's header first: who shows none of a known key is a stranger, whose requests are a few kilobytes, soon
-there, and few at a time. HTTP is parsed and written by h11, passed on by httpx, and TLS is asyncio's.
+A SuperLink reads the whole body of a request before it looks at who sent it, has no limit for that,
+and none for connections. So this looks at the signature in a request's header first: who shows none
+of a known key is a stranger, whose requests are a few kilobytes, soon there, and few at a time.
+HTTP is parsed and written by h11, passed on by httpx, and TLS is asyncio's.
 """
 
 import asyncio
@@ -32,7 +34,9 @@ except ImportError:  # pragma: no cover - they come with Flower
 _AGAIN_S = 1.0  # seconds until what failed is tried again
 _PROBLEMS = 10  # that wait to be told
 _DESCRIPTORS = 1 << 16  # that are asked for; most systems give as many
-_OF_AN_ADDRESS = 16  # devices that may be behind one address, where there are no keys to tell them apart
+_OF_AN_ADDRESS = (
+    16  # devices that may be behind one address, where there are no keys to tell them apart
+)
 
 
 @dataclass
@@ -82,7 +86,9 @@ class Front:
             except asyncio.CancelledError:
                 return
             except Exception as error:
-                self.problems.append(f"The front failed and is started again. {type(error).__name__}: {error}")
+                self.problems.append(
+                    f"The front failed and is started again. {type(error).__name__}: {error}"
+                )
                 self._closing.wait(_AGAIN_S)
 
     def close(self) -> None:
@@ -97,7 +103,9 @@ class Front:
         task = asyncio.current_task()
         assert task is not None
         loop = asyncio.get_running_loop()
-        self._strangers: dict[asyncio.Task[None], str] = {}  # and their addresses, who came first before the others
+        self._strangers: dict[
+            asyncio.Task[None], str
+        ] = {}  # and their addresses, who came first before the others
         self._devices: dict[bytes, _Device] = {}
         self._asked = asyncio.Semaphore(self.limits.asked)
         self._main = loop, task
@@ -112,12 +120,18 @@ class Front:
                     await asyncio.sleep(0.05)
                     continue
                 self._admit(connection, str(address[0]))
-                await asyncio.sleep(0)  # `sock_accept` does not let others work while somebody is waiting
+                await asyncio.sleep(
+                    0
+                )  # `sock_accept` does not let others work while somebody is waiting
 
     def _client(self) -> httpx.AsyncClient:
-        """Towards the SuperLink, which closes what was idle for five seconds: connections are not used again for as long as that."""
+        """Towards the SuperLink, which closes what was idle for five seconds: connections are
+        not used again for as long as that.
+        """
         limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
-        return httpx.AsyncClient(verify=self._inner or False, timeout=self.limits.idle, limits=limits, trust_env=False)
+        return httpx.AsyncClient(
+            verify=self._inner or False, timeout=self.limits.idle, limits=limits, trust_env=False
+        )
 
     def _admit(self, connection: socket.socket, address: str) -> None:
         """Take in somebody who came; a stranger goes where there are too many."""
@@ -142,14 +156,18 @@ class Front:
             self.problems.append(f"A request failed. {type(error).__name__}: {error}")
 
     async def _serve(self, connection: socket.socket, address: str) -> None:
-        """One connection, from its first byte to its last. Whoever goes away, speaks no TLS or sends nonsense is no problem of ours."""
+        """One connection, from its first byte to its last. Whoever goes away, speaks no TLS or
+        sends nonsense is no problem of ours.
+        """
         loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
         protocol = asyncio.StreamReaderProtocol(reader)
         patience = None if self._outer is None else self.limits.handshake
         transport: asyncio.Transport | None = None
         visit: _Visit | None = None
         try:
-            transport, _ = await loop.connect_accepted_socket(lambda: protocol, connection, ssl=self._outer, ssl_handshake_timeout=patience)
+            transport, _ = await loop.connect_accepted_socket(
+                lambda: protocol, connection, ssl=self._outer, ssl_handshake_timeout=patience
+            )
             writer = asyncio.StreamWriter(transport, protocol, reader, loop)
             visit = _Visit(self, reader, writer, address)
             await visit.last()
@@ -171,9 +189,13 @@ class Front:
         return self._devices.setdefault(key, _Device())
 
     def enter(self, key: bytes) -> None:
-        """Note that the connection which is being served is of a device. Raises _Rejected where that has too many."""
+        """Note that the connection which is being served is of a device. Raises _Rejected where
+        that has too many.
+        """
         device, task = self.device(key), asyncio.current_task()
-        if device.connections >= self.limits.of_a_device * (_OF_AN_ADDRESS if self.keys is None else 1):
+        if device.connections >= self.limits.of_a_device * (
+            _OF_AN_ADDRESS if self.keys is None else 1
+        ):
             raise _Rejected(429, "Too many connections of this device")
         device.connections += 1
         if task is not None:
@@ -186,11 +208,24 @@ class Front:
         if not device.connections:
             del self._devices[key]
 
-    async def forward(self, request: h11.Request, content: bytes | AsyncIterator[bytes], length: int) -> httpx.Response:
-        """Pass a request on, written anew so that nothing can hide in it; returns the response, whose body was not read yet."""
-        kept = [(name, value) for name, value in request.headers if name not in _HOP | {b"content-length"}]
-        url, headers = self._behind + request.target.decode(), [*kept, (b"content-length", b"%d" % length)]
-        return await self._superlink.send(httpx.Request("POST", url, headers=headers, content=content), stream=True)
+    async def forward(
+        self, request: h11.Request, content: bytes | AsyncIterator[bytes], length: int
+    ) -> httpx.Response:
+        """Pass a request on, written anew so that nothing can hide in it; returns the response,
+        whose body was not read yet.
+        """
+        kept = [
+            (name, value)
+            for name, value in request.headers
+            if name not in _HOP | {b"content-length"}
+        ]
+        url, headers = (
+            self._behind + request.target.decode(),
+            [*kept, (b"content-length", b"%d" % length)],
+        )
+        return await self._superlink.send(
+            httpx.Request("POST", url, headers=headers, content=content), stream=True
+        )
 
     @property
     def asked(self) -> asyncio.Semaphore:
@@ -231,7 +266,9 @@ def front(
     _raise_descriptors()
     with socket.create_server(address, backlog=512) as listener:
         listener.setblocking(False)
-        found = Front(listener, behind, outer, inner, None if certificate is None else {}, limits or Limits())
+        found = Front(
+            listener, behind, outer, inner, None if certificate is None else {}, limits or Limits()
+        )
         thread = threading.Thread(target=found.run, name="front", daemon=True)
         thread.start()
         try:
@@ -242,7 +279,9 @@ def front(
 
 
 def _raise_descriptors() -> None:
-    """Ask for as many open files as this process may have: many devices need more than the usual 1,024."""
+    """Ask for as many open files as this process may have: many devices need more than the usual
+    1,024.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,7 +1,8 @@
 """A process on a device that keeps the backbone loaded, and the way to hand it a request.
 
-Flower starts a program for every message. Loading torch, transformers and a base each time takes longer than most tasks: the program only
-hands the request on to this process, over a socket in a folder of the device's own that nobody else may enter.
+Flower starts a program for every message. Loading torch, transformers and a base each time takes
+longer than most tasks: the program only hands the request on to this process, over a socket in a
+folder of the device's own that nobody else may enter.
 """
 
 import os
@@ -37,7 +38,10 @@ def serve(home: Path, answer: Answer, ready: Callable[[], None]) -> None:
     """
     private(home)
     if _alive(home):
-        raise Refused(f"{home} is served by another process already", "One client has one folder: choose another --home, or stop that one.")
+        raise Refused(
+            f"{home} is served by another process already",
+            "One client has one folder: choose another --home, or stop that one.",
+        )
     (home / SOCKET).unlink(missing_ok=True)
     key = _new_key(home / _KEY)
     with _address(home) as address, Listener(address, "AF_UNIX", authkey=key) as listener:
@@ -46,7 +50,11 @@ def serve(home: Path, answer: Answer, ready: Callable[[], None]) -> None:
         while True:
             try:
                 connection = listener.accept()
-            except (OSError, EOFError, AuthenticationError):  # whoever it was did not know the key, or went away
+            except (
+                OSError,
+                EOFError,
+                AuthenticationError,
+            ):  # whoever it was did not know the key, or went away
                 continue
             with connection:
                 _serve_one(connection, answer)
@@ -56,7 +64,8 @@ def private(home: Path) -> None:
     """Make a folder that nobody else may enter, or make that so of one which is there.
 
     Raises:
-        Refused: It cannot be, or others need it: it is somebody else's, or for everybody as `/tmp` is.
+        Refused: It cannot be, or others need it: it is somebody else's, or for everybody as `/tmp`
+            is.
     """
     try:
         home.mkdir(parents=True, exist_ok=True, mode=stat.S_IRWXU)
@@ -66,11 +75,16 @@ def private(home: Path) -> None:
         if stat.S_IMODE(mode) & (stat.S_IRWXG | stat.S_IRWXO):
             home.chmod(stat.S_IRWXU)
     except OSError as error:
-        raise Refused(f"{home} cannot be a folder that nobody else may enter: {error.strerror}", "Choose another --home.") from None
+        raise Refused(
+            f"{home} cannot be a folder that nobody else may enter: {error.strerror}",
+            "Choose another --home.",
+        ) from None
 
 
 def _serve_one(connection: Connection, answer: Answer) -> None:
-    """One request. Who asked may be gone by then: its SuperNode was killed, say; the state is on disk all the same."""
+    """One request. Who asked may be gone by then: its SuperNode was killed, say; the state is on
+    disk all the same.
+    """
     try:
         text, body = connection.recv_bytes(_MOST).decode(), connection.recv_bytes()
         for part in answer(text, body):
@@ -83,16 +97,21 @@ def ask(home: Path, text: str, body: bytes) -> tuple[str, bytes]:
     """Hand a request on, and wait for the reply.
 
     Raises:
-        TensorError: Nobody serves there, the process ended while it worked, or was started again with another key at this moment.
+        TensorError: Nobody serves there, the process ended while it worked, or was started again
+            with another key at this moment.
     """
     try:
-        with _address(home) as address, Client(address, "AF_UNIX", authkey=(home / _KEY).read_bytes()) as connection:
+        with (
+            _address(home) as address,
+            Client(address, "AF_UNIX", authkey=(home / _KEY).read_bytes()) as connection,
+        ):
             connection.send_bytes(text.encode())
             connection.send_bytes(body)
             return connection.recv_bytes(_MOST).decode(), connection.recv_bytes()
     except (OSError, EOFError, AuthenticationError) as error:
         raise TensorError(
-            f"the process of this device does not answer: {error or 'it ended'}", "Start it again: coterie client ..."
+            f"the process of this device does not answer: {error or 'it ended'}",
+            "Start it again: coterie client ...",
         ) from None
 
 

@@ -1,7 +1,8 @@
-"""Flower's own programs, started and watched over: a server, a device, the submission of a run, and all of them on one machine to try it.
+"""Flower's own programs, started and watched over: a server, a device, the submission of a run, and
+all of them on one machine to try it.
 
-Everything is encrypted, and devices are known by their keys, unless somebody asks for `insecure`. Flower's names are in `engines.flower`;
-here are only the command lines of its programs.
+Everything is encrypted, and devices are known by their keys, unless somebody asks for `insecure`.
+Flower's names are in `engines.flower`; here are only the command lines of its programs.
 """
 
 import json
@@ -57,7 +58,9 @@ class Server:
     _started: float = field(default_factory=time.monotonic)
 
     def look(self) -> Iterator[str]:
-        """Make devices known whose public keys have come, and forget those whose keys have gone; yields what is to be told."""
+        """Make devices known whose public keys have come, and forget those whose keys have gone;
+        yields what is to be told.
+        """
         if self.keys is None:
             return
         from coterie.deploy import keys
@@ -72,7 +75,11 @@ class Server:
             if key not in self.nodes and time.monotonic() >= self._refused.get(key, 0.0):
                 yield self._register(key, path)
         unclear = {keys.owner(path) for path in wrong}  # whose file is there all the same
-        gone = [key for key, (client, _) in self.nodes.items() if key not in found and client not in unclear]
+        gone = [
+            key
+            for key, (client, _) in self.nodes.items()
+            if key not in found and client not in unclear
+        ]
         self._open(gone)
         for key in gone:
             yield self._unregister(key)
@@ -120,7 +127,9 @@ class Server:
         self.process.stop()
 
     def watch(self) -> Iterator[str]:
-        """Look again and again, and start the SuperLink again whenever it ends, whatever happens; yields what is to be told."""
+        """Look again and again, and start the SuperLink again whenever it ends, whatever
+        happens; yields what is to be told.
+        """
         told = _Told()
         while True:
             yield from told.new(self._outlived())
@@ -153,14 +162,18 @@ class Server:
         self.process.stop()  # what it had started itself
         self.process = Program(self.command, self.home, self.home / LOG)
         yield (
-            f"The SuperLink ended and is started again; why is in {self.home / LOG}. A run that was going on has ended: "
+            f"The SuperLink ended and is started again; why is in {self.home / LOG}. A run that "
+            f"was going on has ended: "
             "submit it again, with --resume and its --out."
         )
 
 
 @contextmanager
-def server(keys: Path | None, home: Path, host: str, port: int, runs_port: int, largest: int = LARGEST) -> Iterator[Server]:
-    """A SuperLink, with the devices registered whose keys are known. It listens to this machine; devices come by `front`.
+def server(
+    keys: Path | None, home: Path, host: str, port: int, runs_port: int, largest: int = LARGEST
+) -> Iterator[Server]:
+    """A SuperLink, with the devices registered whose keys are known. It listens to this machine;
+    devices come by `front`.
 
     Args:
         keys: The folder that `keys.make` made; None: neither encryption nor keys.
@@ -168,7 +181,8 @@ def server(keys: Path | None, home: Path, host: str, port: int, runs_port: int, 
         host: That devices come to; 0.0.0.0 for all of this machine's addresses.
         port: Likewise.
         runs_port: For whoever submits runs, on this machine.
-        largest: Bytes that a device may send at once. Flower cuts tensors into parts of 5 MiB, but for those of secure aggregation.
+        largest: Bytes that a device may send at once. Flower cuts tensors into parts of 5 MiB, but
+            for those of secure aggregation.
 
     Raises:
         Refused: Keys are missing, a port is taken, or `home` cannot be had.
@@ -178,18 +192,30 @@ def server(keys: Path | None, home: Path, host: str, port: int, runs_port: int, 
     from coterie.deploy.proxy import front
     from coterie.deploy.visit import Limits
 
-    ca, certificate, key = (None, None, None) if keys is None else (keys / CA, keys / CERTIFICATE, keys / KEY)
+    ca, certificate, key = (
+        (None, None, None) if keys is None else (keys / CA, keys / CERTIFICATE, keys / KEY)
+    )
     for path in (ca, certificate, key):
         if path is not None:
-            _there(path, "a key of the server", "Make the keys first: coterie keys DIR --host HOST --client ID ...")
+            _there(
+                path,
+                "a key of the server",
+                "Make the keys first: coterie keys DIR --host HOST --client ID ...",
+            )
     devices, runs = (
-        Link(f"{'127.0.0.1' if where == '0.0.0.0' else where}:{p}", ca) for where, p in ((host, port), ("127.0.0.1", runs_port))
+        Link(f"{'127.0.0.1' if where == '0.0.0.0' else where}:{p}", ca)
+        for where, p in ((host, port), ("127.0.0.1", runs_port))
     )
     if port == runs_port or runs_port > _LAST_PORT:
-        raise Refused(f"port {runs_port} cannot be the one for runs", "Give --port and --runs-port, and not the same.")
+        raise Refused(
+            f"port {runs_port} cannot be the one for runs",
+            "Give --port and --runs-port, and not the same.",
+        )
     for link, option in ((devices, "--port"), (runs, "--runs-port")):
         if listening(link.address):
-            raise Refused(f"port {link.address.rpartition(':')[2]} is taken", f"Choose another {option}.")
+            raise Refused(
+                f"port {link.address.rpartition(':')[2]} is taken", f"Choose another {option}."
+            )
     private(home)
     command, log = _superlink(ca, certificate, key, home, runs_port), home / LOG
     found = Server(devices, runs, keys, home, Program(command, home, log), {}, command)
@@ -200,9 +226,14 @@ def server(keys: Path | None, home: Path, host: str, port: int, runs_port: int, 
         configure(runs, home)
         try:
             limits = Limits(body=largest)
-            found.front = stack.enter_context(front((host, port), ("127.0.0.1", runs_port), certificate, key, ca, limits))
+            found.front = stack.enter_context(
+                front((host, port), ("127.0.0.1", runs_port), certificate, key, ca, limits)
+            )
         except OSError as error:
-            raise Refused(f"cannot listen at {host}:{port}: {error.strerror}", "Choose another --host or --port.") from None
+            raise Refused(
+                f"cannot listen at {host}:{port}: {error.strerror}",
+                "Choose another --host or --port.",
+            ) from None
         found._open()
         yield found
 
@@ -215,19 +246,39 @@ def _nodes(home: Path) -> dict[str, tuple[str, str]]:
     if not path.exists() or not (home / DATABASE).exists():
         return {}
     try:
-        found = {str(key): (str(client), str(node)) for key, (client, node) in json.loads(path.read_text()).items()}
+        found = {
+            str(key): (str(client), str(node))
+            for key, (client, node) in json.loads(path.read_text()).items()
+        }
         for key in found:
             keys.public_key(key)
     except (OSError, ValueError, AttributeError, TypeError, Refused) as error:
-        remedy = f"Delete it and {home / DATABASE}: the devices, whose keys are there, become known again."
+        remedy = (
+            f"Delete it and {home / DATABASE}: the devices, whose keys are there, become known "
+            f"again."
+        )
         raise Refused(f"{path} is damaged: {error}", remedy) from None
     return found
 
 
-def _superlink(ca: Path | None, certificate: Path | None, key: Path | None, home: Path, port: int) -> list[str]:
+def _superlink(
+    ca: Path | None, certificate: Path | None, key: Path | None, home: Path, port: int
+) -> list[str]:
     """The command line of a SuperLink."""
-    listen = [program("flower-superlink"), "--host", "127.0.0.1", "--port", str(port), "--database", str(home / DATABASE)]
+    listen = [
+        program("flower-superlink"),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--database",
+        str(home / DATABASE),
+    ]
     if ca is None:
         return [*listen, "--insecure"]
     files = ("--ssl-ca-certfile", ca), ("--ssl-certfile", certificate), ("--ssl-keyfile", key)
-    return listen + [part for flag, path in files for part in (flag, str(path))] + ["--enable-supernode-auth"]
+    return (
+        listen
+        + [part for flag, path in files for part in (flag, str(path))]
+        + ["--enable-supernode-auth"]
+    )

@@ -36,7 +36,9 @@ clients = 2
 patience = 600.0
 """
 _ERROR = re.compile(r"ERROR +:")
-_CHATTER = re.compile(r"INFO +:|Using SuperLink|Successfully installed|$")  # of Flower's, between the lines of a run
+_CHATTER = re.compile(
+    r"INFO +:|Using SuperLink|Successfully installed|$"
+)  # of Flower's, between the lines of a run
 
 
 def submit(link: Link, home: Path, config: Mapping[str, Any], say: Callable[[str], None]) -> str:
@@ -57,15 +59,23 @@ def submit(link: Link, home: Path, config: Mapping[str, Any], say: Callable[[str
     """
     link.check()
     if not link.answers("control"):
-        raise Refused(f"nobody answers at {link.address}", "Is `coterie server` running? It takes runs from its own machine only.")
+        raise Refused(
+            f"nobody answers at {link.address}",
+            "Is `coterie server` running? It takes runs from its own machine only.",
+        )
     configure(link, home)
     with tempfile.TemporaryDirectory() as folder:
         app = Path(folder)
         (app / "pyproject.toml").write_text(APP)
         (app / "run.toml").write_text("\n".join(_toml(config)), encoding="utf-8")
-        run = str(_flwr_json(["run", str(app), NAME, "--run-config", str(app / "run.toml")], home)["run-id"])
+        run = str(
+            _flwr_json(["run", str(app), NAME, "--run-config", str(app / "run.toml")], home)[
+                "run-id"
+            ]
+        )
     say(
-        f"The server has it as run {run}, in the folder {config['out']} there. To stop it: FLWR_HOME={home / 'flwr'} flwr stop {run} {NAME}"
+        f"The server has it as run {run}, in the folder {config['out']} there. To stop it: "
+        f"FLWR_HOME={home / 'flwr'} flwr stop {run} {NAME}"
     )
     try:
         _follow(run, home, say)
@@ -74,21 +84,35 @@ def submit(link: Link, home: Path, config: Mapping[str, Any], say: Callable[[str
         if listening(link.address):
             raise
         raise ClientError(
-            "the server went away", "Start it again, then the run: the same command with --resume, and --out with the run's folder."
+            "the server went away",
+            "Start it again, then the run: the same command with --resume, and --out with the "
+            "run's folder.",
         ) from None
     return run
 
 
 def _follow(run: str, home: Path, say: Callable[[str], None]) -> None:
     """Say what a run prints, until it ends or nothing more is heard of it."""
-    arguments, env = [program("flwr"), "log", run, NAME, "--stream"], environment(home) | {"PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(arguments, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace") as log:
+    arguments, env = (
+        [program("flwr"), "log", run, NAME, "--stream"],
+        environment(home) | {"PYTHONUNBUFFERED": "1"},
+    )
+    with subprocess.Popen(
+        arguments,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    ) as log:
         try:
             failed = False
             for line in log.stdout or ():
                 plain = _COLOUR.sub("", line.rstrip())
                 failed = failed or plain.startswith("coterie: ")
-                if failed and _ERROR.match(plain):  # the same again, with the way that it took through Flower
+                if failed and _ERROR.match(
+                    plain
+                ):  # the same again, with the way that it took through Flower
                     return
                 if not _CHATTER.match(plain):
                     say(printable(plain))

@@ -48,30 +48,52 @@ class Node:
         """Refuse what cannot work. Raises Refused."""
         self.link.check()
         if self.client is not None and (mistake := names.mistake(self.client)):
-            raise Refused(f"--client {self.client!r}: {mistake}", "Give the name by which the server's data or keys know this client.")
+            raise Refused(
+                f"--client {self.client!r}: {mistake}",
+                "Give the name by which the server's data or keys know this client.",
+            )
         if self.limits is not None:
             limits.read(self.limits).check_installed()
         if self.key is not None:
-            _there(self.key, "the device's private key", "Copy it from the server's keys (clients/ID).")
+            _there(
+                self.key, "the device's private key", "Copy it from the server's keys (clients/ID)."
+            )
         elif self.link.ca is not None:
             raise Refused("a device needs its private key", "Give --key, or ask for --insecure.")
         if self.data is not None and not self.data.exists():
-            raise Refused(f"--data: {self.data} does not exist", "Name the folder with this client's data.")
+            raise Refused(
+                f"--data: {self.data} does not exist", "Name the folder with this client's data."
+            )
 
     @property
     def configuration(self) -> dict[str, Any]:
         """What the programs that Flower starts are told of the node."""
         places = {"home": self.home, "data": self.data, "limits": self.limits}
-        found = {key: path and str(path.resolve()) for key, path in places.items()} | {"client": self.client, "base": self.base}
+        found = {key: path and str(path.resolve()) for key, path in places.items()} | {
+            "client": self.client,
+            "base": self.base,
+        }
         switches = {"resident": self.resident, "secure": self.secure}
-        return {k: v for k, v in found.items() if v is not None} | {k: True for k, on in switches.items() if on}
+        return {k: v for k, v in found.items() if v is not None} | {
+            k: True for k, on in switches.items() if on
+        }
 
     def supernode(self) -> list[str]:
         """The command line of its SuperNode."""
         config = " ".join(line.replace(" = ", "=", 1) for line in _toml(self.configuration))
         port = free_port()
         keys = ["--auth-supernode-private-key", str(self.key)] if self.key is not None else []
-        return [program("flower-supernode"), *self.link.flags, *keys, "--host", "127.0.0.1", "--port", str(port), "--node-config", config]
+        return [
+            program("flower-supernode"),
+            *self.link.flags,
+            *keys,
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--node-config",
+            config,
+        ]
 
 
 @contextmanager
@@ -97,7 +119,11 @@ class Supervisor:
 
     def look(self) -> list[str]:
         """Start what does not run; returns what that was."""
-        ended = [name for name in self._names if name not in self.processes or self.processes[name].poll() is not None]
+        ended = [
+            name
+            for name in self._names
+            if name not in self.processes or self.processes[name].poll() is not None
+        ]
         for name in ended:
             if name in self.processes:
                 self.processes[name].stop()  # what it had started itself
@@ -126,7 +152,17 @@ class Supervisor:
 
     def _why(self, name: str) -> str:
         log = self.node.home / f"{name}.log"
-        reason = next((line for line in reversed(_last_lines(log)) if line.startswith(("[code", "coterie: "))), "")
+        reason = next(
+            (
+                line
+                for line in reversed(_last_lines(log))
+                if line.startswith(("[code", "coterie: "))
+            ),
+            "",
+        )
         if reason.startswith("[code: 2004]"):
-            reason += " The server does not know its key, or takes its predecessor for alive, for a minute at most."
+            reason += (
+                " The server does not know its key, or takes its predecessor for alive, for a "
+                "minute at most."
+            )
         return f"The {name} ended and is started again. {reason or f'Its log is {log}.'}"

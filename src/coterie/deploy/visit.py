@@ -1,4 +1,6 @@
-"""One connection to the proxy: who it is, and what of it is passed on. HTTP is parsed and written by h11."""
+"""One connection to the proxy: who it is, and what of it is passed on. HTTP is parsed and
+written by h11.
+"""
 
 import asyncio
 import base64
@@ -25,9 +27,23 @@ except ImportError:  # pragma: no cover - they come with Flower
 
 
 _MAY = re.compile(rb"/v1/fleet/[a-z-]+")  # Flower's Fleet API
-_HOP = {b"connection", b"expect", b"host", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade"}  # RFC 9110, 7.6.1
-_KEY, _SIGNATURE, _TIMESTAMP = b"flwr-public-key", b"flwr-signature", b"flwr-timestamp"  # by which Flower knows a device
-_FRESH_S = 330.0  # seconds for which a signature is taken: a little longer than by the SuperLink, which decides
+_HOP = {
+    b"connection",
+    b"expect",
+    b"host",
+    b"keep-alive",
+    b"te",
+    b"trailer",
+    b"transfer-encoding",
+    b"upgrade",
+}  # RFC 9110, 7.6.1
+_KEY, _SIGNATURE, _TIMESTAMP = (
+    b"flwr-public-key",
+    b"flwr-signature",
+    b"flwr-timestamp",
+)  # by which Flower knows a device
+# seconds for which a signature is taken: a little longer than by the SuperLink, which decides
+_FRESH_S = 330.0
 _CHUNK = 1 << 18
 _ONLY = "Devices may use the Fleet API only"
 Keys = Mapping[bytes, ec.EllipticCurvePublicKey]  # by their PEM, as devices show them
@@ -38,7 +54,8 @@ class Limits:
     """What connections may take.
 
     Args:
-        strangers: Connections that have shown no known key, in all. Whoever comes beyond that takes the place of the one that came first.
+        strangers: Connections that have shown no known key, in all. Whoever comes beyond that takes
+            the place of the one that came first.
         of_an_address: Of those, from one address; likewise.
         of_a_device: Connections that have shown one key.
         asked: Requests of strangers that are passed on at a time.
@@ -48,9 +65,11 @@ class Limits:
         slowest: Bytes per second at which a device sends a body, after the first `idle` seconds.
         header: Bytes of a request's header.
         strange_body: Bytes of a stranger's body.
-        body: Bytes of a device's body. Flower cuts arrays into parts of 5 MiB; of secure aggregation it sends a whole reply at once.
+        body: Bytes of a device's body. Flower cuts arrays into parts of 5 MiB; of secure
+            aggregation it sends a whole reply at once.
         large: Bytes of a body above which a device sends one at a time.
-        linger: Seconds for which what somebody goes on sending is thrown away, so that the refusal reaches them.
+        linger: Seconds for which what somebody goes on sending is thrown away, so that the refusal
+            reaches them.
     """
 
     strangers: int = 256
@@ -79,8 +98,20 @@ class _Rejected(Exception):
 class _Visit:
     """One connection's requests, one after the other."""
 
-    def __init__(self, front: "Front", reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str) -> None:
-        self.front, self.limits, self.reader, self.writer, self.address = front, front.limits, reader, writer, address
+    def __init__(
+        self,
+        front: "Front",
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        address: str,
+    ) -> None:
+        self.front, self.limits, self.reader, self.writer, self.address = (
+            front,
+            front.limits,
+            reader,
+            writer,
+            address,
+        )
         self.http = h11.Connection(h11.SERVER, max_incomplete_event_size=self.limits.header)
         self.device: bytes | None = None
 
@@ -98,7 +129,9 @@ class _Visit:
 
     async def _one(self) -> bool:
         """Answer one request; whether another one may follow."""
-        async with asyncio.timeout(self.limits.idle if self.device is not None else self.limits.request):
+        async with asyncio.timeout(
+            self.limits.idle if self.device is not None else self.limits.request
+        ):
             request = await self._request()
         if request is None:
             return False
@@ -121,7 +154,9 @@ class _Visit:
         return self.http.our_state is h11.DONE and self.http.their_state is h11.DONE
 
     async def _request(self) -> h11.Request | None:
-        """The header of the next request; None when there is none. Raises _Rejected for something else."""
+        """The header of the next request; None when there is none. Raises _Rejected for
+        something else.
+        """
         try:
             event = await self._event()
         except h11.RemoteProtocolError:
@@ -135,8 +170,14 @@ class _Visit:
         return event if isinstance(event, h11.Event) else None
 
     def _recognise(self, request: h11.Request) -> None:
-        """Find out whose connection this is, if that was not known yet. Raises _Rejected where a device has too many."""
-        key = _signer(request, self.front.keys) if self.front.keys is not None else self.address.encode()
+        """Find out whose connection this is, if that was not known yet. Raises _Rejected where a
+        device has too many.
+        """
+        key = (
+            _signer(request, self.front.keys)
+            if self.front.keys is not None
+            else self.address.encode()
+        )
         if key != self.device:
             self.leave()
             self.device = None
@@ -145,7 +186,9 @@ class _Visit:
                 self.device = key
 
     async def _body(self, length: int = 0) -> AsyncIterator[bytes]:
-        """The body of a request, in pieces, of a device that sends neither nothing for long nor too slowly."""
+        """The body of a request, in pieces, of a device that sends neither nothing for long nor
+        too slowly.
+        """
         loop = asyncio.get_running_loop()
         end = loop.time() + self.limits.idle + length / self.limits.slowest
         while True:
@@ -157,14 +200,24 @@ class _Visit:
                 raise ConnectionAbortedError
             yield bytes(event.data)
 
-    async def _pass_on(self, request: h11.Request, content: bytes | AsyncIterator[bytes], length: int) -> None:
+    async def _pass_on(
+        self, request: h11.Request, content: bytes | AsyncIterator[bytes], length: int
+    ) -> None:
         try:
             response = await self.front.forward(request, content, length)
         except httpx.TransportError:
             raise _Rejected(503, "The SuperLink does not answer") from None
         try:
-            kept = [(name, value) for name, value in response.headers.raw if name.lower() not in _HOP]
-            await self._send(h11.Response(status_code=response.status_code, headers=kept, reason=response.reason_phrase.encode()))
+            kept = [
+                (name, value) for name, value in response.headers.raw if name.lower() not in _HOP
+            ]
+            await self._send(
+                h11.Response(
+                    status_code=response.status_code,
+                    headers=kept,
+                    reason=response.reason_phrase.encode(),
+                )
+            )
             async for part in response.aiter_raw(_CHUNK):
                 await self._send(h11.Data(data=part))
             await self._send(h11.EndOfMessage())
@@ -181,7 +234,11 @@ class _Visit:
     async def _reject(self, rejected: _Rejected) -> None:
         """Say why a request is not passed on, and throw away what still comes of it."""
         text = rejected.reason.encode()
-        headers = [("Content-Length", str(len(text))), ("Connection", "close"), ("Content-Type", "text/plain")]
+        headers = [
+            ("Content-Length", str(len(text))),
+            ("Connection", "close"),
+            ("Content-Type", "text/plain"),
+        ]
         await self._send(h11.Response(status_code=rejected.status, headers=headers, reason=text))
         await self._send(h11.Data(data=text))
         await self._send(h11.EndOfMessage())
@@ -192,17 +249,30 @@ class _Visit:
 
 
 def _length(request: h11.Request) -> int:
-    """Bytes of the body. Raises _Rejected for what devices may not ask, and where two programs might not agree on the length."""
+    """Bytes of the body. Raises _Rejected for what devices may not ask, and where two programs
+    might not agree on the length.
+    """
     lengths = [value for name, value in request.headers if name == b"content-length"]
     chunked = any(name == b"transfer-encoding" for name, _ in request.headers)
-    if request.method != b"POST" or not _MAY.fullmatch(request.target) or chunked or len(lengths) != 1 or not lengths[0].isdigit():
+    if (
+        request.method != b"POST"
+        or not _MAY.fullmatch(request.target)
+        or chunked
+        or len(lengths) != 1
+        or not lengths[0].isdigit()
+    ):
         raise _Rejected(403, _ONLY)
     return int(lengths[0])
 
 
 def _signer(request: h11.Request, keys: Keys) -> bytes | None:
-    """The known key by which a request is signed, as Flower has devices sign: the time of now. None for a stranger."""
-    found = [[value for name, value in request.headers if name == wanted] for wanted in (_KEY, _SIGNATURE, _TIMESTAMP)]
+    """The known key by which a request is signed, as Flower has devices sign: the time of now.
+    None for a stranger.
+    """
+    found = [
+        [value for name, value in request.headers if name == wanted]
+        for wanted in (_KEY, _SIGNATURE, _TIMESTAMP)
+    ]
     if any(len(values) != 1 for values in found):
         return None
     (shown,), (signature,), (timestamp,) = found
@@ -210,7 +280,11 @@ def _signer(request: h11.Request, keys: Keys) -> bytes | None:
         pem = base64.b64decode(shown, validate=True)
         key = keys.get(pem)
         signed = datetime.fromisoformat(timestamp.decode())
-        if key is None or signed.tzinfo is None or abs((datetime.now(UTC) - signed).total_seconds()) > _FRESH_S:
+        if (
+            key is None
+            or signed.tzinfo is None
+            or abs((datetime.now(UTC) - signed).total_seconds()) > _FRESH_S
+        ):
             return None
         key.verify(base64.b64decode(signature, validate=True), timestamp, ec.ECDSA(hashes.SHA256()))
     except (ValueError, OverflowError, InvalidSignature):

@@ -1,4 +1,6 @@
-"""Who carries the messages. Names are imported when asked for: the program of a device that hands its messages on needs no torch."""
+"""Who carries the messages. Names are imported when asked for: the program of a device that
+hands its messages on needs no torch.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -9,11 +9,15 @@ from coterie.core.protocol import Ask, ClientId, Replies, State
 from coterie.core.tensors import Tensors
 from coterie.engines.messages import Member
 
-Write = Callable[[Client, Tensors], None]  # writes a client's personal model, which needs these tensors besides
+Write = Callable[
+    [Client, Tensors], None
+]  # writes a client's personal model, which needs these tensors besides
 
 
 class Listener:
-    """Is told of what happens between server and clients, and looks away: the base of those that listen."""
+    """Is told of what happens between server and clients, and looks away: the base of those that
+    listen.
+    """
 
     def measured(self, client: ClientId, metrics: Metrics) -> None:
         """A client's reply arrived, with what its task measured."""
@@ -28,18 +32,26 @@ class Listener:
 class Engine(Protocol):
     """Carries Asks to clients and replies back."""
 
-    distant: ClassVar[bool]  # whether clients are on devices of their own, where their states and models stay
+    distant: ClassVar[
+        bool
+    ]  # whether clients are on devices of their own, where their states and models stay
 
     def answer(self, ask: Ask, round: int, phase: int) -> Replies:
-        """Have every client in `ask.to` do the task. Replies come in the order asked, without the clients that failed; unchecked."""
+        """Have every client in `ask.to` do the task. Replies come in the order asked, without
+        the clients that failed; unchecked.
+        """
         ...
 
     def keep(self, ask: Ask, round: int, write: Write) -> None:
-        """Have every client in `ask.to` make its tensors part of its personal model, and that model written; devices write their own."""
+        """Have every client in `ask.to` make its tensors part of its personal model, and that
+        model written; devices write their own.
+        """
         ...
 
     def members(self) -> Sequence[Member]:
-        """Clients that have come since this was asked last; none where all are here from the beginning."""
+        """Clients that have come since this was asked last; none where all are here from the
+        beginning.
+        """
         ...
 
     def present(self) -> Set[ClientId] | None:
@@ -47,7 +59,9 @@ class Engine(Protocol):
         ...
 
     def states(self) -> Mapping[ClientId, State]:
-        """The clients' states, for a checkpoint; none where devices keep them. Not to be changed."""
+        """The clients' states, for a checkpoint; none where devices keep them. Not to be
+        changed.
+        """
         ...
 
     def memo(self) -> dict[str, Any]:
@@ -59,7 +73,9 @@ class Engine(Protocol):
         ...
 
     def begun(self, round: int) -> Sequence[int]:
-        """The rounds of exchanges that had begun since `round` and cannot be had again: clients answer those under masks once."""
+        """The rounds of exchanges that had begun since `round` and cannot be had again: clients
+        answer those under masks once.
+        """
         ...
 
     def state_bytes(self) -> Mapping[ClientId, int]:

@@ -1,7 +1,8 @@
 """All clients in one process, on one backbone: the engine for simulation, and for debugging.
 
-They do a task one after the other, or in one batch where the task allows that and their models are small enough to stack.
-A failing client stops the run with a ClientError that names it; the cause is chained.
+They do a task one after the other, or in one batch where the task allows that and their models are
+small enough to stack. A failing client stops the run with a ClientError that names it; the cause is
+chained.
 """
 
 from collections.abc import Mapping
@@ -20,7 +21,9 @@ from coterie.models.layout import Layout
 
 @dataclass
 class InProcess(Here):
-    """States are dicts of tensors that stay where they are, and nothing is copied, as long as the keeper has room for them."""
+    """States are dicts of tensors that stay where they are, and nothing is copied, as long as
+    the keeper has room for them.
+    """
 
     site: Site
     method: Method
@@ -30,21 +33,30 @@ class InProcess(Here):
 
     def answer(self, ask: Ask, round: int, phase: int) -> Replies:
         if (batch := self._batch(ask, round)) is None:
-            return {i: self._one(ask.name, i, tensors, round, phase) for i, tensors in ask.to.items()}
+            return {
+                i: self._one(ask.name, i, tensors, round, phase) for i, tensors in ask.to.items()
+            }
         replies = batch.split(find_task(self.method, ask.name)(batch, batch.stack(ask.to)))
         for i, metrics in batch.measured.items():
             self.listener.measured(i, self.site.measured(metrics))
         for i, state in batch.states.items():
             self.site.end(state, self.method)
             self.kept.put(i, state)
-        return {i: self.site.leaving(self.method, ask.name, i, ask.to[i], r, round, phase) for i, r in replies.items()}
+        return {
+            i: self.site.leaving(self.method, ask.name, i, ask.to[i], r, round, phase)
+            for i, r in replies.items()
+        }
 
     def _batch(self, ask: Ask, round: int) -> ClientBatch | None:
         """All that are asked as one batch; None where they must be asked one by one."""
         if not batched(ask.task) or self.method.local_epochs is not None:
             return None
         states = self.kept.together(list(ask.to), self._most)
-        return None if states is None else ClientBatch.of(self.site, states, round, self.method.local_steps)
+        return (
+            None
+            if states is None
+            else ClientBatch.of(self.site, states, round, self.method.local_steps)
+        )
 
     def _one(self, task: str, client: ClientId, tensors: State, round: int, phase: int) -> State:
         state = self.kept.take(client)
@@ -54,10 +66,14 @@ class InProcess(Here):
         return reply
 
     def _most(self, client: ClientId) -> int:
-        """Bytes of a client's state during a task, at most: its values, two moments of an optimiser, and as much for all else."""
+        """Bytes of a client's state during a task, at most: its values, two moments of an
+        optimiser, and as much for all else.
+        """
         layout = self.site.layouts[client]
         if layout not in self._bytes:
-            self._bytes[layout] = 4 * sum(nbytes(named) for named in self.site.model(client).parameters_by_role().values())
+            self._bytes[layout] = 4 * sum(
+                nbytes(named) for named in self.site.model(client).parameters_by_role().values()
+            )
         return self._bytes[layout]
 
     def keep(self, ask: Ask, round: int, write: Write) -> None:

@@ -1,6 +1,8 @@
-"""One process, but every message and every client's state passes through bytes: what a distributed engine does, without the network.
+"""One process, but every message and every client's state passes through bytes: what a distributed
+engine does, without the network.
 
-Whatever a method or a client keeps outside its state is lost between two tasks here, so that a run that works here works on devices.
+Whatever a method or a client keeps outside its state is lost between two tasks here, so that a run
+that works here works on devices.
 """
 
 from collections.abc import Mapping
@@ -16,7 +18,9 @@ from coterie.methods import Method
 
 @dataclass
 class Loopback(Here):
-    """The client's half of the method is a copy, rebuilt from its hyperparameters for every task."""
+    """The client's half of the method is a copy, rebuilt from its hyperparameters for every
+    task.
+    """
 
     site: Site
     method: Method
@@ -25,13 +29,24 @@ class Loopback(Here):
 
     def answer(self, ask: Ask, round: int, phase: int) -> Replies:
         requests = {i: to_bytes(tensors) for i, tensors in ask.to.items()}
-        replies = {i: self._on_device(ask.name, i, request, round, phase) for i, request in requests.items()}
+        replies = {
+            i: self._on_device(ask.name, i, request, round, phase)
+            for i, request in requests.items()
+        }
         return {i: from_bytes(reply, f"reply of client {i!r}") for i, reply in replies.items()}
 
-    def _on_device(self, task: str, client: ClientId, request: bytes, round: int, phase: int) -> bytes:
+    def _on_device(
+        self, task: str, client: ClientId, request: bytes, round: int, phase: int
+    ) -> bytes:
         method = type(self.method)(**asdict(self.method))
-        state = from_bytes(self._states[client], f"state of client {client!r}") if client in self._states else {}
-        reply, metrics = self.site.answer(method, task, client, from_bytes(request), state, round, phase)
+        state = (
+            from_bytes(self._states[client], f"state of client {client!r}")
+            if client in self._states
+            else {}
+        )
+        reply, metrics = self.site.answer(
+            method, task, client, from_bytes(request), state, round, phase
+        )
         self._states[client] = to_bytes(state)
         self.listener.measured(client, metrics)
         return to_bytes(reply)

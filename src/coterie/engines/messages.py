@@ -1,12 +1,22 @@
-"""What server and devices say to each other beside tensors. One request, one reply; tensors travel behind it as safetensors bytes.
+"""What server and devices say to each other beside tensors. One request, one reply; tensors travel
+behind it as safetensors bytes.
 
-Nothing here needs torch: the program of a device may only hand a request on to the process that does the work.
+Nothing here needs torch: the program of a device may only hand a request on to the process that
+does the work.
 """
 
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    ValidationError,
+    field_validator,
+)
 
 from coterie.core import names
 from coterie.core.errors import TensorError
@@ -15,15 +25,21 @@ from coterie.core.version import __version__
 MOST_HEADER = 1 << 20  # bytes of a request or reply without its tensors
 MOST_THREADS = 1024
 MOST_SAID = 20000  # characters of a problem or a remedy
-Id = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")]  # may name a folder
-Count = Annotated[int, Field(ge=0, le=1 << 53)]  # as large as other programs read numbers of JSON without loss
+Id = Annotated[
+    str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")
+]  # may name a folder
+Count = Annotated[
+    int, Field(ge=0, le=1 << 53)
+]  # as large as other programs read numbers of JSON without loss
 Measured = Count | FiniteFloat | list[FiniteFloat] | list[list[FiniteFloat]]
 _MEASURED = re.compile(r"[A-Za-z0-9_.+/-]+")
 _OF_LINES = {"kind", "round", "iteration", "client"}  # what a line of metrics.jsonl says itself
 
 
 def _named(client: str) -> str:
-    """Return a client's name if it is one, or that of the union of all clients' data, which a simulation has. Raises ValueError."""
+    """Return a client's name if it is one, or that of the union of all clients' data, which a
+    simulation has. Raises ValueError.
+    """
     if client != names.POOL and (mistake := names.mistake(client)):
         raise ValueError(f"no client can have this name: {mistake}")
     return client
@@ -34,7 +50,11 @@ Name = Annotated[str, Field(max_length=names.LONGEST), AfterValidator(_named)]
 
 def _is_matrix(value: Measured) -> bool:
     """Whether a measurement is a list of lists that are equally long and not empty."""
-    lengths = {len(row) if isinstance(row, list) else 0 for row in value} if isinstance(value, list) else set()
+    lengths = (
+        {len(row) if isinstance(row, list) else 0 for row in value}
+        if isinstance(value, list)
+        else set()
+    )
     return len(lengths) == 1 and lengths != {0}
 
 
@@ -50,18 +70,23 @@ class Request(Said):
     """What a device is asked.
 
     Args:
-        action: "hello": who it is; "task": one task of the recipe's method; "keep": a last task, after which its personal model is written.
+        action: "hello": who it is; "task": one task of the recipe's method; "keep": a last task,
+            after which its personal model is written.
         run: The run's own name: a device keeps its states by it.
-        recipe: The resolved recipe, JSON values. The device puts its own data in the place of the recipe's paths.
+        recipe: The resolved recipe, JSON values. The device puts its own data in the place of the
+            recipe's paths.
         client: Whom the server takes the device for; None in a hello.
         task: Name of the task.
         round: Rounds done before.
         phase: Which exchange of the round it is to the method.
-        number: Which exchange of the round it is: of two requests of a round the later one has the greater number.
+        number: Which exchange of the round it is: of two requests of a round the later one has the
+            greater number.
         position: The client's place in the federation, for per-client lists.
-        expects: Round and number of the last exchange that the server has this client's reply of; None for one that is new to it.
+        expects: Round and number of the last exchange that the server has this client's reply of;
+            None for one that is new to it.
         rounds_kept: The server may resume from here: states of the rounds since are kept.
-        threads: With how many the arithmetic is to be done, so that results are the same to the bit; None: as many as suit the device.
+        threads: With how many the arithmetic is to be done, so that results are the same to the
+            bit; None: as many as suit the device.
         folder: Where a simulated device keeps everything. A real one does not let itself be told.
         masked: Whether the reply leaves the device under the masks of secure aggregation only.
     """
@@ -83,11 +108,13 @@ class Request(Said):
 
 
 class Member(BaseModel):
-    """What a server knows of a client: who it is, and how much data it has. Of the data themselves nothing.
+    """What a server knows of a client: who it is, and how much data it has. Of the data themselves
+    nothing.
 
     Args:
         client: Its id.
-        position: Its place among those that the device's data hold: 0 where it holds its own data alone.
+        position: Its place among those that the device's data hold: 0 where it holds its own data
+            alone.
         windows: Rows of its training, validation and test data.
         group: The group of unseen clients that it belongs to; empty for one that trains.
         cluster: Its true cluster, where the data tell.
@@ -117,7 +144,8 @@ class Reply(Said):
         member: In answer to a hello.
         metrics: What the task measured: `tokens`, losses and mean routing weights; finite.
         state_bytes: What the client remembers.
-        note: What the server should know and does not stop anything: a client that starts afresh, say.
+        note: What the server should know and does not stop anything: a client that starts afresh,
+            say.
         problem: What went wrong, if something did.
         remedy: What to do about it.
     """
@@ -136,23 +164,37 @@ class Reply(Said):
     @field_validator("metrics")
     @classmethod
     def _check_metrics(cls, metrics: dict[str, Measured]) -> dict[str, Measured]:
-        """What a server counts and adds up must be numbers, and no client may speak of another one's round."""
+        """What a server counts and adds up must be numbers, and no client may speak of another
+        one's round.
+        """
         if taken := _OF_LINES & metrics.keys():
             raise ValueError(f"{min(taken)} is not measured")
         if not isinstance(metrics.get("tokens", 0), int):
             raise ValueError("tokens must be a number of them")
         if odd := [name for name in metrics if not _MEASURED.fullmatch(name)]:
             raise ValueError(f"{odd[0]!r} is no name of a measurement")
-        if ragged := [name for name, value in metrics.items() if name.startswith("router/") and not _is_matrix(value)]:
+        if ragged := [
+            name
+            for name, value in metrics.items()
+            if name.startswith("router/") and not _is_matrix(value)
+        ]:
             raise ValueError(f"{ragged[0]} must be as many weights for each block")
-        if lists := [name for name, value in metrics.items() if name.startswith("loss/") and isinstance(value, list)]:
+        if lists := [
+            name
+            for name, value in metrics.items()
+            if name.startswith("loss/") and isinstance(value, list)
+        ]:
             raise ValueError(f"{lists[0]} must be one number")
         return metrics
 
 
 def failed(problem: str, remedy: str = "", **asked: Any) -> Reply:
-    """The reply of a device that could not do what it was asked, whatever characters the problem is made of, and however many."""
-    problem, remedy = (text.encode(errors="replace").decode()[:MOST_SAID] for text in (problem, remedy))
+    """The reply of a device that could not do what it was asked, whatever characters the problem
+    is made of, and however many.
+    """
+    problem, remedy = (
+        text.encode(errors="replace").decode()[:MOST_SAID] for text in (problem, remedy)
+    )
     return Reply(problem=problem, remedy=remedy, **asked)
 
 
@@ -160,17 +202,27 @@ def parsed(kind: type[Request] | type[Reply], text: str) -> Any:
     """A request or a reply from its text.
 
     Raises:
-        TensorError: It is too long, no JSON, has unknown or missing fields, or is of another version of coterie.
+        TensorError: It is too long, no JSON, has unknown or missing fields, or is of another
+            version of coterie.
     """
     what = kind.__name__.lower()
     if len(text) > MOST_HEADER:
-        raise TensorError(f"{what} of {len(text):,} characters, at most {MOST_HEADER:,}", "It was damaged, or is not of coterie.")
+        raise TensorError(
+            f"{what} of {len(text):,} characters, at most {MOST_HEADER:,}",
+            "It was damaged, or is not of coterie.",
+        )
     try:
         found = kind.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "it"
-        raise TensorError(f"{what}: {where}: {first['msg']}", "Install the same version of coterie on server and devices.") from None
+        raise TensorError(
+            f"{what}: {where}: {first['msg']}",
+            "Install the same version of coterie on server and devices.",
+        ) from None
     if found.version != __version__:
-        raise TensorError(f"{what} of coterie {found.version}, here is {__version__}", "Install the same version on server and devices.")
+        raise TensorError(
+            f"{what} of coterie {found.version}, here is {__version__}",
+            "Install the same version on server and devices.",
+        )
     return found

@@ -18,18 +18,25 @@ from coterie.core.names import encoded
 from coterie.core.protocol import ClientId, State
 from coterie.core.tensors import nbytes
 
-_PREFIX = "states-"  # what the names of folders begin with in which states lie while a process lives
+_PREFIX = (
+    "states-"  # what the names of folders begin with in which states lie while a process lives
+)
 
 
 class Stored(Mapping[ClientId, State]):
-    """Clients' states by id, each in memory or in a safetensors file, which is read anew at each access.
+    """Clients' states by id, each in memory or in a safetensors file, which is read anew at each
+    access.
 
     Args:
         places: Where each client's is.
         digests: The SHA-256 of those that are in files.
     """
 
-    def __init__(self, places: Mapping[ClientId, State | Path], digests: Mapping[ClientId, "Future[str]"] = {}) -> None:
+    def __init__(
+        self,
+        places: Mapping[ClientId, State | Path],
+        digests: Mapping[ClientId, "Future[str]"] = {},
+    ) -> None:
         self._places, self._digests = dict(places), dict(digests)
 
     def __getitem__(self, client: ClientId) -> State:
@@ -40,7 +47,10 @@ class Stored(Mapping[ClientId, State]):
         try:
             return load(place)[0]
         except CheckpointError as error:
-            remedy = "The run's folder was changed while it went on: --resume goes on from the last checkpoint."
+            remedy = (
+                "The run's folder was changed while it went on: --resume goes on from the last "
+                "checkpoint."
+            )
             raise CheckpointError(f"state of client {client!r}: {error.problem}", remedy) from None
 
     def __iter__(self) -> Iterator[ClientId]:
@@ -50,12 +60,16 @@ class Stored(Mapping[ClientId, State]):
         return len(self._places)
 
     def file(self, client: ClientId) -> Path | None:
-        """The file that a client's state lies in, whose content never changes; None where it is in memory."""
+        """The file that a client's state lies in, whose content never changes; None where it is
+        in memory.
+        """
         place = self._places.get(client)
         return place if isinstance(place, Path) else None
 
     def digest(self, client: ClientId) -> "Future[str]":
-        """The SHA-256 of the file that a client's state lies in: computed once, since that file never changes."""
+        """The SHA-256 of the file that a client's state lies in: computed once, since that file
+        never changes.
+        """
         return self._digests[client]
 
     def nbytes(self, client: ClientId) -> int:
@@ -67,14 +81,17 @@ class Stored(Mapping[ClientId, State]):
 class States(Stored):
     """The keeper of the states of clients that do tasks.
 
-    Clients take turns in the same order round after round. Whoever throws out what was used longest ago would then always throw out what is
-    needed next: who is in memory stays there, and the others are read before each task and written after it. A file is not changed but
-    replaced, so that a link to it is a checkpoint of its client.
+    Clients take turns in the same order round after round. Whoever throws out what was used longest
+    ago would then always throw out what is needed next: who is in memory stays there, and the
+    others are read before each task and written after it. A file is not changed but replaced, so
+    that a link to it is a checkpoint of its client.
 
-    The files are in a folder of their own, which goes when the keeper goes; what a killed process left is removed by the next one.
+    The files are in a folder of their own, which goes when the keeper goes; what a killed process
+    left is removed by the next one.
 
     Args:
-        within: The folder in which that folder is made when it is needed; None: the system's for temporary files.
+        within: The folder in which that folder is made when it is needed; None: the system's for
+            temporary files.
         most: Bytes of states that stay in memory; beside them there is the one that is worked on.
     """
 
@@ -90,7 +107,9 @@ class States(Stored):
                     _remove(left, claim)
 
     def take(self, client: ClientId) -> State:
-        """A client's state for a task, to be changed in place; {} for one that starts. Raises CheckpointError."""
+        """A client's state for a task, to be changed in place; {} for one that starts. Raises
+        CheckpointError.
+        """
         self._places.setdefault(client, {})
         return self[client]
 
@@ -110,10 +129,16 @@ class States(Stored):
                 file.unlink(missing_ok=True)
         elif file is None or not same_as_file(file, state):  # scoring changes nothing
             save(self._path(client), state, lasting=False)
-            self._places[client], self._digests[client] = self._path(client), digest_later(self._path(client))
+            self._places[client], self._digests[client] = (
+                self._path(client),
+                digest_later(self._path(client)),
+            )
 
-    def together(self, clients: Sequence[ClientId], size: Callable[[ClientId], int]) -> dict[ClientId, State] | None:
-        """The states of several clients at once, as they lie in memory; None where one of them does not, or they would not fit.
+    def together(
+        self, clients: Sequence[ClientId], size: Callable[[ClientId], int]
+    ) -> dict[ClientId, State] | None:
+        """The states of several clients at once, as they lie in memory; None where one of them does
+        not, or they would not fit.
 
         Args:
             clients: Whose.
@@ -130,11 +155,18 @@ class States(Stored):
         self._places, self._sizes, self._used = {}, {}, 0
         for client in states:
             file = states.file(client) if isinstance(states, Stored) else None
-            if not isinstance(states, Stored) or file is None or self._used + nbytes_of_file(file) <= self._most:
+            if (
+                not isinstance(states, Stored)
+                or file is None
+                or self._used + nbytes_of_file(file) <= self._most
+            ):
                 self.put(client, dict(states[client]))
             else:
                 link(file, self._path(client))
-                self._places[client], self._digests[client] = self._path(client), states.digest(client)
+                self._places[client], self._digests[client] = (
+                    self._path(client),
+                    states.digest(client),
+                )
 
     def _path(self, client: ClientId) -> Path:
         """The file for a client's state, in the keeper's own folder."""
@@ -145,13 +177,18 @@ class States(Stored):
                 self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._within))
             except OSError as error:
                 where = self._within or tempfile.gettempdir()
-                raise SaveError(f"cannot make a folder for states in {where}: {error.strerror}", "Check its permissions.") from error
+                raise SaveError(
+                    f"cannot make a folder for states in {where}: {error.strerror}",
+                    "Check its permissions.",
+                ) from error
             weakref.finalize(self, _remove, self._folder, _claimed(self._folder))
         return self._folder / f"{encoded(client)}.safetensors"
 
 
 def half_of_memory(device: torch.device) -> float:
-    """Half of the bytes of memory where a device's tensors lie; infinite on a platform that does not tell."""
+    """Half of the bytes of memory where a device's tensors lie; infinite on a platform that does
+    not tell.
+    """
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory / 2)
     try:
@@ -161,7 +198,9 @@ def half_of_memory(device: torch.device) -> float:
 
 
 def link(source: Path, target: Path) -> None:
-    """Give a file another name too, which takes no space; a copy where the file system cannot. Raises OSError."""
+    """Give a file another name too, which takes no space; a copy where the file system cannot.
+    Raises OSError.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     target.unlink(missing_ok=True)
     try:
@@ -171,7 +210,9 @@ def link(source: Path, target: Path) -> None:
 
 
 def _claimed(folder: Path) -> BaseFileLock | None:
-    """What says that a folder is in use, until it is released or its process ends; None where somebody uses it already."""
+    """What says that a folder is in use, until it is released or its process ends; None where
+    somebody uses it already.
+    """
     try:
         return FileLock(folder / "lock", blocking=False).acquire().lock
     except (Timeout, OSError):  # OSError: it is gone meanwhile, or somebody else's

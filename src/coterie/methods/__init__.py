@@ -1,7 +1,8 @@
 """The methods by name: what `coterie methods` lists and `method.name` of a recipe may be.
 
-Each is imported when it is asked for: a list of their names needs no torch. A method of one's own has the name of its module and class,
-`my_package.my_file:MyMethod`; one that an installed package brings is an entry point of the group `coterie.methods`.
+Each is imported when it is asked for: a list of their names needs no torch. A method of one's own
+has the name of its module and class, `my_package.my_file:MyMethod`; one that an installed package
+brings is an entry point of the group `coterie.methods`.
 """
 
 import sys
@@ -41,24 +42,48 @@ class Entry:
         return found
 
 
-_COMIGS = "Fan et al., On-Device Collaborative Language Modeling via a Mixture of Generalists and Specialists"
+_COMIGS = (
+    "Fan et al., On-Device Collaborative Language Modeling via a Mixture of Generalists and "
+    "Specialists"
+)
 
 _ABLATION = "CoMiGS, Table 5, two experts and a router on the training loss"
 _ALTERNATING = "CoMiGS, Table 5, routers on fresh training batches"
 
 _SHIPPED: Mapping[str, Entry] = {
     "pretrained": Entry("pretrained.Pretrained", "Pretrained", "the base model without training"),
-    "centralized": Entry("centralized.Centralized", "Centralized", "one model on the union of all data: a bound, not private"),
+    "centralized": Entry(
+        "centralized.Centralized",
+        "Centralized",
+        "one model on the union of all data: a bound, not private",
+    ),
     "local": Entry("local.Local", "Local", "every client alone"),
     "fedavg": Entry(
         "fedavg.FedAvg",
         "FedAvg",
         "McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data",
     ),
-    "comigs": Entry("comigs.CoMiGS", "CoMiGS", f"{_COMIGS}: any number of generalists and specialists"),
-    "comigs-1g1s": Entry("comigs.CoMiGS", "CoMiGS-1G1S", f"{_COMIGS}: one of each", {"generalists": 1, "specialists": 1}),
-    "comigs-2g": Entry("comigs.CoMiGS", "CoMiGS-2G", f"{_COMIGS}: two generalists", {"generalists": 2, "specialists": 0}),
-    "comigs-2s": Entry("comigs.CoMiGS", "CoMiGS-2S", f"{_COMIGS}: two specialists", {"generalists": 0, "specialists": 2}),
+    "comigs": Entry(
+        "comigs.CoMiGS", "CoMiGS", f"{_COMIGS}: any number of generalists and specialists"
+    ),
+    "comigs-1g1s": Entry(
+        "comigs.CoMiGS",
+        "CoMiGS-1G1S",
+        f"{_COMIGS}: one of each",
+        {"generalists": 1, "specialists": 1},
+    ),
+    "comigs-2g": Entry(
+        "comigs.CoMiGS",
+        "CoMiGS-2G",
+        f"{_COMIGS}: two generalists",
+        {"generalists": 2, "specialists": 0},
+    ),
+    "comigs-2s": Entry(
+        "comigs.CoMiGS",
+        "CoMiGS-2S",
+        f"{_COMIGS}: two specialists",
+        {"generalists": 0, "specialists": 2},
+    ),
     "comigs-2s-alone": Entry(
         "comigs_alone.CoMiGSAlone",
         "CoMiGS-2S, alone",
@@ -70,7 +95,12 @@ _SHIPPED: Mapping[str, Entry] = {
         "CoMiGS with its published code's gradient leak",
         f"{_COMIGS}: as its published code runs it, for reproductions",
     ),
-    "comigs-1gxs": Entry("comigs.CoMiGS", "CoMiGS-1GXS", f"{_COMIGS}: one generalist, a list of specialists", {"generalists": 1}),
+    "comigs-1gxs": Entry(
+        "comigs.CoMiGS",
+        "CoMiGS-1GXS",
+        f"{_COMIGS}: one generalist, a list of specialists",
+        {"generalists": 1},
+    ),
     "comigs-tr": Entry(
         "comigs.CoMiGS",
         "CoMiGS-tr",
@@ -85,12 +115,29 @@ _SHIPPED: Mapping[str, Entry] = {
     "comigs-pool": Entry(
         "comigs_pool.CoMiGSPool",
         "CoMiGS with a pool",
-        "beyond the papers: CoMiGS with M generalists at the server, of which a gate picks K for each client",
+        "beyond the papers: CoMiGS with M generalists at the server, of which a gate picks K for "
+        "each client",
     ),
-    "pcl": Entry("pcl.PCL", "PCL", "Wagner et al., Personalized Collaborative Fine-Tuning for On-Device Large Language Models"),
-    "pfedmoe": Entry("pfedmoe.PFedMoE", "pFedMoE", "Yi et al., pFedMoE: Data-Level Personalization with Mixture of Experts"),
-    "fdlora": Entry("fdlora.FDLoRA", "FDLoRA", "Qi et al., FDLoRA: Personalized Federated Learning of LLM via Dual LoRA Tuning"),
-    "ffa-lora": Entry("ffalora.FFALoRA", "FFA-LoRA", "Sun et al., Improving LoRA in Privacy-preserving Federated Learning"),
+    "pcl": Entry(
+        "pcl.PCL",
+        "PCL",
+        "Wagner et al., Personalized Collaborative Fine-Tuning for On-Device Large Language Models",
+    ),
+    "pfedmoe": Entry(
+        "pfedmoe.PFedMoE",
+        "pFedMoE",
+        "Yi et al., pFedMoE: Data-Level Personalization with Mixture of Experts",
+    ),
+    "fdlora": Entry(
+        "fdlora.FDLoRA",
+        "FDLoRA",
+        "Qi et al., FDLoRA: Personalized Federated Learning of LLM via Dual LoRA Tuning",
+    ),
+    "ffa-lora": Entry(
+        "ffalora.FFALoRA",
+        "FFA-LoRA",
+        "Sun et al., Improving LoRA in Privacy-preserving Federated Learning",
+    ),
     "fedsa-lora": Entry(
         "fedsalora.FedSALoRA",
         "FedSA-LoRA",
@@ -106,30 +153,74 @@ _SHIPPED: Mapping[str, Entry] = {
         "FlexLoRA",
         "Bai et al., Federated Fine-tuning of LLMs under Heterogeneous Tasks and Client Resources",
     ),
-    "local-moe": Entry("localmoe.LocalMoE", "Local-MoE", f"{_ABLATION}: every client alone", {"updates": "simultaneous"}),
-    "fedavg-moe": Entry("fedavgmoe.FedAvgMoE", "FedAvg-MoE", f"{_ABLATION}: all of it averaged", {"updates": "simultaneous"}),
-    "local-moe-tr": Entry("localmoe.LocalMoE", "Local-MoE-tr", f"{_ALTERNATING}: every client alone", {"updates": "alternating"}),
-    "fedavg-moe-tr": Entry("fedavgmoe.FedAvgMoE", "FedAvg-MoE-tr", f"{_ALTERNATING}: all of it averaged", {"updates": "alternating"}),
-    "finetuned-fedavg": Entry(
-        "finetunedfedavg.FinetunedFedAvg", "Fine-tuned FedAvg", "FedAvg, then every client alone; a baseline of CoBo"
+    "local-moe": Entry(
+        "localmoe.LocalMoE",
+        "Local-MoE",
+        f"{_ABLATION}: every client alone",
+        {"updates": "simultaneous"},
     ),
-    "ditto": Entry("ditto.Ditto", "Ditto", "Li et al., Ditto: Fair and Robust Federated Learning Through Personalization"),
-    "ifca": Entry("ifca.IFCA", "IFCA", "Ghosh et al., An Efficient Framework for Clustered Federated Learning"),
-    "fc": Entry("fc.FC", "FC", "Werner et al., Provably Personalized and Robust Federated Learning: Federated Clustering"),
-    "oracle": Entry("oracle.Oracle", "Oracle", "FedAvg inside the true clusters: a bound for methods that must find them"),
-    "cobo": Entry("cobo.CoBo", "CoBo", "Hashemi et al., CoBo: Collaborative Learning via Bilevel Optimization"),
+    "fedavg-moe": Entry(
+        "fedavgmoe.FedAvgMoE",
+        "FedAvg-MoE",
+        f"{_ABLATION}: all of it averaged",
+        {"updates": "simultaneous"},
+    ),
+    "local-moe-tr": Entry(
+        "localmoe.LocalMoE",
+        "Local-MoE-tr",
+        f"{_ALTERNATING}: every client alone",
+        {"updates": "alternating"},
+    ),
+    "fedavg-moe-tr": Entry(
+        "fedavgmoe.FedAvgMoE",
+        "FedAvg-MoE-tr",
+        f"{_ALTERNATING}: all of it averaged",
+        {"updates": "alternating"},
+    ),
+    "finetuned-fedavg": Entry(
+        "finetunedfedavg.FinetunedFedAvg",
+        "Fine-tuned FedAvg",
+        "FedAvg, then every client alone; a baseline of CoBo",
+    ),
+    "ditto": Entry(
+        "ditto.Ditto",
+        "Ditto",
+        "Li et al., Ditto: Fair and Robust Federated Learning Through Personalization",
+    ),
+    "ifca": Entry(
+        "ifca.IFCA", "IFCA", "Ghosh et al., An Efficient Framework for Clustered Federated Learning"
+    ),
+    "fc": Entry(
+        "fc.FC",
+        "FC",
+        "Werner et al., Provably Personalized and Robust Federated Learning: Federated Clustering",
+    ),
+    "oracle": Entry(
+        "oracle.Oracle",
+        "Oracle",
+        "FedAvg inside the true clusters: a bound for methods that must find them",
+    ),
+    "cobo": Entry(
+        "cobo.CoBo", "CoBo", "Hashemi et al., CoBo: Collaborative Learning via Bilevel Optimization"
+    ),
     "common-expert": Entry(
         "commonexpert.CommonExpert",
         "Common expert",
         "the frozen, pretrained expert that everybody has; a baseline of DDOME",
     ),
-    "fedmix": Entry("fedmix.FedMix", "FedMix", "Reisser et al., Federated Mixture of Experts: all experts go to everybody"),
+    "fedmix": Entry(
+        "fedmix.FedMix",
+        "FedMix",
+        "Reisser et al., Federated Mixture of Experts: all experts go to everybody",
+    ),
     "ensemble": Entry(
         "ensemble.Ensemble",
         "Average ensembles",
         "Lakshminarayanan et al., Simple and Scalable Predictive Uncertainty Estimation",
     ),
-    "fedprox": Entry("fedprox.FedProx", "FedProx", "Li et al., Federated Optimization in Heterogeneous Networks"),
+    "fedprox": Entry(
+        "fedprox.FedProx", "FedProx", "Li et al., Federated Optimization in Heterogeneous Networks"
+    ),
     "scaffold": Entry(
         "scaffold.Scaffold",
         "SCAFFOLD",
@@ -138,17 +229,26 @@ _SHIPPED: Mapping[str, Entry] = {
     "fedsr": Entry(
         "fedsr.FedSR",
         "FedSR",
-        "Nguyen et al., FedSR: A Simple and Effective Domain Generalization Method for Federated Learning",
+        "Nguyen et al., FedSR: A Simple and Effective Domain Generalization Method for Federated "
+        "Learning",
     ),
-    "fedadg": Entry("fedadg.FedADG", "FedADG", "Zhang et al., Federated Learning with Domain Generalization"),
-    "ddome": Entry("ddome.DDOME", "DDOME", "Farhat et al., Learning to Specialize: Joint Gating-Expert Training for Adaptive MoEs"),
+    "fedadg": Entry(
+        "fedadg.FedADG", "FedADG", "Zhang et al., Federated Learning with Domain Generalization"
+    ),
+    "ddome": Entry(
+        "ddome.DDOME",
+        "DDOME",
+        "Farhat et al., Learning to Specialize: Joint Gating-Expert Training for Adaptive MoEs",
+    ),
 }
 
 GROUP = "coterie.methods"  # of the entry points
 
 
 class _Methods(Mapping[str, Entry]):
-    """The shipped methods, those of installed packages, and by the name of its module and class any other."""
+    """The shipped methods, those of installed packages, and by the name of its module and class
+    any other.
+    """
 
     def __iter__(self) -> Iterator[str]:
         yield from _SHIPPED
@@ -162,7 +262,12 @@ class _Methods(Mapping[str, Entry]):
             return _SHIPPED[name]
         if name in _installed():
             point = _installed()[name]
-            return _entry(point.value, f"{point.dist.name} {point.dist.version}" if point.dist is not None else point.value)
+            return _entry(
+                point.value,
+                f"{point.dist.name} {point.dist.version}"
+                if point.dist is not None
+                else point.value,
+            )
         if is_own(name) and import_problem(name) is None:
             return _entry(name, f"{name.partition(':')[0]}, a method of one's own")
         raise KeyError(name)
@@ -178,7 +283,9 @@ def is_own(name: object) -> bool:
 
 @cache
 def import_problem(name: str) -> str | None:
-    """Import `module:Class`; returns why it is no method, or None where it is one. The folder that one works in is looked in, too."""
+    """Import `module:Class`; returns why it is no method, or None where it is one. The folder
+    that one works in is looked in, too.
+    """
     from coterie.methods.base import Method
 
     if "" not in sys.path:
@@ -188,7 +295,11 @@ def import_problem(name: str) -> str | None:
         found = getattr(import_module(module), attribute)
     except Exception as error:  # whatever the module does when it is imported
         return f"{type(error).__name__}: {error}"
-    return None if isinstance(found, type) and issubclass(found, Method) else f"{attribute} is no class of a coterie.methods.Method"
+    return (
+        None
+        if isinstance(found, type) and issubclass(found, Method)
+        else f"{attribute} is no class of a coterie.methods.Method"
+    )
 
 
 @cache

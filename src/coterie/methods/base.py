@@ -36,28 +36,48 @@ class Reader(Protocol):
 
 @dataclass(frozen=True)
 class Method(ABC):
-    """A way of training personal models together. Subclasses give `init`, `round` and their `@task`s.
+    """A way of training personal models together. Subclasses give `init`, `round` and their
+    `@task`s.
 
     Args:
         rounds: T, communication rounds.
         local_steps: L, local iterations per round.
-        local_epochs: Instead: how often a client goes through its own data in a round, so that clients with more data do more.
+        local_epochs: Instead: how often a client goes through its own data in a round, so that
+            clients with more data do more.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     pooled: ClassVar[bool] = False  # whether it trains on the union of all clients' data
     shared: ClassVar[tuple[Role, ...]] = (GENERALIST,)  # roles whose tensors may leave a client
     per_client: ClassVar[tuple[str, ...]] = ()  # fields that may be lists with one value per client
-    elastic: ClassVar[bool] = False  # whether clients may join the federation and leave it, see `members`
-    universal: ClassVar[bool] = False  # whether the server alone can give a model to anyone, also to clients that it never saw
-    joinable: ClassVar[bool] = False  # whether new clients can train on from what the server has, though it is no model for them yet
-    stateful: ClassVar[bool] = False  # whether clients must keep what nobody else has of their model
-    forgetful: ClassVar[bool] = False  # whether clients keep nothing of the model between rounds, whatever the recipe says
+    elastic: ClassVar[bool] = (
+        False  # whether clients may join the federation and leave it, see `members`
+    )
+    universal: ClassVar[bool] = (
+        # whether the server alone can give a model to anyone, also to clients that it never saw
+        False
+    )
+    joinable: ClassVar[bool] = (
+        # whether new clients can train on from what the server has, though it is no model for them
+        # yet
+        False
+    )
+    stateful: ClassVar[bool] = (
+        False  # whether clients must keep what nobody else has of their model
+    )
+    forgetful: ClassVar[bool] = (
+        False  # whether clients keep nothing of the model between rounds, whatever the recipe says
+    )
 
     rounds: Annotated[int, Field(ge=0, description="T, communication rounds")] = 20
     local_steps: Annotated[int, Field(ge=1, description="L, local iterations per round")] = 10
     local_epochs: Annotated[
-        int | None, Field(ge=1, description="instead of local_steps: how often a client goes through its own data in a round")
+        int | None,
+        Field(
+            ge=1,
+            description="instead of local_steps: how often a client goes through its own data in "
+            "a round",
+        ),
     ] = None
 
     def steps(self, client: AnyClient) -> int:
@@ -66,7 +86,11 @@ class Method(ABC):
 
     def steps_of(self, windows: int, batch_size: int) -> int:
         """Local iterations in a round of a client with so many rows of training data."""
-        return self.local_steps if self.local_epochs is None else math.ceil(self.local_epochs * windows / batch_size)
+        return (
+            self.local_steps
+            if self.local_epochs is None
+            else math.ceil(self.local_epochs * windows / batch_size)
+        )
 
     @property
     def total_iterations(self) -> int:
@@ -75,14 +99,18 @@ class Method(ABC):
 
     @abstractmethod
     def layout(self, position: int, base: Layout) -> Layout:
-        """The adapter of the client at `position` of the federation; `base` carries the recipe's rank, alpha and dropout."""
+        """The adapter of the client at `position` of the federation; `base` carries the recipe's
+        rank, alpha and dropout.
+        """
 
     @abstractmethod
     def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
         """The server's state before the first round."""
 
     def members(self, state: State, clients: Sequence[ClientId]) -> State:
-        """Return the state for a federation of these clients, where some have joined or left it since; see `elastic`."""
+        """Return the state for a federation of these clients, where some have joined or left it
+        since; see `elastic`.
+        """
         return state
 
     @abstractmethod
@@ -91,12 +119,15 @@ class Method(ABC):
 
         Args:
             state: The server's.
-            clients: Those that take part. The other members keep what they have, at home and in the state, and go on from it.
+            clients: Those that take part. The other members keep what they have, at home and in the
+                state, and go on from it.
             rng: The server's random numbers of this round.
         """
 
     def finish(self, state: State, clients: Sequence[ClientId]) -> Round:
-        """Do what comes once, after the last round, with all clients that are there; most have nothing to do."""
+        """Do what comes once, after the last round, with all clients that are there; most have
+        nothing to do.
+        """
         yield from ()
         return state
 
@@ -110,46 +141,68 @@ class Method(ABC):
 
     @property
     def by_examples(self) -> bool:
-        """Whether all that a client sends was trained by gradients that can be made private, one in each local iteration.
+        """Whether all that a client sends was trained by gradients that can be made private, one in
+        each local iteration.
 
-        Those are `Client.step` of the roles in `shared`, and `Client.gradient_to_share`. A method has to say so itself: what it inherits
-        does not count, see `protocol.protects_examples`.
+        Those are `Client.step` of the roles in `shared`, and `Client.gradient_to_share`. A method
+        has to say so itself: what it inherits does not count, see `protocol.protects_examples`.
         """
         return False
 
     @property
     def shares(self) -> bool:
-        """Whether each row of `collaboration` is shares of one; otherwise its weights lie in [0, 1] each."""
+        """Whether each row of `collaboration` is shares of one; otherwise its weights lie in [0,
+        1] each.
+        """
         return True
 
     def collaboration(self, state: State, clients: Sequence[ClientId]) -> Tensor | None:
-        """(N, N): row i says how much client i takes from each client, where the method has such weights."""
+        """(N, N): row i says how much client i takes from each client, where the method has such
+        weights.
+        """
         return None
 
     def adapt(self, state: State, clients: Sequence[ClientId]) -> Adaptation:
-        """Give a model to clients that have none: new ones, unlabelled data and all. Returns what each of them gets; see `universal`."""
+        """Give a model to clients that have none: new ones, unlabelled data and all. Returns
+        what each of them gets; see `universal`.
+        """
         yield from ()
         return self.download(state, clients)
 
+    def local_iterations(self, client: Client) -> None:
+        """Do the L local iterations of a round."""
+        for _ in range(self.steps(client)):
+            self.iterate(client)
+
     def iterate(self, client: Client) -> None:
-        """Do one local iteration of a client by itself: all of its model that the method trains, but what is `frozen` there."""
+        """Do one local iteration of a client by itself: all of its model that the method trains,
+        but what is `frozen` there.
+        """
         client.step(GENERALIST, on=client.train)
 
     def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
-        """What each client would get from the server now: with it loaded, it is synchronised (`test_synced`)."""
+        """What each client would get from the server now: with it loaded, it is synchronised
+        (`test_synced`).
+        """
         return {i: {} for i in clients}
 
     def loadable(self, client: Client, download: Tensors) -> Tensors:
-        """Return what a client loads of what it gets from the server, where that travels in another form."""
+        """Return what a client loads of what it gets from the server, where that travels in
+        another form.
+        """
         return download
 
     def personal(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
-        """What a client needs beyond its own state to have its personal model: nothing, right after its last local iteration."""
+        """What a client needs beyond its own state to have its personal model: nothing, right
+        after its last local iteration.
+        """
         return {i: {} for i in clients}
 
     @task(Sends.SCORES)
     def score(self, client: Client, tensors: Tensors) -> Tensors:
-        """The score, see `Client.score`, of the whole valid and test sets, with `tensors` on loan."""
+        """The score, see `Client.score`, of the whole valid and test sets, with `tensors` on
+        loan.
+        """
         with client.borrowing(self.loadable(client, tensors)):
             return {"valid": client.score(client.valid), "test": client.score(client.test)}
 
@@ -164,6 +217,3 @@ class Method(ABC):
         """Make `tensors` part of the client's personal model."""
         client.load(self.loadable(client, tensors))
         return {}
-
-
-Count = Annotated[int, Field(ge=0)]

@@ -1,6 +1,7 @@
 """CoMiGS: Collaborative learning with a Mixture of Generalists and Specialists.
 
-Fan et al., "On-Device Collaborative Language Modeling via a Mixture of Generalists and Specialists", Algorithm 1 (papers/comigs).
+Fan et al., "On-Device Collaborative Language Modeling via a Mixture of Generalists and
+Specialists", Algorithm 1 (papers/comigs).
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,24 +16,24 @@ from coterie.core.protocol import Ask, ClientId, Round, Sends, State, task
 from coterie.core.roles import GENERALIST, ROUTER, SPECIALIST, Role
 from coterie.core.tensors import Tensors
 from coterie.data.splits import Split
-from coterie.methods.base import Count, Reader
-from coterie.methods.templates import Aggregating, Routed
+from coterie.methods.base import Reader
+from coterie.methods.templates import Aggregating, Counts, Routed, value_of
 from coterie.models.adapter import Layout
 
 
 @dataclass(frozen=True)
 class CoMiGS(Routed, Aggregating):
-    """Generalists and attention LoRAs are averaged; specialists and token-level routers never leave their client.
+    """Average generalists and attention LoRAs; keep specialists and token-level routers local.
 
-    A bilevel problem, solved by alternating first-order steps: experts descend on training data, routers on validation data. The
-    server's state is theta^G, by the tensors' names.
+    A bilevel problem, solved by alternating first-order steps: experts descend on training data,
+    routers on validation data. The server's state is theta^G, by the tensors' names.
 
     Args:
         generalists: g, shared experts per MLP block.
-        specialists: s_i, local experts per MLP block: one number, or one per client in the order of the federation.
-        router_every: tau, local iterations between updates of the router, counted over the whole run.
+        specialists: s_i, local experts per MLP block: one number, or one per client, in order.
+        router_every: tau, a client's own local iterations between updates of its router.
         router_steps: s, optimiser steps per update of the router, each on a fresh batch.
-        router_data: The data of the upper level; "train" draws fresh training batches (the rows "-tr" of Table 5).
+        router_data: Of the upper level; "train" draws fresh training batches (Table 5, "-tr").
     """
 
     per_client: ClassVar[tuple[str, ...]] = ("specialists",)
@@ -42,20 +43,17 @@ class CoMiGS(Routed, Aggregating):
     by_examples = True
 
     generalists: Annotated[int, Field(ge=0, description="g, shared experts per MLP block")] = 1
-    specialists: Annotated[
-        Count | tuple[Count, ...], Field(description="s_i, local experts per MLP block, one number or one per client")
-    ] = 1
+    specialists: Annotated[Counts, Field(description="s_i, local experts, or one per client")] = 1
     router_every: Annotated[int, Field(ge=1, description="tau, iterations per router update")] = 30
     router_steps: Annotated[int, Field(ge=0, description="s, steps per router update")] = 10
-    router_data: Annotated[Literal["valid", "train"], Field(description="upper level's data")] = "valid"
+    router_data: Annotated[Literal["valid", "train"], Field(description="data of eq. 4")] = "valid"
 
     @property
     def sums(self) -> bool:
         return self.aggregation.sums
 
     def layout(self, position: int, base: Layout) -> Layout:
-        specialists = self.specialists if isinstance(self.specialists, int) else self.specialists[position]
-        return self.mixture(base, self.generalists, specialists)
+        return self.mixture(base, self.generalists, value_of(self.specialists, position))
 
     def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
         return model.read(GENERALIST)
@@ -72,11 +70,6 @@ class CoMiGS(Routed, Aggregating):
         client.load(theta_g)
         self.local_iterations(client)
         return client.read(GENERALIST) | self.size(client)  # specialists and routers never leave
-
-    def local_iterations(self, client: Client) -> None:
-        """L steps of the experts; after every tau-th, s steps of the router."""
-        for _ in range(self.steps(client)):
-            self.iterate(client)
 
     def iterate(self, client: Client) -> None:
         self.lower_step(client)  # eq. 3

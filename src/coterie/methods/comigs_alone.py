@@ -1,7 +1,8 @@
 """CoMiGS whose clients never share anything, the row 2S as the authors of CoMiGS released it.
 
-Their script runs one single round, at the end of which nothing is averaged (epfml/CoMiGS, collab_runscripts/table1/comigs_2s.sh); in
-Algorithm 1 the attention LoRAs are averaged in every round, which is `comigs-2s`.
+Their script runs one single round, at the end of which nothing is averaged (epfml/CoMiGS,
+collab_runscripts/table1/comigs_2s.sh); in Algorithm 1 the attention LoRAs are averaged in every
+round, which is `comigs-2s`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,9 @@ from coterie.methods.comigs import CoMiGS
 
 @dataclass(frozen=True)
 class CoMiGSAlone(CoMiGS):
-    """Experts on training data, routers on validation data, attention LoRAs of one's own; no tensor ever leaves a client."""
+    """Experts on training data, routers on validation data, attention LoRAs of one's own; no
+    tensor ever leaves a client.
+    """
 
     elastic: ClassVar[bool] = True
     universal: ClassVar[bool] = False

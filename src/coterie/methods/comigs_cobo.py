@@ -20,23 +20,30 @@ from coterie.methods.base import Reader
 from coterie.methods.comigs import CoMiGS
 from coterie.methods.templates import Comparing
 
-EPSILON = 1e-12  # keeps a row of weights from summing to 0 where none of its collaborators took part
+EPSILON = (
+    1e-12  # keeps a row of weights from summing to 0 where none of its collaborators took part
+)
 
 
 @dataclass(frozen=True)
 class CoMiGSCoBo(CoMiGS, Comparing):
-    """theta_i^G <- sum_j w_ij theta_j^G, so that unlike groups of clients need not share one generalist.
+    """theta_i^G <- sum_j w_ij theta_j^G, so that unlike groups of clients need not share one
+    generalist.
 
-    Each row of W learns on the simplex, from 1/N, by how well the gradients of two clients agree halfway between their generalists (CoBo,
-    Remark 1).
+    Each row of W learns on the simplex, from 1/N, by how well the gradients of two clients agree
+    halfway between their generalists (CoBo, Remark 1).
 
     Args:
         gamma: Step size of W; 0 leaves plain means.
 
-    The server's state is `<client>/generalist`, (d,) each, and `weights`, (N, N), in the order of the clients' ids.
+    The server's state is `<client>/generalist`, (d,) each, and `weights`, (N, N), in the order of
+    the clients' ids.
     """
 
-    gamma: Annotated[float, Field(ge=0, description="step size of the collaboration weights; 0 leaves plain means")] = 0.05
+    gamma: Annotated[
+        float,
+        Field(ge=0, description="step size of the collaboration weights; 0 leaves plain means"),
+    ] = 0.05
 
     @property
     def sums(self) -> bool:
@@ -45,12 +52,17 @@ class CoMiGSCoBo(CoMiGS, Comparing):
     def check(self, model: Reader, clients: Sequence[ClientId], training: Training) -> None:
         super().check(model, clients, training)
         if self.aggregation != Mean():
-            mistake = "method.aggregation: comigs-cobo weighs the generalists for each client by itself; leave the rule out"
+            mistake = (
+                "method.aggregation: comigs-cobo weighs the generalists for each client by "
+                "itself; leave the rule out"
+            )
             raise RecipeError("method", [mistake])
 
     def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
         n = len(clients)
-        return {f"{i}/{GENERALIST}": model.flat(GENERALIST) for i in sorted(clients)} | {"weights": torch.full((n, n), 1 / n).double()}
+        return {f"{i}/{GENERALIST}": model.flat(GENERALIST) for i in sorted(clients)} | {
+            "weights": torch.full((n, n), 1 / n).double()
+        }
 
     def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
         return {i: {GENERALIST: state[f"{i}/{GENERALIST}"]} for i in clients}
@@ -68,13 +80,21 @@ class CoMiGSCoBo(CoMiGS, Comparing):
         mixed = self.average(theta, weights, order)
         return state | {f"{i}/{GENERALIST}": own for i, own in mixed.items()} | {"weights": weights}
 
-    def average(self, theta: Mapping[ClientId, Tensor], weights: Tensor, order: Sequence[ClientId]) -> dict[ClientId, Tensor]:
+    def average(
+        self, theta: Mapping[ClientId, Tensor], weights: Tensor, order: Sequence[ClientId]
+    ) -> dict[ClientId, Tensor]:
         """Return sum_j w_ij theta_j^G of each client, over those that took part."""
         if not theta:
             return {}
         rows = torch.tensor([order.index(i) for i in theta])
         shares = weights[rows][:, rows] + EPSILON * torch.eye(len(rows), dtype=torch.float64)
-        return dict(zip(theta, mixtures(list(theta.values()), shares / shares.sum(dim=1, keepdim=True)), strict=True))
+        return dict(
+            zip(
+                theta,
+                mixtures(list(theta.values()), shares / shares.sum(dim=1, keepdim=True)),
+                strict=True,
+            )
+        )
 
     @task(Sends.UPDATE)
     def local_round(self, client: Client, theta_g: Tensors) -> Tensors:
@@ -89,4 +109,6 @@ class CoMiGSCoBo(CoMiGS, Comparing):
 
 def _known(state: State) -> list[ClientId]:
     """Return the clients that have generalists of their own, in the order of the weights."""
-    return sorted(name.removesuffix(f"/{GENERALIST}") for name in state if name.endswith(f"/{GENERALIST}"))
+    return sorted(
+        name.removesuffix(f"/{GENERALIST}") for name in state if name.endswith(f"/{GENERALIST}")
+    )

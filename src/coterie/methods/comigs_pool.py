@@ -1,7 +1,8 @@
-"""CoMiGS with a pool of generalists at the server, of which a gate picks a few for each client: beyond both papers.
+"""CoMiGS with a pool of generalists at the server, of which a gate picks a few for each client:
+beyond both papers.
 
-The gate is DDOME's; that it learns to choose by itself what was dealt is self-labelling (Asano et al. 2020), so that it can choose freely
-for clients that come later.
+The gate is DDOME's; that it learns to choose by itself what was dealt is self-labelling (Asano et
+al. 2020), so that it can choose freely for clients that come later.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +29,8 @@ SCORES = "scores"  # how much a client's text wants each generalist of the pool
 
 @dataclass(frozen=True)
 class CoMiGSPool(CoMiGS):
-    """The server has M generalists, and each client trains the K that the gate scores highest for its text, under a limit of load.
+    """The server has M generalists, and each client trains the K that the gate scores highest for
+    its text, under a limit of load.
 
     The gate is averaged over all clients, each generalist over those that have it.
 
@@ -37,15 +39,24 @@ class CoMiGSPool(CoMiGS):
         pool: M, generalists at the server.
         load: How many clients a generalist of the pool may have while they train, see `deal`.
 
-    The server's state is the attention LoRAs by their names, `expert/<number>`, (d,), one generalist in all blocks; `gate`, (d_g,); and
-    `chosen/<client>`, (K,).
+    The server's state is the attention LoRAs by their names, `expert/<number>`, (d,), one
+    generalist in all blocks; `gate`, (d_g,); and `chosen/<client>`, (K,).
     """
 
     shared: ClassVar[tuple[Role, ...]] = (GENERALIST, EXPERT, GATE)
 
-    generalists: Annotated[int, Field(ge=1, description="K, generalists of the pool at a client")] = 2
+    generalists: Annotated[
+        int, Field(ge=1, description="K, generalists of the pool at a client")
+    ] = 2
     pool: Annotated[int, Field(ge=1, description="M, generalists at the server")] = 4
-    load: Annotated[float | None, Field(ge=1, description="the most clients of a generalist, in fair shares; null: as many as want it")] = 1
+    load: Annotated[
+        float | None,
+        Field(
+            ge=1,
+            description="the most clients of a generalist, in fair shares; null: as many as want "
+            "it",
+        ),
+    ] = 1
 
     @property
     def sums(self) -> bool:
@@ -60,13 +71,19 @@ class CoMiGSPool(CoMiGS):
         return super().init(model, clients) | pool | {GATE: model.flat(GATE)} | first
 
     def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
-        common = {name: tensor for name, tensor in state.items() if not name.startswith((f"{CHOSEN}/", f"{EXPERT}/"))}
+        common = {
+            name: tensor
+            for name, tensor in state.items()
+            if not name.startswith((f"{CHOSEN}/", f"{EXPERT}/"))
+        }
         own = {i: [f"{EXPERT}/{m}" for m in state[f"{CHOSEN}/{i}"].tolist()] for i in clients}
         return {i: common | {name: state[name] for name in names} for i, names in own.items()}
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
         scores = yield self.ask_scores(state, clients)
-        return (yield from super().round(state | self.assign(scores, self.load), tuple(scores), rng))
+        return (
+            yield from super().round(state | self.assign(scores, self.load), tuple(scores), rng)
+        )
 
     def adapt(self, state: State, clients: Sequence[ClientId]) -> Adaptation:
         scores = yield self.ask_scores(state, clients)
@@ -75,20 +92,30 @@ class CoMiGSPool(CoMiGS):
     def ask_scores(self, state: State, clients: Sequence[ClientId]) -> Ask:
         """Return the question how much each client's text wants each generalist."""
         form = {SCORES: torch.empty(self.pool, dtype=torch.float64, device="meta")}
-        return Ask(self.score_generalists, {i: {GATE: state[GATE]} for i in clients}, lambda sent: form)
+        return Ask(
+            self.score_generalists, {i: {GATE: state[GATE]} for i in clients}, lambda sent: form
+        )
 
     def assign(self, scores: Replies, load: float | None) -> State:
         """Return `chosen/<client>` of those that sent their scores."""
         order = sorted(scores)
-        found = deal(torch.stack([scores[i][SCORES] for i in order]), self.generalists, load) if order else ()
+        found = (
+            deal(torch.stack([scores[i][SCORES] for i in order]), self.generalists, load)
+            if order
+            else ()
+        )
         return {f"{CHOSEN}/{i}": own for i, own in zip(order, found, strict=True)}
 
     @task(Sends.SCORES)
     def score_generalists(self, client: Client, gate: Tensors) -> Tensors:
-        """Return how much the client's text wants each generalist, (M,): all that the server learns before it sends any."""
+        """Return how much the client's text wants each generalist, (M,): all that the server
+        learns before it sends any.
+        """
         with client.borrowing(gate), torch.no_grad():
             assert isinstance(client.model, LanguageModel)
-            return {SCORES: client.model.affinity(client.embeddings(client.data.train)).double().cpu()}
+            return {
+                SCORES: client.model.affinity(client.embeddings(client.data.train)).double().cpu()
+            }
 
     @task(Sends.UPDATE)
     def local_round(self, client: Client, received: Tensors) -> Tensors:
@@ -97,12 +124,19 @@ class CoMiGSPool(CoMiGS):
         if client.state[NUMBERS].tolist() != held:
             client.forget(EXPERT)  # the optimiser's moments are of other generalists
         self.local_iterations(client)
-        return client.read(GENERALIST) | client.experts() | {GATE: client.flat(GATE)} | self.size(client)
+        return (
+            client.read(GENERALIST)
+            | client.experts()
+            | {GATE: client.flat(GATE)}
+            | self.size(client)
+        )
 
     def lower_step(self, client: Client) -> None:
         client.step(GENERALIST, EXPERT, SPECIALIST, on=client.train)
 
     def upper_step(self, client: Client) -> None:
-        """Routers and gate descend on validation data; the gate also towards what was dealt, as that of an anchor in DDOME."""
+        """Routers and gate descend on validation data; the gate also towards what was dealt, as
+        that of an anchor in DDOME.
+        """
         assert isinstance(client.model, LanguageModel)
         client.step(ROUTER, GATE, on=self.upper_data(client), extra=client.model.towards)

@@ -1,6 +1,7 @@
 """Ditto: a personal model of each client beside the global one, held near it.
 
-Li et al., "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021, Algorithm 1.
+Li et al., "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021, Algorithm
+1.
 """
 
 from collections.abc import Sequence
@@ -20,10 +21,12 @@ from coterie.methods.templates import Aggregating, OneAdapter
 
 @dataclass(frozen=True)
 class Ditto(OneAdapter, Aggregating):
-    """The global w is FedAvg's; each client's own v_i minimises f_i(v_i) + lambda/2 |v_i - w|^2 on the same batches.
+    """The global w is FedAvg's; each client's own v_i minimises f_i(v_i) + lambda/2 |v_i - w|^2 on
+    the same batches.
 
-    v_i is the client's model: it never leaves, and it is what is scored. The server's state holds `generalist`, (d,), w; a client's own
-    copy of it lives for one round, and of its optimiser the memory stays under `ditto/`.
+    v_i is the client's model: it never leaves, and it is what is scored. The server's state holds
+    `generalist`, (d,), w; a client's own copy of it lives for one round, and of its optimiser the
+    memory stays under `ditto/`.
 
     Args:
         prox: lambda, the strength with which v_i is held near w.
@@ -31,7 +34,12 @@ class Ditto(OneAdapter, Aggregating):
 
     elastic: ClassVar[bool] = True
 
-    prox: Annotated[float, Field(ge=0, description="lambda, how strongly a personal model is held near the global one")] = 1.0
+    prox: Annotated[
+        float,
+        Field(
+            ge=0, description="lambda, how strongly a personal model is held near the global one"
+        ),
+    ] = 1.0
 
     @property
     def sums(self) -> bool:
@@ -48,13 +56,17 @@ class Ditto(OneAdapter, Aggregating):
 
     @task(Sends.UPDATE)
     def local_round(self, client: Client, w: Tensors) -> Tensors:
-        """w_i <- w_i - eta grad f_i(w_i) and v_i <- v_i - eta (grad f_i(v_i) + lambda (v_i - w)), with w as it came."""
+        """w_i <- w_i - eta grad f_i(w_i) and v_i <- v_i - eta (grad f_i(v_i) + lambda (v_i -
+        w)), with w as it came.
+        """
         with client.borrowing(w):
             w_i, received = client.flat(), client.read(GENERALIST)
         for _ in range(self.steps(client)):
             batch, eta = client.draw(client.train), client.lr
             gradient = client.gradient_to_share(w_i, batch)
-            client.step_on(batch, GENERALIST, extra=lambda: self._pull(client.read(GENERALIST), received))
+            client.step_on(
+                batch, GENERALIST, extra=lambda: self._pull(client.read(GENERALIST), received)
+            )
             client.training.experts.step(w_i, gradient, eta, client.state, "ditto/optimiser")
         return {GENERALIST: w_i} | self.size(client)
 

@@ -1,7 +1,8 @@
-"""Average ensembles: a few models trained as in FedAvg with different seeds, whose probabilities are averaged.
+"""Average ensembles: a few models trained as in FedAvg with different seeds, whose probabilities
+are averaged.
 
-Lakshminarayanan et al., "Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles", NeurIPS 2017, as Farhat et al.
-compare with it (DDOME, Section 5).
+Lakshminarayanan et al., "Simple and Scalable Predictive Uncertainty Estimation using Deep
+Ensembles", NeurIPS 2017, as Farhat et al. compare with it (DDOME, Section 5).
 """
 
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ from coterie.models.pool import PoolLayout
 
 @dataclass(frozen=True)
 class Ensemble(WholePool):
-    """The models know nothing of each other: each has its own order of the data, and its own initial values unless they are pretrained.
+    """The models know nothing of each other: each has its own order of the data, and its own
+    initial values unless they are pretrained.
 
     Args:
         models: How many.
@@ -29,7 +31,10 @@ class Ensemble(WholePool):
 
     models: Annotated[int, Field(ge=1, description="how many models")] = 2
     initial: Annotated[
-        Literal["random", "common", "auto"], Field(description="of the models: at random, from the common expert, or that where it fits")
+        Literal["random", "common", "auto"],
+        Field(
+            description="of the models: at random, from the common expert, or that where it fits"
+        ),
     ] = "auto"
 
     @property
@@ -37,7 +42,13 @@ class Ensemble(WholePool):
         return self.models
 
     def layout(self, position: int, base: Layout) -> PoolLayout:
-        return PoolLayout(pool=self.models, chosen=self.models, mixture="mean", answer="mixture", start=self.initial)
+        return PoolLayout(
+            pool=self.models,
+            chosen=self.models,
+            mixture="mean",
+            answer="mixture",
+            start=self.initial,
+        )
 
     @task(Sends.UPDATE)
     def train(self, client: Client, received: Tensors) -> Tensors:
@@ -47,7 +58,9 @@ class Ensemble(WholePool):
         for name in sorted(received):
             client.load({name: received[name]})
             client.forget(EXPERT)
-            client.state["iteration"] = torch.tensor(began)  # all models see the same learning rates
+            client.state["iteration"] = torch.tensor(
+                began
+            )  # all models see the same learning rates
             for _ in range(self.steps(client)):
                 client.step(EXPERT, on=client.again(name))
             reply |= self.trained(client)

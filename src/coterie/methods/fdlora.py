@@ -1,6 +1,8 @@
-"""FDLoRA: two LoRAs per client, a personal and a global one, fused at the end by weights found without gradients.
+"""FDLoRA: two LoRAs per client, a personal and a global one, fused at the end by weights found
+without gradients.
 
-Qi et al., "FDLoRA: Personalized Federated Learning of Large Language Model via Dual LoRA Tuning", 2024 (arXiv:2406.07925), Algorithm 1.
+Qi et al., "FDLoRA: Personalized Federated Learning of Large Language Model via Dual LoRA Tuning",
+2024 (arXiv:2406.07925), Algorithm 1.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,12 +24,15 @@ from coterie.methods.templates import Aggregating, OneAdapter
 class FDLoRA(OneAdapter, Aggregating):
     """A personal LoRA theta_p for every client and a global one theta_s, in three stages.
 
-    1: Every client trains theta_p alone; the mean is the first theta_s. 2: Inner AdamW steps from theta_s on the clients, an outer Nesterov
-    step on their mean pseudo-gradient on the server; every H rounds theta_p takes over what its client made of theta_s. 3, after the last
-    round: each client fuses the two, w_1 theta_p + w_2 theta_s, by the loss on a few validation samples + an L1 penalty, without gradients.
+    1: Every client trains theta_p alone; the mean is the first theta_s. 2: Inner AdamW steps from
+    theta_s on the clients, an outer Nesterov step on their mean pseudo-gradient on the server;
+    every H rounds theta_p takes over what its client made of theta_s. 3, after the last round: each
+    client fuses the two, w_1 theta_p + w_2 theta_s, by the loss on a few validation samples + an L1
+    penalty, without gradients.
 
-    A client has one adapter, of the budget of CoMiGS-1G1S, and keeps a copy of its personal values beside it. The server's state holds the
-    global LoRA by name, its momentum as `momentum/<tensor>`, and `round`.
+    A client has one adapter, of the budget of CoMiGS-1G1S, and keeps a copy of its personal values
+    beside it. The server's state holds the global LoRA by name, its momentum as
+    `momentum/<tensor>`, and `round`.
 
     Args:
         alone: The share of the rounds that is stage 1, rounded down, at least one round.
@@ -36,16 +41,36 @@ class FDLoRA(OneAdapter, Aggregating):
         sync_every: H, rounds of stage 2 between synchronisations of the personal LoRA.
         fusion_samples: Validation windows that the fusion looks at.
         fusion_steps: Evaluations of the fusion's objective at most.
-        fusion_l1: Weight of |w_1| + |w_2|. The default is LoraHub's 0.05 on their mean, which the paper's fusion follows.
+        fusion_l1: Weight of |w_1| + |w_2|. The default is LoraHub's 0.05 on their mean, which the
+            paper's fusion follows.
     """
 
-    alone: Annotated[float, Field(ge=0, le=1, description="share of the rounds in which clients train their personal LoRA alone")] = 0.2
-    outer_lr: Annotated[float, Field(gt=0, description="learning rate of the outer optimiser")] = 0.7
-    outer_momentum: Annotated[float, Field(ge=0, lt=1, description="Nesterov momentum of the outer optimiser")] = 0.9
-    sync_every: Annotated[int, Field(ge=1, description="H, rounds between synchronisations of the personal LoRA")] = 5
-    fusion_samples: Annotated[int, Field(ge=1, description="validation windows for the fusion")] = 32
-    fusion_steps: Annotated[int, Field(ge=3, description="evaluations of the fusion's objective at most")] = 40
-    fusion_l1: Annotated[float, Field(ge=0, description="weight of |w_1| + |w_2| in the fusion")] = 0.025
+    alone: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=1,
+            description="share of the rounds in which clients train their personal LoRA alone",
+        ),
+    ] = 0.2
+    outer_lr: Annotated[float, Field(gt=0, description="learning rate of the outer optimiser")] = (
+        0.7
+    )
+    outer_momentum: Annotated[
+        float, Field(ge=0, lt=1, description="Nesterov momentum of the outer optimiser")
+    ] = 0.9
+    sync_every: Annotated[
+        int, Field(ge=1, description="H, rounds between synchronisations of the personal LoRA")
+    ] = 5
+    fusion_samples: Annotated[int, Field(ge=1, description="validation windows for the fusion")] = (
+        32
+    )
+    fusion_steps: Annotated[
+        int, Field(ge=3, description="evaluations of the fusion's objective at most")
+    ] = 40
+    fusion_l1: Annotated[
+        float, Field(ge=0, description="weight of |w_1| + |w_2| in the fusion")
+    ] = 0.025
 
     @property
     def rounds_alone(self) -> int:
@@ -73,10 +98,16 @@ class FDLoRA(OneAdapter, Aggregating):
             theta = theta | self.combine(theirs, theta)
         else:
             sync = {"sync": torch.tensor((done - self.rounds_alone) % self.sync_every == 0)}
-            replies = yield Ask(self.federated_round, dict.fromkeys(clients, theta | sync), lambda sent: self.back(theta))
+            replies = yield Ask(
+                self.federated_round,
+                dict.fromkeys(clients, theta | sync),
+                lambda sent: self.back(theta),
+            )
             if replies:
                 gradient = axpy(-1.0, self.combine(replies, theta), theta)  # theta - mean theta_i
-                theta, momentum = nesterov(theta, momentum, gradient, self.outer_lr, self.outer_momentum)
+                theta, momentum = nesterov(
+                    theta, momentum, gradient, self.outer_lr, self.outer_momentum
+                )
         return theta | prefixed("momentum", momentum) | {"round": torch.tensor(done)}
 
     def finish(self, state: State, clients: Sequence[ClientId]) -> Round:
@@ -104,7 +135,9 @@ class FDLoRA(OneAdapter, Aggregating):
 
     @task(Sends.SCORES)
     def fuse(self, client: Client, theta_s: Tensors) -> Tensors:
-        """The client's model becomes the best fusion of its personal and the global LoRA; returns its (w_1, w_2)."""
+        """The client's model becomes the best fusion of its personal and the global LoRA;
+        returns its (w_1, w_2).
+        """
         theta_p = under("personal", client.state) or client.read(GENERALIST)
         samples = client.valid.batch(0, self.fusion_samples)
 
@@ -117,19 +150,29 @@ class FDLoRA(OneAdapter, Aggregating):
         return {"fusion": torch.tensor(weights, dtype=torch.float64)}
 
 
-def nesterov(theta: Named, momentum: Named, gradient: Named, lr: float, decay: float) -> tuple[Tensors, Tensors]:
-    """One step of stochastic gradient descent with Nesterov momentum; returns the new parameters and momentum."""
+def nesterov(
+    theta: Named, momentum: Named, gradient: Named, lr: float, decay: float
+) -> tuple[Tensors, Tensors]:
+    """One step of stochastic gradient descent with Nesterov momentum; returns the new parameters
+    and momentum.
+    """
     momentum = weighted_sum([(decay, momentum), (1.0, gradient)])
     return weighted_sum([(1.0, theta), (-lr, gradient), (-lr * decay, momentum)]), momentum
 
 
 def fused(weights: Sequence[float], theta_p: Named, theta_s: Named) -> Tensors:
-    """w_1 theta_p + w_2 theta_s, A and B separately: the update is (w_1 B_p + w_2 B_s)(w_1 A_p + w_2 A_s)."""
+    """w_1 theta_p + w_2 theta_s, A and B separately: the update is (w_1 B_p + w_2 B_s)(w_1 A_p +
+    w_2 A_s).
+    """
     return weighted_sum([(float(weights[0]), theta_p), (float(weights[1]), theta_s)])
 
 
-def fusion_weights(objective: Callable[[Sequence[float]], float], steps: int) -> tuple[float, float]:
-    """(w_1, w_2) of the least objective that Nelder and Mead's method sees from the personal model, the global one, and their sum."""
+def fusion_weights(
+    objective: Callable[[Sequence[float]], float], steps: int
+) -> tuple[float, float]:
+    """(w_1, w_2) of the least objective that Nelder and Mead's method sees from the personal
+    model, the global one, and their sum.
+    """
     from scipy.optimize import minimize
 
     start = [[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]

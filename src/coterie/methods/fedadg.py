@@ -1,4 +1,5 @@
-"""FedADG: FedAvg whose clients align their features to one distribution, which a generator learns with them.
+"""FedADG: FedAvg whose clients align their features to one distribution, which a generator learns
+with them.
 
 Zhang et al., "Federated Learning with Domain Generalization", 2021 (arXiv:2111.10487).
 """
@@ -21,24 +22,45 @@ DISCRIMINATOR = "discriminator"  # a client's own, between rounds
 
 @dataclass(frozen=True)
 class FedADG(Averaged, OneAdapter):
-    """The feature extractor, the classifier and the generator are averaged; the discriminator stays with its client, as in the paper.
+    """The feature extractor, the classifier and the generator are averaged; the discriminator stays
+    with its client, as in the paper.
 
-    See `AdversarialClassifier` for the model and its losses. A round begins with classification alone. Reconstructed from the paper and the
-    authors' code for PACS (in that for VLCS the generator is never trained), but for their smoothed labels, learning rates of each part
-    and choice of the best epoch, so that rows of a comparison share them; and all parts step at once, on the same batch.
+    See `AdversarialClassifier` for the model and its losses. A round begins with classification
+    alone. Reconstructed from the paper and the authors' code for PACS (in that for VLCS the
+    generator is never trained), but for their smoothed labels, learning rates of each part and
+    choice of the best epoch, so that rows of a comparison share them; and all parts step at once,
+    on the same batch.
 
     Args:
-        align: The share of the adversarial loss in the feature extractor's; the rest is classification.
-        alone: The share of a round's local iterations, rounded down, that train classification alone; 3 of 10 epochs in the authors' code.
-        hidden: Width of the noise, the random projection, and the generator's and discriminator's hidden layers; in the authors' code
-            1,024 to 4,096, for 4,096 features.
+        align: The share of the adversarial loss in the feature extractor's; the rest is
+            classification.
+        alone: The share of a round's local iterations, rounded down, that train classification
+            alone; 3 of 10 epochs in the authors' code.
+        hidden: Width of the noise, the random projection, and the generator's and discriminator's
+            hidden layers; in the authors' code 1,024 to 4,096, for 4,096 features.
     """
 
     universal: ClassVar[bool] = True
 
-    align: Annotated[float, Field(ge=0, le=1, description="share of the adversarial loss in the feature extractor's")] = 0.15
-    alone: Annotated[float, Field(ge=0, le=1, description="share of a round's local iterations that train classification alone")] = 0.3
-    hidden: Annotated[int, Field(ge=1, description="width of the noise, the projection and the adversaries' hidden layers")] = 128
+    align: Annotated[
+        float,
+        Field(ge=0, le=1, description="share of the adversarial loss in the feature extractor's"),
+    ] = 0.15
+    alone: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=1,
+            description="share of a round's local iterations that train classification alone",
+        ),
+    ] = 0.3
+    hidden: Annotated[
+        int,
+        Field(
+            ge=1,
+            description="width of the noise, the projection and the adversaries' hidden layers",
+        ),
+    ] = 128
 
     def layout(self, position: int, base: Layout) -> Layout:
         return AdversarialLayout(align=self.align, hidden=self.hidden)
@@ -51,5 +73,7 @@ class FedADG(Averaged, OneAdapter):
         alone = int(self.alone * steps)
         for step in range(steps):
             client.step(GENERALIST, *([SPECIALIST] if step >= alone else []), on=client.train)
-        client.state[DISCRIMINATOR] = client.flat(SPECIALIST)  # also where clients keep nothing of the model
+        client.state[DISCRIMINATOR] = client.flat(
+            SPECIALIST
+        )  # also where clients keep nothing of the model
         return client.read(GENERALIST) | self.size(client)

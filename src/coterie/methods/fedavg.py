@@ -1,6 +1,7 @@
 """FedAvg: every tensor is shared and averaged.
 
-McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017, Algorithm 1.
+McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS
+2017, Algorithm 1.
 """
 
 from dataclasses import dataclass

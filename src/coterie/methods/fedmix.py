@@ -1,6 +1,7 @@
 """FedMix: a mixture of a few experts, all of which go to everybody.
 
-Reisser et al., "Federated Mixture of Experts", 2021, as Farhat et al. compare with it: its gate sees the same embeddings as DDOME's.
+Reisser et al., "Federated Mixture of Experts", 2021, as Farhat et al. compare with it: its gate
+sees the same embeddings as DDOME's.
 """
 
 from dataclasses import dataclass
@@ -19,22 +20,29 @@ from coterie.models.pool import PoolLayout
 
 @dataclass(frozen=True)
 class FedMix(WholePool):
-    """M = K: everybody trains all experts and the gate by one joint loss; there are no anchors, and there is nothing to choose.
+    """M = K: everybody trains all experts and the gate by one joint loss; there are no anchors, and
+    there is nothing to choose.
 
     Args:
         experts: M = K.
-        answer: How a sample is classified: by the mixture of all, as in its paper, or by the expert with the highest score.
+        answer: How a sample is classified: by the mixture of all, as in its paper, or by the expert
+            with the highest score.
     """
 
     experts: Annotated[int, Field(ge=1, description="M = K, experts that everybody gets")] = 2
-    answer: Annotated[Literal["best", "mixture"], Field(description="who classifies a sample: the best expert, or all")] = "mixture"
+    answer: Annotated[
+        Literal["best", "mixture"],
+        Field(description="who classifies a sample: the best expert, or all"),
+    ] = "mixture"
 
     @property
     def size_of_pool(self) -> int:
         return self.experts
 
     def layout(self, position: int, base: Layout) -> PoolLayout:
-        return PoolLayout(pool=self.experts, chosen=self.experts, answer=self.answer, start=self.initial)
+        return PoolLayout(
+            pool=self.experts, chosen=self.experts, answer=self.answer, start=self.initial
+        )
 
     @task(Sends.UPDATE)
     def train(self, client: Client, received: Tensors) -> Tensors:

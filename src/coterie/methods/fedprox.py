@@ -22,12 +22,16 @@ class FedProx(Averaged, OneAdapter):
     DDOME prints the norm without its square. Running statistics are averaged, but not held.
 
     Args:
-        mu: The strength of the pull to w_t. With 0 it is FedAvg; the authors take the best of 0.001, 0.01, 0.1 and 1 on each data set.
+        mu: The strength of the pull to w_t. With 0 it is FedAvg; the authors take the best of
+            0.001, 0.01, 0.1 and 1 on each data set.
     """
 
     universal: ClassVar[bool] = True
 
-    mu: Annotated[float, Field(ge=0, description="how strongly a client is held near the model that it received")] = 0.01
+    mu: Annotated[
+        float,
+        Field(ge=0, description="how strongly a client is held near the model that it received"),
+    ] = 0.01
 
     by_examples = True
 
@@ -36,7 +40,11 @@ class FedProx(Averaged, OneAdapter):
         client.load(theta)
         received = client.read(GENERALIST)
         for _ in range(self.steps(client)):
-            client.step(GENERALIST, on=client.train, extra=lambda: self._pull(client.read(GENERALIST), received))
+            client.step(
+                GENERALIST,
+                on=client.train,
+                extra=lambda: self._pull(client.read(GENERALIST), received),
+            )
         return client.read(GENERALIST) | self.size(client)
 
     def _pull(self, w: Tensors, received: Tensors) -> Tensors:

@@ -1,6 +1,7 @@
 """FedSA-LoRA: federated share-A LoRA.
 
-Guo et al., "Selective Aggregation for Low-Rank Adaptation in Federated Learning", 2024 (arXiv:2410.01463), Section 3.
+Guo et al., "Selective Aggregation for Low-Rank Adaptation in Federated Learning", 2024
+(arXiv:2410.01463), Section 3.
 """
 
 from dataclasses import dataclass, replace
@@ -16,7 +17,9 @@ from coterie.models.adapter import Layout
 
 @dataclass(frozen=True)
 class FedSALoRA(Averaged, OneAdapter):
-    """Both matrices are trained; the As, which learn what is general, are averaged, and the Bs stay with their client."""
+    """Both matrices are trained; the As, which learn what is general, are averaged, and the Bs
+    stay with their client.
+    """
 
     joinable: ClassVar[bool] = True
 

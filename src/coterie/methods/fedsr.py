@@ -1,6 +1,7 @@
 """FedSR: FedAvg of a network whose representation is random and holds little beside the label.
 
-Nguyen, Torr and Lim, "FedSR: A Simple and Effective Domain Generalization Method for Federated Learning", NeurIPS 2022.
+Nguyen, Torr and Lim, "FedSR: A Simple and Effective Domain Generalization Method for Federated
+Learning", NeurIPS 2022.
 """
 
 from dataclasses import dataclass
@@ -15,18 +16,30 @@ from coterie.models.layout import Layout
 
 @dataclass(frozen=True)
 class FedSR(FedAvg):
-    """FedAvg with the objective CE + alpha_L2R E|z|^2 + alpha_CMI KL(p(z|x) || r(z|y)) of a representation z ~ p(z|x).
+    """FedAvg with the objective CE + alpha_L2R E|z|^2 + alpha_CMI KL(p(z|x) || r(z|y)) of a
+    representation z ~ p(z|x).
 
-    See `StochasticClassifier` for the model. The reference r is averaged with all else; in the authors' code it stays with the clients.
-    The defaults are those of their command for PACS, where however |z| is not squared.
+    See `StochasticClassifier` for the model. The reference r is averaged with all else; in the
+    authors' code it stays with the clients. The defaults are those of their command for PACS, where
+    however |z| is not squared.
 
     Args:
         l2: alpha_L2R, which bounds what z says of the client's own distribution of inputs.
         cmi: alpha_CMI, which bounds what z says of x beside y.
     """
 
-    l2: Annotated[float, Field(ge=0, description="alpha_L2R, weight of the squared norm of the representation")] = 0.01
-    cmi: Annotated[float, Field(ge=0, description="alpha_CMI, weight of the divergence from the class's reference distribution")] = 0.001
+    l2: Annotated[
+        float,
+        Field(ge=0, description="alpha_L2R, weight of the squared norm of the representation"),
+    ] = 0.01
+    cmi: Annotated[
+        float,
+        Field(
+            ge=0,
+            description="alpha_CMI, weight of the divergence from the class's reference "
+            "distribution",
+        ),
+    ] = 0.001
 
     def layout(self, position: int, base: Layout) -> Layout:
         return StochasticLayout(l2=self.l2, cmi=self.cmi)

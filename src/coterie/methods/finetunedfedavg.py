@@ -1,7 +1,8 @@
 """Fine-tuned FedAvg: FedAvg first, then every client alone.
 
-McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017, then local training, as in
-Hashemi et al., "CoBo: Collaborative Learning via Bilevel Optimization", NeurIPS 2024, Section 4.
+McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS
+2017, then local training, as in Hashemi et al., "CoBo: Collaborative Learning via Bilevel
+Optimization", NeurIPS 2024, Section 4.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,19 +22,24 @@ from coterie.methods.fedavg import FedAvg
 
 @dataclass(frozen=True)
 class FinetunedFedAvg(FedAvg):
-    """In the first part of the run all is averaged; then each client goes on from the last mean, and nothing is sent any more.
+    """In the first part of the run all is averaged; then each client goes on from the last mean,
+    and nothing is sent any more.
 
-    The server's state holds `mean/<tensor>`, the last mean; `round`; and `<client>/alone`, whether a client has that mean and is alone
-    now: one that joins late starts from it too.
+    The server's state holds `mean/<tensor>`, the last mean; `round`; and `<client>/alone`, whether
+    a client has that mean and is alone now: one that joins late starts from it too.
 
     Args:
-        start: Of local training, as a share of all rounds (the paper does not say; half of them is our decision).
+        start: Of local training, as a share of all rounds (the paper does not say; half of them is
+            our decision).
     """
 
     universal: ClassVar[bool] = False
     joinable: ClassVar[bool] = True
 
-    start: Annotated[float, Field(ge=0, le=1, description="share of the rounds after which every client trains alone")] = 0.5
+    start: Annotated[
+        float,
+        Field(ge=0, le=1, description="share of the rounds after which every client trains alone"),
+    ] = 0.5
 
     def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
         alone = {f"{i}/alone": torch.tensor(False) for i in clients}
@@ -54,7 +60,9 @@ class FinetunedFedAvg(FedAvg):
 
     @task(Sends.NOTHING, batched=True)
     def finetune(self, client: AnyClient, mean: Tensors) -> Tensors:
-        """L local iterations of a client that is alone, from the last mean if that comes with the request."""
+        """L local iterations of a client that is alone, from the last mean if that comes with
+        the request.
+        """
         client.load(mean)
         for _ in range(self.steps(client)):
             client.step(GENERALIST, on=client.train)

@@ -1,6 +1,8 @@
-"""FlexLoRA: the full products of LoRAs of different ranks are averaged, and redistributed by a singular value decomposition.
+"""FlexLoRA: the full products of LoRAs of different ranks are averaged, and redistributed by a
+singular value decomposition.
 
-Bai et al., "Federated Fine-tuning of Large Language Models under Heterogeneous Tasks and Client Resources", NeurIPS 2024, Section 3.
+Bai et al., "Federated Fine-tuning of Large Language Models under Heterogeneous Tasks and Client
+Resources", NeurIPS 2024, Section 3.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,7 +11,14 @@ from dataclasses import dataclass
 import torch
 
 from coterie.aggregation import MOST_SAMPLES
-from coterie.aggregation.lowrank import factors, modules, own_factors, read_factors, svd_of_sum, truncated
+from coterie.aggregation.lowrank import (
+    factors,
+    modules,
+    own_factors,
+    read_factors,
+    svd_of_sum,
+    truncated,
+)
 from coterie.client.client import Client
 from coterie.core.protocol import Ask, ClientId, Replies, Round, Sends, State, task
 from coterie.core.roles import GENERALIST
@@ -22,14 +31,18 @@ TOKENS = "tokens"  # how much a client counts, in its reply
 
 @dataclass(frozen=True)
 class FlexLoRA(Ranked):
-    """The server averages gamma_i B_i A_i weighted by the clients' data; client i goes on from the r_i largest singular directions.
+    """The server averages gamma_i B_i A_i weighted by the clients' data; client i goes on from the
+    r_i largest singular directions.
 
-    The server's state holds the factors of the largest rank, singular directions in order (their form: `aggregation.lowrank`), and
-    `ranks/<client>`, (modules,). Each round a client's basis is a new one, and so its optimiser starts afresh.
+    The server's state holds the factors of the largest rank, singular directions in order (their
+    form: `aggregation.lowrank`), and `ranks/<client>`, (modules,). Each round a client's basis is a
+    new one, and so its optimiser starts afresh.
     """
 
     def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
-        return read_factors(model.loras()) | prefixed("ranks", {i: torch.tensor(model.ranks[i]) for i in clients})
+        return read_factors(model.loras()) | prefixed(
+            "ranks", {i: torch.tensor(model.ranks[i]) for i in clients}
+        )
 
     def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
         ranks = under("ranks", state)
@@ -54,7 +67,8 @@ class FlexLoRA(Ranked):
 
 
 def redistribute(replies: Replies, state: Named) -> Tensors:
-    """The singular value decomposition of sum_i n_i gamma_i B_i A_i / sum_i n_i, module by module, n_i the tokens of client i.
+    """The singular value decomposition of sum_i n_i gamma_i B_i A_i / sum_i n_i, module by module,
+    n_i the tokens of client i.
 
     Clients that all say they have none count alike.
     """
@@ -64,7 +78,9 @@ def redistribute(replies: Replies, state: Named) -> Tensors:
     total = sum(tokens)
     shares = [n / total if total > 0 else 1 / len(order) for n in tokens]
     for module in modules(replies[order[0]]) if order else ():
-        terms = [(share, factors(module, replies[i])) for share, i in zip(shares, order, strict=True)]
+        terms = [
+            (share, factors(module, replies[i])) for share, i in zip(shares, order, strict=True)
+        ]
         A, B = svd_of_sum(terms, state[f"{module}/A"].shape[1])
         found |= {f"{module}/A": A, f"{module}/B": B}
     return found

@@ -1,6 +1,8 @@
-"""HetLoRA: LoRAs of different ranks, padded, weighted by their norms, truncated, and pruned by their owners.
+"""HetLoRA: LoRAs of different ranks, padded, weighted by their norms, truncated, and pruned by
+their owners.
 
-Cho et al., "Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundation Models", EMNLP 2024, Algorithm 1.
+Cho et al., "Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundation Models", EMNLP
+2024, Algorithm 1.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +12,16 @@ from typing import Annotated
 import torch
 from pydantic import Field
 
-from coterie.aggregation.lowrank import factors, modules, own_factors, product_norm, ranks, read_factors, resized, truncated
+from coterie.aggregation.lowrank import (
+    factors,
+    modules,
+    own_factors,
+    product_norm,
+    ranks,
+    read_factors,
+    resized,
+    truncated,
+)
 from coterie.client.client import Client
 from coterie.core.protocol import Ask, ClientId, Replies, Round, Sends, State, task
 from coterie.core.roles import GENERALIST
@@ -24,21 +35,32 @@ Kept = Mapping[str, int]  # the ranks that a client has left, by module
 
 @dataclass(frozen=True)
 class HetLoRA(Ranked):
-    """Rank self-pruning on the client, norm-weighted aggregation of zero-padded factors, truncation for each client.
+    """Rank self-pruning on the client, norm-weighted aggregation of zero-padded factors, truncation
+    for each client.
 
-    The server's state holds the factors of the largest rank (their form: `aggregation.lowrank`), and `ranks/<client>`, (modules,), the
-    ranks that each client has left.
+    The server's state holds the factors of the largest rank (their form: `aggregation.lowrank`),
+    and `ranks/<client>`, (modules,), the ranks that each client has left.
 
     Args:
-        prune: gamma, the share of its ranks that a client keeps when it prunes; those beyond are its tail.
+        prune: gamma, the share of its ranks that a client keeps when it prunes; those beyond are
+            its tail.
         regularisation: lambda of the penalty ||B_tail|| ||A_tail||, summed over modules.
     """
 
-    prune: Annotated[float, Field(gt=0, le=1, description="gamma, the share of ranks kept by a pruning; 1: never prune")] = 0.99
-    regularisation: Annotated[float, Field(ge=0, description="lambda, weight of the penalty on the tail ranks")] = 5e-3
+    prune: Annotated[
+        float,
+        Field(
+            gt=0, le=1, description="gamma, the share of ranks kept by a pruning; 1: never prune"
+        ),
+    ] = 0.99
+    regularisation: Annotated[
+        float, Field(ge=0, description="lambda, weight of the penalty on the tail ranks")
+    ] = 5e-3
 
     def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
-        return read_factors(model.loras()) | prefixed("ranks", {i: torch.tensor(model.ranks[i]) for i in clients})
+        return read_factors(model.loras()) | prefixed(
+            "ranks", {i: torch.tensor(model.ranks[i]) for i in clients}
+        )
 
     def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
         """Truncation: each client gets the first of the server's ranks, as many as it has left."""
@@ -59,8 +81,12 @@ class HetLoRA(Ranked):
         client.load(own_factors(loras, theta))
         before = tail_norm(loras, fewer)
         for _ in range(self.steps(client)):
-            client.step(GENERALIST, on=client.train, extra=lambda: self.penalty_gradient(loras, fewer))
-            cut(loras, kept)  # pruned ranks stay zero, whatever the old moments of the optimiser say
+            client.step(
+                GENERALIST, on=client.train, extra=lambda: self.penalty_gradient(loras, fewer)
+            )
+            cut(
+                loras, kept
+            )  # pruned ranks stay zero, whatever the old moments of the optimiser say
         if tail_norm(loras, fewer) < before:
             kept = fewer
             cut(loras, kept)
@@ -80,13 +106,19 @@ class HetLoRA(Ranked):
 
 
 def whole(reply: Named, state: Named) -> bool:
-    """Whether both factors of each pair have one rank, and the server's sizes but for it: a truncated reply may have any smaller ones."""
+    """Whether both factors of each pair have one rank, and the server's sizes but for it: a
+    truncated reply may have any smaller ones.
+    """
     pairs = [(*factors(module, reply), *factors(module, state)) for module in modules(reply)]
-    return all(A.shape[1] == B.shape[2] and A.shape[::2] == S.shape[::2] and B.shape[:2] == T.shape[:2] for A, B, S, T in pairs)
+    return all(
+        A.shape[1] == B.shape[2] and A.shape[::2] == S.shape[::2] and B.shape[:2] == T.shape[:2]
+        for A, B, S, T in pairs
+    )
 
 
 def norm_weighted_mean(replies: Replies, state: Named) -> Tensors:
-    """Module by module, sum_i p_i theta_i of the factors padded to the server's rank, p_i = ||B_i A_i||_F / sum_j ||B_j A_j||_F.
+    """Module by module, sum_i p_i theta_i of the factors padded to the server's rank, p_i = ||B_i
+    A_i||_F / sum_j ||B_j A_j||_F.
 
     Updates that are all zero count alike.
     """
@@ -97,7 +129,10 @@ def norm_weighted_mean(replies: Replies, state: Named) -> Tensors:
         norms = [product_norm(*factors(module, replies[i])) for i in order]
         total = sum(norms)
         shares = [norm / total if total > 0 else 1 / len(order) for norm in norms]
-        padded = [{"A": resized(A, rank, 1), "B": resized(B, rank, 2)} for A, B in (factors(module, replies[i]) for i in order)]
+        padded = [
+            {"A": resized(A, rank, 1), "B": resized(B, rank, 2)}
+            for A, B in (factors(module, replies[i]) for i in order)
+        ]
         mean = weighted_sum(zip(shares, padded, strict=True))
         found |= {f"{module}/A": mean["A"], f"{module}/B": mean["B"]}
     return found
@@ -105,7 +140,10 @@ def norm_weighted_mean(replies: Replies, state: Named) -> Tensors:
 
 def tail_norm(loras: Mapping[str, LoRA], fewer: Kept) -> float:
     """Sum over modules of ||B_tail||_F ||A_tail||_F, what the penalty weighs."""
-    return sum(float(lora.A.data[:, fewer[m] :].norm() * lora.B.data[..., fewer[m] :].norm()) for m, lora in loras.items())
+    return sum(
+        float(lora.A.data[:, fewer[m] :].norm() * lora.B.data[..., fewer[m] :].norm())
+        for m, lora in loras.items()
+    )
 
 
 def cut(loras: Mapping[str, LoRA], kept: Kept) -> None:

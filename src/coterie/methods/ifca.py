@@ -1,6 +1,7 @@
 """IFCA: iterative federated clustering by losses.
 
-Ghosh et al., "An Efficient Framework for Clustered Federated Learning", NeurIPS 2020, Algorithm 1, option II (model averaging).
+Ghosh et al., "An Efficient Framework for Clustered Federated Learning", NeurIPS 2020, Algorithm 1,
+option II (model averaging).
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,12 +26,15 @@ _CENTRE, _CHOICE, _UNDECIDED = "centre", "choice", -1
 
 @dataclass(frozen=True)
 class IFCA(OneAdapter, Aggregating):
-    """Of K models, the centres, each client trains the one that has the least loss on its data; a centre becomes its members' mean.
+    """Of K models, the centres, each client trains the one that has the least loss on its data; a
+    centre becomes its members' mean.
 
-    Centres start at different random values of one distribution. On a language model the B of every LoRA starts at zero, so that centres
-    differ in A only and are the same function: all clients take the first one in the first round, and hardly leave it once it is trained.
+    Centres start at different random values of one distribution. On a language model the B of every
+    LoRA starts at zero, so that centres differ in A only and are the same function: all clients
+    take the first one in the first round, and hardly leave it once it is trained.
 
-    The server's state holds `centre/<k>`, (d,), and `choice/<client>`, the centre that each client chose last, or -1.
+    The server's state holds `centre/<k>`, (d,), and `choice/<client>`, the centre that each client
+    chose last, or -1.
 
     Args:
         centres: K; None for the true number of clusters.
@@ -38,12 +42,18 @@ class IFCA(OneAdapter, Aggregating):
 
     elastic: ClassVar[bool] = True
 
-    centres: Annotated[int | None, Field(ge=1, description="K, number of models; null: the true number of clusters")] = None
+    centres: Annotated[
+        int | None,
+        Field(ge=1, description="K, number of models; null: the true number of clusters"),
+    ] = None
 
     def check(self, model: Reader, clients: Sequence[ClientId], training: Training) -> None:
         super().check(model, clients, training)
         if self.centres is None and model.clusters is None:
-            mistake = "method.centres: null stands for the true number of clusters, which these data do not tell"
+            mistake = (
+                "method.centres: null stands for the true number of clusters, which these data "
+                "do not tell"
+            )
             raise RecipeError("method", [f"{mistake}; give a number"])
 
     def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
@@ -53,13 +63,24 @@ class IFCA(OneAdapter, Aggregating):
 
     def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
         chosen = {i: state.get(f"{_CHOICE}/{i}", torch.tensor(_UNDECIDED)) for i in clients}
-        return {i: {} if k == _UNDECIDED else {GENERALIST: state[f"{_CENTRE}/{int(k)}"]} for i, k in chosen.items()}
+        return {
+            i: {} if k == _UNDECIDED else {GENERALIST: state[f"{_CENTRE}/{int(k)}"]}
+            for i, k in chosen.items()
+        }
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
-        replies = yield Ask(self.local_round, dict.fromkeys(clients, under(_CENTRE, state)), self.back)
-        for k in sorted({int(reply[_CHOICE]) for reply in replies.values()}):  # a centre without members stays
+        replies = yield Ask(
+            self.local_round, dict.fromkeys(clients, under(_CENTRE, state)), self.back
+        )
+        for k in sorted(
+            {int(reply[_CHOICE]) for reply in replies.values()}
+        ):  # a centre without members stays
             centre = f"{_CENTRE}/{k}"
-            members = {i: {n: t for n, t in reply.items() if n != _CHOICE} for i, reply in replies.items() if reply[_CHOICE] == k}
+            members = {
+                i: {n: t for n, t in reply.items() if n != _CHOICE}
+                for i, reply in replies.items()
+                if reply[_CHOICE] == k
+            }
             state = state | {centre: self.combine(members, {GENERALIST: state[centre]})[GENERALIST]}
         return state | {f"{_CHOICE}/{i}": reply[_CHOICE] for i, reply in replies.items()}
 
@@ -69,7 +90,9 @@ class IFCA(OneAdapter, Aggregating):
 
     @task()
     def local_round(self, client: Client, centres: Tensors) -> Tensors:
-        """L local iterations from the centre of least loss; all are compared on one batch beside those that train."""
+        """L local iterations from the centre of least loss; all are compared on one batch beside
+        those that train.
+        """
         batch = client.draw(client.again(_CHOICE))
         losses: dict[str, float] = {}
         for k in sorted(centres, key=int):
@@ -85,6 +108,8 @@ class IFCA(OneAdapter, Aggregating):
         return {GENERALIST: client.flat(), _CHOICE: choice} | self.size(client)
 
     def collaboration(self, state: State, clients: Sequence[ClientId]) -> Tensor:
-        chosen = torch.stack([state.get(f"{_CHOICE}/{i}", torch.tensor(_UNDECIDED)) for i in clients])
+        chosen = torch.stack(
+            [state.get(f"{_CHOICE}/{i}", torch.tensor(_UNDECIDED)) for i in clients]
+        )
         together = (chosen[:, None] == chosen) & (chosen != _UNDECIDED)
         return together / together.sum(dim=1, keepdim=True).clamp(min=1).double()

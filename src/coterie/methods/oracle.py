@@ -1,4 +1,5 @@
-"""Oracle: FedAvg among those who truly belong together, the bound for every method that must find out who does.
+"""Oracle: FedAvg among those who truly belong together, the bound for every method that must find
+out who does.
 
 Hashemi et al., "CoBo: Collaborative Learning via Bilevel Optimization", NeurIPS 2024, Section 4.
 """
@@ -22,15 +23,25 @@ from coterie.methods.fedavg import FedAvg
 class Oracle(FedAvg):
     """All tensors averaged every round, inside each of the data's true clusters.
 
-    The server's state holds `mean-<k>/<tensor>`, the mean of cluster k, and `cluster/<client>`, the number of everybody's cluster.
+    The server's state holds `mean-<k>/<tensor>`, the mean of cluster k, and `cluster/<client>`, the
+    number of everybody's cluster.
     """
 
     universal: ClassVar[bool] = False
 
     def check(self, model: Reader, clients: Sequence[ClientId], training: Training) -> None:
         if model.clusters is None:
-            mistake = "method.name: oracle needs the true cluster of each client, which these data do not tell"
-            raise RecipeError("method", [f"{mistake}; use a data.partition with clusters, or a method that finds them, such as cobo"])
+            mistake = (
+                "method.name: oracle needs the true cluster of each client, which these data do "
+                "not tell"
+            )
+            raise RecipeError(
+                "method",
+                [
+                    f"{mistake}; use a data.partition with clusters, or a method that finds "
+                    f"them, such as cobo"
+                ],
+            )
         for members in Counter(model.clusters[i] for i in clients).values():
             self.aggregation.check(members)
 

@@ -1,7 +1,7 @@
 """PCL: personalised collaborative learning by weights that validation data give.
 
-Wagner, Fan and Jaggi, "Personalized Collaborative Fine-Tuning for On-Device Large Language Models", COLM 2024, the strategy that
-compares validation performance.
+Wagner, Fan and Jaggi, "Personalized Collaborative Fine-Tuning for On-Device Large Language Models",
+COLM 2024, the strategy that compares validation performance.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,34 +20,53 @@ from coterie.core.tensors import Tensors, prefixed, under
 from coterie.methods.base import Reader
 from coterie.methods.templates import OneAdapter
 
-_WORST = torch.finfo(torch.float64).max  # a perplexity that leaves a model no weight, whoever broke it
+_WORST = torch.finfo(
+    torch.float64
+).max  # a perplexity that leaves a model no weight, whoever broke it
 
 
 @dataclass(frozen=True)
 class PCL(OneAdapter):
-    """Client i goes on from sum_j w_ij theta_j with w_i = softmax_j(-perplexity of model j on the validation data of client i).
+    """Client i goes on from sum_j w_ij theta_j with w_i = softmax_j(-perplexity of model j on the
+    validation data of client i).
 
-    The server's state holds `<client>/<tensor>`, what each client goes on from, and `<client>/weights`, (N,), its w_i over all clients
-    in the order of their ids. Who takes part in a round shares models with the others that do.
+    The server's state holds `<client>/<tensor>`, what each client goes on from, and
+    `<client>/weights`, (N,), its w_i over all clients in the order of their ids. Who takes part in
+    a round shares models with the others that do.
 
     Args:
-        validation_batches: Batches of its validation data on which a client judges the models; None for all of them.
+        validation_batches: Batches of its validation data on which a client judges the models; None
+            for all of them.
     """
 
     validation_batches: Annotated[
-        int | None, Field(ge=1, description="validation batches on which a client judges all models; null: its whole validation set")
+        int | None,
+        Field(
+            ge=1,
+            description="validation batches on which a client judges all models; null: its whole "
+            "validation set",
+        ),
     ] = None
 
     def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
         theta, order = model.read(GENERALIST), sorted(clients)
         alone = torch.eye(len(order), dtype=torch.float64)
-        return {k: v for i, w in zip(order, alone, strict=True) for k, v in prefixed(i, theta | {"weights": w}).items()}
+        return {
+            k: v
+            for i, w in zip(order, alone, strict=True)
+            for k, v in prefixed(i, theta | {"weights": w}).items()
+        }
 
     def collaboration(self, state: State, clients: Sequence[ClientId]) -> Tensor:
-        return torch.stack([state[f"{i}/weights"] for i in clients])[:, [sorted(clients).index(i) for i in clients]]
+        return torch.stack([state[f"{i}/weights"] for i in clients])[
+            :, [sorted(clients).index(i) for i in clients]
+        ]
 
     def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
-        return {i: {name: t for name, t in under(i, state).items() if name != "weights"} for i in clients}
+        return {
+            i: {name: t for name, t in under(i, state).items() if name != "weights"}
+            for i in clients
+        }
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
         models = yield Ask(self.local_round, self.download(state, clients))
@@ -58,7 +77,9 @@ class PCL(OneAdapter):
         return state | self.collaborate(models, judged, known)
 
     def collaborate(self, models: Replies, judged: Replies, order: Sequence[ClientId]) -> State:
-        """The next state of the clients that judged: their weights over all clients, 0 for models that did not arrive."""
+        """The next state of the clients that judged: their weights over all clients, 0 for
+        models that did not arrive.
+        """
         state: State = {}
         for i, verdict in judged.items():
             weights = collaboration_weights({j: float(verdict[j]) for j in sorted(models)})
@@ -75,7 +96,9 @@ class PCL(OneAdapter):
 
     @task(Sends.SCORES)
     def judge(self, client: Client, models: Tensors) -> Tensors:
-        """The perplexity of every model on this client's validation data, by the id of its owner; of a broken one the largest number."""
+        """The perplexity of every model on this client's validation data, by the id of its
+        owner; of a broken one the largest number.
+        """
         found: Tensors = {}
         for j in dict.fromkeys(name.partition("/")[0] for name in models):
             with client.borrowing(under(j, models)):

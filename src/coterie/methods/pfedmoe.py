@@ -1,7 +1,8 @@
 """pFedMoE: a shared and a local expert with a local gate, trained together.
 
-Yi et al., "pFedMoE: Data-Level Personalization with Mixture of Experts for Model-Heterogeneous Personalized Federated Learning", 2024
-(arXiv:2402.01350), Algorithm 1; its feature extractors are the two LoRA experts of every MLP here, as CoMiGS, Table 2, compares it.
+Yi et al., "pFedMoE: Data-Level Personalization with Mixture of Experts for Model-Heterogeneous
+Personalized Federated Learning", 2024 (arXiv:2402.01350), Algorithm 1; its feature extractors are
+the two LoRA experts of every MLP here, as CoMiGS, Table 2, compares it.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,9 @@ from coterie.models.adapter import Layout
 
 @dataclass(frozen=True)
 class PFedMoE(Averaged, Routed):
-    """The shared expert is averaged, local expert and router stay; one step on the training loss updates all three (their eq. 5 to 7)."""
+    """The shared expert is averaged, local expert and router stay; one step on the training loss
+    updates all three (their eq. 5 to 7).
+    """
 
     joinable: ClassVar[bool] = True
     by_examples = True

@@ -1,4 +1,6 @@
-"""What methods have in common whose server holds a pool of whole models, some or all of which a client trains at once."""
+"""What methods have in common whose server holds a pool of whole models, some or all of which a
+client trains at once.
+"""
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,14 +23,18 @@ from coterie.models.pool import PoolClassifier, PoolLayout
 
 @dataclass(frozen=True)
 class Pooling(Aggregating):
-    """A client keeps nothing of the pool between rounds; what it had is averaged over all that had it.
+    """A client keeps nothing of the pool between rounds; what it had is averaged over all that
+    had it.
 
-    The server's state holds `expert/<number>`, (d,) each, running statistics included, and `gate`, (d_g,), if there is one.
+    The server's state holds `expert/<number>`, (d,) each, running statistics included, and `gate`,
+    (d_g,), if there is one.
 
     Args:
-        initial: Of the experts: at random, each from values of its own; from the common expert; or from that where it fits. Where texts
-            are classified, "at random" is from the pretrained base.
-        aggregation: The rule, for each member of the pool over the clients that had it; by default clients count by their samples.
+        initial: Of the experts: at random, each from values of its own; from the common expert; or
+            from that where it fits. Where texts are classified, "at random" is from the pretrained
+            base.
+        aggregation: The rule, for each member of the pool over the clients that had it; by default
+            clients count by their samples.
     """
 
     elastic: ClassVar[bool] = True
@@ -37,10 +43,17 @@ class Pooling(Aggregating):
     shared: ClassVar[tuple[Role, ...]] = (EXPERT, GATE)
 
     initial: Annotated[
-        Literal["random", "common", "auto"], Field(description="of the experts: at random, from the common expert, or that where it fits")
+        Literal["random", "common", "auto"],
+        Field(
+            description="of the experts: at random, from the common expert, or that where it fits"
+        ),
     ] = "random"
     aggregation: Annotated[
-        Rule, Field(description="as of fedavg, for each member of the pool over the clients that had it; by default a mean by samples")
+        Rule,
+        Field(
+            description="as of fedavg, for each member of the pool over the clients that had it; "
+            "by default a mean by samples"
+        ),
     ] = Mean(weighting="samples")  # noqa: RUF009 - rules are frozen
 
     @property
@@ -61,7 +74,9 @@ class Pooling(Aggregating):
         return gate | {f"{EXPERT}/{m}": state[f"{EXPERT}/{m}"] for m in experts}
 
     def trained(self, client: Client) -> Tensors:
-        """What a client sends back: the gate and the experts that it has, and how much it counts."""
+        """What a client sends back: the gate and the experts that it has, and how much it
+        counts.
+        """
         gate = {GATE: client.flat(GATE)} if f"parameters/{GATE}" in client.state else {}
         return client.experts() | gate | self.size(client)
 

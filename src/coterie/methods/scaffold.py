@@ -1,6 +1,8 @@
-"""SCAFFOLD: FedAvg whose clients correct their steps by how their gradients differ from everybody's.
+"""SCAFFOLD: FedAvg whose clients correct their steps by how their gradients differ from
+everybody's.
 
-Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", ICML 2020, Algorithm 1.
+Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", ICML 2020,
+Algorithm 1.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,26 +29,40 @@ CLIENTS = "clients"  # N
 
 @dataclass(frozen=True)
 class Scaffold(Averaged, OneAdapter):
-    """Clients step along g_i(y_i) - c_i + c from x, with control variates c_i of their own, which stay with them, and c of the server.
+    """Clients step along g_i(y_i) - c_i + c from x, with control variates c_i of their own, which
+    stay with them, and c of the server.
 
-    c_i becomes the mean gradient of the round, c_i - c + (x - y_i) / (K eta_l) (option II); the server takes
-    x <- x + eta_g mean(y_i - x) and c <- c + |S|/N mean(c_i^+ - c_i). Messages are twice as large as FedAvg's, both ways.
+    c_i becomes the mean gradient of the round, c_i - c + (x - y_i) / (K eta_l) (option II); the
+    server takes x <- x + eta_g mean(y_i - x) and c <- c + |S|/N mean(c_i^+ - c_i). Messages are
+    twice as large as FedAvg's, both ways.
 
-    Steps are plain gradient descent at the recipe's learning rate, whatever its momentum is. With classical momentum x - y_i would be
-    1 / (1 - beta) times what K eta_l says, and control variates, too large by that, blow up; momentum that averages gradients does no harm.
-    Where the other methods have classical momentum, SCAFFOLD's steps are that much shorter: a rate of its own does it justice.
+    Steps are plain gradient descent at the recipe's learning rate, whatever its momentum is. With
+    classical momentum x - y_i would be 1 / (1 - beta) times what K eta_l says, and control
+    variates, too large by that, blow up; momentum that averages gradients does no harm. Where the
+    other methods have classical momentum, SCAFFOLD's steps are that much shorter: a rate of its own
+    does it justice.
 
-    The server's state holds the model by its names, `control/<name>`, c, and `clients`, N, who were there at the start.
+    The server's state holds the model by its names, `control/<name>`, c, and `clients`, N, who were
+    there at the start.
 
     Args:
-        server_lr: eta_g. The authors' experiments use 1; beyond it, averaged running variances could become negative.
-        momentum: Keep the recipe's momentum in the clients' steps, with eta_l as the recipe has it, to see what it does.
+        server_lr: eta_g. The authors' experiments use 1; beyond it, averaged running variances
+            could become negative.
+        momentum: Keep the recipe's momentum in the clients' steps, with eta_l as the recipe has it,
+            to see what it does.
     """
 
     universal: ClassVar[bool] = True
 
-    server_lr: Annotated[float, Field(gt=0, le=1, description="eta_g, the server's learning rate")] = 1.0
-    momentum: Annotated[bool, Field(description="keep the recipe's momentum; control variates may no longer fit the steps")] = False
+    server_lr: Annotated[
+        float, Field(gt=0, le=1, description="eta_g, the server's learning rate")
+    ] = 1.0
+    momentum: Annotated[
+        bool,
+        Field(
+            description="keep the recipe's momentum; control variates may no longer fit the steps"
+        ),
+    ] = False
 
     @property
     def sums(self) -> bool:
@@ -55,8 +71,13 @@ class Scaffold(Averaged, OneAdapter):
     def check(self, model: Reader, clients: Sequence[ClientId], training: Training) -> None:
         super().check(model, clients, training)
         if not isinstance(training.experts, SGD):
-            found = f"training.experts.optimiser: {training.experts.optimiser}, but control variates correct steps of gradient descent"
-            raise RecipeError("method", [f"{found}; use optimiser: sgd with a learning rate for it"])
+            found = (
+                f"training.experts.optimiser: {training.experts.optimiser}, but control variates "
+                f"correct steps of gradient descent"
+            )
+            raise RecipeError(
+                "method", [f"{found}; use optimiser: sgd with a learning rate for it"]
+            )
 
     def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
         x = super().init(model, clients)
@@ -72,10 +93,15 @@ class Scaffold(Averaged, OneAdapter):
         replies = yield Ask(self.local_round, dict.fromkeys(clients, asked), self.back)
         if not replies:
             return state
-        mean = {name: tensor.cpu() for name, tensor in self.combine(replies, asked).items()}  # where the state is
+        mean = {
+            name: tensor.cpu() for name, tensor in self.combine(replies, asked).items()
+        }  # where the state is
         change = under(CHANGE, mean)
         share = min(len(replies) / int(state[CLIENTS]), 1.0)
-        control = {f"{CONTROL}/{name}": state[f"{CONTROL}/{name}"] + share * tensor for name, tensor in change.items()}
+        control = {
+            f"{CONTROL}/{name}": state[f"{CONTROL}/{name}"] + share * tensor
+            for name, tensor in change.items()
+        }
         y = {name: mean[name] for name in under(CONTROL, state)}
         x = {name: state[name] for name in y}
         return state | weighted_sum([(1 - self.server_lr, x), (self.server_lr, y)]) | control
@@ -89,10 +115,18 @@ class Scaffold(Averaged, OneAdapter):
         server, names = under(CONTROL, received), client.model.parameters_by_role()[GENERALIST]
         client.load({name: received[name] for name in server})
         if not self.momentum:
-            client.training = client.training.model_copy(update={"experts": plain(client.training.experts)})
-        x = {name: tensor for name, tensor in client.read(GENERALIST).items() if name in names}  # without running statistics
-        own = under(CONTROL, client.state) or {name: torch.zeros_like(tensor) for name, tensor in x.items()}
-        c, c_i = ({name: found[name].to(client.model.device) for name in x} for found in (server, own))
+            client.training = client.training.model_copy(
+                update={"experts": plain(client.training.experts)}
+            )
+        x = {
+            name: tensor for name, tensor in client.read(GENERALIST).items() if name in names
+        }  # without running statistics
+        own = under(CONTROL, client.state) or {
+            name: torch.zeros_like(tensor) for name, tensor in x.items()
+        }
+        c, c_i = (
+            {name: found[name].to(client.model.device) for name in x} for found in (server, own)
+        )
         correction, travelled = axpy(-1.0, c_i, c), 0.0
         for _ in range(self.steps(client)):
             travelled += client.lr  # K eta_l, under a schedule too
@@ -100,7 +134,9 @@ class Scaffold(Averaged, OneAdapter):
         y = client.read(GENERALIST)
         change = {name: (x[name] - y[name]) / travelled - c[name] for name in x}
         client.state |= prefixed(CONTROL, axpy(1.0, change, c_i))
-        sent = {name: change.get(name, torch.zeros_like(tensor)) for name, tensor in y.items()}  # running statistics have no gradients
+        sent = {
+            name: change.get(name, torch.zeros_like(tensor)) for name, tensor in y.items()
+        }  # running statistics have no gradients
         return y | prefixed(CHANGE, sent) | self.size(client)
 
 

@@ -1,9 +1,11 @@
-"""Families of methods: what those that only average, train alone, compare, or route have in common."""
+"""Families of methods: what those that only average, train alone, compare, or route have in
+common.
+"""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 import torch
 from pydantic import Field
@@ -23,7 +25,8 @@ from coterie.models.layout import Balance
 
 @dataclass(frozen=True)
 class Aggregating(Method):
-    """A method whose server makes one set of tensors of those that its clients sent: their mean, or by a rule that withstands attackers.
+    """A method whose server makes one set of tensors of those that its clients sent: their mean, or
+    by a rule that withstands attackers.
 
     Args:
         aggregation: The rule, see `coterie.aggregation`.
@@ -32,8 +35,10 @@ class Aggregating(Method):
     aggregation: Annotated[
         Rule,
         Field(
-            description="how what clients send becomes one: `rule` mean (`weighting` uniform or samples), median, trimmed-mean (`trim`), "
-            "krum (`attackers`), multi-krum (`attackers`, `keep`), geometric-median or clipped-mean (`norm`)"
+            description="how what clients send becomes one: `rule` mean (`weighting` uniform or "
+            "samples), median, trimmed-mean (`trim`), "
+            "krum (`attackers`), multi-krum (`attackers`, `keep`), geometric-median or "
+            "clipped-mean (`norm`)"
         ),
     ] = Mean()  # noqa: RUF009 - rules are frozen
 
@@ -41,11 +46,15 @@ class Aggregating(Method):
         self.aggregation.check(len(clients))
 
     def combine(self, replies: Replies, around: Named) -> Tensors:
-        """What the rule makes of the replies, see `by_holders`, which are updates of `around`; of none the empty dict."""
+        """What the rule makes of the replies, see `by_holders`, which are updates of `around`;
+        of none the empty dict.
+        """
         return by_holders(self.aggregation, replies, around)
 
     def size(self, client: AnyClient) -> Tensors:
-        """Return how many training samples a client has, to be sent beside its tensors if the rule weights by it."""
+        """Return how many training samples a client has, to be sent beside its tensors if the
+        rule weights by it.
+        """
         return {SAMPLES: client.sample_count} if self.aggregation.counts else {}
 
     def back(self, sent: Named) -> Named:
@@ -55,7 +64,9 @@ class Aggregating(Method):
 
 @dataclass(frozen=True)
 class Averaged(Aggregating):
-    """A method whose server sends out what it makes of what its clients sent, all tensors of the roles in `shared`, every round."""
+    """A method whose server sends out what it makes of what its clients sent, all tensors of the
+    roles in `shared`, every round.
+    """
 
     elastic: ClassVar[bool] = True
 
@@ -75,7 +86,9 @@ class Averaged(Aggregating):
 
     @abstractmethod
     def local_round(self, client: Client, theta: Tensors) -> Tensors:
-        """The client's L local iterations from `theta`; what it sends back, with its `size`. A @task."""
+        """The client's L local iterations from `theta`; what it sends back, with its `size`. A
+        @task.
+        """
 
 
 @dataclass(frozen=True)
@@ -102,54 +115,88 @@ class OneAdapter(Method):
     """A method without routing, at the budget of CoMiGS-1G1S (spec section 4).
 
     Args:
-        budget: "experts": two LoRA experts with fixed equal weights, as the authors did; "rank": one LoRA of twice the rank; "one": one
-            LoRA of the recipe's rank, the setting of CoBo. An image classifier is one whole network in any case.
+        budget: "experts": two LoRA experts with fixed equal weights, as the authors did; "rank":
+            one LoRA of twice the rank; "one": one LoRA of the recipe's rank, the setting of CoBo.
+            An image classifier is one whole network in any case.
     """
 
     budget: Annotated[
         Literal["experts", "rank", "one"],
-        Field(description="experts: two LoRA experts with fixed equal weights; rank: one LoRA of twice the rank; one: one of the rank"),
+        Field(
+            description="experts: two LoRA experts with fixed equal weights; rank: one LoRA of "
+            "twice the rank; one: one of the rank"
+        ),
     ] = "experts"
 
     def layout(self, position: int, base: Layout) -> Layout:
         if self.budget == "one":
             return replace(base, generalists=1, specialists=0, routing="equal", balance="none")
         if self.budget == "rank":
-            return replace(base, generalists=1, specialists=0, mlp_rank=2 * base.rank, routing="equal", balance="none")
+            return replace(
+                base,
+                generalists=1,
+                specialists=0,
+                mlp_rank=2 * base.rank,
+                routing="equal",
+                balance="none",
+            )
         return replace(base, generalists=2, specialists=0, routing="equal", balance="none")
 
 
 @dataclass(frozen=True)
 class Comparing(Method):
-    """A method whose server compares clients by their gradients halfway between their models (CoBo)."""
+    """A method whose server compares clients by their gradients halfway between their models
+    (CoBo).
+    """
 
     @task(batched=True)
     def midpoint_gradients(self, client: AnyClient, midpoints: Tensors) -> Tensors:
-        """g_i = grad f_i(z_ij), (d,), for each j whose midpoint came, each on a fresh batch of the client's own data."""
+        """g_i = grad f_i(z_ij), (d,), for each j whose midpoint came, each on a fresh batch of
+        the client's own data.
+        """
         return client.gradients_at(midpoints, "midpoints")
 
 
 Rank = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Counts = Count | tuple[Count, ...]  # one number for all clients, or one per client
+V = TypeVar("V")
+
+
+def value_of(field: V | tuple[V, ...], position: int) -> V:
+    """Return the value for the client at `position` of a field that may have one per client."""
+    return field[position] if isinstance(field, tuple) else field
 
 
 @dataclass(frozen=True)
 class Ranked(Method):
-    """A method whose clients have MLP LoRAs of different ranks; the rank of the attention LoRAs is the recipe's.
+    """A method whose clients have MLP LoRAs of different ranks; the rank of the attention LoRAs is
+    the recipe's.
 
     Args:
-        ranks: r_i of the MLP LoRAs: one number, or one per client in the order of the federation; None for twice the recipe's rank, the
-            budget of CoMiGS-1G1S.
+        ranks: r_i of the MLP LoRAs: one number, or one per client in the order of the federation;
+            None for twice the recipe's rank, the budget of CoMiGS-1G1S.
     """
 
     per_client: ClassVar[tuple[str, ...]] = ("ranks",)
 
     ranks: Annotated[
-        Rank | tuple[Rank, ...] | None, Field(description="r_i of the MLP LoRAs, one number or one per client; null: twice model.rank")
+        Rank | tuple[Rank, ...] | None,
+        Field(
+            description="r_i of the MLP LoRAs, one number or one per client; null: twice model.rank"
+        ),
     ] = None
 
     def layout(self, position: int, base: Layout) -> Layout:
-        rank = self.ranks[position] if isinstance(self.ranks, tuple) else self.ranks
-        return replace(base, generalists=1, specialists=0, mlp_rank=rank or 2 * base.rank, routing="equal", balance="none")
+        rank = value_of(self.ranks, position)
+        return replace(
+            base,
+            generalists=1,
+            specialists=0,
+            mlp_rank=rank or 2 * base.rank,
+            routing="equal",
+            balance="none",
+        )
 
     def loadable(self, client: Client, download: Tensors) -> Tensors:
         """As any method's, of tensors in the form that updates of unlike ranks travel in."""
@@ -162,14 +209,18 @@ class Routed(Method):
 
     Args:
         top_k: k, experts that a token is routed to, at most n_i.
-        balance: Load-balancing loss: none, uniform, or generalist-favoured (CoMiGS, eq. 6), see `Layout.balance_coefficients`.
+        balance: Load-balancing loss: none, uniform, or generalist-favoured (CoMiGS, eq. 6), see
+            `Layout.balance_coefficients`.
         balance_weight: lambda.
     """
 
     top_k: Annotated[int, Field(ge=1, description="k, experts per token")] = 2
     balance: Annotated[
         Balance,
-        Field(description="load-balancing loss; generalist: eq. 6 to the scale of the uniform one; generalist-printed: to its own scale"),
+        Field(
+            description="load-balancing loss; generalist: eq. 6 to the scale of the uniform one; "
+            "generalist-printed: to its own scale"
+        ),
     ] = "uniform"
     balance_weight: Annotated[float, Field(ge=0, description="lambda")] = 0.01
 
@@ -177,12 +228,16 @@ class Routed(Method):
         """Return the layout of a client with so many experts.
 
         Raises:
-            ValueError: A token would use one of several experts: the softmax over one logit is 1 whatever the router says, so that it has
-                no gradient. Weighted by its share of all logits instead, the frozen MLP itself would be scaled down with its expert, and
-                a fresh adapter would no longer be the base.
+            ValueError: A token would use one of several experts: the softmax over one logit is 1
+                whatever the router says, so that it has no gradient. Weighted by its share of all
+                logits instead, the frozen MLP itself would be scaled down with its expert, and a
+                fresh adapter would no longer be the base.
         """
         if self.top_k == 1 < generalists + specialists:
-            raise ValueError(f"top_k: 1 of {generalists + specialists} experts leaves the router without a gradient; use 2 or more")
+            raise ValueError(
+                f"top_k: 1 of {generalists + specialists} experts leaves the router without a "
+                f"gradient; use 2 or more"
+            )
         return replace(
             base,
             generalists=generalists,
@@ -195,17 +250,26 @@ class Routed(Method):
 
 @dataclass(frozen=True)
 class TwoExperts(Routed):
-    """Two experts of the same kind and a router, all trained on training data alone (CoMiGS, Table 5, ii and iii).
+    """Two experts of the same kind and a router, all trained on training data alone (CoMiGS, Table
+    5, ii and iii).
 
     Args:
-        updates: "simultaneous": experts and router in the same step; "alternating": routers on fresh training batches (the rows "-tr").
+        updates: "simultaneous": experts and router in the same step; "alternating": routers on
+            fresh training batches (the rows "-tr").
         router_every: tau, local iterations between alternating updates of the router.
         router_steps: s, optimiser steps per alternating update.
     """
 
-    updates: Annotated[Literal["simultaneous", "alternating"], Field(description="routers with the experts, or in turn")] = "simultaneous"
-    router_every: Annotated[int, Field(ge=1, description="tau, local iterations between alternating router updates")] = 30
-    router_steps: Annotated[int, Field(ge=0, description="s, optimiser steps per alternating router update")] = 10
+    updates: Annotated[
+        Literal["simultaneous", "alternating"],
+        Field(description="routers with the experts, or in turn"),
+    ] = "simultaneous"
+    router_every: Annotated[
+        int, Field(ge=1, description="tau, local iterations between alternating router updates")
+    ] = 30
+    router_steps: Annotated[
+        int, Field(ge=0, description="s, optimiser steps per alternating router update")
+    ] = 10
 
     def layout(self, position: int, base: Layout) -> Layout:
         return self.mixture(base, generalists=2, specialists=0)

@@ -18,19 +18,28 @@ __all__ = ["Adapter", "AdapterBlock", "Architecture", "Layout"]
 
 
 class AdapterBlock(nn.Module):
-    """The trainable part of one transformer block: one LoRA for each attention linear, and a mixture for the MLP."""
+    """The trainable part of one transformer block: one LoRA for each attention linear, and a
+    mixture for the MLP.
+    """
 
     def __init__(self, shape: BlockShape, layout: Layout) -> None:
         super().__init__()
-        self.attention = nn.ModuleDict({linear.name: SingleLoRA(linear.inputs, linear.outputs, layout) for linear in shape.attention})
+        self.attention = nn.ModuleDict(
+            {
+                linear.name: SingleLoRA(linear.inputs, linear.outputs, layout)
+                for linear in shape.attention
+            }
+        )
         self.mlp = Mixture(shape.mlp, layout)
 
 
 class Adapter(nn.Module):
-    """All trainable tensors of one client, without any reference to the backbone. Its values are zero until `initial` is loaded.
+    """All trainable tensors of one client, without any reference to the backbone. Its values are
+    zero until `initial` is loaded.
 
-    Names: `blocks.0.attention.q_proj.A` (1, r, in), `blocks.0.mlp.generalist.up.B` (g, out, r), `blocks.0.mlp.specialist.down.A`
-    (s, r, in), `blocks.0.mlp.router.weight` (n, d_model), `gate.first` (64, d_model). Everything is fp32.
+    Names: `blocks.0.attention.q_proj.A` (1, r, in), `blocks.0.mlp.generalist.up.B` (g, out, r),
+    `blocks.0.mlp.specialist.down.A` (s, r, in), `blocks.0.mlp.router.weight` (n, d_model),
+    `gate.first` (64, d_model). Everything is fp32.
 
     Args:
         architecture: What it attaches to.
@@ -41,11 +50,15 @@ class Adapter(nn.Module):
         super().__init__()
         self.architecture, self.layout = architecture, layout
         self.blocks = nn.ModuleList(AdapterBlock(block, layout) for block in architecture.blocks)
-        self.gate = Gate(architecture.blocks[0].mlp.width, layout.members) if layout.members else None
+        self.gate = (
+            Gate(architecture.blocks[0].mlp.width, layout.members) if layout.members else None
+        )
         self.eval()
 
     def parameters_by_role(self) -> dict[Role, dict[str, nn.Parameter]]:
-        """The parameters by the role that their module declares, each in the order of `named_parameters`."""
+        """The parameters by the role that their module declares, each in the order of
+        `named_parameters`.
+        """
         return by_role(self)
 
     def loras(self) -> dict[str, LoRA]:
@@ -57,35 +70,54 @@ class Adapter(nn.Module):
         return [module for module in self.modules() if isinstance(module, Router)]
 
     def places(self) -> list[dict[str, Tensor]]:
-        """For generalists of a pool, each with its share of the stacks of all blocks; [] where they come from none."""
+        """For generalists of a pool, each with its share of the stacks of all blocks; [] where
+        they come from none.
+        """
         stacks = self.parameters_by_role()[EXPERT]
         count = self.layout.generalists if stacks else 0
-        return [{f"{place}.{name}": stack.data[place : place + 1] for name, stack in stacks.items()} for place in range(count)]
+        return [
+            {f"{place}.{name}": stack.data[place : place + 1] for name, stack in stacks.items()}
+            for place in range(count)
+        ]
 
     @property
     def trainable_parameters(self) -> int:
         """Values that are trained: all but what is frozen at its initial value."""
-        return sum(p.numel() for role, named in self.parameters_by_role().items() if role is not BACKBONE for p in named.values())
+        return sum(
+            p.numel()
+            for role, named in self.parameters_by_role().items()
+            if role is not BACKBONE
+            for p in named.values()
+        )
 
     @property
     def active_parameters(self) -> int:
-        """Values that one token uses: of the experts of an MLP, those that it is routed to; a gate sees whole texts."""
+        """Values that one token uses: of the experts of an MLP, those that it is routed to; a
+        gate sees whole texts.
+        """
         mixtures = [module for module in self.modules() if isinstance(module, Mixture)]
-        loras = [lora for mixture in mixtures for lora in mixture.modules() if isinstance(lora, LoRA)]
+        loras = [
+            lora for mixture in mixtures for lora in mixture.modules() if isinstance(lora, LoRA)
+        ]
         experts = sum(p.numel() for lora in loras for p in lora.parameters())
         unused = experts * (self.layout.experts - self.layout.active) // self.layout.experts
         return sum(p.numel() for p in self.blocks.parameters()) - unused
 
     def initial(self, role: Role, seed: int) -> Tensors:
-        """Initial values of the tensors of one role, fp32 on the CPU; of EXPERT those of ONE member of a pool.
+        """Initial values of the tensors of one role, fp32 on the CPU; of EXPERT those of ONE member
+        of a pool.
 
-        A and the router are Kaiming-uniform with a = sqrt 5, which is U(-1/sqrt(in), 1/sqrt(in)), the default of `nn.Linear`: for the
-        router that makes logits of a standard deviation near 0.6 at any width, enough to break the ties of top-k and far from saturation.
-        B and biases are zero. Each tensor is drawn from a stream of its own, named by (seed, role, name): an adapter with more experts of a
-        role starts with the same first experts.
+        A and the router are Kaiming-uniform with a = sqrt 5, which is U(-1/sqrt(in), 1/sqrt(in)),
+        the default of `nn.Linear`: for the router that makes logits of a standard deviation near
+        0.6 at any width, enough to break the ties of top-k and far from saturation. B and biases
+        are zero. Each tensor is drawn from a stream of its own, named by (seed, role, name): an
+        adapter with more experts of a role starts with the same first experts.
         """
         own = self.parameters_by_role()[role]
-        return {name: _initial(name, p[:1] if role is EXPERT else p, mix(seed, role, name)) for name, p in own.items()}
+        return {
+            name: _initial(name, p[:1] if role is EXPERT else p, mix(seed, role, name))
+            for name, p in own.items()
+        }
 
 
 def _initial(name: str, parameter: Tensor, seed: int) -> Tensor:

@@ -1,4 +1,6 @@
-"""Where an adapter attaches to a base model: found by the model's structure, and read from its configuration without its weights."""
+"""Where an adapter attaches to a base model: found by the model's structure, and read from its
+configuration without its weights.
+"""
 
 import os
 from collections.abc import Iterator
@@ -13,7 +15,8 @@ from torch import nn
 from coterie.core.errors import ModelError
 
 EMBEDDED = "embedded"  # the name of the small base model that comes with the package
-TRUST = "COTERIE_TRUST_REMOTE_CODE"  # environment variable: 1 where whoever runs this process lets a base bring code of its own
+# environment variable: 1 where whoever runs this process lets a base bring code of its own
+TRUST = "COTERIE_TRUST_REMOTE_CODE"
 _EMBEDDED_FOLDER = Path(__file__).parent / "mini"
 
 
@@ -28,7 +31,9 @@ class LinearShape:
 
 @dataclass(frozen=True)
 class MLPShape:
-    """The MLP of a block, its layers under the names up and down ("plain") or gate, up and down ("gated")."""
+    """The MLP of a block, its layers under the names up and down ("plain") or gate, up and down
+    ("gated").
+    """
 
     kind: Literal["plain", "gated"]
     linears: tuple[LinearShape, ...]
@@ -69,7 +74,14 @@ class Family:
 
 
 FAMILIES = (
-    Family("GPT-2", "transformer.h", "attn", ("c_attn", "c_proj"), {"up": "c_fc", "down": "c_proj"}, "act"),
+    Family(
+        "GPT-2",
+        "transformer.h",
+        "attn",
+        ("c_attn", "c_proj"),
+        {"up": "c_fc", "down": "c_proj"},
+        "act",
+    ),
     Family(
         "Llama-like",
         "model.layers",
@@ -108,7 +120,10 @@ class Architecture:
         stack = cast(nn.ModuleList, _find(model, family.blocks))
         blocks = tuple(_block(family, block, i) for i, block in enumerate(stack))
         if not blocks:
-            raise ModelError(f"{type(model).__name__} has no blocks at {family.blocks}", "Use a base with at least one transformer block.")
+            raise ModelError(
+                f"{type(model).__name__} has no blocks at {family.blocks}",
+                "Use a base with at least one transformer block.",
+            )
         config: Any = model.config
         return cls(family.name, blocks, blocks[0].mlp.width, int(config.vocab_size))
 
@@ -126,7 +141,9 @@ class Architecture:
 
 
 def outline(base: str | Path) -> nn.Module:
-    """A base from its configuration alone, on the meta device. Raises ModelError where it is missing or unknown to transformers."""
+    """A base from its configuration alone, on the meta device. Raises ModelError where it is
+    missing or unknown to transformers.
+    """
     from transformers import AutoModelForCausalLM
 
     with explained(base):
@@ -137,7 +154,8 @@ def outline(base: str | Path) -> nn.Module:
 
 
 def trusted() -> bool:
-    """Whether code that a base brings along may run: said by whoever runs this process, in its environment, and never by a recipe.
+    """Whether code that a base brings along may run: said by whoever runs this process, in its
+    environment, and never by a recipe.
 
     A recipe may come from a server, and a personal model from a stranger: neither can set it.
     """
@@ -152,24 +170,31 @@ def configuration(base: str | Path, **settings: Any) -> Any:
         settings: Values that differ from those of its config.json.
 
     Raises:
-        ModelError: It needs code of its own, which is not run unless `trusted`; or whatever transformers raises.
+        ModelError: It needs code of its own, which is not run unless `trusted`; or whatever
+            transformers raises.
     """
     from transformers import AutoConfig
 
     source = locate(base)
     if not trusted() and (code := _foreign_code(source)):
-        raise ModelError(f"base {str(base)!r} brings code of its own ({', '.join(code)}), which was not run", _REMEDY_FOR_CODE)
+        raise ModelError(
+            f"base {str(base)!r} brings code of its own ({', '.join(code)}), which was not run",
+            _REMEDY_FOR_CODE,
+        )
     return AutoConfig.from_pretrained(source, trust_remote_code=trusted(), **settings)
 
 
 _REMEDY_FOR_CODE = (
-    "Use a base that transformers knows by itself. If you have read that code and trust it: --trust-remote-code, "
+    "Use a base that transformers knows by itself. If you have read that code and trust it: "
+    "--trust-remote-code, "
     f"or {TRUST}=1 in the environment."
 )
 
 
 def _foreign_code(source: str) -> list[str]:
-    """The modules that a base names as its own, where transformers has none for it; [] where transformers' own will do."""
+    """The modules that a base names as its own, where transformers has none for it; [] where
+    transformers' own will do.
+    """
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
     found, _ = PreTrainedConfig.get_config_dict(source)
@@ -189,7 +214,10 @@ def family_of(model: nn.Module) -> Family:
         if isinstance(_find(model, family.blocks), nn.ModuleList):
             return family
     paths = " nor ".join(f"{family.blocks} ({family.name})" for family in FAMILIES)
-    raise ModelError(f"{type(model).__name__} has neither {paths}", "Use a GPT-2 or a Llama-like model (Llama, Qwen2, Qwen3, SmolLM).")
+    raise ModelError(
+        f"{type(model).__name__} has neither {paths}",
+        "Use a GPT-2 or a Llama-like model (Llama, Qwen2, Qwen3, SmolLM).",
+    )
 
 
 def _find(module: nn.Module, path: str) -> nn.Module | None:
@@ -203,10 +231,15 @@ def _find(module: nn.Module, path: str) -> nn.Module | None:
 
 def _block(family: Family, block: nn.Module, index: int) -> BlockShape:
     where = f"block {index} ({family.blocks}.{index})"
-    attention = tuple(_linear(block, f"{family.attention}.{name}", name, where) for name in family.linears)
+    attention = tuple(
+        _linear(block, f"{family.attention}.{name}", name, where) for name in family.linears
+    )
     mlp = tuple(_linear(block, f"mlp.{theirs}", ours, where) for ours, theirs in family.mlp.items())
     if not callable(_find(block, f"mlp.{family.activation}")):
-        raise ModelError(f"{where} of a {family.name} model lacks mlp.{family.activation}", "Its MLP is of another kind: use another base.")
+        raise ModelError(
+            f"{where} of a {family.name} model lacks mlp.{family.activation}",
+            "Its MLP is of another kind: use another base.",
+        )
     return BlockShape(attention, MLPShape("gated" if "gate" in family.mlp else "plain", mlp))
 
 
@@ -217,8 +250,14 @@ def _linear(block: nn.Module, path: str, name: str, where: str) -> LinearShape:
         return LinearShape(name, layer.in_features, layer.out_features)
     if layer is not None and hasattr(layer, "nf") and hasattr(layer, "nx"):
         return LinearShape(name, int(layer.nx), int(layer.nf))  # type: ignore[arg-type]
-    problem = f"lacks the layer {path}" if layer is None else f"has at {path} a {type(layer).__name__}, not a linear layer"
-    raise ModelError(f"{where} {problem}", "Use a GPT-2 or a Llama-like model (Llama, Qwen2, Qwen3, SmolLM).")
+    problem = (
+        f"lacks the layer {path}"
+        if layer is None
+        else f"has at {path} a {type(layer).__name__}, not a linear layer"
+    )
+    raise ModelError(
+        f"{where} {problem}", "Use a GPT-2 or a Llama-like model (Llama, Qwen2, Qwen3, SmolLM)."
+    )
 
 
 def locate(base: str | Path) -> str:
@@ -232,18 +271,39 @@ def locate(base: str | Path) -> str:
     path = Path(base).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ModelError(f"{path} is not a model folder: config.json is missing", "Give the folder that `save_pretrained` wrote.")
+            raise ModelError(
+                f"{path} is not a model folder: config.json is missing",
+                "Give the folder that `save_pretrained` wrote.",
+            )
         return str(path)
-    if isinstance(base, Path) or path.is_absolute() or str(base).startswith((".", "~")) or len(path.parts) > 2 or path.exists():
-        raise ModelError(f"no model folder at {path}", "Check the path, or give a Hub id such as openai-community/gpt2.")
+    if (
+        isinstance(base, Path)
+        or path.is_absolute()
+        or str(base).startswith((".", "~"))
+        or len(path.parts) > 2
+        or path.exists()
+    ):
+        raise ModelError(
+            f"no model folder at {path}",
+            "Check the path, or give a Hub id such as openai-community/gpt2.",
+        )
     return str(base)
 
 
-_READ = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja", ".py")  # endings of a base's files that change what it is
+_READ = (
+    ".json",
+    ".safetensors",
+    ".bin",
+    ".model",
+    ".txt",
+    ".jinja",
+    ".py",
+)  # endings of a base's files that change what it is
 
 
 def files_of(base: str | Path) -> list[Path]:
-    """The files on this machine that a base is made of: configuration, weights, tokenizer; [] of one on the Hub that is not here.
+    """The files on this machine that a base is made of: configuration, weights, tokenizer; [] of
+    one on the Hub that is not here.
 
     Raises:
         ModelError: See `locate`.
@@ -256,7 +316,11 @@ def files_of(base: str | Path) -> list[Path]:
         if not isinstance(kept, str):
             return []
         folder = Path(kept).parent
-    return sorted(path for path in folder.iterdir() if path.suffix in _READ and not path.name.startswith(".") and path.is_file())
+    return sorted(
+        path
+        for path in folder.iterdir()
+        if path.suffix in _READ and not path.name.startswith(".") and path.is_file()
+    )
 
 
 def tokenizer(base: str | Path) -> Any:
@@ -273,8 +337,14 @@ def tokenizer(base: str | Path) -> Any:
     except Exception as error:  # transformers raises whatever its readers happen to
         reason = str(error).strip().split("\n")[0]
         if not trusted() and "custom code" in reason:
-            raise ModelError(f"the tokenizer of base {source!r} brings code of its own, which was not run", _REMEDY_FOR_CODE) from None
-        remedy = "Put the tokenizer's files (tokenizer.json, tokenizer_config.json) into the base's folder."
+            raise ModelError(
+                f"the tokenizer of base {source!r} brings code of its own, which was not run",
+                _REMEDY_FOR_CODE,
+            ) from None
+        remedy = (
+            "Put the tokenizer's files (tokenizer.json, tokenizer_config.json) into the base's "
+            "folder."
+        )
         raise ModelError(f"base {source!r} has no usable tokenizer: {reason}", remedy) from error
 
 

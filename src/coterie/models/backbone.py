@@ -1,4 +1,6 @@
-"""The frozen base model, one per process, shared by all clients: adapters attach to it for as long as they are used."""
+"""The frozen base model, one per process, shared by all clients: adapters attach to it for as
+long as they are used.
+"""
 
 import threading
 from collections.abc import Iterator
@@ -13,7 +15,16 @@ from torch import Tensor, nn
 
 from coterie.core.errors import ModelError
 from coterie.models.adapter import Adapter, AdapterBlock
-from coterie.models.architecture import Architecture, Family, explained, family_of, locate, outline, tokenizer, trusted
+from coterie.models.architecture import (
+    Architecture,
+    Family,
+    explained,
+    family_of,
+    locate,
+    outline,
+    tokenizer,
+    trusted,
+)
 from coterie.models.mixture_kernel import Activation, FrozenMLP
 from coterie.models.routing import Routing
 
@@ -34,7 +45,9 @@ class Attachable(Protocol):
 
 @dataclass
 class _Attached:
-    """What all slots of a backbone look at: the adapter in use, and where to note its routing decisions."""
+    """What all slots of a backbone look at: the adapter in use, and where to note its routing
+    decisions.
+    """
 
     adapter: Attachable | None = None
     record: list[Routing] | None = None
@@ -55,7 +68,9 @@ class _LinearSlot(nn.Module):
         y: Tensor = self.base(x) if block is None else block.attention[self.name](x, self.base)
         return y
 
-    __call__ = forward  # a module's own looks for hooks, which for one token of a small base is a few percent of the time
+    # a module's own looks for hooks, which for one token of a small base is a few percent of the
+    # time
+    __call__ = forward
 
 
 class _MLPSlot(nn.Module):
@@ -72,14 +87,18 @@ class _MLPSlot(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         block = self.attached.block(self.block)
-        y: Tensor = self.base(x) if block is None else block.mlp(x, self.frozen, self.attached.record)
+        y: Tensor = (
+            self.base(x) if block is None else block.mlp(x, self.frozen, self.attached.record)
+        )
         return y
 
     __call__ = forward  # see _LinearSlot
 
 
 def _fused(activation: nn.Module) -> nn.Module:
-    """Torch's own module for an activation that transformers writes out in Python (GPT-2's costs eight passes over the hidden layer)."""
+    """Torch's own module for an activation that transformers writes out in Python (GPT-2's costs
+    eight passes over the hidden layer).
+    """
     from transformers import activations
 
     if isinstance(activation, (activations.NewGELUActivation, activations.GELUTanh)):
@@ -110,45 +129,67 @@ class Backbone:
         for i, block in enumerate(cast(nn.ModuleList, model.get_submodule(family.blocks))):
             attention = block.get_submodule(family.attention)
             for name in family.linears:
-                setattr(attention, name, _LinearSlot(getattr(attention, name), self._attached, i, name))
+                setattr(
+                    attention, name, _LinearSlot(getattr(attention, name), self._attached, i, name)
+                )
             block.mlp = _MLPSlot(cast(nn.Module, block.mlp), family, self._attached, i)
 
     @classmethod
-    def load(cls, base: str | Path, *, dtype: Literal["fp32", "bf16"] = "fp32", device: str | torch.device = "cpu") -> "Backbone":
+    def load(
+        cls,
+        base: str | Path,
+        *,
+        dtype: Literal["fp32", "bf16"] = "fp32",
+        device: str | torch.device = "cpu",
+    ) -> "Backbone":
         """Load a base.
 
         Args:
-            base: A Hub id, a local folder, or "embedded" (the small model that comes with the package).
-            dtype: Of the weights and of the computation. bf16 is slow on CPUs without native support.
+            base: A Hub id, a local folder, or "embedded" (the small model that comes with the
+                package).
+            dtype: Of the weights and of the computation. bf16 is slow on CPUs without native
+                support.
             device: Where it lives.
 
         Raises:
-            ModelError: The base is missing, incomplete, damaged or unsupported, or the device is not there.
+            ModelError: The base is missing, incomplete, damaged or unsupported, or the device is
+                not there.
         """
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
         if dtype not in DTYPES:
-            raise ModelError(f"dtype {dtype!r} of the base is unknown", f"Allowed: {', '.join(DTYPES)}.")
+            raise ModelError(
+                f"dtype {dtype!r} of the base is unknown", f"Allowed: {', '.join(DTYPES)}."
+            )
         if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-            raise ModelError(f"device {str(device)!r}: there is no CUDA device here", "Use device cpu.")
+            raise ModelError(
+                f"device {str(device)!r}: there is no CUDA device here", "Use device cpu."
+            )
         Architecture.from_base(base)  # refuses an unsupported model before its weights are read
         source = locate(base)
-        logging.disable_progress_bar()  # of reading weights into memory; that of a download is another one
+        # of reading weights into memory; that of a download is another one
+        logging.disable_progress_bar()
         with explained(base):
             model, found = AutoModelForCausalLM.from_pretrained(
-                source, dtype=DTYPES[dtype], output_loading_info=True, trust_remote_code=trusted(), weights_only=True
+                source,
+                dtype=DTYPES[dtype],
+                output_loading_info=True,
+                trust_remote_code=trusted(),
+                weights_only=True,
             )
         if missing := sorted(found["missing_keys"]):
             raise ModelError(
-                f"base {str(base)!r}: its weights lack {missing[0]!r} ({len(missing)} tensors in all)",
+                f"base {str(base)!r}: its weights lack {missing[0]!r} ({len(missing)} tensors in "
+                f"all)",
                 "The files are incomplete or belong to another configuration: get the base again.",
             )
         return cls(model.to(device), source)
 
     @classmethod
     def outlined(cls, base: str | Path) -> "Backbone":
-        """A base from its configuration alone, on the meta device: shapes without values, for who only has to know those.
+        """A base from its configuration alone, on the meta device: shapes without values, for who
+        only has to know those.
 
         Raises:
             ModelError: The base is missing or unsupported.
@@ -176,41 +217,64 @@ class Backbone:
             ModelError: It has none.
         """
         if self._source is None:
-            raise ModelError("this base was made in memory and has no tokenizer", "Load it from a folder or the Hub.")
+            raise ModelError(
+                "this base was made in memory and has no tokenizer",
+                "Load it from a folder or the Hub.",
+            )
         return tokenizer(self._source)
 
     @cached_property
     def head(self) -> tuple[Tensor, Tensor | None] | None:
-        """Weight and bias of the output layer, if the logits are just that of the last hidden state (no scaling, no soft cap)."""
+        """Weight and bias of the output layer, if the logits are just that of the last hidden
+        state (no scaling, no soft cap).
+        """
         head = self.model.get_output_embeddings()
         if type(head) is not nn.Linear:
             return None
         probe = torch.arange(min(4, self.architecture.vocabulary), device=self.device)[None]
         with torch.no_grad(), self.using(None):
-            same = torch.allclose(self.model(probe, use_cache=False).logits, head(self.hidden(probe)), rtol=1e-3, atol=1e-5)
+            same = torch.allclose(
+                self.model(probe, use_cache=False).logits,
+                head(self.hidden(probe)),
+                rtol=1e-3,
+                atol=1e-5,
+            )
         return (head.weight, head.bias) if same else None
 
     def hidden(self, ids: Tensor) -> Tensor:
-        """(B, C) -> (B, C, d_model): the last hidden states, normalised as the output layer takes them."""
+        """(B, C) -> (B, C, d_model): the last hidden states, normalised as the output layer
+        takes them.
+        """
         found: Tensor = self.model.base_model(ids, use_cache=False).last_hidden_state
         return found
 
     @torch.no_grad()
     def flops_per_token(self, adapter: Adapter | None, context: int) -> int:
-        """Floating-point operations of one forward pass over a window of `context` tokens, per token, counted by torch as it runs."""
+        """Floating-point operations of one forward pass over a window of `context` tokens, per
+        token, counted by torch as it runs.
+        """
         from torch.nn.attention import SDPBackend, sdpa_kernel
         from torch.utils.flop_counter import FlopCounterMode
 
         ids = torch.zeros((1, context), dtype=torch.int64, device=self.device)
-        mask = torch.zeros((1, 1, context, context), dtype=self.dtype, device=self.device)  # transformers would look at values for one
+        mask = torch.zeros(
+            (1, 1, context, context), dtype=self.dtype, device=self.device
+        )  # transformers would look at values for one
         # Of fused attention on a CPU the counter knows nothing.
-        with self.using(adapter), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        with (
+            self.using(adapter),
+            sdpa_kernel(SDPBackend.MATH),
+            FlopCounterMode(display=False) as counter,
+        ):
             self.model(ids, attention_mask=mask, use_cache=False)
         return int(counter.get_total_flops()) // context
 
     @contextmanager
-    def using(self, adapter: Attachable | None, record: list[Routing] | None = None) -> Iterator[None]:
-        """Attach an adapter within the block; afterwards what was attached before is back. Other threads wait for the end of the block.
+    def using(
+        self, adapter: Attachable | None, record: list[Routing] | None = None
+    ) -> Iterator[None]:
+        """Attach an adapter within the block; afterwards what was attached before is back. Other
+        threads wait for the end of the block.
 
         Args:
             adapter: On the backbone's device; None for the base alone.
@@ -220,7 +284,10 @@ class Backbone:
             ModelError: The adapter was made for another architecture.
         """
         if adapter is not None and adapter.architecture != self.architecture:
-            raise ModelError("the adapter was made for another base model", "Load the base that its recipe names.")
+            raise ModelError(
+                "the adapter was made for another base model",
+                "Load the base that its recipe names.",
+            )
         with self._in_use:
             before = self._attached.adapter, self._attached.record
             self._attached.adapter, self._attached.record = adapter, record

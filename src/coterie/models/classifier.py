@@ -24,42 +24,57 @@ class Bounds(NamedTuple):
     """What many networks at once may take on a device, in bytes.
 
     Args:
-        map: What a layer puts out for one batch, averaged over a network's layers: where it is more, networks are not quicker together.
-        at_once: Values of parameters and maps of those that are computed at once; more of them take turns.
+        map: What a layer puts out for one batch, averaged over a network's layers: where it is
+            more, networks are not quicker together.
+        at_once: Values of parameters and maps of those that are computed at once; more of them take
+            turns.
     """
 
     map: int
     at_once: int
 
 
-# On a CPU as measured with benchmarks/cobo.py. Elsewhere an estimate: a layer that puts out 4 MiB takes a GPU a few times as long as its
-# calls do, which are all that can be saved. `speed --device cuda` of that benchmark says what is so.
+# On a CPU as measured with benchmarks/cobo.py. Elsewhere an estimate: a layer that puts out 4 MiB
+# takes a GPU a few times as long as its calls do, which are all that can be saved.
+# `speed --device cuda` of that benchmark says what is so.
 _ON_CPU, _ELSEWHERE = Bounds(1 << 17, 1 << 28), Bounds(1 << 22, 1 << 32)
 
 
 class Classifier:
     """A network with one role: GENERALIST.
 
-    It trains with the statistics of the batch and scores with the running ones, where it normalises batches.
+    It trains with the statistics of the batch and scores with the running ones, where it normalises
+    batches.
 
     Args:
         shape: Of the network.
         device: Where its tensors are; on "meta" it has shapes but no values.
-        start: Parameters and running statistics that it starts from, by name, whatever the seed is; None: drawn.
+        start: Parameters and running statistics that it starts from, by name, whatever the seed is;
+            None: drawn.
         statistics: Whether the running statistics are shared too, as values of the GENERALIST.
 
     Raises:
         ModelError: `start` is of another network.
     """
 
-    def __init__(self, shape: Shape, device: torch.device | str = "cpu", start: Tensors | None = None, statistics: bool = False) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        device: torch.device | str = "cpu",
+        start: Tensors | None = None,
+        statistics: bool = False,
+    ) -> None:
         self.shape, self.device, self._start = shape, torch.device(device), start
         self.statistics: Role | None = GENERALIST if statistics else None
         self.network = shape.build(self.device).eval()
         if start is not None:
             check(shape, start, "the values to start from")
-            self.network.load_state_dict(start, strict=False)  # PyTorch misses counts that nothing reads
-        self._batch_norms = [module for module in self.network.modules() if isinstance(module, nn.BatchNorm2d)]
+            self.network.load_state_dict(
+                start, strict=False
+            )  # PyTorch misses counts that nothing reads
+        self._batch_norms = [
+            module for module in self.network.modules() if isinstance(module, nn.BatchNorm2d)
+        ]
 
     def parameters_by_role(self) -> dict[Role, dict[str, nn.Parameter]]:
         """The parameters by role, in the order of `named_parameters`."""
@@ -70,7 +85,9 @@ class Classifier:
         return by_role(self.network)
 
     def buffers(self) -> dict[str, Tensor]:
-        """The running statistics of batch normalisation, fp32: they belong to one client and are never exchanged."""
+        """The running statistics of batch normalisation, fp32: they belong to one client and are
+        never exchanged.
+        """
         return self._buffers
 
     @cached_property
@@ -78,20 +95,29 @@ class Classifier:
         return statistics(self.network)
 
     def initial_buffers(self) -> Tensors:
-        """The statistics of a client that has seen nothing: those to start from, or means 0 and variances 1; on the CPU."""
-        fresh = {name: torch.full(buffer.shape, float(name.endswith("running_var"))) for name, buffer in self.buffers().items()}
+        """The statistics of a client that has seen nothing: those to start from, or means 0 and
+        variances 1; on the CPU.
+        """
+        fresh = {
+            name: torch.full(buffer.shape, float(name.endswith("running_var")))
+            for name, buffer in self.buffers().items()
+        }
         return self._started(fresh)
 
     @property
     def stacks(self) -> bool:
-        """Whether many clients' networks can be computed at once, with the same result: those for images can."""
+        """Whether many clients' networks can be computed at once, with the same result: those
+        for images can.
+        """
         return isinstance(self.network, Network)
 
     def gains(self, examples: int) -> bool:
-        """Whether many clients' networks are quicker together than one by one, each with a batch of so many examples.
+        """Whether many clients' networks are quicker together than one by one, each with a batch of
+        so many examples.
 
-        Perceptrons are: a layer of all of them is one batched product. Convolutions become one in groups, which saves the cost of calls,
-        not of computing, so that it depends on how large a layer's output is.
+        Perceptrons are: a layer of all of them is one batched product. Convolutions become one in
+        groups, which saves the cost of calls, not of computing, so that it depends on how large a
+        layer's output is.
         """
         return isinstance(self.network, MLP) or examples * mean(self._maps) <= self._bounds.map
 
@@ -124,14 +150,22 @@ class Classifier:
         return {}
 
     def initial(self, role: Role, seed: int) -> Tensors:
-        """Initial values of one role: those to start from, or see the shape's `initial`; with the statistics where these are shared."""
+        """Initial values of one role: those to start from, or see the shape's `initial`; with
+        the statistics where these are shared.
+        """
         if role is not GENERALIST:
             return {}
-        return self._started(self.shape.initial(seed)) | (self.initial_buffers() if self.statistics else {})
+        return self._started(self.shape.initial(seed)) | (
+            self.initial_buffers() if self.statistics else {}
+        )
 
     def _started(self, fresh: Tensors) -> Tensors:
         """The values to start from, in place of fresh ones if there are any."""
-        return fresh if self._start is None else {name: self._start[name].detach().cpu().clone() for name in fresh}
+        return (
+            fresh
+            if self._start is None
+            else {name: self._start[name].detach().cpu().clone() for name in fresh}
+        )
 
     @property
     def trainable_parameters(self) -> int:
@@ -144,7 +178,9 @@ class Classifier:
         return self.trainable_parameters
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) images or (B, T) texts -> (B, classes) logits; with running statistics, unless a gradient is being taken."""
+        """(B, C, H, W) images or (B, T) texts -> (B, classes) logits; with running statistics,
+        unless a gradient is being taken.
+        """
         logits: Tensor = self.network(x)
         return logits
 
@@ -155,7 +191,8 @@ class Classifier:
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
         """The gradient of the batch's mean cross-entropy with respect to the given parameters only.
 
-        Batch normalisation uses the statistics of the batch, and its running statistics follow them. No `.grad` is touched.
+        Batch normalisation uses the statistics of the batch, and its running statistics follow
+        them. No `.grad` is touched.
 
         Args:
             batch: B examples.
@@ -163,59 +200,89 @@ class Classifier:
             micro_batch: Examples per forward pass; all at once by default.
 
         Returns:
-            The gradients in the order of `wrt`, fp32, and the detached scalars "loss" and "accuracy" of the batch.
+            The gradients in the order of `wrt`, fp32, and the detached scalars "loss" and
+            "accuracy" of the batch.
 
         Raises:
-            ModelError: `wrt` is empty or holds a foreign parameter, the batch does not fit the network, or it would be cut where every
-                example counts for the statistics of the batch.
+            ModelError: `wrt` is empty or holds a foreign parameter, the batch does not fit the
+                network, or it would be cut where every example counts for the statistics of the
+                batch.
         """
         x, y = self.checked(batch)
         size = micro_batch or len(y)
         if micro_batch is not None and micro_batch < 1:
-            raise ModelError(f"micro_batch is {micro_batch}", "Use at least 1, or None for the whole batch.")
+            raise ModelError(
+                f"micro_batch is {micro_batch}", "Use at least 1, or None for the whole batch."
+            )
         if size < len(y) and self._batch_norms:
             raise ModelError(
-                f"micro_batch {size} would cut a batch of {len(y)}, but batch normalisation needs all of it at once",
+                f"micro_batch {size} would cut a batch of {len(y)}, but batch normalisation "
+                f"needs all of it at once",
                 "Leave training.micro_batch out, or choose a network with norm 'group' or 'none'.",
             )
         with self._training(wrt):
-            gradients, losses, correct = self._accumulate(torch.split(x, size), torch.split(y, size), wrt)
+            gradients, losses, correct = self._accumulate(
+                torch.split(x, size), torch.split(y, size), wrt
+            )
         return gradients, {"loss": losses / len(y), "accuracy": correct / len(y)}
 
     def gradient_elsewhere(
         self, batch: Examples, wrt: Sequence[nn.Parameter], micro_batch: int | None = None
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """`gradient` at a point that is not this client's model, a midpoint say: the running statistics stay as they are."""
+        """`gradient` at a point that is not this client's model, a midpoint say: the running
+        statistics stay as they are.
+        """
         with self._untracked():
             return self.gradient(batch, wrt, micro_batch)
 
-    def _each_example(self, batch: Examples, wrt: Sequence[nn.Parameter]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    def _each_example(
+        self, batch: Examples, wrt: Sequence[nn.Parameter]
+    ) -> tuple[list[Tensor], dict[str, Tensor]]:
         """See `per_example`."""
         named = self.parameters_by_role()[GENERALIST]
         if {id(p) for p in wrt} != {id(p) for p in named.values()}:
-            raise ModelError("gradients of each example are of all parameters of the network", "Give all of them.")
+            raise ModelError(
+                "gradients of each example are of all parameters of the network",
+                "Give all of them.",
+            )
         points = torch.cat([p.detach().flatten() for p in named.values()]).expand(len(batch), -1)
         gradients, stats = self.vectorised(points, batch.x[:, None], batch.y[:, None])
         own, names = parted(gradients, named), {id(p): name for name, p in named.items()}
-        return [own[names[id(p)]] for p in wrt], {name: found.mean() for name, found in stats.items()}
+        return [own[names[id(p)]] for p in wrt], {
+            name: found.mean() for name, found in stats.items()
+        }
 
     @property
-    def per_example(self) -> Callable[[Examples, Sequence[nn.Parameter]], tuple[list[Tensor], dict[str, Tensor]]] | None:
-        """Give the gradients of each example, (B, ...) in the order of `wrt`, each exactly that of a batch of it alone; and statistics.
+    def per_example(
+        self,
+    ) -> (
+        Callable[[Examples, Sequence[nn.Parameter]], tuple[list[Tensor], dict[str, Tensor]]] | None
+    ):
+        """Give the gradients of each example, (B, ...) in the order of `wrt`, each exactly that of
+        a batch of it alone; and statistics.
 
-        None where examples count for each other, by batch normalisation, and for networks that do not stack.
+        None where examples count for each other, by batch normalisation, and for networks that do
+        not stack.
         """
-        return self._each_example if type(self) is Classifier and self.stacks and not self._batch_norms else None
+        return (
+            self._each_example
+            if type(self) is Classifier and self.stacks and not self._batch_norms
+            else None
+        )
 
-    def vectorised(self, points: Tensor, x: Tensor, y: Tensor, running: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-        """`gradient` at many points at once, each with a batch and running statistics of its own; or `gradient_elsewhere`.
+    def vectorised(
+        self, points: Tensor, x: Tensor, y: Tensor, running: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """`gradient` at many points at once, each with a batch and running statistics of its own;
+        or `gradient_elsewhere`.
 
         Args:
-            points: (m, d) fp32: at each row all parameters, flat, in the order of `parameters_by_role()[GENERALIST]`.
+            points: (m, d) fp32: at each row all parameters, flat, in the order of
+                `parameters_by_role()[GENERALIST]`.
             x: (m, B, C, H, W) fp32.
             y: (m, B) int64.
-            running: (m, s) fp32 on the network's device: at each row all running statistics, flat, in the order of `buffers`. They follow
-                the batches, in place. None: it is elsewhere.
+            running: (m, s) fp32 on the network's device: at each row all running statistics, flat,
+                in the order of `buffers`. They follow the batches, in place. None: it is elsewhere.
 
         Returns:
             Gradients (m, d), and the detached "loss" (m,) and "accuracy" (m,) of the batches.
@@ -223,13 +290,20 @@ class Classifier:
         Raises:
             ModelError: The points or the batches do not fit the network.
         """
-        if points.ndim != 2 or points.shape[1] != self.trainable_parameters or y.ndim != 2 or len(y) != len(points):
+        if (
+            points.ndim != 2
+            or points.shape[1] != self.trainable_parameters
+            or y.ndim != 2
+            or len(y) != len(points)
+        ):
             raise ModelError(
                 f"{list(points.shape)} values of points and {list(y.shape)} labels",
                 f"Expected [m, {self.trainable_parameters}] and [m, examples].",
             )
         if x.shape[:2] != y.shape:
-            raise ModelError(f"{list(x.shape)} inputs for {list(y.shape)} labels", "Give every label an input.")
+            raise ModelError(
+                f"{list(x.shape)} inputs for {list(y.shape)} labels", "Give every label an input."
+            )
         inputs, labels = self.checked(Examples(x.flatten(0, 1), y.flatten()))
         gradients, stats = torch.empty(points.shape, device=self.device), []
         size = self._at_once(y.shape[1])
@@ -237,29 +311,60 @@ class Classifier:
             for start in range(0, len(points), size):
                 part = slice(start, start + size)
                 own = None if running is None else running[part]
-                stats.append(self._at(points[part], inputs.view(x.shape)[part], labels.view(y.shape)[part], own, gradients[part]))
+                stats.append(
+                    self._at(
+                        points[part],
+                        inputs.view(x.shape)[part],
+                        labels.view(y.shape)[part],
+                        own,
+                        gradients[part],
+                    )
+                )
         return gradients, {name: torch.cat([found[name] for found in stats]) for name in stats[0]}
 
     def _at_once(self, examples: int) -> int:
-        """How many points are computed at once: of each there are its parameters, a copy, their gradient, and maps with theirs."""
-        return max(1, self._bounds.at_once // (3 * 4 * self.trainable_parameters + 2 * examples * sum(self._maps)))
+        """How many points are computed at once: of each there are its parameters, a copy, their
+        gradient, and maps with theirs.
+        """
+        return max(
+            1,
+            self._bounds.at_once
+            // (3 * 4 * self.trainable_parameters + 2 * examples * sum(self._maps)),
+        )
 
-    def _at(self, points: Tensor, x: Tensor, y: Tensor, running: Tensor | None, into: Tensor) -> dict[str, Tensor]:
-        """`vectorised` of so few points that they are computed at once; gradients are written `into` (m, d)."""
+    def _at(
+        self, points: Tensor, x: Tensor, y: Tensor, running: Tensor | None, into: Tensor
+    ) -> dict[str, Tensor]:
+        """`vectorised` of so few points that they are computed at once; gradients are written
+        `into` (m, d).
+        """
         own = parted(points.detach().to(self.device), self.parameters_by_role()[GENERALIST])
         stacks = {name: stack.requires_grad_() for name, stack in own.items()}
         parts = {} if running is None else parted(running, self.buffers())
-        buffers = {name: t.clone(memory_format=torch.contiguous_format) for name, t in parts.items()}  # PyTorch changes no others in place
+        buffers = {
+            name: t.clone(memory_format=torch.contiguous_format) for name, t in parts.items()
+        }  # PyTorch changes no others in place
         logits = self._stacked(stacks, buffers, x)
-        losses = cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none").view(y.shape).mean(dim=1)
-        found = torch.autograd.grad(losses.sum(), list(stacks.values()))  # a loss depends on its own point alone
+        losses = (
+            cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none")
+            .view(y.shape)
+            .mean(dim=1)
+        )
+        found = torch.autograd.grad(
+            losses.sum(), list(stacks.values())
+        )  # a loss depends on its own point alone
         torch.cat([gradient.flatten(1) for gradient in found], dim=1, out=into)
         if running is not None and buffers:
             torch.cat([buffer.flatten(1) for buffer in buffers.values()], dim=1, out=running)
-        return {"loss": losses.detach(), "accuracy": (logits.argmax(dim=2) == y).float().mean(dim=1)}
+        return {
+            "loss": losses.detach(),
+            "accuracy": (logits.argmax(dim=2) == y).float().mean(dim=1),
+        }
 
     def _stacked(self, stacks: Tensors, buffers: Tensors, x: Tensor) -> Tensor:
-        """(m, B, C, H, W) -> (m, B, classes), at m points, each parameter of which is (m, ...); the buffers, likewise, follow in place."""
+        """(m, B, C, H, W) -> (m, B, classes), at m points, each parameter of which is (m, ...);
+        the buffers, likewise, follow in place.
+        """
         if isinstance(self.network, MLP):
             return self.network.stacked(list(stacks.values()), x)
 
@@ -274,14 +379,17 @@ class Classifier:
         """The negative log-likelihood of every example's label.
 
         Returns:
-            (3,) float64 on the CPU: its sum in nats, the number of examples, and how many of them have their label as the likeliest.
+            (3,) float64 on the CPU: its sum in nats, the number of examples, and how many of them
+            have their label as the likeliest.
         """
         total = torch.zeros(3, dtype=torch.float64, device=self.device)
         for batch in batches:
             x, y = self.checked(batch)
             logits = self.network(x)
             nll = cross_entropy(logits, y, reduction="none").double().sum()
-            total += torch.stack([nll, torch.full_like(nll, len(y)), (logits.argmax(dim=1) == y).double().sum()])
+            total += torch.stack(
+                [nll, torch.full_like(nll, len(y)), (logits.argmax(dim=1) == y).double().sum()]
+            )
         return total.cpu()
 
     def flops(self) -> int:
@@ -292,8 +400,12 @@ class Classifier:
             self.network(self.shape.example().to(self.device))
         return int(counter.get_total_flops())
 
-    def _accumulate(self, xs: Sequence[Tensor], ys: Sequence[Tensor], wrt: Sequence[nn.Parameter]) -> tuple[list[Tensor], Tensor, Tensor]:
-        """The gradients of the mean loss over all parts, its sum, and how many predictions are right."""
+    def _accumulate(
+        self, xs: Sequence[Tensor], ys: Sequence[Tensor], wrt: Sequence[nn.Parameter]
+    ) -> tuple[list[Tensor], Tensor, Tensor]:
+        """The gradients of the mean loss over all parts, its sum, and how many predictions are
+        right.
+        """
         gradients: list[Tensor] = []
         losses = correct = torch.zeros((), device=self.device)
         count = sum(map(len, ys))
@@ -301,7 +413,11 @@ class Classifier:
             logits = self.network(x)
             loss = cross_entropy(logits, y, reduction="sum")
             found = torch.autograd.grad(loss / count, wrt, materialize_grads=True)
-            gradients = [total + term for total, term in zip(gradients, found, strict=True)] if gradients else list(found)
+            gradients = (
+                [total + term for total, term in zip(gradients, found, strict=True)]
+                if gradients
+                else list(found)
+            )
             losses, correct = losses + loss.detach(), correct + (logits.argmax(dim=1) == y).sum()
         return gradients, losses, correct
 
@@ -309,7 +425,8 @@ class Classifier:
         """The batch on the network's device.
 
         Raises:
-            ModelError: Its labels are not (B,) int64 with B at least 1, one is out of range, or its inputs do not fit the network.
+            ModelError: Its labels are not (B,) int64 with B at least 1, one is out of range, or its
+                inputs do not fit the network.
         """
         x, y = batch.x, batch.y
         if y.dtype != torch.int64 or y.ndim != 1 or len(y) == 0 or len(x) != len(y):
@@ -321,21 +438,28 @@ class Classifier:
         least, most = map(int, y.aminmax())
         if least < 0 or most >= self.shape.classes:
             raise ModelError(
-                f"label {least if least < 0 else most} of a network with {self.shape.classes} classes",
-                f"Labels are 0 to {self.shape.classes - 1}: build the network for more classes, or relabel the data.",
+                f"label {least if least < 0 else most} of a network with {self.shape.classes} "
+                f"classes",
+                f"Labels are 0 to {self.shape.classes - 1}: build the network for more classes, "
+                f"or relabel the data.",
             )
         return x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
 
     @contextmanager
     def _training(self, wrt: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Within the block only `wrt` requires gradients, and normalisation uses the statistics of the batch.
+        """Within the block only `wrt` requires gradients, and normalisation uses the statistics of
+        the batch.
 
         Raises:
-            ModelError: `wrt` is empty or holds a foreign parameter, or a batch is too small to have statistics.
+            ModelError: `wrt` is empty or holds a foreign parameter, or a batch is too small to have
+                statistics.
         """
         own, asked = list(self.network.parameters()), {id(parameter) for parameter in wrt}
         if not asked or not asked <= {id(parameter) for parameter in own}:
-            raise ModelError("gradient: nothing, or a parameter of another model, to differentiate by", "Give parameters of this network.")
+            raise ModelError(
+                "gradient: nothing, or a parameter of another model, to differentiate by",
+                "Give parameters of this network.",
+            )
         before = [parameter.requires_grad for parameter in own]
         try:
             for parameter in own:
@@ -353,23 +477,30 @@ class Classifier:
         Raises:
             ModelError: A batch is too small to have any.
         """
-        modal: Sequence[nn.Module] = self._batch_norms if isinstance(self.network, Network) else [self.network]
+        modal: Sequence[nn.Module] = (
+            self._batch_norms if isinstance(self.network, Network) else [self.network]
+        )
         for module in modal:
             module.train()
         try:
             yield
-        except ValueError as error:  # of PyTorch's batch normalisation, the only one here that looks at values per channel
+        # of PyTorch's batch normalisation, the only one here that looks at values per channel
+        except ValueError as error:
             if "more than 1 value per channel" not in str(error):
                 raise
             remedy = "Use a larger training.batch_size, or a network with norm 'group' or 'none'."
-            raise ModelError("a batch of one example has no statistics to normalise it by", remedy) from error
+            raise ModelError(
+                "a batch of one example has no statistics to normalise it by", remedy
+            ) from error
         finally:
             for module in modal:
                 module.eval()
 
     @contextmanager
     def comparing(self) -> Iterator[None]:
-        """Within the block batches are normalised by their own statistics, and the running ones stay as they are."""
+        """Within the block batches are normalised by their own statistics, and the running ones
+        stay as they are.
+        """
         with self._untracked(), self.batch_statistics() if self._batch_norms else nullcontext():
             yield
 
@@ -388,4 +519,7 @@ class Classifier:
 def parted(rows: Tensor, named: Named) -> Tensors:
     """(m, d) -> views (m, ...) of the values of each tensor, by name."""
     pieces = torch.split(rows, [tensor.numel() for tensor in named.values()], dim=1)
-    return {name: piece.view(-1, *t.shape) for (name, t), piece in zip(named.items(), pieces, strict=True)}
+    return {
+        name: piece.view(-1, *t.shape)
+        for (name, t), piece in zip(named.items(), pieces, strict=True)
+    }

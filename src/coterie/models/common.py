@@ -1,4 +1,6 @@
-"""The common expert (DDOME, Section 3): a frozen network that everybody has, used as an embedder."""
+"""The common expert (DDOME, Section 3): a frozen network that everybody has, used as an
+embedder.
+"""
 
 import json
 import math
@@ -25,32 +27,48 @@ from coterie.models import networks
 from coterie.models.classifier import Classifier
 from coterie.models.networks import Shape
 
-FORMAT = 1  # raise it whenever equal keys would no longer mean an expert that was trained in the same way
+# raise it whenever equal keys would no longer mean an expert that was trained in the same way
+FORMAT = 1
 
 _CHECKS = 10  # of the accuracy in each epoch
 _ROWS = 512  # scored at a time
 
 
 class Normalisation(NamedTuple):
-    """How inputs are normalised: of each channel, what is subtracted and what the rest is divided by."""
+    """How inputs are normalised: of each channel, what is subtracted and what the rest is
+    divided by.
+    """
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
 
 class Pretraining(BaseModel):
-    """How a common expert is trained: by gradient descent with momentum, v <- beta v + g and x <- x - lr v."""
+    """How a common expert is trained: by gradient descent with momentum, v <- beta v + g and x
+    <- x - lr v.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    epochs: Annotated[int, Field(ge=1, description="passes over the public examples, a tenth of which is held out")] = 20
+    epochs: Annotated[
+        int,
+        Field(ge=1, description="passes over the public examples, a tenth of which is held out"),
+    ] = 20
     lr: Annotated[float, Field(gt=0, allow_inf_nan=False, description="the learning rate")] = 0.05
     momentum: Annotated[float, Field(ge=0, lt=1, description="beta")] = 0.9
     batch_size: Annotated[int, Field(ge=1, description="examples of a step")] = 64
     stop_at: Annotated[
-        float | None, Field(gt=0, le=1, description="stop as soon as this share of the held-out examples is right; null: train all epochs")
+        float | None,
+        Field(
+            gt=0,
+            le=1,
+            description="stop as soon as this share of the held-out examples is right; null: "
+            "train all epochs",
+        ),
     ] = None
-    seed: Annotated[int, Field(ge=0, description="of its initial values, of what is held out and of the order")] = 0
+    seed: Annotated[
+        int, Field(ge=0, description="of its initial values, of what is held out and of the order")
+    ] = 0
 
 
 class CommonExpert:
@@ -61,10 +79,12 @@ class CommonExpert:
         tensors: Its parameters and running statistics, by name: others may start from them.
         device: Where it computes.
         data: How the batches that it is given are normalised; None: not at all.
-        own: How it wants them; None: as they are. A network that starts from `tensors` gets them as they are in any case.
+        own: How it wants them; None: as they are. A network that starts from `tensors` gets them as
+            they are in any case.
 
     Raises:
-        ModelError: The tensors are of another network, or a normalisation is not one of so many channels.
+        ModelError: The tensors are of another network, or a normalisation is not one of so many
+            channels.
     """
 
     def __init__(
@@ -115,14 +135,18 @@ class CommonExpert:
 
 
 def _change(channels: int, data: Normalisation | None, own: Normalisation) -> tuple[Tensor, Tensor]:
-    """Factor and offset, (C, 1, 1) each, that make inputs of one normalisation those of another. Raises ModelError."""
+    """Factor and offset, (C, 1, 1) each, that make inputs of one normalisation those of another.
+    Raises ModelError.
+    """
     data = data or Normalisation((0.0,) * channels, (1.0,) * channels)
     if {len(values) for values in (*data, *own)} != {channels} or min(*data.std, *own.std) <= 0:
         raise ModelError(
             f"the common expert: {data} of the data and {own} of its own for {channels} channels",
             "Give one mean and one positive std for each channel.",
         )
-    mean, std, own_mean, own_std = (torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) for values in (*data, *own))
+    mean, std, own_mean, own_std = (
+        torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) for values in (*data, *own)
+    )
     return (std / own_std).float(), ((mean - own_mean) / own_std).float()
 
 
@@ -143,9 +167,14 @@ def pretrained(
 
 
 def trained(
-    shape: Shape, public: ExampleSplit, settings: Pretraining, device: torch.device | str = "cpu", cache: Path | None = None
+    shape: Shape,
+    public: ExampleSplit,
+    settings: Pretraining,
+    device: torch.device | str = "cpu",
+    cache: Path | None = None,
 ) -> CommonExpert:
-    """A common expert trained on examples that no client has, once for each shape, settings and examples: it is kept in the cache.
+    """A common expert trained on examples that no client has, once for each shape, settings and
+    examples: it is kept in the cache.
 
     PyTorch's random generators are left as they were.
 
@@ -154,7 +183,8 @@ def trained(
         public: At least two examples.
         settings: How it is trained.
         device: Where it is trained, and computes.
-        cache: Folder of trained experts; default $COTERIE_CACHE, else $XDG_CACHE_HOME/coterie, else ~/.cache/coterie.
+        cache: Folder of trained experts; default $COTERIE_CACHE, else $XDG_CACHE_HOME/coterie, else
+            ~/.cache/coterie.
 
     Raises:
         DataError: There are too few examples.
@@ -163,7 +193,9 @@ def trained(
         SaveError: The cache cannot be written.
     """
     start = shape.initial(mix(settings.seed, "common expert"))
-    entry = (cache or default_cache()) / f"common-{_key(shape, start, public, settings)}.safetensors"
+    entry = (
+        cache or default_cache()
+    ) / f"common-{_key(shape, start, public, settings)}.safetensors"
     try:
         tensors = networks.load(entry, shape)
     except (CheckpointError, ModelError):  # missing or damaged
@@ -178,24 +210,43 @@ def trained(
 def _key(shape: Shape, start: Tensors, public: ExampleSplit, settings: Pretraining) -> str:
     """A hash of everything that determines the trained network, but the machine."""
     inputs, labels = public.inputs[public.rows], public.labels[public.rows]
-    about = [FORMAT, repr(shape), settings.model_dump(), inputs.dtype.name, inputs.shape, public.mean, public.std, public.classes]
+    about = [
+        FORMAT,
+        repr(shape),
+        settings.model_dump(),
+        inputs.dtype.name,
+        inputs.shape,
+        public.mean,
+        public.std,
+        public.classes,
+    ]
     found = blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=16)
     for values in (inputs, labels, *(tensor.numpy() for tensor in start.values())):
         found.update(values.tobytes())
     return found.hexdigest()
 
 
-def _train(shape: Shape, start: Tensors, public: ExampleSplit, settings: Pretraining, device: torch.device) -> Tensors:
-    """Parameters and running statistics behind the last epoch, or as soon as the accuracy that was asked for is reached."""
+def _train(
+    shape: Shape, start: Tensors, public: ExampleSplit, settings: Pretraining, device: torch.device
+) -> Tensors:
+    """Parameters and running statistics behind the last epoch, or as soon as the accuracy that
+    was asked for is reached.
+    """
     rows = np.random.default_rng(mix(settings.seed, "held out")).permutation(public.rows)
     held = max(1, len(rows) // 10)
-    train, valid = replace(public, name="train", rows=rows[held:], seed=settings.seed), replace(public, name="valid", rows=rows[:held])
+    train, valid = (
+        replace(public, name="train", rows=rows[held:], seed=settings.seed),
+        replace(public, name="valid", rows=rows[:held]),
+    )
     model = Classifier(shape, device)
     model.network.load_state_dict(start, strict=False)
     parameters = list(model.network.parameters())
     optimiser = torch.optim.SGD(parameters, settings.lr, settings.momentum)
     size = min(settings.batch_size, train.windows)
-    every, steps = math.ceil(train.windows / size / _CHECKS), math.ceil(settings.epochs * train.windows / size)
+    every, steps = (
+        math.ceil(train.windows / size / _CHECKS),
+        math.ceil(settings.epochs * train.windows / size),
+    )
     accuracy = 0.0
     for step in range(1, steps + 1):
         gradients, _ = model.gradient(train.batch((step - 1) * size, size), parameters)
@@ -206,22 +257,41 @@ def _train(shape: Shape, start: Tensors, public: ExampleSplit, settings: Pretrai
             _, examples, right = model.score(valid.scoring(_ROWS)).tolist()
             if (accuracy := right / examples) >= settings.stop_at:
                 break
-    tensors = {name: tensor.detach().cpu().clone() for name, tensor in [*model.network.named_parameters(), *model.buffers().items()]}
+    tensors = {
+        name: tensor.detach().cpu().clone()
+        for name, tensor in [*model.network.named_parameters(), *model.buffers().items()]
+    }
     if not all_finite(tensors):
-        raise CoterieError("the common expert diverged: its values are not finite", "Train it with a lower learning rate.")
+        raise CoterieError(
+            "the common expert diverged: its values are not finite",
+            "Train it with a lower learning rate.",
+        )
     if settings.stop_at is not None and accuracy < settings.stop_at:
-        problem = f"the common expert has {accuracy:.1%} of the held-out examples right after {settings.epochs} epochs"
-        raise CoterieError(f"{problem}, not {settings.stop_at:.1%}", "Train it for more epochs, or with a lower stop_at.")
+        problem = (
+            f"the common expert has {accuracy:.1%} of the held-out examples right after "
+            f"{settings.epochs} epochs"
+        )
+        raise CoterieError(
+            f"{problem}, not {settings.stop_at:.1%}",
+            "Train it for more epochs, or with a lower stop_at.",
+        )
     return tensors
 
 
 def _write(entry: Path, tensors: Named) -> None:
-    """Write an entry beside its place, then rename it: several processes may do so at the same time. Raises SaveError."""
+    """Write an entry beside its place, then rename it: several processes may do so at the same
+    time. Raises SaveError.
+    """
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=f".{entry.name}.", dir=entry.parent) as folder:
             save(Path(folder) / entry.name, tensors)
             os.replace(Path(folder) / entry.name, entry)
     except OSError as error:
-        remedy = "Free some space there, or name another folder in the environment variable COTERIE_CACHE."
-        raise SaveError(f"cannot write the common expert {entry}: {error.strerror}", remedy) from error
+        remedy = (
+            "Free some space there, or name another folder in the environment variable "
+            "COTERIE_CACHE."
+        )
+        raise SaveError(
+            f"cannot write the common expert {entry}: {error.strerror}", remedy
+        ) from error

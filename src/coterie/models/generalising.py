@@ -1,4 +1,6 @@
-"""Classifiers trained to suit clients never seen: FedSR's has a random representation, FedADG's aligns features to a distribution."""
+"""Classifiers trained to suit clients never seen: FedSR's has a random representation, FedADG's
+aligns features to a distribution.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -38,7 +40,8 @@ class AdversarialLayout(Layout):
 
     Args:
         align: The share of the adversarial loss in the feature extractor's.
-        hidden: Width of the noise, the random projection, and the generator's and discriminator's hidden layers.
+        hidden: Width of the noise, the random projection, and the generator's and discriminator's
+            hidden layers.
     """
 
     specialists: int = 0
@@ -51,7 +54,8 @@ class AdversarialLayout(Layout):
 class Extended(nn.Module):
     """A plain network, as `base`, and what is trained beside it.
 
-    A linear `head` classifies features: the plain network's own, or of a network for texts, whose own sees other features, a new one.
+    A linear `head` classifies features: the plain network's own, or of a network for texts, whose
+    own sees other features, a new one.
 
     Args:
         base: See `networks` and `text`.
@@ -74,14 +78,18 @@ class Extended(nn.Module):
     @property
     def beside(self) -> nn.ModuleDict:
         """All but the plain network."""
-        return nn.ModuleDict({name: module for name, module in self.named_children() if name != "base"})
+        return nn.ModuleDict(
+            {name: module for name, module in self.named_children() if name != "base"}
+        )
 
     def initial(self, seed: int) -> Tensors:
         """Initial values of what is beside the plain network; see `networks.initial`."""
         return initial(self.beside, seed)
 
     def plain(self) -> Tensors:
-        """Parameters and running statistics of a plain network that predicts alike, if the head is its own."""
+        """Parameters and running statistics of a plain network that predicts alike, if the head
+        is its own.
+        """
         return dict(self.base.named_parameters()) | statistics(self.base)
 
     def features(self, x: Tensor) -> Tensor:
@@ -114,9 +122,11 @@ class Reference(nn.Module):
 
 
 class Stochastic(Extended):
-    """A network whose head sees z ~ N(mu(x), sigma(x)^2), as wide as its features: mu and softplus^-1(sigma) are linear in these.
+    """A network whose head sees z ~ N(mu(x), sigma(x)^2), as wide as its features: mu and
+    softplus^-1(sigma) are linear in these.
 
-    At first mu(x) is the features themselves, so that with mu(x) for z it predicts as the plain network does.
+    At first mu(x) is the features themselves, so that with mu(x) for z it predicts as the plain
+    network does.
     """
 
     def __init__(self, base: Any, width: int, classes: int) -> None:
@@ -126,11 +136,17 @@ class Stochastic(Extended):
         tag(self, GENERALIST)
 
     def initial(self, seed: int) -> Tensors:
-        return super().initial(seed) | {"mean.weight": torch.eye(self.width), "mean.bias": torch.zeros(self.width)}
+        return super().initial(seed) | {
+            "mean.weight": torch.eye(self.width),
+            "mean.bias": torch.zeros(self.width),
+        }
 
     def plain(self) -> Tensors:
         name = next(name for name, module in self.base.named_modules() if module is self.head)
-        weight, bias = self.head.weight @ self.mean.weight, self.head.weight @ self.mean.bias + self.head.bias
+        weight, bias = (
+            self.head.weight @ self.mean.weight,
+            self.head.weight @ self.mean.bias + self.head.bias,
+        )
         return super().plain() | {f"{name}.weight": weight, f"{name}.bias": bias}
 
     def represent(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,7 +160,8 @@ class Stochastic(Extended):
 
 
 class Adversarial(Extended):
-    """A network, a generator of features for a class, and a discriminator of the two behind a random projection, which stays as it is.
+    """A network, a generator of features for a class, and a discriminator of the two behind a
+    random projection, which stays as it is.
 
     The discriminator is local; the projection is the same for all.
 
@@ -158,21 +175,35 @@ class Adversarial(Extended):
     def __init__(self, base: Any, width: int, classes: int, hidden: int) -> None:
         super().__init__(base, width, classes)
         self.noise = hidden
-        self.generator = nn.Sequential(nn.Linear(hidden + classes, hidden), nn.LeakyReLU(), nn.Linear(hidden, width), nn.ReLU())
+        self.generator = nn.Sequential(
+            nn.Linear(hidden + classes, hidden), nn.LeakyReLU(), nn.Linear(hidden, width), nn.ReLU()
+        )
         self.projection = nn.Linear(width, hidden, bias=False)
-        self.discriminator = nn.Sequential(nn.Linear(hidden + classes, hidden), nn.LeakyReLU(), nn.Linear(hidden, 1), nn.Sigmoid())
-        for module, role in ((self, GENERALIST), (self.projection, BACKBONE), (self.discriminator, SPECIALIST)):
+        self.discriminator = nn.Sequential(
+            nn.Linear(hidden + classes, hidden), nn.LeakyReLU(), nn.Linear(hidden, 1), nn.Sigmoid()
+        )
+        for module, role in (
+            (self, GENERALIST),
+            (self.projection, BACKBONE),
+            (self.discriminator, SPECIALIST),
+        ):
             tag(module, role)
 
     def generate(self, y: Tensor) -> Tensor:
-        """(B,) labels -> (B, e): features drawn from the distribution of each one's class, from uniform noise."""
+        """(B,) labels -> (B, e): features drawn from the distribution of each one's class, from
+        uniform noise.
+        """
         noise = torch.rand(len(y), self.noise, device=y.device)
         drawn: Tensor = self.generator(torch.cat([noise, self._coded(y)], dim=1))
         return drawn
 
     def judge(self, features: Tensor, y: Tensor) -> Tensor:
-        """(B, e) and their labels -> (B, 1) in [0, 1]: how much the features look like generated ones."""
-        judged: Tensor = self.discriminator(torch.cat([self.projection(features), self._coded(y)], dim=1))
+        """(B, e) and their labels -> (B, 1) in [0, 1]: how much the features look like generated
+        ones.
+        """
+        judged: Tensor = self.discriminator(
+            torch.cat([self.projection(features), self._coded(y)], dim=1)
+        )
         return judged
 
     def _coded(self, y: Tensor) -> Tensor:
@@ -183,13 +214,15 @@ Objective = tuple[Tensor, set[nn.Parameter]]  # a mean loss, and who follows its
 
 
 class ExtendedClassifier(Classifier, ABC):
-    """A classifier with more parts than it predicts with, and more to its objective than the cross-entropy; its figures are of the latter.
+    """A classifier with more parts than it predicts with, and more to its objective than the
+    cross-entropy; its figures are of the latter.
 
     Args:
         shape: Of the plain network.
         layout: What the objective has beside the cross-entropy.
         device: See `Classifier`.
-        start: See `Classifier`; of the plain network, by its own names. Without it that is drawn as the plain network would be.
+        start: See `Classifier`; of the plain network, by its own names. Without it that is drawn as
+            the plain network would be.
         statistics: See `Classifier`.
     """
 
@@ -198,11 +231,18 @@ class ExtendedClassifier(Classifier, ABC):
     layout: Layout
 
     def __init__(
-        self, shape: Shape, layout: Layout, device: torch.device | str = "cpu", start: Tensors | None = None, statistics: bool = False
+        self,
+        shape: Shape,
+        layout: Layout,
+        device: torch.device | str = "cpu",
+        start: Tensors | None = None,
+        statistics: bool = False,
     ) -> None:
         super().__init__(shape, device, start, statistics)
         self.layout = layout
-        self._start = None if start is None else {f"base.{name}": tensor for name, tensor in start.items()}
+        self._start = (
+            None if start is None else {f"base.{name}": tensor for name, tensor in start.items()}
+        )
         with torch.no_grad():
             width = self.network.features(shape.example().to(self.device)).shape[1]
         with torch.device("meta"):
@@ -216,29 +256,52 @@ class ExtendedClassifier(Classifier, ABC):
         """The network around a plain one with features of this width."""
 
     @abstractmethod
-    def objectives(self, x: Tensor, y: Tensor, trained: set[nn.Parameter]) -> tuple[Tensor, Sequence[Objective]]:
-        """The logits in training, (B, classes), and what is minimised, of a batch; each parameter follows one objective at most."""
+    def objectives(
+        self, x: Tensor, y: Tensor, trained: set[nn.Parameter]
+    ) -> tuple[Tensor, Sequence[Objective]]:
+        """The logits in training, (B, classes), and what is minimised, of a batch; each
+        parameter follows one objective at most.
+        """
 
     def initial(self, role: Role, seed: int) -> Tensors:
-        """Initial values of one role, running statistics included where it has them; see `Classifier` and `Extended`."""
+        """Initial values of one role, running statistics included where it has them; see
+        `Classifier` and `Extended`.
+        """
         fresh = self.network.initial(seed)
         if role is GENERALIST:
-            fresh |= self._started({f"base.{name}": tensor for name, tensor in self.shape.initial(seed).items()})
+            fresh |= self._started(
+                {f"base.{name}": tensor for name, tensor in self.shape.initial(seed).items()}
+            )
         found = {name: fresh[name] for name in self.parameters_by_role()[role]}
         return found | (self.initial_buffers() if role is self.statistics else {})
 
     @property
     def trainable_parameters(self) -> int:
         """Values that are trained: all that is not frozen."""
-        return _size({p for role, named in self.parameters_by_role().items() if role is not BACKBONE for p in named.values()})
+        return _size(
+            {
+                p
+                for role, named in self.parameters_by_role().items()
+                if role is not BACKBONE
+                for p in named.values()
+            }
+        )
 
     def plain(self) -> Classifier | None:
-        """A plain classifier that predicts alike; None for texts, where no plain network has our head."""
+        """A plain classifier that predicts alike; None for texts, where no plain network has our
+        head.
+        """
         if hasattr(self.network, "outer"):
             return None
-        return Classifier(self.shape, self.device, {name: tensor.detach() for name, tensor in self.network.plain().items()})
+        return Classifier(
+            self.shape,
+            self.device,
+            {name: tensor.detach() for name, tensor in self.network.plain().items()},
+        )
 
-    def _accumulate(self, xs: Sequence[Tensor], ys: Sequence[Tensor], wrt: Sequence[nn.Parameter]) -> tuple[list[Tensor], Tensor, Tensor]:
+    def _accumulate(
+        self, xs: Sequence[Tensor], ys: Sequence[Tensor], wrt: Sequence[nn.Parameter]
+    ) -> tuple[list[Tensor], Tensor, Tensor]:
         totals = {parameter: torch.zeros_like(parameter) for parameter in wrt}
         losses = correct = torch.zeros((), device=self.device)
         count = sum(map(len, ys))
@@ -248,7 +311,9 @@ class ExtendedClassifier(Classifier, ABC):
                 own = [parameter for parameter in wrt if parameter in followers]
                 if not own:
                     continue
-                found = torch.autograd.grad(objective * (len(y) / count), own, retain_graph=True, materialize_grads=True)
+                found = torch.autograd.grad(
+                    objective * (len(y) / count), own, retain_graph=True, materialize_grads=True
+                )
                 for parameter, gradient in zip(own, found, strict=True):
                     totals[parameter] += gradient
             losses = losses + cross_entropy(logits.detach(), y, reduction="sum")
@@ -259,8 +324,9 @@ class ExtendedClassifier(Classifier, ABC):
 class StochasticClassifier(ExtendedClassifier):
     """FedSR's model: it trains with one sample of z for each example, and predicts with the mean.
 
-    The objective is CE + alpha_L2R E|z|^2 + alpha_CMI KL(N(mu(x), sigma(x)^2) || N(mu_y, sigma_y^2)). The authors' code predicts with the
-    mean probabilities of 20 samples, does not square the norm, and scales z by a learned number in the divergence.
+    The objective is CE + alpha_L2R E|z|^2 + alpha_CMI KL(N(mu(x), sigma(x)^2) || N(mu_y,
+    sigma_y^2)). The authors' code predicts with the mean probabilities of 20 samples, does not
+    square the norm, and scales z by a learned number in the divergence.
     """
 
     network: Stochastic
@@ -274,21 +340,29 @@ class StochasticClassifier(ExtendedClassifier):
         """Values that one example uses: of the plain network and mu."""
         return _size(_parameters(self.network.base, self.network.head, self.network.mean))
 
-    def objectives(self, x: Tensor, y: Tensor, trained: set[nn.Parameter]) -> tuple[Tensor, Sequence[Objective]]:
+    def objectives(
+        self, x: Tensor, y: Tensor, trained: set[nn.Parameter]
+    ) -> tuple[Tensor, Sequence[Objective]]:
         mean, spread = self.network.represent(x)
         z = mean + spread * torch.randn_like(mean)
         logits = self.network.head(z)
         divergence = normal_divergence(mean, spread, *self.network.reference(y)).mean()
-        objective = cross_entropy(logits, y) + self.layout.l2 * z.square().sum(dim=1).mean() + self.layout.cmi * divergence
+        objective = (
+            cross_entropy(logits, y)
+            + self.layout.l2 * z.square().sum(dim=1).mean()
+            + self.layout.cmi * divergence
+        )
         return logits, [(objective, trained)]
 
 
 class AdversarialClassifier(ExtendedClassifier):
-    """FedADG's model: feature extractor F, classifier C, generator G and discriminator D, trained at once, each on its own loss.
+    """FedADG's model: feature extractor F, classifier C, generator G and discriminator D, trained
+    at once, each on its own loss.
 
-    With features h = F(x) and drawn ones h' = G(noise, y), least squares: D minimises (1 - D(h', y))^2 + D(h, y)^2; F and C minimise
-    (1 - align) CE + align (1 - D(h, y))^2, so that features come to look like drawn ones; G minimises D(h', y)^2, so that what it draws
-    stays near the features. Where D is not trained, F and C follow the cross-entropy alone, and G rests.
+    With features h = F(x) and drawn ones h' = G(noise, y), least squares: D minimises (1 - D(h',
+    y))^2 + D(h, y)^2; F and C minimise (1 - align) CE + align (1 - D(h, y))^2, so that features
+    come to look like drawn ones; G minimises D(h', y)^2, so that what it draws stays near the
+    features. Where D is not trained, F and C follow the cross-entropy alone, and G rests.
     """
 
     network: Adversarial
@@ -302,13 +376,20 @@ class AdversarialClassifier(ExtendedClassifier):
         """Values that one example uses: of F and C."""
         return _size(_parameters(self.network.base, self.network.head))
 
-    def objectives(self, x: Tensor, y: Tensor, trained: set[nn.Parameter]) -> tuple[Tensor, Sequence[Objective]]:
+    def objectives(
+        self, x: Tensor, y: Tensor, trained: set[nn.Parameter]
+    ) -> tuple[Tensor, Sequence[Objective]]:
         network, align = self.network, self.layout.align
         h = network.features(x)
         logits = network.head(h)
         error = cross_entropy(logits, y)
         classifier, generator, discriminator = (
-            trained & _parameters(*modules) for modules in ((network.base, network.head), (network.generator,), (network.discriminator,))
+            trained & _parameters(*modules)
+            for modules in (
+                (network.base, network.head),
+                (network.generator,),
+                (network.discriminator,),
+            )
         )
         if not discriminator:
             return logits, [(error, classifier)]
@@ -328,7 +409,11 @@ def _size(parameters: set[nn.Parameter]) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
-def normal_divergence(mean: Tensor, spread: Tensor, other_mean: Tensor, other_spread: Tensor) -> Tensor:
-    """KL(N(mean, spread^2) || N(other_mean, other_spread^2)) of diagonal normal distributions, (B, e) each -> (B,), in nats."""
+def normal_divergence(
+    mean: Tensor, spread: Tensor, other_mean: Tensor, other_spread: Tensor
+) -> Tensor:
+    """KL(N(mean, spread^2) || N(other_mean, other_spread^2)) of diagonal normal distributions,
+    (B, e) each -> (B,), in nats.
+    """
     scaled = (spread.square() + (mean - other_mean).square()) / (2 * other_spread.square())
     return (other_spread.log() - spread.log() + scaled - 0.5).sum(dim=1)

@@ -1,4 +1,6 @@
-"""A language model of one client: the shared backbone with the client's adapter. What a client trains and scores."""
+"""A language model of one client: the shared backbone with the client's adapter. What a client
+trains and scores.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -24,13 +26,15 @@ from coterie.models.routing import Routing, balance_loss
 class LanguageModel:
     """A backbone with one client's adapter.
 
-    The adapter's parameters are fp32 on the backbone's device, and cast to its dtype where they are used. They start from
-    `Adapter.initial` with seed 0; generalists of a pool are 0 until some come from it.
+    The adapter's parameters are fp32 on the backbone's device, and cast to its dtype where they are
+    used. They start from `Adapter.initial` with seed 0; generalists of a pool are 0 until some come
+    from it.
 
-    Where they do, `numbers`, (K,) int64, says which members they are, and `embedded` gives the embeddings of the client's own text, (N, e).
-    The router's logit of generalist j gets log(K p_j), with p the gate's `affinity` to that text, renormalised over the K: routers and gate
-    learn by one gradient, and a gate that is undecided changes nothing. p is the same for all tokens: if it depended on the window that is
-    predicted, each token would be told of those behind it.
+    Where they do, `numbers`, (K,) int64, says which members they are, and `embedded` gives the
+    embeddings of the client's own text, (N, e). The router's logit of generalist j gets log(K p_j),
+    with p the gate's `affinity` to that text, renormalised over the K: routers and gate learn by
+    one gradient, and a gate that is undecided changes nothing. p is the same for all tokens: if it
+    depended on the window that is predicted, each token would be told of those behind it.
 
     Args:
         backbone: The frozen base, which other models may share.
@@ -62,36 +66,53 @@ class LanguageModel:
         return self.adapter.places()
 
     def hold(self, numbers: Tensor, embeddings: Callable[[], Tensor]) -> None:
-        """Take over the numbers of a client's generalists, (K,) int64, and what gives the embeddings of its training text."""
+        """Take over the numbers of a client's generalists, (K,) int64, and what gives the
+        embeddings of its training text.
+        """
         self.numbers, self.embedded = numbers, embeddings
 
     @property
     def embed(self) -> Callable[[Tensor], Tensor] | None:
-        """What makes (B, e) embeddings of windows, on the CPU: the mean of the base's last hidden states; None without a gate."""
+        """What makes (B, e) embeddings of windows, on the CPU: the mean of the base's last
+        hidden states; None without a gate.
+        """
         return self._embed if self.layout.members else None
 
     @torch.no_grad()
     def _embed(self, ids: Tensor) -> Tensor:
         with self.backbone.using(None):
-            return self.backbone.hidden(self._checked(ids)[:, : self.backbone.context_limit]).float().mean(dim=1).cpu()
+            return (
+                self.backbone.hidden(self._checked(ids)[:, : self.backbone.context_limit])
+                .float()
+                .mean(dim=1)
+                .cpu()
+            )
 
     def affinity(self, embeddings: Tensor) -> Tensor:
-        """1/N sum_i softmax g(x_i), (M,): how much some text, embedded (N, e), wants each member of the pool."""
+        """1/N sum_i softmax g(x_i), (M,): how much some text, embedded (N, e), wants each member
+        of the pool.
+        """
         assert self.adapter.gate is not None
         found: Tensor = self.adapter.gate(embeddings.to(self.device)).softmax(dim=1).mean(dim=0)
         return found
 
     def towards(self) -> Tensors:
-        """The gradient, by name, of the gate's cross-entropy towards the members that are here: -1/N sum_i log sum_j softmax g(x_i)_j."""
+        """The gradient, by name, of the gate's cross-entropy towards the members that are here:
+        -1/N sum_i log sum_j softmax g(x_i)_j.
+        """
         assert self.adapter.gate is not None
         assert self.embedded is not None
         logits = self.adapter.gate(self.embedded().to(self.device))
-        loss = (logits.logsumexp(dim=1) - logits[:, self.numbers.to(self.device)].logsumexp(dim=1)).mean()
+        loss = (
+            logits.logsumexp(dim=1) - logits[:, self.numbers.to(self.device)].logsumexp(dim=1)
+        ).mean()
         named = self.parameters_by_role()[GATE]
         return dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
 
     def settled(self) -> tuple[Layout, Tensors]:
-        """The model without a pool: its layout, and all tensors, among them what the gate says as biases of the routers."""
+        """The model without a pool: its layout, and all tensors, among them what the gate says
+        as biases of the routers.
+        """
         tensors = {name: p.detach().clone() for name, p in self.adapter.named_parameters()}
         if not self.layout.members:
             return self.layout, tensors
@@ -99,21 +120,34 @@ class LanguageModel:
             bias = self._bias()
         layout = replace(self.layout, members=0, biased=bias is not None)
         own = [name for name, _ in Adapter(self.backbone.architecture, layout).named_parameters()]
-        return layout, {name: tensors[name] if name in tensors else cast(Tensor, bias).clone() for name in own}
+        return layout, {
+            name: tensors[name] if name in tensors else cast(Tensor, bias).clone() for name in own
+        }
 
     def _bias(self) -> Tensor | None:
-        """(n,) what the gate adds to the routers' logits: log(K p_j) for generalists, 0 for specialists; None where it has no say."""
+        """(n,) what the gate adds to the routers' logits: log(K p_j) for generalists, 0 for
+        specialists; None where it has no say.
+        """
         count = self.layout.generalists
         if not self.layout.members or (self.numbers != ABSENT).sum() == count == 1:
             return None
         if self.embedded is None or ABSENT in self.numbers:
-            raise ModelError("a model without the generalists that a gate chose", "The server must send them before it trains or predicts.")
+            raise ModelError(
+                "a model without the generalists that a gate chose",
+                "The server must send them before it trains or predicts.",
+            )
         scores = self.affinity(self.embedded())[self.numbers.to(self.device)]
-        return torch.cat([(count * scores / scores.sum()).log(), scores.new_zeros(self.layout.specialists)])
+        return torch.cat(
+            [(count * scores / scores.sum()).log(), scores.new_zeros(self.layout.specialists)]
+        )
 
     @contextmanager
-    def _using(self, record: list[Routing] | None = None, adapter: Attachable | None = None) -> Iterator[None]:
-        """Within the block the backbone has the adapter attached, or what stands for it, and the routers what the gate says."""
+    def _using(
+        self, record: list[Routing] | None = None, adapter: Attachable | None = None
+    ) -> Iterator[None]:
+        """Within the block the backbone has the adapter attached, or what stands for it, and the
+        routers what the gate says.
+        """
         bias = self._bias()
         advised = [] if bias is None else self.adapter.routers()
         with self.backbone.using(adapter or self.adapter, record):
@@ -149,7 +183,9 @@ class LanguageModel:
     def generate(self, ids: Tensor, **settings: Any) -> Tensor:
         """Continue (B, C) token ids by transformers' `generate`, with its settings."""
         with self._using():
-            return cast(Tensor, self.backbone.model.generate(ids.to(self.backbone.device), **settings))
+            return cast(
+                Tensor, self.backbone.model.generate(ids.to(self.backbone.device), **settings)
+            )
 
     @torch.no_grad()
     def routing(self, ids: Tensor) -> Tensor:
@@ -159,7 +195,10 @@ class LanguageModel:
             ModelError: The layout has no router.
         """
         if not self.layout.routed:
-            raise ModelError("this model has no router", "Token-level routing needs at least two experts and routing 'learned'.")
+            raise ModelError(
+                "this model has no router",
+                "Token-level routing needs at least two experts and routing 'learned'.",
+            )
         record: list[Routing] = []
         with self._using(record):
             self.backbone.hidden(self._checked(ids))
@@ -188,9 +227,10 @@ class LanguageModel:
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
         """The gradient of the whole batch's objective with respect to the given parameters only.
 
-        The objective is the mean next-token cross-entropy + lambda * load balancing. It is the same whatever the size of the
-        micro-batches: f, which is not linear in the batch, is found for the whole batch first where its gradient needs it. No `.grad` is
-        touched, and nothing waits for the device, except for the group sizes on the way when k < n.
+        The objective is the mean next-token cross-entropy + lambda * load balancing. It is the same
+        whatever the size of the micro-batches: f, which is not linear in the batch, is found for
+        the whole batch first where its gradient needs it. No `.grad` is touched, and nothing waits
+        for the device, except for the group sizes on the way when k < n.
 
         Args:
             batch: (B, C + 1) int64.
@@ -198,15 +238,19 @@ class LanguageModel:
             micro_batch: Rows per forward pass; all at once by default.
 
         Returns:
-            The gradients in the order of `wrt`, fp32, and detached statistics: the scalars "loss" (the cross-entropy) and "balance", and,
-            if there is a router, "router" (blocks, n), the mean routing weight.
+            The gradients in the order of `wrt`, fp32, and detached statistics: the scalars "loss"
+            (the cross-entropy) and "balance", and, if there is a router, "router" (blocks, n), the
+            mean routing weight.
 
         Raises:
-            ModelError: `wrt` is empty or holds a foreign parameter, the batch has another form, or `micro_batch` is not positive.
+            ModelError: `wrt` is empty or holds a foreign parameter, the batch has another form, or
+                `micro_batch` is not positive.
         """
         ids = self._checked(batch, predicts=True)
         if micro_batch is not None and micro_batch < 1:
-            raise ModelError(f"micro_batch is {micro_batch}", "Use at least 1, or None for the whole batch.")
+            raise ModelError(
+                f"micro_batch is {micro_batch}", "Use at least 1, or None for the whole batch."
+            )
         parts = torch.split(ids, micro_batch or len(ids))
         totals = _Totals(self.layout, tokens=ids[:, 1:].numel())
         gradients: list[Tensor] = []
@@ -214,7 +258,9 @@ class LanguageModel:
             load = self._load(parts) if len(parts) > 1 and self._load_varies else None
             for part in parts:
                 objective = self._objective(part, totals, load)
-                if not objective.requires_grad:  # a gate that chose a single expert: nothing is weighed
+                if (
+                    not objective.requires_grad
+                ):  # a gate that chose a single expert: nothing is weighed
                     return [torch.zeros_like(p) for p in wrt], totals.statistics()
                 found = torch.autograd.grad(objective, wrt, materialize_grads=True)
                 if not gradients:
@@ -226,17 +272,22 @@ class LanguageModel:
 
     gradient_elsewhere = gradient  # there are no running statistics that would notice
 
-    def per_example(self, batch: Tensor, wrt: Sequence[nn.Parameter]) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """The gradient of each row's objective, exactly that of `gradient` of a batch of this row alone, but without dropout.
+    def per_example(
+        self, batch: Tensor, wrt: Sequence[nn.Parameter]
+    ) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """The gradient of each row's objective, exactly that of `gradient` of a batch of this row
+        alone, but without dropout.
 
-        A row's objective is its mean next-token cross-entropy + lambda * load balancing over its own tokens.
+        A row's objective is its mean next-token cross-entropy + lambda * load balancing over its
+        own tokens.
 
         Args:
             batch: (B, C + 1) int64.
             wrt: Parameters of this model's adapter.
 
         Returns:
-            The gradients in the order of `wrt`, (B, ...) fp32 each, and statistics as of `gradient`, means over rows.
+            The gradients in the order of `wrt`, (B, ...) fp32 each, and statistics as of
+            `gradient`, means over rows.
 
         Raises:
             ModelError: `wrt` is empty or holds a foreign parameter, or the batch has another form.
@@ -250,7 +301,9 @@ class LanguageModel:
         totals.add(nll, record, None)
         objective = nll / ids[:, 1:].shape[1]
         if self.layout.balance_has_gradient:
-            objective = objective + self.layout.balance_weight * self._balance_by_row(record, len(ids))
+            objective = objective + self.layout.balance_weight * self._balance_by_row(
+                record, len(ids)
+            )
         gradients = torch.autograd.grad(objective, list(copied.values()), materialize_grads=True)
         return list(gradients), totals.statistics()
 
@@ -266,7 +319,9 @@ class LanguageModel:
         return torch.stack(terms).sum()
 
     def _objective(self, ids: Tensor, totals: "_Totals", load: Tensor | None) -> Tensor:
-        """This micro-batch's share of the whole batch's objective; `load` is f of the whole batch, if this is but a part of it."""
+        """This micro-batch's share of the whole batch's objective; `load` is f of the whole
+        batch, if this is but a part of it.
+        """
         record: list[Routing] = []
         with self._using(record):
             nll = self._nll_sum(ids)
@@ -281,7 +336,9 @@ class LanguageModel:
 
     @torch.no_grad()
     def _load(self, parts: Sequence[Tensor]) -> Tensor:
-        """(blocks, n) f over all parts. Leaves the random generators as they were, so that dropout is the same in the pass that follows."""
+        """(blocks, n) f over all parts. Leaves the random generators as they were, so that
+        dropout is the same in the pass that follows.
+        """
         device = self.backbone.device
         users: list[Tensor] = []
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -296,15 +353,23 @@ class LanguageModel:
         """The summed NLL of (B, C + 1) token ids, differentiable."""
         if self.backbone.head is None:
             return self._nll(ids).sum()
-        return head_loss(self.backbone.hidden(ids[:, :-1]).flatten(0, 1), *self.backbone.head, ids[:, 1:].flatten())
+        return head_loss(
+            self.backbone.hidden(ids[:, :-1]).flatten(0, 1),
+            *self.backbone.head,
+            ids[:, 1:].flatten(),
+        )
 
     def _nll(self, ids: Tensor) -> Tensor:
         """(B * C,) the NLL of each next token, at least fp32."""
         inputs, targets = ids[:, :-1], ids[:, 1:].flatten()
         if self.backbone.head is not None and not torch.is_grad_enabled():
-            return head_nll(self.backbone.hidden(inputs).flatten(0, 1), *self.backbone.head, targets)
+            return head_nll(
+                self.backbone.hidden(inputs).flatten(0, 1), *self.backbone.head, targets
+            )
         logits = self.backbone.model(inputs, use_cache=False).logits.flatten(0, 1)
-        return nn.functional.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, reduction="none")
+        return nn.functional.cross_entropy(
+            logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, reduction="none"
+        )
 
     def _checked(self, ids: Tensor, predicts: bool = False) -> Tensor:
         """The ids on the backbone's device.
@@ -312,14 +377,20 @@ class LanguageModel:
         Raises:
             ModelError: They are not (B, C) int64, or longer than the base's context.
         """
-        if ids.ndim != 2 or ids.dtype != torch.int64 or len(ids) == 0 or ids.shape[1] < 1 + predicts:
+        if (
+            ids.ndim != 2
+            or ids.dtype != torch.int64
+            or len(ids) == 0
+            or ids.shape[1] < 1 + predicts
+        ):
             raise ModelError(
                 f"a batch of token ids is {ids.dtype}{list(ids.shape)}",
                 f"Expected int64 [rows, tokens] with at least 1 row and {1 + predicts} tokens.",
             )
         if ids.shape[1] - predicts > self.backbone.context_limit:
             raise ModelError(
-                f"windows of {ids.shape[1] - predicts} tokens exceed the base's context of {self.backbone.context_limit}",
+                f"windows of {ids.shape[1] - predicts} tokens exceed the base's context of "
+                f"{self.backbone.context_limit}",
                 "Use a smaller context.",
             )
         return ids.to(self.backbone.device, non_blocking=True)
@@ -328,7 +399,10 @@ class LanguageModel:
         """Refuse anything but parameters of this adapter, at least one."""
         asked = {id(parameter) for parameter in wrt}
         if not asked or not asked <= {id(parameter) for parameter in self.adapter.parameters()}:
-            raise ModelError("gradient: nothing, or a parameter of another model, to differentiate by", "Give parameters of this adapter.")
+            raise ModelError(
+                "gradient: nothing, or a parameter of another model, to differentiate by",
+                "Give parameters of this adapter.",
+            )
 
     @contextmanager
     def _training(self, wrt: Sequence[nn.Parameter]) -> Iterator[None]:
@@ -363,14 +437,18 @@ class _Totals:
         self.probabilities: Tensor | float = 0.0
 
     def add(self, nll: Tensor, record: Sequence[Routing], load: Tensor | None) -> Tensor | None:
-        """Note one micro-batch, and return its share of the load-balancing loss if that has a gradient."""
+        """Note one micro-batch, and return its share of the load-balancing loss if that has a
+        gradient.
+        """
         self.nll = self.nll + nll.detach()
         if not record:
             return None
         with torch.no_grad():
             users = torch.stack([decision.users() for decision in record])
             self.users = self.users + users
-            self.weights = self.weights + torch.stack([decision.weights.sum(dim=0) for decision in record])
+            self.weights = self.weights + torch.stack(
+                [decision.weights.sum(dim=0) for decision in record]
+            )
         with nullcontext() if self.layout.balance_has_gradient else torch.no_grad():
             probabilities = torch.stack([decision.probabilities.sum(dim=0) for decision in record])
         self.probabilities = self.probabilities + probabilities.detach()
@@ -386,6 +464,11 @@ class _Totals:
         if isinstance(self.weights, Tensor):
             found["router"] = self.weights / self.tokens
             if self.layout.balance_coefficients:
-                users, probabilities = cast(Tensor, self.users) / self.tokens, cast(Tensor, self.probabilities) / self.tokens
-                found["balance"] = balance_loss(self.layout.balance_coefficients, users, probabilities)
+                users, probabilities = (
+                    cast(Tensor, self.users) / self.tokens,
+                    cast(Tensor, self.probabilities) / self.tokens,
+                )
+                found["balance"] = balance_loss(
+                    self.layout.balance_coefficients, users, probabilities
+                )
         return found

@@ -21,7 +21,11 @@ class Convolution(nn.Sequential):
     """
 
     def __init__(self, inputs: int, outputs: int, norm: Norm, pool: bool = False) -> None:
-        layers = [nn.Conv2d(inputs, outputs, 3, padding=1, bias=norm == "none"), _norm(norm, outputs), nn.ReLU()]
+        layers = [
+            nn.Conv2d(inputs, outputs, 3, padding=1, bias=norm == "none"),
+            _norm(norm, outputs),
+            nn.ReLU(),
+        ]
         super().__init__(*layers, *[nn.MaxPool2d(2)] * pool)
 
 
@@ -40,7 +44,9 @@ class Residual(nn.Module):
 
     def __init__(self, channels: int, norm: Norm) -> None:
         super().__init__()
-        self.body = nn.Sequential(Convolution(channels, channels, norm), Convolution(channels, channels, norm))
+        self.body = nn.Sequential(
+            Convolution(channels, channels, norm), Convolution(channels, channels, norm)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> the same."""
@@ -56,7 +62,9 @@ class GlobalMax(nn.Module):
 
 
 class Subsampling(nn.Module):
-    """Every second pixel of each row and column, and `extra` channels of zeros: a shortcut without parameters."""
+    """Every second pixel of each row and column, and `extra` channels of zeros: a shortcut
+    without parameters.
+    """
 
     def __init__(self, extra: int) -> None:
         super().__init__()
@@ -74,7 +82,8 @@ class Block(nn.Module):
         inputs: Channels in.
         outputs: Channels out.
         norm: Which normalisation.
-        halves: Whether f halves height and width; s is then a 1x1 convolution (option B of He et al.), or else subsampling (option A).
+        halves: Whether f halves height and width; s is then a 1x1 convolution (option B of He et
+            al.), or else subsampling (option A).
         projects: Which of the two.
     """
 
@@ -87,7 +96,9 @@ class Block(nn.Module):
         self.bn2 = _norm(norm, outputs)
         self.shortcut: nn.Module = nn.Identity()
         if halves and projects:
-            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=bias), _norm(norm, outputs))
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=bias), _norm(norm, outputs)
+            )
         elif halves:
             self.shortcut = Subsampling(outputs - inputs)
 

@@ -1,4 +1,6 @@
-"""What a client's adapter looks like: how many experts of each role, their ranks, and how tokens are routed to them."""
+"""What a client's adapter looks like: how many experts of each role, their ranks, and how tokens
+are routed to them.
+"""
 
 import math
 from dataclasses import dataclass
@@ -17,8 +19,10 @@ class Layout:
     Args:
         generalists: g, shared experts per MLP.
         specialists: s_i, local experts per MLP; g + s_i >= 1.
-        members: M, members of a server's pool, of which the generalists are those g that a gate chose; 0: everybody has the same ones.
-        biased: Whether routers add a constant to their logits: what is left of a gate in a personal model.
+        members: M, members of a server's pool, of which the generalists are those g that a gate
+            chose; 0: everybody has the same ones.
+        biased: Whether routers add a constant to their logits: what is left of a gate in a personal
+            model.
         rank: r of the attention LoRAs.
         alpha: LoRA scale; an update is gamma B A with gamma = alpha / sqrt(r) (rank-stabilised).
         mlp_rank: r of the experts; `rank` unless given.
@@ -26,9 +30,10 @@ class Layout:
         top_k: Experts that a token uses, at most all of them.
         frozen_a: Whether every A stays at its initial value, the same for all clients (FFA-LoRA).
         local_b: Whether every B is local, whatever its expert is (FedSA-LoRA).
-        routing: "learned" by a router; "equal": the fixed weights 1/n over all n experts, without a router (the equal-budget baseline).
-        balance: Load balancing: "none", "uniform" (n sum_j f_j P_j), "generalist" (eq. 6, to the scale of the uniform loss), or
-            "generalist-printed" (eq. 6 to its own scale).
+        routing: "learned" by a router; "equal": the fixed weights 1/n over all n experts, without a
+            router (the equal-budget baseline).
+        balance: Load balancing: "none", "uniform" (n sum_j f_j P_j), "generalist" (eq. 6, to the
+            scale of the uniform loss), or "generalist-printed" (eq. 6 to its own scale).
         balance_weight: lambda, the weight of load balancing in the objective.
 
     Raises:
@@ -55,17 +60,28 @@ class Layout:
             "generalists": (self.generalists >= 0, "at least 0"),
             "specialists": (self.specialists >= 0, "at least 0"),
             "generalists + specialists": (self.generalists + self.specialists >= 1, "at least 1"),
-            "members": (self.members == 0 or 1 <= self.generalists <= self.members, "0, or as many as generalists, of which there is one"),
+            "members": (
+                self.members == 0 or 1 <= self.generalists <= self.members,
+                "0, or as many as generalists, of which there is one",
+            ),
             "rank": (self.rank >= 1, "at least 1"),
             "mlp_rank": (self.mlp_rank is None or self.mlp_rank >= 1, "at least 1"),
             "alpha": (math.isfinite(self.alpha), "finite"),
             "dropout": (0 <= self.dropout < 1, "in [0, 1)"),
             "top_k": (self.top_k >= 1, "at least 1"),
             "routing": (self.routing in ("learned", "equal"), "'learned' or 'equal'"),
-            "balance": (self.balance in get_args(Balance), " or ".join(map(repr, get_args(Balance)))),
-            "balance_weight": (self.balance_weight >= 0 and math.isfinite(self.balance_weight), "finite and at least 0"),
+            "balance": (
+                self.balance in get_args(Balance),
+                " or ".join(map(repr, get_args(Balance))),
+            ),
+            "balance_weight": (
+                self.balance_weight >= 0 and math.isfinite(self.balance_weight),
+                "finite and at least 0",
+            ),
         }
-        if mistakes := [f"{name} must be {limit}" for name, (kept, limit) in limits.items() if not kept]:
+        if mistakes := [
+            f"{name} must be {limit}" for name, (kept, limit) in limits.items() if not kept
+        ]:
             raise ModelError(f"adapter layout: {'; '.join(mistakes)}", f"Found {self}.")
 
     def factors(self, role: Role) -> tuple[Role, Role]:
@@ -79,7 +95,9 @@ class Layout:
 
     @property
     def active(self) -> int:
-        """k, the experts that each token uses: min(top_k, n), and all n where they are weighted equally."""
+        """k, the experts that each token uses: min(top_k, n), and all n where they are weighted
+        equally.
+        """
         return self.experts if self.routing == "equal" else min(self.top_k, self.experts)
 
     @property
@@ -89,8 +107,17 @@ class Layout:
 
     @property
     def plain(self) -> bool:
-        """Whether it says nothing of experts that only LoRAs can have, so that any model can stand for it."""
-        return not (self.routed or self.specialists or self.members or self.frozen_a or self.local_b or self.mlp_rank)
+        """Whether it says nothing of experts that only LoRAs can have, so that any model can
+        stand for it.
+        """
+        return not (
+            self.routed
+            or self.specialists
+            or self.members
+            or self.frozen_a
+            or self.local_b
+            or self.mlp_rank
+        )
 
     @property
     def expert_rank(self) -> int:
@@ -99,11 +126,14 @@ class Layout:
 
     @property
     def balance_coefficients(self) -> tuple[float, ...]:
-        """a_j of the load-balancing loss sum_j a_j f_j P_j, generalists first; () without load balancing.
+        """a_j of the load-balancing loss sum_j a_j f_j P_j, generalists first; () without load
+        balancing.
 
-        Uniform: n. Generalist (eq. 6, for any g and s): 2 g for a generalist, 2 s for a specialist, so that where generalists have half of
-        the probability, its target, the loss is k, as the uniform one is at its own. As printed it is 2 (g^2 + s^2) times smaller: with
-        three specialists a twentieth, which does nothing. With experts of one kind only it is the uniform loss.
+        Uniform: n. Generalist (eq. 6, for any g and s): 2 g for a generalist, 2 s for a specialist,
+        so that where generalists have half of the probability, its target, the loss is k, as the
+        uniform one is at its own. As printed it is 2 (g^2 + s^2) times smaller: with three
+        specialists a twentieth, which does nothing. With experts of one kind only it is the uniform
+        loss.
         """
         g, s = self.generalists, self.specialists
         if not self.routed or self.balance == "none":
@@ -116,9 +146,15 @@ class Layout:
 
     @property
     def balance_has_gradient(self) -> bool:
-        """Whether load balancing moves anything: with k = n all f_j are 1, and sum_j P_j = 1 whatever the router says."""
+        """Whether load balancing moves anything: with k = n all f_j are 1, and sum_j P_j = 1
+        whatever the router says.
+        """
         equal = len(set(self.balance_coefficients)) <= 1
-        return bool(self.balance_coefficients) and self.balance_weight > 0 and not (equal and self.active == self.experts)
+        return (
+            bool(self.balance_coefficients)
+            and self.balance_weight > 0
+            and not (equal and self.active == self.experts)
+        )
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,6 @@
-"""Low-rank updates: W = W0 + gamma B A, with gamma = alpha / sqrt(r) (rank-stabilised LoRA, Kalajdzievski 2023)."""
+"""Low-rank updates: W = W0 + gamma B A, with gamma = alpha / sqrt(r) (rank-stabilised LoRA,
+Kalajdzievski 2023).
+"""
 
 import math
 
@@ -17,7 +19,8 @@ def gamma(alpha: float, rank: int) -> float:
 def project(base: nn.Module, x: Tensor) -> Tensor:
     """(T, in) -> (T, out): a frozen linear layer, into a tensor that may be updated in place.
 
-    GPT-2's Conv1D would return a view, and updating a view in place costs autograd copies of the whole tensor.
+    GPT-2's Conv1D would return a view, and updating a view in place costs autograd copies of the
+    whole tensor.
     """
     if hasattr(base, "nf"):
         return torch.addmm(base.bias, x, base.weight)  # type: ignore[arg-type]
@@ -26,7 +29,8 @@ def project(base: nn.Module, x: Tensor) -> Tensor:
 
 
 class LoRA(nn.Module):
-    """Updates of one linear layer, `count` of one role in one stack: A (count, r, in), B (count, out, r), both fp32.
+    """Updates of one linear layer, `count` of one role in one stack: A (count, r, in), B (count,
+    out, r), both fp32.
 
     Args:
         roles: Of A and of B.
@@ -37,7 +41,15 @@ class LoRA(nn.Module):
         alpha: The numerator of gamma.
     """
 
-    def __init__(self, roles: tuple[Role, Role], count: int, inputs: int, outputs: int, rank: int, alpha: float) -> None:
+    def __init__(
+        self,
+        roles: tuple[Role, Role],
+        count: int,
+        inputs: int,
+        outputs: int,
+        rank: int,
+        alpha: float,
+    ) -> None:
         super().__init__()
         self.gamma = gamma(alpha, rank)
         self.A = nn.Parameter(torch.zeros(count, rank, inputs))
@@ -46,7 +58,8 @@ class LoRA(nn.Module):
 
 
 class SingleLoRA(LoRA):
-    """The one update of an attention layer, of a generalist's roles: shared in every variant of CoMiGS.
+    """The one update of an attention layer, of a generalist's roles: shared in every variant of
+    CoMiGS.
 
     Args:
         inputs: The layer's input width.
@@ -61,9 +74,14 @@ class SingleLoRA(LoRA):
     def forward(self, x: Tensor, base: nn.Module) -> Tensor:
         """(..., in) -> (..., out): base(x) + gamma B A x, in the dtype of x.
 
-        The long side comes last in every thin product, those of the backward pass too: on CPUs that is up to four times as fast.
+        The long side comes last in every thin product, those of the backward pass too: on CPUs that
+        is up to four times as fast.
         """
         tokens = x.flatten(0, -2)
-        codes = self.A[0].to(x.dtype) @ nn.functional.dropout(tokens, self.dropout, self.training).T  # (r, T)
-        y = project(base, tokens).addmm_(codes.T, self.B[0].to(x.dtype).T.contiguous(), alpha=self.gamma)
+        codes = (
+            self.A[0].to(x.dtype) @ nn.functional.dropout(tokens, self.dropout, self.training).T
+        )  # (r, T)
+        y = project(base, tokens).addmm_(
+            codes.T, self.B[0].to(x.dtype).T.contiguous(), alpha=self.gamma
+        )
         return y.view(*x.shape[:-1], -1)

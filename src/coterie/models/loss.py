@@ -1,4 +1,6 @@
-"""Next-token cross-entropy straight from hidden states: the logits of all tokens never exist at once."""
+"""Next-token cross-entropy straight from hidden states: the logits of all tokens never exist at
+once.
+"""
 
 from typing import Any
 
@@ -7,15 +9,23 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 LOGITS_AT_ONCE = {"cpu": 2**20, "cuda": 2**27}  # values; on a CPU about what its last cache holds
-TOKENS_AT_ONCE = 128  # but at least, of a large vocabulary: fewer would read the whole head, far more than a cache holds, for little work
+# but at least, of a large vocabulary: fewer would read the whole head, far more than a cache holds,
+# for little work
+TOKENS_AT_ONCE = 128
 
 
 class _HeadLoss(torch.autograd.Function):
-    """The sum of the NLL through a frozen head: its gradient is found in the forward pass, so only dL/dhidden (T, d) is kept."""
+    """The sum of the NLL through a frozen head: its gradient is found in the forward pass, so
+    only dL/dhidden (T, d) is kept.
+    """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
-        total = torch.zeros((), device=hidden.device, dtype=torch.promote_types(hidden.dtype, torch.float32))
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
+    ) -> Tensor:
+        total = torch.zeros(
+            (), device=hidden.device, dtype=torch.promote_types(hidden.dtype, torch.float32)
+        )
         gradient = torch.empty_like(hidden)
         for part in _parts(hidden, weight):
             logits = nn.functional.linear(hidden[part], weight, bias).to(total.dtype)
@@ -41,7 +51,8 @@ def _parts(hidden: Tensor, weight: Tensor) -> list[slice]:
 
 
 def head_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
-    """sum_t -log softmax(W h_t + bias)[target_t], differentiable with respect to the hidden states only.
+    """sum_t -log softmax(W h_t + bias)[target_t], differentiable with respect to the hidden states
+    only.
 
     Args:
         hidden: (T, d).
@@ -59,6 +70,10 @@ def head_nll(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tenso
     for part in _parts(hidden, weight):
         logits = nn.functional.linear(hidden[part], weight, bias)
         found.append(
-            nn.functional.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets[part], reduction="none")
+            nn.functional.cross_entropy(
+                logits.to(torch.promote_types(logits.dtype, torch.float32)),
+                targets[part],
+                reduction="none",
+            )
         )
     return torch.cat(found)

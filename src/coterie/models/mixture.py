@@ -1,4 +1,6 @@
-"""A mixture of LoRA experts on a frozen MLP: router, experts, and the choice of the way to compute them."""
+"""A mixture of LoRA experts on a frozen MLP: router, experts, and the choice of the way to
+compute them.
+"""
 
 import math
 
@@ -22,7 +24,8 @@ from coterie.models.mixture_kernel import (
 )
 from coterie.models.routing import Router, Routing, by_experts
 
-# Of one piece's hidden-width tensor: on a CPU tokens are taken in chunks, so that the pieces of a chunk stay in its cache.
+# Of one piece's hidden-width tensor: on a CPU tokens are taken in chunks, so that the pieces of a
+# chunk stay in its cache.
 CACHED_VALUES = 2**17
 TOKENS_PER_SET = 8  # on average, from which on a CPU sorts tokens by the set of their experts
 
@@ -41,25 +44,45 @@ class Mixture(nn.Module):
         self.first = tuple(linear.name for linear in shape.linears if linear.name != "down")
         self.hidden = shape.linears[0].outputs  # f
         shared = Role.EXPERT if layout.members else Role.GENERALIST
-        for name, role, count in (("generalist", shared, layout.generalists), ("specialist", Role.SPECIALIST, layout.specialists)):
+        for name, role, count in (
+            ("generalist", shared, layout.generalists),
+            ("specialist", Role.SPECIALIST, layout.specialists),
+        ):
             loras = {
-                linear.name: LoRA(layout.factors(role), count, linear.inputs, linear.outputs, layout.expert_rank, layout.alpha)
+                linear.name: LoRA(
+                    layout.factors(role),
+                    count,
+                    linear.inputs,
+                    linear.outputs,
+                    layout.expert_rank,
+                    layout.alpha,
+                )
                 for linear in shape.linears
             }
             if count:
                 self.add_module(name, nn.ModuleDict(loras))
-        self.router = Router(shape.width, layout.experts, layout.active, layout.biased) if layout.routed else None
+        self.router = (
+            Router(shape.width, layout.experts, layout.active, layout.biased)
+            if layout.routed
+            else None
+        )
 
     def _by_role(self, linear: str, matrix: str) -> list[Tensor]:
         """One matrix of the experts of each role, (., ., .), generalists first."""
-        return [getattr(self.get_submodule(f"{role}.{linear}"), matrix) for role in ("generalist", "specialist") if hasattr(self, role)]
+        return [
+            getattr(self.get_submodule(f"{role}.{linear}"), matrix)
+            for role in ("generalist", "specialist")
+            if hasattr(self, role)
+        ]
 
     def _stack(self, linear: str, matrix: str, dtype: torch.dtype) -> Tensor:
         """(n, ., .) one matrix of all experts."""
         return stacked(self._by_role(linear, matrix), dtype)
 
     def forward(self, x: Tensor, base: FrozenMLP, record: list[Routing] | None = None) -> Tensor:
-        """(..., d_model) -> (..., d_model) in the dtype of x; the routing decision is appended to `record`."""
+        """(..., d_model) -> (..., d_model) in the dtype of x; the routing decision is appended
+        to `record`.
+        """
         tokens = x.flatten(0, -2)
         routing = self.router(tokens) if self.router is not None else None
         if record is not None and routing is not None:
@@ -67,26 +90,41 @@ class Mixture(nn.Module):
         weights = self._weights(tokens, routing)
         if self.training and self.layout.dropout > 0:
             return self._experts(tokens, weights, base, None).view_as(x)
-        plan, order = self._plan(tokens, None if routing is None else routing.selected, base.activation)
+        plan, order = self._plan(
+            tokens, None if routing is None else routing.selected, base.activation
+        )
         if order is None or weights is None:
             return self._experts(tokens, weights, base, plan).view_as(x)
         inverse = order.argsort()
-        y = self._experts(_reordered(tokens, order, inverse), _reordered(weights, order, inverse), base, plan)
+        y = self._experts(
+            _reordered(tokens, order, inverse), _reordered(weights, order, inverse), base, plan
+        )
         return _reordered(y, inverse, order).view_as(x)
 
-    def _experts(self, x: Tensor, weights: Tensor | None, base: FrozenMLP, plan: Plan | None) -> Tensor:
-        """(T, d_model) -> (T, d_model), with weights (T, n), or None for 1; without a plan, with dropout."""
+    def _experts(
+        self, x: Tensor, weights: Tensor | None, base: FrozenMLP, plan: Plan | None
+    ) -> Tensor:
+        """(T, d_model) -> (T, d_model), with weights (T, n), or None for 1; without a plan, with
+        dropout.
+        """
         bases = [project(linear, x) for linear in base.first]
-        A1 = torch.stack([self._stack(name, "A", x.dtype) for name in self.first])  # (linears, n, r, d_model)
+        A1 = torch.stack(
+            [self._stack(name, "A", x.dtype) for name in self.first]
+        )  # (linears, n, r, d_model)
         B2 = self._stack("down", "B", x.dtype)
         weights = None if weights is None else weights.T.contiguous()
         if plan is None:
             m, c = self._with_dropout(x, bases, weights, A1, base.activation)
         else:
             codes = (A1.flatten(0, 2) @ x.T).view(*A1.shape[:3], len(x))
-            by_role = [*self._by_role("down", "A"), *(B for name in self.first for B in self._by_role(name, "B"))]
+            by_role = [
+                *self._by_role("down", "A"),
+                *(B for name in self.first for B in self._by_role(name, "B")),
+            ]
             m, c = _Hidden.apply(plan, weights, codes, *bases, *by_role)  # type: ignore[no-untyped-call]
-        return project(base.down, m).addmm_(c.flatten(0, 1).T, B2.mT.flatten(0, 1), alpha=self.gamma)
+        return project(base.down, m).addmm_(
+            c.flatten(0, 1).T, B2.mT.flatten(0, 1), alpha=self.gamma
+        )
 
     def _weights(self, x: Tensor, routing: Routing | None) -> Tensor | None:
         """(T, n) in the dtype of x; None for a single expert."""
@@ -95,31 +133,56 @@ class Mixture(nn.Module):
         n = self.layout.experts
         return None if n == 1 else x.new_full((1, n), 1 / n).expand(len(x), n)
 
-    def _plan(self, x: Tensor, selected: Tensor | None, activation: Activation) -> tuple[Plan, Tensor | None]:
-        """The plan for T tokens that use the selected experts, (T, k), or all; and the order of the tokens that it is made for, if another.
+    def _plan(
+        self, x: Tensor, selected: Tensor | None, activation: Activation
+    ) -> tuple[Plan, Tensor | None]:
+        """The plan for T tokens that use the selected experts, (T, k), or all; and the order of the
+        tokens that it is made for, if another.
 
-        Sorted by the set of their experts, tokens are consecutive, and nothing as wide as the hidden layer is gathered or scattered. A GPU
-        would have too little to do for each of so many sets, and has fewer but larger groups.
+        Sorted by the set of their experts, tokens are consecutive, and nothing as wide as the
+        hidden layer is gathered or scattered. A GPU would have too little to do for each of so many
+        sets, and has fewer but larger groups.
         """
         n, active = self.layout.experts, self.layout.active
         cached = CACHED_VALUES * torch.get_num_threads()  # each thread has a cache of its own
         chunk = max(len(x), 1) if x.is_cuda else max(cached // self.hidden, 16)
-        if selected is None or x.is_meta:  # where there are no values, any k experts do: only operations are counted
-            return Plan(tuple(dense_pieces(len(x), n if selected is None else active, chunk)), activation, self.gamma), None
+        if (
+            selected is None or x.is_meta
+        ):  # where there are no values, any k experts do: only operations are counted
+            return Plan(
+                tuple(dense_pieces(len(x), n if selected is None else active, chunk)),
+                activation,
+                self.gamma,
+            ), None
         if not x.is_cuda and n < 63 and math.comb(n, active) * TOKENS_PER_SET <= len(x):
             order, sets = by_experts(selected)
             return Plan(tuple(sorted_pieces(sets, chunk)), activation, self.gamma), order
-        return Plan(tuple(grouped_pieces(selected, n, chunk * n // active)), activation, self.gamma), None
+        return Plan(
+            tuple(grouped_pieces(selected, n, chunk * n // active)), activation, self.gamma
+        ), None
 
     def _with_dropout(
-        self, x: Tensor, bases: list[Tensor], weights: Tensor | None, A1: Tensor, activation: Activation
+        self,
+        x: Tensor,
+        bases: list[Tensor],
+        weights: Tensor | None,
+        A1: Tensor,
+        activation: Activation,
     ) -> tuple[Tensor, Tensor]:
-        """The same m and c with a dropout mask of its own on the input of every LoRA: by autograd, all experts for all tokens."""
-        A2, B1 = self._stack("down", "A", x.dtype), [self._stack(name, "B", x.dtype).mT for name in self.first]
+        """The same m and c with a dropout mask of its own on the input of every LoRA: by
+        autograd, all experts for all tokens.
+        """
+        A2, B1 = (
+            self._stack("down", "A", x.dtype),
+            [self._stack(name, "B", x.dtype).mT for name in self.first],
+        )
         m, c = torch.zeros_like(bases[0]), []
         for j in range(self.layout.experts):
             p = [
-                b + self.gamma * nn.functional.linear(nn.functional.dropout(x, self.layout.dropout), A[j]) @ B[j]
+                b
+                + self.gamma
+                * nn.functional.linear(nn.functional.dropout(x, self.layout.dropout), A[j])
+                @ B[j]
                 for b, A, B in zip(bases, A1, B1, strict=True)
             ]
             h = activation.forward(p[0]) * p[1] if len(p) == 2 else activation.forward(p[0])

@@ -1,4 +1,6 @@
-"""The products of a mixture of LoRA experts on a frozen MLP, forward and backward, dense or sorted by expert."""
+"""The products of a mixture of LoRA experts on a frozen MLP, forward and backward, dense or
+sorted by expert.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,12 +11,16 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 Rows = slice | Tensor  # which tokens: consecutive ones, or (t,) indices
-PADDING = 16  # values behind each row of the scratch: rows that are a multiple of 4 KiB apart would share the same few places of a cache
+# values behind each row of the scratch: rows that are a multiple of 4 KiB apart would share the
+# same few places of a cache
+PADDING = 16
 
 
 @dataclass(frozen=True)
 class Activation:
-    """An elementwise function, and (dL/da, p) -> dL/dp for a = act(p); both may write to `out`, which may be one of the inputs."""
+    """An elementwise function, and (dL/da, p) -> dL/dp for a = act(p); both may write to `out`,
+    which may be one of the inputs.
+    """
 
     forward: Callable[..., Tensor]
     backward: Callable[..., Tensor]
@@ -25,7 +31,9 @@ class Activation:
         if isinstance(module, nn.SiLU):
             return cls._fused(torch.ops.aten.silu, torch.ops.aten.silu_backward)
         if isinstance(module, nn.GELU):
-            return cls._fused(torch.ops.aten.gelu, torch.ops.aten.gelu_backward, approximate=module.approximate)
+            return cls._fused(
+                torch.ops.aten.gelu, torch.ops.aten.gelu_backward, approximate=module.approximate
+            )
 
         def forward(p: Tensor, out: Tensor | None = None) -> Tensor:
             a: Tensor = module(p)
@@ -46,7 +54,11 @@ class Activation:
             return found
 
         def derive(grad: Tensor, p: Tensor, out: Tensor | None = None) -> Tensor:
-            found: Tensor = backward(grad, p, **how) if out is None else backward.grad_input(grad, p, **how, grad_input=out)
+            found: Tensor = (
+                backward(grad, p, **how)
+                if out is None
+                else backward.grad_input(grad, p, **how, grad_input=out)
+            )
             return found
 
         return cls(apply, derive)
@@ -72,8 +84,9 @@ class Plan:
     """Which experts to compute for which tokens, in which order.
 
     Args:
-        pieces: Experts that the same tokens meet one after the other, and those tokens. If they are consecutive, the experts are all that
-            they use, and the pieces together reach every token.
+        pieces: Experts that the same tokens meet one after the other, and those tokens. If they are
+            consecutive, the experts are all that they use, and the pieces together reach every
+            token.
         activation: The MLP's.
         gamma: The scale of the updates.
     """
@@ -83,8 +96,14 @@ class Plan:
     gamma: float
 
     def sums(self, like: Tensor) -> Tensor:
-        """What `_accumulate` fills, of the shape of `like`: where tokens are consecutive, the first of their experts writes."""
-        return torch.empty_like(like) if all(isinstance(rows, slice) for _, rows in self.pieces) else torch.zeros_like(like)
+        """What `_accumulate` fills, of the shape of `like`: where tokens are consecutive, the
+        first of their experts writes.
+        """
+        return (
+            torch.empty_like(like)
+            if all(isinstance(rows, slice) for _, rows in self.pieces)
+            else torch.zeros_like(like)
+        )
 
     def scratch(self, like: Tensor, count: int) -> Callable[[int], list[Tensor]]:
         """For t tokens of a piece, `count` tensors (t, f) that every piece overwrites."""
@@ -99,15 +118,21 @@ def dense_pieces(tokens: int, experts: int, chunk: int) -> Iterator[tuple[Sequen
         yield range(experts), slice(start, min(start + chunk, tokens))
 
 
-def sorted_pieces(sets: Sequence[tuple[list[int], int, int]], chunk: int) -> Iterator[tuple[Sequence[int], Rows]]:
+def sorted_pieces(
+    sets: Sequence[tuple[list[int], int, int]], chunk: int
+) -> Iterator[tuple[Sequence[int], Rows]]:
     """Tokens that were sorted by the set of their experts, see `by_experts`."""
     for experts, first, last in sets:
         for start in range(first, last, chunk):
             yield experts, slice(start, min(start + chunk, last))
 
 
-def grouped_pieces(selected: Tensor, experts: int, chunk: int) -> Iterator[tuple[Sequence[int], Rows]]:
-    """The selected pairs only, (T, k): tokens sorted by chunk, then by expert. On a GPU this waits for the group sizes."""
+def grouped_pieces(
+    selected: Tensor, experts: int, chunk: int
+) -> Iterator[tuple[Sequence[int], Rows]]:
+    """The selected pairs only, (T, k): tokens sorted by chunk, then by expert. On a GPU this
+    waits for the group sizes.
+    """
     tokens, active = selected.shape
     chunks = -(-tokens // chunk)
     token = torch.arange(tokens, device=selected.device)
@@ -120,14 +145,20 @@ def grouped_pieces(selected: Tensor, experts: int, chunk: int) -> Iterator[tuple
 
 
 class _Hidden(torch.autograd.Function):
-    """(b, z, w, B1, A2) -> (m, c): everything between the frozen projections. Keeps its inputs only."""
+    """(b, z, w, B1, A2) -> (m, c): everything between the frozen projections. Keeps its inputs
+    only.
+    """
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, weights: Tensor | None, codes: Tensor, *wide: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights (n, T), or None for 1; codes (linears, n, r, T); and what is wide, see `_sorted`: bases b, A2 and B1.
+    def forward(
+        ctx: Any, plan: Plan, weights: Tensor | None, codes: Tensor, *wide: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Weights (n, T), or None for 1; codes (linears, n, r, T); and what is wide, see `_sorted`:
+        bases b, A2 and B1.
 
         Returns:
-            m (T, f), and the codes of the last layer c_j = w_j A2_j h_j, (n, r, T), 0 where a token does not use j.
+            m (T, f), and the codes of the last layer c_j = w_j A2_j h_j, (n, r, T), 0 where a token
+            does not use j.
         """
         ctx.plan = plan
         ctx.save_for_backward(weights, codes, *wide)
@@ -143,13 +174,17 @@ class _Hidden(torch.autograd.Function):
                 if half == 2:
                     h.mul_(p[1])
                 _put(c[j], rows, A2[j] @ h.T)
-                _accumulate(m, rows, h, None if weights is None else _columns(weights[j], rows), k == 0)
+                _accumulate(
+                    m, rows, h, None if weights is None else _columns(weights[j], rows), k == 0
+                )
         return m, c if weights is None else c.mul_(weights[:, None])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dm: Tensor, dc: Tensor) -> tuple[Tensor | None, ...]:
-        """With u_j = dm + A2_j^T dL/dc_j: dL/dh_j = w_j u_j, dL/dw_j = <u_j, h_j>, and q_j = u_j * act'(p_j) is dL/dp_j / w_j."""
+        """With u_j = dm + A2_j^T dL/dc_j: dL/dh_j = w_j u_j, dL/dw_j = <u_j, h_j>, and q_j = u_j
+        * act'(p_j) is dL/dp_j / w_j.
+        """
         plan: Plan = ctx.plan
         weights, codes, *wide = ctx.saved_tensors
         bases, A2, B1 = _stacks(wide, codes)
@@ -159,9 +194,16 @@ class _Hidden(torch.autograd.Function):
         d_weights = torch.zeros_like(weights) if of_weights else None
         d_codes = torch.zeros_like(codes) if of_codes else None
         d_A2 = torch.zeros_like(A2) if any(of_A2) else None
-        d_bases = [plan.sums(b) if needed else None for b, needed in zip(bases, of_bases, strict=True)]
-        d_B1 = [torch.zeros_like(B) if any(needed) else None for B, needed in zip(B1, of_B1, strict=True)]
-        weighted_codes, weighted_dc = (codes, dc) if weights is None else (codes * weights[:, None], dc * weights[:, None])
+        d_bases = [
+            plan.sums(b) if needed else None for b, needed in zip(bases, of_bases, strict=True)
+        ]
+        d_B1 = [
+            torch.zeros_like(B) if any(needed) else None
+            for B, needed in zip(B1, of_B1, strict=True)
+        ]
+        weighted_codes, weighted_dc = (
+            (codes, dc) if weights is None else (codes * weights[:, None], dc * weights[:, None])
+        )
         scratch = plan.scratch(bases[0], half + 4)
         for experts, rows in plan.pieces:
             b, dm_rows = [_rows(base, rows) for base in bases], _rows(dm, rows)
@@ -175,7 +217,11 @@ class _Hidden(torch.autograd.Function):
                     _put(d_weights[j], rows, torch.mul(u, h, out=product).sum(dim=1))
                 if d_A2 is not None:
                     d_A2[j].addmm_(_columns(weighted_dc[j], rows), h)
-                q = [plan.activation.backward(u if half == 1 else torch.mul(u, p[1], out=product), p[0], out=product)]
+                q = [
+                    plan.activation.backward(
+                        u if half == 1 else torch.mul(u, p[1], out=product), p[0], out=product
+                    )
+                ]
                 if half == 2:
                     q.append(u.mul_(a))
                 w = None if weights is None else _columns(weights[j], rows)
@@ -190,12 +236,25 @@ class _Hidden(torch.autograd.Function):
             d_codes.mul_(plan.gamma if weights is None else plan.gamma * weights[:, None])
         _, A2_by_role, B1_by_role = _sorted(wide, half)
         by_role = [_unstacked(d_A2, A2_by_role)]
-        by_role += [_unstacked(None if d is None else d.mT, roles) for d, roles in zip(d_B1, B1_by_role, strict=True)]
-        return None, d_weights, d_codes, *d_bases, *(gradient for gradients in by_role for gradient in gradients)
+        by_role += [
+            _unstacked(None if d is None else d.mT, roles)
+            for d, roles in zip(d_B1, B1_by_role, strict=True)
+        ]
+        return (
+            None,
+            d_weights,
+            d_codes,
+            *d_bases,
+            *(gradient for gradients in by_role for gradient in gradients),
+        )
 
 
-def _sorted(wide: Sequence[Any], linears: int) -> tuple[Sequence[Any], Sequence[Any], list[Sequence[Any]]]:
-    """Bases (T, f), one for each first layer; A2 (n, r, f) in parts by role; and B1 (n, f, r) likewise, for each first layer."""
+def _sorted(
+    wide: Sequence[Any], linears: int
+) -> tuple[Sequence[Any], Sequence[Any], list[Sequence[Any]]]:
+    """Bases (T, f), one for each first layer; A2 (n, r, f) in parts by role; and B1 (n, f, r)
+    likewise, for each first layer.
+    """
     parts = wide[linears:]
     roles = len(parts) // (1 + linears)
     A2, *B1 = (parts[start : start + roles] for start in range(0, len(parts), roles))
@@ -203,9 +262,15 @@ def _sorted(wide: Sequence[Any], linears: int) -> tuple[Sequence[Any], Sequence[
 
 
 def _stacks(wide: Sequence[Tensor], codes: Tensor) -> tuple[Sequence[Tensor], Tensor, list[Tensor]]:
-    """Bases; A2 (n, r, f); B1 (n, r, f) of each first layer. They are made anew for the backward pass: kept, they would be copies."""
+    """Bases; A2 (n, r, f); B1 (n, r, f) of each first layer. They are made anew for the backward
+    pass: kept, they would be copies.
+    """
     bases, A2, B1 = _sorted(wide, len(codes))
-    return bases, stacked(A2, codes.dtype), [stacked(parts, codes.dtype).mT.contiguous() for parts in B1]
+    return (
+        bases,
+        stacked(A2, codes.dtype),
+        [stacked(parts, codes.dtype).mT.contiguous() for parts in B1],
+    )
 
 
 def stacked(by_role: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -217,7 +282,10 @@ def _unstacked(gradient: Tensor | None, by_role: Sequence[Tensor]) -> Sequence[T
     """The gradient of each role's, where there is one."""
     if gradient is None:
         return [None] * len(by_role)
-    return [own.to(t.dtype) for own, t in zip(torch.split(gradient, [len(t) for t in by_role]), by_role, strict=True)]
+    return [
+        own.to(t.dtype)
+        for own, t in zip(torch.split(gradient, [len(t) for t in by_role]), by_role, strict=True)
+    ]
 
 
 class _Reordered(torch.autograd.Function):
@@ -236,8 +304,17 @@ class _Reordered(torch.autograd.Function):
         return grad.index_select(0, inverse), None, None
 
 
-def _first(gamma: float, bases: Sequence[Tensor], codes: Tensor, rows: Rows, B1: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-    """The pre-activations b + gamma B1_j z_j of one piece, (t, f) for each first layer, of all codes of its expert, (linears, r, T)."""
+def _first(
+    gamma: float,
+    bases: Sequence[Tensor],
+    codes: Tensor,
+    rows: Rows,
+    B1: Sequence[Tensor],
+    out: Sequence[Tensor],
+) -> None:
+    """The pre-activations b + gamma B1_j z_j of one piece, (t, f) for each first layer, of all
+    codes of its expert, (linears, r, T).
+    """
     for b, z, B, p in zip(bases, _columns(codes, rows), B1, out, strict=True):
         torch.addmm(b, z.T, B, alpha=gamma, out=p)
 
@@ -264,8 +341,11 @@ def _put(tensor: Tensor, rows: Rows, values: Tensor) -> None:
         tensor.index_copy_(-1, rows, values)
 
 
-def _accumulate(total: Tensor, rows: Rows, term: Tensor, weight: Tensor | None, first: bool) -> None:
-    """total[rows] += weight * term, with a weight (t,) for each row; the first of all experts of consecutive rows writes instead.
+def _accumulate(
+    total: Tensor, rows: Rows, term: Tensor, weight: Tensor | None, first: bool
+) -> None:
+    """total[rows] += weight * term, with a weight (t,) for each row; the first of all experts of
+    consecutive rows writes instead.
 
     May overwrite `term`.
     """

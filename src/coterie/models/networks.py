@@ -1,6 +1,8 @@
-"""Networks that classify images: a multilayer perceptron, a small convolutional network, and residual ones of four depths.
+"""Networks that classify images: a multilayer perceptron, a small convolutional network, and
+residual ones of four depths.
 
-Each is a linear `head` on what its `features` make of an image: `network(x) = head(features(x))`, with `head.in_features` of them.
+Each is a linear `head` on what its `features` make of an image: `network(x) = head(features(x))`,
+with `head.in_features` of them.
 """
 
 import math
@@ -22,7 +24,9 @@ from coterie.models.layers import Block, Convolution, GlobalMax, Norm, Residual,
 
 
 class Shape(Protocol):
-    """All that it takes to build a network, without any data: a `NetworkShape` for images, a `TextShape` for texts."""
+    """All that it takes to build a network, without any data: a `NetworkShape` for images, a
+    `TextShape` for texts.
+    """
 
     @property
     def classes(self) -> int: ...
@@ -45,10 +49,11 @@ class NetworkShape:
         network: Which one.
         inputs: Channels, height and width of an image.
         classes: Width of the output.
-        hidden: Widths of the MLP's hidden layers; an MLP has no other settings, and no normalisation.
+        hidden: Widths of the MLP's hidden layers; an MLP has no other settings, and no
+            normalisation.
         norm: What follows each convolution.
-        width: w, channels of the first convolution; the others are multiples of it. None: the network's own, 16 of a ResNet-20 or -56 and
-            64 of the others.
+        width: w, channels of the first convolution; the others are multiples of it. None: the
+            network's own, 16 of a ResNet-20 or -56 and 64 of the others.
 
     Raises:
         ModelError: A size is not positive, or there is no such network or normalisation.
@@ -62,9 +67,13 @@ class NetworkShape:
     width: int | None = None
 
     def __post_init__(self) -> None:
-        if len(self.inputs) != 3 or min(*self.inputs, *self.hidden, self.classes, self.channels) < 1:
+        if (
+            len(self.inputs) != 3
+            or min(*self.inputs, *self.hidden, self.classes, self.channels) < 1
+        ):
             raise ModelError(
-                f"a network of inputs {self.inputs}, hidden {self.hidden}, width {self.channels} and {self.classes} classes",
+                f"a network of inputs {self.inputs}, hidden {self.hidden}, width {self.channels} "
+                f"and {self.classes} classes",
                 "Inputs are (channels, height, width), and every size is at least 1.",
             )
         if self.network not in NETWORKS or self.norm not in ("batch", "group", "none"):
@@ -103,7 +112,10 @@ class NetworkShape:
             expected = f"float32 [examples, {', '.join(map(str, self.inputs))}]"
             raise ModelError(f"a batch of {x.dtype}{list(x.shape)} images", f"Expected {expected}.")
         if not torch.isfinite(x).all():
-            raise ModelError("a batch has inputs that are not finite", "Repair the data, or check the mean and std that normalise them.")
+            raise ModelError(
+                "a batch has inputs that are not finite",
+                "Repair the data, or check the mean and std that normalise them.",
+            )
 
     def example(self) -> Tensor:
         """(1, C, H, W): a black image."""
@@ -138,7 +150,8 @@ class MLP(nn.Sequential):
         """The network at m points at once: one batched matrix product a layer.
 
         Args:
-            parameters: Weights (m, out, in) and biases (m, out) in turn, as many as there are layers.
+            parameters: Weights (m, out, in) and biases (m, out) in turn, as many as there are
+                layers.
             x: (m, B, C, H, W).
 
         Returns:
@@ -151,7 +164,9 @@ class MLP(nn.Sequential):
 
 
 class CNN(nn.Module):
-    """Two convolutions of width w and 2w, each with pooling while the map is larger than one pixel, and a linear layer."""
+    """Two convolutions of width w and 2w, each with pooling while the map is larger than one
+    pixel, and a linear layer.
+    """
 
     def __init__(self, shape: NetworkShape) -> None:
         super().__init__()
@@ -170,9 +185,11 @@ class CNN(nn.Module):
 
 
 class ResNet9(nn.Module):
-    """Convolutions of w, 2w, 4w and 8w channels, residual blocks behind the second and the last, global max pooling and a linear layer.
+    """Convolutions of w, 2w, 4w and 8w channels, residual blocks behind the second and the last,
+    global max pooling and a linear layer.
 
-    With w = 64 and ten classes it has 6.57 million parameters. The last three convolutions pool while the map is larger than one pixel.
+    With w = 64 and ten classes it has 6.57 million parameters. The last three convolutions pool
+    while the map is larger than one pixel.
     """
 
     def __init__(self, shape: NetworkShape) -> None:
@@ -197,10 +214,12 @@ class ResNet9(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A convolution of w channels, stages of residual blocks of w, 2w, 4w, ... channels, global average pooling and a linear layer.
+    """A convolution of w channels, stages of residual blocks of w, 2w, 4w, ... channels, global
+    average pooling and a linear layer.
 
-    Each stage but the first halves height and width. Modules are named as in akamaster/pytorch_resnet_cifar10 (subsampling) and
-    kuangliu/pytorch-cifar (projections), so that weights of these load as they are.
+    Each stage but the first halves height and width. Modules are named as in
+    akamaster/pytorch_resnet_cifar10 (subsampling) and kuangliu/pytorch-cifar (projections), so that
+    weights of these load as they are.
     """
 
     blocks: ClassVar[tuple[int, ...]]  # of each stage
@@ -215,7 +234,13 @@ class ResNet(nn.Module):
         for number, (stage, depth) in enumerate(zip(self.stages, self.blocks, strict=True)):
             outputs = shape.channels * 2**number
             first = Block(inputs, outputs, shape.norm, number > 0, self.projects)
-            self.add_module(stage, nn.Sequential(first, *(Block(outputs, outputs, shape.norm, False, False) for _ in range(depth - 1))))
+            self.add_module(
+                stage,
+                nn.Sequential(
+                    first,
+                    *(Block(outputs, outputs, shape.norm, False, False) for _ in range(depth - 1)),
+                ),
+            )
             inputs = outputs
         self.linear = nn.Linear(inputs, shape.classes)
 
@@ -237,7 +262,9 @@ class ResNet(nn.Module):
 
 
 class ResNet20(ResNet):
-    """ResNet-20 for CIFAR (He et al., 2016, Section 4.2): 0.27 million parameters with w = 16 and ten classes."""
+    """ResNet-20 for CIFAR (He et al., 2016, Section 4.2): 0.27 million parameters with w = 16
+    and ten classes.
+    """
 
     blocks, projects = (3, 3, 3), False
 
@@ -249,7 +276,9 @@ class ResNet56(ResNet):
 
 
 class ResNet34(ResNet):
-    """ResNet-34 for small images, without the first stride and pooling of ImageNet's: 21.3 million parameters."""
+    """ResNet-34 for small images, without the first stride and pooling of ImageNet's: 21.3
+    million parameters.
+    """
 
     blocks, projects = (3, 4, 6, 3), True
 
@@ -266,7 +295,8 @@ NETWORKS: Mapping[str, type[MLP | CNN | ResNet9 | ResNet]] = {
 
 
 def build(shape: NetworkShape, device: torch.device | str = "cpu") -> Network:
-    """The network, every parameter a GENERALIST: values of `initial` with seed 0, running means 0 and variances 1.
+    """The network, every parameter a GENERALIST: values of `initial` with seed 0, running means 0
+    and variances 1.
 
     PyTorch's random generators are left as they were.
     """
@@ -284,8 +314,9 @@ def build(shape: NetworkShape, device: torch.device | str = "cpu") -> Network:
 def initial(network: nn.Module, seed: int) -> Tensors:
     """PyTorch's default initial values of every parameter, fp32 on the CPU.
 
-    Weights and biases of linear layers and convolutions are U(-1/sqrt(fan in), 1/sqrt(fan in)); normalisation starts as the identity.
-    Each tensor is drawn from a stream of its own, named by (seed, "generalist", name).
+    Weights and biases of linear layers and convolutions are U(-1/sqrt(fan in), 1/sqrt(fan in));
+    normalisation starts as the identity. Each tensor is drawn from a stream of its own, named by
+    (seed, "generalist", name).
     """
     found: Tensors = {}
     for prefix, owner in network.named_modules():
@@ -294,7 +325,9 @@ def initial(network: nn.Module, seed: int) -> Tensors:
             if isinstance(owner, nn.Linear | nn.Conv2d):
                 bound = 1 / math.sqrt(owner.weight[0].numel())
                 generator = torch.Generator().manual_seed(mix(seed, GENERALIST, name))
-                found[name] = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
+                found[name] = torch.empty(parameter.shape).uniform_(
+                    -bound, bound, generator=generator
+                )
             else:
                 found[name] = torch.full(parameter.shape, float(own == "weight"))
     return found
@@ -310,19 +343,32 @@ def load(path: Path, shape: Shape) -> Tensors:
         ModelError: It is of another network.
     """
     named, _ = load_tensors(path)
-    found = {name: tensor for name, tensor in named.items() if not name.endswith(".num_batches_tracked")}
+    found = {
+        name: tensor for name, tensor in named.items() if not name.endswith(".num_batches_tracked")
+    }
     check(shape, found, str(path))
     return found
 
 
 def statistics(network: nn.Module) -> dict[str, Tensor]:
-    """The running statistics of batch normalisation, by name; not the constants that some networks hold as buffers."""
-    norms = {prefix: module for prefix, module in network.named_modules() if isinstance(module, nn.BatchNorm2d)}
-    return {f"{prefix}.{own}": buffer for prefix, norm in norms.items() for own, buffer in norm.named_buffers()}
+    """The running statistics of batch normalisation, by name; not the constants that some
+    networks hold as buffers.
+    """
+    norms = {
+        prefix: module
+        for prefix, module in network.named_modules()
+        if isinstance(module, nn.BatchNorm2d)
+    }
+    return {
+        f"{prefix}.{own}": buffer
+        for prefix, norm in norms.items()
+        for own, buffer in norm.named_buffers()
+    }
 
 
 def check_size(shape: Shape, tensors: Named, source: str) -> None:
-    """Refuse a shape that is far larger than its tensors before anything of its size is made: a file may claim billions of units.
+    """Refuse a shape that is far larger than its tensors before anything of its size is made: a
+    file may claim billions of units.
 
     Raises:
         ModelError: It is. What else is wrong with the tensors `check` tells.
@@ -333,14 +379,19 @@ def check_size(shape: Shape, tensors: Named, source: str) -> None:
     except (RuntimeError, TypeError) as error:  # sizes that no tensor can have
         raise ModelError(f"{source}: {shape.title}: {error}", "It was changed by hand.") from None
     if wanted > 2 * found + _SMALL:
-        raise ModelError(f"{source}: {found:,} values, {shape.title} has {wanted:,}", "The file belongs to another network.")
+        raise ModelError(
+            f"{source}: {found:,} values, {shape.title} has {wanted:,}",
+            "The file belongs to another network.",
+        )
 
 
 def check(shape: Shape, tensors: Named, source: str) -> None:
-    """Refuse tensors that are not all the parameters and running statistics of a network of this shape, fp32 and finite.
+    """Refuse tensors that are not all the parameters and running statistics of a network of this
+    shape, fp32 and finite.
 
     Raises:
-        ModelError: Naming the source and the first tensor that is foreign, missing, of another form, or not finite.
+        ModelError: Naming the source and the first tensor that is foreign, missing, of another
+            form, or not finite.
     """
     try:
         network = shape.build("meta")
@@ -348,4 +399,7 @@ def check(shape: Shape, tensors: Named, source: str) -> None:
     except TensorError as error:
         raise ModelError(error.problem, f"Name the tensors of {shape.title}.") from None
     if broken := [name for name, tensor in tensors.items() if not all_finite({name: tensor})]:
-        raise ModelError(f"{source}: {broken[0]!r} holds values that are not finite", "Take an earlier copy, or train it again.")
+        raise ModelError(
+            f"{source}: {broken[0]!r} holds values that are not finite",
+            "Take an earlier copy, or train it again.",
+        )

@@ -1,11 +1,15 @@
-"""Gradients of each example of a batch, exactly, by one backward pass: of the low-rank updates and routers of a language model.
+"""Gradients of each example of a batch, exactly, by one backward pass: of the low-rank updates and
+routers of a language model.
 
-Every row of the batch is given a copy of its own of each parameter, without memory of its own: the same values with a stride of zero. As
-rows do not meet in a transformer, the derivative by a row's copy is that row's gradient, and a batched product finds those of all rows for
-the work of one product. At rank r, a context of C tokens and layers of width d it takes r d values a row and matrix, less than the C d that
-the layer keeps anyway: finding norms alone by Gram matrices of tokens ("ghost norms": Goodfellow, "Efficient Per-Example Gradient
-Computations", 2015; Li et al., "Large Language Models Can Be Strong Differentially Private Learners", ICLR 2022), and the clipped sum by a
-second backward pass, would be more work here, not less. Memory is bounded by how many rows are taken at once.
+Every row of the batch is given a copy of its own of each parameter, without memory of its own: the
+same values with a stride of zero. As rows do not meet in a transformer, the derivative by a row's
+copy is that row's gradient, and a batched product finds those of all rows for the work of one
+product. At rank r, a context of C tokens and layers of width d it takes r d values a row and
+matrix, less than the C d that the layer keeps anyway: finding norms alone by Gram matrices of
+tokens ("ghost norms": Goodfellow, "Efficient Per-Example Gradient Computations", 2015; Li et al.,
+"Large Language Models Can Be Strong Differentially Private Learners", ICLR 2022), and the clipped
+sum by a second backward pass, would be more work here, not less. Memory is bounded by how many rows
+are taken at once.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +28,9 @@ Copies = Mapping[nn.Parameter, Tensor]  # (B, ...), each row's own copy of a par
 
 
 def copies(parameters: Sequence[nn.Parameter], rows: int) -> dict[nn.Parameter, Tensor]:
-    """Return leaves (rows, ...) whose gradients are those of each row; they share the parameters' memory."""
+    """Return leaves (rows, ...) whose gradients are those of each row; they share the
+    parameters' memory.
+    """
     return {p: p.detach().expand(rows, *p.shape).requires_grad_() for p in parameters}
 
 
@@ -53,7 +59,11 @@ class _Block:
     """An `AdapterBlock` of a `CopiedAdapter`."""
 
     def __init__(self, block: AdapterBlock, copied: Copies) -> None:
-        self.attention = {name: _attention(lora, copied) for name, lora in block.attention.items() if isinstance(lora, SingleLoRA)}
+        self.attention = {
+            name: _attention(lora, copied)
+            for name, lora in block.attention.items()
+            if isinstance(lora, SingleLoRA)
+        }
         self._mixture, self._copied = block.mlp, copied
 
     def mlp(self, x: Tensor, base: FrozenMLP, record: list[Routing] | None = None) -> Tensor:
@@ -67,8 +77,15 @@ class _Block:
         bases = [project(linear, tokens).view(*x.shape[:2], -1) for linear in base.first]
         m, updates = torch.zeros_like(bases[0]), torch.zeros_like(x)
         for j, loras in enumerate(_experts(mixture)):
-            p = [b + _update(x, loras[name], copied) for b, name in zip(bases, mixture.first, strict=True)]
-            h = base.activation.forward(p[0]) * p[1] if len(p) == 2 else base.activation.forward(p[0])
+            p = [
+                b + _update(x, loras[name], copied)
+                for b, name in zip(bases, mixture.first, strict=True)
+            ]
+            h = (
+                base.activation.forward(p[0]) * p[1]
+                if len(p) == 2
+                else base.activation.forward(p[0])
+            )
             weighted = h / n if weights is None else weights[..., j, None] * h
             m, updates = m + weighted, updates + _update(weighted, loras["down"], copied)
         return project(base.down, m.flatten(0, 1)).view_as(x) + updates
@@ -78,16 +95,27 @@ def _attention(lora: SingleLoRA, copied: Copies) -> Callable[[Tensor, nn.Module]
     """See `SingleLoRA.forward`."""
 
     def forward(x: Tensor, base: nn.Module) -> Tensor:
-        return project(base, x.flatten(0, -2)).view(*x.shape[:-1], -1) + _update(x, (lora, 0), copied)
+        return project(base, x.flatten(0, -2)).view(*x.shape[:-1], -1) + _update(
+            x, (lora, 0), copied
+        )
 
     return forward
 
 
 def _experts(mixture: Mixture) -> list[dict[str, tuple[LoRA, int]]]:
-    """Of each expert, generalists first, its low-rank updates by layer: the stack that holds one, and its place there."""
+    """Of each expert, generalists first, its low-rank updates by layer: the stack that holds
+    one, and its place there.
+    """
     counts = {"generalist": mixture.layout.generalists, "specialist": mixture.layout.specialists}
-    stacks = [(mixture.get_submodule(role), place) for role, count in counts.items() for place in range(count)]
-    return [{name: (lora, place) for name, lora in stack.named_children() if isinstance(lora, LoRA)} for stack, place in stacks]
+    stacks = [
+        (mixture.get_submodule(role), place)
+        for role, count in counts.items()
+        for place in range(count)
+    ]
+    return [
+        {name: (lora, place) for name, lora in stack.named_children() if isinstance(lora, LoRA)}
+        for stack, place in stacks
+    ]
 
 
 def _update(x: Tensor, update: tuple[LoRA, int], copied: Copies) -> Tensor:

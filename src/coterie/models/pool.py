@@ -1,4 +1,6 @@
-"""A client's share of a server's pool: places for K of its M experts, and the gate that chooses among all M (DDOME, Section 4)."""
+"""A client's share of a server's pool: places for K of its M experts, and the gate that chooses
+among all M (DDOME, Section 4).
+"""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -33,11 +35,14 @@ class PoolLayout(Layout):
         specialists: None: a member of the pool is a whole network.
         pool: M, experts at the server.
         chosen: K, places at a client.
-        mixture: What a client trains: "logits", sum_i p_i f_i(x) of the experts' logits with p renormalised over those it has;
-            "probabilities", the same of their softmax; "scores", of logits with p as the gate gives it over all M; "mean", equal weights of
-            probabilities, without a gate.
-        answer: How a sample is classified: "best", by the expert with the highest score among those the client has; or by the "mixture".
-        start: Whether experts start at random, each from values of its own, all from the common expert's, or from those where they fit.
+        mixture: What a client trains: "logits", sum_i p_i f_i(x) of the experts' logits with p
+            renormalised over those it has; "probabilities", the same of their softmax; "scores", of
+            logits with p as the gate gives it over all M; "mean", equal weights of probabilities,
+            without a gate.
+        answer: How a sample is classified: "best", by the expert with the highest score among those
+            the client has; or by the "mixture".
+        start: Whether experts start at random, each from values of its own, all from the common
+            expert's, or from those where they fit.
 
     Raises:
         ModelError: A value is out of its range.
@@ -55,7 +60,10 @@ class PoolLayout(Layout):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 1 <= self.chosen <= self.pool:
-            raise ModelError(f"{self.chosen} experts at a client of a pool of {self.pool}", "Choose at least one, at most all of them.")
+            raise ModelError(
+                f"{self.chosen} experts at a client of a pool of {self.pool}",
+                "Choose at least one, at most all of them.",
+            )
 
     @property
     def gated(self) -> bool:
@@ -84,9 +92,11 @@ class Towards:
 
 
 class PoolClassifier:
-    """K networks of one architecture and a gate: a two-layer perceptron from a common expert's embeddings to M logits.
+    """K networks of one architecture and a gate: a two-layer perceptron from a common expert's
+    embeddings to M logits.
 
-    Which experts are in the places says `numbers`, (K,) int64, in ascending order; `ABSENT` behind them where there are fewer.
+    Which experts are in the places says `numbers`, (K,) int64, in ascending order; `ABSENT` behind
+    them where there are fewer.
 
     Args:
         shape: Of every expert.
@@ -106,21 +116,35 @@ class PoolClassifier:
         gate_width: int = 64,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.shape, self.layout, self.common, self.device = shape, layout, common, torch.device(device)
-        self.experts = [Classifier(shape, device, start, statistics=True) for _ in range(layout.chosen)]
+        self.shape, self.layout, self.common, self.device = (
+            shape,
+            layout,
+            common,
+            torch.device(device),
+        )
+        self.experts = [
+            Classifier(shape, device, start, statistics=True) for _ in range(layout.chosen)
+        ]
         self.numbers = torch.full((layout.chosen,), ABSENT)
         self.gate: Classifier | None = None
         if layout.gated:
             if common is None:
-                raise ModelError("a gate without a common expert", "Say in the recipe what embeds the data: model.common.")
-            self.gate = Classifier(NetworkShape("mlp", (1, 1, common.width), layout.pool, (gate_width,)), device)
+                raise ModelError(
+                    "a gate without a common expert",
+                    "Say in the recipe what embeds the data: model.common.",
+                )
+            self.gate = Classifier(
+                NetworkShape("mlp", (1, 1, common.width), layout.pool, (gate_width,)), device
+            )
         for expert in self.experts:
             tag(expert.network, EXPERT)
         if self.gate is not None:
             tag(self.gate.network, GATE)
 
     def parameters_by_role(self) -> dict[Role, dict[str, nn.Parameter]]:
-        """The parameters by role: those of each place, named `<place>.<parameter>`, and the gate's."""
+        """The parameters by role: those of each place, named `<place>.<parameter>`, and the
+        gate's.
+        """
         return self._parameters
 
     @cached_property
@@ -138,25 +162,40 @@ class PoolClassifier:
 
     @cached_property
     def _buffers(self) -> dict[str, Tensor]:
-        return {f"{place}.{name}": buffer for place, expert in enumerate(self.experts) for name, buffer in expert.buffers().items()}
+        return {
+            f"{place}.{name}": buffer
+            for place, expert in enumerate(self.experts)
+            for name, buffer in expert.buffers().items()
+        }
 
     def initial_buffers(self) -> Tensors:
         """See `Classifier.initial_buffers`, of each place."""
-        return {f"{place}.{name}": buffer for place, expert in enumerate(self.experts) for name, buffer in expert.initial_buffers().items()}
+        return {
+            f"{place}.{name}": buffer
+            for place, expert in enumerate(self.experts)
+            for name, buffer in expert.initial_buffers().items()
+        }
 
     def places(self) -> list[dict[str, Tensor]]:
-        """All that travels with the expert in each place: its parameters, then its running statistics."""
+        """All that travels with the expert in each place: its parameters, then its running
+        statistics.
+        """
         return self._places
 
     @cached_property
     def _places(self) -> list[dict[str, Tensor]]:
         return [
-            {f"{place}.{name}": t for name, t in [*expert.network.named_parameters(), *expert.buffers().items()]}
+            {
+                f"{place}.{name}": t
+                for name, t in [*expert.network.named_parameters(), *expert.buffers().items()]
+            }
             for place, expert in enumerate(self.experts)
         ]
 
     def hold(self, numbers: Tensor, embeddings: Callable[[], Tensor]) -> None:
-        """Take over the numbers of a client's experts, (K,) int64; batches bring their embeddings themselves."""
+        """Take over the numbers of a client's experts, (K,) int64; batches bring their
+        embeddings themselves.
+        """
         self.numbers = numbers
 
     @property
@@ -168,67 +207,103 @@ class PoolClassifier:
         return {}
 
     def initial(self, role: Role, seed: int) -> Tensors:
-        """Initial values: of ONE expert, by the names of its network, running statistics included; or of the gate."""
+        """Initial values: of ONE expert, by the names of its network, running statistics
+        included; or of the gate.
+        """
         if role is EXPERT:
             return self.experts[0].initial(GENERALIST, seed)
         if role is GATE and self.gate is not None:
-            return {f"gate.{name}": tensor for name, tensor in self.gate.initial(GENERALIST, seed).items()}
+            return {
+                f"gate.{name}": tensor
+                for name, tensor in self.gate.initial(GENERALIST, seed).items()
+            }
         return {}
 
     @property
     def trainable_parameters(self) -> int:
         """Values that a client trains: of all its places, and the gate."""
-        return sum(p.numel() for named in self.parameters_by_role().values() for p in named.values())
+        return sum(
+            p.numel() for named in self.parameters_by_role().values() for p in named.values()
+        )
 
     @property
     def active_parameters(self) -> int:
         """Values that one example uses: of one expert, or of all in a mixture, and the gate."""
         one = self.experts[0].trainable_parameters
-        return self.trainable_parameters - (one * (self.layout.chosen - 1) if self.layout.answer == "best" else 0)
+        return self.trainable_parameters - (
+            one * (self.layout.chosen - 1) if self.layout.answer == "best" else 0
+        )
 
     def flops(self) -> int:
-        """Floating-point operations of one example: the embedding, the gate, and the experts that answer."""
+        """Floating-point operations of one example: the embedding, the gate, and the experts
+        that answer.
+        """
         experts = 1 if self.layout.answer == "best" else self.layout.chosen
-        gate = self.gate.flops() + self.common.flops() if self.gate is not None and self.common is not None else 0
+        gate = (
+            self.gate.flops() + self.common.flops()
+            if self.gate is not None and self.common is not None
+            else 0
+        )
         return experts * self.experts[0].flops() + gate
 
     per_example = None
 
     @property
     def embed(self) -> Callable[[Examples], Tensor] | None:
-        """What makes (B, e) embeddings of a batch, on the CPU: the common expert; None where there is no gate to see them."""
+        """What makes (B, e) embeddings of a batch, on the CPU: the common expert; None where
+        there is no gate to see them.
+        """
         common = self.common
-        return None if self.gate is None or common is None else lambda batch: common.embed(batch.x.to(self.device)).cpu()
+        return (
+            None
+            if self.gate is None or common is None
+            else lambda batch: common.embed(batch.x.to(self.device)).cpu()
+        )
 
     @torch.no_grad()
     def affinity(self, embeddings: Tensor) -> Tensor:
-        """sum_i softmax g(x_i), (M,) float64 on the CPU: how much of some data, embedded (N, e), each expert is wanted for."""
+        """sum_i softmax g(x_i), (M,) float64 on the CPU: how much of some data, embedded (N, e),
+        each expert is wanted for.
+        """
         return self._logits(embeddings).softmax(dim=1).double().sum(dim=0).cpu()
 
     def gradient(
         self, batch: Examples | Towards, wrt: Sequence[nn.Parameter], micro_batch: int | None = None
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """The gradient of the mean cross-entropy of the mixture; or, of a batch `Towards` an expert, of the gate's.
+        """The gradient of the mean cross-entropy of the mixture; or, of a batch `Towards` an
+        expert, of the gate's.
 
         Args:
-            batch: B examples with embeddings, or without any for a client that has one expert, which is then trained on its own.
+            batch: B examples with embeddings, or without any for a client that has one expert,
+                which is then trained on its own.
             wrt: Parameters of this model; what the loss does not depend on gets zeros.
             micro_batch: Examples per forward pass; all at once by default.
 
         Returns:
-            The gradients in the order of `wrt`, and the detached scalars "loss" and "accuracy" of the batch.
+            The gradients in the order of `wrt`, and the detached scalars "loss" and "accuracy" of
+            the batch.
 
         Raises:
-            ModelError: There is no expert, the batch does not fit, or it would be cut where every example counts for its statistics.
+            ModelError: There is no expert, the batch does not fit, or it would be cut where every
+                example counts for its statistics.
         """
         if isinstance(batch, Towards):
-            logits, target = self._logits(batch.embedding), torch.full((len(batch),), batch.expert, device=self.device)
+            logits, target = (
+                self._logits(batch.embedding),
+                torch.full((len(batch),), batch.expert, device=self.device),
+            )
             loss = cross_entropy(logits, target)
             return _gradients(loss, wrt), _stats(logits, target, loss)
         size = micro_batch or len(batch)
         if size < len(batch) and self.buffers():
-            remedy = "Leave training.micro_batch out, or choose a network with norm 'group' or 'none'."
-            raise ModelError(f"micro_batch {size} would cut a batch of {len(batch)}, but batch normalisation needs all of it", remedy)
+            remedy = (
+                "Leave training.micro_batch out, or choose a network with norm 'group' or 'none'."
+            )
+            raise ModelError(
+                f"micro_batch {size} would cut a batch of {len(batch)}, but batch normalisation "
+                f"needs all of it",
+                remedy,
+            )
         total: list[Tensor] = []
         stats: list[tuple[float, dict[str, Tensor]]] = []
         for part in batch.split(size):
@@ -241,11 +316,19 @@ class PoolClassifier:
             found = _gradients(share * loss, wrt)
             total = [a + b for a, b in zip(total, found, strict=True)] if total else found
             stats.append((share, _stats(outputs, target, loss)))
-        return total, {name: torch.stack([share * part[name] for share, part in stats]).sum() for name in stats[0][1]}
+        return total, {
+            name: torch.stack([share * part[name] for share, part in stats]).sum()
+            for name in stats[0][1]
+        }
 
-    def gradient_elsewhere(self, batch: Any, wrt: list[nn.Parameter], micro_batch: int | None = None) -> Any:
+    def gradient_elsewhere(
+        self, batch: Any, wrt: list[nn.Parameter], micro_batch: int | None = None
+    ) -> Any:
         """Refused: experts of a pool are compared by no method. Raises ModelError."""
-        raise ModelError("a pool's experts have no gradient elsewhere", "Use a method of whole models, such as cobo.")
+        raise ModelError(
+            "a pool's experts have no gradient elsewhere",
+            "Use a method of whole models, such as cobo.",
+        )
 
     def score(self, batches: Iterable[Examples]) -> Tensor:
         """See `Classifier.score`."""
@@ -256,8 +339,9 @@ class PoolClassifier:
         """Classify examples with embeddings and labels.
 
         Returns:
-            (3,) float64, see `Classifier.score`; and (2, classes, M) float64: how many examples of each class were given to each expert,
-            and how many of them were then classified right. In a mixture an example counts for the expert with the highest score.
+            (3,) float64, see `Classifier.score`; and (2, classes, M) float64: how many examples of
+            each class were given to each expert, and how many of them were then classified right.
+            In a mixture an example counts for the expert with the highest score.
         """
         score = torch.zeros(3, dtype=torch.float64)
         choices = torch.zeros(2, self.shape.classes, self.layout.pool, dtype=torch.float64)
@@ -272,7 +356,8 @@ class PoolClassifier:
 
     @torch.no_grad()
     def predict(self, batch: Examples) -> tuple[Tensor, Tensor]:
-        """(B, classes) log-probabilities of examples with embeddings, and (B,) the number of the expert with the highest score for each.
+        """(B, classes) log-probabilities of examples with embeddings, and (B,) the number of the
+        expert with the highest score for each.
 
         Labels must be there, but nothing depends on them.
         """
@@ -291,7 +376,10 @@ class PoolClassifier:
         """The experts that the client has."""
         count = int((self.numbers != ABSENT).sum())
         if not count:
-            raise ModelError("a client without any expert of the pool", "The server must send some before the client trains or predicts.")
+            raise ModelError(
+                "a client without any expert of the pool",
+                "The server must send some before the client trains or predicts.",
+            )
         return self.experts[:count]
 
     def _logits(self, embeddings: Tensor) -> Tensor:
@@ -307,15 +395,24 @@ class PoolClassifier:
         if self.gate is None or alone:
             return torch.full((len(batch), k), -math.log(k), device=self.device)
         if batch.embedding is None:
-            raise ModelError("a batch without embeddings", "Draw it from the client's own splits, which have them.")
+            raise ModelError(
+                "a batch without embeddings",
+                "Draw it from the client's own splits, which have them.",
+            )
         scores, own = self._logits(batch.embedding), self.numbers[:k].to(self.device)
-        return scores.log_softmax(dim=1)[:, own] if self.layout.mixture == "scores" else scores[:, own].log_softmax(dim=1)
+        return (
+            scores.log_softmax(dim=1)[:, own]
+            if self.layout.mixture == "scores"
+            else scores[:, own].log_softmax(dim=1)
+        )
 
     def _mixed(self, batch: Examples) -> tuple[Tensor, Tensor]:
         """(B, classes) log-probabilities of the mixture, and the labels."""
         weights = self._weights(batch)
         x, target = self.experts[0].checked(batch)
-        outputs = torch.stack([expert.network(x) for expert in self._present()], dim=1)  # (B, k, classes)
+        outputs = torch.stack(
+            [expert.network(x) for expert in self._present()], dim=1
+        )  # (B, k, classes)
         if self.layout.mixture in ("probabilities", "mean"):
             return (outputs.log_softmax(dim=2) + weights.unsqueeze(2)).logsumexp(dim=1), target
         return (weights.exp().unsqueeze(2) * outputs).sum(dim=1).log_softmax(dim=1), target

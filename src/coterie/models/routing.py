@@ -1,4 +1,6 @@
-"""Which experts a token uses, with which weights, and how evenly: router, routing decision, load balancing."""
+"""Which experts a token uses, with which weights, and how evenly: router, routing decision, load
+balancing.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,13 +28,17 @@ class Routing:
     def users(self) -> Tensor:
         """(n,) how many tokens have each expert in their top-k: T f_j."""
         if self.selected is None:
-            return torch.full_like(self.probabilities[0], len(self.probabilities), requires_grad=False)
+            return torch.full_like(
+                self.probabilities[0], len(self.probabilities), requires_grad=False
+            )
         return torch.zeros_like(self.probabilities).scatter_(1, self.selected, 1.0).sum(dim=0)
 
     def part(self, number: int, parts: int) -> "Routing":
         """One of so many equal parts of the tokens, in their order."""
         selected = None if self.selected is None else self.selected.chunk(parts)[number]
-        return Routing(self.weights.chunk(parts)[number], self.probabilities.chunk(parts)[number], selected)
+        return Routing(
+            self.weights.chunk(parts)[number], self.probabilities.chunk(parts)[number], selected
+        )
 
 
 class Router(nn.Module):
@@ -69,7 +75,8 @@ class Router(nn.Module):
 
 
 def by_experts(selected: Tensor) -> tuple[Tensor, list[tuple[list[int], int, int]]]:
-    """An order of the tokens in which those with the same experts follow each other, and each set with its first token and its end.
+    """An order of the tokens in which those with the same experts follow each other, and each set
+    with its first token and its end.
 
     selected: (T, k). On a GPU this waits for the sets.
     """
@@ -80,7 +87,8 @@ def by_experts(selected: Tensor) -> tuple[Tensor, list[tuple[list[int], int, int
 
 
 class Gate(nn.Module):
-    """How much a text wants each member of a pool: a two-layer perceptron on its embedding (DDOME, Section 4).
+    """How much a text wants each member of a pool: a two-layer perceptron on its embedding (DDOME,
+    Section 4).
 
     Args:
         width: e.
@@ -96,11 +104,14 @@ class Gate(nn.Module):
 
     def forward(self, embeddings: Tensor) -> Tensor:
         """(N, e) -> (N, M) logits."""
-        return nn.functional.linear(nn.functional.linear(embeddings, self.first, self.bias).relu(), self.last)
+        return nn.functional.linear(
+            nn.functional.linear(embeddings, self.first, self.bias).relu(), self.last
+        )
 
 
 def balance_loss(coefficients: Sequence[float], load: Tensor, probabilities: Tensor) -> Tensor:
-    """Load balancing, sum_j a_j f_j P_j averaged over blocks (eq. 6 and the uniform loss before it).
+    """Load balancing, sum_j a_j f_j P_j averaged over blocks (eq. 6 and the uniform loss before
+    it).
 
     Args:
         coefficients: a_j, (n,), see `Layout.balance_coefficients`.

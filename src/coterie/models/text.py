@@ -26,7 +26,8 @@ class TextShape:
     """All that it takes to build a classifier of texts, without any data.
 
     Args:
-        base: What it starts from: a Hub id, a local folder, or "embedded" (the small model that comes with the package).
+        base: What it starts from: a Hub id, a local folder, or "embedded" (the small model that
+            comes with the package).
         classes: Width of the output.
         length: Tokens of a text, at most.
 
@@ -40,7 +41,10 @@ class TextShape:
 
     def __post_init__(self) -> None:
         if min(self.classes, self.length) < 1:
-            raise ModelError(f"a classifier of {self.length} tokens into {self.classes} classes", "Every size is at least 1.")
+            raise ModelError(
+                f"a classifier of {self.length} tokens into {self.classes} classes",
+                "Every size is at least 1.",
+            )
 
     @property
     def title(self) -> str:
@@ -53,16 +57,23 @@ class TextShape:
         return int(_config(self.base, self.classes).get_text_config().vocab_size)
 
     def build(self, device: torch.device | str = "cpu") -> "TextNetwork":
-        """The network, every parameter a GENERALIST: values of `initial` with seed 0. On "meta" no weights are read.
+        """The network, every parameter a GENERALIST: values of `initial` with seed 0. On "meta" no
+        weights are read.
 
         PyTorch's random generators are left as they were.
 
         Raises:
-            ModelError: The base is missing, incomplete, damaged, of a kind that cannot classify, or was made for shorter texts.
+            ModelError: The base is missing, incomplete, damaged, of a kind that cannot classify, or
+                was made for shorter texts.
         """
-        most = getattr(_config(self.base, self.classes).get_text_config(), "max_position_embeddings", None)
+        most = getattr(
+            _config(self.base, self.classes).get_text_config(), "max_position_embeddings", None
+        )
         if most is not None and self.length > most:
-            raise ModelError(f"texts of {self.length} tokens, but {self.base} allows {most}", f"Use a length of at most {most}.")
+            raise ModelError(
+                f"texts of {self.length} tokens, but {self.base} allows {most}",
+                f"Use a length of at most {most}.",
+            )
         if torch.device(device).type == "meta":
             return TextNetwork(_random(self.base, self.classes, "meta"))
         network = deepcopy(_loaded(self.base, self.classes)[0])
@@ -70,10 +81,12 @@ class TextShape:
         return network.to(device)
 
     def initial(self, seed: int) -> Tensors:
-        """Initial values of every parameter, fp32 on the CPU: those of the base, and of what it lacks (its head, as a rule) random ones.
+        """Initial values of every parameter, fp32 on the CPU: those of the base, and of what it
+        lacks (its head, as a rule) random ones.
 
-        Random weights are N(0, s), s being the base's own initializer_range, norms start as the identity, and biases at 0. Each tensor is
-        drawn from a stream of its own, named by (seed, "generalist", name).
+        Random weights are N(0, s), s being the base's own initializer_range, norms start as the
+        identity, and biases at 0. Each tensor is drawn from a stream of its own, named by (seed,
+        "generalist", name).
         """
         network, lacking = _loaded(self.base, self.classes)
         found: Tensors = {}
@@ -82,7 +95,9 @@ class TextShape:
                 found[name] = parameter.detach().clone()
             elif parameter.ndim > 1:
                 generator = torch.Generator().manual_seed(mix(seed, GENERALIST, name))
-                found[name] = torch.empty(parameter.shape).normal_(0, network.scale, generator=generator)
+                found[name] = torch.empty(parameter.shape).normal_(
+                    0, network.scale, generator=generator
+                )
             else:
                 found[name] = torch.full(parameter.shape, float(name.endswith("weight")))
         return found
@@ -91,18 +106,25 @@ class TextShape:
         """Refuse what are not texts for this network.
 
         Raises:
-            ModelError: It is not (B, T) int64 with T at most `length`, a text is empty, or an id is not in the vocabulary.
+            ModelError: It is not (B, T) int64 with T at most `length`, a text is empty, or an id is
+                not in the vocabulary.
         """
         if x.dtype != torch.int64 or x.ndim != 2 or not 1 <= x.shape[1] <= self.length:
-            raise ModelError(f"a batch of {x.dtype}{list(x.shape)} texts", f"Expected int64 [texts, tokens], at most {self.length} tokens.")
+            raise ModelError(
+                f"a batch of {x.dtype}{list(x.shape)} texts",
+                f"Expected int64 [texts, tokens], at most {self.length} tokens.",
+            )
         if len(x) and int(x.max()) >= self.vocabulary:
             raise ModelError(
-                f"token {int(x.max())} of a vocabulary of {self.vocabulary}", f"Encode the texts with the tokenizer of {self.base}."
+                f"token {int(x.max())} of a vocabulary of {self.vocabulary}",
+                f"Encode the texts with the tokenizer of {self.base}.",
             )
         if bool((x[:, 0] < 0).any()):
             raise ModelError("a batch has a text without tokens", "Leave out empty texts.")
         if bool(((x[:, :-1] < 0) & (x[:, 1:] >= 0)).any()) or bool((x < -1).any()):
-            raise ModelError("a batch has texts with gaps", "Put -1 behind the end of a text, and nowhere else.")
+            raise ModelError(
+                "a batch has texts with gaps", "Put -1 behind the end of a text, and nowhere else."
+            )
 
     def example(self) -> Tensor:
         """(1, length): a text as long as can be."""
@@ -112,18 +134,20 @@ class TextShape:
 class TextNetwork(nn.Module):
     """A sequence classifier of transformers that takes texts with -1 behind their ends.
 
-    Dropout, where its configuration has some, acts in training mode only, and is drawn from PyTorch's global generator, which an engine
-    seeds for every task.
+    Dropout, where its configuration has some, acts in training mode only, and is drawn from
+    PyTorch's global generator, which an engine seeds for every task.
 
     Args:
-        model: It is given a padding token where it has none, since classifiers made of decoders look for a text's last token by it.
+        model: It is given a padding token where it has none, since classifiers made of decoders
+            look for a text's last token by it.
     """
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
         config = model.config.get_text_config()
-        # Only now, since an embedding that knows of a padding token when it is made does not train it.
+        # Only now, since an embedding that knows of a padding token when it is made does not train
+        # it.
         config.pad_token_id = self.padding = _padding(config)
         self.scale = float(getattr(config, "initializer_range", _RANGE))
         tag(self, GENERALIST)
@@ -149,7 +173,14 @@ class TextNetwork(nn.Module):
 def _padding(config: Any) -> int:
     """A base's padding token; else its end token, which is not the last word of a text; else 0."""
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    return next((id for id in (config.pad_token_id, *ends) if id is not None and 0 <= id < config.vocab_size), 0)
+    return next(
+        (
+            id
+            for id in (config.pad_token_id, *ends)
+            if id is not None and 0 <= id < config.vocab_size
+        ),
+        0,
+    )
 
 
 @lru_cache(maxsize=8)
@@ -161,7 +192,8 @@ def _config(base: str, classes: int) -> Any:
         config = configuration(base, num_labels=classes)
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise ModelError(
-            f"base {base!r} is of the kind {config.model_type}, of which transformers has no classifier of texts",
+            f"base {base!r} is of the kind {config.model_type}, of which transformers has no "
+            f"classifier of texts",
             "Use an encoder such as BERT, DistilBERT or MiniLM, or a decoder such as Llama.",
         )
     config.use_cache = False  # of decoders: nothing is generated
@@ -174,12 +206,15 @@ def _random(base: str, classes: int, device: str) -> Any:
 
     with explained(base), torch.device(device):
         config = deepcopy(_config(base, classes))
-        return AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, trust_remote_code=trusted())
+        return AutoModelForSequenceClassification.from_config(
+            config, dtype=torch.float32, trust_remote_code=trusted()
+        )
 
 
 @lru_cache(maxsize=2)
 def _loaded(base: str, classes: int) -> tuple[TextNetwork, frozenset[str]]:
-    """The network of a base, on the CPU, and the names of the parameters that the base has no values for: all, in a folder without weights.
+    """The network of a base, on the CPU, and the names of the parameters that the base has no
+    values for: all, in a folder without weights.
 
     Raises:
         ModelError: The base is missing, incomplete, damaged, or of a kind that cannot classify.
@@ -204,10 +239,17 @@ def _loaded(base: str, classes: int) -> tuple[TextNetwork, frozenset[str]]:
             )
     lacking = {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}
     pooler = getattr(model.base_model, "pooler", None)
-    head = {id(parameter) for parameter in (pooler.parameters() if isinstance(pooler, nn.Module) else ())}
+    head = {
+        id(parameter)
+        for parameter in (pooler.parameters() if isinstance(pooler, nn.Module) else ())
+    }
     inner = model.base_model.parameters() if model.base_model is not model else ()
     encoder = {id(parameter) for parameter in inner} - head
-    if broken := sorted(name for name, parameter in model.named_parameters() if name in lacking and id(parameter) in encoder):
+    if broken := sorted(
+        name
+        for name, parameter in model.named_parameters()
+        if name in lacking and id(parameter) in encoder
+    ):
         raise ModelError(
             f"base {base!r}: its weights lack {broken[0]!r} ({len(broken)} tensors in all)",
             "The files are incomplete or belong to another configuration: get the base again.",
@@ -217,7 +259,9 @@ def _loaded(base: str, classes: int) -> tuple[TextNetwork, frozenset[str]]:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Within the block transformers neither reports what a base lacks nor shows how far it has read."""
+    """Within the block transformers neither reports what a base lacks nor shows how far it has
+    read.
+    """
     from transformers.utils import logging
 
     before = logging.get_verbosity()

@@ -6,7 +6,17 @@ from typing import Any
 
 from coterie.core import metrics
 from coterie.core.files import read_json
-from coterie.papers.tables import Better, Gate, Improved, Lower, Near, Routers, Statement, Weights, spoken_of
+from coterie.papers.tables import (
+    Better,
+    Gate,
+    Improved,
+    Lower,
+    Near,
+    Routers,
+    Statement,
+    Weights,
+    spoken_of,
+)
 from coterie.reports.curves import router_series
 from coterie.runs.inputs import RESULT
 from coterie.runs.metrics import METRICS
@@ -23,7 +33,13 @@ def _verdicts(statement: Statement, cells: Sequence[Json], folder: Path) -> Iter
         if (verdict := _CHECKS[type(statement)](statement, own, folder)) is None:
             continue
         holds, detail = verdict
-        yield {"says": statement.says, "source": statement.source, "column": c, "holds": holds, "detail": detail}
+        yield {
+            "says": statement.says,
+            "source": statement.source,
+            "column": c,
+            "holds": holds,
+            "detail": detail,
+        }
 
 
 def _value(cell: Json, statement: Lower | Better | Near) -> float:
@@ -32,15 +48,24 @@ def _value(cell: Json, statement: Lower | Better | Near) -> float:
     return float(cell["mean"] if statement.group is None else cell["groups"][statement.group])
 
 
-def _against(cells: Mapping[str, Json], lower: Mapping[str, float], higher: Mapping[str, float], by: float = 0) -> tuple[bool, str]:
-    """Whether all of some values are below all of others, and by at least so much; with the values, in the words of a table."""
+def _against(
+    cells: Mapping[str, Json],
+    lower: Mapping[str, float],
+    higher: Mapping[str, float],
+    by: float = 0,
+) -> tuple[bool, str]:
+    """Whether all of some values are below all of others, and by at least so much; with the
+    values, in the words of a table.
+    """
     top, bottom = max(lower, key=lambda r: lower[r]), min(higher, key=lambda r: higher[r])
     gap, noise = higher[bottom] - lower[top], max(cells[top]["std"], cells[bottom]["std"])
     return gap > 0 and gap >= by, ", closer than a standard deviation" if abs(gap) < noise else ""
 
 
 def _told(cells: Mapping[str, Json], *sides: Mapping[str, float]) -> str:
-    return " against ".join(", ".join(f"{cells[r]['title']} {value:.2f}" for r, value in side.items()) for side in sides)
+    return " against ".join(
+        ", ".join(f"{cells[r]['title']} {value:.2f}" for r, value in side.items()) for side in sides
+    )
 
 
 def _lower(statement: Lower, cells: Mapping[str, Json], folder: Path) -> tuple[bool, str]:
@@ -54,8 +79,12 @@ def _better(statement: Better, cells: Mapping[str, Json], folder: Path) -> tuple
     good = {r: _value(cells[r], statement) for r in statement.better}
     bad = {r: _value(cells[r], statement) for r in statement.than}
     lower_is_better = _metric(cells)["lower_is_better"]
-    holds, close = _against(cells, *((good, bad) if lower_is_better else (bad, good)), by=statement.by)
-    return holds, _told(cells, good, bad) + (f" (by at least {statement.by:g})" if statement.by else "") + close
+    holds, close = _against(
+        cells, *((good, bad) if lower_is_better else (bad, good)), by=statement.by
+    )
+    return holds, _told(cells, good, bad) + (
+        f" (by at least {statement.by:g})" if statement.by else ""
+    ) + close
 
 
 def _near(statement: Near, cells: Mapping[str, Json], folder: Path) -> tuple[bool, str]:
@@ -65,8 +94,14 @@ def _near(statement: Near, cells: Mapping[str, Json], folder: Path) -> tuple[boo
     difference = values[statement.row] - values[best]
     form, far = ("+.2f", difference) if statement.points else ("+.1%", difference / values[best])
     limit = statement.within if metric["lower_is_better"] else -statement.within
-    told = f"{cells[statement.row]['title']} {values[statement.row]:.2f}, {far:{form}} against {cells[best]['title']}"
-    bound = f"at {'most' if metric['lower_is_better'] else 'least'} {limit:{'+g' if statement.points else '+.0%'}}"
+    told = (
+        f"{cells[statement.row]['title']} {values[statement.row]:.2f}, {far:{form}} against "
+        f"{cells[best]['title']}"
+    )
+    bound = (
+        f"at {'most' if metric['lower_is_better'] else 'least'} "
+        f"{limit:{'+g' if statement.points else '+.0%'}}"
+    )
     return metrics.badness(far, metric) <= statement.within, f"{told} ({bound})"
 
 
@@ -74,25 +109,39 @@ def _metric(cells: Mapping[str, Json]) -> Mapping[str, Any]:
     return metrics.metric_of(next(iter(cells.values())))
 
 
-def _weights(statement: Weights, cells: Mapping[str, Json], folder: Path) -> tuple[bool, str] | None:
+def _weights(
+    statement: Weights, cells: Mapping[str, Json], folder: Path
+) -> tuple[bool, str] | None:
     error = cells[statement.row]["weights_error"]
     if error is None:
         return None
-    return error <= statement.at_most, f"W error of {cells[statement.row]['title']} {error:.3f} (at most {statement.at_most:g})"
+    return (
+        error <= statement.at_most,
+        f"W error of {cells[statement.row]['title']} {error:.3f} (at most {statement.at_most:g})",
+    )
 
 
-def _improved(statement: Improved, cells: Mapping[str, Json], folder: Path) -> tuple[bool, str] | None:
+def _improved(
+    statement: Improved, cells: Mapping[str, Json], folder: Path
+) -> tuple[bool, str] | None:
     share = cells[statement.row]["improved"]
     if share is None:
         return None
-    return share >= statement.at_least, f"Imp.% of {cells[statement.row]['title']} {share:.0f} (at least {statement.at_least:g})"
+    return (
+        share >= statement.at_least,
+        f"Imp.% of {cells[statement.row]['title']} {share:.0f} (at least {statement.at_least:g})",
+    )
 
 
 def _gate(statement: Gate, cells: Mapping[str, Json], folder: Path) -> tuple[bool, str] | None:
     right = cells[statement.row]["gate_accuracy"]
     if right is None:
         return None
-    return right >= statement.at_least, f"gate accuracy of {cells[statement.row]['title']} {right:.1f} (at least {statement.at_least:g})"
+    return (
+        right >= statement.at_least,
+        f"gate accuracy of {cells[statement.row]['title']} {right:.1f} (at least "
+        f"{statement.at_least:g})",
+    )
 
 
 def _routers(statement: Routers, cells: Mapping[str, Json], folder: Path) -> tuple[bool, str]:
@@ -100,11 +149,19 @@ def _routers(statement: Routers, cells: Mapping[str, Json], folder: Path) -> tup
     clients = read_json(folder / cell["folders"][0] / RESULT)["clients"]
     series = router_series(folder / cell["folders"][0] / METRICS)
     generalist = [
-        metrics.mean(sum(weights[: clients[i]["generalists"]]) for i, rounds in series.items() for weights in rounds[at][1])
+        metrics.mean(
+            sum(weights[: clients[i]["generalists"]])
+            for i, rounds in series.items()
+            for weights in rounds[at][1]
+        )
         for at in (0, -1)
     ]
     holds = generalist[1] < (generalist[0] if statement.generalist == "falls" else 0.5)
-    return holds, f"mean weight of the generalist {generalist[0]:.3f} in the first round, {generalist[1]:.3f} in the last"
+    return (
+        holds,
+        f"mean weight of the generalist {generalist[0]:.3f} in the first round, "
+        f"{generalist[1]:.3f} in the last",
+    )
 
 
 _CHECKS: Mapping[type, Callable[..., tuple[bool, str] | None]] = {

@@ -1,4 +1,6 @@
-"""What a reproduction shows: tables of measured beside published numbers, verdicts, and the paper's pictures."""
+"""What a reproduction shows: tables of measured beside published numbers, verdicts, and the
+paper's pictures.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -51,13 +53,22 @@ def notes(found: Json) -> list[str]:
         "statement of the paper is not judged: not all that it speaks",
         "statements of the paper are not judged: not all that they speak",
     )
-    return [*found["notes"], *([f"{count} {one if count == 1 else many} of was run."] if count else [])]
+    return [
+        *found["notes"],
+        *([f"{count} {one if count == 1 else many} of was run."] if count else []),
+    ]
 
 
 def said(found: Json) -> Iterator[tuple[bool, str, str]]:
-    """The paper's statements: whether each holds, the statement with its place in the paper, and the measured numbers."""
+    """The paper's statements: whether each holds, the statement with its place in the paper, and
+    the measured numbers.
+    """
     for s in found["statements"]:
-        yield s["holds"], f"{found['columns'][s['column']]}: {s['says']} ({s['source']})", s["detail"]
+        yield (
+            s["holds"],
+            f"{found['columns'][s['column']]}: {s['says']} ({s['source']})",
+            s["detail"],
+        )
 
 
 def _metric(found: Json, column: str) -> Json:
@@ -77,8 +88,14 @@ def _optional(value: float | None) -> str:
 
 
 def _synced(cells: Sequence[Json]) -> dict[str, list[str]]:
-    """The metric after one more synchronisation; unseen clients have nothing but what the server sent."""
-    return {} if cells[0].get("groups") else {"synced": [figure(cell["mean_synced"]) for cell in cells]}
+    """The metric after one more synchronisation; unseen clients have nothing but what the server
+    sent.
+    """
+    return (
+        {}
+        if cells[0].get("groups")
+        else {"synced": [figure(cell["mean_synced"]) for cell in cells]}
+    )
 
 
 def _lead(found: Json, column: str) -> str:
@@ -87,7 +104,9 @@ def _lead(found: Json, column: str) -> str:
 
 
 def _beside(cells: Sequence[Json]) -> dict[str, list[str]]:
-    """What is known of the cells of a column beside the metric: Imp.%, measured and the paper's, loss, spread, W error, unseen clients."""
+    """What is known of the cells of a column beside the metric: Imp.%, measured and the paper's,
+    loss, spread, W error, unseen clients.
+    """
     kinds = {
         "Imp.%": ("improved", _percent),
         "Imp.%, paper": ("published_improved", _percent),
@@ -102,28 +121,67 @@ def _beside(cells: Sequence[Json]) -> dict[str, list[str]]:
         del kinds["± between clients"]
     else:
         del kinds["best"], kinds["best of ten"]
-    known = {name: (key, form) for name, (key, form) in kinds.items() if any(cell.get(key) is not None for cell in cells)}
-    found = {
-        group: [plus_minus(cell["groups"][group], (cell.get("groups_std") or {}).get(group)) for cell in cells] for group in groups or ()
+    known = {
+        name: (key, form)
+        for name, (key, form) in kinds.items()
+        if any(cell.get(key) is not None for cell in cells)
     }
-    return found | {name: [form(cell.get(key)) for cell in cells] for name, (key, form) in known.items()}
+    found = {
+        group: [
+            plus_minus(cell["groups"][group], (cell.get("groups_std") or {}).get(group))
+            for cell in cells
+        ]
+        for group in groups or ()
+    }
+    return found | {
+        name: [form(cell.get(key)) for cell in cells] for name, (key, form) in known.items()
+    }
 
 
 def terminal(found: Json) -> list[Table]:
-    """Tables that fit 80 columns, one for each column, and a second one for classifiers and where the paper tells more than the metric."""
+    """Tables that fit 80 columns, one for each column, and a second one for classifiers and
+    where the paper tells more than the metric.
+    """
     shown = []
     for c, title in found["columns"].items():
         cells = _of(found, c)
         paper, beside = _has_published(cells), _beside(cells)
         metric = f"{title}: {label(_metric(found, c))}, {direction(_metric(found, c))}"
-        one = _plain(metric, ("row", "measured", *(("paper",) if paper else ()), "params", "MFLOPs", "kB up, down", "s"))
+        one = _plain(
+            metric,
+            (
+                "row",
+                "measured",
+                *(("paper",) if paper else ()),
+                "params",
+                "MFLOPs",
+                "kB up, down",
+                "s",
+            ),
+        )
         for cell in cells:
-            traffic = ", ".join(f"{cell[key] / 1000:,.0f}" for key in ("bytes_up_per_round", "bytes_down_per_round"))
-            work, size = f"{cell['flops_per_token'] / 1e6:.2f}", f"{cell['trainable_parameters'] / 1000:,.0f} k"
+            traffic = ", ".join(
+                f"{cell[key] / 1000:,.0f}" for key in ("bytes_up_per_round", "bytes_down_per_round")
+            )
+            work, size = (
+                f"{cell['flops_per_token'] / 1e6:.2f}",
+                f"{cell['trainable_parameters'] / 1000:,.0f} k",
+            )
             published = (plus_minus(cell["published"], cell["published_std"]),) if paper else ()
-            one.add_row(_name(found, cell), _measured(found, cell), *published, size, work, traffic, f"{cell['wall_s']:.0f}")
+            one.add_row(
+                _name(found, cell),
+                _measured(found, cell),
+                *published,
+                size,
+                work,
+                traffic,
+                f"{cell['wall_s']:.0f}",
+            )
         shown.append(one)
-        if beside.keys() & {"Imp.%, paper", "W error", "gate, %"} or not _metric(found, c)["lower_is_better"]:
+        if (
+            beside.keys() & {"Imp.%, paper", "W error", "gate, %"}
+            or not _metric(found, c)["lower_is_better"]
+        ):
             two = _plain(f"{title}, beside the mean", ("row", *beside))
             for cell, *values in zip(cells, *beside.values(), strict=True):
                 two.add_row(_name(found, cell), *values)
@@ -150,8 +208,13 @@ def markdown(found: Json) -> str:
             **_synced(cells),
             **_beside(cells),
             "parameters": [f"{cell['trainable_parameters']:,}" for cell in cells],
-            "active": ["" if cell["active_parameters"] is None else f"{cell['active_parameters']:,}" for cell in cells],
-            f"MFLOPs/{prediction(_metric(found, c))}": [f"{cell['flops_per_token'] / 1e6:.2f}" for cell in cells],
+            "active": [
+                "" if cell["active_parameters"] is None else f"{cell['active_parameters']:,}"
+                for cell in cells
+            ],
+            f"MFLOPs/{prediction(_metric(found, c))}": [
+                f"{cell['flops_per_token'] / 1e6:.2f}" for cell in cells
+            ],
             "kB up": [f"{cell['bytes_up_per_round'] / 1000:,.0f}" for cell in cells],
             "kB down": [f"{cell['bytes_down_per_round'] / 1000:,.0f}" for cell in cells],
             "s": [f"{cell['wall_s']:.0f}" for cell in cells],
@@ -160,12 +223,23 @@ def markdown(found: Json) -> str:
         lines += [f"| {' | '.join(columns)} |", "| --- |" + " ---: |" * (len(columns) - 1)]
         lines += [f"| {' | '.join(cells_)} |" for cells_ in zip(*columns.values(), strict=True)]
         if c in found["order"]:
-            lines += ["", f"Order of the rows against the paper's: Kendall's tau {found['order'][c]:.2f}."]
+            lines += [
+                "",
+                f"Order of the rows against the paper's: Kendall's tau {found['order'][c]:.2f}.",
+            ]
         lines.append("")
     if found["statements"]:
-        lines += ["## What the paper says", "", "| verdict | statement | on | measured |", "| --- | --- | --- | --- |"]
+        lines += [
+            "## What the paper says",
+            "",
+            "| verdict | statement | on | measured |",
+            "| --- | --- | --- | --- |",
+        ]
         for s in found["statements"]:
-            lines.append(f"| {_verdict(s)} | {s['says']} ({s['source']}) | {found['columns'][s['column']]} | {s['detail']} |")
+            lines.append(
+                f"| {_verdict(s)} | {s['says']} ({s['source']}) | "
+                f"{found['columns'][s['column']]} | {s['detail']} |"
+            )
         lines.append("")
     lines += [f"- {note}" for note in notes(found)]
     return "\n".join(lines).rstrip() + "\n"
@@ -175,12 +249,22 @@ def _about(found: Json) -> str:
     machine, versions = found["machine"], found["versions"]
     threads = f"{machine['threads']} thread" + "s" * (machine["threads"] > 1)
     changed = f", with {', '.join(found['overrides'])}" if found["overrides"] else ""
-    command = " ".join([f"coterie reproduce {found['name']} --scale {found['scale']} --seeds {len(found['seeds'])}", *found["part"]])
-    metrics = dict.fromkeys(f"{label(_metric(found, c))} ({direction(_metric(found, c))})" for c in found["columns"])
+    command = " ".join(
+        [
+            f"coterie reproduce {found['name']} --scale {found['scale']} --seeds "
+            f"{len(found['seeds'])}",
+            *found["part"],
+        ]
+    )
+    metrics = dict.fromkeys(
+        f"{label(_metric(found, c))} ({direction(_metric(found, c))})" for c in found["columns"]
+    )
     return (
         f"`{command}`{changed}. Mean {' or '.join(metrics)} "
-        f"over clients, mean ± deviation over seeds {found['seeds']}; {found['scored']}. Bytes are per client and round, "
-        f"seconds those of a run with all clients. {machine['device']}, {machine['dtype']}, {threads}, "
+        f"over clients, mean ± deviation over seeds {found['seeds']}; {found['scored']}. Bytes "
+        f"are per client and round, "
+        f"seconds those of a run with all clients. {machine['device']}, {machine['dtype']}, "
+        f"{threads}, "
         f"coterie {versions['coterie']}, torch {versions['torch']}."
     )
 
@@ -197,7 +281,10 @@ def write_page(path: Path, found: Json, pictures: Sequence[Picture], runs: Path)
     Raises:
         SaveError: It could not be written.
     """
-    parts = [section(f"picture-{k}", *_picture(picture, found, runs)) for k, picture in enumerate(pictures)]
+    parts = [
+        section(f"picture-{k}", *_picture(picture, found, runs))
+        for k, picture in enumerate(pictures)
+    ]
     for c, title in found["columns"].items():
         cells = _of(found, c)
         metric, what = _metric(found, c), prediction(_metric(found, c))
@@ -205,21 +292,42 @@ def write_page(path: Path, found: Json, pictures: Sequence[Picture], runs: Path)
         columns = {
             "row": [_name(found, cell) for cell in cells],
             "measured": [_measured(found, cell) for cell in cells],
-            **({"paper": [plus_minus(cell["published"], cell["published_std"]) for cell in cells]} if _has_published(cells) else {}),
+            **(
+                {"paper": [plus_minus(cell["published"], cell["published_std"]) for cell in cells]}
+                if _has_published(cells)
+                else {}
+            ),
             **_synced(cells),
             **_beside(cells),
             "trainable parameters": bars([cell["trainable_parameters"] for cell in cells], ",.0f"),
             f"MFLOPs per {what}": bars([cell["flops_per_token"] for cell in cells], ",.2f", 1e6),
             "kB up per round": bars([cell["bytes_up_per_round"] for cell in cells], ",.1f", 1000),
-            "kB down per round": bars([cell["bytes_down_per_round"] for cell in cells], ",.1f", 1000),
+            "kB down per round": bars(
+                [cell["bytes_down_per_round"] for cell in cells], ",.1f", 1000
+            ),
             "seconds": bars([cell["wall_s"] for cell in cells], ",.0f"),
         }
         about = f"<p>{escape(_lead(found, c))}</p>"
-        order = f"<p>Order against the paper's: Kendall's tau {found['order'][c]:.2f}.</p>" if c in found["order"] else ""
-        parts.append(section(f"column-{c}", title, about, table(list(columns), list(zip(*columns.values(), strict=True)), best), order))
+        order = (
+            f"<p>Order against the paper's: Kendall's tau {found['order'][c]:.2f}.</p>"
+            if c in found["order"]
+            else ""
+        )
+        parts.append(
+            section(
+                f"column-{c}",
+                title,
+                about,
+                table(list(columns), list(zip(*columns.values(), strict=True)), best),
+                order,
+            )
+        )
     if found["statements"]:
         parts.append(section("statements", "What the paper says", verdicts(said(found))))
     told = "".join(f"<p class=note>{escape(note)}</p>" for note in notes(found))
     about = escape(_about(found).replace("`", ""))
-    body = f"<header><h1>{escape(found['title'])}</h1><p class=about>{about}</p>{told}</header><main>{''.join(parts)}</main>"
+    body = (
+        f"<header><h1>{escape(found['title'])}</h1><p "
+        f"class=about>{about}</p>{told}</header><main>{''.join(parts)}</main>"
+    )
     write_atomically(path, page(found["title"], body))

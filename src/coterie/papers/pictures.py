@@ -32,7 +32,8 @@ def _picture(picture: Picture, found: Json, runs: Path) -> tuple[str, ...]:
     cells = [
         cell
         for cell in found["cells"]
-        if (not picture.rows or cell["row"] in picture.rows) and (not picture.columns or cell["column"] in picture.columns)
+        if (not picture.rows or cell["row"] in picture.rows)
+        and (not picture.columns or cell["column"] in picture.columns)
     ]
     if not cells:
         return ("",)
@@ -42,7 +43,9 @@ def _picture(picture: Picture, found: Json, runs: Path) -> tuple[str, ...]:
 
 def _headed(found: Json, cell: Json, *parts: str) -> list[str]:
     """Parts of one cell under its name; nothing without parts."""
-    heading = f"<h3>{escape(found['rows'][cell['row']])}, {escape(found['columns'][cell['column']])}</h3>"
+    heading = (
+        f"<h3>{escape(found['rows'][cell['row']])}, {escape(found['columns'][cell['column']])}</h3>"
+    )
     return [heading, *parts] if any(parts) else []
 
 
@@ -50,7 +53,9 @@ def _routers(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) -
     parts: list[str] = []
     for cell in cells:
         clients = read_json(runs / cell["folders"][0] / "result.json")["clients"]
-        parts += _headed(found, cell, *router_panels(runs / cell["folders"][0] / "metrics.jsonl", clients))
+        parts += _headed(
+            found, cell, *router_panels(runs / cell["folders"][0] / "metrics.jsonl", clients)
+        )
     return ("Router scores over training", *parts)
 
 
@@ -63,7 +68,12 @@ def _weights(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) -
     parts: list[str] = []
     for cell in cells:
         if weights := _weights_of(cell, runs):
-            parts += _headed(found, cell, collaboration.at_stages(weights, picture.iterations), collaboration.scale(weights.top))
+            parts += _headed(
+                found,
+                cell,
+                collaboration.at_stages(weights, picture.iterations),
+                collaboration.scale(weights.top),
+            )
     return ("Collaboration weights at stages of training, first seed", *parts)
 
 
@@ -78,11 +88,17 @@ def _domains(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) -
 
 
 def _labels(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) -> tuple[str, ...]:
-    return ("Who has which classes", *_each(cells, found, runs, lambda title, result: experts.distribution(result)))
+    return (
+        "Who has which classes",
+        *_each(cells, found, runs, lambda title, result: experts.distribution(result)),
+    )
 
 
 def _k_means(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) -> tuple[str, ...]:
-    return ("Clients clustered by their classes", *_each(cells, found, runs, lambda title, result: experts.clustering(result)))
+    return (
+        "Clients clustered by their classes",
+        *_each(cells, found, runs, lambda title, result: experts.clustering(result)),
+    )
 
 
 def _experts(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) -> tuple[str, ...]:
@@ -101,9 +117,16 @@ def _gate(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) -> t
     return ("Decisions of the gate, first seed", *_each(cells, found, runs, decided))
 
 
-def _each(cells: Sequence[Json], found: Json, runs: Path, draw: Callable[[str, Json], str]) -> list[str]:
-    """What is drawn of the result of each cell's first seed, by the title of its row, under the cell's name."""
-    drawn = ((cell, draw(cell["title"], read_json(runs / cell["folders"][0] / "result.json"))) for cell in cells)
+def _each(
+    cells: Sequence[Json], found: Json, runs: Path, draw: Callable[[str, Json], str]
+) -> list[str]:
+    """What is drawn of the result of each cell's first seed, by the title of its row, under the
+    cell's name.
+    """
+    drawn = (
+        (cell, draw(cell["title"], read_json(runs / cell["folders"][0] / "result.json")))
+        for cell in cells
+    )
     return [part for cell, shown in drawn for part in _headed(found, cell, shown)]
 
 
@@ -111,29 +134,45 @@ def _styles(cells: Sequence[Json]) -> dict[str, Style]:
     """A look for each row; without markers where there are many points."""
     points = max(len(cell["evaluations"]) for cell in cells)
     rows = dict.fromkeys(cell["row"] for cell in cells)
-    return {r: Style(COLOURS[k % len(COLOURS)], k, marked=points <= chart.MARKED) for k, r in enumerate(rows)}
+    return {
+        r: Style(COLOURS[k % len(COLOURS)], k, marked=points <= chart.MARKED)
+        for k, r in enumerate(rows)
+    }
 
 
 def _curves(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) -> tuple[str, ...]:
-    """The test metric of each client, or its mean over clients, over training; a row that trains nothing is a level line.
+    """The test metric of each client, or its mean over clients, over training; a row that trains
+    nothing is a level line.
 
-    Training is counted in local iterations, or in rounds where clients are scored that take part in none: a panel for each group of them.
+    Training is counted in local iterations, or in rounds where clients are scored that take part in
+    none: a panel for each group of them.
     """
     styles = _styles(cells)
     charts: dict[str, list[Line]] = {}
     kinds: dict[str, str] = {}  # the column of each panel: only within one are panels compared
-    count, axis = ("round", "rounds") if cells[0].get("groups") else ("iteration", "local iterations")
-    ends = {cell["column"]: max(c["evaluations"][-1][count] for c in cells if c["column"] == cell["column"]) for cell in cells}
+    count, axis = (
+        ("round", "rounds") if cells[0].get("groups") else ("iteration", "local iterations")
+    )
+    ends = {
+        cell["column"]: max(
+            c["evaluations"][-1][count] for c in cells if c["column"] == cell["column"]
+        )
+        for cell in cells
+    }
 
     def line(cell: Json, value: Callable[[Json], float]) -> Line:
         points = [(e[count], value(e)) for e in thinned(cell["evaluations"], POINTS)]
         level = [(0, points[0][1]), (ends[cell["column"]], points[0][1])]
-        return Line(points if points[-1][0] else level, found["rows"][cell["row"]], styles[cell["row"]])
+        return Line(
+            points if points[-1][0] else level, found["rows"][cell["row"]], styles[cell["row"]]
+        )
 
     for cell in cells:
         title = found["columns"][cell["column"]]
         if picture.kind in ("mean", "curves"):
-            values = {f"{title}, {unseen(group)}": _of_group(group) for group in cell.get("groups") or ()} or {title: _test}
+            values = {
+                f"{title}, {unseen(group)}": _of_group(group) for group in cell.get("groups") or ()
+            } or {title: _test}
             for panel, value in values.items():
                 kinds[panel] = title
                 charts.setdefault(panel, []).append(line(cell, value))
@@ -164,11 +203,15 @@ def _bars(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) -> t
     colours = {r: COLOURS[k % len(COLOURS)] for k, r in enumerate(rows)}
     groups = {
         found["columns"][c]: [
-            marks.Bar(cell["mean"], cell["std"], found["rows"][cell["row"]], colours[cell["row"]]) for cell in cells if cell["column"] == c
+            marks.Bar(cell["mean"], cell["std"], found["rows"][cell["row"]], colours[cell["row"]])
+            for cell in cells
+            if cell["column"] == c
         ]
         for c in dict.fromkeys(cell["column"] for cell in cells)
     }
-    samples = legend((f'<i class="swatch" style="background:{colours[r]}"></i>', found["rows"][r]) for r in rows)
+    samples = legend(
+        (f'<i class="swatch" style="background:{colours[r]}"></i>', found["rows"][r]) for r in rows
+    )
     name = label(metric_of(cells[0]))
     return (f"Mean {name}", samples, marks.bars(groups, name))
 
@@ -177,12 +220,22 @@ def _sweep(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) -> 
     """One line for each tau, over s."""
     lines: dict[int, list[tuple[float, float]]] = {}
     for cell in cells:
-        lines.setdefault(cell["settings"]["router_every"], []).append((cell["settings"]["router_steps"], cell["mean"]))
+        lines.setdefault(cell["settings"]["router_every"], []).append(
+            (cell["settings"]["router_steps"], cell["mean"])
+        )
     styles = {tau: Style(COLOURS[k % len(COLOURS)], k) for k, tau in enumerate(sorted(lines))}
     drawn = [Line(sorted(points), f"tau {tau}", styles[tau]) for tau, points in lines.items()]
     samples = legend((styles[tau].sample, f"tau {tau}") for tau in sorted(lines))
-    panel = chart.panels({next(iter(found["columns"].values())): drawn}, "s, router steps per update", f"mean {label(metric_of(cells[0]))}")
-    return f"Mean {label(metric_of(cells[0]))} by how often and how long routers learn", samples, panel
+    panel = chart.panels(
+        {next(iter(found["columns"].values())): drawn},
+        "s, router steps per update",
+        f"mean {label(metric_of(cells[0]))}",
+    )
+    return (
+        f"Mean {label(metric_of(cells[0]))} by how often and how long routers learn",
+        samples,
+        panel,
+    )
 
 
 _KINDS: Mapping[str, Callable[[Picture, Sequence[Json], Json, Path], tuple[str, ...]]] = {

@@ -1,4 +1,6 @@
-"""A table or figure of a paper, run: measured beside published, and which of the paper's statements hold."""
+"""A table or figure of a paper, run: measured beside published, and which of the paper's
+statements hold.
+"""
 
 import json
 import platform
@@ -46,7 +48,9 @@ _BESIDE = {
 
 
 def _digest(recipe: Recipe) -> str:
-    method = asdict(recipe.build_method())  # defaults too: where one changes, so does what is measured
+    method = asdict(
+        recipe.build_method()
+    )  # defaults too: where one changes, so does what is measured
     section = recipe.model_dump(mode="json", exclude=_BESIDE) | {"method": method}
     text = json.dumps(section, sort_keys=True, default=lambda rule: rule.model_dump(mode="json"))
     return blake2b(text.encode(), digest_size=4).hexdigest()
@@ -67,7 +71,8 @@ class Job:
         changed: Whether unfinished runs go on though base, data or clients have changed, see `run`.
 
     Raises:
-        Refused: There is no such table, scale, column or row, or a recipe, as it is set, will not do.
+        Refused: There is no such table, scale, column or row, or a recipe, as it is set, will not
+            do.
     """
 
     name: str
@@ -91,14 +96,26 @@ class Job:
     @cached_property
     def cells(self) -> list[tuple[str, str]]:
         """Row and column of every cell, column by column."""
-        columns = [c for c, column in self.reproduction.columns.items() if self.scale in column.recipes]
+        columns = [
+            c for c, column in self.reproduction.columns.items() if self.scale in column.recipes
+        ]
         rows = list(self.reproduction.rows)
         if not columns:
-            other = " or ".join(s for s in SCALES if any(s in column.recipes for column in self.reproduction.columns.values()))
+            other = " or ".join(
+                s
+                for s in SCALES
+                if any(s in column.recipes for column in self.reproduction.columns.values())
+            )
             raise Refused(f"{self.name} has no scale {self.scale}", f"Use --scale {other}.")
         _check_known("column", self.columns, columns)
         _check_known("row", self.rows, rows)
-        asked = ((r, c) for c in columns if c in (self.columns or columns) for r in rows if r in (self.rows or rows))
+        asked = (
+            (r, c)
+            for c in columns
+            if c in (self.columns or columns)
+            for r in rows
+            if r in (self.rows or rows)
+        )
         return [(r, c) for r, c in asked if c in (self.reproduction.rows[r].columns or columns)]
 
     @cached_property
@@ -113,39 +130,64 @@ class Job:
                 **column.set,
                 **column.at.get(self.scale, {}),
             }
-            found[c] = recipes.load(column.recipes[self.scale], [*recipes.overrides(common), *self.overrides])
+            found[c] = recipes.load(
+                column.recipes[self.scale], [*recipes.overrides(common), *self.overrides]
+            )
         return found
 
     def sweep(self, row: str, column: str) -> Mapping[str, Sequence[Any]]:
-        """What is chosen on validation for a cell: keys of a recipe, and the values that are tried."""
+        """What is chosen on validation for a cell: keys of a recipe, and the values that are
+        tried.
+        """
         if not self._trains(row, column):  # nothing to choose
             return {}
         own = self.reproduction.rows[row]
-        return {**self.reproduction.columns[column].tune.get(self.scale, {}), **own.sweep.get(self.scale, {})}
+        return {
+            **self.reproduction.columns[column].tune.get(self.scale, {}),
+            **own.sweep.get(self.scale, {}),
+        }
 
     def _trains(self, row: str, column: str) -> bool:
-        return self._bases[column].with_method(self.reproduction.rows[row].method).build_method().total_iterations > 0
+        return (
+            self._bases[column]
+            .with_method(self.reproduction.rows[row].method)
+            .build_method()
+            .total_iterations
+            > 0
+        )
 
     def tried(self, row: str, column: str) -> int:
-        """How many settings of a cell compete on validation: 1 where the recipe's are taken as they are, 0 where nothing is trained."""
-        return int(self._trains(row, column)) + sum(len(values) - 1 for values in self.sweep(row, column).values())
+        """How many settings of a cell compete on validation: 1 where the recipe's are taken as
+        they are, 0 where nothing is trained.
+        """
+        return int(self._trains(row, column)) + sum(
+            len(values) - 1 for values in self.sweep(row, column).values()
+        )
 
     def run(self, row: str, column: str, choice: Settings, seed: int) -> tuple[Recipe, Path]:
         """One run of a cell and its folder. Cells of all tables that are the same run share one."""
         own, base = self.reproduction.rows[row], self._bases[column]
         settings = {**own.set, **self.reproduction.columns[column].rows.get(row, {}), **choice}
-        recipe = recipes.changed(base.with_method(own.method), settings).model_copy(update={"seed": seed})
-        return recipe, self.folder / recipe.name / f"{own.method}-{_digest(recipe)}" / f"seed-{seed}"
+        recipe = recipes.changed(base.with_method(own.method), settings).model_copy(
+            update={"seed": seed}
+        )
+        return (
+            recipe,
+            self.folder / recipe.name / f"{own.method}-{_digest(recipe)}" / f"seed-{seed}",
+        )
 
     @property
     def most(self) -> int:
         """How many runs there are at most, with those that are done already."""
-        tried = sum(max(1, sum(len(values) for values in self.sweep(r, c).values())) for r, c in self.cells)
+        tried = sum(
+            max(1, sum(len(values) for values in self.sweep(r, c).values())) for r, c in self.cells
+        )
         return tried + len(self.cells) * (len(self.numbers) - 1)
 
 
 def reproduce(job: Job, reporter: Reporter | None = None) -> Json:
-    """Run a table or figure; runs that are in the folder already are taken from there, and unfinished ones go on.
+    """Run a table or figure; runs that are in the folder already are taken from there, and
+    unfinished ones go on.
 
     Args:
         job: What to run.
@@ -160,17 +202,25 @@ def reproduce(job: Job, reporter: Reporter | None = None) -> Json:
     """
     reproduction, folder = job.reproduction, job.folder
     choices = _choose(job, reporter or Reporter())
-    runs = {(r, c): [job.run(r, c, choices[r, c], seed) for seed in job.numbers] for r, c in job.cells}
+    runs = {
+        (r, c): [job.run(r, c, choices[r, c], seed) for seed in job.numbers] for r, c in job.cells
+    }
     _execute([run for cell in runs.values() for run in cell], reporter or Reporter(), job.changed)
     cells = _cells(job, choices, runs)
-    statements = [verdict for s in reproduction.statements for verdict in _verdicts(s, cells, folder)]
+    statements = [
+        verdict for s in reproduction.statements for verdict in _verdicts(s, cells, folder)
+    ]
     found: Json = {
         "name": job.name,
         "title": reproduction.title,
         "scale": job.scale,
         "seeds": job.numbers,
         "overrides": list(job.overrides),
-        "part": [f"--{what} {','.join(names)}" for what, names in (("columns", job.columns), ("rows", job.rows)) if names],
+        "part": [
+            f"--{what} {','.join(names)}"
+            for what, names in (("columns", job.columns), ("rows", job.rows))
+            if names
+        ],
         "shows": reproduction.shows,
         "scored": _UNSEEN if cells[0]["groups"] else _OWN,
         "columns": {c: reproduction.columns[c].title for _, c in job.cells},
@@ -181,7 +231,11 @@ def reproduce(job: Job, reporter: Reporter | None = None) -> Json:
         "order": _orders(cells),
         "notes": [*reproduction.notes, _effort(job), *_comparability(cells)],
         "unjudged": sum(len(s.columns) for s in reproduction.statements) - len(statements),
-        "versions": {"coterie": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "versions": {
+            "coterie": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
         "machine": read_json(folder / cells[0]["folders"][0] / RESULT)["machine"],
     }
     stem = job.name.replace("/", "-")
@@ -192,9 +246,13 @@ def reproduce(job: Job, reporter: Reporter | None = None) -> Json:
 
 
 def _choose(job: Job, reporter: Reporter) -> dict[tuple[str, str], dict[str, Any]]:
-    """What each cell's sweep comes to: key after key, the value with the best mean on validation at the first seed."""
+    """What each cell's sweep comes to: key after key, the value with the best mean on validation
+    at the first seed.
+    """
     sweeps = {cell: job.sweep(*cell) for cell in job.cells}
-    choices = {cell: {key: values[0] for key, values in sweep.items()} for cell, sweep in sweeps.items()}
+    choices = {
+        cell: {key: values[0] for key, values in sweep.items()} for cell, sweep in sweeps.items()
+    }
     for key in dict.fromkeys(key for sweep in sweeps.values() for key in sweep):
         tried = {
             (cell, value): job.run(*cell, choices[cell] | {key: value}, job.numbers[0])
@@ -205,14 +263,23 @@ def _choose(job: Job, reporter: Reporter) -> dict[tuple[str, str], dict[str, Any
         for cell, sweep in sweeps.items():
             if key in sweep:
                 found = {value: read_json(tried[cell, value][1] / RESULT) for value in sweep[key]}
-                ranked = {value: metrics.badness(_valid(result), metrics.metric_of(result)) for value, result in found.items()}
+                ranked = {
+                    value: metrics.badness(_valid(result), metrics.metric_of(result))
+                    for value, result in found.items()
+                }
                 choices[cell][key] = min(ranked, key=ranked.__getitem__)
     return choices
 
 
 def _execute(runs: Sequence[tuple[Recipe, Path]], reporter: Reporter, changed: bool) -> None:
-    """Those that are not done yet, each once. Raises CheckpointError, too, where the result of one that is done is damaged."""
-    missing = [(recipe, path) for path, recipe in {path: recipe for recipe, path in runs}.items() if not Kept(path).done()]
+    """Those that are not done yet, each once. Raises CheckpointError, too, where the result of
+    one that is done is damaged.
+    """
+    missing = [
+        (recipe, path)
+        for path, recipe in {path: recipe for recipe, path in runs}.items()
+        if not Kept(path).done()
+    ]
     titles = [f"{recipe.name}, {path.parent.name}, seed {recipe.seed}" for recipe, path in missing]
     execute_all(missing, reporter, titles, changed=changed)
 
@@ -221,15 +288,31 @@ def _valid(result: Json) -> float:
     return float(result["evaluations"][-1]["valid"])
 
 
-def _cells(job: Job, choices: Mapping[Cell, Settings], runs: Mapping[Cell, Sequence[tuple[Recipe, Path]]]) -> list[Json]:
-    """What is known of each cell: the figures of its runs, held against those of Local in its column, and the paper's."""
+def _cells(
+    job: Job, choices: Mapping[Cell, Settings], runs: Mapping[Cell, Sequence[tuple[Recipe, Path]]]
+) -> list[Json]:
+    """What is known of each cell: the figures of its runs, held against those of Local in its
+    column, and the paper's.
+    """
     results = {cell: [read_json(path / RESULT) for _, path in own] for cell, own in runs.items()}
-    alone = {column: found for (row, column), found in results.items() if job.reproduction.rows[row].method == comparison.ALONE}
-    return [_cell(job, cell, choices[cell], runs[cell], found, alone.get(cell[1], ())) for cell, found in results.items()]
+    alone = {
+        column: found
+        for (row, column), found in results.items()
+        if job.reproduction.rows[row].method == comparison.ALONE
+    }
+    return [
+        _cell(job, cell, choices[cell], runs[cell], found, alone.get(cell[1], ()))
+        for cell, found in results.items()
+    ]
 
 
 def _cell(
-    job: Job, cell: Cell, choice: Settings, runs: Sequence[tuple[Recipe, Path]], results: Sequence[Json], alone: Sequence[Json]
+    job: Job,
+    cell: Cell,
+    choice: Settings,
+    runs: Sequence[tuple[Recipe, Path]],
+    results: Sequence[Json],
+    alone: Sequence[Json],
 ) -> Json:
     row, column = cell
     number = job.reproduction.published.get(row, {}).get(column)
@@ -255,27 +338,43 @@ def _cell(
 
 
 def _brief(evaluated: Json) -> Json:
-    """An evaluation without matrices; and without clients where there are groups of them, as curves then are of groups."""
+    """An evaluation without matrices; and without clients where there are groups of them, as
+    curves then are of groups.
+    """
     left_out = {"weights", "choices"} | ({"clients"} if evaluated.get("groups") else set())
     return {key: value for key, value in evaluated.items() if key not in left_out}
 
 
 def _shown(results: Sequence[Json], figure: Figure) -> Json:
-    """What a table shows of a row: the metric and its values. A row without a gate is never right about one."""
+    """What a table shows of a row: the metric and its values. A row without a gate is never
+    right about one.
+    """
     if figure == "gate_error":
-        metric, values = _GATE_ERROR, [100 - (metrics.gate_accuracy(result) or 0) for result in results]
+        metric, values = (
+            _GATE_ERROR,
+            [100 - (metrics.gate_accuracy(result) or 0) for result in results],
+        )
     else:
         metric, values = dict(metrics.metric_of(results[0])), [result[figure] for result in results]
-    return {"metric": metric, "mean": metrics.mean(values), "std": metrics.deviation(values), "per_seed": values}
+    return {
+        "metric": metric,
+        "mean": metrics.mean(values),
+        "std": metrics.deviation(values),
+        "per_seed": values,
+    }
 
 
 def _check_known(what: str, asked: Sequence[str], known: Sequence[str]) -> None:
     if unknown := [a for a in asked if a not in known]:
-        raise Refused(f"no {what} {', '.join(map(repr, unknown))} at this scale", f"Choose among: {', '.join(known)}.")
+        raise Refused(
+            f"no {what} {', '.join(map(repr, unknown))} at this scale",
+            f"Choose among: {', '.join(known)}.",
+        )
 
 
 def _orders(cells: Sequence[Json]) -> dict[str, float]:
-    """By column: Kendall's tau between the measured and the published order of the rows, 1 for the same order and -1 for the reverse.
+    """By column: Kendall's tau between the measured and the published order of the rows, 1 for the
+    same order and -1 for the reverse.
 
     Which way is better does not matter to it.
     """
@@ -283,33 +382,55 @@ def _orders(cells: Sequence[Json]) -> dict[str, float]:
 
     found = {}
     for c in dict.fromkeys(cell["column"] for cell in cells):
-        pairs = [(cell["mean"], mean) for cell in cells if cell["column"] == c and (mean := cell["published"])]
+        pairs = [
+            (cell["mean"], mean)
+            for cell in cells
+            if cell["column"] == c and (mean := cell["published"])
+        ]
         measured, published = {m for m, _ in pairs}, {p for _, p in pairs}
-        if len(pairs) > 2 and min(len(measured), len(published)) > 1:  # rows that are all alike have no order
+        if (
+            len(pairs) > 2 and min(len(measured), len(published)) > 1
+        ):  # rows that are all alike have no order
             found[c] = float(kendalltau(*zip(*pairs, strict=True)).statistic)
     return found
 
 
 def _effort(job: Job) -> str:
-    """Say how many settings each row tried, so that a reader sees whether one was held down; columns that are alike together."""
+    """Say how many settings each row tried, so that a reader sees whether one was held down;
+    columns that are alike together.
+    """
     alike: dict[str, list[str]] = {}
     for c in dict.fromkeys(c for _, c in job.cells):
-        counts = {job.reproduction.rows[r].title: count for r, column in job.cells if column == c and (count := job.tried(r, c))}
+        counts = {
+            job.reproduction.rows[r].title: count
+            for r, column in job.cells
+            if column == c and (count := job.tried(r, c))
+        }
         usual = mode(counts.values()) if counts else 0
         others = [f"{title} {count}" for title, count in counts.items() if count != usual]
         text = ", ".join([*others, f"every {'other ' if others else ''}row {usual}"])
         alike.setdefault(text, []).append(job.reproduction.columns[c].title)
-    found = "; ".join(f"{text} ({', '.join(titles)})" if len(alike) > 1 else text for text, titles in alike.items())
-    return f"Settings that a row tried on validation at the first seed (1: those of the recipe, which all rows share): {found}."
+    found = "; ".join(
+        f"{text} ({', '.join(titles)})" if len(alike) > 1 else text
+        for text, titles in alike.items()
+    )
+    return (
+        f"Settings that a row tried on validation at the first seed (1: those of the recipe, "
+        f"which all rows share): {found}."
+    )
 
 
 def _comparability(cells: Sequence[Json]) -> list[str]:
-    """What makes the rows of a column unlike in budget; a sentence that holds of several columns once."""
+    """What makes the rows of a column unlike in budget; a sentence that holds of several columns
+    once.
+    """
     found: dict[str, None] = {}
     for c in dict.fromkeys(cell["column"] for cell in cells):
         own = [cell | {"method": cell["row"]} for cell in cells if cell["column"] == c]
         titles = {cell["row"]: cell["title"] for cell in own}
-        ours = [row for row in titles if row.startswith(("comigs", "ddome"))]  # 1G1S where it is among them, otherwise the first
+        ours = [
+            row for row in titles if row.startswith(("comigs", "ddome"))
+        ]  # 1G1S where it is among them, otherwise the first
         reference = "comigs-1g1s" if "comigs-1g1s" in ours else next(iter(ours), None)
         found |= dict.fromkeys(comparison.comparability(own, reference, titles))
     return list(found)

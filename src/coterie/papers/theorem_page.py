@@ -1,4 +1,6 @@
-"""What an experiment on a theorem shows: its claims with their verdicts, its numbers, and its pictures."""
+"""What an experiment on a theorem shows: its claims with their verdicts, its numbers, and its
+pictures.
+"""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -36,7 +38,9 @@ def show(console: Console, experiment: Experiment, stem: Path) -> None:
     console.print(numbers)
     for heading, claims in _kinds(experiment):
         console.print(heading, style="bold", highlight=False)
-        print_verdicts(console, ((claim.holds, plain(claim.text), plain(claim.detail)) for claim in claims))
+        print_verdicts(
+            console, ((claim.holds, plain(claim.text), plain(claim.detail)) for claim in claims)
+        )
     write_json(stem.with_name(f"{stem.name}.json"), plain(asdict(experiment)))
     write_atomically(stem.with_name(f"{stem.name}.html"), experiment_page(experiment))
 
@@ -53,29 +57,64 @@ def _rounded(value: float) -> str:
 def _kinds(experiment: Experiment) -> list[tuple[str, list[Claim]]]:
     """The paper's claims, and what was found beside them."""
     kinds = {"What the paper says": False, "What was found beside it": True}
-    return [(title, [claim for claim in experiment.claims if claim.beside is beside]) for title, beside in kinds.items()]
+    return [
+        (title, [claim for claim in experiment.claims if claim.beside is beside])
+        for title, beside in kinds.items()
+    ]
 
 
 def experiment_page(experiment: Experiment) -> bytes:
     """The page of an experiment: one file without anything from elsewhere."""
     numbers = [[_text(cell) for cell in row] for row in experiment.table.rows]
-    parts = [section("picture", "Picture", chart.grid([picture(panel) for panel in experiment.panels], broad=True))]
+    parts = [
+        section(
+            "picture",
+            "Picture",
+            chart.grid([picture(panel) for panel in experiment.panels], broad=True),
+        )
+    ]
     for k, (title, claims) in enumerate(_kinds(experiment)):
-        parts.append(section(f"claims-{k}", title, verdicts(((claim.holds, claim.text, claim.detail) for claim in claims), typeset)))
+        parts.append(
+            section(
+                f"claims-{k}",
+                title,
+                verdicts(((claim.holds, claim.text, claim.detail) for claim in claims), typeset),
+            )
+        )
     columns = list(experiment.table.columns)
     parts.append(section("numbers", "Numbers", table(columns, numbers, typeset=typeset)))
     about = f"{experiment.source}. Numbers in brackets are the paper's equations."
-    header = f"<header><h1>{escape(experiment.title)}</h1><p class=about>{typeset(about)}</p></header>"
+    header = (
+        f"<header><h1>{escape(experiment.title)}</h1><p class=about>{typeset(about)}</p></header>"
+    )
     return page(experiment.title, f"{header}<main>{''.join(parts)}</main>")
 
 
 def picture(panel: Panel) -> str:
-    """A panel with its legend. Names of axes and curves hold mathematics, and so stand around the SVG, not within it."""
-    looks = [Style(COLOURS[c.colour], int(c.dashed), marked=not c.dashed and len(c.values) <= chart.MARKED) for c in panel.curves]
-    lines = [Line(list(enumerate(c.values)), plain(c.label), look) for c, look in zip(panel.curves, looks, strict=True)]
-    samples = "".join(f"<li>{look.sample} <span>{typeset(c.label)}</span></li>" for c, look in zip(panel.curves, looks, strict=True))
-    drawn = chart.panel(plain(f"{panel.title}: {panel.y} against {panel.x}"), lines, chart.Axes("", "", log=panel.log))
+    """A panel with its legend. Names of axes and curves hold mathematics, and so stand around
+    the SVG, not within it.
+    """
+    looks = [
+        Style(
+            COLOURS[c.colour], int(c.dashed), marked=not c.dashed and len(c.values) <= chart.MARKED
+        )
+        for c in panel.curves
+    ]
+    lines = [
+        Line(list(enumerate(c.values)), plain(c.label), look)
+        for c, look in zip(panel.curves, looks, strict=True)
+    ]
+    samples = "".join(
+        f"<li>{look.sample} <span>{typeset(c.label)}</span></li>"
+        for c, look in zip(panel.curves, looks, strict=True)
+    )
+    drawn = chart.panel(
+        plain(f"{panel.title}: {panel.y} against {panel.x}"),
+        lines,
+        chart.Axes("", "", log=panel.log),
+    )
     return (
-        f"<figure><figcaption>{typeset(panel.title)}</figcaption><p class=upright>{typeset(panel.y)}</p>{drawn}"
+        f"<figure><figcaption>{typeset(panel.title)}</figcaption><p "
+        f"class=upright>{typeset(panel.y)}</p>{drawn}"
         f'<p class=across>{typeset(panel.x)}</p><ul class="legend">{samples}</ul></figure>'
     )

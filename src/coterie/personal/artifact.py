@@ -1,4 +1,6 @@
-"""A client's folder in a run: what it trained as safetensors, and a JSON that says what it is. Never pickle."""
+"""A client's folder in a run: what it trained as safetensors, and a JSON that says what it is.
+Never pickle.
+"""
 
 import json
 from collections.abc import Mapping
@@ -24,7 +26,9 @@ FOREIGN = "It was changed by hand, or written by another version of coterie."
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a personal model comes from: the names of its method and recipe, the rounds done, and the run's seed."""
+    """Where a personal model comes from: the names of its method and recipe, the rounds done,
+    and the run's seed.
+    """
 
     method: str
     recipe: str
@@ -71,14 +75,21 @@ def read_about(folder: Path) -> About:
     """
     found = read_about_json(folder)
     if found.get("kind") == CLASSIFIER:
-        remedy = f"See `coterie predict --data`; other programs read {CLASSIFIER_WEIGHTS} and {ABOUT} in it as they are."
+        remedy = (
+            f"See `coterie predict --data`; other programs read {CLASSIFIER_WEIGHTS} and {ABOUT} "
+            f"in it as they are."
+        )
         raise CheckpointError(f"{folder} holds a classifier, not a language model", remedy)
     if isinstance(layout := found.get("layout"), dict):
         checked(Layout, layout, folder)
     about, weights = checked(About, found, folder), folder / WEIGHTS
     own = about.layout
-    if weights.is_file() and max(own.experts, own.members, own.rank, own.expert_rank) > (size := weights.stat().st_size):
-        raise CheckpointError(f"{folder / ABOUT}: {size:,} bytes of {WEIGHTS} cannot be of {own}", FOREIGN)
+    if weights.is_file() and max(own.experts, own.members, own.rank, own.expert_rank) > (
+        size := weights.stat().st_size
+    ):
+        raise CheckpointError(
+            f"{folder / ABOUT}: {size:,} bytes of {WEIGHTS} cannot be of {own}", FOREIGN
+        )
     return about
 
 
@@ -107,18 +118,27 @@ def read_about_json(folder: Path) -> dict[str, Any]:
     """What `client.json` in `folder` says, of whatever kind of model. Raises CheckpointError."""
     found = read_json(folder / ABOUT)
     if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
-        raise CheckpointError(f"{folder / ABOUT}: not of format {FORMAT}", "It was written by another version of coterie: update.")
+        raise CheckpointError(
+            f"{folder / ABOUT}: not of format {FORMAT}",
+            "It was written by another version of coterie: update.",
+        )
     return found
 
 
 def expert_names(layout: Layout) -> dict[Role, tuple[str, ...]]:
-    """The experts' names by role, in the order of the router: G or G1, G2, ... for generalists, S or S1, S2, ... for specialists."""
+    """The experts' names by role, in the order of the router: G or G1, G2, ... for generalists,
+    S or S1, S2, ... for specialists.
+    """
     counts = {GENERALIST: ("G", layout.generalists), SPECIALIST: ("S", layout.specialists)}
-    return {role: tuple(n if count == 1 else f"{n}{j}" for j in range(1, count + 1)) for role, (n, count) in counts.items()}
+    return {
+        role: tuple(n if count == 1 else f"{n}{j}" for j in range(1, count + 1))
+        for role, (n, count) in counts.items()
+    }
 
 
 def check_size(architecture: Architecture, about: About, tensors: Named, source: str) -> None:
-    """Refuse a layout that is not that of the tensors before anything of its size is made: a JSON may claim billions of experts.
+    """Refuse a layout that is not that of the tensors before anything of its size is made: a JSON
+    may claim billions of experts.
 
     Raises:
         CheckpointError: See `fill`.
@@ -140,7 +160,8 @@ def fill(own: Named, tensors: Named, source: str) -> None:
     """Give a model's own tensors the values of `source`.
 
     Raises:
-        CheckpointError: Names are foreign or missing, shapes are others, or values are not finite; nothing was changed.
+        CheckpointError: Names are foreign or missing, shapes are others, or values are not finite;
+            nothing was changed.
     """
     try:
         check_alike(own, tensors, source)
@@ -148,8 +169,10 @@ def fill(own: Named, tensors: Named, source: str) -> None:
         raise CheckpointError(error.problem, _UNLIKE) from None
     if broken := [name for name in own if not all_finite({name: tensors[name]})]:
         raise CheckpointError(
-            f"{source}: {broken[0]!r} holds values that are not finite ({len(broken)} tensors in all)",
-            "The file is damaged, or its client diverged: take an earlier copy, or train it again with a lower learning rate.",
+            f"{source}: {broken[0]!r} holds values that are not finite ({len(broken)} tensors in "
+            f"all)",
+            "The file is damaged, or its client diverged: take an earlier copy, or train it "
+            "again with a lower learning rate.",
         )
     for name, tensor in own.items():
         tensor.data.copy_(tensors[name])

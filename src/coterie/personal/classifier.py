@@ -1,4 +1,6 @@
-"""A classifier in use: it says of what class a sample is and, of a pool, which of its owner's experts is asked."""
+"""A classifier in use: it says of what class a sample is and, of a pool, which of its owner's
+experts is asked.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,7 +22,16 @@ from coterie.models.common import CommonExpert, Normalisation
 from coterie.models.networks import NetworkShape, check, check_size
 from coterie.models.pool import ABSENT, Mixture, PoolClassifier, PoolLayout
 from coterie.models.text import TextShape
-from coterie.personal.artifact import ABOUT, CLASSIFIER, CLASSIFIER_WEIGHTS, FORMAT, Origin, checked, fill, read_about_json
+from coterie.personal.artifact import (
+    ABOUT,
+    CLASSIFIER,
+    CLASSIFIER_WEIGHTS,
+    FORMAT,
+    Origin,
+    checked,
+    fill,
+    read_about_json,
+)
 from coterie.personal.samples import as_samples
 
 COMMON = "common"  # what the names of the common expert's tensors begin with
@@ -52,15 +63,22 @@ class Share:
     own: Normalisation | None = None
 
     def __post_init__(self) -> None:
-        if list(self.experts) != sorted(set(self.experts)) or not all(0 <= number < self.size for number in self.experts):
+        if list(self.experts) != sorted(set(self.experts)) or not all(
+            0 <= number < self.size for number in self.experts
+        ):
             raise ValueError(f"experts {self.experts} of a pool of {self.size}")
         if not (self.layout.gated == (self.common is not None) == (self.gate_width is not None)):
-            raise ValueError(f"mixture {self.mixture} with the common expert {self.common} and a gate of width {self.gate_width}")
+            raise ValueError(
+                f"mixture {self.mixture} with the common expert {self.common} and a gate of "
+                f"width {self.gate_width}"
+            )
 
     @property
     def layout(self) -> PoolLayout:
         """Of a model with a place for each of these experts."""
-        return PoolLayout(pool=self.size, chosen=len(self.experts), mixture=self.mixture, answer=self.answer)
+        return PoolLayout(
+            pool=self.size, chosen=len(self.experts), mixture=self.mixture, answer=self.answer
+        )
 
 
 @dataclass(frozen=True)
@@ -96,11 +114,19 @@ class AboutClassifier:
             raise ValueError(f"{len(self.names)} names of {self.network.classes} classes")
 
     def at(self, base: str) -> "AboutClassifier":
-        """The same of a base that is somewhere else now. Raises Refused for a classifier of images."""
+        """The same of a base that is somewhere else now. Raises Refused for a classifier of
+        images.
+        """
         if not isinstance(self.network, TextShape):
-            raise Refused(f"{self.client} has a classifier of images, which has no base", "Leave --base out.")
+            raise Refused(
+                f"{self.client} has a classifier of images, which has no base", "Leave --base out."
+            )
         network, pool = replace(self.network, base=base), self.pool
-        if pool is not None and isinstance(pool.common, TextShape) and pool.common.base == self.network.base:
+        if (
+            pool is not None
+            and isinstance(pool.common, TextShape)
+            and pool.common.base == self.network.base
+        ):
             pool = replace(pool, common=replace(pool.common, base=base))
         return replace(self, network=network, pool=pool)
 
@@ -113,7 +139,8 @@ class Prediction:
         label: Number of the likeliest class.
         name: Its name.
         probability: That it is that.
-        expert: Number in the pool of the expert that the gate wants most, of those that the client has; None without a gate.
+        expert: Number in the pool of the expert that the gate wants most, of those that the client
+            has; None without a gate.
     """
 
     label: int
@@ -123,7 +150,8 @@ class Prediction:
 
 
 class PersonalClassifier:
-    """A client's trained classifier: a network of its own, or experts of a pool with the gate and the common expert that embeds for it.
+    """A client's trained classifier: a network of its own, or experts of a pool with the gate and
+    the common expert that embeds for it.
 
     Args:
         model: With the client's values.
@@ -135,7 +163,10 @@ class PersonalClassifier:
 
     def __repr__(self) -> str:
         own = f", experts={self.experts}" if self.experts else ""
-        return f"PersonalClassifier(client={self.about.client!r}, method={self.about.method!r}, network={self.shape.title!r}{own})"
+        return (
+            f"PersonalClassifier(client={self.about.client!r}, method={self.about.method!r}, "
+            f"network={self.shape.title!r}{own})"
+        )
 
     @property
     def shape(self) -> NetworkShape | TextShape:
@@ -155,7 +186,8 @@ class PersonalClassifier:
         """The log-probability of each class, (B, classes).
 
         Args:
-            x: (B, C, H, W) float32, normalised by `about.mean` and `about.std`; or (B, T) int64 token ids, -1 behind the end.
+            x: (B, C, H, W) float32, normalised by `about.mean` and `about.std`; or (B, T) int64
+                token ids, -1 behind the end.
 
         Raises:
             ModelError: It is not.
@@ -164,7 +196,9 @@ class PersonalClassifier:
 
     @torch.no_grad()
     def answer(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """As calling it, with (B,) the number of the expert that the gate wants most of those that the client has; None without a gate."""
+        """As calling it, with (B,) the number of the expert that the gate wants most of those
+        that the client has; None without a gate.
+        """
         batch = Examples(x, torch.zeros(len(x), dtype=torch.int64))
         if isinstance(self.model, Classifier):
             inputs, _ = self.model.checked(batch)
@@ -178,8 +212,8 @@ class PersonalClassifier:
         """What each sample is.
 
         Args:
-            given: A path of a file or folder of images or texts, or several; images as an array or tensor; or a text, or several, as `str`:
-                see `personal.samples`.
+            given: A path of a file or folder of images or texts, or several; images as an array or
+                tensor; or a text, or several, as `str`: see `personal.samples`.
 
         Raises:
             DataError: There is nothing, or something else.
@@ -189,17 +223,23 @@ class PersonalClassifier:
             outputs, experts = self.answer(batch.x)
             best, labels = outputs.exp().max(dim=1)
             numbers = [None] * len(batch) if experts is None else experts.tolist()
-            for label, probability, expert in zip(labels.tolist(), best.tolist(), numbers, strict=True):
+            for label, probability, expert in zip(
+                labels.tolist(), best.tolist(), numbers, strict=True
+            ):
                 found.append(Prediction(label, self.about.names[label], probability, expert))
         return found
 
     def batches(self, given: Any) -> Iterator[Examples]:
         """The samples as `answer` takes them, with the label 0; see `predict`."""
-        split = as_samples(given, self.shape).split(self.about.mean, self.about.std, self.shape.classes)
+        split = as_samples(given, self.shape).split(
+            self.about.mean, self.about.std, self.shape.classes
+        )
         return split.scoring(_ROWS)
 
     @classmethod
-    def load(cls, folder: Path, base: str | None = None, device: str = "cpu") -> "PersonalClassifier":
+    def load(
+        cls, folder: Path, base: str | None = None, device: str = "cpu"
+    ) -> "PersonalClassifier":
         """The classifier in a client's folder.
 
         Args:
@@ -217,15 +257,27 @@ class PersonalClassifier:
         source = folder / CLASSIFIER_WEIGHTS
         tensors, _ = load_tensors(source)
         model = _built(about, tensors, str(source), device)
-        common = prefixed(COMMON, under(COMMON, tensors)) if about.pool and about.pool.common else {}
-        fill(_own(model), {name: tensor for name, tensor in tensors.items() if name not in common}, str(source))
+        common = (
+            prefixed(COMMON, under(COMMON, tensors)) if about.pool and about.pool.common else {}
+        )
+        fill(
+            _own(model),
+            {name: tensor for name, tensor in tensors.items() if name not in common},
+            str(source),
+        )
         return cls(model, about)
 
 
 def save_classifier(
-    folder: Path, client: str, model: Classifier | PoolClassifier, data: ExampleSplit, names: Sequence[str], origin: Origin
+    folder: Path,
+    client: str,
+    model: Classifier | PoolClassifier,
+    data: ExampleSplit,
+    names: Sequence[str],
+    origin: Origin,
 ) -> None:
-    """Write a client's classifier to `folder`: all that it takes to use it, but the tokenizer of texts, which their base names.
+    """Write a client's classifier to `folder`: all that it takes to use it, but the tokenizer of
+    texts, which their base names.
 
     Args:
         folder: Made if it is missing.
@@ -244,10 +296,21 @@ def save_classifier(
         width = cast(NetworkShape, gate.shape).hidden[0] if gate else None
         network = _known(common.shape) if common else None
         given, wanted = (common.data, common.own) if common else (None, None)
-        share = Share(layout.pool, tuple(_present(model)), layout.mixture, layout.answer, network, width, given, wanted)
+        share = Share(
+            layout.pool,
+            tuple(_present(model)),
+            layout.mixture,
+            layout.answer,
+            network,
+            width,
+            given,
+            wanted,
+        )
         tensors |= prefixed(COMMON, common.tensors) if common else {}
     called = tuple(names) or tuple(map(str, range(model.shape.classes)))
-    about = AboutClassifier(client, _known(model.shape), share, called, data.mean, data.std, **vars(origin))
+    about = AboutClassifier(
+        client, _known(model.shape), share, called, data.mean, data.std, **vars(origin)
+    )
     save_tensors(folder / CLASSIFIER_WEIGHTS, tensors, {"format": "pt"})
     write_json(folder / ABOUT, {"format": FORMAT, "kind": CLASSIFIER} | asdict(about))
 
@@ -260,30 +323,46 @@ def read_classifier(folder: Path) -> AboutClassifier:
     """
     found = read_about_json(folder)
     if found.pop("kind", None) != CLASSIFIER:
-        raise CheckpointError(f"{folder} holds a language model, not a classifier", "See `coterie predict --text`.")
+        raise CheckpointError(
+            f"{folder} holds a language model, not a classifier", "See `coterie predict --text`."
+        )
     return checked(AboutClassifier, found, folder)
 
 
-def _built(about: AboutClassifier, tensors: Named, source: str, device: str) -> Classifier | PoolClassifier:
-    """A model like the one that was saved, of which only the common expert has its values. Raises ModelError, before it takes memory."""
+def _built(
+    about: AboutClassifier, tensors: Named, source: str, device: str
+) -> Classifier | PoolClassifier:
+    """A model like the one that was saved, of which only the common expert has its values.
+    Raises ModelError, before it takes memory.
+    """
     if about.pool is None:
         check_size(about.network, tensors, source)
         return Classifier(about.network, device)
     for number in about.pool.experts:
-        check_size(about.network, under(f"{EXPERT}/{number}", tensors), f"{source}, {EXPERT} {number}")
+        check_size(
+            about.network, under(f"{EXPERT}/{number}", tensors), f"{source}, {EXPERT} {number}"
+        )
     common = None
     if about.pool.common is not None:
         check(about.pool.common, under(COMMON, tensors), f"{source}, {COMMON}")
-        common = CommonExpert(about.pool.common, under(COMMON, tensors), device, about.pool.data, about.pool.own)
-        gate = NetworkShape("mlp", (1, 1, common.width), about.pool.size, (about.pool.gate_width or 0,))
+        common = CommonExpert(
+            about.pool.common, under(COMMON, tensors), device, about.pool.data, about.pool.own
+        )
+        gate = NetworkShape(
+            "mlp", (1, 1, common.width), about.pool.size, (about.pool.gate_width or 0,)
+        )
         check_size(gate, under(GATE, tensors), f"{source}, {GATE}")
-    model = PoolClassifier(about.network, about.pool.layout, common, None, about.pool.gate_width or 0, device)
+    model = PoolClassifier(
+        about.network, about.pool.layout, common, None, about.pool.gate_width or 0, device
+    )
     model.numbers = torch.tensor(about.pool.experts)
     return model
 
 
 def _own(model: Classifier | PoolClassifier) -> Tensors:
-    """A client's tensors themselves, by their names in the file: `expert/<number>/...` and `gate/...` where they are of a pool."""
+    """A client's tensors themselves, by their names in the file: `expert/<number>/...` and
+    `gate/...` where they are of a pool.
+    """
     if isinstance(model, Classifier):
         return _values(model)
     found = prefixed(GATE, _values(model.gate)) if model.gate is not None else {}

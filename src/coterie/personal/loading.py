@@ -29,12 +29,15 @@ def load(
 
     Args:
         run: A run's folder, or directly a client's (clients/ID in it).
-        client: The client's id; not needed for a client's folder, nor where there is one client only.
+        client: The client's id; not needed for a client's folder, nor where there is one client
+            only.
         base: Where the base is now; default: where the client's JSON says.
-        backbone: Of language models, instead: a loaded base, to share between several personal models.
+        backbone: Of language models, instead: a loaded base, to share between several personal
+            models.
         dtype: Of the base of a language model if it is loaded here, "fp32" or "bf16".
         device: Where the model is loaded to.
-        merged: Of language models: whether next tokens shall take less time at the price of memory, see `PersonalModel`.
+        merged: Of language models: whether next tokens shall take less time at the price of memory,
+            see `PersonalModel`.
 
     Raises:
         CheckpointError: There is no such client, or its files are damaged or do not fit the base.
@@ -43,10 +46,14 @@ def load(
     """
     folder = folder_of(run, client)
     if read_about_json(folder).get("kind") != CLASSIFIER:
-        return PersonalModel.load(folder, base=base, backbone=backbone, dtype=dtype, device=device, merged=merged)
+        return PersonalModel.load(
+            folder, base=base, backbone=backbone, dtype=dtype, device=device, merged=merged
+        )
     if backbone is not None or merged:
         raise Refused(
-            f"{folder} holds a classifier, which has no {'backbone' if backbone is not None else 'updates to merge'}", "Leave it out."
+            f"{folder} holds a classifier, which has no "
+            f"{'backbone' if backbone is not None else 'updates to merge'}",
+            "Leave it out.",
         )
     return PersonalClassifier.load(folder, base, device)
 
@@ -60,7 +67,8 @@ def load_all(
     dtype: Literal["fp32", "bf16"] = "fp32",
     device: str = "cpu",
 ) -> dict[str, Personal]:
-    """The personal models of several clients of a run; those of language share a backbone, and each costs little more than its own adapter.
+    """The personal models of several clients of a run; those of language share a backbone, and each
+    costs little more than its own adapter.
 
     Args:
         run: A run's folder, or directly a client's.
@@ -74,11 +82,20 @@ def load_all(
         Refused: See `load`.
     """
     if (Path(run) / ABOUT).is_file():
-        model = load(run, None if not clients else clients[0], base=base, backbone=backbone, dtype=dtype, device=device)
+        model = load(
+            run,
+            None if not clients else clients[0],
+            base=base,
+            backbone=backbone,
+            dtype=dtype,
+            device=device,
+        )
         return {model.about.client: model}
     found: dict[str, Personal] = {}
     for client in dict.fromkeys(map(names.normal, clients or clients_of(run))):
-        found[client] = model = load(run, client, base=base, backbone=backbone, dtype=dtype, device=device)
+        found[client] = model = load(
+            run, client, base=base, backbone=backbone, dtype=dtype, device=device
+        )
         backbone = model.backbone if isinstance(model, PersonalModel) else None
     return found
 
@@ -92,7 +109,8 @@ def load_many(
     dtype: Literal["fp32", "bf16"] = "fp32",
     device: str = "cpu",
 ) -> ManyModels:
-    """The personal models of several clients of a run of language models, as one that answers for all of them in one batch.
+    """The personal models of several clients of a run of language models, as one that answers for
+    all of them in one batch.
 
     Args:
         run: See `load_all`.
@@ -106,8 +124,13 @@ def load_many(
         Refused: The run's models are classifiers.
     """
     found = load_all(run, clients, base=base, backbone=backbone, dtype=dtype, device=device)
-    if classifiers := [client for client, model in found.items() if not isinstance(model, PersonalModel)]:
-        raise Refused(f"{run} holds classifiers (of {classifiers[0]}), which share no backbone", "Load them by load_all.")
+    if classifiers := [
+        client for client, model in found.items() if not isinstance(model, PersonalModel)
+    ]:
+        raise Refused(
+            f"{run} holds classifiers (of {classifiers[0]}), which share no backbone",
+            "Load them by load_all.",
+        )
     return ManyModels({client: cast(PersonalModel, model) for client, model in found.items()})
 
 
@@ -121,29 +144,45 @@ def clients_of(run: Path | str) -> list[str]:
 
 
 def _folders(run: Path) -> dict[str, Path]:
-    """Where each client's personal model is, by its name, which is in its JSON where it was too long. Raises CheckpointError."""
+    """Where each client's personal model is, by its name, which is in its JSON where it was too
+    long. Raises CheckpointError.
+    """
     folders = [path.parent for path in (run / "clients").glob(f"*/{ABOUT}")]
     if not folders:
-        raise CheckpointError(f"{run} holds no personal models", "Give the folder of a finished run, with clients/ in it (`coterie run`).")
+        raise CheckpointError(
+            f"{run} holds no personal models",
+            "Give the folder of a finished run, with clients/ in it (`coterie run`).",
+        )
     return dict(sorted((_owner(folder), folder) for folder in folders))
 
 
 def _owner(folder: Path) -> str:
-    named = read_about_json(folder).get("client") if names.is_cut(folder.name) else names.decoded(folder.name)
+    named = (
+        read_about_json(folder).get("client")
+        if names.is_cut(folder.name)
+        else names.decoded(folder.name)
+    )
     return names.normal(str(named))
 
 
 def folder_of(run: Path | str, client: str | None) -> Path:
-    """The folder of a client, of whom a run's folder or the folder itself is given. Raises CheckpointError."""
+    """The folder of a client, of whom a run's folder or the folder itself is given. Raises
+    CheckpointError.
+    """
     run, client = Path(run), None if client is None else names.normal(client)
     if (run / ABOUT).is_file():
         if client not in (None, own := read_about_json(run).get("client")):
-            raise CheckpointError(f"{run} is the folder of client {own!r}, not of {client!r}", "Give the run's folder.")
+            raise CheckpointError(
+                f"{run} is the folder of client {own!r}, not of {client!r}",
+                "Give the run's folder.",
+            )
         return run
     known = _folders(run)
     if client is None and len(known) == 1:
         return next(iter(known.values()))
     if client not in known:
-        problem = f"{run} has several clients" if client is None else f"{run} has no client {client!r}"
+        problem = (
+            f"{run} has several clients" if client is None else f"{run} has no client {client!r}"
+        )
         raise CheckpointError(problem, f"Its clients: {', '.join(known)}.")
     return known[client]

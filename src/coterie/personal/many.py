@@ -1,7 +1,9 @@
-"""Many personal models over one backbone in one batch: each row of it is computed by the model of its client.
+"""Many personal models over one backbone in one batch: each row of it is computed by the model of
+its client.
 
-The backbone works on all rows at once, as it does without adapters. The low-rank updates of the models lie in stacks, and a batched product
-takes each row through its own, as S-LoRA (Sheng et al. 2024) and Punica (Chen et al. 2024) do it for single LoRAs.
+The backbone works on all rows at once, as it does without adapters. The low-rank updates of the
+models lie in stacks, and a batched product takes each row through its own, as S-LoRA (Sheng et al.
+2024) and Punica (Chen et al. 2024) do it for single LoRAs.
 """
 
 import math
@@ -21,17 +23,20 @@ from coterie.personal.words import Word, Words
 
 
 class ManyModels:
-    """Personal models that share a backbone, asked together; what a row is told is what its client's model says by itself.
+    """Personal models that share a backbone, asked together; what a row is told is what its
+    client's model says by itself.
 
-    Their layouts may differ: smaller ranks are filled up with zeros, missing experts get no weight, so that all cost what the largest
-    costs. The adapters' values are held a second time, stacked: rows for all models in order are computed from these stacks, for any other
-    choice of clients those that are asked are copied out of them, once for as long as the choice stays the same.
+    Their layouts may differ: smaller ranks are filled up with zeros, missing experts get no weight,
+    so that all cost what the largest costs. The adapters' values are held a second time, stacked:
+    rows for all models in order are computed from these stacks, for any other choice of clients
+    those that are asked are copied out of them, once for as long as the choice stays the same.
 
     Args:
         models: By client.
 
     Raises:
-        ModelError: There are none, or they do not share one backbone (`load_all` and `load_many` see to it).
+        ModelError: There are none, or they do not share one backbone (`load_all` and `load_many`
+            see to it).
     """
 
     def __init__(self, models: Mapping[str, PersonalModel]) -> None:
@@ -58,12 +63,13 @@ class ManyModels:
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor, clients: Sequence[str], **inputs: Any) -> Any:
-        """One forward pass, with the arguments and the result of the base's own (attention_mask, past_key_values, use_cache, ...).
+        """One forward pass, with the arguments and the result of the base's own (attention_mask,
+        past_key_values, use_cache, ...).
 
         Args:
             input_ids: (B, C) int64.
-            clients: Whose model computes each of the B rows, in any order; they may repeat. A row of each client, in the order of `models`,
-                is the cheapest.
+            clients: Whose model computes each of the B rows, in any order; they may repeat. A row
+                of each client, in the order of `models`, is the cheapest.
             inputs: What else the base takes.
 
         Raises:
@@ -71,32 +77,44 @@ class ManyModels:
         """
         adapter = self._of(clients, len(input_ids))
         with self.backbone.using(adapter):
-            return self.backbone.model(input_ids.to(self.backbone.device), **moved(inputs, self.backbone.device))
+            return self.backbone.model(
+                input_ids.to(self.backbone.device), **moved(inputs, self.backbone.device)
+            )
 
     @overload
-    def generate(self, prompts: Mapping[str, str], clients: None = None, **settings: Any) -> dict[str, str]: ...
+    def generate(
+        self, prompts: Mapping[str, str], clients: None = None, **settings: Any
+    ) -> dict[str, str]: ...
 
     @overload
     def generate(self, prompts: Tensor, clients: Sequence[str], **settings: Any) -> Tensor: ...
 
     @torch.no_grad()
     def generate(
-        self, prompts: Mapping[str, str] | Tensor, clients: Sequence[str] | None = None, **settings: Any
+        self,
+        prompts: Mapping[str, str] | Tensor,
+        clients: Sequence[str] | None = None,
+        **settings: Any,
     ) -> dict[str, str] | Tensor:
-        """Continue a prompt of each client in one batch by transformers' `generate`, with its settings.
+        """Continue a prompt of each client in one batch by transformers' `generate`, with its
+        settings.
 
-        Where tokens are drawn, the rows share one stream of random numbers: the texts are not those that each model would draw by itself.
+        Where tokens are drawn, the rows share one stream of random numbers: the texts are not those
+        that each model would draw by itself.
 
         Args:
-            prompts: Text by client, or token ids (B, C), which `settings` may give an `attention_mask` with zeros for padding on the left.
+            prompts: Text by client, or token ids (B, C), which `settings` may give an
+                `attention_mask` with zeros for padding on the left.
             clients: Of ids: whose model continues each row.
-            settings: Anything that transformers' `generate` takes; several sequences for a row of ids follow each other.
+            settings: Anything that transformers' `generate` takes; several sequences for a row of
+                ids follow each other.
 
         Returns:
             The prompts and their continuations: text by client for text, (B, ...) ids for ids.
 
         Raises:
-            ModelError: See `__call__`; a text would grow longer than the base's context; or several sequences are asked for a text.
+            ModelError: See `__call__`; a text would grow longer than the base's context; or several
+                sequences are asked for a text.
         """
         if isinstance(prompts, Tensor):
             adapter = self._of(clients or (), len(prompts))
@@ -106,7 +124,8 @@ class ManyModels:
         return dict(zip(prompts, texts, strict=True))
 
     def next_words(self, texts: str | Mapping[str, str], k: int = 3) -> dict[str, list[Word]]:
-        """The most likely next words of a text of each client, by client, best first, all found in one batch; see `personal.words`.
+        """The most likely next words of a text of each client, by client, best first, all found in
+        one batch; see `personal.words`.
 
         Args:
             texts: What was written so far, by client; or one text for all models.
@@ -120,14 +139,23 @@ class ManyModels:
         if self._words is None:
             self._words = Words(self.backbone)
         found = self._words.of(adapter, list(texts.values()), k)
-        return {client: _own(self.models[client], words) for client, words in zip(texts, found, strict=True)}
+        return {
+            client: _own(self.models[client], words)
+            for client, words in zip(texts, found, strict=True)
+        }
 
     def _of(self, clients: Sequence[str], rows: int) -> Attachable:
-        """What computes each row by the model of its client. Runs of the same client are one group as far as all are equally long."""
+        """What computes each row by the model of its client. Runs of the same client are one
+        group as far as all are equally long.
+        """
         if not len(clients) == rows > 0:
-            raise ModelError(f"{len(clients)} clients for {rows} rows", "Name the client of each row.")
+            raise ModelError(
+                f"{len(clients)} clients for {rows} rows", "Name the client of each row."
+            )
         if unknown := [client for client in clients if client not in self.models]:
-            raise ModelError(f"no model of client {unknown[0]!r}", f"There are: {', '.join(self.models)}.")
+            raise ModelError(
+                f"no model of client {unknown[0]!r}", f"There are: {', '.join(self.models)}."
+            )
         groups = tuple(clients[:: math.gcd(*(len(list(run)) for _, run in groupby(clients)))])
         if len(groups) == 1:
             return self.models[groups[0]].fast
@@ -136,7 +164,9 @@ class ManyModels:
         chosen, adapter = self._chosen
         if chosen != groups:
             places = {client: place for place, client in enumerate(self.models)}
-            adapter = self._stacks.select(torch.tensor([places[client] for client in groups], device=self.backbone.device))
+            adapter = self._stacks.select(
+                torch.tensor([places[client] for client in groups], device=self.backbone.device)
+            )
             self._chosen = groups, adapter
         return adapter
 

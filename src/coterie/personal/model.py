@@ -1,4 +1,6 @@
-"""A personal model in use: it continues text, suggests words, and tells which expert spoke. Used like a transformers model."""
+"""A personal model in use: it continues text, suggests words, and tells which expert spoke. Used
+like a transformers model.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -12,21 +14,31 @@ from coterie.core.errors import ModelError
 from coterie.core.files import load as load_tensors
 from coterie.models.backbone import Attachable, Backbone
 from coterie.models.language import LanguageModel
-from coterie.personal.artifact import WEIGHTS, About, check_size, expert_names, fill, read_about, save
+from coterie.personal.artifact import (
+    WEIGHTS,
+    About,
+    check_size,
+    expert_names,
+    fill,
+    read_about,
+    save,
+)
 from coterie.personal.inference.single import FastAdapter
 from coterie.personal.words import Word, Words, left_padded
 
 
 class PersonalModel:
-    """A client's trained model: the base, which other personal models may share, with the client's adapter.
+    """A client's trained model: the base, which other personal models may share, with the client's
+    adapter.
 
     Several of them on one backbone do not disturb each other, and threads wait for each other.
 
     Args:
         language: The base with the client's adapter.
         about: What is known of where it comes from.
-        merged: Whether, for next tokens that take less time, the attention's updates are added to a copy of the base's attention weights,
-            which this model then holds for itself: 4 MB of the embedded base, 113 MB of a GPT-2 of 124M, more than all of its own values.
+        merged: Whether, for next tokens that take less time, the attention's updates are added to a
+            copy of the base's attention weights, which this model then holds for itself: 4 MB of
+            the embedded base, 113 MB of a GPT-2 of 124M, more than all of its own values.
     """
 
     def __init__(self, language: LanguageModel, about: About, merged: bool = False) -> None:
@@ -36,7 +48,10 @@ class PersonalModel:
         self._words: Words | None = None
 
     def __repr__(self) -> str:
-        return f"PersonalModel(client={self.about.client!r}, method={self.about.method!r}, base={self.about.base!r})"
+        return (
+            f"PersonalModel(client={self.about.client!r}, method={self.about.method!r}, "
+            f"base={self.about.base!r})"
+        )
 
     @property
     def tokenizer(self) -> Any:
@@ -65,8 +80,9 @@ class PersonalModel:
     def can_generate(self) -> bool:
         """Tell transformers' pipelines that there is a `generate`, and that they know this class.
 
-        They log an error about any class that is neither in their list of models nor among the wrappers of models, which are PEFT's.
-        Nothing that is documented adds to either: `AutoModelForCausalLM.register` adds to another list.
+        They log an error about any class that is neither in their list of models nor among the
+        wrappers of models, which are PEFT's. Nothing that is documented adds to either:
+        `AutoModelForCausalLM.register` adds to another list.
         """
         from transformers.pipelines import base
 
@@ -76,7 +92,9 @@ class PersonalModel:
         return True
 
     def to(self, device: str | int | torch.device) -> "PersonalModel":
-        """Move the model with its base to a device, in place, and return it. Models that share the base have to be moved as well."""
+        """Move the model with its base to a device, in place, and return it. Models that share
+        the base have to be moved as well.
+        """
         if torch.device(device) != self.device:
             self.backbone.model.to(device)
             self.adapter.to(device)
@@ -89,7 +107,8 @@ class PersonalModel:
         return self
 
     def save_pretrained(self, folder: Path | str, **_: Any) -> None:
-        """Write the adapter and `client.json` to a folder, which `coterie.load` reads; the base is named there, not written.
+        """Write the adapter and `client.json` to a folder, which `coterie.load` reads; the base is
+        named there, not written.
 
         Raises:
             SaveError: It could not be written.
@@ -103,16 +122,26 @@ class PersonalModel:
 
     @cached_property
     def fast(self) -> FastAdapter:
-        """The adapter as `Backbone.using` takes it here: a second copy of its values, made when the model is first asked by itself."""
+        """The adapter as `Backbone.using` takes it here: a second copy of its values, made when
+        the model is first asked by itself.
+        """
         return FastAdapter(self.adapter, self.backbone, self._merged)
 
     def speaker(self, word: Word) -> str:
-        """The name of the expert with the largest weight where a word was chosen; "" without a router."""
-        return self.experts[max(range(len(word.experts)), key=word.experts.__getitem__)] if word.experts else ""
+        """The name of the expert with the largest weight where a word was chosen; "" without a
+        router.
+        """
+        return (
+            self.experts[max(range(len(word.experts)), key=word.experts.__getitem__)]
+            if word.experts
+            else ""
+        )
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor, **inputs: Any) -> Any:
-        """One forward pass, with the arguments and the result of the base's own (attention_mask, past_key_values, use_cache, ...)."""
+        """One forward pass, with the arguments and the result of the base's own (attention_mask,
+        past_key_values, use_cache, ...).
+        """
         with self.backbone.using(self.fast):
             return self.backbone.model(input_ids.to(self.device), **moved(inputs, self.device))
 
@@ -126,28 +155,42 @@ class PersonalModel:
     def generate(self, prompt: Tensor | None = None, **settings: Any) -> Tensor: ...
 
     @torch.no_grad()
-    def generate(self, prompt: str | list[str] | Tensor | None = None, **settings: Any) -> str | list[str] | Tensor:
-        """Continue text or token ids by transformers' `generate`, with its settings, key-value cache included.
+    def generate(
+        self, prompt: str | list[str] | Tensor | None = None, **settings: Any
+    ) -> str | list[str] | Tensor:
+        """Continue text or token ids by transformers' `generate`, with its settings, key-value
+        cache included.
 
             model.generate("In my free time, I like to", max_new_tokens=20)
-            model.generate(**model.tokenizer("In my free time, I like to", return_tensors="pt"), max_new_tokens=20)
+            model.generate(**model.tokenizer("In my free time, I like to", return_tensors="pt"),
+            max_new_tokens=20)
 
         Args:
-            prompt: Text, or several in one batch, or (B, C) int64, or nothing if `settings` hold `input_ids`, as a tokenizer gives them.
+            prompt: Text, or several in one batch, or (B, C) int64, or nothing if `settings` hold
+                `input_ids`, as a tokenizer gives them.
             settings: Anything that transformers' `generate` takes.
 
         Returns:
             The prompt and its continuation: text for text, a list for a list, ids for ids.
 
         Raises:
-            ModelError: The text would grow longer than the base's context, or several sequences are asked for each text of a list.
+            ModelError: The text would grow longer than the base's context, or several sequences are
+                asked for each text of a list.
         """
         if isinstance(prompt, list):
             return continued_texts(self.backbone, self.fast, prompt, settings)
         if isinstance(prompt, str):
-            found = continued(self.backbone, self.fast, self.tokenizer(prompt or self.tokenizer.eos_token, return_tensors="pt") | settings)
+            found = continued(
+                self.backbone,
+                self.fast,
+                self.tokenizer(prompt or self.tokenizer.eos_token, return_tensors="pt") | settings,
+            )
             return cast(str, self.tokenizer.decode(found[0], skip_special_tokens=True))
-        return continued(self.backbone, self.fast, settings if prompt is None else {"input_ids": prompt} | settings)
+        return continued(
+            self.backbone,
+            self.fast,
+            settings if prompt is None else {"input_ids": prompt} | settings,
+        )
 
     @overload
     def next_words(self, text: str, k: int = 3) -> list[Word]: ...
@@ -156,10 +199,12 @@ class PersonalModel:
     def next_words(self, text: list[str], k: int = 3) -> list[list[Word]]: ...
 
     def next_words(self, text: str | list[str], k: int = 3) -> list[Word] | list[list[Word]]:
-        """The most likely next words of `text`, best first, see `personal.words`; of several texts, those of each.
+        """The most likely next words of `text`, best first, see `personal.words`; of several texts,
+        those of each.
 
         Args:
-            text: What was written so far, or several such; if it is too long for the base, its end counts.
+            text: What was written so far, or several such; if it is too long for the base, its end
+                counts.
             k: How many words at most.
         """
         if self._words is None:
@@ -169,7 +214,8 @@ class PersonalModel:
         return self._words.of(self.fast, text, k) if text else []
 
     def routing(self, ids: Tensor) -> Tensor:
-        """(B, C) int64 -> (blocks, B, C, n): the weight that each token gives each of `experts`, fp32.
+        """(B, C) int64 -> (blocks, B, C, n): the weight that each token gives each of `experts`,
+        fp32.
 
         Raises:
             ModelError: The model has no router.
@@ -177,7 +223,9 @@ class PersonalModel:
         return self.language.routing(ids)
 
     def score(self, batches: Iterable[Tensor]) -> tuple[float, int]:
-        """Summed negative log-likelihood and number of predicted tokens, see `LanguageModel.score`."""
+        """Summed negative log-likelihood and number of predicted tokens, see
+        `LanguageModel.score`.
+        """
         nll, tokens = self.language.score(batches).tolist()
         return nll, int(tokens)
 
@@ -211,7 +259,8 @@ def continued(backbone: Backbone, adapter: Attachable, settings: dict[str, Any])
     ids, new = settings.get("input_ids", settings.get("inputs")), settings.get("max_new_tokens", 0)
     if ids is not None and ids.shape[-1] + new > backbone.context_limit:
         raise ModelError(
-            f"{ids.shape[-1]} tokens of prompt and {new} more exceed the base's context of {backbone.context_limit}",
+            f"{ids.shape[-1]} tokens of prompt and {new} more exceed the base's context of "
+            f"{backbone.context_limit}",
             "Shorten the prompt, or ask for fewer tokens.",
         )
     # otherwise transformers says at every call that it takes eos
@@ -220,11 +269,14 @@ def continued(backbone: Backbone, adapter: Attachable, settings: dict[str, Any])
         return cast(Tensor, backbone.model.generate(**moved(padding | settings, backbone.device)))
 
 
-def continued_texts(backbone: Backbone, adapter: Attachable, texts: Sequence[str], settings: Mapping[str, Any]) -> list[str]:
+def continued_texts(
+    backbone: Backbone, adapter: Attachable, texts: Sequence[str], settings: Mapping[str, Any]
+) -> list[str]:
     """Continue several texts in one batch by transformers' `generate` with an adapter.
 
     Raises:
-        ModelError: A text would grow longer than the base's context, or several sequences are asked for each.
+        ModelError: A text would grow longer than the base's context, or several sequences are asked
+            for each.
     """
     if settings.get("num_return_sequences", 1) > 1:
         raise ModelError("several sequences for one text", "Give token ids instead, and get ids.")
@@ -232,14 +284,22 @@ def continued_texts(backbone: Backbone, adapter: Attachable, texts: Sequence[str
         return []
     tokenizer = backbone.tokenizer
     ids = [tokenizer(text or tokenizer.eos_token)["input_ids"] for text in texts]
-    filling = tokenizer.eos_token_id or 0  # a special token, which is not decoded, also behind texts that end before others
+    filling = (
+        tokenizer.eos_token_id or 0
+    )  # a special token, which is not decoded, also behind texts that end before others
     inputs, mask = left_padded(ids, filling)
     given = {"input_ids": inputs, "attention_mask": mask, "pad_token_id": filling}
     found = continued(backbone, adapter, given | dict(settings))
     width = inputs.shape[1]
-    return [tokenizer.decode(row[width - len(own) :], skip_special_tokens=True) for row, own in zip(found, ids, strict=True)]
+    return [
+        tokenizer.decode(row[width - len(own) :], skip_special_tokens=True)
+        for row, own in zip(found, ids, strict=True)
+    ]
 
 
 def moved(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Arguments with their tensors on a device."""
-    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
+    return {
+        name: value.to(device) if isinstance(value, Tensor) else value
+        for name, value in inputs.items()
+    }

@@ -1,4 +1,6 @@
-"""One expert and the attention of a personal model as a standard PEFT adapter, which any program that knows PEFT can load."""
+"""One expert and the attention of a personal model as a standard PEFT adapter, which any program
+that knows PEFT can load.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,14 +19,22 @@ from coterie.personal.loading import folder_of
 PREFIX = "base_model.model."  # PEFT's, of every module of the base
 
 
-def export(run: Path | str, client: str | None, out: Path, expert: str | None = None, base: str | None = None) -> list[str]:
-    """Write `adapter_model.safetensors`, `adapter_config.json` and a `README.md` that says what a PEFT adapter cannot hold.
+def export(
+    run: Path | str,
+    client: str | None,
+    out: Path,
+    expert: str | None = None,
+    base: str | None = None,
+) -> list[str]:
+    """Write `adapter_model.safetensors`, `adapter_config.json` and a `README.md` that says what a
+    PEFT adapter cannot hold.
 
     Args:
         run: A run's folder, or directly a client's.
         client: The client's id.
         out: An empty or new folder.
-        expert: G, G2, S1 ... (see `PersonalModel.experts`); the first generalist by default, or the only expert.
+        expert: G, G2, S1 ... (see `PersonalModel.experts`); the first generalist by default, or the
+            only expert.
         base: Where the base is now; default: where the client's JSON says.
 
     Returns:
@@ -64,13 +74,21 @@ def export(run: Path | str, client: str | None, out: Path, expert: str | None = 
 
 def _expert(about: About, wanted: str | None) -> tuple[str, int, str]:
     """Role, place among the experts of that role, and name of an expert."""
-    names = [(role, j, name) for role, of_role in expert_names(about.layout).items() for j, name in enumerate(of_role)]
+    names = [
+        (role, j, name)
+        for role, of_role in expert_names(about.layout).items()
+        for j, name in enumerate(of_role)
+    ]
     if wanted is None and (about.layout.generalists or len(names) == 1):
         return names[0]
     for found in names:
         if found[2] == wanted:
             return found
-    problem = f"{about.client} has no expert {wanted!r}" if wanted else f"{about.client} has specialists only"
+    problem = (
+        f"{about.client} has no expert {wanted!r}"
+        if wanted
+        else f"{about.client} has specialists only"
+    )
     raise Refused(problem, f"Name one by --expert: {', '.join(name for _, _, name in names)}.")
 
 
@@ -89,10 +107,13 @@ def _config(about: About, family: Family) -> Any:
         task_type=TaskType.CAUSAL_LM,
         base_model_name_or_path=portable(about.base),
         r=layout.rank,
-        rank_pattern={} if layout.expert_rank == layout.rank else {f"mlp.{name}": layout.expert_rank for name in family.mlp.values()},
+        rank_pattern={}
+        if layout.expert_rank == layout.rank
+        else {f"mlp.{name}": layout.expert_rank for name in family.mlp.values()},
         lora_alpha=layout.alpha,
         use_rslora=True,
-        target_modules=[f"{family.attention}.{name}" for name in family.linears] + [f"mlp.{name}" for name in family.mlp.values()],
+        target_modules=[f"{family.attention}.{name}" for name in family.linears]
+        + [f"mlp.{name}" for name in family.mlp.values()],
         fan_in_fan_out=family.name == "GPT-2",  # its Conv1D keeps the weight transposed
         inference_mode=True,
     )
@@ -100,30 +121,46 @@ def _config(about: About, family: Family) -> Any:
 
 def _left_out(about: About, label: str) -> list[str]:
     layout = about.layout
-    others = [name for of_role in expert_names(layout).values() for name in of_role if name != label]
+    others = [
+        name for of_role in expert_names(layout).values() for name in of_role if name != label
+    ]
     if not others:
         return []
-    found = [f"The other experts ({', '.join(others)}) are left out: a PEFT adapter holds one update for each layer, always in use."]
+    found = [
+        f"The other experts ({', '.join(others)}) are left out: a PEFT adapter holds one update "
+        f"for each layer, always in use."
+    ]
     if layout.routed:
         found.append("The router is left out: every token uses the exported expert with weight 1.")
     else:
         found.append(
-            f"The model gives each of its {layout.experts} experts the weight 1/{layout.experts}; the mean of their outputs is no single "
+            f"The model gives each of its {layout.experts} experts the weight "
+            f"1/{layout.experts}; the mean of their outputs is no single "
             "update, because an activation lies between the layers."
         )
-    found.append("So the exported model is not the personal model, and its perplexity is another one: measure it before use.")
+    found.append(
+        "So the exported model is not the personal model, and its perplexity is another one: "
+        "measure it before use."
+    )
     return found
 
 
 def portable(base: str) -> str:
-    """The name of a base that says the same on every machine: "embedded", a Hub id, or of a local folder its last part."""
-    return Path(base).expanduser().name if base != EMBEDDED and Path(locate(base)).is_dir() else base
+    """The name of a base that says the same on every machine: "embedded", a Hub id, or of a
+    local folder its last part.
+    """
+    return (
+        Path(base).expanduser().name if base != EMBEDDED and Path(locate(base)).is_dir() else base
+    )
 
 
 def _loading(base: str) -> tuple[str, str]:
     """Python for where the base is, and what has to be imported for it."""
     if base == EMBEDDED:
-        return 'locate("embedded")', "\nfrom coterie.models.architecture import locate  # the base comes with coterie"
+        return (
+            'locate("embedded")',
+            "\nfrom coterie.models.architecture import locate  # the base comes with coterie",
+        )
     if portable(base) != base:
         return f'"path/to/{portable(base)}"', ""
     return repr(base), ""
@@ -131,7 +168,10 @@ def _loading(base: str) -> tuple[str, str]:
 
 def _readme(about: About, label: str, left_out: list[str]) -> str:
     kept = f"expert {label} of every MLP and the attention's updates"
-    missing = "\n".join(f"- {sentence}" for sentence in left_out) or "Nothing: this is the whole personal model."
+    missing = (
+        "\n".join(f"- {sentence}" for sentence in left_out)
+        or "Nothing: this is the whole personal model."
+    )
     where, imported = _loading(about.base)
     return f"""---
 library_name: peft
@@ -139,7 +179,8 @@ library_name: peft
 # {about.client}, exported from coterie
 
 A PEFT adapter for the base model `{portable(about.base)}`: {kept}, rank-stabilised LoRA,
-of the client `{about.client}` after {about.round} rounds of `{about.method}` (recipe `{about.recipe}`, seed {about.seed}).
+of the client `{about.client}` after {about.round} rounds of `{about.method}`
+(recipe `{about.recipe}`, seed {about.seed}).
 
 ```python
 from peft import PeftModel

@@ -1,4 +1,6 @@
-"""What a person gives a classifier: images or texts in files. Their labels, if somebody has written them anywhere, are never read."""
+"""What a person gives a classifier: images or texts in files. Their labels, if somebody has
+written them anywhere, are never read.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,7 +38,9 @@ class Samples:
     names: tuple[str, ...]
     inputs: npt.NDArray[Any]
 
-    def split(self, mean: tuple[float, ...], std: tuple[float, ...], classes: int, name: str = "test") -> ExampleSplit:
+    def split(
+        self, mean: tuple[float, ...], std: tuple[float, ...], classes: int, name: str = "test"
+    ) -> ExampleSplit:
         """Them as a client's split, each with the label 0, since a split has labels.
 
         Args:
@@ -49,15 +53,18 @@ class Samples:
             DataError: They are not finite, or not inputs at all.
         """
         labels = np.zeros(len(self.inputs), dtype=np.int64)
-        return ExampleSplit(name, self.inputs, labels, np.arange(len(self.inputs)), 0, mean, std, classes)
+        return ExampleSplit(
+            name, self.inputs, labels, np.arange(len(self.inputs)), 0, mean, std, classes
+        )
 
 
 def as_samples(given: Any, shape: Shape) -> Samples:
     """Whatever somebody gives, as samples.
 
     Args:
-        given: The path of a file or a folder, or several, see `read`, where a `str` is a path too unless texts are asked for; images in
-            memory, see `of_array`; or a text, or several, see `of_texts`.
+        given: The path of a file or a folder, or several, see `read`, where a `str` is a path too
+            unless texts are asked for; images in memory, see `of_array`; or a text, or several, see
+            `of_texts`.
         shape: Of the network.
 
     Raises:
@@ -76,16 +83,17 @@ def as_samples(given: Any, shape: Shape) -> Samples:
 
 
 def read(paths: Sequence[Path], shape: Shape) -> Samples:
-    """The samples of files, and of folders and the folders in them; what begins with a dot is left out.
+    """The samples of files, and of folders and the folders in them; what begins with a dot is left
+    out.
 
     Args:
-        paths: PNG or JPEG images of the size that the network wants, in colour or grey; or texts, one in each .txt, and one in each line
-            of a .jsonl as its "text".
+        paths: PNG or JPEG images of the size that the network wants, in colour or grey; or texts,
+            one in each .txt, and one in each line of a .jsonl as its "text".
         shape: Of the network.
 
     Raises:
-        DataError: There is nothing, a file of another kind, an image that cannot be read or of another size, or a text that says nothing;
-            all such files.
+        DataError: There is nothing, a file of another kind, an image that cannot be read or of
+            another size, or a text that says nothing; all such files.
     """
     texts = isinstance(shape, TextShape)
     found: list[tuple[str, Any]] = []
@@ -94,7 +102,11 @@ def read(paths: Sequence[Path], shape: Shape) -> Samples:
             with refusals.gather():
                 found += _texts(file) if texts else [(str(file), _image(file, shape))]
     names, values = zip(*found, strict=True)
-    return of_texts(values, shape, names) if isinstance(shape, TextShape) else Samples(names, np.stack(values))
+    return (
+        of_texts(values, shape, names)
+        if isinstance(shape, TextShape)
+        else Samples(names, np.stack(values))
+    )
 
 
 def of_texts(texts: Sequence[str], shape: TextShape, names: Sequence[str] | None = None) -> Samples:
@@ -105,9 +117,17 @@ def of_texts(texts: Sequence[str], shape: TextShape, names: Sequence[str] | None
     """
     names = names or [f"text {k}" for k in range(1, len(texts) + 1)]
     ids = _tokenizer(shape.base)(
-        [text[:LONGEST] for text in texts], truncation=True, max_length=shape.length, padding=False, verbose=False
+        [text[:LONGEST] for text in texts],
+        truncation=True,
+        max_length=shape.length,
+        padding=False,
+        verbose=False,
     )["input_ids"]
-    if empty := [name for name, text, own in zip(names, texts, ids, strict=True) if not text.strip() or not own]:
+    if empty := [
+        name
+        for name, text, own in zip(names, texts, ids, strict=True)
+        if not text.strip() or not own
+    ]:
         raise DataError(f"{empty[0]}: the text says nothing ({len(empty)} in all)", "Leave it out.")
     inputs = np.full((len(ids), max(map(len, ids), default=1)), -1, dtype=np.int64)
     for row, own in zip(inputs, ids, strict=True):
@@ -119,40 +139,58 @@ def of_array(images: Any, shape: Shape) -> Samples:
     """Images that are in memory already.
 
     Args:
-        images: (N, C, H, W), or (C, H, W) of a single one: integers from 0 to 255, or floats from 0 to 1.
+        images: (N, C, H, W), or (C, H, W) of a single one: integers from 0 to 255, or floats from 0
+            to 1.
         shape: Of the network.
 
     Raises:
         DataError: They are of another size or range.
     """
     if not isinstance(shape, NetworkShape):
-        raise DataError(f"{type(images).__name__} for a classifier of texts", "Give a text or several, or the paths of files.")
+        raise DataError(
+            f"{type(images).__name__} for a classifier of texts",
+            "Give a text or several, or the paths of files.",
+        )
     found = np.asarray(images)
     found = found[None] if found.ndim == 3 else found
     most = 1 if found.dtype.kind == "f" else 255
     if found.ndim != 4 or found.shape[1:] != shape.inputs or not len(found):
         expected = ", ".join(map(str, shape.inputs))
-        raise DataError(f"images are {found.dtype}{list(found.shape)}", f"Expected [images, {expected}], or [{expected}] of one.")
+        raise DataError(
+            f"images are {found.dtype}{list(found.shape)}",
+            f"Expected [images, {expected}], or [{expected}] of one.",
+        )
     if found.dtype.kind not in "fiu" or not (found.min() >= 0 and found.max() <= most):
         problem = f"images of {found.dtype} from {found.min()} to {found.max()}"
         raise DataError(problem, "Expected integers from 0 to 255, or floats from 0 to 1.")
-    return Samples(tuple(f"image {k}" for k in range(1, len(found) + 1)), found.astype(np.float32 if most == 1 else np.uint8))
+    return Samples(
+        tuple(f"image {k}" for k in range(1, len(found) + 1)),
+        found.astype(np.float32 if most == 1 else np.uint8),
+    )
 
 
 def _files(path: Path, endings: tuple[str, ...]) -> list[Path]:
     """A file, or those of a folder. Raises DataError."""
     kinds = f"{', '.join(endings[:-1])} or {endings[-1]}"
     if not path.exists():
-        raise DataError(f"{path}: there is no such file or folder", f"Name a file that ends in {kinds}, or a folder of such.")
+        raise DataError(
+            f"{path}: there is no such file or folder",
+            f"Name a file that ends in {kinds}, or a folder of such.",
+        )
     if path.is_dir():
         inside = [file.relative_to(path) for file in sorted(path.rglob("*")) if file.is_file()]
-        found = [path / file for file in inside if not any(part.startswith(".") for part in file.parts)]
+        found = [
+            path / file for file in inside if not any(part.startswith(".") for part in file.parts)
+        ]
     else:
         found = [path]
     if not found:
         raise DataError(f"{path}: the folder is empty", f"Put files into it that end in {kinds}.")
     if foreign := [file for file in found if file.suffix.lower() not in endings]:
-        raise DataError(f"{foreign[0]} does not end in {kinds} ({len(foreign)} such files)", "Convert it, or move it elsewhere.")
+        raise DataError(
+            f"{foreign[0]} does not end in {kinds} ({len(foreign)} such files)",
+            "Convert it, or move it elsewhere.",
+        )
     return found
 
 
@@ -162,7 +200,9 @@ def _image(path: Path, shape: Shape) -> npt.NDArray[np.uint8]:
     _, height, width = shape.inputs
     try:
         return pixels(path, shape.inputs)
-    except Exception as error:  # PIL raises whatever its readers happen to, and another size is refused
+    except (
+        Exception
+    ) as error:  # PIL raises whatever its readers happen to, and another size is refused
         problem = f"{path} is no image of {height} x {width} pixels: {error}"
         raise DataError(problem, f"Give images of height {height} and width {width}.") from None
 
@@ -171,4 +211,7 @@ def _texts(path: Path) -> list[tuple[str, str]]:
     """The texts of a file with their names. Raises DataError."""
     if path.suffix.lower() == ".txt":
         return [(str(path), read_text(path))]
-    return [(f"{path}, text {number}", row["text"]) for number, row in enumerate(read_rows(path, {"text": str}), start=1)]
+    return [
+        (f"{path}, text {number}", row["text"])
+        for number, row in enumerate(read_rows(path, {"text": str}), start=1)
+    ]

@@ -1,14 +1,16 @@
 """The next *words* of a text with their probabilities, though the model only knows tokens.
 
-The probability of a word is that of its tokens, times the probability that a new word begins after them (white space, punctuation or
-the end): without the last factor "h" would always beat "hiking". Several ways to spell a word in tokens are added up, as far as the
-search meets them: it goes token by token over the likeliest beginnings of those that may still be among the best. Punctuation alone is
-no word, so the probabilities need not add up to 1.
+The probability of a word is that of its tokens, times the probability that a new word begins after
+them (white space, punctuation or the end): without the last factor "h" would always beat "hiking".
+Several ways to spell a word in tokens are added up, as far as the search meets them: it goes token
+by token over the likeliest beginnings of those that may still be among the best. Punctuation alone
+is no word, so the probabilities need not add up to 1.
 
-The last word of a text may be unfinished, and its tokens are then others than those of the whole word ("sock", but not "socket", ends in
-"ck"). So the text's last tokens are taken back as far as the beginning of that word, and the search goes over all sequences of tokens that
-begin with the same characters (token healing, Lundberg 2023). Probabilities are given these characters: those of the sequences, divided by
-the sum over all sequences that begin with them.
+The last word of a text may be unfinished, and its tokens are then others than those of the whole
+word ("sock", but not "socket", ends in "ck"). So the text's last tokens are taken back as far as
+the beginning of that word, and the search goes over all sequences of tokens that begin with the
+same characters (token healing, Lundberg 2023). Probabilities are given these characters: those of
+the sequences, divided by the sum over all sequences that begin with them.
 """
 
 import string
@@ -26,8 +28,10 @@ from coterie.models.routing import Routing
 LONGEST = 8  # tokens of a word
 UNFINISHED = 8  # tokens of an unfinished word that are taken back
 BEAM = 16  # beginnings that are looked into at once, at least
-RARE = 1e-3  # of the probability of an unfinished word: what a spelling of it may have at most to be left out
-SPACES = "Ġ▁Ċĉč"  # a space as byte-level and SentencePiece vocabularies write it, then newline, tab, carriage return
+# of the probability of an unfinished word: what a spelling of it may have at most to be left out
+RARE = 1e-3
+# a space as byte-level and SentencePiece vocabularies write it, then newline, tab, carriage return
+SPACES = "Ġ▁Ċĉč"
 # "'" is part of words; the last are the control characters as byte-level vocabularies write them
 PUNCTUATION = frozenset(string.punctuation) - {"'"}
 NO_LETTERS = PUNCTUATION | {chr(256 + i) for i in range(34)} - set(SPACES)
@@ -40,10 +44,12 @@ class Word:
 
     Args:
         word: The whole word, also where its first letters are already in the text.
-        insert: What is to be appended to the text: the rest of the word, with a space before it if it needs one.
-        probability: That it is the next word, or the whole of the unfinished last word, given the text as it is.
-        experts: (n,) the weight of each expert where the word's tokens were chosen, the mean over these tokens and over all blocks; they
-            add up to 1. Empty without a router.
+        insert: What is to be appended to the text: the rest of the word, with a space before it if
+            it needs one.
+        probability: That it is the next word, or the whole of the unfinished last word, given the
+            text as it is.
+        experts: (n,) the weight of each expert where the word's tokens were chosen, the mean over
+            these tokens and over all blocks; they add up to 1. Empty without a router.
     """
 
     word: str
@@ -118,7 +124,9 @@ class _Search:
         return bool(self.end) and self.end[-1] not in SPACES
 
     def prune(self) -> int:
-        """Keep the beginnings that may still be among the best words, or say how likely the text's end is. Returns how many."""
+        """Keep the beginnings that may still be among the best words, or say how likely the
+        text's end is. Returns how many.
+        """
         best = sorted((found.p for found in self.found.values()), reverse=True)
         least = best[self.k - 1] if len(best) >= self.k else 0.0
         level = sorted((b for b in self.level if len(b.ids) < self.depth), key=lambda b: -b.p)
@@ -191,7 +199,8 @@ class Words:
         """The k most likely next words of each text, best first. All are searched in one batch.
 
         Args:
-            adapter: Of one model, or of many, each for one text: every text has as many rows as the others, in the order of the texts.
+            adapter: Of one model, or of many, each for one text: every text has as many rows as the
+                others, in the order of the texts.
             texts: What was written so far.
             k: How many words at most.
         """
@@ -199,17 +208,28 @@ class Words:
         prompts, present = left_padded(own, self.anchor)
         mask = None if present.all() else present.to(self.backbone.device)
         with self.backbone.using(adapter):
-            cache, p, experts = self._forward(adapter, prompts[:, None].to(self.backbone.device), mask=mask)
+            cache, p, experts = self._forward(
+                adapter, prompts[:, None].to(self.backbone.device), mask=mask
+            )
             for search, of_prompt, e in zip(searches, p, experts, strict=True):
                 self._go_on(search, of_prompt[None], [e])
             before = 1
             for _ in range(UNFINISHED + LONGEST):
                 if not (rows := max(search.prune() for search in searches)):
                     break
-                last = torch.tensor([search.last(rows, self.anchor) for search in searches], device=self.backbone.device)
-                parents = [before * i + row for i, search in enumerate(searches) for row in search.before(rows)]
+                last = torch.tensor(
+                    [search.last(rows, self.anchor) for search in searches],
+                    device=self.backbone.device,
+                )
+                parents = [
+                    before * i + row
+                    for i, search in enumerate(searches)
+                    for row in search.before(rows)
+                ]
                 cache.batch_select_indices(torch.tensor(parents, device=self.backbone.device))
-                mask = None if mask is None else torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+                mask = (
+                    None if mask is None else torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+                )
                 cache, p, experts = self._forward(adapter, last[..., None], cache, mask)
                 before = rows
                 for first, search in zip(range(0, len(p), rows), searches, strict=True):
@@ -224,11 +244,19 @@ class Words:
         end = "".join(self.names[i] for i in ids[cut:])
         # a word's end is seen one token later, hence one more
         search = _Search(text, end, self._decode(ids[cut:]), len(ids) - cut + LONGEST + 1, k)
-        first = self.tokenizer.bos_token_id if self.tokenizer.bos_token_id is not None else self.tokenizer.eos_token_id
-        return ids[:cut][-max(self.backbone.context_limit - search.depth, 1) :] or [first or 0], search
+        first = (
+            self.tokenizer.bos_token_id
+            if self.tokenizer.bos_token_id is not None
+            else self.tokenizer.eos_token_id
+        )
+        return ids[:cut][-max(self.backbone.context_limit - search.depth, 1) :] or [
+            first or 0
+        ], search
 
     def _unfinished(self, ids: Sequence[int]) -> int:
-        """How many tokens at the end of a text are its last word, or a space in which a word may have begun."""
+        """How many tokens at the end of a text are its last word, or a space in which a word may
+        have begun.
+        """
         for count, i in enumerate(reversed(ids)):
             name = self.names[i]
             if count == UNFINISHED or not name or name[-1] in NO_LETTERS:
@@ -239,7 +267,9 @@ class Words:
         return len(ids)
 
     def _go_on(self, search: _Search, p: Tensor, experts: Sequence[Tensor | None]) -> None:
-        """Note the words that end, and go on with the others: p (beginnings, V) of the next token of each."""
+        """Note the words that end, and go on with the others: p (beginnings, V) of the next
+        token of each.
+        """
         if not search.level:
             return
         allowed = torch.stack([self._allowed(b) for b in search.level])
@@ -249,14 +279,20 @@ class Words:
                 search.note(self._decode(b.ids), b, b.p * max(end, 0.0))
         top, ids = goes_on.topk(min(search.beam, p.shape[1]), dim=-1)
         level: list[_Beginning] = []
-        for number, (b, row, e, values, tokens) in enumerate(zip(search.level, p, experts, top.tolist(), ids.tolist(), strict=True)):
+        for number, (b, row, e, values, tokens) in enumerate(
+            zip(search.level, p, experts, top.tolist(), ids.tolist(), strict=True)
+        ):
             longer = dict(zip(tokens, values, strict=True))
             if b.left:
                 completing = self._longer(b.left)
                 search.mass += b.p * float(row[completing].sum())
                 shorter = self._shorter(b.left)
                 longer |= dict(zip(shorter, row[shorter].tolist(), strict=True))
-            level += [self._child(search, b, number, token, b.p * value, e) for token, value in longer.items() if value > 0]
+            level += [
+                self._child(search, b, number, token, b.p * value, e)
+                for token, value in longer.items()
+                if value > 0
+            ]
         search.level = level
 
     def _allowed(self, b: _Beginning) -> Tensor:
@@ -266,13 +302,20 @@ class Words:
         if not b.left:
             return self.starts | self.inside
         found = torch.zeros_like(self.inside)
-        fitting = [i for i in self._longer(b.left) if not (rest := self.names[i][len(b.left) :]) or rest[0] not in NO_LETTERS]
+        fitting = [
+            i
+            for i in self._longer(b.left)
+            if not (rest := self.names[i][len(b.left) :]) or rest[0] not in NO_LETTERS
+        ]
         found[fitting] = True
         return found
 
     def _longer(self, left: str) -> list[int]:
         """The tokens that begin with `left`."""
-        first, last = bisect_left(self._sorted, (left, 0)), bisect_left(self._sorted, (left + LAST, 0))
+        first, last = (
+            bisect_left(self._sorted, (left, 0)),
+            bisect_left(self._sorted, (left + LAST, 0)),
+        )
         return [i for _, i in self._sorted[first:last]]
 
     def _shorter(self, left: str) -> list[int]:
@@ -286,8 +329,12 @@ class Words:
             yield self._sorted[place][1]
             place += 1
 
-    def _child(self, search: _Search, b: _Beginning, row: int, token: int, p: float, experts: Tensor | None) -> _Beginning:
-        """A beginning with one token more than that in a row; `experts` are the weights at the position that chose it."""
+    def _child(
+        self, search: _Search, b: _Beginning, row: int, token: int, p: float, experts: Tensor | None
+    ) -> _Beginning:
+        """A beginning with one token more than that in a row; `experts` are the weights at the
+        position that chose it.
+        """
         name = self.names[token]
         left = b.left[len(name) :]
         begun = b.begun or (not left and name != b.left)
@@ -310,27 +357,46 @@ class Words:
             adapter: See `of`.
             ids: (prompts, rows, C).
             cache: Of what comes before them, (prompts * rows) texts.
-            mask: (prompts, C) of each text of a prompt, as long as it is by now; None without padding.
+            mask: (prompts, C) of each text of a prompt, as long as it is by now; None without
+                padding.
 
         Returns:
-            The cache behind `ids`; and of each row (V,) the next token's probabilities and (n,) the experts' weights at the last position.
+            The cache behind `ids`; and of each row (V,) the next token's probabilities and (n,) the
+            experts' weights at the last position.
         """
         rows, length = ids.shape[1:]
         mask = None if mask is None else mask.repeat_interleave(rows, dim=0)
-        padding = {} if mask is None else {"attention_mask": mask, "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -length:]}
+        padding = (
+            {}
+            if mask is None
+            else {
+                "attention_mask": mask,
+                "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -length:],
+            }
+        )
         record: list[Routing] = []
         with self.backbone.using(adapter, record):
-            output = self.backbone.model(ids.flatten(0, 1), past_key_values=cache, use_cache=True, logits_to_keep=1, **padding)
+            output = self.backbone.model(
+                ids.flatten(0, 1),
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+                **padding,
+            )
         p = output.logits[:, -1].float().softmax(dim=-1)
         if not record:
             return output.past_key_values, p, [None] * len(p)
-        weights = torch.stack([r.weights.view(len(p), length, -1)[:, -1] for r in record]).mean(dim=0)
+        weights = torch.stack([r.weights.view(len(p), length, -1)[:, -1] for r in record]).mean(
+            dim=0
+        )
         return output.past_key_values, p, list(weights)
 
 
 def last_word(text: str) -> str:
     """The letters that a text ends with: "(some sock" -> "sock"."""
-    size = next((i for i, c in enumerate(reversed(text)) if c.isspace() or c in PUNCTUATION), len(text))
+    size = next(
+        (i for i, c in enumerate(reversed(text)) if c.isspace() or c in PUNCTUATION), len(text)
+    )
     return text[len(text) - size :]
 
 

@@ -1,4 +1,6 @@
-"""What a new client of a run of language models is told: that it has the shared part alone, or what its own training gave."""
+"""What a new client of a run of language models is told: that it has the shared part alone, or
+what its own training gave.
+"""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -38,31 +40,59 @@ def sentences(client: str, found: Personalised | None) -> list[str]:
     """
     if found is None:
         return [
-            f"{client}: nothing was personalised. This is the shared part as it is, with nothing of {client}'s own; to train on this text: "
+            f"{client}: nothing was personalised. This is the shared part as it is, with nothing "
+            f"of {client}'s own; to train on this text: "
             "--train."
         ]
     tokens = found.tokens
-    what = "specialists and router of its own, the shared part as it was" if found.own else "a copy of the shared part"
-    stopped = "" if found.iterations == found.most else f", stopped after {found.iterations} of at most {found.most}"
+    what = (
+        "specialists and router of its own, the shared part as it was"
+        if found.own
+        else "a copy of the shared part"
+    )
+    stopped = (
+        ""
+        if found.iterations == found.most
+        else f", stopped after {found.iterations} of at most {found.most}"
+    )
     test = f"Perplexity on {tokens['test']:,} tokens of test text"
-    lines = [f"{client}: {tokens['train']:,} tokens of training text, {tokens['valid']:,} of validation text; trained: {what}."]
+    lines = [
+        f"{client}: {tokens['train']:,} tokens of training text, {tokens['valid']:,} of "
+        f"validation text; trained: {what}."
+    ]
     before = f"{test}: {figure(found.before)} before, with the shared part alone"
     if not found.iteration:
-        lines.append(f"{before} (the base: {figure(found.base)}); no iteration was better than that on validation text{stopped}.")
+        lines.append(
+            f"{before} (the base: {figure(found.base)}); no iteration was better than that on "
+            f"validation text{stopped}."
+        )
         return [*lines, f"It did not help: the shared part alone is kept. {_remedy(found)}"]
     change = abs(found.after / found.before - 1)
     how = "lower" if found.after < found.before else "higher"
     lines.append(
-        f"{before}, {figure(found.after)} after iteration {found.iteration}, {change:.1%} {how} (the base: {figure(found.base)}){stopped}."
+        f"{before}, {figure(found.after)} after iteration {found.iteration}, {change:.1%} {how} "
+        f"(the base: {figure(found.base)}){stopped}."
     )
     if not found.helped:
-        return [*lines, f"Better on validation text alone, so that is chance: the shared part alone is kept. {_remedy(found)}"]
+        return [
+            *lines,
+            f"Better on validation text alone, so that is chance: the shared part alone is kept. "
+            f"{_remedy(found)}",
+        ]
     if found.base <= found.after:
-        return [*lines, "It helped, and the personalised model is kept; but the base alone does as well on this text, or better."]
+        return [
+            *lines,
+            "It helped, and the personalised model is kept; but the base alone does as well on "
+            "this text, or better.",
+        ]
     return [*lines, "It helped: the personalised model is kept."]
 
 
 def _remedy(found: Personalised) -> str:
     """What to do about training that did not help."""
-    unlike = "The base alone does better than the shared part: this text is unlike that of the run. " if found.base < found.before else ""
+    unlike = (
+        "The base alone does better than the shared part: this text is unlike that of the run. "
+        if found.base < found.before
+        else ""
+    )
     return f"{unlike}More text helps most."

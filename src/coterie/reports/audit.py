@@ -17,20 +17,27 @@ COLOURS = {"server": VERMILION, "others": BLUE}
 WIDTH = 80  # of a terminal that has room for everything
 
 ABOUT = (
-    "<p>Measured by <code>coterie audit</code> on this machine, which has all texts. <em>The server</em> sees what each client sent; "
-    "<em>another client</em> sees the model that everybody gets. Dots are measured, whiskers their intervals, and the broken line is what "
+    "<p>Measured by <code>coterie audit</code> on this machine, which has all texts. <em>The "
+    "server</em> sees what each client sent; "
+    "<em>another client</em> sees the model that everybody gets. Dots are measured, whiskers "
+    "their intervals, and the broken line is what "
     "guessing would give.</p>"
 )
 EXAMPLES = (
-    "<p class=note>Words that one client alone has, at least twice in its training text, and that the base does not suggest there. These "
-    "pieces of the clients' texts are in this file because the audit had all of them on one machine: do not give it away.</p>"
+    "<p class=note>Words that one client alone has, at least twice in its training text, and "
+    "that the base does not suggest there. These "
+    "pieces of the clients' texts are in this file because the audit had all of them on one "
+    "machine: do not give it away.</p>"
 )
 
 
 def about(found: Json) -> str:
     """Return one line: what was audited."""
     of = "" if len(found["clients"]) > 1 else f", client {found['clients'][0]}"
-    return f"{found['recipe']}, {found['method']}, seed {found['seed']}, after round {found['round']}{of}"
+    return (
+        f"{found['recipe']}, {found['method']}, seed {found['seed']}, after round "
+        f"{found['round']}{of}"
+    )
 
 
 def _of(observer: str, found: Json) -> str:
@@ -46,18 +53,42 @@ def _interval(value: Json | None, digits: int, factor: float = 1) -> str:
 
 
 def rows(found: Json) -> list[list[str]]:
-    """Return the lines of the table: a measure, what each observer gets, and what guessing would."""
+    """Return the lines of the table: a measure, what each observer gets, and what guessing
+    would.
+    """
     observers = found["observers"].values()
     lines = []
     if found["canaries"]:
         own = [o["canaries"] for o in observers]
-        lines.append(["canary exposure, bits", *(_interval(c["exposure"], 2) for c in own), f"{own[0]['exposure']['chance']:.2f}"])
+        lines.append(
+            [
+                "canary exposure, bits",
+                *(_interval(c["exposure"], 2) for c in own),
+                f"{own[0]['exposure']['chance']:.2f}",
+            ]
+        )
         lines.append(["canaries told apart, AUC", *(_interval(c["auc"], 2) for c in own), "0.50"])
-        lines.append(["epsilon is at least", *(f"{c['epsilon']['at_least']:.2f}" for c in own), "0"])
-    lines.append([f"{found['data']} told apart, AUC", *(_interval(o["membership"]["auc"], 2) for o in observers), "0.50"])
-    lines.append([f"{found['data']} found at 1 % FPR, %", *(_interval(o["membership"]["tpr"], 1, 100) for o in observers), "1"])
+        lines.append(
+            ["epsilon is at least", *(f"{c['epsilon']['at_least']:.2f}" for c in own), "0"]
+        )
+    lines.append(
+        [
+            f"{found['data']} told apart, AUC",
+            *(_interval(o["membership"]["auc"], 2) for o in observers),
+            "0.50",
+        ]
+    )
+    lines.append(
+        [
+            f"{found['data']} found at 1 % FPR, %",
+            *(_interval(o["membership"]["tpr"], 1, 100) for o in observers),
+            "1",
+        ]
+    )
     if all(o["min_k"] for o in observers):
-        lines.append(["by Min-K%++, AUC", *(_interval(o["min_k"]["auc"], 2) for o in observers), "0.50"])
+        lines.append(
+            ["by Min-K%++, AUC", *(_interval(o["min_k"]["auc"], 2) for o in observers), "0.50"]
+        )
     return lines
 
 
@@ -72,7 +103,11 @@ def word_rows(found: Json) -> list[list[str]]:
         "owner": "the client's own model",
         "control": "other clients' models, words nobody trained on",
     }
-    return [[name, _interval(words[key], 1, 100)] for key, name in names.items() if words[key] is not None]
+    return [
+        [name, _interval(words[key], 1, 100)]
+        for key, name in names.items()
+        if words[key] is not None
+    ]
 
 
 def sentences(found: Json) -> list[str]:
@@ -84,21 +119,37 @@ def sentences(found: Json) -> list[str]:
         if own["canaries"]:
             exposure, epsilon = own["canaries"]["exposure"], own["canaries"]["epsilon"]
             seen = exposure["low"] > exposure["chance"]
-            what = f"{who} finds planted canaries" if seen else f"{who} does not find planted canaries better than by guessing"
-            bound = f"so epsilon is above {epsilon['at_least']:.2f} at 95 % confidence" if epsilon["at_least"] else "no epsilon is refuted"
-            said.append(f"{what}: it guesses {epsilon['right']} of {epsilon['guesses']} coin flips right, {bound}.")
+            what = (
+                f"{who} finds planted canaries"
+                if seen
+                else f"{who} does not find planted canaries better than by guessing"
+            )
+            bound = (
+                f"so epsilon is above {epsilon['at_least']:.2f} at 95 % confidence"
+                if epsilon["at_least"]
+                else "no epsilon is refuted"
+            )
+            said.append(
+                f"{what}: it guesses {epsilon['right']} of {epsilon['guesses']} coin flips "
+                f"right, {bound}."
+            )
         auc = own["membership"]["auc"]
         beyond = auc["low"] > max(shift["high"], 0.5)
         can = "can tell" if beyond else "cannot tell, beyond what the data alone tell,"
         data = f"without any trained model {100 * shift['value']:.0f} %"
-        said.append(f"{who} {can} what a client trained on: right for {100 * auc['value']:.0f} % of pairs ({data}; guessing 50 %).")
+        said.append(
+            f"{who} {can} what a client trained on: right for {100 * auc['value']:.0f} % of "
+            f"pairs ({data}; guessing 50 %)."
+        )
     words = found["words"]
     if words and words["words"]:
         others, control = words["others"], words["control"]
         beside = f"; of words nobody trained on {100 * control['value']:.1f} %" if control else ""
         said.append(
-            f"of {words['words']} words that one client alone has and the base does not suggest, another client's model suggests "
-            f"{100 * others['value']:.1f} % ({100 * others['low']:.1f} to {100 * others['high']:.1f} %){beside}."
+            f"of {words['words']} words that one client alone has and the base does not suggest, "
+            f"another client's model suggests "
+            f"{100 * others['value']:.1f} % ({100 * others['low']:.1f} to "
+            f"{100 * others['high']:.1f} %){beside}."
         )
     return [sentence[0].upper() + sentence[1:] for sentence in said]
 
@@ -127,13 +178,23 @@ def audited(found: Json | None) -> tuple[str, ...]:
         return ()
     observers = list(found["observers"])
     first = table(["", *(_of(name, found) for name in observers), "by guessing"], rows(found))
-    said = '<ul class="notes">' + "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences(found)) + "</ul>"
+    said = (
+        '<ul class="notes">'
+        + "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences(found))
+        + "</ul>"
+    )
     drawn = [captioned(title, told, picture) for title, told, picture in _pictures(found)]
     parts = [ABOUT, f"<p class=note>{escape(about(found))}</p>", said, chart.grid(drawn), first]
     words = found["words"]
     if words and words["examples"]:
-        lines = [[f"… {e['prompt'].strip()}", e["word"], e["owner"], ", ".join(e["by"])] for e in words["examples"]]
-        parts += [EXAMPLES, table(["what was typed", "suggested", "only in the text of", "by the model of"], lines)]
+        lines = [
+            [f"… {e['prompt'].strip()}", e["word"], e["owner"], ", ".join(e["by"])]
+            for e in words["examples"]
+        ]
+        parts += [
+            EXAMPLES,
+            table(["what was typed", "suggested", "only in the text of", "by the model of"], lines),
+        ]
     return tuple(parts)
 
 
@@ -141,9 +202,17 @@ def _pictures(found: Json) -> list[tuple[str, str, str]]:
     """A title, what is told beside it, and a picture, of each measure."""
     observers, pictures = found["observers"], []
 
-    def drawn(values: Mapping[str, Json], unit: str, limits: tuple[float, float], chance: float | None) -> str:
+    def drawn(
+        values: Mapping[str, Json], unit: str, limits: tuple[float, float], chance: float | None
+    ) -> str:
         shown = {
-            _of(name, found): Interval(v["value"], v["low"], v["high"], f"{_of(name, found)}: {_interval(v, 3)}", COLOURS[name])
+            _of(name, found): Interval(
+                v["value"],
+                v["low"],
+                v["high"],
+                f"{_of(name, found)}: {_interval(v, 3)}",
+                COLOURS[name],
+            )
             for name, v in values.items()
         }
         return marks.intervals(shown, unit, limits, chance)
@@ -151,10 +220,22 @@ def _pictures(found: Json) -> list[tuple[str, str, str]]:
     if found["canaries"]:
         exposures = {name: own["canaries"]["exposure"] for name, own in observers.items()}
         first = next(iter(exposures.values()))
-        pictures.append(("Exposure of canaries", "", drawn(exposures, "bits", (0, first["most"]), first["chance"])))
+        pictures.append(
+            (
+                "Exposure of canaries",
+                "",
+                drawn(exposures, "bits", (0, first["most"]), first["chance"]),
+            )
+        )
     areas = {name: own["membership"]["auc"] for name, own in observers.items()}
     limits = (min(0.4, *(a["low"] for a in areas.values())), 1.0)
-    pictures.append((f"{found['data'].capitalize()} trained on, told from others", "", drawn(areas, "AUC", limits, 0.5)))
+    pictures.append(
+        (
+            f"{found['data'].capitalize()} trained on, told from others",
+            "",
+            drawn(areas, "AUC", limits, 0.5),
+        )
+    )
     words = found["words"]
     if words and words["words"]:
         pictures.append(("Rare words of one client, suggested", "", _words(words)))
@@ -179,4 +260,8 @@ def _words(words: Json) -> str:
         for key, name, colour in names
         if words[key] is not None
     }
-    return marks.intervals(shown, "% among the suggestions", (0, max(1.05 * max(row.high for row in shown.values()), 1.0)))
+    return marks.intervals(
+        shown,
+        "% among the suggestions",
+        (0, max(1.05 * max(row.high for row in shown.values()), 1.0)),
+    )

@@ -40,12 +40,18 @@ class Style:
     def sample(self) -> str:
         """A piece of it, for a legend."""
         marker = _marker(self, "14", 6) if self.marked else ""
-        return f'<svg class="sample" viewBox="0 0 28 12" width="28" height="12" aria-hidden="true">{self.path("M0 6H28")}{marker}</svg>'
+        return (
+            f'<svg class="sample" viewBox="0 0 28 12" width="28" height="12" '
+            f'aria-hidden="true">{self.path("M0 6H28")}{marker}</svg>'
+        )
 
     def path(self, d: str) -> str:
         dash = DASHES[self.number % len(DASHES)]
         dashed = f' stroke-dasharray="{dash}"' if dash else ""
-        return f'<path class="line" d="{d}" stroke="{self.colour}" stroke-opacity="{self.strength:.2f}"{dashed}/>'
+        return (
+            f'<path class="line" d="{d}" stroke="{self.colour}" '
+            f'stroke-opacity="{self.strength:.2f}"{dashed}/>'
+        )
 
 
 @dataclass(frozen=True)
@@ -87,54 +93,100 @@ def panels(
     ratios: bool = False,
     kinds: Mapping[str, str] | None = None,
 ) -> str:
-    """A panel for each title. Of more than a few, those beyond the first ones are folded away, and in a narrow window all.
+    """A panel for each title. Of more than a few, those beyond the first ones are folded away, and
+    in a narrow window all.
 
     Args:
         charts: Lines by title.
         x: What the horizontal axis counts; it starts at 0.
         y: What the vertical axis is, with its unit.
-        limits: Of the vertical axes; default: one range for all panels of a kind, which their points need.
+        limits: Of the vertical axes; default: one range for all panels of a kind, which their
+            points need.
         broad: Whether panels are to be large.
-        ratios: Whether values are positive and only their ratios count: a large range has a logarithmic scale then.
-        kinds: The kind of each title, as only panels of one kind are compared; default: all are of one.
+        ratios: Whether values are positive and only their ratios count: a large range has a
+            logarithmic scale then.
+        kinds: The kind of each title, as only panels of one kind are compared; default: all are of
+            one.
     """
     kind = kinds or dict.fromkeys(charts, "")
-    axes = {k: _shared(x, y, [charts[t] for t in charts if kind[t] == k], limits, ratios) for k in dict.fromkeys(kind.values())}
-    drawn = [f"<figure><figcaption>{escape(t)}</figcaption>{panel(t, lines, axes[kind[t]], broad)}</figure>" for t, lines in charts.items()]
+    axes = {
+        k: _shared(x, y, [charts[t] for t in charts if kind[t] == k], limits, ratios)
+        for k in dict.fromkeys(kind.values())
+    }
+    drawn = [
+        f"<figure><figcaption>{escape(t)}</figcaption>"
+        f"{panel(t, lines, axes[kind[t]], broad)}</figure>"
+        for t, lines in charts.items()
+    ]
     if len(drawn) <= ALL:
         return grid(drawn, broad)
     first, others = (grid(part, broad) for part in (drawn[:FIRST], drawn[FIRST:]))
-    return folded(f"The first {FIRST}", first, narrow=True) + folded(f"{len(drawn) - FIRST} more", others)
+    return folded(f"The first {FIRST}", first, narrow=True) + folded(
+        f"{len(drawn) - FIRST} more", others
+    )
 
 
-def _shared(x: str, y: str, charts: Iterable[Sequence[Line]], limits: Point | None, ratios: bool) -> Axes:
+def _shared(
+    x: str, y: str, charts: Iterable[Sequence[Line]], limits: Point | None, ratios: bool
+) -> Axes:
     """The axes of panels that are compared."""
-    values = [py for lines in charts for line in lines for _, py in line.points if math.isfinite(py)]
-    log = ratios and limits is None and min(values, default=0) > 0 and max(values) / min(values) > RATIO
-    return Axes(x, f"{y}, logarithmic" if log else y, limits or (_around_log if log else _around)(values), log)
+    values = [
+        py for lines in charts for line in lines for _, py in line.points if math.isfinite(py)
+    ]
+    log = (
+        ratios
+        and limits is None
+        and min(values, default=0) > 0
+        and max(values) / min(values) > RATIO
+    )
+    return Axes(
+        x,
+        f"{y}, logarithmic" if log else y,
+        limits or (_around_log if log else _around)(values),
+        log,
+    )
 
 
 def grid(drawn: Sequence[str], broad: bool = False) -> str:
-    """Figures side by side, in rows that are full: as many rows as needed, each with about as many figures."""
+    """Figures side by side, in rows that are full: as many rows as needed, each with about as
+    many figures.
+    """
     if not drawn:
         return ""
     columns = level(len(drawn), COLUMNS)
-    return f'<div class="panels{" broad" if broad else ""}" style="--columns:{columns}">{"".join(drawn)}</div>'
+    return (
+        f'<div class="panels{" broad" if broad else ""}" '
+        f'style="--columns:{columns}">{"".join(drawn)}</div>'
+    )
 
 
 def panel(title: str, lines: Sequence[Line], axes: Axes, broad: bool = False) -> str:
-    """One SVG with axes, lines, and a tooltip for every point. Points that are not finite are left out."""
-    kept = [Line([p for p in line.points if math.isfinite(p[1]) and (p[1] > 0 or not axes.log)], line.name, line.style) for line in lines]
+    """One SVG with axes, lines, and a tooltip for every point. Points that are not finite are
+    left out.
+    """
+    kept = [
+        Line(
+            [p for p in line.points if math.isfinite(p[1]) and (p[1] > 0 or not axes.log)],
+            line.name,
+            line.style,
+        )
+        for line in lines
+    ]
     points = [p for line in kept for p in line.points]
     values, height = [py for _, py in points], BROAD if broad else HEIGHT
     horizontal = _Scale(0, max((px for px, _ in points), default=0) or 1, 0, 100)
     low, high = axes.limits or (_around_log(values) if axes.log else _around(values))
     vertical = _Scale(axes.height(low), axes.height(high), height - BOTTOM, TOP)
-    places = [[(horizontal(px), vertical(axes.height(py))) for px, py in line.points] for line in kept]
-    paths = "".join(_path(line, found, height) for line, found in zip(kept, places, strict=True) if found)
+    places = [
+        [(horizontal(px), vertical(axes.height(py))) for px, py in line.points] for line in kept
+    ]
+    paths = "".join(
+        _path(line, found, height) for line, found in zip(kept, places, strict=True) if found
+    )
     marks = "".join(_marks(line, found, axes.x) for line, found in zip(kept, places, strict=True))
     return (
-        f'<svg class="plot" height="{height}" role="img" aria-label="{escape(f"{title}: {axes.y} against {axes.x}")}">'
+        f'<svg class="plot" height="{height}" role="img" '
+        f'aria-label="{escape(f"{title}: {axes.y} against {axes.x}")}">'
         f"{_axes(horizontal, vertical, axes, height)}"
         f'<svg viewBox="0 0 {UNITS} {height}" preserveAspectRatio="none">{paths}</svg>{marks}</svg>'
     )
@@ -142,12 +194,16 @@ def panel(title: str, lines: Sequence[Line], axes: Axes, broad: bool = False) ->
 
 def around(charts: Iterable[Sequence[Line]]) -> Point:
     """The range that the points of several panels need, so that these can be compared."""
-    return _around([py for lines in charts for line in lines for _, py in line.points if math.isfinite(py)])
+    return _around(
+        [py for lines in charts for line in lines for _, py in line.points if math.isfinite(py)]
+    )
 
 
 @dataclass(frozen=True)
 class _Scale:
-    """From values low..high to places start..stop: percent of a chart's width, or pixels of its height."""
+    """From values low..high to places start..stop: percent of a chart's width, or pixels of its
+    height.
+    """
 
     low: float
     high: float
@@ -162,7 +218,9 @@ class _Scale:
         return f"{self(value):.2f}%"
 
     def ticks(self, most: int = 5, least: float = 0.0) -> list[float]:
-        """Round values within the scale: multiples of 1, 2 or 5 times a power of ten, at least `least` apart."""
+        """Round values within the scale: multiples of 1, 2 or 5 times a power of ten, at least
+        `least` apart.
+        """
         rough = max((self.high - self.low) / most, least)
         power = 10.0 ** math.floor(math.log10(rough))
         step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * (1 - 1e-9))
@@ -187,18 +245,22 @@ def _axes(horizontal: _Scale, vertical: _Scale, axes: Axes, height: int) -> str:
     bottom = height - BOTTOM
     rows = "".join(
         f'<line class="rule" x2="100%" y1="{vertical(v):.1f}" y2="{vertical(v):.1f}"/>'
-        f'<text class="tick" x="-6" y="{vertical(v) + 4:.1f}" text-anchor="end">{_power(v) if axes.log else _tick(v)}</text>'
+        f'<text class="tick" x="-6" y="{vertical(v) + 4:.1f}" '
+        f'text-anchor="end">{_power(v) if axes.log else _tick(v)}</text>'
         for v in vertical.ticks(least=axes.log)  # of a logarithmic scale, whole decades
     )
     columns = "".join(
-        f'<line class="axis" x1="{horizontal.at(v)}" x2="{horizontal.at(v)}" y1="{bottom}" y2="{bottom + 4}"/>'
-        f'<text class="tick" x="{horizontal.at(v)}" y="{bottom + 17}" text-anchor="middle">{v:.6g}</text>'
+        f'<line class="axis" x1="{horizontal.at(v)}" x2="{horizontal.at(v)}" y1="{bottom}" '
+        f'y2="{bottom + 4}"/>'
+        f'<text class="tick" x="{horizontal.at(v)}" y="{bottom + 17}" '
+        f'text-anchor="middle">{v:.6g}</text>'
         for v in horizontal.ticks(least=1)  # iterations and steps are counted
     )
     return (
         f'{rows}{columns}<line class="axis" x2="100%" y1="{bottom}" y2="{bottom}"/>'
         f'<text class="label" x="50%" y="{height - 5}" text-anchor="middle">{escape(axes.x)}</text>'
-        f'<text class="label" transform="translate({11 - LEFT} {(TOP + bottom) / 2}) rotate(-90)" text-anchor="middle">'
+        f'<text class="label" transform="translate({11 - LEFT} {(TOP + bottom) / 2}) '
+        f'rotate(-90)" text-anchor="middle">'
         f"{escape(axes.y)}</text>"
     )
 
@@ -206,7 +268,9 @@ def _axes(horizontal: _Scale, vertical: _Scale, axes: Axes, height: int) -> str:
 def _tick(value: float) -> str:
     """A tick's number in at most five or six characters, which is the room beside an axis."""
     units = ((1e9, 1.0, ""), (1e6, 1e6, "M"), (1e4, 1e3, "k"))
-    unit, sign = next(((unit, sign) for least, unit, sign in units if abs(value) >= least), (1.0, ""))
+    unit, sign = next(
+        ((unit, sign) for least, unit, sign in units if abs(value) >= least), (1.0, "")
+    )
     return f"{value / unit:.6g}{sign}"
 
 
@@ -232,7 +296,9 @@ def _marks(line: Line, places: Sequence[Point], x: str) -> str:
 
 
 def _told(value: float) -> str:
-    """A number with two digits behind the point, or with two digits that are not 0 where it is small."""
+    """A number with two digits behind the point, or with two digits that are not 0 where it is
+    small.
+    """
     return figure(value) if value == 0 or abs(value) >= 0.1 else f"{value:.2g}"
 
 
@@ -246,7 +312,9 @@ SHAPES = {
 def _marker(style: Style, x: str, y: float) -> str:
     """A marker at a place across, in pixels or percent, and one from above."""
     shape = MARKERS[style.number % len(MARKERS)]
-    fill = f'fill="{style.colour}"' + ("" if style.strength == 1 else f' fill-opacity="{style.strength:.2f}"')
+    fill = f'fill="{style.colour}"' + (
+        "" if style.strength == 1 else f' fill-opacity="{style.strength:.2f}"'
+    )
     if shape == "circle":
         return f'<circle cx="{x}" cy="{y:.1f}" r="3" {fill}/>'
     return f'<svg x="{x}" y="{y:.1f}"><path d="{SHAPES[shape]}" {fill}/></svg>'

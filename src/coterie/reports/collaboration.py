@@ -1,4 +1,6 @@
-"""Collaboration weights as pictures: W as a heat map over training, beside the true clusters, and weights over time (CoBo, Fig. 3 to 5)."""
+"""Collaboration weights as pictures: W as a heat map over training, beside the true clusters,
+and weights over time (CoBo, Fig. 3 to 5).
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,14 +38,27 @@ class Weights:
     @classmethod
     def of(cls, title: str, result: Json) -> "Weights | None":
         """Those of a result, or None if its method has none."""
-        found = [(e["iteration"], e["weights"]) for e in result["evaluations"] if e.get("weights") is not None]
+        found = [
+            (e["iteration"], e["weights"])
+            for e in result["evaluations"]
+            if e.get("weights") is not None
+        ]
         if not found or len(found[0][1]) < 2:
             return None
         clients, known = list(result["clients"]), result.get("clusters")
-        order = sorted(range(len(clients)), key=lambda k: known[clients[k]]) if known else list(range(len(clients)))
-        stages = [(at, [[w[i][j] for j in order] for i in order]) for at, w in thinned(found, heat.room(len(clients) ** 2))]
+        order = (
+            sorted(range(len(clients)), key=lambda k: known[clients[k]])
+            if known
+            else list(range(len(clients)))
+        )
+        stages = [
+            (at, [[w[i][j] for j in order] for i in order])
+            for at, w in thinned(found, heat.room(len(clients) ** 2))
+        ]
         clusters = [known[clients[k]] for k in order] if known else None
-        return cls(title, [clients[k] for k in order], clusters, stages, result.get("weights_error"))
+        return cls(
+            title, [clients[k] for k in order], clusters, stages, result.get("weights_error")
+        )
 
     @cached_property
     def top(self) -> float:
@@ -64,25 +79,39 @@ class Weights:
         return [[self.top * (a == b) for b in self.clusters] for a in self.clusters]
 
     def inside(self, matrix: Matrix) -> float:
-        """The share of all weight between clients that is within true clusters; 0 where there is no weight. Clusters are known."""
+        """The share of all weight between clients that is within true clusters; 0 where there is
+        no weight. Clusters are known.
+        """
         assert self.clusters is not None
         total = sum(self.between(matrix))
-        own = sum(w for i, row in enumerate(matrix) for j, w in enumerate(row) if i != j and self.clusters[i] == self.clusters[j])
+        own = sum(
+            w
+            for i, row in enumerate(matrix)
+            for j, w in enumerate(row)
+            if i != j and self.clusters[i] == self.clusters[j]
+        )
         return own / total if total else 0.0
 
     def nearest(self, iterations: Sequence[int]) -> list[tuple[int, Matrix]]:
-        """The stages that are nearest to some iterations; of none, five that are spread over all."""
+        """The stages that are nearest to some iterations; of none, five that are spread over
+        all.
+        """
         if not iterations:
             return thinned(self.stages, 5)
-        found = {min(range(len(self.stages)), key=lambda k: abs(self.stages[k][0] - at)) for at in iterations}
+        found = {
+            min(range(len(self.stages)), key=lambda k: abs(self.stages[k][0] - at))
+            for at in iterations
+        }
         return [self.stages[k] for k in sorted(found)]
 
 
 def collaboration(results: Mapping[str, Json]) -> tuple[str, ...]:
-    """The parts of the section: heat maps with a slider, the share of weight within true clusters, and weights over time.
+    """The parts of the section: heat maps with a slider, the share of weight within true clusters,
+    and weights over time.
 
     Args:
-        results: What is in result.json, by title; the first with weights has its weights over time shown at once.
+        results: What is in result.json, by title; the first with weights has its weights over time
+            shown at once.
 
     Returns:
         Nothing where no result has weights.
@@ -93,7 +122,8 @@ def collaboration(results: Mapping[str, Json]) -> tuple[str, ...]:
     over_time = "".join(
         f"<h3>{escape(w.title)}: weights over training</h3>{domains(w)}"
         if k == 0
-        else f"<details><summary>{escape(w.title)}: weights over training</summary>{domains(w)}</details>"
+        else f"<details><summary>{escape(w.title)}: weights over "
+        f"training</summary>{domains(w)}</details>"
         for k, w in enumerate(found)
     )
     return _about(found), _maps(found), shares(found), over_time
@@ -102,21 +132,35 @@ def collaboration(results: Mapping[str, Json]) -> tuple[str, ...]:
 def _about(found: Sequence[Weights]) -> str:
     order = ", ordered by true cluster, the blocks of which are framed" if found[0].clusters else ""
     return (
-        f"<p>How much the client of a row takes from the client of a column{order}; what a client takes from itself is left out. Move the "
-        "slider, or use the arrow keys on it, to go through training; hover over a field, tap it, or go there with Tab and the arrow keys, "
+        f"<p>How much the client of a row takes from the client of a column{order}; what a "
+        f"client takes from itself is left out. Move the "
+        "slider, or use the arrow keys on it, to go through training; hover over a field, tap "
+        "it, or go there with Tab and the arrow keys, "
         "to see its weight.</p>"
     )
 
 
 def _maps(found: Sequence[Weights]) -> str:
-    """A heat map for each method at the last stage, and the truth. The script moves the stages by what is in `data-stages`."""
+    """A heat map for each method at the last stage, and the truth. The script moves the stages
+    by what is in `data-stages`.
+    """
     moments = sorted({at for w in found for at, _ in w.stages})
     alike = len({w.top for w in found}) == 1
-    figures = [captioned(w.title, _told(w), heat_map(w, w.stages[-1][1], stages=True) + ("" if alike else scale(w.top))) for w in found]
+    figures = [
+        captioned(
+            w.title,
+            _told(w),
+            heat_map(w, w.stages[-1][1], stages=True) + ("" if alike else scale(w.top)),
+        )
+        for w in found
+    ]
     if found[0].truth is not None:
         figures.append(captioned("True clusters", "", heat_map(found[0], found[0].truth)))
     slider = heat.slider(moments, "local iterations")
-    return f'<div class="staged">{slider}{scale(found[0].top) if alike else ""}<div class="maps">{"".join(figures)}</div></div>'
+    return (
+        f'<div class="staged">{slider}{scale(found[0].top) if alike else ""}<div '
+        f'class="maps">{"".join(figures)}</div></div>'
+    )
 
 
 def _told(weights: Weights) -> str:
@@ -140,7 +184,9 @@ def heat_map(weights: Weights, matrix: Matrix, stages: bool = False) -> str:
     label = f"{weights.title}: weights of {len(names)} clients for each other"
     shown = weights.stages if stages else [(0, matrix)]
     told = "{row} takes {value} from {column}"
-    return heat.heat_map(Heat(names, names, shown, weights.top, label, told, masked=True, frames=_blocks(weights)))
+    return heat.heat_map(
+        Heat(names, names, shown, weights.top, label, told, masked=True, frames=_blocks(weights))
+    )
 
 
 def _blocks(weights: Weights) -> str:
@@ -153,24 +199,39 @@ def _blocks(weights: Weights) -> str:
 
 def at_stages(weights: Weights, iterations: Sequence[int]) -> str:
     """Heat maps at some stages, and the truth, side by side."""
-    figures = [captioned(f"{at:,} iterations", "", heat_map(weights, matrix)) for at, matrix in weights.nearest(iterations)]
+    figures = [
+        captioned(f"{at:,} iterations", "", heat_map(weights, matrix))
+        for at, matrix in weights.nearest(iterations)
+    ]
     if weights.truth is not None:
         figures.append(captioned("True clusters", "", heat_map(weights, weights.truth)))
     return f'<div class="maps small">{"".join(figures)}</div>'
 
 
 def shares(found: Sequence[Weights]) -> str:
-    """One panel: the share of weight within true clusters over training, a line for each method; nothing where nobody knows them."""
+    """One panel: the share of weight within true clusters over training, a line for each method;
+    nothing where nobody knows them.
+    """
     known = [w for w in found if w.clusters is not None]
     if not known:
         return ""
-    styles = [Style(COLOURS[k % len(COLOURS)], k, marked=len(w.stages) <= chart.MARKED) for k, w in enumerate(known)]
+    styles = [
+        Style(COLOURS[k % len(COLOURS)], k, marked=len(w.stages) <= chart.MARKED)
+        for k, w in enumerate(known)
+    ]
     lines = [
-        Line([(at, 100 * w.inside(matrix)) for at, matrix in w.stages], w.title, style) for w, style in zip(known, styles, strict=True)
+        Line([(at, 100 * w.inside(matrix)) for at, matrix in w.stages], w.title, style)
+        for w, style in zip(known, styles, strict=True)
     ]
     alike = known[0].inside([[1.0] * len(known[0].clients)] * len(known[0].clients))
     last = max(at for w in known for at, _ in w.stages)
-    lines.append(Line([(0, 100 * alike), (last, 100 * alike)], "if all weights were alike", Style(GREY, 2, marked=False)))
+    lines.append(
+        Line(
+            [(0, 100 * alike), (last, 100 * alike)],
+            "if all weights were alike",
+            Style(GREY, 2, marked=False),
+        )
+    )
     samples = legend((line.style.sample, line.name) for line in lines)
     drawn = chart.panels({"All clients": lines}, "local iterations", "% of all weight", (0, 100))
     return f"<h3>Weight within the true clusters</h3>{samples}{drawn}"
@@ -183,19 +244,47 @@ def domains(weights: Weights, clients: Sequence[str] = ()) -> str:
         weights: What to draw.
         clients: Whose panels; () for the first ones.
     """
-    places = [k for k, name in enumerate(weights.clients) if name in clients or not clients][:CLIENTS]
-    means = [[sum(w[i][j] for _, w in weights.stages) for j in range(len(weights.clients))] for i in places]
+    places = [k for k, name in enumerate(weights.clients) if name in clients or not clients][
+        :CLIENTS
+    ]
+    means = [
+        [sum(w[i][j] for _, w in weights.stages) for j in range(len(weights.clients))]
+        for i in places
+    ]
     others = {i: _largest(i, mean) for i, mean in zip(places, means, strict=True)}
     drawn = sorted({j for found in others.values() for j in found})
     styles = {j: Style(COLOURS[j % len(COLOURS)], j, marked=False) for j in drawn}
-    charts = {weights.clients[i]: [_line(weights, i, j, styles[j]) for j in found] for i, found in others.items()}
-    samples = legend((styles[j].sample, weights.clients[j]) for j in drawn) if len(drawn) <= 2 * CLIENTS else ""
+    charts = {
+        weights.clients[i]: [_line(weights, i, j, styles[j]) for j in found]
+        for i, found in others.items()
+    }
+    samples = (
+        legend((styles[j].sample, weights.clients[j]) for j in drawn)
+        if len(drawn) <= 2 * CLIENTS
+        else ""
+    )
     left_out = len(weights.clients) - len(places)
-    of_all = f"<p class=note>{len(places)} of {len(weights.clients)} clients.</p>" if left_out and not clients else ""
+    of_all = (
+        f"<p class=note>{len(places)} of {len(weights.clients)} clients.</p>"
+        if left_out and not clients
+        else ""
+    )
     few = len(weights.clients) - 1 > CLIENTS
-    largest = f"<p class=note>Lines to the {CLIENTS} others with the largest weight.</p>" if few else ""
-    strong = "<p class=note>Lines to clients of the same true cluster are full, the others faint.</p>" if weights.clusters else ""
-    return of_all + largest + strong + samples + chart.panels(charts, "local iterations", "weight", (0, weights.top))
+    largest = (
+        f"<p class=note>Lines to the {CLIENTS} others with the largest weight.</p>" if few else ""
+    )
+    strong = (
+        "<p class=note>Lines to clients of the same true cluster are full, the others faint.</p>"
+        if weights.clusters
+        else ""
+    )
+    return (
+        of_all
+        + largest
+        + strong
+        + samples
+        + chart.panels(charts, "local iterations", "weight", (0, weights.top))
+    )
 
 
 def _largest(own: int, means: Sequence[float]) -> list[int]:
@@ -207,4 +296,8 @@ def _largest(own: int, means: Sequence[float]) -> list[int]:
 def _line(weights: Weights, own: int, other: int, style: Style) -> Line:
     mate = weights.clusters is None or weights.clusters[own] == weights.clusters[other]
     look = style if mate else Style(style.colour, style.number, FAINT, marked=False)
-    return Line([(at, matrix[own][other]) for at, matrix in weights.stages], f"for {weights.clients[other]}", look)
+    return Line(
+        [(at, matrix[own][other]) for at, matrix in weights.stages],
+        f"for {weights.clients[other]}",
+        look,
+    )

@@ -1,4 +1,6 @@
-"""Rows of a comparison: what the results of one method say over its seeds, and what makes rows unlike."""
+"""Rows of a comparison: what the results of one method say over its seeds, and what makes rows
+unlike.
+"""
 
 import math
 import statistics
@@ -8,15 +10,19 @@ from typing import Any
 from coterie.core.metrics import better, deviation, gate_accuracy, mean, metric_of, prediction
 
 BOUNDS = {
-    "centralized": "one model that sees the data of all clients: a bound, not a method that keeps data private",
+    "centralized": "one model that sees the data of all clients: a bound, not a method that "
+    "keeps data private",
     "oracle": "is told the true clusters, which nobody knows: a bound",
 }
 ALONE = "local"  # the method that Imp.% compares with
 NAMED = 8  # clients in a sentence, at most
 
 
-def improved(results: Sequence[Mapping[str, Any]], alone: Sequence[Mapping[str, Any]]) -> float | None:
-    """Imp.%: the share of clients that do better than in their own Local run of the same seed (CoBo, Table 2).
+def improved(
+    results: Sequence[Mapping[str, Any]], alone: Sequence[Mapping[str, Any]]
+) -> float | None:
+    """Imp.%: the share of clients that do better than in their own Local run of the same seed
+    (CoBo, Table 2).
 
     Args:
         results: Of a method, one for each seed.
@@ -28,29 +34,40 @@ def improved(results: Sequence[Mapping[str, Any]], alone: Sequence[Mapping[str, 
     local = {result["seed"]: result["clients"] for result in alone}
     if any(result["seed"] not in local or result["method"] == ALONE for result in results):
         return None
-    pairs = [(own["test"], local[r["seed"]].get(i), metric_of(r)) for r in results for i, own in r["clients"].items()]
+    pairs = [
+        (own["test"], local[r["seed"]].get(i), metric_of(r))
+        for r in results
+        for i, own in r["clients"].items()
+    ]
     wins = [better(own, other["test"], metric) for own, other, metric in pairs if other is not None]
     return 100 * mean(wins)
 
 
 def headline(result: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    """The clients whom the mean of a result is about: all that are scored, or the first group of those that were never seen."""
+    """The clients whom the mean of a result is about: all that are scored, or the first group of
+    those that were never seen.
+    """
     first = next(iter(result.get("groups") or ()), None)
     return {i: client for i, client in result["clients"].items() if client.get("group") == first}
 
 
 def between(result: Mapping[str, Any]) -> float:
-    """How unlike the clients of a result fare: the standard deviation of the test metric over them, who are all there are."""
+    """How unlike the clients of a result fare: the standard deviation of the test metric over
+    them, who are all there are.
+    """
     values = [client["test"] for client in headline(result).values()]
     return statistics.pstdev(values) if all(map(math.isfinite, values)) else math.inf
 
 
-def row(name: str, results: Sequence[Mapping[str, Any]], alone: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+def row(
+    name: str, results: Sequence[Mapping[str, Any]], alone: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
     """One method's line of a comparison: mean and standard deviation over seeds, and what it cost.
 
     Args:
         name: Of the method.
-        results: What is in its result.json, one for each seed. Figures that one of them lacks (it is from an older version) are None.
+        results: What is in its result.json, one for each seed. Figures that one of them lacks (it
+            is from an older version) are None.
         alone: The results of Local, where there are any: what Imp.% compares with.
     """
     per_seed = [r["mean"] for r in results]
@@ -63,8 +80,16 @@ def row(name: str, results: Sequence[Mapping[str, Any]], alone: Sequence[Mapping
         "std": deviation(per_seed),
         "per_seed": per_seed,
         "mean_synced": mean(r["mean_synced"] for r in results),
-        "groups": {group: mean(r["groups"][group] for r in results) for group in results[0].get("groups") or {}} or None,
-        "groups_std": {group: deviation([r["groups"][group] for r in results]) for group in results[0].get("groups") or {}} or None,
+        "groups": {
+            group: mean(r["groups"][group] for r in results)
+            for group in results[0].get("groups") or {}
+        }
+        or None,
+        "groups_std": {
+            group: deviation([r["groups"][group] for r in results])
+            for group in results[0].get("groups") or {}
+        }
+        or None,
         "best": _average([r.get("best") for r in results]),
         "best_of_last_ten": _average([r.get("best_of_last_ten") for r in results]),
         "gate_accuracy": _average([gate_accuracy(r) for r in results]),
@@ -72,8 +97,13 @@ def row(name: str, results: Sequence[Mapping[str, Any]], alone: Sequence[Mapping
         "between_clients": mean(map(between, results)),
         "improved": improved(results, alone) if alone else None,
         "weights_error": _average([r.get("weights_error") for r in results]),
-        "iterations": results[0]["evaluations"][-1]["iteration"] if results[0].get("evaluations") else None,
-        "clients": {i: mean(r["clients"][i]["test"] for r in results if i in r["clients"]) for i in results[0]["clients"]},
+        "iterations": results[0]["evaluations"][-1]["iteration"]
+        if results[0].get("evaluations")
+        else None,
+        "clients": {
+            i: mean(r["clients"][i]["test"] for r in results if i in r["clients"])
+            for i in results[0]["clients"]
+        },
         "trainable_parameters": round(mean(c["trainable_parameters"] for c in clients)),
         "active_parameters": _known([c.get("active_parameters") for c in clients]),
         "flops_per_token": round(mean(c["flops_per_token"] for c in clients)),
@@ -84,13 +114,17 @@ def row(name: str, results: Sequence[Mapping[str, Any]], alone: Sequence[Mapping
         "peak_memory_bytes": _known([r.get("peak_memory_bytes") for r in results]),
         "wall_s": mean(r["wall_s"] for r in results),
         "lost": _lost(results),
-        "never_took_part": _known([len(r["never_took_part"]) if "never_took_part" in r else None for r in results]),
+        "never_took_part": _known(
+            [len(r["never_took_part"]) if "never_took_part" in r else None for r in results]
+        ),
         "privacy": results[0].get("privacy"),
     }
 
 
 def _lost(results: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Replies by client that were dropped or did not come, over all seeds; of clients that lost any."""
+    """Replies by client that were dropped or did not come, over all seeds; of clients that lost
+    any.
+    """
     found: dict[str, int] = {}
     for result in results:
         for client, count in (result.get("lost") or {}).items():
@@ -99,26 +133,40 @@ def _lost(results: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def rows(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The lines of several methods, in the order of their first results: each over its seeds, with Imp.% where Local is among them.
+    """The lines of several methods, in the order of their first results: each over its seeds, with
+    Imp.% where Local is among them.
 
     A client that some run could not reach to score it has no column.
     """
-    common = [i for i in results[0]["clients"] if all(i in result["clients"] for result in results)] if results else []
+    common = (
+        [i for i in results[0]["clients"] if all(i in result["clients"] for result in results)]
+        if results
+        else []
+    )
     by_method: dict[str, list[Mapping[str, Any]]] = {}
     for result in results:
         by_method.setdefault(result["method"], []).append(result)
     lines = [row(name, found, by_method.get(ALONE, ())) for name, found in by_method.items()]
-    return [line | {"clients": {i: line["clients"][i] for i in common if i in line["clients"]}} for line in lines]
+    return [
+        line | {"clients": {i: line["clients"][i] for i in common if i in line["clients"]}}
+        for line in lines
+    ]
 
 
-def comparability(rows: Sequence[Mapping[str, Any]], own: str | None = None, titles: Mapping[str, str] | None = None) -> list[str]:
-    """What a reader of a table must know, a sentence each: unlike budgets, bounds, replies that were lost, and privacy.
+def comparability(
+    rows: Sequence[Mapping[str, Any]],
+    own: str | None = None,
+    titles: Mapping[str, str] | None = None,
+) -> list[str]:
+    """What a reader of a table must know, a sentence each: unlike budgets, bounds, replies that
+    were lost, and privacy.
 
     Budgets are unlike by more than 5 % in parameters, or more than 10 % in work.
 
     Args:
         rows: As `row` makes them.
-        own: The method that the others are measured against; default, and where it is missing: the first row that trains anything.
+        own: The method that the others are measured against; default, and where it is missing: the
+            first row that trains anything.
         titles: What to call a method; default: its name.
     """
     called = {r["method"]: r["method"] for r in rows} | dict(titles or {})
@@ -126,7 +174,11 @@ def comparability(rows: Sequence[Mapping[str, Any]], own: str | None = None, tit
     references = [r for r in trained if r["method"] == own] + trained
     found = [sentence for r in trained for sentence in _budget(r, references[0], called)]
     found += [f"{called[r['method']]}: {lost(r['lost'])}" for r in rows if r.get("lost")]
-    found += [f"{called[r['method']]}: {absent(r['never_took_part'])}" for r in rows if r.get("never_took_part")]
+    found += [
+        f"{called[r['method']]}: {absent(r['never_took_part'])}"
+        for r in rows
+        if r.get("never_took_part")
+    ]
     spent: dict[str, list[str]] = {}  # rows that spend alike share a sentence
     for r in rows:
         if r.get("privacy"):
@@ -134,7 +186,9 @@ def comparability(rows: Sequence[Mapping[str, Any]], own: str | None = None, tit
     return found + [f"{', '.join(names)}: {sentence}" for sentence, names in spent.items()]
 
 
-def _budget(row: Mapping[str, Any], reference: Mapping[str, Any], called: Mapping[str, str]) -> list[str]:
+def _budget(
+    row: Mapping[str, Any], reference: Mapping[str, Any], called: Mapping[str, str]
+) -> list[str]:
     """How a row's budget differs from another's, and whether it is a bound."""
     kinds = (
         ("trainable_parameters", "trainable parameters", 0.05),
@@ -144,7 +198,11 @@ def _budget(row: Mapping[str, Any], reference: Mapping[str, Any], called: Mappin
     )
     name, other, unlike, found = called[row["method"]], called[reference["method"]], [], []
     for key, what, limit in kinds:
-        if row.get(key) and reference.get(key) and abs(share := row[key] / reference[key] - 1) > limit:
+        if (
+            row.get(key)
+            and reference.get(key)
+            and abs(share := row[key] / reference[key] - 1) > limit
+        ):
             unlike.append(f"{share:+.0%} {what}")
     if unlike:
         found.append(f"{name}: {', '.join(unlike)} against {other}: not an equal budget.")
@@ -160,23 +218,39 @@ def lost(counts: Mapping[str, int]) -> str:
         counts: By client, of those that lost any; only those with the most are named.
     """
     total, most = sum(counts.values()), sorted(counts, key=lambda i: -counts[i])[:NAMED]
-    named = ", ".join(f"{i} {counts[i]}" for i in most) + (f" and {len(counts) - NAMED} other clients" if len(counts) > NAMED else "")
+    named = ", ".join(f"{i} {counts[i]}" for i in most) + (
+        f" and {len(counts) - NAMED} other clients" if len(counts) > NAMED else ""
+    )
     replies = "1 reply was" if total == 1 else f"{total:,} replies were"
-    return f"{replies} lost, dropped as unfit or missing ({named}); why is in metrics.jsonl, lines of kind lost."
+    return (
+        f"{replies} lost, dropped as unfit or missing ({named}); why is in metrics.jsonl, lines "
+        f"of kind lost."
+    )
 
 
 def absent(clients: int) -> str:
     """A sentence on clients that took part in no round."""
     who = "1 client" if clients == 1 else f"{clients:,} clients"
-    return f"{who} never took part in a round, and counted with the model that the server would give them."
+    return (
+        f"{who} never took part in a round, and counted with the model that the server would "
+        f"give them."
+    )
 
 
 def protected(privacy: Mapping[str, Any]) -> str:
-    """A sentence on the privacy that a result has spent, from its `privacy`: how much, by what reckoning, and what it is for."""
-    epsilon = "no finite epsilon, nobody is protected" if privacy["epsilon"] is None else f"epsilon {privacy['epsilon']:.2f}"
+    """A sentence on the privacy that a result has spent, from its `privacy`: how much, by what
+    reckoning, and what it is for.
+    """
+    epsilon = (
+        "no finite epsilon, nobody is protected"
+        if privacy["epsilon"] is None
+        else f"epsilon {privacy['epsilon']:.2f}"
+    )
     return (
-        f"{epsilon}, delta {privacy['delta']:.2g} ({privacy['where']}, noise z = {privacy['noise']:g}, clip C = {privacy['clip']:g}): "
-        f"{privacy['sampling']}. It covers {privacy['covers']}." + (f" It assumes: {privacy['assumes']}." if "assumes" in privacy else "")
+        f"{epsilon}, delta {privacy['delta']:.2g} ({privacy['where']}, noise z = "
+        f"{privacy['noise']:g}, clip C = {privacy['clip']:g}): "
+        f"{privacy['sampling']}. It covers {privacy['covers']}."
+        + (f" It assumes: {privacy['assumes']}." if "assumes" in privacy else "")
     )
 
 

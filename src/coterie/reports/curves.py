@@ -18,16 +18,19 @@ FAINT = 0.4  # the colour of the first of several blocks; the last has all of it
 PANELS = 24  # clients with curves of their own, at most
 POINTS = 60  # of a client's curve, at most
 ROUTERS = (
-    "<p>The mean weight that the tokens of the training batches give each kind of expert in each round, one line per block: the fuller its "
+    "<p>The mean weight that the tokens of the training batches give each kind of expert in each "
+    "round, one line per block: the fuller its "
     "colour, the deeper the block.</p>"
 )
 SPENT = (
-    "<p>What all training exchanges up to a round have spent together. By what reckoning, and what it is for, is said under the scores.</p>"
+    "<p>What all training exchanges up to a round have spent together. By what reckoning, and "
+    "what it is for, is said under the scores.</p>"
 )
 
 
 def _curves(results: Sequence[Json]) -> str:
-    """The mean over clients, and a panel per client: the test metric against local iterations, one line per method.
+    """The mean over clients, and a panel per client: the test metric against local iterations, one
+    line per method.
 
     A method without training is a level line.
     """
@@ -37,35 +40,69 @@ def _curves(results: Sequence[Json]) -> str:
     unit, count = ("round", "rounds") if groups else ("iteration", "local iterations")
     windows, series = _series(results)
     last = max((e[unit] for points in series for e in points), default=0)
-    styles = [Style(COLOURS[k % len(COLOURS)], k, marked=_marked(r, p)) for k, r, p in zip(looks, results, series, strict=True)]
+    styles = [
+        Style(COLOURS[k % len(COLOURS)], k, marked=_marked(r, p))
+        for k, r, p in zip(looks, results, series, strict=True)
+    ]
     # Every method starts from the base, so that all curves begin where it stands.
     base = next((r for r in results if r["method"] == "pretrained"), None)
 
-    def line(result: Json, found: Sequence[Json], style: Style, value: Callable[[Json], float]) -> Line:
+    def line(
+        result: Json, found: Sequence[Json], style: Style, value: Callable[[Json], float]
+    ) -> Line:
         points = [(e[unit], value(e)) for e in thinned(found, POINTS)]
         start = [(0, value(base["evaluations"][0]))] if base and not windows else []
         level = [(0, points[0][1]), (last, points[0][1])]
-        return Line(level if result["rounds"] == 0 else start + points, METHODS[result["method"]].title, style)
+        return Line(
+            level if result["rounds"] == 0 else start + points,
+            METHODS[result["method"]].title,
+            style,
+        )
 
     def lines(value: Callable[[Json], float]) -> list[Line]:
-        return [line(r, points, style, value) for r, points, style in zip(results, series, styles, strict=True)]
+        return [
+            line(r, points, style, value)
+            for r, points, style in zip(results, series, styles, strict=True)
+        ]
 
     means = {f"Mean of {unseen(g)}": lines(group_test(g)) for g in groups}
     means = means or {f"Mean over {len(own['clients'])} clients": lines(mean_test)}
-    samples = legend((style.sample, METHODS[r["method"]].title) for r, style in zip(results, styles, strict=True))
+    samples = legend(
+        (style.sample, METHODS[r["method"]].title) for r, style in zip(results, styles, strict=True)
+    )
     axes, ratios = (count, label(metric)), metric["lower_is_better"]
     whole = chart.panels(means, *axes, broad=True, ratios=ratios)
-    members = {g: [i for i, client in own["clients"].items() if client.get("group", "") == g] for g in groups or [""]}
-    charts = {g: {i: lines(test_of(i)) for i in clients[: PANELS // len(members)]} for g, clients in members.items()}
-    limits = chart.around(drawn for of_group in charts.values() for drawn in of_group.values()) if groups else None
+    members = {
+        g: [i for i, client in own["clients"].items() if client.get("group", "") == g]
+        for g in groups or [""]
+    }
+    charts = {
+        g: {i: lines(test_of(i)) for i in clients[: PANELS // len(members)]}
+        for g, clients in members.items()
+    }
+    limits = (
+        chart.around(drawn for of_group in charts.values() for drawn in of_group.values())
+        if groups
+        else None
+    )
     parts = []
     for g, drawn in charts.items():
         known = len(members[g])
-        note = f"<p class=note>The first {len(drawn)} of {known} clients.</p>" if len(drawn) < known else ""
+        note = (
+            f"<p class=note>The first {len(drawn)} of {known} clients.</p>"
+            if len(drawn) < known
+            else ""
+        )
         panels = chart.panels(drawn, *axes, limits, ratios=ratios)
-        parts.append(note + (folded(f"{known} client{'s' * (known > 1)}, {unseen(g)}", panels) if g else panels))
+        parts.append(
+            note
+            + (folded(f"{known} client{'s' * (known > 1)}, {unseen(g)}", panels) if g else panels)
+        )
     what = "windows" if prediction(metric) == "token" else "examples"
-    part = f"<p class=note>On {windows} {what} of each client's test set, to see how training goes; the tables are of all of it.</p>"
+    part = (
+        f"<p class=note>On {windows} {what} of each client's test set, to see how training goes; "
+        f"the tables are of all of it.</p>"
+    )
     return f"{samples}{part if windows else ''}{whole}<h3>Client by client</h3>{''.join(parts)}"
 
 
@@ -84,7 +121,9 @@ def test_of(client: str) -> Callable[[Json], float]:
 
 
 def _series(results: Sequence[Json]) -> tuple[int | None, list[Sequence[Json]]]:
-    """The points of each method's curve: of as large a part of the test sets, if all have such points, and how large; else of all."""
+    """The points of each method's curve: of as large a part of the test sets, if all have such
+    points, and how large; else of all.
+    """
     parts = {r["curve"]["windows"] if r.get("curve") else None for r in results}
     windows: int | None = parts.pop() if len(parts) == 1 else None
     return windows, [r["curve"]["points"] if windows else r["evaluations"] for r in results]
@@ -95,42 +134,75 @@ def _marked(result: Json, points: Sequence[Json]) -> bool:
 
 
 def router_panels(path: Path, clients: Mapping[str, Json]) -> tuple[str, ...]:
-    """Mean routing weights over training, from metrics.jsonl; nothing where no client has a router."""
+    """Mean routing weights over training, from metrics.jsonl; nothing where no client has a
+    router.
+    """
     series = router_series(path)
     charts: dict[str, list[Line]] = {}
     for i in (i for i in series if i in clients):
         mixture, blocks = tokens.experts(clients[i]), len(series[i][0][1])
-        points = [(at, w) for at, w in series[i] if len(w) == blocks and all(len(row) == len(mixture) for row in w)]  # what a client says
+        points = [
+            (at, w)
+            for at, w in series[i]
+            if len(w) == blocks and all(len(row) == len(mixture) for row in w)
+        ]  # what a client says
         charts |= {i: _depths(points, mixture)} if points else {}
     if not charts:
         return ()
-    ends = {line.name: line.style for lines in charts.values() for line in lines if line.style.strength in (FAINT, 1)}
+    ends = {
+        line.name: line.style
+        for lines in charts.values()
+        for line in lines
+        if line.style.strength in (FAINT, 1)
+    }
     samples = legend((style.sample, name) for name, style in ends.items())
     return ROUTERS, samples, chart.panels(charts, "local iterations", "mean routing weight", (0, 1))
 
 
 def _privacy(path: Path, own: Json) -> tuple[str, ...]:
-    """What was spent by each round, and the norm C if it adapts, from metrics.jsonl; nothing of a run without privacy."""
+    """What was spent by each round, and the norm C if it adapts, from metrics.jsonl; nothing of
+    a run without privacy.
+    """
     if not own.get("privacy"):
         return ()
-    lines, style, drawn = _of_kind(path, "privacy"), Style(BLUE, marked=own["rounds"] <= chart.MARKED), []
+    lines, style, drawn = (
+        _of_kind(path, "privacy"),
+        Style(BLUE, marked=own["rounds"] <= chart.MARKED),
+        [],
+    )
     curves = {
         "epsilon": ("epsilon", f"Epsilon at delta {own['privacy']['delta']:.2g}", 0.0),
         "clip": ("C", "Clipping norm C", own["privacy"]["clip"]),
     }
     for key, (axis, title, start) in curves.items():
-        values = {0: start} | {line["round"]: line[key] for line in lines if key in line}  # of a round's exchanges the last one
+        values = {0: start} | {
+            line["round"]: line[key] for line in lines if key in line
+        }  # of a round's exchanges the last one
         if len(set(values.values())) > 1:
-            line, limits = Line(list(values.items()), title, style), (0, 1.06 * max(values.values()))
-            drawn.append(captioned(title, "", chart.panel(title, [line], chart.Axes("rounds", axis, limits))))
+            line, limits = (
+                Line(list(values.items()), title, style),
+                (0, 1.06 * max(values.values())),
+            )
+            drawn.append(
+                captioned(title, "", chart.panel(title, [line], chart.Axes("rounds", axis, limits)))
+            )
     return (SPENT, chart.grid(drawn)) if drawn else ()
 
 
 def router_series(path: Path) -> dict[str, list[tuple[int, list[list[float]]]]]:
-    """By client: local iterations, and (blocks, experts) mean weights in the steps that trained the experts."""
+    """By client: local iterations, and (blocks, experts) mean weights in the steps that trained
+    the experts.
+    """
     found: dict[str, list[tuple[int, list[list[float]]]]] = {}
     for line in _of_kind(path, "train"):
-        weights = next((value for name, value in line.items() if name.startswith("router/") and name != "router/router"), None)
+        weights = next(
+            (
+                value
+                for name, value in line.items()
+                if name.startswith("router/") and name != "router/router"
+            ),
+            None,
+        )
         if weights is not None:
             found.setdefault(line["client"], []).append((line["iteration"], weights))
     return found
@@ -142,18 +214,33 @@ def _of_kind(path: Path, kind: str) -> list[Json]:
     return [line for line in map(json.loads, lines) if line["kind"] == kind]
 
 
-def _depths(series: Sequence[tuple[int, list[list[float]]]], mixture: Sequence[Expert]) -> list[Line]:
-    """A line for each block and kind of expert: generalists against specialists, or single experts where all are of one kind."""
+def _depths(
+    series: Sequence[tuple[int, list[list[float]]]], mixture: Sequence[Expert]
+) -> list[Line]:
+    """A line for each block and kind of expert: generalists against specialists, or single
+    experts where all are of one kind.
+    """
     depth, generalists = len(series[0][1]), sum(expert.key[0] == "g" for expert in mixture)
     kinds = [(expert.name, slice(j, j + 1)) for j, expert in enumerate(mixture)]
     if 0 < generalists < len(mixture):
-        halves = {"generalist": slice(0, generalists), "specialist": slice(generalists, len(mixture))}
-        kinds = [(kind if half.stop - half.start == 1 else f"{kind}s", half) for kind, half in halves.items()]
+        halves = {
+            "generalist": slice(0, generalists),
+            "specialist": slice(generalists, len(mixture)),
+        }
+        kinds = [
+            (kind if half.stop - half.start == 1 else f"{kind}s", half)
+            for kind, half in halves.items()
+        ]
     return [
         Line(
             [(at, sum(weights[block][part])) for at, weights in series],
             f"{name}, block {block + 1}",
-            Style(mixture[part.start].colour, k, 1 if block == depth - 1 else FAINT + (1 - FAINT) * block / depth, marked=False),
+            Style(
+                mixture[part.start].colour,
+                k,
+                1 if block == depth - 1 else FAINT + (1 - FAINT) * block / depth,
+                marked=False,
+            ),
         )
         for k, (name, part) in enumerate(kinds)
         for block in range(depth)

@@ -1,4 +1,6 @@
-"""A pool of experts as pictures: who has which classes, and which expert a gate gives them to (DDOME, Fig. 2, 7, 11, Table 5)."""
+"""A pool of experts as pictures: who has which classes, and which expert a gate gives them to
+(DDOME, Fig. 2, 7, 11, Table 5).
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,26 +18,44 @@ from coterie.reports.parts import COLOURS, captioned, escape, folded, legend, ta
 
 Json = Mapping[str, Any]
 CLUSTERS = 5  # of K-means where there are no anchors
-SUBSTANTIAL = {"no clear groups": 0.25, "weak groups": 0.5, "groups": 1.0}  # mean silhouettes up to: Kaufman and Rousseeuw, 1990
+SUBSTANTIAL = {
+    "no clear groups": 0.25,
+    "weak groups": 0.5,
+    "groups": 1.0,
+}  # mean silhouettes up to: Kaufman and Rousseeuw, 1990
 
 ABOUT_CLASSES = (
-    "<p>Every column is a client, every row a class, every field the class's share of the client's examples: those that it trains on "
+    "<p>Every column is a client, every row a class, every field the class's share of the "
+    "client's examples: those that it trains on "
     "or, of unseen clients, those that it is tested on. Classes of one anchor stand together.</p>"
 )
 ABOUT_CHOICES = (
-    "<p>Test samples, {whose}: of each row, the share that the gate gave to each expert (columns).{outlined} Move the slider, or use the "
-    "arrow keys on it, to go through training; hover over a field, tap it, or go there with Tab and the arrow keys, to see its share.</p>"
+    "<p>Test samples, {whose}: of each row, the share that the gate gave to each expert "
+    "(columns).{outlined} Move the slider, or use the "
+    "arrow keys on it, to go through training; hover over a field, tap it, or go there with Tab "
+    "and the arrow keys, to see its share.</p>"
 )
-ABOUT_GATE = "<p>Gate accuracy: the share of samples that went to an expert whose anchor has their class.</p>"
+ABOUT_GATE = (
+    "<p>Gate accuracy: the share of samples that went to an expert whose anchor has their "
+    "class.</p>"
+)
 
 
 def classes(result: Json) -> tuple[str, ...]:
-    """The parts of the section on labels: who has which, and what K-means makes of them; nothing where nobody knows."""
-    return (ABOUT_CLASSES, distribution(result), clustering(result)) if result.get("label_counts") else ()
+    """The parts of the section on labels: who has which, and what K-means makes of them; nothing
+    where nobody knows.
+    """
+    return (
+        (ABOUT_CLASSES, distribution(result), clustering(result))
+        if result.get("label_counts")
+        else ()
+    )
 
 
 def distribution(result: Json) -> str:
-    """A heat map of the share of each class for each kind of client: anchors, normal clients, and the groups of unseen ones (Fig. 2)."""
+    """A heat map of the share of each class for each kind of client: anchors, normal clients,
+    and the groups of unseen ones (Fig. 2).
+    """
     shares = {i: _percent(counts) for i, counts in result["label_counts"].items()}
     order = _order(len(next(iter(shares.values()))), _anchored(result))
     top = max(map(max, shares.values()))
@@ -56,11 +76,18 @@ def distribution(result: Json) -> str:
 
 
 def _kinds(result: Json) -> dict[str, list[str]]:
-    """Who holds examples: anchors, then normal clients, then unseen ones by group; titled by how many they are."""
+    """Who holds examples: anchors, then normal clients, then unseen ones by group; titled by how
+    many they are.
+    """
     kinds: dict[str, list[str]] = {"anchors": list(result["anchors"] or ()), "normal clients": []}
     for i in result["label_counts"]:
         if i not in kinds["anchors"]:
-            kinds.setdefault(unseen(result["clients"][i]["group"]) if i in result["clients"] else "normal clients", []).append(i)
+            kinds.setdefault(
+                unseen(result["clients"][i]["group"])
+                if i in result["clients"]
+                else "normal clients",
+                [],
+            ).append(i)
     return {f"{len(members)} {kind}": members for kind, members in kinds.items() if members}
 
 
@@ -81,12 +108,18 @@ def _percent(counts: Iterable[int]) -> list[float]:
 
 
 def clustering(result: Json) -> str:
-    """K-means on the label shares of the normal clients, in their two principal components (Fig. 11); nothing where they are too few."""
+    """K-means on the label shares of the normal clients, in their two principal components (Fig.
+    11); nothing where they are too few.
+    """
     from sklearn.cluster import KMeans
     from sklearn.decomposition import PCA
     from sklearn.metrics import silhouette_score
 
-    trains = [i for i in result["label_counts"] if i not in result["clients"] and i not in (result["anchors"] or ())]
+    trains = [
+        i
+        for i in result["label_counts"]
+        if i not in result["clients"] and i not in (result["anchors"] or ())
+    ]
     shares = [_percent(result["label_counts"][i]) for i in trains]
     k = len(result["anchors"] or ()) or CLUSTERS
     if not 1 < k < len(set(map(tuple, shares))):
@@ -95,17 +128,26 @@ def clustering(result: Json) -> str:
     silhouette = float(silhouette_score(shares, found))
     components = PCA(2).fit(shares)
     dots = []
-    for i, own, cluster, (x, y) in zip(trains, shares, found.tolist(), components.transform(shares).tolist(), strict=True):
+    for i, own, cluster, (x, y) in zip(
+        trains, shares, found.tolist(), components.transform(shares).tolist(), strict=True
+    ):
         two = sorted(sorted(range(len(own)), key=lambda c: -own[c])[:2])
         main = "·".join(map(str, two))
-        dots.append(Dot(x, y, main, f"{i}: cluster {cluster + 1}, main classes {main}", _look(cluster)))
+        dots.append(
+            Dot(x, y, main, f"{i}: cluster {cluster + 1}, main classes {main}", _look(cluster))
+        )
     parts = zip(("first", "second"), components.explained_variance_ratio_.tolist(), strict=True)
-    axes = (f"{name} principal component ({100 * part:.0f} % of the variance)" for name, part in parts)
+    axes = (
+        f"{name} principal component ({100 * part:.0f} % of the variance)" for name, part in parts
+    )
     verdict = next(says for says, limit in SUBSTANTIAL.items() if silhouette <= limit)
     return (
-        f"<h3>K-means on these shares finds {verdict}</h3><p>Each of the {len(trains)} normal clients with its two main classes; colour "
-        f"and shape tell which of {k} clusters it is in. The mean silhouette is {silhouette:.2f}: 1 stands for groups far apart, 0 for "
-        f"groups that touch, and up to 0.25 for no substantial structure.</p>{marks.plane(dots, *axes)}"
+        f"<h3>K-means on these shares finds {verdict}</h3><p>Each of the {len(trains)} normal "
+        f"clients with its two main classes; colour "
+        f"and shape tell which of {k} clusters it is in. The mean silhouette is "
+        f"{silhouette:.2f}: 1 stands for groups far apart, 0 for "
+        f"groups that touch, and up to 0.25 for no substantial "
+        f"structure.</p>{marks.plane(dots, *axes)}"
     )
 
 
@@ -122,7 +164,8 @@ class Choices:
         title: Of the method.
         anchors: The anchor of each expert; () where experts have none.
         anchored: The classes of each anchor.
-        stages: Rounds, and by group of clients, the headline first, what `evaluation.choices` found.
+        stages: Rounds, and by group of clients, the headline first, what `evaluation.choices`
+            found.
     """
 
     title: str
@@ -139,7 +182,9 @@ class Choices:
         given = next(iter(found[0][1].values()))["given"]
         stages = thinned(found, room(len(given) * len(given[0])))
         tied = len(result.get("anchors") or ()) == len(given[0])
-        return cls(title, result["anchors"] if tied else (), _anchored(result) if tied else (), stages)
+        return cls(
+            title, result["anchors"] if tied else (), _anchored(result) if tied else (), stages
+        )
 
     @cached_property
     def groups(self) -> list[str]:
@@ -166,31 +211,61 @@ class Choices:
         """(classes, M): percent of each class that each expert was given."""
         rows = {str(c): [c] for c in self.order}
         owned = [[c in own for c in self.order] for own in self.anchored]
-        frames = "".join(f"M{m} {i}h1v{k}h-1z" for m, column in enumerate(owned) for i, k in _runs(column))
-        return self._heat(group, rows, "share of each class by expert", "class {row}: {value} % to expert {column}", frames)
+        frames = "".join(
+            f"M{m} {i}h1v{k}h-1z" for m, column in enumerate(owned) for i, k in _runs(column)
+        )
+        return self._heat(
+            group,
+            rows,
+            "share of each class by expert",
+            "class {row}: {value} % to expert {column}",
+            frames,
+        )
 
     def confusion(self, group: str) -> Heat:
-        """(M, M): percent of the classes of each anchor that each expert was given; in a last row, of the classes that no anchor has."""
+        """(M, M): percent of the classes of each anchor that each expert was given; in a last
+        row, of the classes that no anchor has.
+        """
         orphans = [c for c in self.order if not any(c in own for own in self.anchored)]
-        rows = dict(zip(self.anchors, self.anchored, strict=True)) | ({"no anchor": orphans} if orphans else {})
+        rows = dict(zip(self.anchors, self.anchored, strict=True)) | (
+            {"no anchor": orphans} if orphans else {}
+        )
         frames = "".join(f"M{m} {m}h1v1h-1z" for m in range(len(self.anchors)))
-        return self._heat(group, rows, "share of each anchor's classes by expert", "classes of {row}: {value} % to expert {column}", frames)
+        return self._heat(
+            group,
+            rows,
+            "share of each anchor's classes by expert",
+            "classes of {row}: {value} % to expert {column}",
+            frames,
+        )
 
-    def _heat(self, group: str, rows: Mapping[str, Sequence[int]], what: str, told: str, frames: str) -> Heat:
+    def _heat(
+        self, group: str, rows: Mapping[str, Sequence[int]], what: str, told: str, frames: str
+    ) -> Heat:
         stages = [(at, _summed(found[group]["given"], rows.values())) for at, found in self.stages]
         experts = [str(m) for m in range(self.size[1])]
-        return Heat(list(rows), experts, stages, 100, f"{self.title}: {what}", told, digits=0, frames=frames)
+        return Heat(
+            list(rows), experts, stages, 100, f"{self.title}: {what}", told, digits=0, frames=frames
+        )
 
     def expert_accuracy(self, group: str) -> list[Line]:
         """A line for each expert: percent right of the samples that it was given."""
         return [
-            Line([(at, _rate(found[group], m)) for at, found in self.stages], f"expert {m}", _look(m, self.marked))
+            Line(
+                [(at, _rate(found[group], m)) for at, found in self.stages],
+                f"expert {m}",
+                _look(m, self.marked),
+            )
             for m in range(self.size[1])
         ]
 
     def gate_accuracy(self, group: str, style: Style) -> Line:
-        """Percent of samples that went to an expert whose anchor has their class. Experts have anchors."""
-        return Line([(at, found[group]["gate_accuracy"]) for at, found in self.stages], self.title, style)
+        """Percent of samples that went to an expert whose anchor has their class. Experts have
+        anchors.
+        """
+        return Line(
+            [(at, found[group]["gate_accuracy"]) for at, found in self.stages], self.title, style
+        )
 
 
 def _runs(there: Sequence[bool]) -> Iterator[tuple[int, int]]:
@@ -215,10 +290,12 @@ def _rate(found: Json, expert: int) -> float:
 
 
 def experts(results: Mapping[str, Json]) -> tuple[str, ...]:
-    """The parts of the section on a pool: choices over training, accuracy of experts and gate, and the gate's decisions by client.
+    """The parts of the section on a pool: choices over training, accuracy of experts and gate, and
+    the gate's decisions by client.
 
     Args:
-        results: What is in result.json, by title; of the first with a gate decisions are shown by client.
+        results: What is in result.json, by title; of the first with a gate decisions are shown by
+            client.
 
     Returns:
         Nothing where no result has a gate.
@@ -227,22 +304,41 @@ def experts(results: Mapping[str, Json]) -> tuple[str, ...]:
     if not found:
         return ()
     tables = (decisions(title, result) for title, result in results.items())
-    return choice_maps(found), gate_curves(found), *map(expert_curves, found), next(filter(None, tables), "")
+    return (
+        choice_maps(found),
+        gate_curves(found),
+        *map(expert_curves, found),
+        next(filter(None, tables), ""),
+    )
 
 
 def choice_maps(found: Sequence[Choices]) -> str:
-    """For each method heat maps by class and by anchor, with one slider for all; those of all groups but the first are folded away."""
-    outlined = " Outlined are the classes of the expert's own anchor." if any(own.anchors for own in found) else ""
+    """For each method heat maps by class and by anchor, with one slider for all; those of all
+    groups but the first are folded away.
+    """
+    outlined = (
+        " Outlined are the classes of the expert's own anchor."
+        if any(own.anchors for own in found)
+        else ""
+    )
     first, *others = found[0].groups
-    folds = "".join(folded(f"The same of {unseen(group)}", _staged_maps(found, group)) for group in others)
-    return ABOUT_CHOICES.format(whose=escape(unseen(first)), outlined=outlined) + _staged_maps(found, first) + folds
+    folds = "".join(
+        folded(f"The same of {unseen(group)}", _staged_maps(found, group)) for group in others
+    )
+    return (
+        ABOUT_CHOICES.format(whose=escape(unseen(first)), outlined=outlined)
+        + _staged_maps(found, first)
+        + folds
+    )
 
 
 def _staged_maps(found: Sequence[Choices], group: str) -> str:
     """The heat maps of a group of clients, with their slider."""
     figures = []
     for own in found:
-        heats = {"by class": own.shares(group)} | ({"by anchor, its classes together": own.confusion(group)} if own.anchors else {})
+        heats = {"by class": own.shares(group)} | (
+            {"by anchor, its classes together": own.confusion(group)} if own.anchors else {}
+        )
         figures += [captioned(own.title, told, heat_map(heat)) for told, heat in heats.items()]
     moments = sorted({at for own in found for at, _ in own.stages})
     return (
@@ -252,42 +348,71 @@ def _staged_maps(found: Sequence[Choices], group: str) -> str:
 
 
 def gate_curves(found: Sequence[Choices]) -> str:
-    """A panel for each group of clients: gate accuracy over rounds, a line for each method; nothing without anchors."""
+    """A panel for each group of clients: gate accuracy over rounds, a line for each method;
+    nothing without anchors.
+    """
     tied = [(own, _look(k, own.marked)) for k, own in enumerate(found) if own.anchors]
     if not tied:
         return ""
-    charts = {unseen(group): [own.gate_accuracy(group, style) for own, style in tied] for group in found[0].groups}
+    charts = {
+        unseen(group): [own.gate_accuracy(group, style) for own, style in tied]
+        for group in found[0].groups
+    }
     samples = legend((style.sample, own.title) for own, style in tied) if len(tied) > 1 else ""
-    return f"<h3>Gate accuracy</h3>{ABOUT_GATE}{samples}{chart.panels(charts, 'rounds', 'gate accuracy, %', (0, 100))}"
+    panels = chart.panels(charts, "rounds", "gate accuracy, %", (0, 100))
+    return f"<h3>Gate accuracy</h3>{ABOUT_GATE}{samples}{panels}"
 
 
 def expert_curves(found: Choices) -> str:
     """A panel for each group of clients: the accuracy of each expert over rounds (Fig. 7)."""
     charts = {unseen(group): found.expert_accuracy(group) for group in found.groups}
     samples = legend((line.style.sample, line.name) for line in charts[unseen(found.groups[0])])
-    about = "<p>Of the test samples that the gate gave to an expert, the share that it got right.</p>"
-    return f"<h3>{escape(found.title)}: accuracy of each expert</h3>{about}{samples}{chart.panels(charts, 'rounds', 'accuracy, %')}"
+    about = (
+        "<p>Of the test samples that the gate gave to an expert, the share that it got right.</p>"
+    )
+    return (
+        f"<h3>{escape(found.title)}: accuracy of each "
+        f"expert</h3>{about}{samples}{chart.panels(charts, 'rounds', 'accuracy, %')}"
+    )
 
 
 def decisions(title: str, result: Json) -> str:
-    """The gate's decisions for each unseen client, a table for each group, all but the first folded away (Table 5).
+    """The gate's decisions for each unseen client, a table for each group, all but the first folded
+    away (Table 5).
 
     Nothing where experts have no anchors, or nobody is unseen.
     """
     counts, groups = result.get("label_counts"), result.get("groups")
-    if not counts or not groups or any(c.get("gate_accuracy") is None for c in result["clients"].values()):
+    if (
+        not counts
+        or not groups
+        or any(c.get("gate_accuracy") is None for c in result["clients"].values())
+    ):
         return ""
     tables = []
     for group in groups:
         own = {i: c for i, c in result["clients"].items() if c["group"] == group}
         wrong = {i: 1 - c["gate_accuracy"] / 100 for i, c in own.items()}
         rows = [
-            [i, ", ".join(map(str, own[i]["experts"])), f"{sum(counts[i]) * w:.0f}", f"{sum(counts[i]) * (1 - w):.0f}", f"{100 * w:.1f} %"]
+            [
+                i,
+                ", ".join(map(str, own[i]["experts"])),
+                f"{sum(counts[i]) * w:.0f}",
+                f"{sum(counts[i]) * (1 - w):.0f}",
+                f"{100 * w:.1f} %",
+            ]
             for i, w in wrong.items()
         ]
         rows.append(["average", "", "", "", f"{100 * fmean(wrong.values()):.1f} %"])
-        tables.append(table([unseen(group), "experts", "incorrect", "correct", "error rate"], rows, len(wrong)))
+        tables.append(
+            table(
+                [unseen(group), "experts", "incorrect", "correct", "error rate"], rows, len(wrong)
+            )
+        )
     first, *others = tables
     folds = "".join(folded(unseen(g), t) for g, t in zip(list(groups)[1:], others, strict=True))
-    about = "<p>Test samples that the gate gave to an expert whose anchor does not have, or has, their class.</p>"
+    about = (
+        "<p>Test samples that the gate gave to an expert whose anchor does not have, or has, "
+        "their class.</p>"
+    )
     return f"<h3>{escape(title)}: decisions of the gate</h3>{about}{first}{folds}"

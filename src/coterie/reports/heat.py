@@ -12,7 +12,10 @@ from coterie.reports.parts import escape
 LEVELS = 10  # steps of a heat map's colours above 0
 STAGES = 100  # of a slider, at most
 FIELDS = 200_000  # of all stages of a heat map, at most: two characters each
-FIELD, LEGIBLE = 22.0, 12.0  # sides of a heat map's field: at most, and at least for its row to have a name
+FIELD, LEGIBLE = (
+    22.0,
+    12.0,
+)  # sides of a heat map's field: at most, and at least for its row to have a name
 Matrix = Sequence[Sequence[float]]
 
 
@@ -23,7 +26,8 @@ class Heat:
     Args:
         rows: Names, from above.
         columns: Names, from the left.
-        stages: Moments, and (rows, columns) values from 0 to `top`; the last one is drawn, a slider goes through all.
+        stages: Moments, and (rows, columns) values from 0 to `top`; the last one is drawn, a slider
+            goes through all.
         top: The end of the scale.
         label: What it is, for those who do not see it.
         told: What a tooltip says of a field, with {row}, {column} and {value}.
@@ -48,7 +52,9 @@ def room(fields: int) -> int:
     return max(5, min(STAGES, FIELDS // fields))
 
 
-def heat_map(heat: Heat, width: float = 12 * FIELD, height: float = 12 * FIELD, field: float = FIELD) -> str:
+def heat_map(
+    heat: Heat, width: float = 12 * FIELD, height: float = 12 * FIELD, field: float = FIELD
+) -> str:
     """An SVG with a path for each level of the scale, so that colours follow the page's scheme.
 
     Args:
@@ -59,25 +65,42 @@ def heat_map(heat: Heat, width: float = 12 * FIELD, height: float = 12 * FIELD, 
     """
     columns, rows = len(heat.columns), len(heat.rows)
     wide, high = min(field, width / columns), min(field, height / rows)
-    left, above = (_margin(names) if side >= LEGIBLE else 4.0 for names, side in ((heat.rows, high), (heat.columns, wide)))
+    left, above = (
+        _margin(names) if side >= LEGIBLE else 4.0
+        for names, side in ((heat.rows, high), (heat.columns, wide))
+    )
     names = _beside(heat.rows, high, left, above) + _above(heat.columns, wide, left, above)
-    levels = [[round(LEVELS * min(value / heat.top, 1)) for value in row] for row in heat.stages[-1][1]]
-    paths = "".join(f'<path class="w{k}" d="{_fields(levels, k, heat.masked)}"/>' for k in range(LEVELS + 1))
+    levels = [
+        [round(LEVELS * min(value / heat.top, 1)) for value in row] for row in heat.stages[-1][1]
+    ]
+    paths = "".join(
+        f'<path class="w{k}" d="{_fields(levels, k, heat.masked)}"/>' for k in range(LEVELS + 1)
+    )
     told = {
         "rows": json.dumps(list(heat.rows)),
         "columns": json.dumps(list(heat.columns)),
         "top": f"{heat.top:g}",
         "told": heat.told,
         "digits": heat.digits,
-        "stages": json.dumps([(at, _packed(matrix, heat.top)) for at, matrix in heat.stages], separators=(",", ":")),
+        "stages": json.dumps(
+            [(at, _packed(matrix, heat.top)) for at, matrix in heat.stages], separators=(",", ":")
+        ),
     }
-    data = "".join(f' data-{name}="{escape(str(value))}"' for name, value in told.items()) + " data-masked" * heat.masked
+    data = (
+        "".join(f' data-{name}="{escape(str(value))}"' for name, value in told.items())
+        + " data-masked" * heat.masked
+    )
     right, below = left + columns * wide + 4, above + rows * high + 4
-    moving, diagonal = " moving" * (len(heat.stages) > 1), f'<path class="own" d="M0 0L{columns} {rows}"/>' * heat.masked
+    moving, diagonal = (
+        " moving" * (len(heat.stages) > 1),
+        f'<path class="own" d="M0 0L{columns} {rows}"/>' * heat.masked,
+    )
     return (
         f'<svg class="heat{moving}" width="{right:.0f}" height="{below:.0f}" role="img" '
-        f'aria-label="{escape(heat.label)}"{data}>{names}<g transform="translate({left:.1f} {above:.1f}) scale({wide:.4f} {high:.4f})">'
-        f'{paths}{diagonal}<path class="block" d="{heat.frames}"/><rect class="fields" width="{columns}" height="{rows}"/>'
+        f'aria-label="{escape(heat.label)}"{data}>{names}<g transform="translate({left:.1f} '
+        f'{above:.1f}) scale({wide:.4f} {high:.4f})">'
+        f'{paths}{diagonal}<path class="block" d="{heat.frames}"/><rect class="fields" '
+        f'width="{columns}" height="{rows}"/>'
         '<rect class="cursor" width="1" height="1" visibility="hidden"/></g></svg>'
     )
 
@@ -93,16 +116,20 @@ def _margin(names: Sequence[str]) -> float:
 def _beside(names: Sequence[str], side: float, left: float, above: float) -> str:
     """The names of rows, where a field's side has room for them."""
     return "".join(
-        f'<text class="tick" x="{left - 5:.1f}" y="{above + (i + 0.5) * side + 4:.1f}" text-anchor="end">{escape(_short(name))}</text>'
+        f'<text class="tick" x="{left - 5:.1f}" y="{above + (i + 0.5) * side + 4:.1f}" '
+        f'text-anchor="end">{escape(_short(name))}</text>'
         for i, name in enumerate(names if side >= LEGIBLE else ())
     )
 
 
 def _above(names: Sequence[str], side: float, left: float, above: float) -> str:
     """The names of columns, likewise; they are turned unless all are as short as a number."""
-    shift, turn, anchor = (0.0, "", "middle") if max(map(len, names)) <= 2 else (4.0, " rotate(-90)", "start")
+    shift, turn, anchor = (
+        (0.0, "", "middle") if max(map(len, names)) <= 2 else (4.0, " rotate(-90)", "start")
+    )
     return "".join(
-        f'<text class="tick" transform="translate({left + (j + 0.5) * side + shift:.1f} {above - 5:.1f}){turn}" text-anchor="{anchor}">'
+        f'<text class="tick" transform="translate({left + (j + 0.5) * side + shift:.1f} '
+        f'{above - 5:.1f}){turn}" text-anchor="{anchor}">'
         f"{escape(_short(name))}</text>"
         for j, name in enumerate(names if side >= LEGIBLE else ())
     )
@@ -131,13 +158,21 @@ def _packed(matrix: Matrix, top: float) -> str:
 def scale(least: str, most: str) -> str:
     """The legend of a heat map's colours: what stands at its ends."""
     steps = "".join(f'<i class="w{k}"></i>' for k in range(LEVELS + 1))
-    return f'<div class="scale"><span>{escape(least)}</span><span class="steps" aria-hidden="true">{steps}</span><span>{most}</span></div>'
+    return (
+        f'<div class="scale"><span>{escape(least)}</span><span class="steps" '
+        f'aria-hidden="true">{steps}</span><span>{most}</span></div>'
+    )
 
 
 def slider(moments: Sequence[int], unit: str) -> str:
-    """It moves the heat maps of the `staged` element that it is in, and is hidden until the script is there."""
+    """It moves the heat maps of the `staged` element that it is in, and is hidden until the
+    script is there.
+    """
     return (
-        f'<label class="stages" hidden>{escape(unit)} <input type="range" class="stage" min="0" max="{len(moments) - 1}" '
-        f'value="{len(moments) - 1}" data-moments="{json.dumps(list(moments), separators=(",", ":"))}" data-unit="{escape(unit)}">'
+        f'<label class="stages" hidden>{escape(unit)} <input type="range" class="stage" min="0" '
+        f'max="{len(moments) - 1}" '
+        f'value="{len(moments) - 1}" '
+        f'data-moments="{json.dumps(list(moments), separators=(",", ":"))}" '
+        f'data-unit="{escape(unit)}">'
         f"<output>{moments[-1]:,}</output></label>"
     )

@@ -22,17 +22,23 @@ from coterie.reports.verdict import verdict
 Json = Mapping[str, Any]
 AUDITED = "audit.json"  # of a run that was audited
 TEXTS = (
-    "<p>The beginning of each client's test text, every token in the colour of the expert that the router of the chosen block gives the "
-    "largest weight: the fuller the colour, the larger that weight. Below each text are the mean weights of its tokens. Rows are models, "
-    "columns are texts: the framed pictures show a model on its own client's kind of text, the others on that of somebody else. Hover over "
+    "<p>The beginning of each client's test text, every token in the colour of the expert that "
+    "the router of the chosen block gives the "
+    "largest weight: the fuller the colour, the larger that weight. Below each text are the mean "
+    "weights of its tokens. Rows are models, "
+    "columns are texts: the framed pictures show a model on its own client's kind of text, the "
+    "others on that of somebody else. Hover over "
     "a token, tap it, or reach it with Tab and the arrow keys, to see all weights.</p>"
-    "<p class=note>These lines of the clients' texts are in this file because this run had all data on one machine. "
-    "<code>--set samples=false</code> leaves them out. ¶ ends a document, ↵ a line; ◌ is a token that is but a part of a character.</p>"
+    "<p class=note>These lines of the clients' texts are in this file because this run had all "
+    "data on one machine. "
+    "<code>--set samples=false</code> leaves them out. ¶ ends a document, ↵ a line; ◌ is a token "
+    "that is but a part of a character.</p>"
 )
 
 
 def write_report(folder: Path, results: Sequence[Json], description: str) -> None:
-    """Write `report.html` into a run's folder, from `results` and from the `metrics.jsonl` and `routing.json` that are there.
+    """Write `report.html` into a run's folder, from `results` and from the `metrics.jsonl` and
+    `routing.json` that are there.
 
     Args:
         folder: The run's folder.
@@ -55,20 +61,41 @@ def write_report(folder: Path, results: Sequence[Json], description: str) -> Non
             _verdict(rows, own["method"]),
             _notes(comparability(rows, own["method"])),
         ),
-        "training": section("training", f"{metric['name'].capitalize()} over training", _curves(results)),
+        "training": section(
+            "training", f"{metric['name'].capitalize()} over training", _curves(results)
+        ),
         "weights": _collaboration(results),
         "labels": _labels(results),
         "experts": _experts(results),
-        "routers": section("routers", "Router scores over training", *router_panels(folder / "metrics.jsonl", own["clients"])),
-        "privacy": section("privacy", "Privacy over training", *_privacy(folder / "metrics.jsonl", own)),
-        "audit": section("audit", "What the shared part gives away", *audited(_known_audit(folder))),
-        "texts": section("texts", "Which expert reads which token", TEXTS, _of_how_many(routing, own), tokens.routing(routing))
+        "routers": section(
+            "routers",
+            "Router scores over training",
+            *router_panels(folder / "metrics.jsonl", own["clients"]),
+        ),
+        "privacy": section(
+            "privacy", "Privacy over training", *_privacy(folder / "metrics.jsonl", own)
+        ),
+        "audit": section(
+            "audit", "What the shared part gives away", *audited(_known_audit(folder))
+        ),
+        "texts": section(
+            "texts",
+            "Which expert reads which token",
+            TEXTS,
+            _of_how_many(routing, own),
+            tokens.routing(routing),
+        )
         if routing
         else "",
-        "costs": section("costs", "What it cost", COSTS, _once(results), _costs(rows, results), PEAK),
+        "costs": section(
+            "costs", "What it cost", COSTS, _once(results), _costs(rows, results), PEAK
+        ),
     }
     title = f"{own['recipe']}: {METHODS[own['method']].title}"
-    write_atomically(folder / "report.html", page(title, _body(title, description, about, _headline(rows, own), sections)))
+    write_atomically(
+        folder / "report.html",
+        page(title, _body(title, description, about, _headline(rows, own), sections)),
+    )
 
 
 def write_comparison(folder: Path, comparison: Json, description: str) -> None:
@@ -86,8 +113,15 @@ def write_comparison(folder: Path, comparison: Json, description: str) -> None:
     metric = metric_of(rows[0])
     firsts = [folder / r["method"] / f"seed-{seeds[0]}" / "result.json" for r in rows]
     results = [read_json(path) for path in firsts if path.exists()]
-    about = f"{len(seeds)} {'seed' if len(seeds) == 1 else 'seeds'} ({', '.join(map(str, seeds))}), {_made_with(comparison)}"
-    deviation = "<p>± is the sample standard deviation over seeds.</p>" if len(seeds) > 1 else "<p>One seed: no deviation can be given.</p>"
+    about = (
+        f"{len(seeds)} {'seed' if len(seeds) == 1 else 'seeds'} ({', '.join(map(str, seeds))}), "
+        f"{_made_with(comparison)}"
+    )
+    deviation = (
+        "<p>± is the sample standard deviation over seeds.</p>"
+        if len(seeds) > 1
+        else "<p>One seed: no deviation can be given.</p>"
+    )
     first = f"<p class=note>Of seed {seeds[0]}.</p>"
     sections = {
         "scores": section(
@@ -100,14 +134,22 @@ def write_comparison(folder: Path, comparison: Json, description: str) -> None:
             _notes(comparison["notes"]),
         ),
         "clients": section("clients", "Spread between clients", *_spread(rows, results)),
-        "training": section("training", f"{metric['name'].capitalize()} over training", first, _curves(results)) if results else "",
+        "training": section(
+            "training", f"{metric['name'].capitalize()} over training", first, _curves(results)
+        )
+        if results
+        else "",
         "weights": _collaboration(results, first),
         "labels": _labels(results, first),
         "experts": _experts(results, first),
-        "costs": section("costs", "What it cost", COSTS, _once(results), _costs(rows, results), PEAK),
+        "costs": section(
+            "costs", "What it cost", COSTS, _once(results), _costs(rows, results), PEAK
+        ),
     }
     title = f"{comparison['recipe']}: {len(rows)} methods"
-    write_atomically(folder / "report.html", page(title, _body(title, description, about, "", sections)))
+    write_atomically(
+        folder / "report.html", page(title, _body(title, description, about, "", sections))
+    )
 
 
 def _known_audit(folder: Path) -> Json | None:
@@ -124,26 +166,36 @@ def _scored(rows: Sequence[Json]) -> str:
     told = {
         "loss": "<em>loss</em> is the mean test loss in nats, ",
         "between_clients": "<em>± between clients</em> the standard deviation over clients, ",
-        "improved": "<em>Imp.%</em> the share of clients that do better than their own Local run of the same seed, ",
-        "weights_error": "<em>W error</em> the share of collaboration weights on the wrong side of a threshold in the end, ",
+        "improved": "<em>Imp.%</em> the share of clients that do better than their own Local run "
+        "of the same seed, ",
+        "weights_error": "<em>W error</em> the share of collaboration weights on the wrong side "
+        "of a threshold in the end, ",
     }
     beside = "".join(text for key, text in told.items() if _known(rows, key)).removesuffix(", ")
     which = direction(metric_of(rows[0]))
     if _known(rows, "groups"):
         return (
-            f"<p>Over the whole test sets of clients that never take part in training and bring no labels; {which}. A column of means for "
-            "each group of them; methods are ranked by the first, and of that group are also <em>best</em> and <em>best of last ten</em> "
-            "evaluations during training, which are chosen on the test set, as in the paper, and so flatter every method, and "
-            f"<em>gate</em>, the share of samples that went to an expert whose anchor has their class, and {beside}.</p>"
+            f"<p>Over the whole test sets of clients that never take part in training and bring "
+            f"no labels; {which}. A column of means for "
+            "each group of them; methods are ranked by the first, and of that group are also "
+            "<em>best</em> and <em>best of last ten</em> "
+            "evaluations during training, which are chosen on the test set, as in the paper, and "
+            "so flatter every method, and "
+            f"<em>gate</em>, the share of samples that went to an expert whose anchor has their "
+            f"class, and {beside}.</p>"
         )
     return (
-        f"<p>Over each client's whole test set; {which}. <em>mean</em> and the clients' figures score each "
-        f"client's model right after its last local iteration, <em>synced</em> after one more synchronisation. {beside}.</p>"
+        f"<p>Over each client's whole test set; {which}. <em>mean</em> and the clients' figures "
+        f"score each "
+        f"client's model right after its last local iteration, <em>synced</em> after one more "
+        f"synchronisation. {beside}.</p>"
     )
 
 
 def _collaboration(results: Sequence[Json], note: str = "") -> str:
-    """The section of collaboration weights, the last method first; nothing where no method has any."""
+    """The section of collaboration weights, the last method first; nothing where no method has
+    any.
+    """
     parts = collaboration({METHODS[r["method"]].title: r for r in [*results[-1:], *results[:-1]]})
     return section("weights", "Collaboration", note, *parts) if parts else ""
 
@@ -157,13 +209,20 @@ def _labels(results: Sequence[Json], note: str = "") -> str:
 def _experts(results: Sequence[Json], note: str = "") -> str:
     """The section of pools, the last method first; nothing where no method has any."""
     parts = experts({METHODS[r["method"]].title: r for r in [*results[-1:], *results[:-1]]})
-    return section("experts", "Which expert is chosen for which class", note, *parts) if parts else ""
+    return (
+        section("experts", "Which expert is chosen for which class", note, *parts) if parts else ""
+    )
 
 
 def _once(results: Sequence[Json]) -> str:
     """What the common expert costs."""
     once = max((r.get("once_bytes") or 0 for r in results), default=0)
-    return f"<p>Beside all this, the common expert is sent once to everybody who embeds data by it: {size(once)}.</p>" if once else ""
+    return (
+        f"<p>Beside all this, the common expert is sent once to everybody who embeds data by it: "
+        f"{size(once)}.</p>"
+        if once
+        else ""
+    )
 
 
 def _of_how_many(routing: Json, own: Json) -> str:
@@ -173,7 +232,10 @@ def _of_how_many(routing: Json, own: Json) -> str:
 
 def _made_with(found: Json) -> str:
     machine, versions = found["machine"], found["versions"]
-    return f"{machine['device']}, {machine['dtype']}, coterie {versions['coterie']}, torch {versions['torch']}"
+    return (
+        f"{machine['device']}, {machine['dtype']}, coterie {versions['coterie']}, torch "
+        f"{versions['torch']}"
+    )
 
 
 def _body(title: str, description: str, about: str, tiles: str, sections: Mapping[str, str]) -> str:
@@ -192,7 +254,8 @@ def _body(title: str, description: str, about: str, tiles: str, sections: Mappin
     }
     links = "".join(f'<a href="#{id}">{names[id]}</a>' for id, shown in sections.items() if shown)
     return (
-        f"<header><h1>{escape(title)}</h1><p>{escape(description)}</p><p class=about>{escape(about)}</p></header>"
+        f"<header><h1>{escape(title)}</h1><p>{escape(description)}</p><p "
+        f"class=about>{escape(about)}</p></header>"
         f'<nav aria-label="Sections">{links}</nav><main>{tiles}{"".join(sections.values())}</main>'
     )
 
@@ -204,4 +267,8 @@ def _verdict(rows: Sequence[Json], own: str) -> str:
 
 
 def _notes(notes: Sequence[str]) -> str:
-    return '<ul class="notes">' + "".join(f"<li>{escape(note)}</li>" for note in notes) + "</ul>" if notes else ""
+    return (
+        '<ul class="notes">' + "".join(f"<li>{escape(note)}</li>" for note in notes) + "</ul>"
+        if notes
+        else ""
+    )

@@ -6,7 +6,19 @@ from dataclasses import dataclass
 
 from rich.cells import cell_len
 
-from coterie.reports.chart import BOTTOM, LEFT, LETTER, RIGHT, TOP, Point, Style, _around, _marker, _Scale, _tick
+from coterie.reports.chart import (
+    BOTTOM,
+    LEFT,
+    LETTER,
+    RIGHT,
+    TOP,
+    Point,
+    Style,
+    _around,
+    _marker,
+    _Scale,
+    _tick,
+)
 from coterie.reports.parts import BLUE, escape, figure
 
 
@@ -14,8 +26,10 @@ def _beside_names(rows: Iterable[str], svg: str, height: int, unit: str) -> str:
     """A chart with the names of its rows on its left, where it leaves room for them."""
     left = 24 + LETTER * max(map(cell_len, rows))
     return (
-        f'<svg class="rows" height="{height}" style="--left:{left:.0f}px" role="img" aria-label="{escape(unit)}">{svg}'
-        f'<text class="label" x="50%" y="{height - 4}" text-anchor="middle">{escape(unit)}</text></svg>'
+        f'<svg class="rows" height="{height}" style="--left:{left:.0f}px" role="img" '
+        f'aria-label="{escape(unit)}">{svg}'
+        f'<text class="label" x="50%" y="{height - 4}" '
+        f'text-anchor="middle">{escape(unit)}</text></svg>'
     )
 
 
@@ -23,18 +37,28 @@ def _columns(scale: _Scale, bottom: float, most: int = 5) -> str:
     """Vertical rules with their numbers."""
     return "".join(
         f'<line class="rule" x1="{scale.at(v)}" x2="{scale.at(v)}" y1="6" y2="{bottom}"/>'
-        f'<text class="tick" x="{scale.at(v)}" y="{bottom + 15}" text-anchor="middle">{v:.6g}</text>'
+        f'<text class="tick" x="{scale.at(v)}" y="{bottom + 15}" '
+        f'text-anchor="middle">{v:.6g}</text>'
         for v in scale.ticks(most)
     )
 
 
-Strip = Mapping[str, tuple[Mapping[str, float], float, float]]  # by title: the clients' values, their mean, and its deviation over seeds
+Strip = Mapping[
+    str, tuple[Mapping[str, float], float, float]
+]  # by title: the clients' values, their mean, and its deviation over seeds
 
 
 def reach(strips: Iterable[Strip]) -> Point:
     """The range that all values of some strips need, so that these can be compared."""
     rows = [row for strip in strips for row in strip.values()]
-    return _around([v for clients, mean, std in rows for v in (*clients.values(), mean - std, mean + std) if math.isfinite(v)])
+    return _around(
+        [
+            v
+            for clients, mean, std in rows
+            for v in (*clients.values(), mean - std, mean + std)
+            if math.isfinite(v)
+        ]
+    )
 
 
 def strip(rows: Strip, unit: str, limits: Point) -> str:
@@ -48,11 +72,16 @@ def strip(rows: Strip, unit: str, limits: Point) -> str:
     step = 30
     height = step * len(rows) + 44
     scale = _Scale(*limits, 0, 100)
-    lines = "".join(_strip_row(title, *row, scale, 6 + step * (k + 0.5)) for k, (title, row) in enumerate(rows.items()))
+    lines = "".join(
+        _strip_row(title, *row, scale, 6 + step * (k + 0.5))
+        for k, (title, row) in enumerate(rows.items())
+    )
     return _beside_names(rows, _columns(scale, height - 38) + lines, height, unit)
 
 
-def _strip_row(title: str, clients: Mapping[str, float], mean: float, std: float, scale: _Scale, y: float) -> str:
+def _strip_row(
+    title: str, clients: Mapping[str, float], mean: float, std: float, scale: _Scale, y: float
+) -> str:
     dots = "".join(
         f'<circle class="dot" cx="{scale.at(value)}" cy="{y}" r="5" fill="{BLUE}">'
         f"<title>{escape(f'{title}, {i}: {figure(value)}')}</title></circle>"
@@ -63,8 +92,12 @@ def _strip_row(title: str, clients: Mapping[str, float], mean: float, std: float
     if not math.isfinite(mean):
         return name + dots
     told = f"{title}, mean: {figure(mean)} ± {figure(std)}"
-    stroke = f'<line class="whisker" x1="{scale.at(mean)}" x2="{scale.at(mean)}" y1="{y - 10}" y2="{y + 10}"/>'
-    return f"{name}{dots}<g>{stroke}{_whisker(scale, mean - std, mean + std, y)}<title>{escape(told)}</title></g>"
+    stroke = (
+        f'<line class="whisker" x1="{scale.at(mean)}" x2="{scale.at(mean)}" y1="{y - 10}" '
+        f'y2="{y + 10}"/>'
+    )
+    whisker = _whisker(scale, mean - std, mean + std, y)
+    return f"{name}{dots}<g>{stroke}{whisker}<title>{escape(told)}</title></g>"
 
 
 def _whisker(scale: _Scale, low: float, high: float, y: float) -> str:
@@ -75,7 +108,9 @@ def _whisker(scale: _Scale, low: float, high: float, y: float) -> str:
 
 @dataclass(frozen=True)
 class Interval:
-    """A number with an interval: where it is, where that begins and ends, a name for its tooltip, and a colour."""
+    """A number with an interval: where it is, where that begins and ends, a name for its
+    tooltip, and a colour.
+    """
 
     value: float
     low: float
@@ -84,7 +119,9 @@ class Interval:
     colour: str
 
 
-def intervals(rows: Mapping[str, Interval], unit: str, limits: Point, chance: float | None = None) -> str:
+def intervals(
+    rows: Mapping[str, Interval], unit: str, limits: Point, chance: float | None = None
+) -> str:
     """One line for each row: a dot, and a whisker as long as its interval.
 
     Args:
@@ -98,8 +135,14 @@ def intervals(rows: Mapping[str, Interval], unit: str, limits: Point, chance: fl
     scale = _Scale(*limits, 0, 100)
     guess = ""
     if chance is not None:
-        guess = f'<line class="axis" stroke-dasharray="4 3" x1="{scale.at(chance)}" x2="{scale.at(chance)}" y1="2" y2="{height - 38}"/>'
-    drawn = "".join(_interval(title, row, scale, 6 + step * (k + 0.5)) for k, (title, row) in enumerate(rows.items()))
+        guess = (
+            f'<line class="axis" stroke-dasharray="4 3" x1="{scale.at(chance)}" '
+            f'x2="{scale.at(chance)}" y1="2" y2="{height - 38}"/>'
+        )
+    drawn = "".join(
+        _interval(title, row, scale, 6 + step * (k + 0.5))
+        for k, (title, row) in enumerate(rows.items())
+    )
     return _beside_names(rows, _columns(scale, height - 38, 4) + guess + drawn, height, unit)
 
 
@@ -107,7 +150,8 @@ def _interval(title: str, row: Interval, scale: _Scale, y: float) -> str:
     low, high = (min(max(v, scale.low), scale.high) for v in (row.low, row.high))
     return (
         f'<text class="tick" x="-12" y="{y + 4:.1f}" text-anchor="end">{escape(title)}</text>'
-        f'<g>{_whisker(scale, low, high, y)}<circle cx="{scale.at(row.value)}" cy="{y}" r="4.5" fill="{row.colour}"/>'
+        f'<g>{_whisker(scale, low, high, y)}<circle cx="{scale.at(row.value)}" cy="{y}" r="4.5" '
+        f'fill="{row.colour}"/>'
         f"<title>{escape(row.name)}</title></g>"
     )
 
@@ -129,26 +173,40 @@ def bars(groups: Mapping[str, Sequence[Bar]], y: str) -> str:
         groups: Bars by the name below them. A value that is not finite is left out.
         y: What the axis is, with its unit.
     """
-    shown = {name: [bar for bar in group if math.isfinite(bar.value)] for name, group in groups.items()}
+    shown = {
+        name: [bar for bar in group if math.isfinite(bar.value)] for name, group in groups.items()
+    }
     gap, thick = 22.0, 20.0
-    widths = {name: max(thick * len(group), LETTER * cell_len(name)) for name, group in shown.items()}
+    widths = {
+        name: max(thick * len(group), LETTER * cell_len(name)) for name, group in shown.items()
+    }
     width, height = LEFT + sum(widths.values()) + gap * len(widths) + RIGHT, 260
-    top = max((bar.value + bar.std for group in shown.values() for bar in group), default=1.0) or 1.0
+    top = (
+        max((bar.value + bar.std for group in shown.values() for bar in group), default=1.0) or 1.0
+    )
     vertical = _Scale(0, 1.04 * top, height - BOTTOM, TOP)
     rules = "".join(
         f'<path class="rule" d="M{LEFT} {vertical(v):.1f}H{width - RIGHT:.1f}"/>'
-        f'<text class="tick" x="{LEFT - 6}" y="{vertical(v) + 4:.1f}" text-anchor="end">{_tick(v)}</text>'
+        f'<text class="tick" x="{LEFT - 6}" y="{vertical(v) + 4:.1f}" '
+        f'text-anchor="end">{_tick(v)}</text>'
         for v in vertical.ticks()
     )
     drawn, left = [], LEFT + gap / 2
     for name, group in shown.items():
         start = left + (widths[name] - thick * len(group)) / 2
-        drawn += [_bar(bar, f"{name}, {bar.name}", start + thick * k, thick, vertical) for k, bar in enumerate(group)]
+        drawn += [
+            _bar(bar, f"{name}, {bar.name}", start + thick * k, thick, vertical)
+            for k, bar in enumerate(group)
+        ]
         middle = left + widths[name] / 2
-        drawn.append(f'<text class="tick" x="{middle:.1f}" y="{height - BOTTOM + 17}" text-anchor="middle">{escape(name)}</text>')
+        drawn.append(
+            f'<text class="tick" x="{middle:.1f}" y="{height - BOTTOM + 17}" '
+            f'text-anchor="middle">{escape(name)}</text>'
+        )
         left += widths[name] + gap
     label = (
-        f'<text class="label" transform="translate(11 {(TOP + height - BOTTOM) / 2}) rotate(-90)" text-anchor="middle">{escape(y)}</text>'
+        f'<text class="label" transform="translate(11 {(TOP + height - BOTTOM) / 2}) '
+        f'rotate(-90)" text-anchor="middle">{escape(y)}</text>'
     )
     opening = f'<svg width="{width:.0f}" height="{height}" role="img" aria-label="{escape(y)}">'
     return f'<figure class="fixed">{opening}{rules}{"".join(drawn)}{label}</svg></figure>'
@@ -156,16 +214,22 @@ def bars(groups: Mapping[str, Sequence[Bar]], y: str) -> str:
 
 def _bar(bar: Bar, title: str, left: float, thick: float, vertical: _Scale) -> str:
     top, middle = vertical(bar.value), left + thick / 2
-    whisker = f'<path class="whisker" d="M{middle:.1f} {vertical(bar.value - bar.std):.1f}V{vertical(bar.value + bar.std):.1f}"/>'
+    whisker = (
+        f'<path class="whisker" d="M{middle:.1f} '
+        f'{vertical(bar.value - bar.std):.1f}V{vertical(bar.value + bar.std):.1f}"/>'
+    )
     return (
-        f'<g><rect x="{left + 1:.1f}" y="{top:.1f}" width="{thick - 2:.1f}" height="{vertical(0) - top:.1f}" fill="{bar.colour}"/>'
+        f'<g><rect x="{left + 1:.1f}" y="{top:.1f}" width="{thick - 2:.1f}" '
+        f'height="{vertical(0) - top:.1f}" fill="{bar.colour}"/>'
         f"{whisker if bar.std else ''}<title>{escape(f'{title}: {figure(bar.value)}')}</title></g>"
     )
 
 
 @dataclass(frozen=True)
 class Dot:
-    """One dot of a plane: where it is, what stands beside it, a name for its tooltip, and how it looks."""
+    """One dot of a plane: where it is, what stands beside it, a name for its tooltip, and how it
+    looks.
+    """
 
     x: float
     y: float
@@ -184,8 +248,16 @@ def plane(dots: Sequence[Dot], x: str, y: str) -> str:
     """
     width, height, left, bottom, edge = 560, 400, 26, 26, 16
     places = [(d.x, d.y) for d in dots]
-    (left_most, right_most), (lowest, highest) = ((min(values), max(values)) for values in zip(*places, strict=True))
-    unit = max((right_most - left_most) / (width - left - 2 * edge), (highest - lowest) / (height - bottom - 2 * edge)) or 1.0
+    (left_most, right_most), (lowest, highest) = (
+        (min(values), max(values)) for values in zip(*places, strict=True)
+    )
+    unit = (
+        max(
+            (right_most - left_most) / (width - left - 2 * edge),
+            (highest - lowest) / (height - bottom - 2 * edge),
+        )
+        or 1.0
+    )
     middle = (width + left) / 2, (height - bottom) / 2
     drawn: list[str] = []
     told: list[Point] = []  # where there are texts
@@ -193,16 +265,23 @@ def plane(dots: Sequence[Dot], x: str, y: str) -> str:
         across = middle[0] + (dot.x - (left_most + right_most) / 2) / unit
         up = middle[1] - (dot.y - (lowest + highest) / 2) / unit
         drawn.append(
-            f'<g>{_marker(dot.style, f"{across:.1f}", up)}<circle class="target" cx="{across:.1f}" cy="{up:.1f}" r="7"/>'
+            f'<g>{_marker(dot.style, f"{across:.1f}", up)}<circle class="target" '
+            f'cx="{across:.1f}" cy="{up:.1f}" r="7"/>'
             f"<title>{escape(dot.name)}</title></g>"
         )
         if all(abs(across - tx) > 7 * cell_len(dot.text) or abs(up - ty) > 11 for tx, ty in told):
             told.append((across, up))
-            drawn.append(f'<text class="tick" x="{across:.1f}" y="{up - 6:.1f}" text-anchor="middle">{escape(dot.text)}</text>')
+            drawn.append(
+                f'<text class="tick" x="{across:.1f}" y="{up - 6:.1f}" '
+                f'text-anchor="middle">{escape(dot.text)}</text>'
+            )
     return (
-        f'<figure class="fixed"><svg width="{width}" height="{height}" role="img" aria-label="{escape(f"{y} against {x}")}">'
+        f'<figure class="fixed"><svg width="{width}" height="{height}" role="img" '
+        f'aria-label="{escape(f"{y} against {x}")}">'
         f'<path class="axis" d="M{left} 0V{height - bottom}H{width}"/>'
-        f'<text class="label" x="{middle[0]}" y="{height - 8}" text-anchor="middle">{escape(x)}</text>'
-        f'<text class="label" transform="translate(14 {middle[1]}) rotate(-90)" text-anchor="middle">{escape(y)}</text>'
+        f'<text class="label" x="{middle[0]}" y="{height - 8}" '
+        f'text-anchor="middle">{escape(x)}</text>'
+        f'<text class="label" transform="translate(14 {middle[1]}) rotate(-90)" '
+        f'text-anchor="middle">{escape(y)}</text>'
         f"{''.join(drawn)}</svg></figure>"
     )

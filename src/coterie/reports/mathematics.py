@@ -1,7 +1,9 @@
-"""Mathematics in sentences, as MathML, which browsers typeset by themselves: no script, no font and no file from elsewhere.
+"""Mathematics in sentences, as MathML, which browsers typeset by themselves: no script, no font and
+no file from elsewhere.
 
-It stands between two `$` and is written as one types it in a terminal, `$||Theta_k - Theta*||_A <= (L - mu) / L$`, so that terminals and
-JSON show it as it is. That is why it is not TeX.
+It stands between two `$` and is written as one types it in a terminal,
+`$||Theta_k - Theta*||_A <= (L - mu) / L$`, so that terminals and JSON show it as it is. That is why
+it is not TeX.
 """
 
 import re
@@ -12,7 +14,21 @@ from coterie.reports.parts import escape
 
 GREEK = dict(
     zip(
-        ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "lambda", "mu", "rho", "sigma", "tau", "chi"),
+        (
+            "alpha",
+            "beta",
+            "gamma",
+            "delta",
+            "epsilon",
+            "zeta",
+            "eta",
+            "lambda",
+            "mu",
+            "rho",
+            "sigma",
+            "tau",
+            "chi",
+        ),
         "αβγδεζηλμρστχ",
         strict=True,
     )
@@ -20,9 +36,18 @@ GREEK = dict(
 UPRIGHT = ("valid", "train", "max", "min", "diag", "exp", "ln", "cos")
 MINUS, STAR, PRIME = "\u2212", "\u2217", "\u2032"
 OPERATORS = {"<=": "≤", ">=": "≥", "!=": "≠", "-": MINUS, "*": STAR, "..": "…", "grad": "∇"}
-FENCES = {"(": ("(", ")"), "[": ("[", "]"), "{": ("", ""), "||": ("‖", "‖"), "|": ("|", "|"), "<": ("⟨", "⟩")}  # as shown
+FENCES = {
+    "(": ("(", ")"),
+    "[": ("[", "]"),
+    "{": ("", ""),
+    "||": ("‖", "‖"),
+    "|": ("|", "|"),
+    "<": ("⟨", "⟩"),
+}  # as shown
 CLOSING = {"(": ")", "[": "]", "{": "}", "||": "||", "|": "|", "<": ">"}
-TOKEN = re.compile(r"\s*(\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?|[A-Za-z]+|<=|>=|!=|\|\||\.\.|<(?=\S)|<|\S)")
+TOKEN = re.compile(
+    r"\s*(\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?|[A-Za-z]+|<=|>=|!=|\|\||\.\.|<(?=\S)|<|\S)"
+)
 SMALL = re.compile(r"(?<![\w.])\d(?:\.\d+)?e[+-]\d+\b")  # 3.1e-14, anywhere
 
 
@@ -86,7 +111,9 @@ class _Parser:
         return shown
 
     def _closes(self, token: str, stop: str) -> bool:
-        """Whether a token ends what is within fences: `>` only where it touches what is before it, as otherwise it compares."""
+        """Whether a token ends what is within fences: `>` only where it touches what is before
+        it, as otherwise it compares.
+        """
         return token == stop and (token != ">" or self.touches(">"))
 
     def scripted(self) -> str:
@@ -110,7 +137,9 @@ class _Parser:
         return _with_scripts(base, below, above)
 
     def script(self) -> str:
-        """A sign, and a number, a ratio of two, a name with its primes, or something in parentheses, which are not shown."""
+        """A sign, and a number, a ratio of two, a name with its primes, or something in
+        parentheses, which are not shown.
+        """
         sign = _operator(self.take()) if self.peek() == "-" else ""
         token = self.peek()
         if token in ("(", "{"):
@@ -175,7 +204,11 @@ def _name(token: str) -> str:
     """A Greek letter, a word, or letters side by side."""
     if token in GREEK:
         return f"<mi>{GREEK[token]}</mi>"
-    letters = f"<mi>{token}</mi>" if token in UPRIGHT else "".join(f"<mi>{letter}</mi>" for letter in token)
+    letters = (
+        f"<mi>{token}</mi>"
+        if token in UPRIGHT
+        else "".join(f"<mi>{letter}</mi>" for letter in token)
+    )
     return letters if token in UPRIGHT or len(token) == 1 else f"<mrow>{letters}</mrow>"
 
 

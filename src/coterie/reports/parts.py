@@ -1,4 +1,6 @@
-"""The parts that reports are made of: tables, legends, colours. All text is escaped here or marked as HTML by its type."""
+"""The parts that reports are made of: tables, legends, colours. All text is escaped here or
+marked as HTML by its type.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,8 +12,16 @@ from typing import Any, TypeVar
 from coterie.core.metrics import best
 from coterie.core.printing import printable
 
-# Okabe and Ito's colours, which colour-blind people tell apart, and two more; they hold on a light and on a dark ground.
-BLUE, VERMILION, GREEN, PINK, ORANGE, SKY = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"
+# Okabe and Ito's colours, which colour-blind people tell apart, and two more; they hold on a light
+# and on a dark ground.
+BLUE, VERMILION, GREEN, PINK, ORANGE, SKY = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#e69f00",
+    "#56b4e9",
+)
 GREY, BROWN = "#7d8590", "#9c6b3f"
 COLOURS = (BLUE, VERMILION, GREEN, PINK, ORANGE, SKY, GREY, BROWN)
 T = TypeVar("T")
@@ -41,12 +51,17 @@ class Cell:
 
 
 def escape(text: str) -> str:
-    """Make text of anybody the text of a page: without markup, and without what could hide or turn round what is written."""
+    """Make text of anybody the text of a page: without markup, and without what could hide or
+    turn round what is written.
+    """
     return html_escape(printable(text, lines=True))
 
 
 def table(
-    header: Sequence[str], rows: Sequence[Sequence[Cell | str]], best: int | None = None, typeset: Callable[[str], str] | None = None
+    header: Sequence[str],
+    rows: Sequence[Sequence[Cell | str]],
+    best: int | None = None,
+    typeset: Callable[[str], str] | None = None,
 ) -> str:
     """A table that scrolls within itself where it is too wide; its first column names the rows.
 
@@ -59,10 +74,14 @@ def table(
     shown = typeset or escape
     head = "".join(f'<th scope="col">{shown(name)}</th>' for name in header)
     lines = "".join(
-        f"<tr{' class=best' if k == best else ''}>{_row_name(first, shown)}{''.join(_cell(cell).html(shown) for cell in rest)}</tr>"
+        f"<tr{' class=best' if k == best else ''}>{_row_name(first, shown)}"
+        f"{''.join(_cell(cell).html(shown) for cell in rest)}</tr>"
         for k, (first, *rest) in enumerate(rows)
     )
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
+    return (
+        f"<div "
+        f'class="wide"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
+    )
 
 
 def _cell(cell: Cell | str) -> Cell:
@@ -74,7 +93,8 @@ def _row_name(cell: Cell | str, shown: Callable[[str], str]) -> str:
 
 
 def bars(values: Sequence[float | None], form: str, unit: float = 1) -> list[Cell]:
-    """A column of figures with bars behind them, the longest for the largest; unknown ones are a dash.
+    """A column of figures with bars behind them, the longest for the largest; unknown ones are a
+    dash.
 
     Args:
         values: The figures.
@@ -82,11 +102,20 @@ def bars(values: Sequence[float | None], form: str, unit: float = 1) -> list[Cel
         unit: What they are divided by before they are shown.
     """
     largest = max((value for value in values if value is not None), default=0) or 1
-    return [Cell("-") if value is None else Cell(rounded(value / unit, form), value / largest) for value in values]
+    return [
+        Cell("-") if value is None else Cell(rounded(value / unit, form), value / largest)
+        for value in values
+    ]
 
 
-def ranked(values: Sequence[float | None], metric: Mapping[str, Any], digits: int = 2, texts: Sequence[str] = ()) -> list[Cell]:
-    """A column of figures of which the best is set off, at every row that has it; unknown ones are a dash.
+def ranked(
+    values: Sequence[float | None],
+    metric: Mapping[str, Any],
+    digits: int = 2,
+    texts: Sequence[str] = (),
+) -> list[Cell]:
+    """A column of figures of which the best is set off, at every row that has it; unknown ones are
+    a dash.
 
     Args:
         values: The figures.
@@ -97,11 +126,16 @@ def ranked(values: Sequence[float | None], metric: Mapping[str, Any], digits: in
     known = [value for value in values if value is not None]
     top = best(known, metric) if known else None
     shown = texts or ["-" if value is None else figure(value, digits) for value in values]
-    return [Cell(text, best=value is not None and value == top) for value, text in zip(values, shown, strict=True)]
+    return [
+        Cell(text, best=value is not None and value == top)
+        for value, text in zip(values, shown, strict=True)
+    ]
 
 
 def rounded(value: float, form: str) -> str:
-    """A number by a format specification, or with two digits where that would leave nothing of it."""
+    """A number by a format specification, or with two digits where that would leave nothing of
+    it.
+    """
     return format(value, form if value == 0 or float(f"{value:{form.replace(',', '')}}") else ".2g")
 
 
@@ -142,7 +176,11 @@ def folded(summary: str, content: str, narrow: bool = False) -> str:
         narrow: Whether it is so in a narrow window only.
     """
     opened = " open class=narrow" if narrow else ""
-    return f"<details{opened}><summary>{escape(summary)}</summary>{content}</details>" if content else ""
+    return (
+        f"<details{opened}><summary>{escape(summary)}</summary>{content}</details>"
+        if content
+        else ""
+    )
 
 
 def tiles(items: Sequence[tuple[str, str]]) -> str:
@@ -158,10 +196,16 @@ def level(count: int, most: int) -> int:
 
 def legend(items: Iterable[tuple[str, str]]) -> str:
     """Pairs of a sample's HTML and a name, which is not yet escaped."""
-    return '<ul class="legend">' + "".join(f"<li>{sample} {escape(name)}</li>" for sample, name in items) + "</ul>"
+    return (
+        '<ul class="legend">'
+        + "".join(f"<li>{sample} {escape(name)}</li>" for sample, name in items)
+        + "</ul>"
+    )
 
 
-def verdicts(items: Iterable[tuple[bool, str, str]], typeset: Callable[[str], str] | None = None) -> str:
+def verdicts(
+    items: Iterable[tuple[bool, str, str]], typeset: Callable[[str], str] | None = None
+) -> str:
     """Sentences that were checked.
 
     Args:
@@ -170,7 +214,8 @@ def verdicts(items: Iterable[tuple[bool, str, str]], typeset: Callable[[str], st
     """
     shown = typeset or escape
     lines = (
-        f'<li class="{"holds" if holds else "fails"}"><b>{"holds" if holds else "does not hold"}</b>'
+        f"<li "
+        f'class="{"holds" if holds else "fails"}"><b>{"holds" if holds else "does not hold"}</b>'
         f"<span>{shown(says)}<small>{shown(detail)}</small></span></li>"
         for holds, says, detail in items
     )
@@ -185,10 +230,14 @@ def section(id: str, title: str, *parts: str) -> str:
 
 def page(title: str, body: str) -> bytes:
     """The whole file: styles and script inline, nothing from elsewhere."""
-    style, script = (files("coterie.reports").joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    style, script = (
+        files("coterie.reports").joinpath(name).read_text(encoding="utf-8")
+        for name in ("page.css", "page.js")
+    )
     text = (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" '
+        'href="data:,">'
         f"<style>{style}</style></head><body>{body}<script>{script}</script></body></html>"
     )
     return text.encode()

@@ -17,19 +17,31 @@ from coterie.reports.reporter import Reporter
 from coterie.reports.tables import _clock
 
 EVERY = 2.0  # seconds between plain lines of progress of a kind
-SILENCE = 30.0  # seconds after which a plain line says how far a round, the scoring or the preparation has come
+# seconds after which a plain line says how far a round, the scoring or the preparation has come
+SILENCE = 30.0
 WINDOW = 60.0  # seconds of training that predictions per second are of
 PREPARING = "preparing base and data"
 BROAD = 100  # characters of a terminal that has room for a bar
 
 
 def loss_of(metrics: Mapping[str, Any]) -> float | None:
-    """The training loss among a client's metrics: that of the step which is not the router's alone."""
-    return next((value for name, value in metrics.items() if name.startswith("loss/") and name != "loss/router"), None)
+    """The training loss among a client's metrics: that of the step which is not the router's
+    alone.
+    """
+    return next(
+        (
+            value
+            for name, value in metrics.items()
+            if name.startswith("loss/") and name != "loss/router"
+        ),
+        None,
+    )
 
 
 class Pace:
-    """Predictions per second while clients train, over the last `WINDOW` seconds of that: scoring and checkpoints are no part of it."""
+    """Predictions per second while clients train, over the last `WINDOW` seconds of that:
+    scoring and checkpoints are no part of it.
+    """
 
     def __init__(self) -> None:
         self._spans: deque[tuple[float, int]] = deque()  # seconds of training, predictions
@@ -40,7 +52,10 @@ class Pace:
         self._seconds, self._predictions = self._seconds + seconds, self._predictions + predictions
         while self._seconds - self._spans[0][0] >= WINDOW:
             seconds, predictions = self._spans.popleft()
-            self._seconds, self._predictions = self._seconds - seconds, self._predictions - predictions
+            self._seconds, self._predictions = (
+                self._seconds - seconds,
+                self._predictions - predictions,
+            )
 
     @property
     def known(self) -> bool:
@@ -54,20 +69,25 @@ class Pace:
 class Stretch:
     """How far the rounds of one method have come in this session, and how long the rest will take.
 
-    A round is as far as the share of its clients' replies that are there, of as many as the round before had; of the first one, as many as
-    have been asked. Time left is by the mean round of this session, scoring and checkpoints included, as of the last reply. What goes on
-    until the first reply is left out, as it warms up; and a tenth of the rounds long, what was expected before the start counts as well.
+    A round is as far as the share of its clients' replies that are there, of as many as the round
+    before had; of the first one, as many as have been asked. Time left is by the mean round of this
+    session, scoring and checkpoints included, as of the last reply. What goes on until the first
+    reply is left out, as it warms up; and a tenth of the rounds long, what was expected before the
+    start counts as well.
 
     Args:
         rounds: Of the method.
         done: Of them, before this session.
-        expected: Seconds for all rounds, and all that is done between and after them; None where nobody knows.
+        expected: Seconds for all rounds, and all that is done between and after them; None where
+            nobody knows.
     """
 
     def __init__(self, rounds: int, done: int, expected: float | None = None) -> None:
         self.rounds, self.done, self.expected = rounds, done, expected
         self.started = time.monotonic()
-        self._warm: tuple[float, float] | None = None  # when the first reply was there, and how far the rounds were then
+        self._warm: tuple[float, float] | None = (
+            None  # when the first reply was there, and how far the rounds were then
+        )
         self._first, self._usual = done, 0
         self._replies = self._expected = self.asked = self.got = 0
         self._estimate: tuple[float, float] | None = None  # when it was made, seconds left then
@@ -109,7 +129,10 @@ class Stretch:
         since, warm = self._warm
         rest = self.rounds - here
         if here > warm:
-            left, known = (now - since) / (here - warm) * rest, min(10 * (here - warm) / max(self.rounds, 1), 1.0)
+            left, known = (
+                (now - since) / (here - warm) * rest,
+                min(10 * (here - warm) / max(self.rounds, 1), 1.0),
+            )
             prior = left if self.expected is None else self.expected * rest / max(self.rounds, 1)
             self._estimate = now, known * left + (1 - known) * prior
 
@@ -127,26 +150,38 @@ class Stretch:
         if self._estimate is None and self.expected is None:
             return None
         share = (self.rounds - self._first) / max(self.rounds, 1)
-        made, seconds = self._estimate or (self.started, (self.expected or 0.0) * (share if self.rounds else 1.0))
+        made, seconds = self._estimate or (
+            self.started,
+            (self.expected or 0.0) * (share if self.rounds else 1.0),
+        )
         return max(seconds - (time.monotonic() - made), 0.0)
 
     def __str__(self) -> str:
-        return f"{_clock(self.elapsed)} so far" if self.left is None else f"{_clock(self.left)} left"
+        return (
+            f"{_clock(self.elapsed)} so far" if self.left is None else f"{_clock(self.left)} left"
+        )
 
 
 class _Time(ProgressColumn):
-    """Time left of what goes on, or how long it took. A method is as long as its rounds, and one more for scoring at the end."""
+    """Time left of what goes on, or how long it took. A method is as long as its rounds, and one
+    more for scoring at the end.
+    """
 
     max_refresh = 0.5
 
     def render(self, task: Task) -> Text:
-        return Text(f"in {_clock(task.finished_time or 0)}" if task.finished else task.fields["left"](), style="cyan")
+        return Text(
+            f"in {_clock(task.finished_time or 0)}" if task.finished else task.fields["left"](),
+            style="cyan",
+        )
 
 
 class Terminal(Reporter, AbstractContextManager["Terminal"]):
-    """Rounds, clients, loss, predictions per second (see `Pace`) and time left (see `Stretch`): a live display, or plain lines.
+    """Rounds, clients, loss, predictions per second (see `Pace`) and time left (see `Stretch`): a
+    live display, or plain lines.
 
-    There is a plain line a round, but one every `EVERY` seconds; and after `SILENCE` seconds without one, another says what goes on.
+    There is a plain line a round, but one every `EVERY` seconds; and after `SILENCE` seconds
+    without one, another says what goes on.
 
     Args:
         console: Where to.
@@ -156,7 +191,9 @@ class Terminal(Reporter, AbstractContextManager["Terminal"]):
     def __init__(self, console: Console, rows: int) -> None:
         self.console, self.rows, self.row = console, rows, 0
         self.live = console.is_terminal
-        self.narrow = self.live and console.width < BROAD  # what does not fit would go on below, and jump
+        self.narrow = (
+            self.live and console.width < BROAD
+        )  # what does not fit would go on below, and jump
         self.progress = Progress(
             TextColumn("{task.description}"),
             *([BarColumn(bar_width=16)] if console.width >= BROAD else []),
@@ -169,7 +206,9 @@ class Terminal(Reporter, AbstractContextManager["Terminal"]):
         self.task: TaskID | None = None
         self.stage, self.stretch, self.pace = "", Stretch(0, 0), Pace()
         self.expected: Sequence[float] = ()  # seconds of each method, by a trial before the first
-        self.took: list[tuple[float, float]] = []  # of those that are done in this session: seconds, and what was expected
+        self.took: list[
+            tuple[float, float]
+        ] = []  # of those that are done in this session: seconds, and what was expected
         self.losses: dict[str, float] = {}
         self.metric, self.privacy, self.lack = metric_of({"metric": None}), "", 0
         self.spoke = time.monotonic()  # when the last plain line was
@@ -210,7 +249,9 @@ class Terminal(Reporter, AbstractContextManager["Terminal"]):
     def preparing(self) -> None:
         self.stage, self.stretch = PREPARING, Stretch(0, 0)
         if self.live:
-            self.task = self.progress.add_task(self.stage, total=None, where="", status="", left=self._left)
+            self.task = self.progress.add_task(
+                self.stage, total=None, where="", status="", left=self._left
+            )
 
     def _prepared(self) -> None:
         """Take the line about the preparation away."""
@@ -223,11 +264,15 @@ class Terminal(Reporter, AbstractContextManager["Terminal"]):
     def expects(self, seconds: Sequence[float]) -> None:
         self.expected = seconds
         if (whole := sum(seconds)) > 0:
-            self.progress.console.print(f"about {_clock(whole)} in all, by a few steps", markup=False, highlight=False)
+            self.progress.console.print(
+                f"about {_clock(whole)} in all, by a few steps", markup=False, highlight=False
+            )
             self.spoke = time.monotonic()
 
     def _left(self) -> str:
-        """Time left of the method that goes on and, where others follow, of all; of all alone where there is no room for both."""
+        """Time left of the method that goes on and, where others follow, of all; of all alone
+        where there is no room for both.
+        """
         rest = sum(self.expected[self.row :])
         if self.stretch.left is None or not rest:
             return str(self.stretch)
@@ -245,16 +290,37 @@ class Terminal(Reporter, AbstractContextManager["Terminal"]):
         self.row += 1
         self.heading = f"[{self.row}/{self.rows}] {title}" if self.rows > 1 else title
 
-    def begin(self, title: str, rounds: int, done: int, clients: Sequence[str], metric: Mapping[str, Any] | None = None) -> None:
+    def begin(
+        self,
+        title: str,
+        rounds: int,
+        done: int,
+        clients: Sequence[str],
+        metric: Mapping[str, Any] | None = None,
+    ) -> None:
         self._prepared()
         self._next(title)
         expected = self.expected[self.row - 1] if self.row <= len(self.expected) else None
-        self.metric, self.stretch, self.pace = metric_of({"metric": metric}), Stretch(rounds, done, expected), Pace()
-        self.stage, self.training_since = "training" if done < rounds else "finishing", time.monotonic()
-        self.said = dict.fromkeys(("round", "score"), self.training_since)  # when the last line of each kind was
+        self.metric, self.stretch, self.pace = (
+            metric_of({"metric": metric}),
+            Stretch(rounds, done, expected),
+            Pace(),
+        )
+        self.stage, self.training_since = (
+            "training" if done < rounds else "finishing",
+            time.monotonic(),
+        )
+        self.said = dict.fromkeys(
+            ("round", "score"), self.training_since
+        )  # when the last line of each kind was
         self.losses, self.privacy = {}, ""
         self.task = self.progress.add_task(
-            self.heading.replace("[", r"\["), total=rounds + 1, completed=done, where="", status="", left=self._left
+            self.heading.replace("[", r"\["),
+            total=rounds + 1,
+            completed=done,
+            where="",
+            status="",
+            left=self._left,
         )
         self._show()
         if not self.live:
@@ -287,14 +353,20 @@ class Terminal(Reporter, AbstractContextManager["Terminal"]):
             return
         stretch = self.stretch
         clients = f"{stretch.got}/{stretch.asked} clients" if stretch.asked else ""
-        status = f"{self._figures()}  {clients}" if self.stage == "training" else f"{self.stage}  {clients}"
+        status = (
+            f"{self._figures()}  {clients}"
+            if self.stage == "training"
+            else f"{self.stage}  {clients}"
+        )
         where = f"round {stretch.done}/{stretch.rounds}"
         self.progress.update(self.task, completed=stretch.rounds_done, where=where, status=status)
 
     def _figures(self) -> str:
         """Loss, privacy and pace."""
         loss = f"loss {sum(self.losses.values()) / len(self.losses):.3f}  " if self.losses else ""
-        pace = f"{self.pace.per_second:,.0f} {prediction(self.metric)}s/s" if self.pace.known else ""
+        pace = (
+            f"{self.pace.per_second:,.0f} {prediction(self.metric)}s/s" if self.pace.known else ""
+        )
         lack = "short of cores" if self.lack and self.live else ""
         return f"{loss}{self.privacy}{lack if self.narrow and lack else f'{pace}  {lack}'}".strip()
 
@@ -302,7 +374,9 @@ class Terminal(Reporter, AbstractContextManager["Terminal"]):
         said, self.lack = self.lack, others
         if others and not said:
             self.spoke = time.monotonic()
-            self.progress.console.print(f"  {_short_of_cores(others)}", markup=False, highlight=False, style="yellow")
+            self.progress.console.print(
+                f"  {_short_of_cores(others)}", markup=False, highlight=False, style="yellow"
+            )
 
     def spent(self, round: int, epsilon: float, delta: float) -> None:
         self.privacy = f"epsilon {epsilon:.2f} at delta {delta:.1g}  "
@@ -317,18 +391,26 @@ class Terminal(Reporter, AbstractContextManager["Terminal"]):
         self._show()
 
     def evaluated(self, round: int, means: Mapping[str, float]) -> None:
-        self.stage, self.training_since = "training" if round < self.stretch.rounds else "finishing", time.monotonic()
+        self.stage, self.training_since = (
+            "training" if round < self.stretch.rounds else "finishing",
+            time.monotonic(),
+        )
         self.stretch.ask(0, training=False)
         if self._speaks("score", round):
             name = self.metric["name"].removeprefix("test ")
-            scores = ", ".join(f"{split} {name} {value:.2f}{self._unit}" for split, value in means.items())
+            scores = ", ".join(
+                f"{split} {name} {value:.2f}{self._unit}" for split, value in means.items()
+            )
             self._line(f"  after round {round}: {scores}")
 
     def point(self, round: int, test: float, windows: int) -> None:
         self.training_since = time.monotonic()  # what comes next is trained
         if self._speaks("point", round):
             what = "windows" if prediction(self.metric) == "token" else "examples"
-            self._line(f"  after round {round}: {self.metric['name']} {test:.2f}{self._unit} on {windows} {what} of each client")
+            self._line(
+                f"  after round {round}: {self.metric['name']} {test:.2f}{self._unit} on "
+                f"{windows} {what} of each client"
+            )
 
     def round(self, done: int) -> None:
         self.stretch.round(done)
@@ -337,12 +419,18 @@ class Terminal(Reporter, AbstractContextManager["Terminal"]):
         self._show()
         if self._speaks("round", done):
             lack = f"  ({_short_of_cores(self.lack)})" if self.lack else ""
-            self._line(f"  round {done}/{self.stretch.rounds}  {self._figures()}  {self._left()}{lack}")
+            self._line(
+                f"  round {done}/{self.stretch.rounds}  {self._figures()}  {self._left()}{lack}"
+            )
 
     def _speaks(self, kind: str, done: int) -> bool:
-        """Whether a plain line of a kind is due: the last of a method is, and any other a while after the one before."""
+        """Whether a plain line of a kind is due: the last of a method is, and any other a while
+        after the one before.
+        """
         now = time.monotonic()
-        due = not self.live and (done == self.stretch.rounds or now - self.said.get(kind, 0.0) >= EVERY)
+        due = not self.live and (
+            done == self.stretch.rounds or now - self.said.get(kind, 0.0) >= EVERY
+        )
         if due:
             self.said[kind] = now
         return due
@@ -357,8 +445,13 @@ class Terminal(Reporter, AbstractContextManager["Terminal"]):
             self.took.append((self.stretch.elapsed, self.stretch.expected))
         status = f"{self.metric['name']} {result['mean']:.2f}{self._unit}"
         if self.task is not None:
-            self.progress.update(self.task, completed=self.stretch.rounds + 1, status=status, refresh=True)
+            self.progress.update(
+                self.task, completed=self.stretch.rounds + 1, status=status, refresh=True
+            )
 
 
 def _short_of_cores(others: int) -> str:
-    return f"the machine is short of cores: {others} other {'process computes' if others == 1 else 'processes compute'}"
+    return (
+        f"the machine is short of cores: {others} other "
+        f"{'process computes' if others == 1 else 'processes compute'}"
+    )

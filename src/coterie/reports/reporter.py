@@ -7,10 +7,14 @@ from typing import Any
 class Reporter:
     """Told of what happens, and does nothing: the base of those that show it."""
 
-    foretells = False  # whether it wants to be told beforehand how long things will take, which costs a few steps of training
+    # whether it wants to be told beforehand how long things will take, which costs a few steps of
+    # training
+    foretells = False
 
     def expects(self, seconds: Sequence[float]) -> None:
-        """About how long each method will take, before the first one begins; 0 for one that is done."""
+        """About how long each method will take, before the first one begins; 0 for one that is
+        done.
+        """
 
     def preparing(self) -> None:
         """Base and data are about to be loaded, and what everybody begins with trained."""
@@ -18,11 +22,22 @@ class Reporter:
     def known(self, title: str) -> None:
         """A method was done before: its result is there."""
 
-    def begin(self, title: str, rounds: int, done: int, clients: Sequence[str], metric: Mapping[str, Any] | None = None) -> None:
-        """A method starts; `done` of its `rounds` were done before. `metric` is that of its result, by default perplexity."""
+    def begin(
+        self,
+        title: str,
+        rounds: int,
+        done: int,
+        clients: Sequence[str],
+        metric: Mapping[str, Any] | None = None,
+    ) -> None:
+        """A method starts; `done` of its `rounds` were done before. `metric` is that of its
+        result, by default perplexity.
+        """
 
     def asking(self, task: str, clients: int) -> None:
-        """An exchange begins, of a round or outside of one: so many clients are asked to do a task."""
+        """An exchange begins, of a round or outside of one: so many clients are asked to do a
+        task.
+        """
 
     def answered(self, client: str) -> None:
         """A client finished a task that trains nothing: its models were scored, say."""
@@ -34,10 +49,14 @@ class Reporter:
         """What privacy has been spent so far."""
 
     def warning(self, round: int, client: str, text: str) -> None:
-        """Something about a client that stops nothing: it did not answer, or not what it was asked for."""
+        """Something about a client that stops nothing: it did not answer, or not what it was
+        asked for.
+        """
 
     def cores(self, others: int) -> None:
-        """How many other processes compute while the machine is short of cores for this one; 0: it is not."""
+        """How many other processes compute while the machine is short of cores for this one; 0:
+        it is not.
+        """
 
     def evaluating(self, round: int) -> None:
         """The clients' models are about to be scored."""
@@ -46,7 +65,9 @@ class Reporter:
         """The mean of the metric over clients, by split."""
 
     def point(self, round: int, test: float, windows: int) -> None:
-        """The mean of the metric over clients on so many windows of each one's test set, after a round."""
+        """The mean of the metric over clients on so many windows of each one's test set, after a
+        round.
+        """
 
     def round(self, done: int) -> None:
         """A round is done and saved."""

@@ -40,13 +40,19 @@ def profiled(console: Console, profile: Profile, elsewhere: bool, most: int = 10
     if not profile.written or profile.path is None:
         console.print("There is no trace: nothing was left to run.")
         return
-    title = f"dearest operators in what was recorded; {profile.device} milliseconds, without what they called"
+    title = (
+        f"dearest operators in what was recorded; {profile.device} milliseconds, without what "
+        f"they called"
+    )
     shown = _plain(title, ("operator", "calls", "ms"))
     for name, cost in list(profile.costs.items())[:most]:
         shown.add_row(_plain_text(name), f"{cost.calls:,}", f"{cost.ms:,.1f}")
     console.print(shown)
     if elsewhere:
-        console.print("Clients were in processes of their own: this is of the server alone. With --set engine=inprocess it is of both.")
+        console.print(
+            "Clients were in processes of their own: this is of the server alone. With --set "
+            "engine=inprocess it is of both."
+        )
     console.print(
         f"The trace is {profile.path}: open it at https://ui.perfetto.dev, or in chrome://tracing.",
         markup=False,
@@ -62,21 +68,45 @@ def foretold(console: Console, prepared: Any, estimate: Any, first: bool) -> Non
         console: Where to.
         prepared: See `coterie.runs.prepare.Prepared`.
         estimate: See `coterie.runs.estimate.Estimate`.
-        first: Whether it is the first of several: clients and data, which all have, are said before it.
+        first: Whether it is the first of several: clients and data, which all have, are said before
+            it.
     """
     federation, method = prepared.modality.federation, prepared.method
     what = prediction(prepared.modality.metric.about)
     if first:
         _say(console, federation.description)
         for split in SPLITS:
-            counts = [getattr(data, split).windows * (data.test.context if what == "token" else 1) for data in federation.everyone.values()]
-            each = f"{min(counts):,} to {max(counts):,} a client" if min(counts) != max(counts) else f"{min(counts):,} a client"
+            counts = [
+                getattr(data, split).windows * (data.test.context if what == "token" else 1)
+                for data in federation.everyone.values()
+            ]
+            each = (
+                f"{min(counts):,} to {max(counts):,} a client"
+                if min(counts) != max(counts)
+                else f"{min(counts):,} a client"
+            )
             _say(console, f"  {split:<6} {sum(counts):,} {what}s, {each}")
-    sizes = sorted({prepared.modality.trainable(layout).trainable_parameters for layout in prepared.site.layouts.values()})
-    trained = "none" if not method.total_iterations else " to ".join(f"{n:,}" for n in dict.fromkeys((sizes[0], sizes[-1])))
+    sizes = sorted(
+        {
+            prepared.modality.trainable(layout).trainable_parameters
+            for layout in prepared.site.layouts.values()
+        }
+    )
+    trained = (
+        "none"
+        if not method.total_iterations
+        else " to ".join(f"{n:,}" for n in dict.fromkeys((sizes[0], sizes[-1])))
+    )
     memory = "" if estimate.memory is None else f", {estimate.memory / 1e9:,.1f} GB of memory"
-    _say(console, f"{METHODS[prepared.recipe.method['name']].title}: {method.rounds} rounds, parameters trained a client: {trained}")
-    cost = f"a round: {size(estimate.up)} up and {size(estimate.down)} down a client; about {_clock(estimate.seconds)} in all{memory}"
+    _say(
+        console,
+        f"{METHODS[prepared.recipe.method['name']].title}: {method.rounds} rounds, parameters "
+        f"trained a client: {trained}",
+    )
+    cost = (
+        f"a round: {size(estimate.up)} up and {size(estimate.down)} down a client; about "
+        f"{_clock(estimate.seconds)} in all{memory}"
+    )
     console.print(Padding(Text(cost), (0, 0, 0, 2)))  # wrapped between words
 
 
@@ -85,17 +115,27 @@ def _say(console: Console, text: str) -> None:
 
 
 def verdicts(console: Console, items: Iterable[tuple[bool, str, str]]) -> None:
-    """Print sentences that were checked: whether each holds, the sentence, and the numbers behind the verdict."""
+    """Print sentences that were checked: whether each holds, the sentence, and the numbers
+    behind the verdict.
+    """
     for holds, says, detail in items:
-        console.print(Text.assemble(("holds  " if holds else "does not hold  ", "green" if holds else "yellow"), says))
+        console.print(
+            Text.assemble(
+                ("holds  " if holds else "does not hold  ", "green" if holds else "yellow"), says
+            )
+        )
         console.print(Padding(Text(detail, style="dim"), (0, 0, 0, 4)))
 
 
-def tables(rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str], width: int = 80) -> list[Table]:
-    """What fits a terminal: the test metric by method and client, what is known beside it, and what each method cost.
+def tables(
+    rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str], width: int = 80
+) -> list[Table]:
+    """What fits a terminal: the test metric by method and client, what is known beside it, and what
+    each method cost.
 
-    Of more than eight clients, or of those that the terminal has no room for, only the best and the worst are shown. The scores come last,
-    where a terminal stands when a command ends; of each of their columns the best is bold.
+    Of more than eight clients, or of those that the terminal has no room for, only the best and the
+    worst are shown. The scores come last, where a terminal stands when a command ends; of each of
+    their columns the best is bold.
 
     Args:
         rows: As in comparison.json.
@@ -113,31 +153,62 @@ def _scores(rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str], width:
         spread = f" ± {row['std']:.2f}" if len(row["per_seed"]) > 1 else ""
         values = [row["clients"][i] for i in clients]
         ends = best(values, metric), worst(values, metric)
-        lines.append([[titles[row["method"]], f"{row['mean']:.2f}{spread}"], values, ends, [f"{row['mean_synced']:.2f}"]])
+        lines.append(
+            [
+                [titles[row["method"]], f"{row['mean']:.2f}{spread}"],
+                values,
+                ends,
+                [f"{row['mean_synced']:.2f}"],
+            ]
+        )
     few = len(clients) <= FEW and _needed(_lines(lines, 1)) <= width
-    shown = _plain(label(metric), ("method", "mean", *(clients if few else ("best client", "worst client")), "synced"))
-    numbers = [[row["mean"], *line[1 if few else 2], row["mean_synced"]] for row, line in zip(rows, lines, strict=True)]
+    shown = _plain(
+        label(metric),
+        ("method", "mean", *(clients if few else ("best client", "worst client")), "synced"),
+    )
+    numbers = [
+        [row["mean"], *line[1 if few else 2], row["mean_synced"]]
+        for row, line in zip(rows, lines, strict=True)
+    ]
     for line, bold in zip(_lines(lines, 1 if few else 2), _bold(numbers, metric), strict=True):
-        shown.add_row(line[0], *(Text(cell, "bold" * top) for cell, top in zip(line[1:], bold, strict=True)))
+        shown.add_row(
+            line[0], *(Text(cell, "bold" * top) for cell, top in zip(line[1:], bold, strict=True))
+        )
     _keep_whole(shown)
     return shown
 
 
 def _groups(rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> Table:
-    """The test metric of each group of unseen clients, and what was best of the first one during training."""
+    """The test metric of each group of unseen clients, and what was best of the first one during
+    training.
+    """
     metric, (first, *others) = metric_of(rows[0]), rows[0]["groups"]
     gated = any(row.get("gate_accuracy") is not None for row in rows)
-    title = f"{label(metric)}; best and best of last ten evaluations: of {first}, chosen on the test set" + "; gate accuracy" * gated
+    title = (
+        f"{label(metric)}; best and best of last ten evaluations: of {first}, chosen on the test "
+        f"set" + "; gate accuracy" * gated
+    )
     names = *(unseen(g).replace(" ", "\n") for g in (first, *others)), "best", "best of\nlast ten"
     shown = _plain(title, ("method", *names, *("gate %",) * gated))
-    numbers = [[row["mean"], *(row["groups"][g] for g in others), row["best"], row["best_of_last_ten"]] for row in rows]
+    numbers = [
+        [row["mean"], *(row["groups"][g] for g in others), row["best"], row["best_of_last_ten"]]
+        for row in rows
+    ]
     for row, bold in zip(rows, _bold(numbers, metric), strict=True):
         spread = f" ± {row['std']:.2f}" if len(row["per_seed"]) > 1 else ""
         values = [f"{row[key]:.2f}" for key in ("best", "best_of_last_ten")]
         gate = ["" if row["gate_accuracy"] is None else f"{row['gate_accuracy']:.1f}"] * gated
-        cells = [f"{row['mean']:.2f}{spread}", *(f"{row['groups'][g]:.2f}" for g in others), *values, *gate]
+        cells = [
+            f"{row['mean']:.2f}{spread}",
+            *(f"{row['groups'][g]:.2f}" for g in others),
+            *values,
+            *gate,
+        ]
         tops = [*bold, *(False,) * gated]
-        shown.add_row(titles[row["method"]], *(Text(cell, "bold" * top) for cell, top in zip(cells, tops, strict=True)))
+        shown.add_row(
+            titles[row["method"]],
+            *(Text(cell, "bold" * top) for cell, top in zip(cells, tops, strict=True)),
+        )
     _keep_whole(shown)
     return shown
 
@@ -162,43 +233,73 @@ def _needed(lines: Sequence[Sequence[str]]) -> int:
 def _keep_whole(table: Table) -> None:
     """Let headers wrap, but not figures."""
     for column in table.columns:
-        column.min_width = max(cell_len(str(cell)) for cell in column.cells if cell is not column.header)
+        column.min_width = max(
+            cell_len(str(cell)) for cell in column.cells if cell is not column.header
+        )
 
 
 def _beside(rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> Table:
-    """What the metric does not tell: loss, how unlike the clients fare, how many gain, and how wrong collaboration weights are."""
+    """What the metric does not tell: loss, how unlike the clients fare, how many gain, and how
+    wrong collaboration weights are.
+    """
     kinds = {
         "loss": ("loss", ".3f"),
         "between_clients": ("± between clients", ".2f"),
         "improved": ("Imp.%", ".0f"),
         "weights_error": (W_ERROR, ".2f"),
     }
-    known = {key: kind for key, kind in kinds.items() if any(row.get(key) is not None for row in rows)}
+    known = {
+        key: kind for key, kind in kinds.items() if any(row.get(key) is not None for row in rows)
+    }
     about = {
         "loss": "mean test loss in nats",
         "between_clients": "standard deviation over clients",
         "improved": "Imp.%: clients that do better than alone",
         "weights_error": f"{W_ERROR}: wrong collaboration weights",
     }
-    shown = _plain("; ".join(about[key] for key in known), ("method", *(name for name, _ in known.values())))
+    shown = _plain(
+        "; ".join(about[key] for key in known), ("method", *(name for name, _ in known.values()))
+    )
     for row in rows:
-        cells = ("" if row.get(key) is None else format(row[key], form) for key, (_, form) in known.items())
+        cells = (
+            "" if row.get(key) is None else format(row[key], form)
+            for key, (_, form) in known.items()
+        )
         shown.add_row(titles[row["method"]], *cells)
     return shown
 
 
 def _costs(rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> Table:
     what = prediction(metric_of(rows[0]))
-    once = f"; common expert, once: {size(rows[0]['once_bytes'])}" if rows[0].get("once_bytes") else ""
+    once = (
+        f"; common expert, once: {size(rows[0]['once_bytes'])}" if rows[0].get("once_bytes") else ""
+    )
     shown = _plain(
-        f"cost per client: parameters trained, and active per {what}; work of a forward pass; seconds of all clients{once}",
-        ("method", "parameters", "active", f"MFLOPs /{what}", "kB up /round", "kB down /round", "s"),
+        f"cost per client: parameters trained, and active per {what}; work of a forward pass; "
+        f"seconds of all clients{once}",
+        (
+            "method",
+            "parameters",
+            "active",
+            f"MFLOPs /{what}",
+            "kB up /round",
+            "kB down /round",
+            "s",
+        ),
     )
     for row in rows:
-        kilobytes = (rounded(row[key] / 1000, ",.0f") for key in ("bytes_up_per_round", "bytes_down_per_round"))
-        parameters, work = f"{row['trainable_parameters']:,}", rounded(row["flops_per_token"] / 1e6, ",.2f")
+        kilobytes = (
+            rounded(row[key] / 1000, ",.0f")
+            for key in ("bytes_up_per_round", "bytes_down_per_round")
+        )
+        parameters, work = (
+            f"{row['trainable_parameters']:,}",
+            rounded(row["flops_per_token"] / 1e6, ",.2f"),
+        )
         active = "" if row["active_parameters"] is None else f"{row['active_parameters']:,}"
-        shown.add_row(titles[row["method"]], parameters, active, work, *kilobytes, f"{row['wall_s']:.0f}")
+        shown.add_row(
+            titles[row["method"]], parameters, active, work, *kilobytes, f"{row['wall_s']:.0f}"
+        )
     return shown
 
 
@@ -210,5 +311,11 @@ def _plain_text(text: str) -> str:
 def _plain(title: str, header: Sequence[str]) -> Table:
     shown = Table(title=_plain_text(title), title_justify="left", box=SIMPLE, pad_edge=False)
     for k, name in enumerate(header):
-        shown.add_column(_plain_text(name), justify="right" if k else "left", no_wrap=k <= 2, overflow="fold", min_width=3)
+        shown.add_column(
+            _plain_text(name),
+            justify="right" if k else "left",
+            no_wrap=k <= 2,
+            overflow="fold",
+            min_width=3,
+        )
     return shown

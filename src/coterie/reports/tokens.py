@@ -1,7 +1,8 @@
-"""Sample texts shaded by the weights of experts: rows are models, columns are texts (CoMiGS, Fig. 3).
+"""Sample texts shaded by the weights of experts: rows are models, columns are texts (CoMiGS,
+Fig. 3).
 
-A token has the colour of the expert with the largest weight, the fuller the larger that weight is: none where all experts weigh alike,
-all of it where one has all weight.
+A token has the colour of the expert with the largest weight, the fuller the larger that weight is:
+none where all experts weigh alike, all of it where one has all weight.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,12 @@ from coterie.reports.parts import BLUE, GREEN, ORANGE, PINK, SKY, VERMILION, esc
 
 GRID = 4  # clients whose texts all fit side by side; of more, two are chosen
 SLOTS = ("first", "middle", "last")  # their first letters stand in the pages
-GENERALISTS = ((BLUE, "none"), (SKY, "overline"), (GREEN, "overline dotted"), (PINK, "overline double"))
+GENERALISTS = (
+    (BLUE, "none"),
+    (SKY, "overline"),
+    (GREEN, "overline dotted"),
+    (PINK, "overline double"),
+)
 SPECIALISTS = (
     (VERMILION, "underline"),
     (GREEN, "underline dotted"),
@@ -51,7 +57,9 @@ class Expert:
 
 
 def experts(counts: Mapping[str, int]) -> list[Expert]:
-    """The experts of a model in the order of its routing weights, generalists first; numbers only where there are several of a kind."""
+    """The experts of a model in the order of its routing weights, generalists first; numbers
+    only where there are several of a kind.
+    """
     return [
         Expert(f"{kind[0]}{k}", kind if counts[f"{kind}s"] == 1 else f"{kind} {k + 1}")
         for kind in ("generalist", "specialist")
@@ -60,7 +68,9 @@ def experts(counts: Mapping[str, int]) -> list[Expert]:
 
 
 def routing(found: Mapping[str, Any]) -> str:
-    """The selector, the legend and the pictures, from what is in routing.json; nothing where no model has a router."""
+    """The selector, the legend and the pictures, from what is in routing.json; nothing where no
+    model has a router.
+    """
     if not found["weights"]:
         return ""
     slots = _slots(found["blocks"])
@@ -68,12 +78,16 @@ def routing(found: Mapping[str, Any]) -> str:
     known = {expert.key: expert for mixture in mixtures.values() for expert in mixture}
     kinds = [known[key] for key in sorted(known)]
     cells = "".join(_row(i, found, mixtures[i], slots) for i in found["weights"])
-    heads = "".join(f'<div class="head">text of <b>{escape(text)}</b></div>' for text in found["texts"])
+    heads = "".join(
+        f'<div class="head">text of <b>{escape(text)}</b></div>' for text in found["texts"]
+    )
     many = " many" if max(len(found["texts"]), len(found["weights"])) > GRID else ""
     return (
         f"<style>{_rules(kinds, slots)}</style>"
-        f'<div class="routing{many}" data-slots="{",".join(slots)}"><div class="controls">{_selector(slots, found)}{_legend(kinds)}</div>'
-        f'{_choices(found)}<div class="wide"><div class="grid" style="--texts:{len(found["texts"])}">'
+        f'<div class="routing{many}" data-slots="{",".join(slots)}"><div '
+        f'class="controls">{_selector(slots, found)}{_legend(kinds)}</div>'
+        f'{_choices(found)}<div class="wide"><div class="grid" '
+        f'style="--texts:{len(found["texts"])}">'
         f'<div class="head"></div>{heads}{cells}</div></div></div>'
     )
 
@@ -86,17 +100,25 @@ def _rules(kinds: Sequence[Expert], slots: Sequence[str]) -> str:
     """Which class of a token counts depends on the block that is chosen: no script is needed."""
     looks = "".join(f".{e.key}{{--c:{e.colour};text-decoration:{e.cue}}}" for e in kinds)
     chosen = "".join(
-        f".routing:has(#block-{slot}:checked) .{slot[0]}{e.key}{{--c:{e.colour};text-decoration:{e.cue}}}" for slot in slots for e in kinds
+        f".routing:has(#block-{slot}:checked) "
+        f".{slot[0]}{e.key}{{--c:{e.colour};text-decoration:{e.cue}}}"
+        for slot in slots
+        for e in kinds
     )
-    fullness = "".join(f".routing:has(#block-{slot}:checked) .text .t{{--k:var(--{slot[0]})}}" for slot in slots)
-    shares = "".join(f".routing:has(#block-{slot}:checked) .share-{slot}{{display:flex}}" for slot in slots)
+    fullness = "".join(
+        f".routing:has(#block-{slot}:checked) .text .t{{--k:var(--{slot[0]})}}" for slot in slots
+    )
+    shares = "".join(
+        f".routing:has(#block-{slot}:checked) .share-{slot}{{display:flex}}" for slot in slots
+    )
     return looks + chosen + fullness + shares
 
 
 def _selector(slots: Sequence[str], found: Mapping[str, Any]) -> str:
     """Radio buttons; the last block is chosen at first, where experts differ most."""
     buttons = "".join(
-        f'<input type="radio" name="block" id="block-{slot}"{" checked" if slot == slots[-1] else ""}>'
+        f'<input type="radio" name="block" '
+        f'id="block-{slot}"{" checked" if slot == slots[-1] else ""}>'
         f'<label for="block-{slot}">{slot} <small>({block + 1} of {found["depth"]})</small></label>'
         for slot, block in zip(slots, found["blocks"], strict=True)
     )
@@ -106,45 +128,75 @@ def _selector(slots: Sequence[str], found: Mapping[str, Any]) -> str:
 def _legend(kinds: Sequence[Expert]) -> str:
     items = "".join(f'<li><span class="t {e.key}">{escape(e.name)}</span></li>' for e in kinds)
     steps = "".join(f'<i class="t" style="--k:{k}"></i>' for k in range(0, 101, 25))
-    return f'<ul class="legend">{items}<li>all experts alike <span class="shades" aria-hidden="true">{steps}</span> one alone</li></ul>'
-
-
-def _choices(found: Mapping[str, Any]) -> str:
-    """Selectors of one model and one text, for many clients or a narrow window; a script shows them."""
-    models, texts = ("".join(f'<option value="{escape(i)}">{escape(i)}</option>' for i in found[key]) for key in ("weights", "texts"))
     return (
-        f'<div class="choices" hidden><label>model of <select class="model">{models}</select></label> '
-        f'<label>beside its own text, that of <select class="text-of">{texts}</select></label></div>'
+        f'<ul class="legend">{items}<li>all experts alike <span class="shades" '
+        f'aria-hidden="true">{steps}</span> one alone</li></ul>'
     )
 
 
-def _row(model: str, found: Mapping[str, Any], mixture: Sequence[Expert], slots: Sequence[str]) -> str:
+def _choices(found: Mapping[str, Any]) -> str:
+    """Selectors of one model and one text, for many clients or a narrow window; a script shows
+    them.
+    """
+    models, texts = (
+        "".join(f'<option value="{escape(i)}">{escape(i)}</option>' for i in found[key])
+        for key in ("weights", "texts")
+    )
+    return (
+        f'<div class="choices" hidden><label>model of <select '
+        f'class="model">{models}</select></label> '
+        f"<label>beside its own text, that of <select "
+        f'class="text-of">{texts}</select></label></div>'
+    )
+
+
+def _row(
+    model: str, found: Mapping[str, Any], mixture: Sequence[Expert], slots: Sequence[str]
+) -> str:
     cells = "".join(_picture(model, text, found, mixture, slots) for text in found["texts"])
     return f'<div class="side"><span>model of <b>{escape(model)}</b></span></div>{cells}'
 
 
-def _picture(model: str, text: str, found: Mapping[str, Any], mixture: Sequence[Expert], slots: Sequence[str]) -> str:
+def _picture(
+    model: str, text: str, found: Mapping[str, Any], mixture: Sequence[Expert], slots: Sequence[str]
+) -> str:
     weights: list[list[list[float]]] = found["weights"][model][text]
-    spans = "".join(_token(piece, [block[k] for block in weights], mixture, slots) for k, piece in enumerate(found["texts"][text]))
-    shares = "".join(_shares(block, mixture, slot) for slot, block in zip(slots, weights, strict=True))
+    spans = "".join(
+        _token(piece, [block[k] for block in weights], mixture, slots)
+        for k, piece in enumerate(found["texts"][text])
+    )
+    shares = "".join(
+        _shares(block, mixture, slot) for slot, block in zip(slots, weights, strict=True)
+    )
     title = f"model of {model}, {'own text' if model == text else f'text of {text}'}"
     return (
-        f'<div class="cell{" own" if model == text else ""}" data-model="{escape(model)}" data-text="{escape(text)}" '
-        f'data-experts="{escape("|".join(e.name for e in mixture))}" data-colours="{"|".join(e.colour for e in mixture)}">'
-        f'<h4>{escape(title)}</h4><p class="text" role="group" aria-label="{escape(title)}">{spans}</p>{shares}</div>'
+        f'<div class="cell{" own" if model == text else ""}" data-model="{escape(model)}" '
+        f'data-text="{escape(text)}" '
+        f'data-experts="{escape("|".join(e.name for e in mixture))}" '
+        f'data-colours="{"|".join(e.colour for e in mixture)}">'
+        f'<h4>{escape(title)}</h4><p class="text" role="group" '
+        f'aria-label="{escape(title)}">{spans}</p>{shares}</div>'
     )
 
 
-def _token(piece: str, weights: Sequence[Sequence[float]], mixture: Sequence[Expert], slots: Sequence[str]) -> str:
-    top = " ".join(f"{slot[0]}{mixture[_argmax(w)].key}" for slot, w in zip(slots, weights, strict=True))
+def _token(
+    piece: str, weights: Sequence[Sequence[float]], mixture: Sequence[Expert], slots: Sequence[str]
+) -> str:
+    top = " ".join(
+        f"{slot[0]}{mixture[_argmax(w)].key}" for slot, w in zip(slots, weights, strict=True)
+    )
     told = ";".join(",".join(f"{1000 * value:.0f}" for value in w) for w in weights)
-    full = ";".join(f"--{slot[0]}:{100 * lead(w):.0f}" for slot, w in zip(slots, weights, strict=True))
+    full = ";".join(
+        f"--{slot[0]}:{100 * lead(w):.0f}" for slot, w in zip(slots, weights, strict=True)
+    )
     shown = piece.replace("\r\n", "\n").replace("\n", "↵\n")
     return f'<span class="t {top}" style="{full}" data-w="{told}">{escape(shown)}</span>'
 
 
 def lead(weights: Sequence[float]) -> float:
-    """How far the largest weight is from an equal share: 0 where all are alike, 1 where it is all there is."""
+    """How far the largest weight is from an equal share: 0 where all are alike, 1 where it is
+    all there is.
+    """
     alike = 1 / len(weights)
     return max(0.0, (max(weights) - alike) / (1 - alike)) if len(weights) > 1 else 1.0
 
@@ -156,6 +208,11 @@ def _argmax(weights: Sequence[float]) -> int:
 def _shares(block: Sequence[Sequence[float]], mixture: Sequence[Expert], slot: str) -> str:
     """The mean weight of each expert, as a bar and in words."""
     shares = list(zip(mixture, map(fmean, zip(*block, strict=True)), strict=True))
-    parts = "".join(f'<i style="flex:{share:.3f};background:{e.colour}"></i>' for e, share in shares if share)
+    parts = "".join(
+        f'<i style="flex:{share:.3f};background:{e.colour}"></i>' for e, share in shares if share
+    )
     words = ", ".join(f"{e.name} {100 * share:.0f} %" for e, share in shares)
-    return f'<div class="share share-{slot}"><span class="mix" aria-hidden="true">{parts}</span><small>{escape(words)}</small></div>'
+    return (
+        f'<div class="share share-{slot}"><span class="mix" '
+        f'aria-hidden="true">{parts}</span><small>{escape(words)}</small></div>'
+    )

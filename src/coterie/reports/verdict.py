@@ -15,9 +15,11 @@ SEEDS = "One seed: differences may be chance; `coterie compare METHOD ... --seed
 
 
 def verdict(rows: Sequence[Row], own: str) -> str:
-    """Say which method did best, for how many clients or for which groups, by how much, and what to do.
+    """Say which method did best, for how many clients or for which groups, by how much, and what to
+    do.
 
-    Bounds count for nothing: nobody can have them. With several seeds a difference counts if it is larger than its deviation.
+    Bounds count for nothing: nobody can have them. With several seeds a difference counts if it is
+    larger than its deviation.
 
     Args:
         rows: As in comparison.json.
@@ -33,7 +35,10 @@ def verdict(rows: Sequence[Row], own: str) -> str:
     mine = next((row for row in known if row["method"] == own), ranked[0])
     others = [row for row in ranked if row is not mine]
     if not others:
-        return f"Only {_title(mine)} was run: `coterie compare {mine['method']} local fedavg --recipe RECIPE` says whether sharing helps."
+        return (
+            f"Only {_title(mine)} was run: `coterie compare {mine['method']} local fedavg "
+            f"--recipe RECIPE` says whether sharing helps."
+        )
     rival = others[0]
     return f"{_compared(mine, rival)} {_certainty(mine, rival)}"
 
@@ -46,23 +51,42 @@ def _compared(mine: Row, rival: Row) -> str:
         return f"On these data {ours} and {theirs} are alike ({figures}): take the simpler one."
     won = better(mine["mean"], rival["mean"], metric)
     first, second = (mine, rival) if won else (rival, mine)
-    groups = {unseen(g): (first["groups"][g], second["groups"][g]) for g in first.get("groups") or {} if g in (second.get("groups") or {})}
-    pairs = groups or {i: (x, second["clients"][i]) for i, x in first["clients"].items() if i in second["clients"]}
+    groups = {
+        unseen(g): (first["groups"][g], second["groups"][g])
+        for g in first.get("groups") or {}
+        if g in (second.get("groups") or {})
+    }
+    pairs = groups or {
+        i: (x, second["clients"][i]) for i, x in first["clients"].items() if i in second["clients"]
+    }
     ahead = [name for name, (x, y) in pairs.items() if better(x, y, metric)]
     if groups:
         whom = _which(ahead, groups, metric)
     else:
-        whom = f"{_whom(ahead, pairs)} ({_value(first['mean'], metric)} against {_value(second['mean'], metric)})"
+        whom = (
+            f"{_whom(ahead, pairs)} ({_value(first['mean'], metric)} against "
+            f"{_value(second['mean'], metric)})"
+        )
     if won:
-        return f"On these data {ours} is better than {theirs}, the best other row, {whom}. {_advice_won(ahead, pairs)}"
+        return (
+            f"On these data {ours} is better than {theirs}, the best other row, {whom}. "
+            f"{_advice_won(ahead, pairs)}"
+        )
     return f"On these data {theirs} is better than {ours} {whom}: {_advice_lost(rival)}"
 
 
-def _which(ahead: Sequence[str], groups: Mapping[str, tuple[float, float]], metric: Mapping[str, Any]) -> str:
+def _which(
+    ahead: Sequence[str], groups: Mapping[str, tuple[float, float]], metric: Mapping[str, Any]
+) -> str:
     """For which groups the better one is better and for which not, each with the two figures."""
-    told = {name: f"{name} ({_value(x, metric)} against {_value(y, metric)})" for name, (x, y) in groups.items()}
+    told = {
+        name: f"{name} ({_value(x, metric)} against {_value(y, metric)})"
+        for name, (x, y) in groups.items()
+    }
     behind = [text for name, text in told.items() if name not in ahead]
-    return f"for {' and '.join(told[name] for name in ahead) or 'no group'}" + (f", not for {' and '.join(behind)}" if behind else "")
+    return f"for {' and '.join(told[name] for name in ahead) or 'no group'}" + (
+        f", not for {' and '.join(behind)}" if behind else ""
+    )
 
 
 def _whom(ahead: Sequence[str], pairs: Mapping[str, Any]) -> str:
@@ -82,7 +106,10 @@ def _advice_lost(rival: Row) -> str:
     if rival["method"] == ALONE:
         return "share less, or keep the local models."
     if rival["method"] == BASE:
-        return "training did not help; lower the learning rates, train on more text, or keep the base as it is."
+        return (
+            "training did not help; lower the learning rates, train on more text, or keep the "
+            "base as it is."
+        )
     return f"use it: --set method.name={rival['method']}."
 
 
@@ -97,7 +124,10 @@ def _certainty(mine: Row, rival: Row) -> str:
     if seeds == 1:
         return SEEDS
     within = "within" if _tied(mine, rival) else "beyond"
-    return f"The difference is {within} the deviation over {seeds} seeds (± {figure(_deviation(mine, rival))})."
+    return (
+        f"The difference is {within} the deviation over {seeds} seeds (± "
+        f"{figure(_deviation(mine, rival))})."
+    )
 
 
 def _seeds(mine: Row, rival: Row) -> int:

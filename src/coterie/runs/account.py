@@ -1,7 +1,9 @@
-"""What a device has let out so far, over all runs: it is on its disk before anything leaves, whatever a server forgets.
+"""What a device has let out so far, over all runs: it is on its disk before anything leaves,
+whatever a server forgets.
 
-What is counted: privacy that replies with noise have spent; exchanges of secure aggregation that were answered, each of which is answered
-once; unlike answers in a round; and the recipe of each run, which stays what it was when the run began.
+What is counted: privacy that replies with noise have spent; exchanges of secure aggregation that
+were answered, each of which is answered once; unlike answers in a round; and the recipe of each
+run, which stays what it was when the run began.
 """
 
 import json
@@ -30,7 +32,8 @@ class Cost:
     """The privacy that a reply spends.
 
     Args:
-        squared: Of a Gaussian mechanism mu^2, the square of the sensitivity over the standard deviation of the noise.
+        squared: Of a Gaussian mechanism mu^2, the square of the sensitivity over the standard
+            deviation of the noise.
         renyi: Of any other mechanism its Rényi divergences, (orders,) over `ORDERS`; empty: none.
     """
 
@@ -82,11 +85,16 @@ class _Ledger(BaseModel):
     runs: dict[str, _Run] = {}
 
     def charge(self, cost: Cost) -> None:
-        """Add what a reply spends. Raises Refused for a cost that is not finite, and for Rényi divergences of other orders."""
+        """Add what a reply spends. Raises Refused for a cost that is not finite, and for Rényi
+        divergences of other orders.
+        """
         self.squared += cost.squared
         if cost.renyi:
             if self.renyi and self.orders != _ORDERS:
-                raise Refused("the account of this device was kept by another version of coterie", "Install that version again.")
+                raise Refused(
+                    "the account of this device was kept by another version of coterie",
+                    "Install that version again.",
+                )
             before = np.array(self.renyi) if self.renyi else np.zeros(len(ORDERS))
             self.renyi, self.orders = (before + np.array(cost.renyi)).tolist(), _ORDERS
         if not all(map(math.isfinite, (self.squared, *self.renyi))):
@@ -102,7 +110,8 @@ _ORDERS = sha256(ORDERS.tobytes()).hexdigest()
 
 @dataclass(frozen=True)
 class Account:
-    """The account of a device, a file that outlives its process and a power cut. One that is damaged is refused, not begun afresh.
+    """The account of a device, a file that outlives its process and a power cut. One that is
+    damaged is refused, not begun afresh.
 
     Args:
         path: The file; beside it lies a lock.
@@ -111,7 +120,9 @@ class Account:
     path: Path
 
     def epsilon(self, delta: float) -> float:
-        """The privacy spent over all runs. Raises Refused: the file is damaged, or opacus is not installed."""
+        """The privacy spent over all runs. Raises Refused: the file is damaged, or opacus is not
+        installed.
+        """
         with self._locked():
             return self._read().epsilon(delta)
 
@@ -121,7 +132,8 @@ class Account:
             _check(self._read(), leaving, limits)
 
     def record(self, leaving: Leaving, limits: Limits, exchanges: int | None) -> None:
-        """Write down a reply before it leaves. What left already, in the same words, leaves again for nothing; but never under masks.
+        """Write down a reply before it leaves. What left already, in the same words, leaves again
+        for nothing; but never under masks.
 
         Args:
             leaving: The reply.
@@ -140,7 +152,9 @@ class Account:
             _count(run, leaving, exchanges)
             if leaving.masked:
                 _sum(ledger, run, leaving)
-            if leaving.cost is not None and (leaving.masked or leaving.contents not in ledger.noised):
+            if leaving.cost is not None and (
+                leaving.masked or leaving.contents not in ledger.noised
+            ):
                 _charge(ledger, leaving, leaving.cost, limits)
             if ledger != before:
                 self._write(ledger)
@@ -160,14 +174,23 @@ class Account:
         except FileNotFoundError:
             return _Ledger()
         except (OSError, ValueError, ValidationError) as error:
-            remedy = "Put a copy of it back. Or its owner deletes it, and begins afresh: then nobody knows what has left before."
-            raise Refused(f"the account of this device, {self.path}, is damaged ({type(error).__name__}); nothing leaves", remedy) from None
+            remedy = (
+                "Put a copy of it back. Or its owner deletes it, and begins afresh: then nobody "
+                "knows what has left before."
+            )
+            raise Refused(
+                f"the account of this device, {self.path}, is damaged ({type(error).__name__}); "
+                f"nothing leaves",
+                remedy,
+            ) from None
 
     def _write(self, ledger: _Ledger) -> None:
         text = json.dumps(ledger.model_dump(mode="json"))
         new = self.path.with_name(f"{self.path.name}.new")
         try:
-            with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+            with os.fdopen(
+                os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8"
+            ) as file:
                 file.write(f"{sha256(text.encode()).hexdigest()}\n{text}")
                 file.flush()
                 os.fsync(file.fileno())
@@ -178,7 +201,9 @@ class Account:
             finally:
                 os.close(folder)
         except OSError as error:
-            raise SaveError(f"cannot write {self.path}: {error.strerror}; nothing leaves", "Free some space.") from error
+            raise SaveError(
+                f"cannot write {self.path}: {error.strerror}; nothing leaves", "Free some space."
+            ) from error
 
 
 def described(home: Path, limits: Limits) -> str:
@@ -186,21 +211,42 @@ def described(home: Path, limits: Limits) -> str:
     said = "This device keeps to its owner's limits, whatever a run says."
     if not limits.noisy:
         return said
-    spent, allowed = Account(home / ACCOUNT).epsilon(limits.delta), "any amount" if limits.epsilon is None else f"{limits.epsilon:g}"
-    return f"{said} Privacy spent over all runs: epsilon {spent:.3g} at delta {limits.delta:g}; its owner allows {allowed}."
+    spent, allowed = (
+        Account(home / ACCOUNT).epsilon(limits.delta),
+        "any amount" if limits.epsilon is None else f"{limits.epsilon:g}",
+    )
+    return (
+        f"{said} Privacy spent over all runs: epsilon {spent:.3g} at delta {limits.delta:g}; its "
+        f"owner allows {allowed}."
+    )
 
 
 def _check(ledger: _Ledger, leaving: Leaving, limits: Limits) -> None:
     """Refuse what the account alone forbids. Raises Refused."""
     run = ledger.runs.get(leaving.run)
     if run is None and limits.runs is not None and len(ledger.runs) >= limits.runs:
-        raise Refused(f"limits.runs: this device has taken part in {limits.runs} runs, and in no more", OWNERS)
+        raise Refused(
+            f"limits.runs: this device has taken part in {limits.runs} runs, and in no more", OWNERS
+        )
     if run is not None and run.recipe != leaving.recipe:
-        raise Refused("the recipe is not that with which the run began", "Start another run: of one run a device keeps to one recipe.")
+        raise Refused(
+            "the recipe is not that with which the run began",
+            "Start another run: of one run a device keeps to one recipe.",
+        )
     if leaving.masked and run is not None and run.masked is not None and leaving.turn <= run.masked:
-        then, now = (f"exchange {number} of round {round + 1}" for round, number in (run.masked, leaving.turn))
-        problem = f"{now} is not answered: this device has answered {then} under masks, and answers each exchange once"
-        raise Refused(problem, "The difference of two sums would tell. A run that is resumed goes on with a later round.")
+        then, now = (
+            f"exchange {number} of round {round + 1}"
+            for round, number in (run.masked, leaving.turn)
+        )
+        problem = (
+            f"{now} is not answered: this device has answered {then} under masks, and answers "
+            f"each exchange once"
+        )
+        raise Refused(
+            problem,
+            "The difference of two sums would tell. A run that is resumed goes on with a later "
+            "round.",
+        )
 
 
 def _count(run: _Run, leaving: Leaving, exchanges: int | None) -> None:
@@ -211,7 +257,10 @@ def _count(run: _Run, leaving: Leaving, exchanges: int | None) -> None:
     if leaving.contents in left:
         return
     if len(left) >= exchanges:
-        problem = f"limits.exchanges: this device has given {len(left)} unlike answers in round {leaving.turn[0] + 1}, and gives no more"
+        problem = (
+            f"limits.exchanges: this device has given {len(left)} unlike answers in round "
+            f"{leaving.turn[0] + 1}, and gives no more"
+        )
         raise Refused(problem, OWNERS)
     left.append(leaving.contents)
 
@@ -219,16 +268,24 @@ def _count(run: _Run, leaving: Leaving, exchanges: int | None) -> None:
 def _sum(ledger: _Ledger, run: _Run, leaving: Leaving) -> None:
     """Note an answer under masks. Raises Refused: the same update was in another sum."""
     if leaving.contents in ledger.summed:
-        problem = "this update has left under masks before, in another run or exchange: of two sums with it the difference would tell"
+        problem = (
+            "this update has left under masks before, in another run or exchange: of two sums "
+            "with it the difference would tell"
+        )
         raise Refused(problem, "Run the recipe with another seed, or resume the former run.")
     ledger.summed.append(leaving.contents)
     run.masked = leaving.turn
 
 
 def _charge(ledger: _Ledger, leaving: Leaving, cost: Cost, limits: Limits) -> None:
-    """Add what a reply with noise spends. Raises Refused: it would be more than the owner allows."""
+    """Add what a reply with noise spends. Raises Refused: it would be more than the owner
+    allows.
+    """
     ledger.charge(cost)
     ledger.noised.append(leaving.contents)
     if limits.epsilon is not None and (spent := ledger.epsilon(limits.delta)) > limits.epsilon:
-        problem = f"limits.epsilon: with this reply {spent:.3g} would be spent over all runs (delta {limits.delta:g})"
+        problem = (
+            f"limits.epsilon: with this reply {spent:.3g} would be spent over all runs (delta "
+            f"{limits.delta:g})"
+        )
         raise Refused(f"{problem}; the owner allows {limits.epsilon:g}", OWNERS)

@@ -1,4 +1,6 @@
-"""A client that a run has never seen gets a personal model of it: from data without labels, or trained on its own text."""
+"""A client that a run has never seen gets a personal model of it: from data without labels, or
+trained on its own text.
+"""
 
 import os
 import tempfile
@@ -65,10 +67,12 @@ class Adapted:
         samples: How many images, texts or windows of text the client has.
         experts: The numbers of those that it got of a pool.
         rounds: Of the run in all; the model is from what it had learned after `model.about.round`.
-        scores: For each expert of the pool the share of the client's samples that the gate sends to it; () without a gate.
+        scores: For each expert of the pool the share of the client's samples that the gate sends to
+            it; () without a gate.
         up: Bytes that the client sent.
         down: Bytes that it got.
-        once: Bytes of the common expert besides, which everybody has from the beginning; 0 where the client needs none.
+        once: Bytes of the common expert besides, which everybody has from the beginning; 0 where
+            the client needs none.
         personalised: What training on its own text gave; None where nothing was trained.
     """
 
@@ -84,26 +88,42 @@ class Adapted:
     personalised: Personalised | None = None
 
 
-def adapt(run: Path, data: Path, client: ClientId | None = None, out: Path | None = None, *, training: Training | None = None) -> Adapted:
-    """Make a personal model for a new client, by the exchange by which the run itself scores clients that it never trained with.
+def adapt(
+    run: Path,
+    data: Path,
+    client: ClientId | None = None,
+    out: Path | None = None,
+    *,
+    training: Training | None = None,
+) -> Adapted:
+    """Make a personal model for a new client, by the exchange by which the run itself scores
+    clients that it never trained with.
 
-    The data are embedded here, and what the gate makes of them is added up; of them all, the server's half sees only this sum. Of a run of
-    language models the client then has the shared part alone, see `personalise.shared_part`, and can train from it on its own text.
+    The data are embedded here, and what the gate makes of them is added up; of them all, the
+    server's half sees only this sum. Of a run of language models the client then has the shared
+    part alone, see `personalise.shared_part`, and can train from it on its own text.
 
     Args:
         run: The folder of a run, finished or not: the newest checkpoint counts.
-        data: A file or folder of images or texts, see `personal.samples.read`; to be trained on, texts as `data.kind: folders` takes them.
+        data: A file or folder of images or texts, see `personal.samples.read`; to be trained on,
+            texts as `data.kind: folders` takes them.
         client: Its id; default: the name of `data`.
-        out: Where its personal model goes, whole or not at all; default: clients/ID in the run's folder.
+        out: Where its personal model goes, whole or not at all; default: clients/ID in the run's
+            folder.
         training: How it trains; None: it does not.
 
     Raises:
-        Refused: There is no such run, or no checkpoint in it; its method cannot do that; the data will not do; or there is such a client.
+        Refused: There is no such run, or no checkpoint in it; its method cannot do that; the data
+            will not do; or there is such a client.
         ClientError: The client's half failed.
         SaveError: The model could not be written.
     """
     recipe = _recipe(run, training is not None)
-    id = names.normal((data.resolve().name if data.is_dir() else data.resolve().stem) if client is None else client)
+    id = names.normal(
+        (data.resolve().name if data.is_dir() else data.resolve().stem)
+        if client is None
+        else client
+    )
     check_id(id)
     folder = out or run / "clients" / names.encoded(id)
     check_apart(folder, data)
@@ -116,7 +136,10 @@ def adapt(run: Path, data: Path, client: ClientId | None = None, out: Path | Non
     joined = _joined(prepared, id, _data(prepared, id, data, training is not None))
     execution = Execution(joined, run, Reporter(), "", OnThisMachine("inprocess"))
     if not execution.restore() and execution.method.rounds:
-        remedy = "Wait for the first one (checkpoint_every), or go on with the run: coterie run --resume."
+        remedy = (
+            "Wait for the first one (checkpoint_every), or go on with the run: coterie run "
+            "--resume."
+        )
         raise CheckpointError(f"{run} has no checkpoint yet", remedy)
     tensors, up, down = execution.adapt((id,))
     owner = execution.prepared.site.client(id, dict(execution.engine.states().get(id, {})))
@@ -127,13 +150,32 @@ def adapt(run: Path, data: Path, client: ClientId | None = None, out: Path | Non
         scores = tuple((affinity / affinity.sum()).tolist())
     personalised = _keep(execution, owner, tensors[id], folder, training)
     once = execution.modality.once_bytes if scores or not down[id] else 0
-    experts = tuple(sorted(int(name.removeprefix("expert/")) for name in tensors[id] if name.startswith("expert/")))
+    experts = tuple(
+        sorted(
+            int(name.removeprefix("expert/")) for name in tensors[id] if name.startswith("expert/")
+        )
+    )
     samples = owner.data.train.windows
-    return Adapted(load(folder), folder, samples, experts, execution.method.rounds, scores, up[id], down[id], once, personalised)
+    return Adapted(
+        load(folder),
+        folder,
+        samples,
+        experts,
+        execution.method.rounds,
+        scores,
+        up[id],
+        down[id],
+        once,
+        personalised,
+    )
 
 
-def _keep(execution: Execution, owner: Client, tensors: Tensors, folder: Path, training: Training | None) -> Personalised | None:
-    """Write the client's personal model, trained first if it is to be. Nothing is there before all of it is. Raises SaveError."""
+def _keep(
+    execution: Execution, owner: Client, tensors: Tensors, folder: Path, training: Training | None
+) -> Personalised | None:
+    """Write the client's personal model, trained first if it is to be. Nothing is there before
+    all of it is. Raises SaveError.
+    """
     modality, found = execution.modality, None
     make_folder(folder.parent)
     try:
@@ -142,10 +184,14 @@ def _keep(execution: Execution, owner: Client, tensors: Tensors, folder: Path, t
             if isinstance(modality, Language):
                 kept = shared_part(owner, execution.method)
                 if training is not None:
-                    most = training.iterations or execution.method.rounds * execution.method.steps(owner)
+                    most = training.iterations or execution.method.rounds * execution.method.steps(
+                        owner
+                    )
                     kept, found = train(owner, execution.method, most, training.say)
                 recipe = execution.recipe
-                origin = personal.Origin(recipe.method["name"], recipe.name, execution.round, recipe.seed)
+                origin = personal.Origin(
+                    recipe.method["name"], recipe.name, execution.round, recipe.seed
+                )
                 modality.write(new, owner.id, kept.layout, kept.tensors, origin)
             else:
                 execution.keep(owner, tensors, new)
@@ -153,19 +199,28 @@ def _keep(execution: Execution, owner: Client, tensors: Tensors, folder: Path, t
                 write_json(new / TRAINED, found.summary)
             os.rename(new, folder)
     except OSError as error:
-        raise SaveError(f"cannot write {folder}: {error.strerror}", "Free some space there, or choose another --out.") from error
+        raise SaveError(
+            f"cannot write {folder}: {error.strerror}",
+            "Free some space there, or choose another --out.",
+        ) from error
     return found
 
 
 def _recipe(run: Path, trains: bool) -> Recipe:
-    """What a folder is a run of, if new clients can get anything from that, or train on from there. Raises Refused."""
+    """What a folder is a run of, if new clients can get anything from that, or train on from
+    there. Raises Refused.
+    """
     if not (run / files.RECIPE).is_file():
-        raise CheckpointError(f"{run} holds no run: there is no {files.RECIPE}", "Give the folder that `coterie run` wrote (--out).")
+        raise CheckpointError(
+            f"{run} holds no run: there is no {files.RECIPE}",
+            "Give the folder that `coterie run` wrote (--out).",
+        )
     recipe = recipes.resolve(run)
     name, method = recipe.method["name"], recipe.build_method()
     if trains and recipe.model.kind != "language":
         raise Refused(
-            f"--train is for language models, and {run} holds classifiers", "Leave --train out: labels are neither needed nor read."
+            f"--train is for language models, and {run} holds classifiers",
+            "Leave --train out: labels are neither needed nor read.",
         )
     if trains and not method.total_iterations:
         raise Refused(f"{run}: {name} trains nothing that a new client could begin with", _ALONE)
@@ -173,12 +228,24 @@ def _recipe(run: Path, trains: bool) -> Recipe:
         return recipe
     if method.joinable:
         remedy = "With --train it trains on from what the clients share."
-        raise Refused(f"{run}: {name} has no model for clients that bring none of their own", remedy)
+        raise Refused(
+            f"{run}: {name} has no model for clients that bring none of their own", remedy
+        )
     if trains:
-        able = ", ".join(known for known, entry in METHODS.items() if entry.method.universal or entry.method.joinable)
-        raise Refused(f"{run}: {name} has nothing in common that a new client could begin with", f"{_ALONE} Methods that have: {able}.")
+        able = ", ".join(
+            known
+            for known, entry in METHODS.items()
+            if entry.method.universal or entry.method.joinable
+        )
+        raise Refused(
+            f"{run}: {name} has nothing in common that a new client could begin with",
+            f"{_ALONE} Methods that have: {able}.",
+        )
     able = ", ".join(known for known, entry in METHODS.items() if entry.method.universal)
-    raise Refused(f"{run}: {name} has no model for clients that bring none of their own", f"Methods that have: {able}.")
+    raise Refused(
+        f"{run}: {name} has no model for clients that bring none of their own",
+        f"Methods that have: {able}.",
+    )
 
 
 _ALONE = "Train on the text alone: coterie run folders --set method.name=local --set data.path=DIR."
@@ -192,43 +259,63 @@ def _joined(prepared: Prepared, id: ClientId, data: ClientData) -> Prepared:
 
 
 def _data(prepared: Prepared, id: ClientId, data: Path, trains: bool) -> ClientData:
-    """What a client has: in splits if it trains, otherwise alike in all of them. Raises DataError."""
+    """What a client has: in splits if it trains, otherwise alike in all of them. Raises
+    DataError.
+    """
     modality = prepared.modality
     if isinstance(modality, Language):
-        return _text(prepared.recipe, modality, id, data) if trains else _all_text(modality, id, data)
+        return (
+            _text(prepared.recipe, modality, id, data) if trains else _all_text(modality, id, data)
+        )
     assert isinstance(modality, Examples)
     like = next(iter(modality.federation.clients.values())).test
     assert isinstance(like, ExampleSplit)
     found = read([data], modality.shape)
-    return ClientData(id, *(found.split(like.mean, like.std, like.classes, name) for name in SPLITS))
+    return ClientData(
+        id, *(found.split(like.mean, like.std, like.classes, name) for name in SPLITS)
+    )
 
 
 def _all_text(modality: Language, id: ClientId, data: Path) -> ClientData:
     """All text of a client that trains nothing. Raises DataError."""
     texts = read_many(_files(data), "text")
     tokens = np.concatenate(list(encode(modality.backbone.tokenizer, texts, None)))
-    return ClientData(id, *(TokenSplit(name, tokens, modality.section.context, 0) for name in SPLITS))
+    return ClientData(
+        id, *(TokenSplit(name, tokens, modality.section.context, 0) for name in SPLITS)
+    )
 
 
 def _files(data: Path) -> list[Path]:
     """The files of a text, at least one. Raises DataError."""
     if not (found := text_files(data)):
-        raise DataError(f"{data}: no text in it", f"Name a file that ends in {', '.join(ENDINGS)}, or a folder of such.")
+        raise DataError(
+            f"{data}: no text in it",
+            f"Name a file that ends in {', '.join(ENDINGS)}, or a folder of such.",
+        )
     return found
 
 
 def _text(recipe: Recipe, modality: Language, id: ClientId, data: Path) -> ClientData:
-    """The text of a client that trains, as it would be split in a folder of clients. Raises DataError for too little of it."""
+    """The text of a client that trains, as it would be split in a folder of clients. Raises
+    DataError for too little of it.
+    """
     _files(data)
     section = recipe.data if isinstance(recipe.data, Folders) else Folders()
     parts = dict(zip(SPLITS, section.read_one(data), strict=True))
-    encoded = {name: list(encode(modality.backbone.tokenizer, texts, None)) for name, texts in parts.items()}
-    tokens = {name: np.concatenate(pieces) if pieces else np.empty(0, np.uint16) for name, pieces in encoded.items()}
+    encoded = {
+        name: list(encode(modality.backbone.tokenizer, texts, None))
+        for name, texts in parts.items()
+    }
+    tokens = {
+        name: np.concatenate(pieces) if pieces else np.empty(0, np.uint16)
+        for name, pieces in encoded.items()
+    }
     needed = modality.section.context + 1
     if any(len(own) < needed for own in tokens.values()):
         found = ", ".join(f"{len(own):,} for {name}" for name, own in tokens.items())
         raise DataError(
-            f"{data}: too little text to train on and to judge by: tokens {found}, and each needs {needed:,}",
+            f"{data}: too little text to train on and to judge by: tokens {found}, and each "
+            f"needs {needed:,}",
             "Give more text (with splits of one's own: to each of them), or leave --train out.",
         )
     return federate({id: tokens}, modality.section.context, recipe.seed, str(data)).clients[id]

@@ -1,4 +1,6 @@
-"""Where a run's clients are: in this process, in a simulation on this machine, or on devices that a grid of Flower's reaches."""
+"""Where a run's clients are: in this process, in a simulation on this machine, or on devices
+that a grid of Flower's reaches.
+"""
 
 import os
 import time
@@ -25,15 +27,22 @@ from coterie.runs.recipe import Recipe
 if TYPE_CHECKING:
     from coterie.engines.flower.engine import Flower, Grid
 
-JOURNAL = "begun.json"  # the file of a run in which exchanges under masks are written down before they begin
-PASS_S = 0.05  # seconds of one thread, about, for a pass of the trial that finds the number of threads
+# the file of a run in which exchanges under masks are written down before they begin
+JOURNAL = "begun.json"
+PASS_S = (
+    0.05  # seconds of one thread, about, for a pass of the trial that finds the number of threads
+)
 ARRIVAL_S = 60.0  # seconds for devices that were there a moment ago
 
 
 class Place(Protocol):
     """Where clients are: what a server can prepare, and who carries its messages."""
 
-    devices: ClassVar[bool]  # whether they are on machines of their own: what they must not know is then drawn from a secret
+    devices: ClassVar[
+        bool
+        # whether they are on machines of their own: what they must not know is then drawn from a
+        # secret
+    ]
 
     def prepare(self, recipe: Recipe) -> Prepared:
         """All that can be checked before work starts. Raises Refused."""
@@ -72,7 +81,15 @@ class OnThisMachine:
 
         clients, threads = len(prepared.site.data), computing_threads(prepared)
         grid = simulated(clients, threads, simulated_device)
-        engine = flower_engine(prepared.recipe, grid, listener, tuple(prepared.site.data), threads, folder, folder / JOURNAL)
+        engine = flower_engine(
+            prepared.recipe,
+            grid,
+            listener,
+            tuple(prepared.site.data),
+            threads,
+            folder,
+            folder / JOURNAL,
+        )
         gathered(engine, lambda found: len(found) == clients, patience=600)
         return engine
 
@@ -99,10 +116,16 @@ def computing(prepared: Prepared) -> Iterator[None]:
 def choose_threads(prepared: Prepared) -> Chosen:
     """Return with how many threads a run on this machine had best compute, see `threads.choose`.
 
-    It is tried only where nobody has decided it: models so small that one thread is best, and who sets OMP_NUM_THREADS, have.
+    It is tried only where nobody has decided it: models so small that one thread is best, and who
+    sets OMP_NUM_THREADS, have.
     """
     modality, most = prepared.modality, torch.get_num_threads()
-    if modality.threads or most == 1 or modality.device.type != "cpu" or any(name in os.environ for name in SAID):
+    if (
+        modality.threads
+        or most == 1
+        or modality.device.type != "cpu"
+        or any(name in os.environ for name in SAID)
+    ):
         return Chosen(modality.threads or most)
     try:
         with torch.random.fork_rng(devices=[]):
@@ -112,7 +135,9 @@ def choose_threads(prepared: Prepared) -> Chosen:
 
 
 def _passes(prepared: Prepared) -> Callable[[int], object]:
-    """What does forward passes of the model of a recipe with so many threads, of as many rows as are short work, a batch at most."""
+    """What does forward passes of the model of a recipe with so many threads, of as many rows as
+    are short work, a batch at most.
+    """
     client = prepared.site.client(prepared.clients[0], {})
     split, embed = client.data.train, client.model.embed
 
@@ -124,7 +149,13 @@ def _passes(prepared: Prepared) -> Callable[[int], object]:
 
     torch.set_num_threads(1)
     forward(1)
-    rows = max(1, min(int(PASS_S / forward(1)), prepared.recipe.training.micro_batch or prepared.recipe.training.batch_size))
+    rows = max(
+        1,
+        min(
+            int(PASS_S / forward(1)),
+            prepared.recipe.training.micro_batch or prepared.recipe.training.batch_size,
+        ),
+    )
 
     def work(threads: int) -> float:
         torch.set_num_threads(threads)
@@ -134,7 +165,9 @@ def _passes(prepared: Prepared) -> Callable[[int], object]:
 
 
 def simulated_device(node: Mapping[str, Any], text: str, body: bytes) -> tuple[str, bytes]:
-    """What a simulated node does: its number is its place among the clients of the recipe's data."""
+    """What a simulated node does: its number is its place among the clients of the recipe's
+    data.
+    """
     return Device(Path(), place=int(node["partition-id"])).answer(text, body)
 
 
@@ -152,17 +185,32 @@ class OnDevices:
     devices: ClassVar[bool] = True
 
     @classmethod
-    def found(cls, grid: "Grid", recipe: Recipe, least: int, patience: float, listener: Listener) -> "OnDevices":
-        """The place with the clients that are there, as soon as there are enough. Raises ClientError if there are not in time."""
+    def found(
+        cls, grid: "Grid", recipe: Recipe, least: int, patience: float, listener: Listener
+    ) -> "OnDevices":
+        """The place with the clients that are there, as soon as there are enough. Raises
+        ClientError if there are not in time.
+        """
         from coterie.engines.flower.engine import gathered
 
-        return cls(grid, gathered(flower_engine(recipe, grid, listener), lambda found: len(found) >= least, patience))
+        return cls(
+            grid,
+            gathered(
+                flower_engine(recipe, grid, listener), lambda found: len(found) >= least, patience
+            ),
+        )
 
     def prepare(self, recipe: Recipe) -> Prepared:
         return seen_from_afar(recipe, self.members)
 
     def engine(self, prepared: Prepared, folder: Path, listener: Listener) -> Engine:
-        engine = flower_engine(prepared.recipe, self.grid, listener, tuple(prepared.site.data), journal=folder / JOURNAL)
+        engine = flower_engine(
+            prepared.recipe,
+            self.grid,
+            listener,
+            tuple(prepared.site.data),
+            journal=folder / JOURNAL,
+        )
         engine.await_clients([member.client for member in self.members], ARRIVAL_S)
         return engine
 
@@ -196,7 +244,8 @@ def flower_engine(
 
 
 def kept(round: int, every: int) -> int:
-    """The oldest round that a server which has done `round` rounds may go back to: that of the older of its checkpoints.
+    """The oldest round that a server which has done `round` rounds may go back to: that of the
+    older of its checkpoints.
 
     The evaluation after a round comes before its checkpoint, which is therefore not counted on yet.
     """

@@ -26,7 +26,10 @@ from coterie.runs.metrics import METRICS, MetricsFile, Released
 from coterie.runs.observations import Observations
 from coterie.runs.prepare import Prepared
 
-SAMPLED_S, WATCHED_S = 1.0, 5.0  # seconds between looks at who wants a core, and that make a judgement
+SAMPLED_S, WATCHED_S = (
+    1.0,
+    5.0,
+)  # seconds between looks at who wants a core, and that make a judgement
 AGAIN_S = 10.0  # seconds until clients are asked again, where a quorum is waited for
 
 
@@ -48,12 +51,18 @@ class ExecutionBase(Listener):
         self.threads = computing_threads(self.prepared)
         self.metrics: MetricsFile | None = None
         self.started = 0.0  # by the monotonic clock
-        decisive = self.recipe.model_dump(mode="json", exclude={"compare_with", "samples", "memory", "curve_every", "curve_windows"})
+        decisive = self.recipe.model_dump(
+            mode="json",
+            exclude={"compare_with", "samples", "memory", "curve_every", "curve_windows"},
+        )
         decisive |= {"common_expert": known} if (known := self.modality.fingerprint) else {}
         self.checkpoints = Checkpoints(self.folder / "checkpoints", decisive)
         self._sizes: dict[Layout, dict[str, int]] = {}
         self.answered: set[ClientId] = set()  # in this round
-        self.round, self.server = 0, self.method.init(self.prepared.blueprint, self.recipe.present(self.clients, 0))
+        self.round, self.server = (
+            0,
+            self.method.init(self.prepared.blueprint, self.recipe.present(self.clients, 0)),
+        )
         self.progress: Json = {
             "up": dict.fromkeys(self.federation.everyone, 0),
             "down": dict.fromkeys(self.federation.everyone, 0),
@@ -80,12 +89,20 @@ class ExecutionBase(Listener):
         if privacy.unit == "client":
             return Accountant(privacy, len(self.clients), experiment=not self.place.devices)
         largest = max(data.train.windows for data in self.federation.clients.values())
-        return ExampleAccountant(privacy, largest, self.recipe.training.batch_size, experiment=not self.place.devices)
+        return ExampleAccountant(
+            privacy, largest, self.recipe.training.batch_size, experiment=not self.place.devices
+        )
 
     def _take_in(self, prepared: Prepared) -> None:
         """Who takes part, and who is scored."""
-        self.prepared, self.clients, self.federation = prepared, prepared.clients, prepared.modality.federation
-        self.groups = {i: group for group, members in self.federation.unseen.items() for i in members}
+        self.prepared, self.clients, self.federation = (
+            prepared,
+            prepared.clients,
+            prepared.modality.federation,
+        )
+        self.groups = {
+            i: group for group, members in self.federation.unseen.items() for i in members
+        }
         self.scored = tuple(self.groups) or self.clients
 
     @property
@@ -93,7 +110,9 @@ class ExecutionBase(Listener):
         return self.round * self.method.local_steps
 
     def _check(self, ask: Ask, client: ClientId, reply: Tensors) -> None:
-        """Refuse an answer that is not of the form asked for, and scores that cannot be all the same. Raises TensorError."""
+        """Refuse an answer that is not of the form asked for, and scores that cannot be all the
+        same. Raises TensorError.
+        """
         ask.check(client, reply)
         if ask.task in (self.method.score, self.method.score_test):
             check_scores(reply)
@@ -123,8 +142,10 @@ class ExecutionBase(Listener):
             back = self._awaited(ask.to.keys() - believed.keys())
             asked = replace(ask, to={i: tensors for i, tensors in ask.to.items() if i in back})
         raise ClientError(
-            f"round {self.round + 1}, {ask.name}: {len(believed)} of {len(ask.to)} clients answered, quorum.min_clients is {needed}",
-            f"Why is in {self.folder / METRICS}, lines of kind `lost`. When they are back, --resume goes on from the last checkpoint.",
+            f"round {self.round + 1}, {ask.name}: {len(believed)} of {len(ask.to)} clients "
+            f"answered, quorum.min_clients is {needed}",
+            f"Why is in {self.folder / METRICS}, lines of kind `lost`. When they are back, "
+            f"--resume goes on from the last checkpoint.",
         )
 
     def _awaited(self, clients: Set[ClientId]) -> Set[ClientId]:
@@ -137,7 +158,11 @@ class ExecutionBase(Listener):
 
     def lost(self, client: ClientId, task: str, reason: str) -> None:
         self.progress["lost"][client] = self.progress["lost"].get(client, 0) + 1
-        why = reason.removeprefix(f"reply of client {client!r}").removeprefix(f" to {task}").removeprefix(": ")  # said beside it
+        why = (
+            reason.removeprefix(f"reply of client {client!r}")
+            .removeprefix(f" to {task}")
+            .removeprefix(": ")
+        )  # said beside it
         self._say("lost", client, {"task": task, "reason": why})
 
     def noted(self, client: ClientId, note: str) -> None:
@@ -148,13 +173,17 @@ class ExecutionBase(Listener):
         self._write(kind, self.round + 1, self.iteration, client, said)
         self.reporter.warning(self.round, client, said.get("reason") or said["note"])
 
-    def _write(self, kind: str, round: int, iteration: int, client: ClientId, values: Mapping[str, Any]) -> None:
+    def _write(
+        self, kind: str, round: int, iteration: int, client: ClientId, values: Mapping[str, Any]
+    ) -> None:
         """A line of metrics.jsonl, while that is open."""
         if self.metrics is not None:
             self.metrics.write(kind, round, iteration, client, values)
 
     def _look_at_cores(self) -> None:
-        """Tell the reporter, now and then, how many others compute while this process lacks cores, if it is this one that computes."""
+        """Tell the reporter, now and then, how many others compute while this process lacks
+        cores, if it is this one that computes.
+        """
         if self.engine.distant or self.modality.device.type != "cpu":
             return
         now = time.monotonic()
@@ -170,9 +199,13 @@ class ExecutionBase(Listener):
             self.reporter.answered(client)
             return
         if self.round % self.recipe.metrics_every == 0:
-            self._write("train", self.round + 1, self.iteration + self.method.local_steps, client, metrics)
+            self._write(
+                "train", self.round + 1, self.iteration + self.method.local_steps, client, metrics
+            )
         self.reporter.client(self.round, client, metrics)
 
-    def _ask(self, task: Callable[..., Tensors], to: Mapping[ClientId, Tensors], back: Form) -> Replies:
+    def _ask(
+        self, task: Callable[..., Tensors], to: Mapping[ClientId, Tensors], back: Form
+    ) -> Replies:
         """A question outside of the rounds. Its phase is -1: no round has that."""
         return self._answer(Ask(task, to, back), -1)

@@ -1,4 +1,6 @@
-"""Checkpoints of a run: whole or not there, and held against their sums before they are believed."""
+"""Checkpoints of a run: whole or not there, and held against their sums before they are
+believed.
+"""
 
 import os
 import shutil
@@ -38,7 +40,8 @@ class Checkpoint:
     Args:
         round: Rounds done.
         server: The server's state.
-        clients: The clients' states. Those that are in files are linked to, or read when they are asked for.
+        clients: The clients' states. Those that are in files are linked to, or read when they are
+            asked for.
         progress: What else the run carries on: traffic, curves, seconds. JSON values.
     """
 
@@ -59,8 +62,9 @@ def _of(client: ClientId) -> str:
 class Checkpoints:
     """The folder `checkpoints/` of a run: `round-00007/` each, of which the two newest are kept.
 
-    A checkpoint is written under another name, brought to disk, and renamed: it is whole, or it is not there. Each of its files has a
-    checksum in its `SHA256SUMS`, and is held against that before it is believed.
+    A checkpoint is written under another name, brought to disk, and renamed: it is whole, or it is
+    not there. Each of its files has a checksum in its `SHA256SUMS`, and is held against that before
+    it is believed.
     """
 
     def __init__(self, folder: Path, recipe: Mapping[str, Any]) -> None:
@@ -83,7 +87,12 @@ class Checkpoints:
                 digests[_of(client)] = _keep(new / _of(client), checkpoint.clients, client)
             if checkpoint.clients:
                 _sync(new / "clients")
-            about = {"round": checkpoint.round, "clients": list(checkpoint.clients), "recipe": self.recipe, "progress": checkpoint.progress}
+            about = {
+                "round": checkpoint.round,
+                "clients": list(checkpoint.clients),
+                "recipe": self.recipe,
+                "progress": checkpoint.progress,
+            }
             write_json(new / _ABOUT, about)
             digests[_ABOUT] = digest_later(new / _ABOUT)
             write_sums(new, {name: digest.result() for name, digest in digests.items()})
@@ -102,18 +111,24 @@ class Checkpoints:
         self.tidy()
 
     def tidy(self) -> None:
-        """Drop all but the newest two, and what a killed process left of one; for whoever is `alone` in the run's folder."""
+        """Drop all but the newest two, and what a killed process left of one; for whoever is
+        `alone` in the run's folder.
+        """
         for old in (*self._all()[:-KEPT], *self.folder.glob("round-*.new")):
             shutil.rmtree(old, ignore_errors=True)
 
     def _all(self) -> list[Path]:
-        return sorted(path for path in self.folder.glob("round-*") if path.is_dir() and path.suffix != ".new")
+        return sorted(
+            path for path in self.folder.glob("round-*") if path.is_dir() and path.suffix != ".new"
+        )
 
     def latest(self) -> Checkpoint | None:
-        """The newest checkpoint, or None if there is none. Clients' states are read when they are asked for.
+        """The newest checkpoint, or None if there is none. Clients' states are read when they are
+        asked for.
 
         Raises:
-            CheckpointError: It is truncated, or of another recipe; the message names the first field that differs.
+            CheckpointError: It is truncated, or of another recipe; the message names the first
+                field that differs.
         """
         found = self._all()
         if not found:
@@ -129,10 +144,19 @@ class Checkpoints:
         except _OtherRecipe:
             raise
         except CheckpointError as error:
-            former = f"Delete {folder} to resume from {found[-2].name}." if len(found) > 1 else "Start the run afresh, with another --out."
+            former = (
+                f"Delete {folder} to resume from {found[-2].name}."
+                if len(found) > 1
+                else "Start the run afresh, with another --out."
+            )
             raise CheckpointError(f"checkpoint {folder.name}: {error.problem}", former) from None
         clients = {i: folder / _of(i) for i in about.clients}
-        return Checkpoint(about.round, server, Stored(clients, {i: _known(sums[_of(i)]) for i in clients}), about.progress)
+        return Checkpoint(
+            about.round,
+            server,
+            Stored(clients, {i: _known(sums[_of(i)]) for i in clients}),
+            about.progress,
+        )
 
     def _check_recipe(self, folder: Path, found: Mapping[str, Any]) -> None:
         if differing := sorted(_differences(self.recipe, found)):
@@ -155,7 +179,9 @@ def _read(folder: Path) -> _About:
         about = _About.model_validate(read_json(path))
     except ValidationError as error:
         first = error.errors()[0]
-        raise CheckpointError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise CheckpointError(
+            f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+        ) from None
     if f"round-{about.round:05d}" != folder.name:
         raise CheckpointError(f"{path} is of round {about.round}")
     return about
@@ -171,12 +197,19 @@ def _known(digest: str) -> "Future[str]":
 def _differences(ours: Any, theirs: Any, prefix: str = "") -> list[tuple[str, str, str]]:
     if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
         keys = ours.keys() | theirs.keys()
-        return [d for key in keys for d in _differences(ours.get(key), theirs.get(key), f"{prefix}.{key}" if prefix else str(key))]
+        return [
+            d
+            for key in keys
+            for d in _differences(
+                ours.get(key), theirs.get(key), f"{prefix}.{key}" if prefix else str(key)
+            )
+        ]
     return [] if ours == theirs else [(prefix, repr(ours), repr(theirs))]
 
 
 def _keep(path: Path, states: Mapping[ClientId, State], client: ClientId) -> "Future[str]":
-    """Write a client's state. One that is in a file is there already: all it needs is to be on the disk, and another name.
+    """Write a client's state. One that is in a file is there already: all it needs is to be on the
+    disk, and another name.
 
     Returns:
         The SHA-256 of the file.
@@ -190,7 +223,9 @@ def _keep(path: Path, states: Mapping[ClientId, State], client: ClientId) -> "Fu
 
 
 def _sync(path: Path) -> None:
-    """Bring a file, or a folder's entries, to disk, so that it, or a rename, survives a power cut."""
+    """Bring a file, or a folder's entries, to disk, so that it, or a rename, survives a power
+    cut.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -18,7 +18,13 @@ from coterie.data.federation import Federation
 from coterie.data.partition import Dealing
 from coterie.models.classifier import Classifier, NetworkShape, Shape
 from coterie.models.common import CommonExpert, Normalisation, pretrained, trained
-from coterie.models.generalising import AdversarialClassifier, AdversarialLayout, ExtendedClassifier, StochasticClassifier, StochasticLayout
+from coterie.models.generalising import (
+    AdversarialClassifier,
+    AdversarialLayout,
+    ExtendedClassifier,
+    StochasticClassifier,
+    StochasticLayout,
+)
 from coterie.models.layout import CommonLayout, Layout
 from coterie.models.networks import statistics
 from coterie.models.pool import PoolClassifier, PoolLayout
@@ -29,7 +35,8 @@ from coterie.runs.sections import ClassifierSection, CommonSection, TextClassifi
 
 @dataclass
 class Examples(Modality):
-    """Classifiers of images or of texts: every client has a whole network, or a share of a pool of them.
+    """Classifiers of images or of texts: every client has a whole network, or a share of a pool of
+    them.
 
     Args:
         shape: Of a network.
@@ -55,12 +62,19 @@ class Examples(Modality):
         if not layout.plain:
             raise ModelError(
                 f"method.name: {method} is made of LoRA experts, which a classifier does not have",
-                "Use a language model (model.kind: language with texts), or a method such as local, fedavg, ditto, ifca, cobo or ddome.",
+                "Use a language model (model.kind: language with texts), or a method such as "
+                "local, fedavg, ditto, ifca, cobo or ddome.",
             )
         if self.common is None and isinstance(layout, PoolLayout) and layout.gated:
-            raise ModelError(f"method.name: the gate of {method} needs embeddings", "Say what makes them: model.common.")
+            raise ModelError(
+                f"method.name: the gate of {method} needs embeddings",
+                "Say what makes them: model.common.",
+            )
         if self.common is None and isinstance(layout, CommonLayout):
-            raise ModelError(f"method.name: {method} needs a common expert", "Say where it comes from: model.common.")
+            raise ModelError(
+                f"method.name: {method} needs a common expert",
+                "Say where it comes from: model.common.",
+            )
         self._start(layout.start if isinstance(layout, PoolLayout) else self.section.start)
 
     def build(self, layout: Layout) -> Classifier | PoolClassifier:
@@ -72,11 +86,22 @@ class Examples(Modality):
     def _model(self, layout: Layout, device: torch.device) -> Classifier | PoolClassifier:
         match layout:
             case PoolLayout():
-                return PoolClassifier(self.shape, layout, self.common, self._start(layout.start), self.section.gate_width, device)
+                return PoolClassifier(
+                    self.shape,
+                    layout,
+                    self.common,
+                    self._start(layout.start),
+                    self.section.gate_width,
+                    device,
+                )
             case StochasticLayout():
-                return StochasticClassifier(self.shape, layout, device, self._start(self.section.start), self._shared)
+                return StochasticClassifier(
+                    self.shape, layout, device, self._start(self.section.start), self._shared
+                )
             case AdversarialLayout():
-                return AdversarialClassifier(self.shape, layout, device, self._start(self.section.start), self._shared)
+                return AdversarialClassifier(
+                    self.shape, layout, device, self._start(self.section.start), self._shared
+                )
             case CommonLayout():
                 assert self.common is not None
                 return self.common.classifier(device)
@@ -84,16 +109,21 @@ class Examples(Modality):
                 return Classifier(self.shape, device, self._start(self.section.start), self._shared)
 
     def _start(self, choice: Literal["auto", "random", "common"]) -> Tensors | None:
-        """Where networks start: None for at random. Raises ModelError for a common expert that is there not, or another network."""
+        """Where networks start: None for at random. Raises ModelError for a common expert that
+        is there not, or another network.
+        """
         own = self.common.tensors if choice != "random" and self.common is not None else None
         if own is not None:
             network = self.shape.build("meta")
             needed = dict(network.named_parameters()) | statistics(network)
-            if {name: t.shape for name, t in needed.items()} != {name: t.shape for name, t in own.items()}:
+            if {name: t.shape for name, t in needed.items()} != {
+                name: t.shape for name, t in own.items()
+            }:
                 own = None
         if choice == "common" and own is None:
             raise ModelError(
-                "start: common, but the common expert is another network", "Leave model.common.network out, or start at random."
+                "start: common, but the common expert is another network",
+                "Leave model.common.network out, or start at random.",
             )
         return own
 
@@ -110,7 +140,11 @@ class Examples(Modality):
 
     @property
     def fingerprint(self) -> str | None:
-        return None if self.common is None else blake2b(to_bytes(self.common.tensors), digest_size=8).hexdigest()
+        return (
+            None
+            if self.common is None
+            else blake2b(to_bytes(self.common.tensors), digest_size=8).hexdigest()
+        )
 
     @property
     def bases(self) -> tuple[str, ...]:
@@ -126,14 +160,18 @@ class Examples(Modality):
 
     def scores(self, layout: Layout) -> Tensors:
         choices = (
-            {"choices": torch.empty(2, self.shape.classes, layout.pool, dtype=torch.float64)} if isinstance(layout, PoolLayout) else {}
+            {"choices": torch.empty(2, self.shape.classes, layout.pool, dtype=torch.float64)}
+            if isinstance(layout, PoolLayout)
+            else {}
         )
         return super().scores(layout) | choices
 
     def keep(self, folder: Path, client: Client, layout: Layout, origin: personal.Origin) -> None:
         assert isinstance(client.model, Classifier | PoolClassifier)
         assert isinstance(client.data.test, ExampleSplit)
-        model = client.model.plain() if isinstance(client.model, ExtendedClassifier) else client.model
+        model = (
+            client.model.plain() if isinstance(client.model, ExtendedClassifier) else client.model
+        )
         if model is not None:  # of texts with a head of their own nothing plain predicts alike
             personal.save_classifier(folder, client.id, model, client.data.test, self.names, origin)
 
@@ -143,27 +181,49 @@ def _trained_here(section: CommonSection | None) -> bool:
 
 
 def _common(
-    section: CommonSection | None, shape: NetworkShape | TextShape, federation: Federation, data: Dealing, device: str
+    section: CommonSection | None,
+    shape: NetworkShape | TextShape,
+    federation: Federation,
+    data: Dealing,
+    device: str,
 ) -> CommonExpert | None:
     """The common expert of a recipe. Raises Refused."""
     if section is None:
         return None
     if section.path is not None:
-        own = Normalisation(section.mean, section.std) if section.mean is not None and section.std is not None else None
-        return pretrained(_below(section.path), shape, device, Normalisation(data.mean, data.std), own)
+        own = (
+            Normalisation(section.mean, section.std)
+            if section.mean is not None and section.std is not None
+            else None
+        )
+        return pretrained(
+            _below(section.path), shape, device, Normalisation(data.mean, data.std), own
+        )
     if section.pretraining is None:
         if isinstance(shape, TextShape):  # its base is pretrained
             return CommonExpert(shape, shape.initial(0), device)
         raise ModelError(
-            "model.common: neither a path nor pretraining", "Give model.common.path, or model.common.pretraining with data.public."
+            "model.common: neither a path nor pretraining",
+            "Give model.common.path, or model.common.pretraining with data.public.",
         )
     if federation.public is None:
-        raise ModelError("model.common.pretraining: there are no public examples", "Set aside some that no client gets: data.public.")
+        raise ModelError(
+            "model.common.pretraining: there are no public examples",
+            "Set aside some that no client gets: data.public.",
+        )
     assert isinstance(federation.public, ExampleSplit)
     return trained(shape, federation.public, section.pretraining, device)
 
 
 def _below(path: str) -> Path:
     """A file by a path that may also start at $COTERIE_DATA, or beside it."""
-    roots = [Path(), *(root for data in [os.environ.get("COTERIE_DATA")] if data for root in (Path(data), Path(data).parent))]
+    roots = [
+        Path(),
+        *(
+            root
+            for data in [os.environ.get("COTERIE_DATA")]
+            if data
+            for root in (Path(data), Path(data).parent)
+        ),
+    ]
     return next((root / path for root in roots if (root / path).is_file()), Path(path))

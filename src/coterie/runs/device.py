@@ -1,4 +1,6 @@
-"""A device: the machine of one client. It has the client's data, and keeps the client's state and personal model in a folder of its own."""
+"""A device: the machine of one client. It has the client's data, and keeps the client's state
+and personal model in a folder of its own.
+"""
 
 import json
 import re
@@ -36,17 +38,34 @@ from coterie.runs.recipe import Recipe
 
 _STATE = re.compile(r"round-(\d{5,})-(\d{3,})\.safetensors")
 _MOST_NOTE = 2000  # characters, see `Reply`
-_INDIFFERENT = {"compare_with", "description", "paper", "samples", "memory"}  # what a resumption may have otherwise
-_OWN = {"data", "flwr", "secret", "secret.lock", "secret.new", "resident.key", "resident.log", "resident.sock", "supernode.log"}
+_INDIFFERENT = {
+    "compare_with",
+    "description",
+    "paper",
+    "samples",
+    "memory",
+}  # what a resumption may have otherwise
+_OWN = {
+    "data",
+    "flwr",
+    "secret",
+    "secret.lock",
+    "secret.new",
+    "resident.key",
+    "resident.log",
+    "resident.sock",
+    "supernode.log",
+}
 
 
 @dataclass(frozen=True)
 class Memory:
     """A client's states on its device, one file per exchange, each written atomically.
 
-    A request of turn t is answered from the newest state before t. So a device that was killed goes on from its last whole state, a
-    request that is repeated is answered alike, and a server that went back to a checkpoint finds clients that go back with it.
-    From `before` to `commit` nobody else may use it: that is what `alone` is for.
+    A request of turn t is answered from the newest state before t. So a device that was killed goes
+    on from its last whole state, a request that is repeated is answered alike, and a server that
+    went back to a checkpoint finds clients that go back with it. From `before` to `commit` nobody
+    else may use it: that is what `alone` is for.
 
     Args:
         folder: Of one client in one run.
@@ -56,26 +75,35 @@ class Memory:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Within the block no other process has this memory: one that is late with a former request would undo what came after it."""
+        """Within the block no other process has this memory: one that is late with a former
+        request would undo what came after it.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         with FileLock(self.folder / "lock"):
             yield
 
     def turns(self) -> dict[Turn, Path]:
         """The states that there are, from the oldest."""
-        found = {(int(m[1]), int(m[2])): path for path in self.folder.glob("round-*") if (m := _STATE.fullmatch(path.name))}
+        found = {
+            (int(m[1]), int(m[2])): path
+            for path in self.folder.glob("round-*")
+            if (m := _STATE.fullmatch(path.name))
+        }
         return dict(sorted(found.items()))
 
     def before(self, turn: Turn, expects: Turn | None) -> tuple[State, str]:
-        """The newest whole state before a turn, and what the server should know of it; {} for a client that starts.
+        """The newest whole state before a turn, and what the server should know of it; {} for a
+        client that starts.
 
         Args:
             turn: That is to be done.
-            expects: The last one that the server has a reply of; None for a client that it has none of. Such a client may have done this
-                turn already, and nothing before it: its reply was lost, or the server went back.
+            expects: The last one that the server has a reply of; None for a client that it has none
+                of. Such a client may have done this turn already, and nothing before it: its reply
+                was lost, or the server went back.
 
         Raises:
-            TensorError: There are only later states: the server went back further than devices keep.
+            TensorError: There are only later states: the server went back further than devices
+                keep.
         """
         turns, note = self.turns(), ""
         for then in sorted((then for then in turns if then < turn), reverse=True):
@@ -85,17 +113,27 @@ class Memory:
                 note = f"left out a damaged state ({error.problem}); "
                 continue
             older = expects is not None and then < expects
-            return state, (f"{note}goes on from its state of round {then[0] + 1}"[-_MOST_NOTE:] if note or older else "")
+            return state, (
+                f"{note}goes on from its state of round {then[0] + 1}"[-_MOST_NOTE:]
+                if note or older
+                else ""
+            )
         if turns and not note and expects is not None:
             oldest = next(iter(turns))[0] + 1
             raise TensorError(
-                f"the server is in round {turn[0] + 1}, this device has states from round {oldest} on",
+                f"the server is in round {turn[0] + 1}, this device has states from round "
+                f"{oldest} on",
                 "Resume the run from its newest checkpoint, or start it afresh with another --out.",
             )
-        return {}, (f"{note}starts afresh: it has no state of this run"[-_MOST_NOTE:] if note or expects is not None else "")
+        return {}, (
+            f"{note}starts afresh: it has no state of this run"[-_MOST_NOTE:]
+            if note or expects is not None
+            else ""
+        )
 
     def commit(self, turn: Turn, state: State, kept: int) -> None:
-        """Write the state after a turn; what is later is no more, and what is older than a server may go back to is let go of.
+        """Write the state after a turn; what is later is no more, and what is older than a server
+        may go back to is let go of.
 
         Args:
             turn: Just done.
@@ -107,7 +145,10 @@ class Memory:
         for then in [then for then in turns if then > turn]:
             turns.pop(then).unlink()
         old = [then for then in turns if then < (kept, 0)]
-        for path in [*(turns[then] for then in old[:-1]), *self.folder.glob("round-*.new")]:  # those of a process that was killed, too
+        for path in [
+            *(turns[then] for then in old[:-1]),
+            *self.folder.glob("round-*.new"),
+        ]:  # those of a process that was killed, too
             path.unlink()
 
 
@@ -119,7 +160,8 @@ def _loaded(section: str, data: str | None, base: str | None, alone: bool) -> Pr
         section: The recipe, as JSON.
         data: Where the data are here.
         base: Where the base model is here.
-        alone: Whether it is a device, with one client's layout at a time; otherwise one of many that are simulated here.
+        alone: Whether it is a device, with one client's layout at a time; otherwise one of many
+            that are simulated here.
     """
     found = json.loads(section)
     if not alone:
@@ -127,14 +169,28 @@ def _loaded(section: str, data: str | None, base: str | None, alone: bool) -> Pr
     recipe = recipes.validate(_own(found, data, base), "of the server")
     method = recipe.build_method()
     if method.pooled:
-        raise Refused(f"{recipe.method['name']} trains on the data of all clients in one place", "The data of this device never leave it.")
+        raise Refused(
+            f"{recipe.method['name']} trains on the data of all clients in one place",
+            "The data of this device never leave it.",
+        )
     if recipe.audit is not None:
         raise Refused(
-            "audit: the recipe would plant canaries in this device's data", "They are for runs whose data are all on one machine."
+            "audit: the recipe would plant canaries in this device's data",
+            "They are for runs whose data are all on one machine.",
         )
     modality = modalities.load(recipe)
-    leaving = outbound(recipe.model_copy(update={"attack": None}), (), secret=True)  # a device does not let itself be told to lie
-    site = Site(modality.build, {}, modality.federation.everyone, recipe.training, recipe.seed, method.total_iterations, leaving)
+    leaving = outbound(
+        recipe.model_copy(update={"attack": None}), (), secret=True
+    )  # a device does not let itself be told to lie
+    site = Site(
+        modality.build,
+        {},
+        modality.federation.everyone,
+        recipe.training,
+        recipe.seed,
+        method.total_iterations,
+        leaving,
+    )
     return Prepared(recipe, method, modality, site, tuple(modality.federation.clients))
 
 
@@ -152,12 +208,16 @@ class Device:
     """One client's side of runs.
 
     Args:
-        home: Its folder: `<run>/states/<client>/` and `<run>/clients/<client>/`, the personal model; see `names.encoded`.
+        home: Its folder: `<run>/states/<client>/` and `<run>/clients/<client>/`, the personal
+            model; see `names.encoded`.
         client: Which client of its data it is; None: the only one.
-        data: Where its data are: what `data.path` or `data.root` is on this machine; None: $COTERIE_DATA.
+        data: Where its data are: what `data.path` or `data.root` is on this machine; None:
+            $COTERIE_DATA.
         base: Where the base model is on this machine; None: where the recipe says.
-        place: In a simulation, in the place of `client`: its place among all clients of the recipe's data, which are all here.
-        secure: Whether it lets nothing that was trained leave but by secure aggregation, whatever a recipe says.
+        place: In a simulation, in the place of `client`: its place among all clients of the
+            recipe's data, which are all here.
+        secure: Whether it lets nothing that was trained leave but by secure aggregation, whatever a
+            recipe says.
         limits: What its owner allows.
     """
 
@@ -185,7 +245,11 @@ class Device:
             problem, remedy = error.problem, error.remedy
         except Exception as error:  # a server must hear of it, whatever it is
             problem, remedy = f"{type(error).__name__}: {error}", ""
-        asked = {} if request is None else {"task": request.task, "round": request.round, "number": request.number}
+        asked = (
+            {}
+            if request is None
+            else {"task": request.task, "round": request.round, "number": request.number}
+        )
         return failed(problem, remedy, client=self.client, **asked).model_dump_json(), b""
 
     def _answered(self, request: Request, body: bytes) -> tuple[Reply, bytes]:
@@ -202,21 +266,44 @@ class Device:
         tensors = from_bytes(body, f"request to {client!r}") if body else {}
         with memory.alone(), _threads(request.threads or prepared.modality.threads):
             state, note = memory.before(turn, request.expects)
-            found, metrics = prepared.site.answer(prepared.method, request.task, client, dict(tensors), state, request.round, request.phase)
+            found, metrics = prepared.site.answer(
+                prepared.method,
+                request.task,
+                client,
+                dict(tensors),
+                state,
+                request.round,
+                request.phase,
+            )
             found = {secure.UPDATE: secure.update(tensors, found)} if request.masked else found
             encoded = to_bytes(found) if found else b""
             door.record(encoded, metrics)
             memory.commit(turn, state, request.rounds_kept)
             if request.action == "keep":
-                _keep(prepared, client, dict(state), tensors, request.round, folder / "clients" / names.encoded(client))
+                _keep(
+                    prepared,
+                    client,
+                    dict(state),
+                    tensors,
+                    request.round,
+                    folder / "clients" / names.encoded(client),
+                )
         done = {"task": request.task, "round": request.round, "number": request.number}
-        return Reply(client=client, metrics=metrics, state_bytes=nbytes(state), note=note, **done), encoded
+        return Reply(
+            client=client, metrics=metrics, state_bytes=nbytes(state), note=note, **done
+        ), encoded
 
     def _door(self, prepared: Prepared, request: Request, client: ClientId) -> "_Door":
-        """What watches over a reply. In a simulation, where all are on one machine, it counts only what secure aggregation needs."""
+        """What watches over a reply. In a simulation, where all are on one machine, it counts
+        only what secure aggregation needs.
+        """
         if self.place is None:
             return _Door(prepared, request, self.limits, Account(self.home / ACCOUNT))
-        account = Account(self._folder(request) / "states" / names.encoded(client) / ACCOUNT) if prepared.recipe.secure else None
+        account = (
+            Account(self._folder(request) / "states" / names.encoded(client) / ACCOUNT)
+            if prepared.recipe.secure
+            else None
+        )
         return _Door(prepared, request, self.limits, account)
 
     def _prepared(self, request: Request) -> Prepared:
@@ -226,15 +313,23 @@ class Device:
             site = replace(prepared.site)
         else:
             _check_code(request.recipe, self.limits)
-            prepared = _loaded(section, None if self.data is None else str(self.data), self.base, alone=True)
+            prepared = _loaded(
+                section, None if self.data is None else str(self.data), self.base, alone=True
+            )
             _check_run(prepared.recipe, self.limits)
             layout = prepared.method.layout(request.position, prepared.modality.base)
             site = replace(prepared.site, layouts=dict.fromkeys(prepared.site.data, layout))
         if site.outbound is not None:
             key = self._key() if self.place is None and site.outbound.noise is not None else b""
             closed = self.secure or self.limits.secure or prepared.recipe.secure
-            noisy, by_examples, silent = self.limits.noisy, self.limits.unit == "example", not self.limits.scores
-            wanted = replace(site.outbound, secure=closed, noisy=noisy, by_examples=by_examples, silent=silent)
+            noisy, by_examples, silent = (
+                self.limits.noisy,
+                self.limits.unit == "example",
+                not self.limits.scores,
+            )
+            wanted = replace(
+                site.outbound, secure=closed, noisy=noisy, by_examples=by_examples, silent=silent
+            )
             site.outbound = replace(wanted, key=key, masked=request.masked)
         return replace(prepared, site=site)
 
@@ -249,18 +344,26 @@ class Device:
         if self.client is None and len(known) == 1:
             return known[0]
         if self.client is None or self.client not in known:
-            asked = "which client this device is was not said" if self.client is None else f"the data here have no client {self.client!r}"
+            asked = (
+                "which client this device is was not said"
+                if self.client is None
+                else f"the data here have no client {self.client!r}"
+            )
             remedy = "Name it: --client ID, or client=ID in the node's configuration."
             raise DataError(f"{asked}; they have {', '.join(known[:10])}", remedy)
         return self.client
 
     def _folder(self, request: Request) -> Path:
-        """Where everything of this run is. Raises Refused for a run with the name of something else of the device."""
+        """Where everything of this run is. Raises Refused for a run with the name of something
+        else of the device.
+        """
         if self.place is not None and request.folder:
             return Path(request.folder)
         folder = self.home / request.run
         if request.run in _OWN or (folder.exists() and not (folder / "states").is_dir()):
-            raise Refused(f"a run may not have the name {request.run!r}: {folder} is no folder of a run", "")
+            raise Refused(
+                f"a run may not have the name {request.run!r}: {folder} is no folder of a run", ""
+            )
         return folder
 
 
@@ -269,7 +372,8 @@ class _Door:
     """The last place before a reply leaves: what the owner allows, and what was let out before.
 
     Args:
-        prepared: What the reply is made with; its `Outbound` has the last word on the tensors themselves.
+        prepared: What the reply is made with; its `Outbound` has the last word on the tensors
+            themselves.
         request: What is asked.
         limits: Of the owner.
         account: Of the device; None: nothing is counted.
@@ -286,7 +390,9 @@ class _Door:
         if self.request.masked != (self._updates and self.prepared.recipe.secure):
             how = "under masks" if self.request.masked else "in the clear"
             raise Refused(
-                f"{self.request.task} of a recipe with secure: {self.prepared.recipe.secure} was asked for {how}", "It was not done."
+                f"{self.request.task} of a recipe with secure: {self.prepared.recipe.secure} was "
+                f"asked for {how}",
+                "It was not done.",
             )
         if self._outbound is not None:
             self._outbound.check(find_task(self.prepared.method, self.request.task))
@@ -294,29 +400,49 @@ class _Door:
             self.account.check(self._leaving("", None), self.limits)
 
     def record(self, encoded: bytes, metrics: Metrics) -> None:
-        """Write down what is about to leave. Raises Refused: it may not leave; SaveError: it could not be written down."""
+        """Write down what is about to leave. Raises Refused: it may not leave; SaveError: it
+        could not be written down.
+        """
         if self.account is None:
             return
-        said = b"" if self.request.masked else json.dumps([self.request.task, metrics], sort_keys=True).encode()
+        said = (
+            b""
+            if self.request.masked
+            else json.dumps([self.request.task, metrics], sort_keys=True).encode()
+        )
         contents = blake2b(said + encoded, digest_size=16).hexdigest()
         self.account.record(self._leaving(contents, self._cost), self.limits, self._exchanges)
 
     def _leaving(self, contents: str, cost: Cost | None) -> Leaving:
         request = self.request
-        return Leaving(request.run, _same_recipe(request.recipe), (request.round, request.number), contents, cost, request.masked)
+        return Leaving(
+            request.run,
+            _same_recipe(request.recipe),
+            (request.round, request.number),
+            contents,
+            cost,
+            request.masked,
+        )
 
     @property
     def _cost(self) -> Cost | None:
-        """What the reply spends of the privacy of the client, or of each of its examples; None where it has no noise, or needs none."""
+        """What the reply spends of the privacy of the client, or of each of its examples; None
+        where it has no noise, or needs none.
+        """
         privacy = None if self._outbound is None or not self._updates else self._outbound.privacy
         if privacy is None or not privacy.noise or privacy.where == "central":
             return None
         if privacy.unit == "client":
             mu = 2 / privacy.noise  # any two updates are up to 2C apart
             return Cost(squared=mu * mu)
-        windows, expected = self.prepared.site.data[str(self.request.client)].train.windows, self.prepared.recipe.training.batch_size
+        windows, expected = (
+            self.prepared.site.data[str(self.request.client)].train.windows,
+            self.prepared.recipe.training.batch_size,
+        )
         steps = self.prepared.method.steps_of(windows, expected)
-        return Cost(renyi=tuple(rdp_of_steps(rate_of(windows, expected), privacy.noise, steps).tolist()))
+        return Cost(
+            renyi=tuple(rdp_of_steps(rate_of(windows, expected), privacy.noise, steps).tolist())
+        )
 
     @property
     def _exchanges(self) -> int | None:
@@ -334,29 +460,40 @@ class _Door:
 
 
 def _check_code(section: Mapping[str, Any], limits: Limits) -> None:
-    """Refuse a method that a server names by its module, before it is imported: a device runs only what its owner installed or allows."""
+    """Refuse a method that a server names by its module, before it is imported: a device runs
+    only what its owner installed or allows.
+    """
     method = section.get("method")
     name = method.get("name") if isinstance(method, Mapping) else None
     if is_own(name) and name not in (limits.methods or ()):
         raise Refused(
-            f"method.name: this device imports no module that a server names, {name!r}", "Its owner may allow it: limits.methods."
+            f"method.name: this device imports no module that a server names, {name!r}",
+            "Its owner may allow it: limits.methods.",
         )
 
 
 def _check_run(recipe: Recipe, limits: Limits) -> None:
     """Refuse a run that the owner does not allow. Raises Refused."""
-    limits.check_run(recipe.method["name"], getattr(recipe.model, "base", None), recipe.build_method().rounds)
-    if recipe.privacy is not None and (recipe.privacy.where == "local" or recipe.privacy.unit == "example"):
+    limits.check_run(
+        recipe.method["name"], getattr(recipe.model, "base", None), recipe.build_method().rounds
+    )
+    if recipe.privacy is not None and (
+        recipe.privacy.where == "local" or recipe.privacy.unit == "example"
+    ):
         limits.check_noise(recipe.privacy.noise, recipe.privacy.clip)
 
 
 def _same_recipe(section: Mapping[str, Any]) -> str:
-    """Digest of what of a recipe decides what a device does: it stays the same over a run, however often that is resumed."""
+    """Digest of what of a recipe decides what a device does: it stays the same over a run,
+    however often that is resumed.
+    """
     decisive = {key: value for key, value in section.items() if key not in _INDIFFERENT}
     return blake2b(json.dumps(decisive, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _keep(prepared: Prepared, client: ClientId, state: State, tensors: Tensors, round: int, folder: Path) -> None:
+def _keep(
+    prepared: Prepared, client: ClientId, state: State, tensors: Tensors, round: int, folder: Path
+) -> None:
     """Write the personal model that a client has with these tensors."""
     owner = prepared.site.client(client, state)
     owner.load(prepared.method.loadable(owner, tensors))

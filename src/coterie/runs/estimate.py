@@ -1,4 +1,6 @@
-"""What a run will take: a few steps of a few clients, measured before it starts; bytes are counted, time and memory extrapolated."""
+"""What a run will take: a few steps of a few clients, measured before it starts; bytes are
+counted, time and memory extrapolated.
+"""
 
 import math
 import time
@@ -29,7 +31,8 @@ class Estimate:
         seconds: Of all rounds and evaluations.
         up: Bytes that a client sends in a round.
         down: Bytes that it gets.
-        memory: Bytes: the most that the process was resident in so far, and the states of all clients.
+        memory: Bytes: the most that the process was resident in so far, and the states of all
+            clients.
     """
 
     seconds: float
@@ -39,7 +42,9 @@ class Estimate:
 
 
 def estimate(prepared: Prepared) -> Estimate:
-    """Measure a round of a few clients, in memory alone, and extrapolate. What it trains is forgotten."""
+    """Measure a round of a few clients, in memory alone, and extrapolate. What it trains is
+    forgotten.
+    """
     method, recipe = prepared.method, prepared.recipe
     steps = min(method.local_steps, STEPS)
     trial = _Trial(prepared, steps)
@@ -49,7 +54,9 @@ def estimate(prepared: Prepared) -> Estimate:
         trial.round(min(1, steps), 1)
         if time.monotonic() - begun < LONG_S:
             trial.round(steps, FEW)
-        per_round = trial.seconds * _iterations(prepared) / trial.steps * _router(prepared, trial.steps)
+        per_round = (
+            trial.seconds * _iterations(prepared) / trial.steps * _router(prepared, trial.steps)
+        )
         seconds = method.rounds * per_round
     every = recipe.evaluate_every
     evaluations = max(math.ceil(method.rounds / every), 1) if every else 1
@@ -67,26 +74,42 @@ def _curve(prepared: Prepared) -> float:
     if recipe.curve_every is None:
         return 0.0
     found = list(prepared.modality.federation.everyone.values())
-    share = sum(min(recipe.curve_windows, data.test.windows) for data in found) / sum(d.valid.windows + d.test.windows for d in found)
+    share = sum(min(recipe.curve_windows, data.test.windows) for data in found) / sum(
+        d.valid.windows + d.test.windows for d in found
+    )
     return share * (1 + math.ceil(prepared.method.rounds / recipe.curve_every))
 
 
 def work(prepared: Prepared) -> float:
-    """Rows that all clients train on, and a third of those that they are scored on: what methods on one base take about alike."""
+    """Rows that all clients train on, and a third of those that they are scored on: what methods
+    on one base take about alike.
+    """
     federation, recipe = prepared.modality.federation, prepared.recipe
-    trained = prepared.method.rounds * len(recipe.active(federation, 0)) * _iterations(prepared) * recipe.training.batch_size
-    return trained + sum(data.valid.windows + data.test.windows for data in federation.everyone.values()) / 3
+    trained = (
+        prepared.method.rounds
+        * len(recipe.active(federation, 0))
+        * _iterations(prepared)
+        * recipe.training.batch_size
+    )
+    return (
+        trained
+        + sum(data.valid.windows + data.test.windows for data in federation.everyone.values()) / 3
+    )
 
 
 class Foresight:
-    """How long several methods will take, by measuring as many of them as a few seconds allow; the others by how much they train.
+    """How long several methods will take, by measuring as many of them as a few seconds allow; the
+    others by how much they train.
 
     Args:
         most: Seconds after which nothing more is measured.
     """
 
     def __init__(self, most: float = 1.5) -> None:
-        self._left, self._known = most, dict[str, tuple[float, float]]()  # seconds and work, by method
+        self._left, self._known = (
+            most,
+            dict[str, tuple[float, float]](),
+        )  # seconds and work, by method
         self._rows: list[tuple[str, float]] = []
 
     def add(self, prepared: Prepared, done: bool) -> None:
@@ -109,13 +132,21 @@ class Foresight:
 def _iterations(prepared: Prepared) -> float:
     """Mean local iterations of a client in a round."""
     method, size = prepared.method, prepared.recipe.training.batch_size
-    found = [method.steps_of(data.train.windows, size) for data in prepared.modality.federation.clients.values()]
+    found = [
+        method.steps_of(data.train.windows, size)
+        for data in prepared.modality.federation.clients.values()
+    ]
     return sum(found) / len(found)
 
 
 def _router(prepared: Prepared, steps: int) -> float:
-    """How much longer iterations are on average for the router's own steps, where too few were measured to see one."""
-    every, own = getattr(prepared.method, "router_every", 0), getattr(prepared.method, "router_steps", 0)
+    """How much longer iterations are on average for the router's own steps, where too few were
+    measured to see one.
+    """
+    every, own = (
+        getattr(prepared.method, "router_every", 0),
+        getattr(prepared.method, "router_steps", 0),
+    )
     alternating = getattr(prepared.method, "updates", "alternating") == "alternating"
     return 1 + own / every if every > steps and alternating else 1.0
 
@@ -154,13 +185,22 @@ class _Trial:
             return replies
 
         server = method.init(self.prepared.blueprint, recipe.present(self.prepared.clients, 0))
-        with suppress(CoterieError, KeyError, IndexError):  # a method that cannot do without the others: what was measured stays
-            drive(method.round(server, clients, torch.Generator().manual_seed(mix(recipe.seed, "round", 0))), answer)
+        with suppress(
+            CoterieError, KeyError, IndexError
+        ):  # a method that cannot do without the others: what was measured stays
+            drive(
+                method.round(
+                    server, clients, torch.Generator().manual_seed(mix(recipe.seed, "round", 0))
+                ),
+                answer,
+            )
         self.state_bytes = max(engine.state_bytes().values(), default=0)
 
     def scoring(self) -> float:
         """Seconds that one evaluation of all clients takes."""
-        data = self.prepared.modality.federation.unseen or {"": self.prepared.modality.federation.clients}
+        data = self.prepared.modality.federation.unseen or {
+            "": self.prepared.modality.federation.clients
+        }
         scored = [found for group in data.values() for found in group.values()]
         client = self.prepared.site.client(scored[0].id, {})
         client.bind()

@@ -30,7 +30,8 @@ from coterie.runs.metrics import METRICS
 
 
 class Owners(Mapping[ClientId, Client]):
-    """Clients with their states, each made anew when it is asked for: together they may be too large.
+    """Clients with their states, each made anew when it is asked for: together they may be too
+    large.
 
     Args:
         site: Makes them.
@@ -38,7 +39,9 @@ class Owners(Mapping[ClientId, Client]):
         among: Whose count.
     """
 
-    def __init__(self, site: Site, states: Mapping[ClientId, State], among: Collection[ClientId]) -> None:
+    def __init__(
+        self, site: Site, states: Mapping[ClientId, State], among: Collection[ClientId]
+    ) -> None:
         self._site, self._states, chosen = site, states, set(among)
         self._clients = dict.fromkeys(i for i in states if i in chosen)
 
@@ -59,13 +62,19 @@ class EvaluatedExecution(ExecutionBase):
     """A run's scores, costs and personal models; see `Execution`."""
 
     def _personal(self) -> Mapping[ClientId, Tensors]:
-        """What each client that is scored needs beyond its own state to have its personal model; of one that keeps none: all of it."""
+        """What each client that is scored needs beyond its own state to have its personal model;
+        of one that keeps none: all of it.
+        """
         if self._with_models:
             own = self.method.personal(self.server, self.clients)
-            synchronised = self.method.download(self.server, absent) if (absent := self._absent()) else {}
+            synchronised = (
+                self.method.download(self.server, absent) if (absent := self._absent()) else {}
+            )
             return {i: own[i] or synchronised.get(i, {}) for i in own}
         found, up, down = self.adapt(self.scored)
-        for i in self.groups.keys() & found.keys():  # what it takes once, however often it is scored
+        for i in (
+            self.groups.keys() & found.keys()
+        ):  # what it takes once, however often it is scored
             self.progress["up"][i], self.progress["down"][i] = up[i], down[i]
         return found
 
@@ -75,13 +84,19 @@ class EvaluatedExecution(ExecutionBase):
         return not (self.groups or self.recipe.training.stateless or self.method.forgetful)
 
     def _absent(self) -> tuple[ClientId, ...]:
-        """The clients that took part in no round so far: they have no model of their own, and are scored with what they would get."""
+        """The clients that took part in no round so far: they have no model of their own, and
+        are scored with what they would get.
+        """
         if not self.round or self.method.pooled or not self._with_models:
             return ()
         return tuple(i for i in self.clients if i not in self.progress["took_part"])
 
-    def adapt(self, clients: Sequence[ClientId]) -> tuple[Mapping[ClientId, Tensors], dict[ClientId, int], dict[ClientId, int]]:
-        """What each of these clients gets, which have no model, and how many bytes each sends and gets until it has one."""
+    def adapt(
+        self, clients: Sequence[ClientId]
+    ) -> tuple[Mapping[ClientId, Tensors], dict[ClientId, int], dict[ClientId, int]]:
+        """What each of these clients gets, which have no model, and how many bytes each sends
+        and gets until it has one.
+        """
         up, down = (dict.fromkeys(clients, 0) for _ in range(2))
 
         def exchange(ask: Ask, phase: int) -> Replies:
@@ -98,16 +113,24 @@ class EvaluatedExecution(ExecutionBase):
         self.reporter.evaluating(self.round)
         tensors = self._personal()
         scores = self._ask(self.method.score, tensors, self._form("valid", "test", "choices"))
-        found: dict[ClientId, Json] = {i: dict(self.metric.scores(score)) for i, score in scores.items()}
+        found: dict[ClientId, Json] = {
+            i: dict(self.metric.scores(score)) for i, score in scores.items()
+        }
         for i, values in found.items():
             self._write("score", self.round, self.iteration, i, values)
-        everyone = {group: tuple(of) for group, of in self.federation.unseen.items()} or {"": self.clients}
+        everyone = {group: tuple(of) for group, of in self.federation.unseen.items()} or {
+            "": self.clients
+        }
         members = {group: [i for i in of if i in found] for group, of in everyone.items()}
         if silent := [group for group, of in members.items() if not of]:
             raise ClientError(
-                f"after round {self.round}: nobody of {silent[0] or 'the clients'} could be scored", f"See {self.folder / METRICS}."
+                f"after round {self.round}: nobody of {silent[0] or 'the clients'} could be scored",
+                f"See {self.folder / METRICS}.",
             )
-        groups = {g: {s: metrics.mean(found[i][s] for i in of) for s in ("valid", "test")} for g, of in members.items()}
+        groups = {
+            g: {s: metrics.mean(found[i][s] for i in of) for s in ("valid", "test")}
+            for g, of in members.items()
+        }
         means = next(iter(groups.values()))
         entry = {"round": self.round, "iteration": self.iteration, **means, "clients": found}
         if self.groups:
@@ -116,38 +139,68 @@ class EvaluatedExecution(ExecutionBase):
             entry["weights"] = [[round(w, 5) for w in row] for row in weights.tolist()]
         if all("choices" in score for score in scores.values()):
             anchored = [self.federation.labels[q] for q in self.federation.anchors]
-            entry["choices"] = {g: metrics.choices([scores[i]["choices"] for i in of], anchored) for g, of in members.items()}
+            entry["choices"] = {
+                g: metrics.choices([scores[i]["choices"] for i in of], anchored)
+                for g, of in members.items()
+            }
             for i, score in scores.items():
-                found[i]["gate_accuracy"] = metrics.choices([score["choices"]], anchored)["gate_accuracy"]
-                found[i]["experts"] = sorted(int(n.removeprefix("expert/")) for n in tensors[i] if n.startswith("expert/"))
+                found[i]["gate_accuracy"] = metrics.choices([score["choices"]], anchored)[
+                    "gate_accuracy"
+                ]
+                found[i]["experts"] = sorted(
+                    int(n.removeprefix("expert/")) for n in tensors[i] if n.startswith("expert/")
+                )
         self.progress["evaluations"].append(entry)
         self.reporter.evaluated(self.round, means)
 
     def _add_to_curve(self) -> None:
-        """Score a part of each test set: a point of the curves, which says how training goes, and is no part of the figures.
+        """Score a part of each test set: a point of the curves, which says how training goes, and
+        is no part of the figures.
 
-        Clients elsewhere are not asked: each exchange with them takes seconds, and tells something of their data.
+        Clients elsewhere are not asked: each exchange with them takes seconds, and tells something
+        of their data.
         """
         if self.recipe.curve_every is None or self.engine.distant:
             return
         self.profile.enter("evaluation")
         tensors, states = self._personal(), self.engine.states()
-        if not self.round and self._with_models:  # nobody has anything yet, and of a pool nobody could predict
+        if (
+            not self.round and self._with_models
+        ):  # nobody has anything yet, and of a pool nobody could predict
             start = self.method.download(self.server, self.clients)
             tensors = {i: own or start.get(i, {}) for i, own in tensors.items()}
-        found = {i: {"test": self._of_part(i, states.get(i, {}), tensors[i])} for i in self.scored if i in tensors}
-        everyone = {group: tuple(of) for group, of in self.federation.unseen.items()} or {"": self.clients}
-        means = {group: metrics.mean(found[i]["test"] for i in of if i in found) for group, of in everyone.items()}
-        point: Json = {"round": self.round, "iteration": self.iteration, "test": next(iter(means.values())), "clients": found}
+        found = {
+            i: {"test": self._of_part(i, states.get(i, {}), tensors[i])}
+            for i in self.scored
+            if i in tensors
+        }
+        everyone = {group: tuple(of) for group, of in self.federation.unseen.items()} or {
+            "": self.clients
+        }
+        means = {
+            group: metrics.mean(found[i]["test"] for i in of if i in found)
+            for group, of in everyone.items()
+        }
+        point: Json = {
+            "round": self.round,
+            "iteration": self.iteration,
+            "test": next(iter(means.values())),
+            "clients": found,
+        }
         self.progress["curve"].append(point | ({"groups": means} if self.groups else {}))
         for i, values in found.items():
             self._write("curve", self.round, self.iteration, i, values)
         self.reporter.point(self.round, point["test"], self.recipe.curve_windows)
 
     def _of_part(self, id: ClientId, state: State, tensors: Tensors) -> float:
-        """Return the metric of a client on a part of its test set; of what it remembers nothing changes."""
+        """Return the metric of a client on a part of its test set; of what it remembers nothing
+        changes.
+        """
         client = self.prepared.site.client(id, dict(state))
-        with torch.random.fork_rng(devices=[]), client.borrowing(self.method.loadable(client, tensors)):
+        with (
+            torch.random.fork_rng(devices=[]),
+            client.borrowing(self.method.loadable(client, tensors)),
+        ):
             return self.metric.of(client.score_part(client.test, self.recipe.curve_windows))
 
     def _form(self, *names: str) -> Form:
@@ -156,9 +209,17 @@ class EvaluatedExecution(ExecutionBase):
         return lambda sent: {name: tensor for name, tensor in scores.items() if name in names}
 
     def _synced(self) -> dict[ClientId, float]:
-        """The test metric of each client after one more synchronisation; nothing is computed where that changes nothing."""
+        """The test metric of each client after one more synchronisation; nothing is computed
+        where that changes nothing.
+        """
         own = self.progress["evaluations"][-1]["clients"]
-        down = {} if self.groups else {i: t for i, t in self.method.download(self.server, self.clients).items() if i in own}
+        down = (
+            {}
+            if self.groups
+            else {
+                i: t for i, t in self.method.download(self.server, self.clients).items() if i in own
+            }
+        )
         if not any(down.values()):
             return {i: scores["test"] for i, scores in own.items()}
         scores = self._ask(self.method.score_test, down, self._form("test"))
@@ -186,7 +247,9 @@ class EvaluatedExecution(ExecutionBase):
             "metric": about,
             "mean": last["test"],
             "mean_loss": metrics.mean(found["test_loss"] for found in headline),
-            "mean_synced": metrics.mean(found["test_synced"] for found in headline if found["test_synced"] is not None),
+            "mean_synced": metrics.mean(
+                found["test_synced"] for found in headline if found["test_synced"] is not None
+            ),
             "best": metrics.best(tests, about),
             "best_of_last_ten": metrics.best(tests[-10:], about),
             "best_by_valid": {"round": best["round"], "valid": best["valid"], "test": best["test"]},
@@ -200,32 +263,54 @@ class EvaluatedExecution(ExecutionBase):
             "clusters": self.federation.clusters,
             "weights_error": self._weights_error(last),
             "evaluations": self.progress["evaluations"],
-            "curve": {"windows": self.recipe.curve_windows, "points": self.progress["curve"]} if self.progress["curve"] else None,
+            "curve": {"windows": self.recipe.curve_windows, "points": self.progress["curve"]}
+            if self.progress["curve"]
+            else None,
             "lost": self.progress["lost"],
             "rounds_taken_part": {i: self.progress["took_part"].get(i, 0) for i in self.clients},
             "never_took_part": list(self._absent()),
             "privacy": None if self.accountant is None else self.accountant.summary(),
             "wall_s": time.monotonic() - self.started,
             "peak_memory_bytes": metrics.peak_memory(),
-            "versions": {"coterie": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            "versions": {
+                "coterie": __version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
             "machine": {
-                "device": "elsewhere" if self.modality.device.type == "meta" else str(self.modality.device),
+                "device": "elsewhere"
+                if self.modality.device.type == "meta"
+                else str(self.modality.device),
                 "dtype": str(self.modality.dtype).removeprefix("torch."),
                 "threads": torch.get_num_threads(),
             },
         }
 
     def _label_counts(self) -> dict[ClientId, list[int]] | None:
-        """Examples of each class that each client trains on or, if it is unseen, is tested on; None where nobody is unseen."""
-        held = {i: data.test if i in self.groups else data.train for i, data in self.federation.everyone.items()} if self.groups else {}
+        """Examples of each class that each client trains on or, if it is unseen, is tested on;
+        None where nobody is unseen.
+        """
+        held = (
+            {
+                i: data.test if i in self.groups else data.train
+                for i, data in self.federation.everyone.items()
+            }
+            if self.groups
+            else {}
+        )
         labelled = {i: split for i, split in held.items() if isinstance(split, ExampleSplit)}
-        return {i: np.bincount(s.labels[s.rows], minlength=s.classes).tolist() for i, s in labelled.items()} or None
+        return {
+            i: np.bincount(s.labels[s.rows], minlength=s.classes).tolist()
+            for i, s in labelled.items()
+        } or None
 
     def _weights_error(self, evaluated: Json) -> float | None:
         clusters = self.federation.clusters
         if clusters is None or "weights" not in evaluated:
             return None
-        return weights_error(evaluated["weights"], [clusters[i] for i in self.clients], self.method.shares)
+        return weights_error(
+            evaluated["weights"], [clusters[i] for i in self.clients], self.method.shares
+        )
 
     def _costs(self) -> dict[ClientId, Json]:
         """What each client sends, gets, trains and remembers."""
@@ -243,7 +328,9 @@ class EvaluatedExecution(ExecutionBase):
         }
 
     def _size(self, layout: Layout) -> dict[str, int]:
-        """Parameters, and the work of one prediction's forward pass. Layouts repeat, and a model must be built to count."""
+        """Parameters, and the work of one prediction's forward pass. Layouts repeat, and a model
+        must be built to count.
+        """
         if layout not in self._sizes:
             trained = self.method.total_iterations > 0
             model = self.modality.trainable(layout)
@@ -260,16 +347,30 @@ class EvaluatedExecution(ExecutionBase):
 
     def _keep_personal_models(self) -> None:
         ask = Ask(self.method.keep, self._personal(), nothing)
-        self.engine.keep(ask, self.round, lambda client, tensors: self.keep(client, tensors, self.folder / "clients" / encoded(client.id)))
+        self.engine.keep(
+            ask,
+            self.round,
+            lambda client, tensors: self.keep(
+                client, tensors, self.folder / "clients" / encoded(client.id)
+            ),
+        )
 
     def keep(self, client: Client, tensors: Tensors, folder: Path) -> None:
-        """Write a client's personal model to a folder: what it remembers, and `tensors`. Raises SaveError."""
+        """Write a client's personal model to a folder: what it remembers, and `tensors`. Raises
+        SaveError.
+        """
         client.bind()  # clients of one layout take turns in one model
-        client.load(self.method.loadable(client, tensors))  # one that keeps nothing has forgotten it
-        origin = personal.Origin(self.recipe.method["name"], self.recipe.name, self.round, self.recipe.seed)
+        client.load(
+            self.method.loadable(client, tensors)
+        )  # one that keeps nothing has forgotten it
+        origin = personal.Origin(
+            self.recipe.method["name"], self.recipe.name, self.round, self.recipe.seed
+        )
         self.modality.keep(folder, client, self.prepared.site.layouts[client.id], origin)
 
     def _look_at_routing(self) -> None:
-        """Write `routing.json`: what every client's router does with the beginnings of all test texts, which are all on this machine."""
+        """Write `routing.json`: what every client's router does with the beginnings of all test
+        texts, which are all on this machine.
+        """
         if self.recipe.samples and (found := self.modality.look(self._owners())) is not None:
             write_atomically(self.folder / ROUTING, json.dumps(found, ensure_ascii=False).encode())

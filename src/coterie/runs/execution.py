@@ -1,4 +1,6 @@
-"""The rounds of one method on one federation, from a checkpoint or from the start, to its result."""
+"""The rounds of one method on one federation, from a checkpoint or from the start, to its
+result.
+"""
 
 import math
 import time
@@ -53,7 +55,11 @@ class Execution(EvaluatedExecution):
             self._count_released()
             self._leave_out()
             return False
-        self.round, self.server, self.progress = found.round, found.server, {"curve": []} | found.progress
+        self.round, self.server, self.progress = (
+            found.round,
+            found.server,
+            {"curve": []} | found.progress,
+        )
         if self.accountant is not None:
             self.accountant = replace(self.accountant, runs=self.progress["spent"])
             self._count_released()
@@ -65,9 +71,13 @@ class Execution(EvaluatedExecution):
         return True
 
     def _leave_out(self) -> None:
-        """Go on with a later round than one in which clients have answered under masks already, as they do so once: it is lost."""
+        """Go on with a later round than one in which clients have answered under masks already,
+        as they do so once: it is lost.
+        """
         begun = self.engine.begun(self.round)
-        for _ in begun[len(list(self.released.since(self.round))) :]:  # those before them came to an end, and were counted
+        for _ in begun[
+            len(list(self.released.since(self.round))) :
+        ]:  # those before them came to an end, and were counted
             if isinstance(self.accountant, ExampleAccountant):
                 self.accountant.spend(*self._examples(self.clients))
             elif self.accountant is not None:
@@ -85,14 +95,18 @@ class Execution(EvaluatedExecution):
 
     def _check_clients(self, before: Mapping[ClientId, int]) -> None:
         """Refuse to go on with other clients than before where that cannot be."""
-        gone, new = before.keys() - self.federation.everyone.keys(), self.federation.everyone.keys() - before.keys()
+        gone, new = (
+            before.keys() - self.federation.everyone.keys(),
+            self.federation.everyone.keys() - before.keys(),
+        )
         if self.method.elastic or not gone | new:
             return
         problem = f"{self.recipe.method['name']} needs the clients that it started with: "
         lacking = [f"{', '.join(sorted(gone))} not there"] if gone else []
         raise Refused(
             problem + "; ".join(lacking + ([f"{', '.join(sorted(new))} new"] if new else [])),
-            "Start the devices of those that are not there, and those that are new after the run has begun."
+            "Start the devices of those that are not there, and those that are new after the run "
+            "has begun."
             if self.engine.distant
             else "Put back the data that the run began with, or choose another --out.",
         )
@@ -110,7 +124,8 @@ class Execution(EvaluatedExecution):
     def execute(self) -> Json:
         """Run the rounds that are left; returns what is in result.json.
 
-        What is profiled is the second of them, as the first one warms up; else the only one; else the scoring of a method without rounds.
+        What is profiled is the second of them, as the first one warms up; else the only one; else
+        the scoring of a method without rounds.
 
         Raises:
             ClientError: A client failed; the last checkpoint can be resumed.
@@ -123,11 +138,14 @@ class Execution(EvaluatedExecution):
         self.cores = Watch()
         self._keep_canaries()
         try:
-            self.reporter.begin(self.title, self.method.rounds, self.round, self.clients, self.metric.about)
+            self.reporter.begin(
+                self.title, self.method.rounds, self.round, self.clients, self.metric.about
+            )
             for round in self.left_out:
                 self.noted(
                     "the server",
-                    f"round {round + 1} is lost: clients answer an exchange of secure aggregation once, and it had begun before",
+                    f"round {round + 1} is lost: clients answer an exchange of secure "
+                    f"aggregation once, and it had begun before",
                 )
             if self.round == 0:
                 self._add_to_curve()
@@ -135,7 +153,10 @@ class Execution(EvaluatedExecution):
             while self.round < self.method.rounds:
                 self.profile.begin(self.round == recorded)
                 self._one_round()
-            if not self.progress["evaluations"] or self.progress["evaluations"][-1]["round"] != self.round:
+            if (
+                not self.progress["evaluations"]
+                or self.progress["evaluations"][-1]["round"] != self.round
+            ):
                 self.profile.begin(True)
                 self._evaluate()
                 self.profile.end()
@@ -152,9 +173,14 @@ class Execution(EvaluatedExecution):
         return result
 
     def _keep_canaries(self) -> None:
-        """Write down which canaries were planted: for whoever audits the run, and never sent. Raises SaveError."""
+        """Write down which canaries were planted: for whoever audits the run, and never sent.
+        Raises SaveError.
+        """
         if (planted := self.prepared.planted) is not None:
-            about = {"clients": {i: own.to_json() for i, own in planted.canaries.items()}, "references": planted.references.tolist()}
+            about = {
+                "clients": {i: own.to_json() for i, own in planted.canaries.items()},
+                "references": planted.references.tolist(),
+            }
             write_json(self.folder / AUDIT / CANARIES, about)
 
     def _one_round(self) -> None:
@@ -162,7 +188,10 @@ class Execution(EvaluatedExecution):
         self._welcome()
         self.answered.clear()
         there = self.recipe.present(self.clients, self.round)
-        self.server = drive(self.method.round(self.method.members(self.server, there), self._active(), rng), self._exchange)
+        self.server = drive(
+            self.method.round(self.method.members(self.server, there), self._active(), rng),
+            self._exchange,
+        )
         for i in sorted(self.answered):
             self.progress["took_part"][i] = self.progress["took_part"].get(i, 0) + 1
         if self.round + 1 == self.method.rounds:
@@ -176,9 +205,15 @@ class Execution(EvaluatedExecution):
         if self.round % self.recipe.checkpoint_every == 0 or self.round == self.method.rounds:
             self.profile.enter("checkpoint")
             position, digest = self.metrics.flush() if self.metrics is not None else (0, None)
-            self.progress |= {"seconds": time.monotonic() - self.started, "position": position, "metrics": digest}
+            self.progress |= {
+                "seconds": time.monotonic() - self.started,
+                "position": position,
+                "metrics": digest,
+            }
             progress = self.progress | {"engine": self.engine.memo(), "threads": self.threads}
-            self.checkpoints.save(Checkpoint(self.round, self.server, self.engine.states(), progress))
+            self.checkpoints.save(
+                Checkpoint(self.round, self.server, self.engine.states(), progress)
+            )
         self.profile.end()
         self.reporter.round(self.round)
 
@@ -194,8 +229,13 @@ class Execution(EvaluatedExecution):
         self._count_traffic()
 
     def _active(self) -> tuple[ClientId, ...]:
-        """Who takes part in the round: those drawn that can be reached now, unless so few can that the quorum must decide."""
-        active, present = self.recipe.active(self.federation, self.round, self.secret), self.engine.present()
+        """Who takes part in the round: those drawn that can be reached now, unless so few can
+        that the quorum must decide.
+        """
+        active, present = (
+            self.recipe.active(self.federation, self.round, self.secret),
+            self.engine.present(),
+        )
         if present is None:
             return active
         here = tuple(i for i in active if i in present)
@@ -223,55 +263,100 @@ class Execution(EvaluatedExecution):
         else:
             replies = self._of_clients(self.accountant, ask, replies, phase)
         self.progress["spent"] = self.accountant.runs
-        spent = {"epsilon": self.accountant.epsilon(self.accountant.delta), "delta": self.accountant.delta, "clip": self.progress["clip"]}
-        self._write("privacy", self.round + 1, self.iteration, "", {k: v for k, v in spent.items() if math.isfinite(v)})
+        spent = {
+            "epsilon": self.accountant.epsilon(self.accountant.delta),
+            "delta": self.accountant.delta,
+            "clip": self.progress["clip"],
+        }
+        self._write(
+            "privacy",
+            self.round + 1,
+            self.iteration,
+            "",
+            {k: v for k, v in spent.items() if math.isfinite(v)},
+        )
         self.reporter.spent(self.round, spent["epsilon"], spent["delta"])
         return replies
 
     def _of_examples(self, accountant: ExampleAccountant, ask: Ask, phase: int) -> None:
-        """Count what privacy of single examples an exchange has spent; on devices also if the server goes back to before it."""
+        """Count what privacy of single examples an exchange has spent; on devices also if the
+        server goes back to before it.
+        """
         windows, steps = self._examples(ask.to)
         accountant.spend(windows, steps)
         if self.place.devices:  # who is asked again draws other noise
-            result = {"round": self.round, "phase": phase, "content": uuid4().hex, "windows": windows, "steps": steps}
+            result = {
+                "round": self.round,
+                "phase": phase,
+                "content": uuid4().hex,
+                "windows": windows,
+                "steps": steps,
+            }
             self.released.add(result, kept(self.round, self.recipe.checkpoint_every))
 
-    def _examples(self, clients: Iterable[ClientId]) -> tuple[dict[ClientId, int], dict[ClientId, int]]:
+    def _examples(
+        self, clients: Iterable[ClientId]
+    ) -> tuple[dict[ClientId, int], dict[ClientId, int]]:
         """How many examples and local iterations in a round clients have."""
         windows = {i: self.federation.clients[i].train.windows for i in clients}
-        return windows, {i: self.method.steps_of(n, self.recipe.training.batch_size) for i, n in windows.items()}
+        return windows, {
+            i: self.method.steps_of(n, self.recipe.training.batch_size) for i, n in windows.items()
+        }
 
-    def _of_clients(self, accountant: Accountant, ask: Ask, replies: Replies, phase: int) -> Replies:
-        """The replies with the server's noise, if that is its business; what privacy of whole clients that spends is counted."""
+    def _of_clients(
+        self, accountant: Accountant, ask: Ask, replies: Replies, phase: int
+    ) -> Replies:
+        """The replies with the server's noise, if that is its business; what privacy of whole
+        clients that spends is counted.
+        """
         drawn = self.recipe.drawn(self.federation, self.round) or (len(ask.to), len(ask.to))
         source, new = self._noise(ask, replies, phase, drawn)
         if new:
             accountant.spend(*drawn)
         if accountant.privacy.where == "central":
-            replies, self.progress["clip"] = central(replies, ask.to, accountant.privacy, self.progress["clip"], source)
+            replies, self.progress["clip"] = central(
+                replies, ask.to, accountant.privacy, self.progress["clip"], source
+            )
         return replies
 
     @cached_property
     def secret(self) -> bytes | None:
-        """The key of what devices must not be able to predict; None where nothing is kept from anybody.
+        """The key of what devices must not be able to predict; None where nothing is kept from
+        anybody.
 
         It stays in the run's folder, so that a run that is resumed draws the same.
         """
         privacy = self.recipe.privacy
-        return kept_key(self.folder / SECRET) if self.place.devices and privacy is not None and privacy.where == "central" else None
+        return (
+            kept_key(self.folder / SECRET)
+            if self.place.devices and privacy is not None and privacy.where == "central"
+            else None
+        )
 
-    def _noise(self, ask: Ask, replies: Replies, phase: int, drawn: tuple[int, int]) -> tuple[Source, bool]:
-        """Return random numbers for the server's noise, and whether this is an exchange whose result has not left yet.
+    def _noise(
+        self, ask: Ask, replies: Replies, phase: int, drawn: tuple[int, int]
+    ) -> tuple[Source, bool]:
+        """Return random numbers for the server's noise, and whether this is an exchange whose
+        result has not left yet.
 
-        On devices they depend on all that the noise is added to: the same result leaves with the same noise, however often a server goes
-        back to a checkpoint, and another one with other noise; so does the same with another C or z, as one noise in two sizes would tell.
+        On devices they depend on all that the noise is added to: the same result leaves with the
+        same noise, however often a server goes back to a checkpoint, and another one with other
+        noise; so does the same with another C or z, as one noise in two sizes would tell.
         """
         if self.secret is None:
             return Source.seeded(self.recipe.seed, "noise", self.round, phase), True
-        content = blake2b(f"{self.recipe.privacy!r} {self.progress['clip']!r}".encode(), key=self.secret)
+        content = blake2b(
+            f"{self.recipe.privacy!r} {self.progress['clip']!r}".encode(), key=self.secret
+        )
         for i in sorted(replies):
             for part in (i.encode(), to_bytes(ask.to[i]), to_bytes(replies[i])):
                 content.update(len(part).to_bytes(8, "little") + part)
-        result = {"round": self.round, "phase": phase, "content": content.hexdigest(), "drawn": drawn[0], "population": drawn[1]}
+        result = {
+            "round": self.round,
+            "phase": phase,
+            "content": content.hexdigest(),
+            "drawn": drawn[0],
+            "population": drawn[1],
+        }
         new = self.released.add(result, kept(self.round, self.recipe.checkpoint_every))
         return Source.keyed(self.secret, "noise", self.round, phase, content.hexdigest()), new

@@ -17,7 +17,8 @@ _SUM = re.compile(r"([0-9a-f]{64})  (.+)")
 
 
 def check_apart(folder: Path, data: Path, option: str = "--out") -> None:
-    """Refuse a folder for results that lies in a folder of data, or the other way round: the one would be taken for the other.
+    """Refuse a folder for results that lies in a folder of data, or the other way round: the one
+    would be taken for the other.
 
     Raises:
         Refused: Naming both.
@@ -28,14 +29,19 @@ def check_apart(folder: Path, data: Path, option: str = "--out") -> None:
     how = "is" if ours == theirs else "lies in" if ours.is_relative_to(theirs) else "holds"
     elsewhere = theirs.parent / f"{theirs.name}-run"
     raise Refused(
-        f"{option} {folder} {how} the folder of the data, {data}: what is written would lie among them",
+        f"{option} {folder} {how} the folder of the data, {data}: what is written would lie "
+        f"among them",
         f"Choose a folder beside it: {option} {elsewhere}",
     )
 
 
 def write_sums(folder: Path, digests: Mapping[str, str]) -> None:
-    """Write the SHA-256 of files in a folder, by their paths in it; `sha256sum -c` reads that too. Raises SaveError."""
-    write_atomically(folder / SUMS, "".join(f"{digest}  {name}\n" for name, digest in digests.items()).encode())
+    """Write the SHA-256 of files in a folder, by their paths in it; `sha256sum -c` reads that
+    too. Raises SaveError.
+    """
+    write_atomically(
+        folder / SUMS, "".join(f"{digest}  {name}\n" for name, digest in digests.items()).encode()
+    )
 
 
 def read_sums(folder: Path) -> dict[str, str]:
@@ -48,7 +54,9 @@ def read_sums(folder: Path) -> dict[str, str]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist, so nothing tells whether the files beside it are whole") from None
+        raise CheckpointError(
+            f"{path} does not exist, so nothing tells whether the files beside it are whole"
+        ) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({error})") from None
     found = [_SUM.fullmatch(line) for line in lines]
@@ -72,13 +80,18 @@ def check_sums(folder: Path, names: Iterable[str], sums: Mapping[str, str]) -> N
         except OSError as error:
             raise CheckpointError(f"{folder / name} cannot be read ({error.strerror})") from None
         if not same:
-            how = "it is not as it was written: its SHA-256 is another one" if name in sums else f"{SUMS} does not know it"
+            how = (
+                "it is not as it was written: its SHA-256 is another one"
+                if name in sums
+                else f"{SUMS} does not know it"
+            )
             raise CheckpointError(f"{folder / name} is damaged, {how}")
 
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Within the block no other process works in a run's folder. What a killed process left does not count.
+    """Within the block no other process works in a run's folder. What a killed process left does
+    not count.
 
     Raises:
         Refused: Somebody else does, who is named; or the folder cannot be written to.
@@ -93,9 +106,14 @@ def alone(folder: Path) -> Iterator[None]:
         lock.acquire()
     except Timeout:
         who = f" by {holder}" if holder.isprintable() and holder else ""
-        raise Refused(f"{folder} is in use{who}", "Wait until that has ended, or choose another --out.") from None
+        raise Refused(
+            f"{folder} is in use{who}", "Wait until that has ended, or choose another --out."
+        ) from None
     except OSError as error:
-        raise Refused(f"cannot write in {folder}: {error.strerror}", "Check its permissions, or choose another --out.") from None
+        raise Refused(
+            f"cannot write in {folder}: {error.strerror}",
+            "Check its permissions, or choose another --out.",
+        ) from None
     try:
         _sign(path, f"process {os.getpid()} on {socket.gethostname()}")
         yield

@@ -1,4 +1,6 @@
-"""What a run is made from besides its recipe: base, texts or images, clients. Kept with the run, and compared when it goes on."""
+"""What a run is made from besides its recipe: base, texts or images, clients. Kept with the run,
+and compared when it goes on.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +16,10 @@ from coterie.runs.folder import check_sums, read_sums, write_sums
 from coterie.runs.prepare import Prepared
 
 INPUTS, RESULT = "inputs.json", "result.json"
-_MEANT = "If that is meant: --resume-changed goes on, from here on with what there is now. Otherwise put back what was there, or choose "
+_MEANT = (
+    "If that is meant: --resume-changed goes on, from here on with what there is now. Otherwise "
+    "put back what was there, or choose "
+)
 REMEDY = _MEANT + "another --out."
 _FEW = 5  # changes that a message lists
 
@@ -24,9 +29,11 @@ class Inputs(BaseModel):
 
     Args:
         bases: Of the files of each base, by their names.
-        clients: Of each client's own splits, by their names, in the order of the clients; none where their data are on their devices.
-        files: Of the files that the texts of a named corpus are from, by whose they are: `corpora/` is the repository's part, `data.root/`
-            and `COTERIE_DATA/` a folder that was named. What clients hold decides whether a run may go on, not this.
+        clients: Of each client's own splits, by their names, in the order of the clients; none
+            where their data are on their devices.
+        files: Of the files that the texts of a named corpus are from, by whose they are: `corpora/`
+            is the repository's part, `data.root/` and `COTERIE_DATA/` a folder that was named. What
+            clients hold decides whether a run may go on, not this.
         changed: What changed while the run went on, see `changes`: whoever resumed it meant it.
     """
 
@@ -45,14 +52,31 @@ class Inputs(BaseModel):
             DataError: A file of a base cannot be read any more.
         """
         modality, everyone = prepared.modality, prepared.modality.federation.everyone
-        here = not any(isinstance(split, Elsewhere) for data in everyone.values() for split in data.splits)  # else only shapes are known
-        files = {base: [path for path in files_of(base) if here or path.suffix == ".json"] for base in modality.bases}
+        here = not any(
+            isinstance(split, Elsewhere) for data in everyone.values() for split in data.splits
+        )  # else only shapes are known
+        files = {
+            base: [path for path in files_of(base) if here or path.suffix == ".json"]
+            for base in modality.bases
+        }
         later = {base: {path.name: digest_later(path) for path in of} for base, of in files.items()}
-        clients = {i: {split.name: split.digest() for split in data.splits} for i, data in everyone.items()} if here else {}
+        clients = (
+            {
+                i: {split.name: split.digest() for split in data.splits}
+                for i, data in everyone.items()
+            }
+            if here
+            else {}
+        )
         try:
-            bases = {base: {name: digest.result() for name, digest in of.items()} for base, of in later.items()}
+            bases = {
+                base: {name: digest.result() for name, digest in of.items()}
+                for base, of in later.items()
+            }
         except OSError as error:
-            raise DataError(f"{error.filename}: cannot be read ({error.strerror})", "Check the base's folder.") from None
+            raise DataError(
+                f"{error.filename}: cannot be read ({error.strerror})", "Check the base's folder."
+            ) from None
         return cls(bases=bases, clients=clients, files=dict(modality.federation.files))
 
     def changes(self, now: "Inputs") -> list[str]:
@@ -67,14 +91,20 @@ class Inputs(BaseModel):
 
 def _changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """How named contents differ."""
-    return [
-        f"{name} {'is not there any more' if name not in now else 'is new' if name not in before else 'has another content'}"
-        for name in sorted(before.keys() | now.keys())
-        if before.get(name) != now.get(name)
-    ]
+    differing = (
+        name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)
+    )
+    return [f"{name} {_change(name in before, name in now)}" for name in differing]
 
 
-def _clients(before: Mapping[ClientId, Mapping[str, str]], now: Mapping[ClientId, Mapping[str, str]]) -> list[str]:
+def _change(was: bool, stays: bool) -> str:
+    """What became of one content that is not the same."""
+    return ("has another content" if was else "is new") if stays else "is not there any more"
+
+
+def _clients(
+    before: Mapping[ClientId, Mapping[str, str]], now: Mapping[ClientId, Mapping[str, str]]
+) -> list[str]:
     """How clients and their data differ."""
     found = [f"client {i!r} is not there any more" for i in before if i not in now]
     found += [f"client {i!r} is new" for i in now if i not in before]
@@ -88,7 +118,8 @@ def _clients(before: Mapping[ClientId, Mapping[str, str]], now: Mapping[ClientId
 
 
 class Kept:
-    """What a run's folder says of its inputs and its result, by files that have checksums beside them.
+    """What a run's folder says of its inputs and its result, by files that have checksums beside
+    them.
 
     Args:
         folder: The run's.
@@ -102,7 +133,8 @@ class Kept:
         return any((self.folder / name).exists() for name in (RESULT, "checkpoints"))
 
     def check(self, now: Inputs) -> None:
-        """Refuse to go on with other inputs than the run began with; a run that has not begun takes any.
+        """Refuse to go on with other inputs than the run began with; a run that has not begun takes
+        any.
 
         Raises:
             CheckpointError: Naming what changed; or what the run began with is not known.
@@ -112,16 +144,23 @@ class Kept:
         if changes := self._inputs().changes(now):
             few = "\n".join(f"  - {change}" for change in changes[:_FEW])
             more = f"\n  - and {len(changes) - _FEW:,} more" if len(changes) > _FEW else ""
-            raise CheckpointError(f"{self.folder}: what the run began with has changed\n{few}{more}", REMEDY)
+            raise CheckpointError(
+                f"{self.folder}: what the run began with has changed\n{few}{more}", REMEDY
+            )
 
     def check_bases(self, now: Inputs) -> None:
-        """Refuse what a run has learned on another base than there is now, as far as it is known. Raises CheckpointError."""
+        """Refuse what a run has learned on another base than there is now, as far as it is
+        known. Raises CheckpointError.
+        """
         try:
             before = self._inputs()
         except CheckpointError:
             return
         if changes := before.model_copy(update={"clients": now.clients}).changes(now):
-            raise CheckpointError(f"{self.folder} has learned on another base: {changes[0]}", "Put back what was there.")
+            raise CheckpointError(
+                f"{self.folder} has learned on another base: {changes[0]}",
+                "Put back what was there.",
+            )
 
     def _inputs(self) -> Inputs:
         """What the run began with. Raises CheckpointError."""
@@ -129,9 +168,13 @@ class Kept:
             check_sums(self.folder, [INPUTS], read_sums(self.folder))
             return Inputs.model_validate(read_json(self.folder / INPUTS))
         except ValidationError as error:
-            raise CheckpointError(f"{self.folder / INPUTS}: {error.errors()[0]['msg']}", REMEDY) from None
+            raise CheckpointError(
+                f"{self.folder / INPUTS}: {error.errors()[0]['msg']}", REMEDY
+            ) from None
         except CheckpointError as error:
-            raise CheckpointError(f"what the run began with is not known: {error.problem}", REMEDY) from None
+            raise CheckpointError(
+                f"what the run began with is not known: {error.problem}", REMEDY
+            ) from None
 
     def begin(self, inputs: Inputs) -> None:
         """Keep what the run begins with. Raises SaveError."""
@@ -139,7 +182,9 @@ class Kept:
         self._sum([INPUTS])
 
     def accept(self, inputs: Inputs) -> None:
-        """Keep what the run goes on with from now on, and what has changed by that. A result that is there stays. Raises SaveError."""
+        """Keep what the run goes on with from now on, and what has changed by that. A result
+        that is there stays. Raises SaveError.
+        """
         done = self.done()
         try:
             before = self._inputs()
@@ -155,7 +200,14 @@ class Kept:
         self._sum([INPUTS, RESULT])
 
     def _sum(self, names: Sequence[str]) -> None:
-        write_sums(self.folder, {name: digest_of(self.folder / name) for name in names if (self.folder / name).exists()})
+        write_sums(
+            self.folder,
+            {
+                name: digest_of(self.folder / name)
+                for name in names
+                if (self.folder / name).exists()
+            },
+        )
 
     def done(self) -> bool:
         """Whether the run has ended with the result that is in the folder.
@@ -167,10 +219,14 @@ class Kept:
             sums = read_sums(self.folder)
         except CheckpointError:  # which `check` tells of
             return False
-        if RESULT not in sums or not (self.folder / RESULT).exists():  # it was killed right behind writing it, or it was deleted
+        if (
+            RESULT not in sums or not (self.folder / RESULT).exists()
+        ):  # it was killed right behind writing it, or it was deleted
             return False
         try:
             check_sums(self.folder, [RESULT], sums)
         except CheckpointError as error:
-            raise CheckpointError(error.problem, "Delete it: --resume makes it again from the last checkpoint.") from None
+            raise CheckpointError(
+                error.problem, "Delete it: --resume makes it again from the last checkpoint."
+            ) from None
         return True

@@ -46,8 +46,10 @@ class Language(Modality):
     def check(self, method: str, layout: Layout) -> None:
         if type(layout) is not Layout:
             raise ModelError(
-                f"method.name: {method} is made of whole networks, which a language model with adapters does not have",
-                "Use a classifier (model.kind: classifier with images, or text-classifier with labelled texts).",
+                f"method.name: {method} is made of whole networks, which a language model with "
+                f"adapters does not have",
+                "Use a classifier (model.kind: classifier with images, or text-classifier with "
+                "labelled texts).",
             )
 
     def build(self, layout: Layout) -> LanguageModel:
@@ -57,19 +59,31 @@ class Language(Modality):
         return Adapter(self.backbone.architecture, layout)
 
     def flops(self, layout: Layout, trained: bool) -> int:
-        return self.backbone.flops_per_token(self.build(layout).adapter if trained else None, self.section.context)
+        return self.backbone.flops_per_token(
+            self.build(layout).adapter if trained else None, self.section.context
+        )
 
     def keep(self, folder: Path, client: Client, layout: Layout, origin: personal.Origin) -> None:
         assert isinstance(client.model, LanguageModel)
         self.write(folder, client.id, *client.model.settled(), origin)
 
-    def write(self, folder: Path, id: ClientId, layout: Layout, tensors: Tensors, origin: personal.Origin) -> None:
-        """Write a personal model that needs no pool, see `LanguageModel.settled`, to a folder. Raises SaveError."""
-        personal.save(folder, personal.About(id, self.section.base, layout, self.section.context, **vars(origin)), tensors)
+    def write(
+        self, folder: Path, id: ClientId, layout: Layout, tensors: Tensors, origin: personal.Origin
+    ) -> None:
+        """Write a personal model that needs no pool, see `LanguageModel.settled`, to a folder.
+        Raises SaveError.
+        """
+        personal.save(
+            folder,
+            personal.About(id, self.section.base, layout, self.section.context, **vars(origin)),
+            tensors,
+        )
 
     def look(self, clients: Mapping[ClientId, Client]) -> Any | None:
         shown = {i: clients[i] for i in islice(clients, CLIENTS)}
-        if not any(isinstance(c.model, LanguageModel) and c.model.layout.routed for c in shown.values()):
+        if not any(
+            isinstance(c.model, LanguageModel) and c.model.layout.routed for c in shown.values()
+        ):
             return None
 
         def model(id: ClientId) -> LanguageModel:
@@ -78,7 +92,12 @@ class Language(Modality):
             assert isinstance(client.model, LanguageModel)
             return client.model
 
-        return look(tuple(shown), model, {i: client.test for i, client in shown.items()}, self.backbone.tokenizer)
+        return look(
+            tuple(shown),
+            model,
+            {i: client.test for i, client in shown.items()},
+            self.backbone.tokenizer,
+        )
 
 
 @lru_cache(maxsize=1)
@@ -88,7 +107,9 @@ def load_backbone(base: str, dtype: Literal["fp32", "bf16"], device: str) -> Bac
 
 
 def pick_dtype(dtype: Literal["auto", "fp32", "bf16"], device: str) -> Literal["fp32", "bf16"]:
-    """`auto`: bf16 on CUDA; fp32 on a CPU, where bf16 without native support is many times slower."""
+    """`auto`: bf16 on CUDA; fp32 on a CPU, where bf16 without native support is many times
+    slower.
+    """
     if dtype != "auto":
         return dtype
     return "bf16" if device.startswith("cuda") else "fp32"

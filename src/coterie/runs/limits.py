@@ -12,7 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from coterie.core.errors import RecipeError, Refused, extra
 
-EXCHANGES = 8  # answers in a round of a device that protects its owner, unless its owner says otherwise
+EXCHANGES = (
+    8  # answers in a round of a device that protects its owner, unless its owner says otherwise
+)
 OWNERS = "The owner of the device decides, in its file of limits (coterie client --limits)."
 _Named = Annotated[tuple[str, ...], Field(min_length=1)]
 
@@ -23,7 +25,10 @@ class LocalPrivacy(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     noise_at_least: Annotated[FiniteFloat, Field(gt=0, description="z, the noise multiplier")]
-    clip_at_most: Annotated[FiniteFloat | None, Field(gt=0, description="C; null: any, as epsilon does not depend on it")] = None
+    clip_at_most: Annotated[
+        FiniteFloat | None,
+        Field(gt=0, description="C; null: any, as epsilon does not depend on it"),
+    ] = None
 
 
 class Limits(BaseModel):
@@ -31,25 +36,55 @@ class Limits(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    methods: Annotated[_Named | None, Field(description="methods that it takes part in; null: all")] = None
-    tasks: Annotated[_Named | None, Field(description="tasks of them that it does; null: all")] = None
-    bases: Annotated[_Named | None, Field(description="base models (`model.base`) that it loads; null: any")] = None
-    runs: Annotated[int | None, Field(ge=1, description="runs that it ever takes part in; null: any number")] = None
-    rounds: Annotated[int | None, Field(ge=1, description="rounds of a run; null: any number")] = None
-    exchanges: Annotated[
-        int | None, Field(ge=1, description=f"unlike answers in a round; null: {EXCHANGES} where updates are protected, else any number")
+    methods: Annotated[
+        _Named | None, Field(description="methods that it takes part in; null: all")
     ] = None
-    scores: Annotated[bool, Field(description="scores, losses and other figures leave; false: none, and epsilon is of all that leaves")] = (
-        True
+    tasks: Annotated[_Named | None, Field(description="tasks of them that it does; null: all")] = (
+        None
     )
+    bases: Annotated[
+        _Named | None, Field(description="base models (`model.base`) that it loads; null: any")
+    ] = None
+    runs: Annotated[
+        int | None, Field(ge=1, description="runs that it ever takes part in; null: any number")
+    ] = None
+    rounds: Annotated[int | None, Field(ge=1, description="rounds of a run; null: any number")] = (
+        None
+    )
+    exchanges: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            description=f"unlike answers in a round; null: {EXCHANGES} where updates are "
+            f"protected, else any number",
+        ),
+    ] = None
+    scores: Annotated[
+        bool,
+        Field(
+            description="scores, losses and other figures leave; false: none, and epsilon is of "
+            "all that leaves"
+        ),
+    ] = True
     secure: Annotated[bool, Field(description="updates leave by secure aggregation only")] = False
     unit: Annotated[
         Literal["client", "example"],
-        Field(description="what noise has to protect, and epsilon is about: client, all of its data; or example: single windows or images"),
+        Field(
+            description="what noise has to protect, and epsilon is about: client, all of its "
+            "data; or example: single windows or images"
+        ),
     ] = "client"
-    local_privacy: Annotated[LocalPrivacy | None, Field(description="the least noise that updates leave with; null: as a run says")] = None
+    local_privacy: Annotated[
+        LocalPrivacy | None,
+        Field(description="the least noise that updates leave with; null: as a run says"),
+    ] = None
     epsilon: Annotated[
-        FiniteFloat | None, Field(gt=0, description="privacy that may be spent over all runs, with noise only; null: any amount")
+        FiniteFloat | None,
+        Field(
+            gt=0,
+            description="privacy that may be spent over all runs, with noise only; null: any "
+            "amount",
+        ),
     ] = None
     delta: Annotated[FiniteFloat, Field(gt=0, lt=1, description="of epsilon")] = 1e-5
 
@@ -61,29 +96,51 @@ class Limits(BaseModel):
     def check_installed(self) -> None:
         """Refuse an epsilon that nobody could count here. Raises Refused."""
         if self.epsilon is not None and find_spec("opacus") is None:
-            raise Refused("limits.epsilon: without opacus nobody counts what is spent", extra("privacy"))
+            raise Refused(
+                "limits.epsilon: without opacus nobody counts what is spent", extra("privacy")
+            )
 
     def check_run(self, method: str, base: str | None, rounds: int) -> None:
         """Refuse a run that the owner does not allow. Raises Refused."""
         if self.methods is not None and method not in self.methods:
-            raise Refused(f"limits.methods: this device takes part in {', '.join(self.methods)}, not in {method}", OWNERS)
+            raise Refused(
+                f"limits.methods: this device takes part in {', '.join(self.methods)}, not in "
+                f"{method}",
+                OWNERS,
+            )
         if self.bases is not None and base is not None and base not in self.bases:
-            raise Refused(f"limits.bases: this device loads {', '.join(self.bases)}, not {base}", OWNERS)
+            raise Refused(
+                f"limits.bases: this device loads {', '.join(self.bases)}, not {base}", OWNERS
+            )
         if self.rounds is not None and rounds > self.rounds:
-            raise Refused(f"limits.rounds: this device takes part in at most {self.rounds} rounds of a run, this one has {rounds}", OWNERS)
+            raise Refused(
+                f"limits.rounds: this device takes part in at most {self.rounds} rounds of a "
+                f"run, this one has {rounds}",
+                OWNERS,
+            )
 
     def check_noise(self, noise: float, clip: float) -> None:
         """Refuse local privacy that is less than the owner wants. Raises Refused."""
         asked = self.local_privacy
         if asked is not None and noise < asked.noise_at_least:
-            raise Refused(f"limits.local_privacy: this device wants z of at least {asked.noise_at_least:g}, the run has {noise:g}", OWNERS)
+            raise Refused(
+                f"limits.local_privacy: this device wants z of at least "
+                f"{asked.noise_at_least:g}, the run has {noise:g}",
+                OWNERS,
+            )
         if asked is not None and asked.clip_at_most is not None and clip > asked.clip_at_most:
-            raise Refused(f"limits.local_privacy: this device wants C of at most {asked.clip_at_most:g}, the run has {clip:g}", OWNERS)
+            raise Refused(
+                f"limits.local_privacy: this device wants C of at most {asked.clip_at_most:g}, "
+                f"the run has {clip:g}",
+                OWNERS,
+            )
 
     def check_task(self, task: str, round: int, rounds: int) -> None:
         """Refuse a task, or a round that the run does not have. Raises Refused."""
         if self.tasks is not None and task not in self.tasks:
-            raise Refused(f"limits.tasks: this device does {', '.join(self.tasks)}, not {task}", OWNERS)
+            raise Refused(
+                f"limits.tasks: this device does {', '.join(self.tasks)}, not {task}", OWNERS
+            )
         if round > rounds:
             raise Refused(f"round {round + 1} of a run of {rounds}", "It was not done.")
 
@@ -98,18 +155,30 @@ def read(path: Path) -> Limits:
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise Refused(f"limits {path}: {error.strerror}", "Name the owner's file: see docs/deploy.md.") from None
+        raise Refused(
+            f"limits {path}: {error.strerror}", "Name the owner's file: see docs/deploy.md."
+        ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise Refused(f"limits {path}: not valid YAML\n  {error}", "See docs/deploy.md.") from None
     if not found:
-        raise Refused(f"limits {path}: the file holds nothing, and would limit nothing", "Write the limits, or do without --limits.")
+        raise Refused(
+            f"limits {path}: the file holds nothing, and would limit nothing",
+            "Write the limits, or do without --limits.",
+        )
     try:
         return Limits.model_validate(found)
     except ValidationError as error:
-        mistakes = [f"{'.'.join(map(str, e['loc'])) or 'it'}: {_readable(e['type'], e['msg'])}" for e in error.errors()]
+        mistakes = [
+            f"{'.'.join(map(str, e['loc'])) or 'it'}: {_readable(e['type'], e['msg'])}"
+            for e in error.errors()
+        ]
         raise RecipeError(f"limits {path}", mistakes) from None
 
 
 def _readable(kind: str, message: str) -> str:
     known = ", ".join(Limits.model_fields)
-    return f"unknown key; there are {known}" if kind == "extra_forbidden" else message[0].lower() + message[1:]
+    return (
+        f"unknown key; there are {known}"
+        if kind == "extra_forbidden"
+        else message[0].lower() + message[1:]
+    )

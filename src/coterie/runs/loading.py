@@ -25,7 +25,9 @@ def pick_device(device: str) -> str:
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
-        raise RecipeError("recipe", [f"model.device: {device} is not available here; use auto or cpu"])
+        raise RecipeError(
+            "recipe", [f"model.device: {device} is not available here; use auto or cpu"]
+        )
     return device
 
 
@@ -40,45 +42,93 @@ def load(recipe: Recipe) -> Modality:
         case ClassifierSection() as section, Images() as data:
             federation = data.load(order_seed=recipe.seed)
             shape = section.shape(data.shape, data.classes)
-            common = _common(section.common, section.common_shape(data.shape, data.classes), federation, data, device)
+            common = _common(
+                section.common,
+                section.common_shape(data.shape, data.classes),
+                federation,
+                data,
+                device,
+            )
             return Examples(shape, common, section, torch.device(device), federation, data.names)
         case TextClassifierSection() as section, LabelledTexts() as data:
             federation = data.load(tokenizer(section.base), section.length, order_seed=recipe.seed)
-            common = _common(section.common, section.common_shape(data.classes), federation, data, device)
-            return Examples(section.shape(data.classes), common, section, torch.device(device), federation, data.names)
+            common = _common(
+                section.common, section.common_shape(data.classes), federation, data, device
+            )
+            return Examples(
+                section.shape(data.classes),
+                common,
+                section,
+                torch.device(device),
+                federation,
+                data.names,
+            )
         case LanguageSection() as section, Section() as data:
             backbone = load_backbone(section.base, pick_dtype(section.dtype, device), device)
             if section.context > backbone.context_limit:
-                problem = f"model.context: {section.context} tokens, but {section.base} allows {backbone.context_limit}"
+                problem = (
+                    f"model.context: {section.context} tokens, but {section.base} allows "
+                    f"{backbone.context_limit}"
+                )
                 raise ModelError(problem, f"Set model.context to at most {backbone.context_limit}.")
-            return Language(section, backbone, data.load(backbone.tokenizer, section.context, order_seed=recipe.seed))
+            return Language(
+                section,
+                backbone,
+                data.load(backbone.tokenizer, section.context, order_seed=recipe.seed),
+            )
     raise AssertionError("the recipe checked that data and model fit")
 
 
 def distant(recipe: Recipe, federation: Federation) -> Modality:
-    """What a server knows of the base and the data of a recipe: shapes, from configurations, and who the clients are. No weights of a base.
+    """What a server knows of the base and the data of a recipe: shapes, from configurations, and
+    who the clients are. No weights of a base.
 
-    A common expert is everybody's, and so the server's too: from a file that the recipe names, or trained on the recipe's public examples.
+    A common expert is everybody's, and so the server's too: from a file that the recipe names, or
+    trained on the recipe's public examples.
 
     Args:
         recipe: Resolved.
         federation: The clients, whose data are on their devices.
 
     Raises:
-        Refused: The configuration of the base, the common expert or the public examples will not do.
+        Refused: The configuration of the base, the common expert or the public examples will not
+            do.
     """
     match recipe.model, recipe.data:
         case ClassifierSection() as section, Images() as data:
-            shape, wanted = section.shape(data.shape, data.classes), section.common_shape(data.shape, data.classes)
-            public = data.load(order_seed=recipe.seed) if _trained_here(section.common) else federation
+            shape, wanted = (
+                section.shape(data.shape, data.classes),
+                section.common_shape(data.shape, data.classes),
+            )
+            public = (
+                data.load(order_seed=recipe.seed) if _trained_here(section.common) else federation
+            )
             return Examples(
-                shape, _common(section.common, wanted, public, data, "cpu"), section, torch.device("cpu"), federation, data.names
+                shape,
+                _common(section.common, wanted, public, data, "cpu"),
+                section,
+                torch.device("cpu"),
+                federation,
+                data.names,
             )
         case TextClassifierSection() as section, LabelledTexts() as data:
             wide = _trained_here(section.common)
-            public = data.load(tokenizer(section.base), section.length, order_seed=recipe.seed) if wide else federation
-            common = _common(section.common, section.common_shape(data.classes), public, data, "cpu")
-            return Examples(section.shape(data.classes), common, section, torch.device("cpu"), federation, data.names)
+            public = (
+                data.load(tokenizer(section.base), section.length, order_seed=recipe.seed)
+                if wide
+                else federation
+            )
+            common = _common(
+                section.common, section.common_shape(data.classes), public, data, "cpu"
+            )
+            return Examples(
+                section.shape(data.classes),
+                common,
+                section,
+                torch.device("cpu"),
+                federation,
+                data.names,
+            )
         case LanguageSection() as section, Section():
             return Language(section, Backbone.outlined(section.base), federation)
     raise AssertionError("the recipe checked that data and model fit")

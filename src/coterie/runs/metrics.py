@@ -26,7 +26,10 @@ def check_metrics(folder: Path, position: int, digest: str | None) -> None:
     Raises:
         CheckpointError: The file is missing, shorter, or begins otherwise.
     """
-    path, remedy = folder / METRICS, "Put the file back; or go on without what is lost: --resume-changed."
+    path, remedy = (
+        folder / METRICS,
+        "Put the file back; or go on without what is lost: --resume-changed.",
+    )
     try:
         with open(path, "rb") as file:
             found = file.read(position)
@@ -35,10 +38,15 @@ def check_metrics(folder: Path, position: int, digest: str | None) -> None:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror})", remedy) from None
     if len(found) < position:
-        problem = f"{path} has {len(found):,} bytes, and had {position:,} when the checkpoint was written"
+        problem = (
+            f"{path} has {len(found):,} bytes, and had {position:,} when the checkpoint was written"
+        )
         raise CheckpointError(f"{problem}: metrics of the rounds before it are lost", remedy)
     if digest is not None and hashlib.sha256(found).hexdigest() != digest:
-        raise CheckpointError(f"{path} is damaged: its first {position:,} bytes are not those that were written", remedy)
+        raise CheckpointError(
+            f"{path} is damaged: its first {position:,} bytes are not those that were written",
+            remedy,
+        )
 
 
 class MetricsFile:
@@ -46,7 +54,8 @@ class MetricsFile:
 
     Args:
         folder: The run's folder.
-        position: Bytes of metrics.jsonl that belong to the checkpoint resumed from; what follows is cut off.
+        position: Bytes of metrics.jsonl that belong to the checkpoint resumed from; what follows is
+            cut off.
         step: Local iterations done at that checkpoint; later TensorBoard events are marked void.
     """
 
@@ -63,29 +72,41 @@ class MetricsFile:
             self._digest.update(kept)
             self._events = _events(folder / "tensorboard", step + 1 if position else None)
         except OSError as error:
-            raise SaveError(f"cannot write {error.filename or self._path}: {error.strerror}", _WRITABLE) from error
+            raise SaveError(
+                f"cannot write {error.filename or self._path}: {error.strerror}", _WRITABLE
+            ) from error
 
-    def write(self, kind: str, round: int, step: int, client: ClientId, values: Mapping[str, Any]) -> None:
+    def write(
+        self, kind: str, round: int, step: int, client: ClientId, values: Mapping[str, Any]
+    ) -> None:
         """One line, and one TensorBoard scalar for every number in `values`."""
         line = {"kind": kind, "round": round, "iteration": step, "client": client, **values}
         try:
-            written = (json.dumps(line, ensure_ascii=False) + "\n").encode(errors="backslashreplace")  # as JSON escapes halves of pairs
+            written = (json.dumps(line, ensure_ascii=False) + "\n").encode(
+                errors="backslashreplace"
+            )  # as JSON escapes halves of pairs
             self._file.write(written)
             self._digest.update(written)
             for name, value in values.items():
                 if isinstance(value, int | float):
                     self._events.add_scalar(f"{kind}/{name}/{client}", value, step)
         except OSError as error:
-            raise SaveError(f"cannot write {self._file.name}: {error.strerror}", "Free some space and resume.") from error
+            raise SaveError(
+                f"cannot write {self._file.name}: {error.strerror}", "Free some space and resume."
+            ) from error
 
     def flush(self) -> tuple[int, str]:
-        """Bring everything to disk; returns the length of metrics.jsonl in bytes and its SHA-256."""
+        """Bring everything to disk; returns the length of metrics.jsonl in bytes and its
+        SHA-256.
+        """
         try:
             self._file.flush()
             os.fsync(self._file.fileno())
             self._events.flush()
         except OSError as error:
-            raise SaveError(f"cannot write {self._file.name}: {error.strerror}", "Free some space and resume.") from error
+            raise SaveError(
+                f"cannot write {self._file.name}: {error.strerror}", "Free some space and resume."
+            ) from error
         return self._file.tell(), self._digest.hexdigest()
 
     def close(self) -> None:
@@ -105,10 +126,11 @@ def _events(folder: Path, purge: int | None) -> Any:
 
 @dataclass(frozen=True)
 class Released:
-    """`released.jsonl`: the noisy results that may have left a server, each written down before it does.
+    """`released.jsonl`: the noisy results that may have left a server, each written down before it
+    does.
 
-    A server that goes back to a checkpoint does rounds again. The same result with the same noise tells nothing new, another one does,
-    and counts besides what had left before.
+    A server that goes back to a checkpoint does rounds again. The same result with the same noise
+    tells nothing new, another one does, and counts besides what had left before.
 
     Args:
         path: The file.
@@ -117,14 +139,20 @@ class Released:
     path: Path
 
     def since(self, round: int) -> list[dict[str, Any]]:
-        """Read what left in a round or later: round, phase, content (a hash), and of how many clients how many were drawn.
+        """Read what left in a round or later: round, phase, content (a hash), and of how many
+        clients how many were drawn.
 
-        Where single examples are protected, instead of these how many each client has, and the steps on them, `windows` and `steps`.
+        Where single examples are protected, instead of these how many each client has, and the
+        steps on them, `windows` and `steps`.
 
         Raises:
             CheckpointError: The file is damaged.
         """
-        lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines() if self.path.exists() else []
+        lines = (
+            self.path.read_text(encoding="utf-8", errors="replace").splitlines()
+            if self.path.exists()
+            else []
+        )
         try:
             return [found for line in lines if (found := json.loads(line))["round"] >= round]
         except (ValueError, TypeError, KeyError) as error:
@@ -144,5 +172,7 @@ class Released:
         known = self.since(since)
         if result in known:
             return False
-        write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in [*known, result]).encode())
+        write_atomically(
+            self.path, "".join(json.dumps(line) + "\n" for line in [*known, result]).encode()
+        )
         return True

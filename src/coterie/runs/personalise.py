@@ -1,4 +1,6 @@
-"""A new client's own training: from what a run shares, on the client's own text, on its own machine. Nothing is sent."""
+"""A new client's own training: from what a run shares, on the client's own text, on its own
+machine. Nothing is sent.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -40,7 +42,8 @@ class Personalised:
     """What training on a new client's own text gave. Perplexities are per token.
 
     Args:
-        own: Whether parts of the client's own were trained (specialists, router), and the shared part left as it is; else a copy of that.
+        own: Whether parts of the client's own were trained (specialists, router), and the shared
+            part left as it is; else a copy of that.
         tokens: Of the client's text, by split.
         base: Test perplexity of the base, without any adapter.
         before: Test perplexity of the shared part alone.
@@ -70,15 +73,19 @@ class Personalised:
 
     @property
     def helped(self) -> bool:
-        """Whether what was trained is better than the shared part alone, on validation text and on test text; only then it is kept."""
+        """Whether what was trained is better than the shared part alone, on validation text and
+        on test text; only then it is kept.
+        """
         return self.iteration > 0 and self.after < self.before
 
 
 def shared_part(client: Client, method: Method) -> Snapshot:
-    """What the run gives a client that has not trained, and nothing else: an expert or router that nobody trained has no say in it.
+    """What the run gives a client that has not trained, and nothing else: an expert or router that
+    nobody trained has no say in it.
 
-    Without specialists, the generalists are weighed by the gate that chose them where there is one, otherwise equally; where the method has
-    attention LoRAs alone in common, the MLPs are the base's. A router that the method shares was trained, and stays.
+    Without specialists, the generalists are weighed by the gate that chose them where there is one,
+    otherwise equally; where the method has attention LoRAs alone in common, the MLPs are the
+    base's. A router that the method shares was trained, and stays.
 
     Args:
         client: Of a language model, what it got loaded; otherwise as initialised.
@@ -89,7 +96,13 @@ def shared_part(client: Client, method: Method) -> Snapshot:
     if not layout.specialists and (not layout.routed or ROUTER in method.shared):
         return Snapshot(layout, tensors)
     count = max(layout.generalists, 1)
-    alone = replace(layout, generalists=count, specialists=0, routing="learned" if layout.biased else "equal", balance="none")
+    alone = replace(
+        layout,
+        generalists=count,
+        specialists=0,
+        routing="learned" if layout.biased else "equal",
+        balance="none",
+    )
     named = dict(Adapter(client.model.backbone.architecture, alone).named_parameters())  # zeros
     for name, tensor in named.items():
         if name.endswith("router.bias"):
@@ -99,12 +112,15 @@ def shared_part(client: Client, method: Method) -> Snapshot:
     return Snapshot(alone, {name: tensor.detach() for name, tensor in named.items()})
 
 
-def train(client: Client, method: Method, most: int, say: Callable[[str], None]) -> tuple[Snapshot, Personalised]:
+def train(
+    client: Client, method: Method, most: int, say: Callable[[str], None]
+) -> tuple[Snapshot, Personalised]:
     """Train a client by the local iterations of its method, on its own.
 
-    Where the client has specialists, what the method shares is frozen: specialists and router are trained, from their initial values.
-    Otherwise a copy of what is shared is trained. The best iteration is that with the least perplexity of the whole validation text,
-    looked at after every round's worth of iterations; training ends when `PATIENCE` looks in a row found nothing better.
+    Where the client has specialists, what the method shares is frozen: specialists and router are
+    trained, from their initial values. Otherwise a copy of what is shared is trained. The best
+    iteration is that with the least perplexity of the whole validation text, looked at after every
+    round's worth of iterations; training ends when `PATIENCE` looks in a row found nothing better.
 
     Args:
         client: Of a language model, what it got loaded.
@@ -113,7 +129,8 @@ def train(client: Client, method: Method, most: int, say: Callable[[str], None])
         say: Is told a line after every look.
 
     Returns:
-        What is to be kept (the shared part alone, unless what was trained is better), and what came of it.
+        What is to be kept (the shared part alone, unless what was trained is better), and what came
+        of it.
 
     Raises:
         ModelError: There is nothing that could be trained.
@@ -136,7 +153,9 @@ def train(client: Client, method: Method, most: int, say: Callable[[str], None])
             for _ in range(min(every, most - done)):
                 method.iterate(client)
             if client.iteration == done or not client.stats:
-                raise ModelError("there is nothing that a new client could train", "Adapt without --train.")
+                raise ModelError(
+                    "there is nothing that a new client could train", "Adapt without --train."
+                )
             client.stats.clear()
             now = perplexity(client.score(client.valid))
             say(f"iteration {client.iteration} of at most {most}: validation perplexity {now:.2f}")
@@ -169,12 +188,18 @@ def _settled(client: Client) -> tuple[Layout, Tensors]:
 
 def _nothing(like: Snapshot) -> Snapshot:
     """An adapter of some layout that changes nothing."""
-    return Snapshot(like.layout, {name: torch.zeros_like(tensor) for name, tensor in like.tensors.items()})
+    return Snapshot(
+        like.layout, {name: torch.zeros_like(tensor) for name, tensor in like.tensors.items()}
+    )
 
 
 def score(client: Client, snapshot: Snapshot, split: Split) -> torch.Tensor:
-    """Score a model as it is written, on the client's backbone: (2,) float64, see `LanguageModel.score`."""
+    """Score a model as it is written, on the client's backbone: (2,) float64, see
+    `LanguageModel.score`.
+    """
     assert isinstance(client.model, LanguageModel)
     model = LanguageModel(client.model.backbone, snapshot.layout)
     model.adapter.load_state_dict(snapshot.tensors)
-    return model.score(split.scoring(client.training.micro_batch or min(client.training.batch_size, _ROWS)))
+    return model.score(
+        split.scoring(client.training.micro_batch or min(client.training.batch_size, _ROWS))
+    )

@@ -1,4 +1,6 @@
-"""A recipe with all that it names loaded and checked, on this machine or seen from a server whose clients are elsewhere."""
+"""A recipe with all that it names loaded and checked, on this machine or seen from a server
+whose clients are elsewhere.
+"""
 
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -29,7 +31,9 @@ _MOST_SAID = 1000  # characters of what is wrong with what a device says
 
 @dataclass
 class Planted:
-    """What `data.canaries.plant` drew: the candidates of each client, and (references, k) random parts that nobody has."""
+    """What `data.canaries.plant` drew: the candidates of each client, and (references, k) random
+    parts that nobody has.
+    """
 
     canaries: Mapping[ClientId, Canaries]
     references: Ids
@@ -46,7 +50,8 @@ class Prepared:
         site: What clients of this process need.
         clients: That train, in the order of the data.
         planted: The canaries among the data; None without any.
-        threads: With how many this process computes; None: as many as suit the model, or PyTorch has.
+        threads: With how many this process computes; None: as many as suit the model, or PyTorch
+            has.
     """
 
     recipe: Recipe
@@ -60,7 +65,13 @@ class Prepared:
     @property
     def blueprint(self) -> Blueprint:
         federation = self.modality.federation
-        return Blueprint(self.modality.trainable, self.site.layouts, self.recipe.seed, federation.clusters, federation.anchors)
+        return Blueprint(
+            self.modality.trainable,
+            self.site.layouts,
+            self.recipe.seed,
+            federation.clusters,
+            federation.anchors,
+        )
 
 
 def prepare(recipe: Recipe) -> Prepared:
@@ -75,12 +86,19 @@ def prepare(recipe: Recipe) -> Prepared:
 
 
 def _plant(recipe: Recipe, modality: Modality) -> Planted | None:
-    """Plant the canaries of a recipe in the training text of its clients, if it has some: classifiers have no text. Raises DataError."""
+    """Plant the canaries of a recipe in the training text of its clients, if it has some:
+    classifiers have no text. Raises DataError.
+    """
     if recipe.audit is None or not recipe.audit.canaries or not isinstance(modality, Language):
         return None
     tokenizer = modality.backbone.tokenizer
-    vocabulary = sorted(set(range(min(len(tokenizer), modality.backbone.architecture.vocabulary))) - set(tokenizer.all_special_ids))
-    modality.federation, canaries, references = plant(modality.federation, recipe.audit, recipe.seed, vocabulary, tokenizer.eos_token_id)
+    vocabulary = sorted(
+        set(range(min(len(tokenizer), modality.backbone.architecture.vocabulary)))
+        - set(tokenizer.all_special_ids)
+    )
+    modality.federation, canaries, references = plant(
+        modality.federation, recipe.audit, recipe.seed, vocabulary, tokenizer.eos_token_id
+    )
     return Planted(canaries, references)
 
 
@@ -96,21 +114,44 @@ def assembled(recipe: Recipe, modality: Modality) -> Prepared:
         data[POOL] = federation.pooled()
         layouts[POOL] = method.layout(0, modality.base)
         training = training.model_copy(
-            update={"batch_size": training.batch_size * len(clients), "micro_batch": training.micro_batch or training.batch_size}
+            update={
+                "batch_size": training.batch_size * len(clients),
+                "micro_batch": training.micro_batch or training.batch_size,
+            }
         )
     _check_privacy(recipe, method, modality, layouts[clients[0]])
     _check_secure(recipe, method, clients)
-    site = Site(modality.build, layouts, data, training, recipe.seed, method.total_iterations, outbound(recipe, clients))
+    site = Site(
+        modality.build,
+        layouts,
+        data,
+        training,
+        recipe.seed,
+        method.total_iterations,
+        outbound(recipe, clients),
+    )
     prepared = Prepared(recipe, method, modality, site, clients)
     method.check(prepared.blueprint, clients, training)
     return prepared
 
 
-def _layouts(recipe: Recipe, method: Method, modality: Modality, clients: Sequence[ClientId]) -> dict[ClientId, Layout]:
-    """The adapter of each client. Raises RecipeError for a list of another length, or an impossible layout."""
-    lists = {field: found for field in method.per_client if isinstance(found := getattr(method, field), tuple)}
+def _layouts(
+    recipe: Recipe, method: Method, modality: Modality, clients: Sequence[ClientId]
+) -> dict[ClientId, Layout]:
+    """The adapter of each client. Raises RecipeError for a list of another length, or an
+    impossible layout.
+    """
+    lists = {
+        field: found
+        for field in method.per_client
+        if isinstance(found := getattr(method, field), tuple)
+    }
     asked = f"values for {len(clients)} clients ({', '.join(clients)})"
-    if wrong := [f"method.{field}: {len(values)} {asked}" for field, values in lists.items() if len(values) != len(clients)]:
+    if wrong := [
+        f"method.{field}: {len(values)} {asked}"
+        for field, values in lists.items()
+        if len(values) != len(clients)
+    ]:
         raise RecipeError(f"recipe {recipe.name}", wrong)
     try:
         layouts = {i: method.layout(position, modality.base) for position, i in enumerate(clients)}
@@ -123,26 +164,39 @@ def _layouts(recipe: Recipe, method: Method, modality: Modality, clients: Sequen
 
 def outbound(recipe: Recipe, clients: Sequence[ClientId], secret: bool = False) -> Outbound:
     """What becomes of replies by a recipe. Raises RecipeError for attackers that are not there."""
-    attackers = recipe.attack.attackers(clients) if recipe.attack is not None else frozenset[ClientId]()
+    attackers = (
+        recipe.attack.attackers(clients) if recipe.attack is not None else frozenset[ClientId]()
+    )
     return Outbound(recipe.seed, recipe.privacy, recipe.attack, attackers, secret)
 
 
 def _beyond_sums(field: str, recipe: Recipe, method: Method) -> list[str]:
-    """What is wrong with a field that is for methods whose server needs sums alone, by `Method.sums`."""
+    """What is wrong with a field that is for methods whose server needs sums alone, by
+    `Method.sums`.
+    """
     if method.sums:
         return []
     able = "fedavg, comigs-1g1s and ditto with aggregation rule mean, weighting uniform"
-    return [f"{field}: {recipe.method['name']} needs more of its clients than the uniform mean of their updates; possible with {able}"]
+    return [
+        f"{field}: {recipe.method['name']} needs more of its clients than the uniform mean of "
+        f"their updates; possible with {able}"
+    ]
 
 
 def _beyond_examples(recipe: Recipe, method: Method, model: Trainable) -> list[str]:
     """What is wrong with the privacy of single examples for a method and its model."""
     if not protects_examples(method):
         able = [name for name, entry in METHODS.items() if "by_examples" in vars(entry.method)]
-        problem = f"privacy.unit: {recipe.method['name']} shares more than what gradients of single examples train"
+        problem = (
+            f"privacy.unit: {recipe.method['name']} shares more than what gradients of single "
+            f"examples train"
+        )
         return [f"{problem}; possible with {', '.join(able)}"]
     if method.shared and isinstance(model, Classifier) and model.per_example is None:
-        return ["privacy.unit: gradients of single examples are of language models and of image networks whose norm is group or none"]
+        return [
+            "privacy.unit: gradients of single examples are of language models and of image "
+            "networks whose norm is group or none"
+        ]
     return []
 
 
@@ -151,54 +205,91 @@ def _check_privacy(recipe: Recipe, method: Method, modality: Modality, layout: L
     if recipe.privacy is None:
         return
     model = modality.trainable(layout)
-    mistakes = _beyond_sums("privacy", recipe, method) if recipe.privacy.unit == "client" else _beyond_examples(recipe, method, model)
+    mistakes = (
+        _beyond_sums("privacy", recipe, method)
+        if recipe.privacy.unit == "client"
+        else _beyond_examples(recipe, method, model)
+    )
     if isinstance(model, Classifier) and model.statistics is not None and model.buffers():
-        mistakes.append("privacy: running statistics travel with the network, and noise would break them; use model.norm group or local")
+        mistakes.append(
+            "privacy: running statistics travel with the network, and noise would break them; "
+            "use model.norm group or local"
+        )
     if mistakes:
         raise RecipeError(f"recipe {recipe.name}", mistakes)
 
 
 def _check_secure(recipe: Recipe, method: Method, clients: Sequence[ClientId]) -> None:
-    """Refuse secure aggregation where the server needs more than a sum, or nobody would carry it. Raises RecipeError."""
+    """Refuse secure aggregation where the server needs more than a sum, or nobody would carry
+    it. Raises RecipeError.
+    """
     if not recipe.secure:
         return
     mistakes = _beyond_sums("secure", recipe, method)
     if recipe.engine != "flower":
-        mistakes.append(f"secure: engine {recipe.engine} has no secure aggregation; use engine: flower")
+        mistakes.append(
+            f"secure: engine {recipe.engine} has no secure aggregation; use engine: flower"
+        )
     if recipe.privacy is not None and recipe.privacy.where == "central":
-        mistakes.append("secure: for privacy.where central the server has to see and clip each update; use where: local, or secure: false")
+        mistakes.append(
+            "secure: for privacy.where central the server has to see and clip each update; use "
+            "where: local, or secure: false"
+        )
     if recipe.quorum.otherwise == "wait":
-        mistakes.append("quorum.otherwise: with secure: true the few that are asked again would have a sum of their own; use stop")
+        mistakes.append(
+            "quorum.otherwise: with secure: true the few that are asked again would have a sum "
+            "of their own; use stop"
+        )
     if len(clients) < FEWEST:
-        mistakes.append(f"secure: {len(clients)} clients; of fewer than {FEWEST} the sum would tell")
+        mistakes.append(
+            f"secure: {len(clients)} clients; of fewer than {FEWEST} the sum would tell"
+        )
     if mistakes:
         raise RecipeError(f"recipe {recipe.name}", mistakes)
 
 
 def _check_presence(recipe: Recipe, method: Method, federation: Federation) -> None:
-    """Refuse who cannot take part, and a method whose clients cannot come and go, or that has nothing for those it never sees."""
+    """Refuse who cannot take part, and a method whose clients cannot come and go, or that has
+    nothing for those it never sees.
+    """
     clients, name, part = tuple(federation.clients), recipe.method["name"], recipe.participation
-    mistakes = [f"presence.{i}: there is no such client; there are {', '.join(clients)}" for i in recipe.presence if i not in clients]
+    mistakes = [
+        f"presence.{i}: there is no such client; there are {', '.join(clients)}"
+        for i in recipe.presence
+        if i not in clients
+    ]
     mistakes += [
-        f"presence.{i}: from round {a} to before {b} is no round" for i, (a, b) in recipe.presence.items() if b is not None and b <= a
+        f"presence.{i}: from round {a} to before {b} is no round"
+        for i, (a, b) in recipe.presence.items()
+        if b is not None and b <= a
     ]
     if part.schedule != "all" and federation.clusters is None:
-        mistakes.append(f"participation.schedule: {part.schedule} goes by clusters, which these data do not have; see data.partition")
+        mistakes.append(
+            f"participation.schedule: {part.schedule} goes by clusters, which these data do not "
+            f"have; see data.partition"
+        )
     if recipe.presence and not method.elastic:
-        mistakes.append(f"presence: {name} needs its clients from the start to the end; cobo, fedavg and local do not")
+        mistakes.append(
+            f"presence: {name} needs its clients from the start to the end; cobo, fedavg and "
+            f"local do not"
+        )
     lonely = {
         "data.unseen": bool(federation.unseen) and not method.universal,
-        "training.stateless": recipe.training.stateless and (method.stateful or not method.universal),
+        "training.stateless": recipe.training.stateless
+        and (method.stateful or not method.universal),
     }
     mistakes += [
-        f"{key}: {name} has no model for clients that bring none of their own; fedavg and ddome do" for key in lonely if lonely[key]
+        f"{key}: {name} has no model for clients that bring none of their own; fedavg and ddome do"
+        for key in lonely
+        if lonely[key]
     ]
     if mistakes:
         raise RecipeError(f"recipe {recipe.name}", mistakes)
 
 
 def check_member(recipe: Recipe, member: Member) -> None:
-    """Refuse what a device says of its client where that cannot be, by all that a server knows: the recipe.
+    """Refuse what a device says of its client where that cannot be, by all that a server knows: the
+    recipe.
 
     Raises:
         Refused: Naming the field.
@@ -206,9 +297,16 @@ def check_member(recipe: Recipe, member: Member) -> None:
     check_id(member.client)
     known = recipe.data.standing(member.client)
     if known is None:
-        raise Refused(f"client: the recipe's data have no {member.client!r}", "Is it the same recipe, and --client one of its clients?")
+        raise Refused(
+            f"client: the recipe's data have no {member.client!r}",
+            "Is it the same recipe, and --client one of its clients?",
+        )
     exact = {"group": known.group, "cluster": known.cluster, "anchor": known.anchor}
-    wrong = [f"{field} {getattr(member, field)!r}, expected {value!r}" for field, value in exact.items() if getattr(member, field) != value]
+    wrong = [
+        f"{field} {getattr(member, field)!r}, expected {value!r}"
+        for field, value in exact.items()
+        if getattr(member, field) != value
+    ]
     if known.position is not None and member.position != known.position:
         wrong.append(f"position {member.position}, expected {known.position}")
     if member.position >= _MOST_CLIENTS:
@@ -221,7 +319,9 @@ def check_member(recipe: Recipe, member: Member) -> None:
     if problem := _labels_problem(member.labels, known.classes):
         wrong.append(f"labels: {problem}")
     if wrong:
-        raise Refused(f"says of {member.client} what cannot be: {'; '.join(wrong)}"[:_MOST_SAID], "")
+        raise Refused(
+            f"says of {member.client} what cannot be: {'; '.join(wrong)}"[:_MOST_SAID], ""
+        )
 
 
 def _labels_problem(labels: tuple[int, ...] | None, classes: int | None) -> str:
@@ -244,15 +344,21 @@ def seen_from_afar(recipe: Recipe, members: Sequence[Member]) -> Prepared:
     federation = federated(members)
     if recipe.audit is not None:
         problem = "audit: clients are on devices of their own, where nobody else plants anything"
-        raise RecipeError(f"recipe {recipe.name}", [f"{problem}; run it where all data are on one machine, or leave audit out"])
+        raise RecipeError(
+            f"recipe {recipe.name}",
+            [f"{problem}; run it where all data are on one machine, or leave audit out"],
+        )
     if recipe.build_method().pooled:
-        problem = f"method.name: {recipe.method['name']} trains on the data of all clients in one place"
+        problem = (
+            f"method.name: {recipe.method['name']} trains on the data of all clients in one place"
+        )
         raise RecipeError(f"recipe {recipe.name}", [f"{problem}; use engine: inprocess"])
     return assembled(recipe, modalities.distant(recipe, federation))
 
 
 def federated(members: Sequence[Member]) -> Federation:
-    """The federation of clients whose data are elsewhere, in the order of the data where one machine has all, else of their ids.
+    """The federation of clients whose data are elsewhere, in the order of the data where one
+    machine has all, else of their ids.
 
     Raises:
         Refused: None of them trains, or one has the name of the pool.
@@ -263,7 +369,10 @@ def federated(members: Sequence[Member]) -> Federation:
     data = {m.client: ClientData(m.client, *map(Elsewhere, SPLITS, m.windows)) for m in ordered}
     training = [m for m in ordered if not m.group]
     if not training:
-        raise Refused(f"of {len(members)} clients none trains", "Start devices of clients that are not held out by the recipe's data.")
+        raise Refused(
+            f"of {len(members)} clients none trains",
+            "Start devices of clients that are not held out by the recipe's data.",
+        )
     clusters = {m.client: m.cluster for m in training if m.cluster is not None}
     anchors = sorted((m for m in ordered if m.anchor is not None), key=lambda m: m.anchor or 0)
     return Federation(
@@ -272,7 +381,10 @@ def federated(members: Sequence[Member]) -> Federation:
         clusters=clusters if len(clusters) == len(training) else None,
         anchors=tuple(m.client for m in anchors),
         labels={m.client: m.labels for m in ordered if m.labels is not None},
-        unseen={g: {m.client: data[m.client] for m in ordered if m.group == g} for g in dict.fromkeys(m.group for m in ordered if m.group)},
+        unseen={
+            g: {m.client: data[m.client] for m in ordered if m.group == g}
+            for g in dict.fromkeys(m.group for m in ordered if m.group)
+        },
     )
 
 
@@ -280,18 +392,28 @@ def joined(prepared: Prepared, member: Member) -> Prepared:
     """The same with a client more, behind those that were there.
 
     Raises:
-        Refused: It does not fit, it is held out by its data, or the method needs all of its clients from the start.
+        Refused: It does not fit, it is held out by its data, or the method needs all of its clients
+            from the start.
     """
     name, modality = prepared.recipe.method["name"], copy(prepared.modality)
     if not prepared.method.elastic:
         raise Refused(f"came after the run began, and {name} needs all clients from the start", "")
     if member.group:
         raise Refused(
-            f"came after the run began, and is held out (group {member.group}): those are scored from the start or not at all", ""
+            f"came after the run began, and is held out (group {member.group}): those are scored "
+            f"from the start or not at all",
+            "",
         )
     more, federation = federated([member]), modality.federation
-    clusters = None if federation.clusters is None or more.clusters is None else {**federation.clusters, **more.clusters}
+    clusters = (
+        None
+        if federation.clusters is None or more.clusters is None
+        else {**federation.clusters, **more.clusters}
+    )
     modality.federation = replace(
-        federation, clients={**federation.clients, **more.clients}, clusters=clusters, labels={**federation.labels, **more.labels}
+        federation,
+        clients={**federation.clients, **more.clients},
+        clusters=clusters,
+        labels={**federation.labels, **more.labels},
     )
     return assembled(prepared.recipe, modality)

@@ -1,4 +1,6 @@
-"""What is learned: everything in which language models and image classifiers differ, behind one surface."""
+"""What is learned: everything in which language models and image classifiers differ, behind one
+surface.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -27,7 +29,9 @@ class Modality(ABC):
 
     @property
     def threads(self) -> int | None:
-        """Threads that suit models so small that waiting for a second one costs more than it does; None for as many as PyTorch has."""
+        """Threads that suit models so small that waiting for a second one costs more than it
+        does; None for as many as PyTorch has.
+        """
         return None
 
     @property
@@ -49,16 +53,22 @@ class Modality(ABC):
 
     @abstractmethod
     def flops(self, layout: Layout, trained: bool) -> int:
-        """Of one prediction's forward pass; `trained`: whether the method trains anything at all."""
+        """Of one prediction's forward pass; `trained`: whether the method trains anything at
+        all.
+        """
 
     def scores(self, layout: Layout) -> Tensors:
-        """The form of a client's score of a split, see `Client.score`, as its device sends it with the split's name."""
+        """The form of a client's score of a split, see `Client.score`, as its device sends it
+        with the split's name.
+        """
         score = torch.empty(self.metric.totals, dtype=torch.float64)
         return {"valid": score, "test": score}
 
     @property
     def fingerprint(self) -> str | None:
-        """Of what everybody has from the beginning, where it may become another one without a word in the recipe."""
+        """Of what everybody has from the beginning, where it may become another one without a
+        word in the recipe.
+        """
         return None
 
     @property
@@ -76,5 +86,7 @@ class Modality(ABC):
         """Write the client's personal model to a folder of its own."""
 
     def look(self, clients: Mapping[ClientId, Client]) -> Any | None:
-        """What every client's router does with the beginnings of all test texts; None where there is no router."""
+        """What every client's router does with the beginnings of all test texts; None where
+        there is no router.
+        """
         return None

@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 
 from coterie.aggregation.attacks import Attack
@@ -36,8 +44,15 @@ class Recipe(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$", description="default: the name of the file")]
-    description: Annotated[str, Field(description="one line for `coterie recipes` and the report")] = ""
+    name: Annotated[
+        str,
+        Field(
+            min_length=1, pattern=r"^[A-Za-z0-9._-]+$", description="default: the name of the file"
+        ),
+    ]
+    description: Annotated[
+        str, Field(description="one line for `coterie recipes` and the report")
+    ] = ""
     paper: Annotated[str, Field(description="paper and table that it stands for")] = ""
     data: Data
     model: ModelSection = LanguageSection()
@@ -45,40 +60,71 @@ class Recipe(BaseModel):
     training: Training = Training()
     engine: Annotated[
         Literal["inprocess", "loopback", "flower"],
-        Field(description="who carries the messages; flower: Flower's simulation on this machine, or devices, see docs/deploy.md"),
+        Field(
+            description="who carries the messages; flower: Flower's simulation on this machine, "
+            "or devices, see docs/deploy.md"
+        ),
     ] = "inprocess"
-    quorum: Annotated[Quorum, Field(description="when the server goes on without some of those that it asked")] = Quorum()
-    evaluate_every: Annotated[int, Field(ge=0, description="rounds between evaluations; 0: only after the last")] = 0
+    quorum: Annotated[
+        Quorum, Field(description="when the server goes on without some of those that it asked")
+    ] = Quorum()
+    evaluate_every: Annotated[
+        int, Field(ge=0, description="rounds between evaluations; 0: only after the last")
+    ] = 0
     curve_every: Annotated[
         int | None,
         Field(
             ge=1,
-            description="rounds between points of the curves, each of a part of the test sets, from before the first round on; they decide "
-            "nothing, and are left out where clients are in processes of their own; null: curves are of the evaluations",
+            description="rounds between points of the curves, each of a part of the test sets, "
+            "from before the first round on; they decide "
+            "nothing, and are left out where clients are in processes of their own; null: curves "
+            "are of the evaluations",
         ),
     ] = None
-    curve_windows: Annotated[int, Field(ge=1, description="windows of text, or examples, of each client in such a point")] = 8
-    metrics_every: Annotated[int, Field(ge=1, description="rounds between lines of what training measured")] = 1
+    curve_windows: Annotated[
+        int, Field(ge=1, description="windows of text, or examples, of each client in such a point")
+    ] = 8
+    metrics_every: Annotated[
+        int, Field(ge=1, description="rounds between lines of what training measured")
+    ] = 1
     presence: Annotated[
         dict[str, tuple[Annotated[int, Field(ge=0)], int | None]],
-        Field(description="clients that join late or leave early: the first round, and the first one without it or null"),
+        Field(
+            description="clients that join late or leave early: the first round, and the first "
+            "one without it or null"
+        ),
     ] = {}
-    privacy: Annotated[Privacy | None, Field(description="differential privacy of what clients share; null: none")] = None
+    privacy: Annotated[
+        Privacy | None, Field(description="differential privacy of what clients share; null: none")
+    ] = None
     secure: Annotated[
-        bool, Field(description="the server learns only the sum of the updates (Flower's SecAgg+): needs engine flower and three clients")
+        bool,
+        Field(
+            description="the server learns only the sum of the updates (Flower's SecAgg+): needs "
+            "engine flower and three clients"
+        ),
     ] = False
     audit: Annotated[
         Audit | None,
-        Field(description="plant canaries and keep what was sent, for `coterie audit`, with all data on this machine; null: neither"),
+        Field(
+            description="plant canaries and keep what was sent, for `coterie audit`, with all "
+            "data on this machine; null: neither"
+        ),
     ] = None
-    attack: Annotated[Attack | None, Field(description="clients that lie, to try method.aggregation; null: nobody does")] = None
-    participation: Annotated[Participation, Field(description="who of those that are there takes part in a round")] = Participation()
+    attack: Annotated[
+        Attack | None,
+        Field(description="clients that lie, to try method.aggregation; null: nobody does"),
+    ] = None
+    participation: Annotated[
+        Participation, Field(description="who of those that are there takes part in a round")
+    ] = Participation()
     checkpoint_every: Annotated[int, Field(ge=1, description="rounds between checkpoints")] = 1
     memory: Annotated[
         float | None,
         Field(
             ge=0,
-            description="GiB of clients' states that stay in memory, with engine inprocess; the others lie in files of the run's folder; "
+            description="GiB of clients' states that stay in memory, with engine inprocess; the "
+            "others lie in files of the run's folder; "
             "null: half of this machine's memory, or of its GPU's where the model is there",
         ),
     ] = None
@@ -86,12 +132,19 @@ class Recipe(BaseModel):
         int | None,
         Field(
             ge=1,
-            description="that compute on a CPU of this machine; results are the same to the bit only with as many; null: "
-            "OMP_NUM_THREADS if that is set, else one or all cores by a short trial at the start; a run that is resumed keeps its number",
+            description="that compute on a CPU of this machine; results are the same to the bit "
+            "only with as many; null: "
+            "OMP_NUM_THREADS if that is set, else one or all cores by a short trial at the "
+            "start; a run that is resumed keeps its number",
         ),
     ] = None
-    compare_with: Annotated[tuple[str, ...], Field(description="methods that `coterie run` runs beside this one, for its table")] = ()
-    samples: Annotated[bool, Field(description="keep beginnings of test texts, coloured by expert, in the report")] = True
+    compare_with: Annotated[
+        tuple[str, ...],
+        Field(description="methods that `coterie run` runs beside this one, for its table"),
+    ] = ()
+    samples: Annotated[
+        bool, Field(description="keep beginnings of test texts, coloured by expert, in the report")
+    ] = True
     seed: Annotated[int, Field(ge=0, description="of everything but the splits of the data")] = 0
 
     @field_validator("method")
@@ -113,31 +166,48 @@ class Recipe(BaseModel):
     @field_validator("compare_with")
     @classmethod
     def _check_compare_with(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        if mistakes := [f"compare_with: {_unknown_method(name)}" for name in names if name not in METHODS]:
+        if mistakes := [
+            f"compare_with: {_unknown_method(name)}" for name in names if name not in METHODS
+        ]:
             raise _Mistakes("\n".join(mistakes))
         return names
 
     @model_validator(mode="after")
     def _check_kinds(self) -> "Recipe":
-        kinds = ((Images, "images", "classifier"), (LabelledTexts, "labelled texts", "text-classifier"), (Section, "texts", "language"))
-        held, needed = next((held, needed) for kind, held, needed in kinds if isinstance(self.data, kind))
+        kinds = (
+            (Images, "images", "classifier"),
+            (LabelledTexts, "labelled texts", "text-classifier"),
+            (Section, "texts", "language"),
+        )
+        held, needed = next(
+            (held, needed) for kind, held, needed in kinds if isinstance(self.data, kind)
+        )
         if self.model.kind != needed:
-            raise _Mistakes(f"model.kind: data.kind {self.data.kind} holds {held}, which need {needed}, found {self.model.kind}")
+            raise _Mistakes(
+                f"model.kind: data.kind {self.data.kind} holds {held}, which need {needed}, "
+                f"found {self.model.kind}"
+            )
         return self
 
     def present(self, clients: Iterable[str], round: int) -> tuple[str, ...]:
         """The clients that are there in a round, counted from 0."""
         return tuple(i for i in clients if _within(round, *self.presence.get(i, (0, None))))
 
-    def active(self, federation: Federation, round: int, secret: bytes | None = None) -> tuple[str, ...]:
+    def active(
+        self, federation: Federation, round: int, secret: bytes | None = None
+    ) -> tuple[str, ...]:
         """Those of them that take part in it, see `Participation.of`."""
         there = self.present(federation.clients, round)
-        return self.participation.of(there, federation.anchors, federation.clusters, self.seed, round, secret)
+        return self.participation.of(
+            there, federation.anchors, federation.clusters, self.seed, round, secret
+        )
 
     def drawn(self, federation: Federation, round: int) -> tuple[int, int] | None:
-        """How many are drawn in a round, of how many, every set of them as likely as any other; None where they are not drawn so.
+        """How many are drawn in a round, of how many, every set of them as likely as any other;
+        None where they are not drawn so.
 
-        Who is drawn and cannot be reached was drawn all the same: that fewer take part makes nobody's own chance smaller.
+        Who is drawn and cannot be reached was drawn all the same: that fewer take part makes
+        nobody's own chance smaller.
         """
         part = self.participation
         if part.clients is None or part.anchors is not None or part.schedule != "all":
@@ -149,7 +219,8 @@ class Recipe(BaseModel):
         return build_method(self.method)
 
     def with_method(self, name: str) -> "Recipe":
-        """The same recipe for another method: the same data, base, training and, where it has such a field, the same settings.
+        """The same recipe for another method: the same data, base, training and, where it has such
+        a field, the same settings.
 
         Raises:
             RecipeError: There is no such method.
@@ -159,11 +230,16 @@ class Recipe(BaseModel):
         entry, own = METHODS[name], METHODS[self.method["name"]]
         if name == self.method["name"]:
             return self.model_copy(update={"compare_with": ()})
-        fields = {f.name for f in dataclasses.fields(entry.method)} - set(entry.fixed) - set(own.fixed)
+        fields = (
+            {f.name for f in dataclasses.fields(entry.method)} - set(entry.fixed) - set(own.fixed)
+        )
         if issubclass(entry.method, METHODS["pretrained"].method):
             fields.discard("rounds")
         return self.model_copy(
-            update={"method": {"name": name} | {k: v for k, v in self.method.items() if k in fields}, "compare_with": ()}
+            update={
+                "method": {"name": name} | {k: v for k, v in self.method.items() if k in fields},
+                "compare_with": (),
+            }
         )
 
 
@@ -180,23 +256,37 @@ def build_method(section: Mapping[str, Any]) -> Method:
     """
     name = section.get("name")
     if not isinstance(name, str) or name not in METHODS:
-        raise ValueError("method.name: " + ("missing; see `coterie methods`" if name is None else _unknown_method(str(name))))
+        raise ValueError(
+            "method.name: "
+            + ("missing; see `coterie methods`" if name is None else _unknown_method(str(name)))
+        )
     entry = METHODS[name]
     if moved := list(_moved(section)):
         raise ValueError("\n".join(moved))
     given = {key: value for key, value in section.items() if key != "name"}
     for key, value in entry.fixed.items():
         if key in given and given[key] != value:
-            raise ValueError(f"method.{key}: {name} fixes it to {value!r}, found {given[key]!r}; use name: comigs to choose it")
+            raise ValueError(
+                f"method.{key}: {name} fixes it to {value!r}, found {given[key]!r}; use name: "
+                f"comigs to choose it"
+            )
     return TypeAdapter(entry.method).validate_python(given | dict(entry.fixed))
 
 
 def _moved(method: Mapping[str, Any]) -> Iterator[str]:
     """Say what a recipe of before has to write now."""
-    if method.get("generalists") == "pool" or ("chosen" in method and str(method["name"]).startswith("comigs")):
-        yield "method.generalists: a pool is a method of its own now: name: comigs-pool, where `generalists` is what was `chosen`"
+    if method.get("generalists") == "pool" or (
+        "chosen" in method and str(method["name"]).startswith("comigs")
+    ):
+        yield (
+            "method.generalists: a pool is a method of its own now: name: comigs-pool, where "
+            "`generalists` is what was `chosen`"
+        )
     if "aggregate" in method:
-        yield "method.aggregate: CoBo's weights are a method of its own now: name: comigs-cobo (comigs averages); leave the field out"
+        yield (
+            "method.aggregate: CoBo's weights are a method of its own now: name: comigs-cobo "
+            "(comigs averages); leave the field out"
+        )
 
 
 def load(recipe: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -217,7 +307,9 @@ def load(recipe: str, overrides: Sequence[str] = ()) -> Recipe:
 def changed(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
     """The recipe with other values for some of its fields, by dotted keys. Raises RecipeError."""
     section = recipe.model_dump(mode="json")
-    mistakes = [mistake for override in overrides(settings) if (mistake := _apply(section, override))]
+    mistakes = [
+        mistake for override in overrides(settings) if (mistake := _apply(section, override))
+    ]
     if mistakes:
         raise RecipeError(f"recipe {recipe.name}", mistakes)
     return validate(section, recipe.name)
@@ -235,11 +327,15 @@ def validate(section: Mapping[str, Any], source: str) -> Recipe:
     try:
         return Recipe.model_validate(section)
     except ValidationError as error:
-        raise RecipeError(f"recipe {source}", [line for e in error.errors() for line in _readable(e).splitlines()]) from None
+        raise RecipeError(
+            f"recipe {source}", [line for e in error.errors() for line in _readable(e).splitlines()]
+        ) from None
 
 
 def _impossible(value: Any, where: str = "", depth: int = 0) -> Iterator[str]:
-    """What no field can have, whatever it is: numbers that are not finite or beyond 64 bits, half of a surrogate pair, endless sections."""
+    """What no field can have, whatever it is: numbers that are not finite or beyond 64 bits,
+    half of a surrogate pair, endless sections.
+    """
     if depth > _DEEPEST:
         yield f"{where}: more than {_DEEPEST} sections within each other"
     elif isinstance(value, Mapping):
@@ -273,7 +369,9 @@ def _apply(section: dict[str, Any], override: str) -> str | None:
         if not isinstance(section, dict):
             return f"{override!r}: {part} is a value, not a section"
     if last == "name" and path == ["method"] and isinstance(value, str) and value in METHODS:
-        keep = {f.name for f in dataclasses.fields(METHODS[value].method)} - set(METHODS[value].fixed)
+        keep = {f.name for f in dataclasses.fields(METHODS[value].method)} - set(
+            METHODS[value].fixed
+        )
         for old in [k for k in section if k not in keep]:
             del section[old]
     section[last] = value
@@ -284,7 +382,9 @@ def _unknown_method(name: str) -> str:
     if is_own(name):
         return f"{name!r} is no method: {import_problem(name)}"
     close = difflib.get_close_matches(name, METHODS, n=1)
-    return f"there is no method {name!r}" + (f", did you mean {close[0]}?" if close else "; see `coterie methods`")
+    return f"there is no method {name!r}" + (
+        f", did you mean {close[0]}?" if close else "; see `coterie methods`"
+    )
 
 
 def _readable(error: ErrorDetails, prefix: tuple[str, ...] = ()) -> str:
@@ -296,7 +396,10 @@ def _readable(error: ErrorDetails, prefix: tuple[str, ...] = ()) -> str:
     if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"{where}: unknown key" + _suggest(location)
     if error["type"] == "union_tag_invalid":
-        return f"{where}.kind: there is no {error['ctx']['tag']!r}; choose among {error['ctx']['expected_tags']}"
+        return (
+            f"{where}.kind: there is no {error['ctx']['tag']!r}; choose among "
+            f"{error['ctx']['expected_tags']}"
+        )
     if error["type"] == "union_tag_not_found":
         return f"{where}.kind: missing"
     if error["type"] == "missing":
@@ -307,16 +410,22 @@ def _readable(error: ErrorDetails, prefix: tuple[str, ...] = ()) -> str:
 
 
 def _without_kinds(location: list[str]) -> list[str]:
-    """The way to a field as it is written, without the kinds that pydantic puts behind sections that have several."""
+    """The way to a field as it is written, without the kinds that pydantic puts behind sections
+    that have several.
+    """
     several = {"data", "model", "experts", "routers", "aggregation"}
     return [
-        part for k, part in enumerate(location) if k == 0 or location[k - 1] not in several or part in several or k == len(location) - 1
+        part
+        for k, part in enumerate(location)
+        if k == 0 or location[k - 1] not in several or part in several or k == len(location) - 1
     ]
 
 
 def _suggest(location: list[str]) -> str:
     """The known key that an unknown one resembles."""
-    known = _keys(Recipe) | {f.name for entry in METHODS.values() for f in dataclasses.fields(entry.method)}
+    known = _keys(Recipe) | {
+        f.name for entry in METHODS.values() for f in dataclasses.fields(entry.method)
+    }
     if location[-1] in known:
         return " here: it belongs to another section, method or kind of data"
     close = difflib.get_close_matches(location[-1], known, n=1)
@@ -339,7 +448,9 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
 
 
 def dump(recipe: Recipe) -> str:
-    """The resolved recipe as YAML: every field with its value, so that it can be run again as it was."""
+    """The resolved recipe as YAML: every field with its value, so that it can be run again as it
+    was.
+    """
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 

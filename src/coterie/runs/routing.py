@@ -1,4 +1,6 @@
-"""How trained routers treat real text, token by token: what the report colours (CoMiGS, Fig. 3 and 12-17)."""
+"""How trained routers treat real text, token by token: what the report colours (CoMiGS, Fig. 3
+and 12-17).
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,7 +19,10 @@ END, PART = "¶", "◌"  # the end of a document, and a token that is but a part
 
 
 def look(
-    clients: Sequence[ClientId], model: Callable[[ClientId], LanguageModel], splits: Mapping[ClientId, Split], tokenizer: Any
+    clients: Sequence[ClientId],
+    model: Callable[[ClientId], LanguageModel],
+    splits: Mapping[ClientId, Split],
+    tokenizer: Any,
 ) -> dict[str, Any]:
     """What is in `routing.json`.
 
@@ -28,14 +33,17 @@ def look(
         tokenizer: Of the base.
 
     Returns:
-        `texts`: the tokens of each client's text as people read them; `blocks`: the indices of the first, middle and last of `depth`
-        blocks; `experts`: how many generalists and specialists each model with a router has; `weights`: by model, then by text,
-        (blocks, tokens, experts).
+        `texts`: the tokens of each client's text as people read them; `blocks`: the indices of the
+            first, middle and last of `depth`
+        blocks; `experts`: how many generalists and specialists each model with a router has;
+        `weights`: by model, then by text, (blocks, tokens, experts).
     """
     clients = clients[:CLIENTS]
     windows = {i: beginning(splits[i]) for i in clients}
     found: dict[str, Any] = {
-        "texts": {i: pieces(tokenizer, rows.flatten().tolist()[:TOKENS]) for i, rows in windows.items()},
+        "texts": {
+            i: pieces(tokenizer, rows.flatten().tolist()[:TOKENS]) for i, rows in windows.items()
+        },
         "experts": {},
         "weights": {},
     }
@@ -45,19 +53,28 @@ def look(
             continue
         depth = len(reader.backbone.architecture.blocks)
         found |= {"depth": depth, "blocks": sorted({0, (depth - 1) // 2, depth - 1})}
-        found["experts"][i] = {"generalists": reader.layout.generalists, "specialists": reader.layout.specialists}
-        found["weights"][i] = {text: _weights(reader, rows, found["blocks"]) for text, rows in windows.items()}
+        found["experts"][i] = {
+            "generalists": reader.layout.generalists,
+            "specialists": reader.layout.specialists,
+        }
+        found["weights"][i] = {
+            text: _weights(reader, rows, found["blocks"]) for text, rows in windows.items()
+        }
     return found
 
 
-def _weights(model: LanguageModel, windows: Tensor, blocks: Sequence[int]) -> list[list[list[float]]]:
+def _weights(
+    model: LanguageModel, windows: Tensor, blocks: Sequence[int]
+) -> list[list[list[float]]]:
     """(blocks, tokens, n), each weight to three places."""
     weights = model.routing(windows)[list(blocks)].flatten(1, 2)[:, :TOKENS]
     return [[[round(w, 3) for w in token] for token in block] for block in weights.tolist()]
 
 
 def beginning(split: Split) -> Tensor:
-    """(W, C) int64: as many of the split's first windows, in their order, as hold `TOKENS` tokens, or all of them."""
+    """(W, C) int64: as many of the split's first windows, in their order, as hold `TOKENS`
+    tokens, or all of them.
+    """
     wanted = -(-TOKENS // split.context)
     windows: Tensor = split.take(np.arange(min(wanted, split.windows)))[:, :-1].to(torch.int64)
     return windows
@@ -66,8 +83,8 @@ def beginning(split: Split) -> Tensor:
 def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """Each token's share of the decoded text, with its spaces.
 
-    A character that is spread over several byte-level tokens stands at the last of them; the others are `PART`. The tokenizer's end token
-    is `END`.
+    A character that is spread over several byte-level tokens stands at the last of them; the others
+    are `PART`. The tokenizer's end token is `END`.
     """
     found: list[str] = []
     start, read = 0, ""  # of the document, and what is decoded of it so far
@@ -76,7 +93,9 @@ def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
             found.append(END)
             start, read = k + 1, ""
             continue
-        now = tokenizer.decode(ids[start : k + 1], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        now = tokenizer.decode(
+            ids[start : k + 1], skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
         if now.endswith("\ufffd"):
             found.append(PART)
         else:

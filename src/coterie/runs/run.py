@@ -47,7 +47,8 @@ def run(
     place: Place | None = None,
     profile: Profile | None = None,
 ) -> list[Json]:
-    """Run a recipe and the methods of its `compare_with` into a folder; what is there already is not done again.
+    """Run a recipe and the methods of its `compare_with` into a folder; what is there already is
+    not done again.
 
     Args:
         recipe: What to run.
@@ -62,16 +63,21 @@ def run(
         The results, the recipe's own method last.
 
     Raises:
-        Refused: Something is wrong with the recipe, the base, the data or the folder; nothing was started.
+        Refused: Something is wrong with the recipe, the base, the data or the folder; nothing was
+            started.
         CoterieError: It failed while running and can be resumed.
     """
     rows = [(recipe.with_method(name), folder / "baselines" / name) for name in recipe.compare_with]
     rows.append((recipe, folder))
     if not (resume or changed) and (folder / RECIPE).exists():
-        raise Refused(f"{folder} already holds a run", "Go on with it by --resume, or choose another --out.")
+        raise Refused(
+            f"{folder} already holds a run", "Go on with it by --resume, or choose another --out."
+        )
     if resume or changed:
         _check_begun(folder, rows)
-    results = execute_all(rows, reporter or Reporter(), place=place, profile=profile, changed=changed, within=folder)
+    results = execute_all(
+        rows, reporter or Reporter(), place=place, profile=profile, changed=changed, within=folder
+    )
     write_report(folder, results, recipe.description)
     return results
 
@@ -95,8 +101,10 @@ def execute_all(
         titles: What the reporter calls each row; default: its method.
         place: Where the clients are; default: on this machine.
         profile: Records a round of the last row; default: nothing.
-        changed: Whether unfinished rows go on with what base, data, clients and metrics are now, whatever they were.
-        within: The folder of all of them, in which nobody else works meanwhile; None where only each row's own must be left alone.
+        changed: Whether unfinished rows go on with what base, data, clients and metrics are now,
+            whatever they were.
+        within: The folder of all of them, in which nobody else works meanwhile; None where only
+            each row's own must be left alone.
     """
     place = place or OnThisMachine()
     if not place.devices:
@@ -106,7 +114,9 @@ def execute_all(
     threads, foresight = _Threads(rows, place, reporter), Foresight()
     for recipe, folder in rows:
         prepared = place.prepare(recipe)
-        if not changed and Kept(folder).begun() and _same(recipe, folder):  # of another recipe, `_executed` says more
+        if (
+            not changed and Kept(folder).begun() and _same(recipe, folder)
+        ):  # of another recipe, `_executed` says more
             Kept(folder).check(Inputs.of(prepared))
         if reporter.foretells and not place.devices and recipe.engine != "flower":
             with computing(threads.given(prepared, folder)):
@@ -124,25 +134,35 @@ def execute_all(
             recorder = profile if profile is not None and k == len(rows) - 1 else Profile()
             with alone(folder):
                 prepared = threads.given(place.prepare(recipe), folder)
-                results.append(_executed(Execution(prepared, folder, reporter, title, place, recorder), changed))
+                results.append(
+                    _executed(
+                        Execution(prepared, folder, reporter, title, place, recorder), changed
+                    )
+                )
     return results
 
 
 class _Threads:
-    """With how many threads the rows of a command compute: all alike, so that what differs between them is no matter of arithmetic.
+    """With how many threads the rows of a command compute: all alike, so that what differs between
+    them is no matter of arithmetic.
 
-    A row that has begun goes on with its own number, because sums of floating-point numbers depend on how many threads share them: with
-    another one it would not end bit-equal to the same run without an interruption. New rows take that of one that has begun; otherwise
-    the first row that needs a number has it found out, see `choose_threads`.
+    A row that has begun goes on with its own number, because sums of floating-point numbers depend
+    on how many threads share them: with another one it would not end bit-equal to the same run
+    without an interruption. New rows take that of one that has begun; otherwise the first row that
+    needs a number has it found out, see `choose_threads`.
     """
 
-    def __init__(self, rows: Sequence[tuple[Recipe, Path]], place: Place, reporter: Reporter) -> None:
+    def __init__(
+        self, rows: Sequence[tuple[Recipe, Path]], place: Place, reporter: Reporter
+    ) -> None:
         self._place, self._reporter = place, reporter
         self._kept = {folder: kept_threads(folder) for _, folder in rows}
         self._common = next((number for number in self._kept.values() if number), None)
 
     def given(self, prepared: Prepared, folder: Path) -> Prepared:
-        """The same with a number of threads; as it is where others compute, or PyTorch's own number was good enough before."""
+        """The same with a number of threads; as it is where others compute, or PyTorch's own
+        number was good enough before.
+        """
         if self._place.devices or prepared.recipe.threads or prepared.modality.threads:
             return replace(prepared, threads=prepared.recipe.threads)
         kept = self._kept[folder]
@@ -157,7 +177,8 @@ class _Threads:
 
 
 def kept_threads(folder: Path) -> int | None:
-    """Return with how many threads the run in a folder computes: 0 if it has begun and does not say, as older versions; None if it has not.
+    """Return with how many threads the run in a folder computes: 0 if it has begun and does not
+    say, as older versions; None if it has not.
 
     What is damaged says nothing here: whoever goes on from it is told.
     """
@@ -170,7 +191,11 @@ def kept_threads(folder: Path) -> int | None:
 
 def _check_apart(recipe: Recipe, folder: Path) -> None:
     """Refuse a folder for results among the data of a recipe, or around them. Raises Refused."""
-    found = getattr(recipe.data, "path", None) or getattr(recipe.data, "root", None) or getattr(recipe.data, "dataset", None)
+    found = (
+        getattr(recipe.data, "path", None)
+        or getattr(recipe.data, "root", None)
+        or getattr(recipe.data, "dataset", None)
+    )
     if found is None and hasattr(recipe.data, "root"):
         found = os.environ.get("COTERIE_DATA")
     if found:
@@ -186,7 +211,8 @@ def _check_begun(folder: Path, rows: Sequence[tuple[Recipe, Path]]) -> None:
     """Refuse to go on with what has never begun. Raises Refused."""
     if not (folder / "lock").exists() and not any(_begun(path) for _, path in rows):
         raise Refused(
-            f"{folder} {'holds' if folder.is_dir() else 'does not exist, so there is'} nothing to go on with",
+            f"{folder} {'holds' if folder.is_dir() else 'does not exist, so there is'} nothing "
+            f"to go on with",
             "Check --out; or start from the beginning: the same command without --resume.",
         )
 
@@ -232,7 +258,8 @@ def compare(
     changed: bool = False,
     reporter: Reporter | None = None,
 ) -> Json:
-    """One table: every method on the same data, base and budget, over seeds `recipe.seed`, `recipe.seed + 1`, ...
+    """One table: every method on the same data, base and budget, over seeds `recipe.seed`,
+    `recipe.seed + 1`, ...
 
     `resume` and `changed` are those of `run`.
 
@@ -246,15 +273,24 @@ def compare(
     if not methods:
         raise Refused("no methods to compare", "Name at least one: see `coterie methods`.")
     if (folder / COMPARISON).exists() and not (resume or changed):
-        raise Refused(f"{folder} already holds a comparison", "Go on with it by --resume, or choose another --out.")
+        raise Refused(
+            f"{folder} already holds a comparison",
+            "Go on with it by --resume, or choose another --out.",
+        )
     rows = [
-        (recipe.with_method(name).model_copy(update={"seed": recipe.seed + k}), folder / name / f"seed-{recipe.seed + k}")
+        (
+            recipe.with_method(name).model_copy(update={"seed": recipe.seed + k}),
+            folder / name / f"seed-{recipe.seed + k}",
+        )
         for name in dict.fromkeys(methods)
         for k in range(seeds)
     ]
     if resume or changed:
         _check_begun(folder, rows)
-    titles = [METHODS[row.method["name"]].title + (f", seed {row.seed}" if seeds > 1 else "") for row, _ in rows]
+    titles = [
+        METHODS[row.method["name"]].title + (f", seed {row.seed}" if seeds > 1 else "")
+        for row, _ in rows
+    ]
     results = execute_all(rows, reporter or Reporter(), titles, changed=changed, within=folder)
     table = comparing.rows(results)
     comparison = {
@@ -262,7 +298,8 @@ def compare(
         "own": recipe.method["name"],
         "seeds": [recipe.seed + k for k in range(seeds)],
         "metric": results[0]["metric"],
-        "scored": "each client's model right after its last local iteration; mean_synced: after one more synchronisation",
+        "scored": "each client's model right after its last local iteration; mean_synced: after "
+        "one more synchronisation",
         "rows": table,
         "notes": comparing.comparability(table, recipe.method["name"]),
         "versions": results[0]["versions"],

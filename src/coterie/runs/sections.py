@@ -14,7 +14,9 @@ from coterie.models.layout import Layout
 from coterie.models.networks import NetworkShape
 from coterie.models.text import TextShape
 
-Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto: CUDA where there is one")]
+Device = Annotated[
+    str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto: CUDA where there is one")
+]
 
 
 class _Mistakes(ValueError):
@@ -26,11 +28,22 @@ class LanguageSection(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    kind: Annotated[Literal["language"], Field(description="a causal language model with LoRA adapters, for texts")] = "language"
-    base: Annotated[str, Field(min_length=1, description="Hub id or local folder of a causal LM; `embedded` is the one in the package")] = (
-        "embedded"
-    )
-    dtype: Annotated[Literal["auto", "fp32", "bf16"], Field(description="of the base; auto: bf16 on CUDA, fp32 on CPU")] = "auto"
+    kind: Annotated[
+        Literal["language"],
+        Field(description="a causal language model with LoRA adapters, for texts"),
+    ] = "language"
+    base: Annotated[
+        str,
+        Field(
+            min_length=1,
+            description="Hub id or local folder of a causal LM; `embedded` is the one in the "
+            "package",
+        ),
+    ] = "embedded"
+    dtype: Annotated[
+        Literal["auto", "fp32", "bf16"],
+        Field(description="of the base; auto: bf16 on CUDA, fp32 on CPU"),
+    ] = "auto"
     device: Device = "auto"
     context: Annotated[int, Field(ge=2, description="window length in tokens")] = 128
     rank: Annotated[int, Field(ge=1, le=1024, description="r of every LoRA")] = 8
@@ -44,41 +57,78 @@ class LanguageSection(BaseModel):
 
 Network = Literal["mlp", "cnn", "resnet9", "resnet20", "resnet56", "resnet34"]
 Width = Annotated[
-    int | None, Field(ge=1, description="channels of the first convolution; null: 16 of a resnet20 or resnet56, 64 of the others")
+    int | None,
+    Field(
+        ge=1,
+        description="channels of the first convolution; null: 16 of a resnet20 or resnet56, 64 "
+        "of the others",
+    ),
 ]
-Hidden = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(description="widths of the hidden layers of an mlp")]
+Hidden = Annotated[
+    tuple[Annotated[int, Field(ge=1)], ...],
+    Field(description="widths of the hidden layers of an mlp"),
+]
 Channels = Annotated[
-    tuple[float, ...] | None, Field(description="of images: how it wants them normalised, of each channel; null: as the data are")
+    tuple[float, ...] | None,
+    Field(
+        description="of images: how it wants them normalised, of each channel; null: as the data "
+        "are"
+    ),
 ]
 
 
 class CommonSection(BaseModel):
-    """A frozen, pretrained expert that everybody has: it embeds the data for a gate, and networks may start from it."""
+    """A frozen, pretrained expert that everybody has: it embeds the data for a gate, and
+    networks may start from it.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    network: Annotated[Network | None, Field(description="of images: its architecture; null: the model's, with its settings")] = None
+    network: Annotated[
+        Network | None,
+        Field(description="of images: its architecture; null: the model's, with its settings"),
+    ] = None
     hidden: Hidden = (64, 64)
     width: Width = None
     norm: Annotated[Norm, Field(description="normalisation behind convolutions")] = "batch"
-    path: Annotated[str | None, Field(description="of images: a safetensors file with its weights, also below or beside $COTERIE_DATA")] = (
-        None
-    )
+    path: Annotated[
+        str | None,
+        Field(
+            description="of images: a safetensors file with its weights, also below or beside "
+            "$COTERIE_DATA"
+        ),
+    ] = None
     mean: Channels = None
     std: Channels = None
-    base: Annotated[str | None, Field(description="of texts: Hub id or local folder of its base; null: the model's")] = None
-    pretraining: Annotated[Pretraining | None, Field(description="how it is trained on data.public; null: not at all")] = None
+    base: Annotated[
+        str | None,
+        Field(description="of texts: Hub id or local folder of its base; null: the model's"),
+    ] = None
+    pretraining: Annotated[
+        Pretraining | None, Field(description="how it is trained on data.public; null: not at all")
+    ] = None
 
     @model_validator(mode="after")
     def _check(self) -> "CommonSection":
         if (self.mean is None) != (self.std is None):
             raise _Mistakes("model.common.mean and model.common.std: give both of them, or none")
         if self.mean is not None and self.path is None:
-            raise _Mistakes("model.common.mean: an expert that is trained here takes images as the data are; leave it and std out")
-        if self.network is None and (self.hidden != (64, 64) or self.width is not None or self.norm != "batch"):
-            raise _Mistakes("model.common.network: missing, though hidden, width or norm are given; without it the model's own are taken")
+            raise _Mistakes(
+                "model.common.mean: an expert that is trained here takes images as the data are; "
+                "leave it and std out"
+            )
+        if self.network is None and (
+            self.hidden != (64, 64) or self.width is not None or self.norm != "batch"
+        ):
+            raise _Mistakes(
+                "model.common.network: missing, though hidden, width or norm are given; without "
+                "it the model's own are taken"
+            )
         if self.path is not None and self.pretraining is not None:
-            raise _Mistakes("model.common.path and model.common.pretraining: its weights are there, or they are to be trained; give one")
+            raise _Mistakes(
+                "model.common.path and model.common.pretraining: its weights are there, or they "
+                "are to be trained; give one"
+            )
         return self
 
 
@@ -87,12 +137,20 @@ class _Classifying(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    common: Annotated[CommonSection | None, Field(description="a pretrained expert that everybody has")] = None
-    start: Annotated[Literal["auto", "random", "common"], Field(description="of one network for all; auto: common where it fits")] = "auto"
+    common: Annotated[
+        CommonSection | None, Field(description="a pretrained expert that everybody has")
+    ] = None
+    start: Annotated[
+        Literal["auto", "random", "common"],
+        Field(description="of one network for all; auto: common where it fits"),
+    ] = "auto"
     gate_width: Annotated[int, Field(ge=1, description="hidden units of a pool's gate")] = 64
     statistics: Annotated[
         Literal["auto", "local", "shared"],
-        Field(description="whether running statistics are averaged with the network; auto: where there are unseen clients"),
+        Field(
+            description="whether running statistics are averaged with the network; auto: where "
+            "there are unseen clients"
+        ),
     ] = "auto"
     device: Device = "auto"
 
@@ -121,10 +179,16 @@ class ClassifierSection(_Classifying):
 class TextClassifierSection(_Classifying):
     """A classifier of texts: any sequence classifier of transformers, all of it trained."""
 
-    kind: Annotated[Literal["text-classifier"], Field(description="a sequence classifier, for labelled texts")]
-    base: Annotated[str, Field(min_length=1, description="Hub id or local folder; `embedded` is the small base in the package")] = (
-        "embedded"
-    )
+    kind: Annotated[
+        Literal["text-classifier"], Field(description="a sequence classifier, for labelled texts")
+    ]
+    base: Annotated[
+        str,
+        Field(
+            min_length=1,
+            description="Hub id or local folder; `embedded` is the small base in the package",
+        ),
+    ] = "embedded"
     length: Annotated[int, Field(ge=1, description="tokens of a text, at most")] = 64
 
     def shape(self, classes: int) -> TextShape:
@@ -137,21 +201,30 @@ class TextClassifierSection(_Classifying):
 
 
 class Participation(BaseModel):
-    """Who takes part in a round. It depends on the run's seed and the round alone, so that all methods of a comparison see the same.
+    """Who takes part in a round. It depends on the run's seed and the round alone, so that all
+    methods of a comparison see the same.
 
-    With central privacy on devices it depends on the server's secret in the place of the seed, which every device knows.
+    With central privacy on devices it depends on the server's secret in the place of the seed,
+    which every device knows.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    clients: Annotated[int | None, Field(ge=1, description="so many clients in each round, drawn anew; null: all")] = None
-    anchors: Annotated[int | None, Field(ge=0, description="so many anchors, besides; null: an anchor is a client like any other here")] = (
-        None
-    )
+    clients: Annotated[
+        int | None, Field(ge=1, description="so many clients in each round, drawn anew; null: all")
+    ] = None
+    anchors: Annotated[
+        int | None,
+        Field(
+            ge=0,
+            description="so many anchors, besides; null: an anchor is a client like any other here",
+        ),
+    ] = None
     schedule: Annotated[
         Literal["all", "grow", "turns"],
         Field(
-            description="grow: one more of the data's clusters comes after `every` rounds; turns: one after the other, only anchors stay"
+            description="grow: one more of the data's clusters comes after `every` rounds; "
+            "turns: one after the other, only anchors stay"
         ),
     ] = "all"
     every: Annotated[int, Field(ge=1, description="rounds until the next cluster")] = 200
@@ -165,17 +238,29 @@ class Participation(BaseModel):
         round: int,
         secret: bytes | None = None,
     ) -> tuple[str, ...]:
-        """Those of the clients that take part in a round, in their order; they are drawn from the seed, or from a secret key instead."""
+        """Those of the clients that take part in a round, in their order; they are drawn from
+        the seed, or from a secret key instead.
+        """
         here = set(self._here(clients, anchors, clusters or {}, round))
         held = set() if self.anchors is None else here & set(anchors)
-        draw = _repeatable(seed, round) if secret is None else Source.keyed(secret, "participation", round).sample
+        draw = (
+            _repeatable(seed, round)
+            if secret is None
+            else Source.keyed(secret, "participation", round).sample
+        )
         active: set[str] = set()
         for group, most in ((held, self.anchors), (here - held, self.clients)):
             found = sorted(group)
             active.update(found if most is None or most >= len(found) else draw(found, most))
         return tuple(i for i in clients if i in active)
 
-    def _here(self, clients: Sequence[str], anchors: Sequence[str], clusters: Mapping[str, int], round: int) -> list[str]:
+    def _here(
+        self,
+        clients: Sequence[str],
+        anchors: Sequence[str],
+        clusters: Mapping[str, int],
+        round: int,
+    ) -> list[str]:
         """Who could take part, by the schedule."""
         if self.schedule == "all":
             return list(clients)
@@ -188,18 +273,35 @@ class Participation(BaseModel):
 def _repeatable(seed: int, round: int) -> Callable[[Sequence[str], int], Sequence[str]]:
     """What draws some of several in a round, alike wherever the seed is known."""
     random = np.random.default_rng(mix(seed, "participation", round))
-    return lambda found, most: cast(Sequence[str], random.choice(found, most, replace=False).tolist())
+    return lambda found, most: cast(
+        Sequence[str], random.choice(found, most, replace=False).tolist()
+    )
 
 
 class Quorum(BaseModel):
-    """When a server goes on without some of the clients that it asked: they did not answer in time, or not what they were asked for."""
+    """When a server goes on without some of the clients that it asked: they did not answer in
+    time, or not what they were asked for.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    min_clients: Annotated[int, Field(ge=1, description="as many must have answered; all that were asked, where they are fewer")] = 1
-    deadline: Annotated[float, Field(gt=0, description="seconds for the replies of one exchange; only across devices")] = 3600.0
+    min_clients: Annotated[
+        int,
+        Field(
+            ge=1,
+            description="as many must have answered; all that were asked, where they are fewer",
+        ),
+    ] = 1
+    deadline: Annotated[
+        float,
+        Field(gt=0, description="seconds for the replies of one exchange; only across devices"),
+    ] = 3600.0
     otherwise: Annotated[
-        Literal["stop", "wait"], Field(description="with fewer: stop (--resume goes on), or ask the others again; only across devices")
+        Literal["stop", "wait"],
+        Field(
+            description="with fewer: stop (--resume goes on), or ask the others again; only "
+            "across devices"
+        ),
     ] = "stop"
 
 
@@ -208,7 +310,11 @@ ModelSection = Annotated[
     | Annotated[ClassifierSection, Tag("classifier")]
     | Annotated[TextClassifierSection, Tag("text-classifier")],
     Discriminator(
-        lambda section: section.get("kind", "language") if isinstance(section, dict) else getattr(section, "kind", None),
+        lambda section: (
+            section.get("kind", "language")
+            if isinstance(section, dict)
+            else getattr(section, "kind", None)
+        ),
         custom_error_type="kind",
         custom_error_message="kind should be 'language', 'classifier' or 'text-classifier'",
     ),

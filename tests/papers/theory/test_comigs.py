@@ -1,4 +1,6 @@
-"""CoMiGS's theorems hold where they are run, against naive computations, and their checks can fail."""
+"""CoMiGS's theorems hold where they are run, against naive computations, and their checks can
+fail.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +13,12 @@ from hypothesis import strategies as st
 
 from coterie.core.errors import CoterieError
 from coterie.papers.theory import THEOREMS, Experiment
-from coterie.papers.theory.comigs import Quadratic, alternate, euclidean_counterexample, random_quadratic
+from coterie.papers.theory.comigs import (
+    Quadratic,
+    alternate,
+    euclidean_counterexample,
+    random_quadratic,
+)
 from coterie.papers.theory.experiment import excess
 from coterie.papers.theory.linear_experts import LinearExperts, Point, exclusive_or, newton, softmax
 from coterie.reports.mathematics import plain
@@ -48,24 +55,42 @@ def test_errors_at_the_bound_and_above_it() -> None:
     assert excess([1, 1e-9], 0) == np.inf
 
 
-def naive_iterates(valid: Quadratic, train: Quadratic, theta: np.ndarray, steps: int) -> list[np.ndarray]:
-    """Each argmin as one linear system over both blocks: the free block is stationary, the other one stays where it is."""
+def naive_iterates(
+    valid: Quadratic, train: Quadratic, theta: np.ndarray, steps: int
+) -> list[np.ndarray]:
+    """Each argmin as one linear system over both blocks: the free block is stationary, the other
+    one stays where it is.
+    """
     A, B, C = (torch.from_numpy(m) for m in (train.A, valid.B, valid.C))
     iterates, (p, t) = [theta], valid.C.shape
     centre_t, centre_p = torch.from_numpy(valid.theta), torch.from_numpy(valid.phi)
     for _ in range(steps):
         point = torch.from_numpy(iterates[-1])
-        keep_theta = torch.cat([torch.cat([torch.eye(t).double(), torch.zeros(t, p).double()], 1), torch.cat([C, B], 1)])
+        keep_theta = torch.cat(
+            [
+                torch.cat([torch.eye(t).double(), torch.zeros(t, p).double()], 1),
+                torch.cat([C, B], 1),
+            ]
+        )
         phi = torch.linalg.solve(keep_theta, torch.cat([point, C @ centre_t + B @ centre_p]))[t:]
         Ct = torch.from_numpy(train.C).T
-        keep_phi = torch.cat([torch.cat([A, Ct], 1), torch.cat([torch.zeros(p, t).double(), torch.eye(p).double()], 1)])
-        iterates.append(torch.linalg.solve(keep_phi, torch.cat([A @ centre_t + Ct @ centre_p, phi]))[:t].numpy())
+        keep_phi = torch.cat(
+            [
+                torch.cat([A, Ct], 1),
+                torch.cat([torch.zeros(p, t).double(), torch.eye(p).double()], 1),
+            ]
+        )
+        iterates.append(
+            torch.linalg.solve(keep_phi, torch.cat([A @ centre_t + Ct @ centre_p, phi]))[:t].numpy()
+        )
     return iterates
 
 
 @given(st.integers(0, 10**6), st.integers(1, 6), st.integers(1, 6), st.floats(1, 1e4))
 @settings(max_examples=30)
-def test_alternating_minimisation_is_the_operator_and_the_block_solver(seed: int, t: int, p: int, condition: float) -> None:
+def test_alternating_minimisation_is_the_operator_and_the_block_solver(
+    seed: int, t: int, p: int, condition: float
+) -> None:
     rng = np.random.default_rng(seed)
     valid, train = (random_quadratic(rng, (t, p), condition) for _ in range(2))
     theta, phi, start = rng.standard_normal(t), rng.standard_normal(p), rng.standard_normal(t)
@@ -83,7 +108,9 @@ def test_the_rate_is_the_norm_of_the_operator_where_the_theorem_needs_it() -> No
         f = random_quadratic(np.random.default_rng(seed), (5, 4), 1e3)
         eigenvalues, vectors = np.linalg.eigh(f.A)
         root = vectors * np.sqrt(eigenvalues) @ vectors.T
-        assert np.linalg.norm(root @ f.operator() @ np.linalg.inv(root), 2) == pytest.approx(f.rate(), rel=1e-9)
+        assert np.linalg.norm(root @ f.operator() @ np.linalg.inv(root), 2) == pytest.approx(
+            f.rate(), rel=1e-9
+        )
         assert np.abs(np.linalg.eigvals(f.operator())).max() == pytest.approx(f.rate(), rel=1e-9)
 
 
@@ -94,7 +121,9 @@ def test_the_counterexample_is_strictly_convex_and_not_a_euclidean_contraction()
     assert f.rate() == pytest.approx(0.8)
 
 
-def small(ratio: float = 1.0, mu: float = 1.0, seed: int = 0, n: int = 5, count: int = 3) -> tuple[LinearExperts, Point]:
+def small(
+    ratio: float = 1.0, mu: float = 1.0, seed: int = 0, n: int = 5, count: int = 3
+) -> tuple[LinearExperts, Point]:
     """A problem with alpha at `ratio` of (21), and a random point of it."""
     rng = np.random.default_rng(seed)
     x, y = exclusive_or(rng, n)
@@ -103,14 +132,18 @@ def small(ratio: float = 1.0, mu: float = 1.0, seed: int = 0, n: int = 5, count:
     return replace(problem, alpha=ratio * problem.sufficient_alpha), point
 
 
-def objective(p: LinearExperts, theta: torch.Tensor, phi: torch.Tensor, lam: torch.Tensor) -> torch.Tensor:
+def objective(
+    p: LinearExperts, theta: torch.Tensor, phi: torch.Tensor, lam: torch.Tensor
+) -> torch.Tensor:
     """(19), term by term, with the divergence of (17) from the router's probabilities."""
     x, y = torch.from_numpy(p.x), torch.from_numpy(p.y)
     total = p.alpha / 2 * (theta.square().sum() + phi.square().sum())
     for i in range(len(x)):
         router = torch.softmax(phi.T @ x[i], 0)
         divergence = (lam[i] * (lam[i].log() - router.log())).sum()
-        total = total + (torch.log1p(torch.exp(-y[i] * (lam[i] @ theta.T @ x[i]))) + p.mu * divergence) / len(x)
+        total = total + (
+            torch.log1p(torch.exp(-y[i] * (lam[i] @ theta.T @ x[i]))) + p.mu * divergence
+        ) / len(x)
     return total
 
 
@@ -120,18 +153,27 @@ def test_value_gradient_and_hessian_are_those_of_the_objective() -> None:
     assert problem.value(z) == pytest.approx(objective(problem, *tensors).item(), rel=1e-12)
 
     n, m = z.lam.shape
-    basis = torch.linalg.svd(torch.ones(1, m).double())[2][1:]  # [N, m], of the directions along the simplex
+    basis = torch.linalg.svd(torch.ones(1, m).double())[2][
+        1:
+    ]  # [N, m], of the directions along the simplex
     root = torch.tensor(float(n)).double().sqrt()
 
     def along(flat: torch.Tensor) -> torch.Tensor:
         theta, phi, lam = flat.split([6, 6, n * (m - 1)])
         lam = tensors[2].detach() + root * lam.reshape(n, m - 1) @ basis
-        return objective(problem, tensors[0].detach() + theta.reshape(2, m), tensors[1].detach() + phi.reshape(2, m), lam)
+        return objective(
+            problem,
+            tensors[0].detach() + theta.reshape(2, m),
+            tensors[1].detach() + phi.reshape(2, m),
+            lam,
+        )
 
     zero = torch.zeros(12 + n * (m - 1)).double()
     hessian = torch.autograd.functional.hessian(along, zero)
     assert problem.hessian(z).shape == hessian.shape
-    np.testing.assert_allclose(np.linalg.eigvalsh(problem.hessian(z)), torch.linalg.eigvalsh(hessian).numpy(), atol=1e-9)
+    np.testing.assert_allclose(
+        np.linalg.eigvalsh(problem.hessian(z)), torch.linalg.eigvalsh(hessian).numpy(), atol=1e-9
+    )
     np.testing.assert_allclose(problem.hessian(z)[:12, :12], hessian[:12, :12].numpy(), atol=1e-12)
     gradient = torch.autograd.functional.jacobian(along, zero)
     assert problem.stationarity(z) == pytest.approx(gradient.norm().item(), rel=1e-10)
@@ -152,15 +194,26 @@ def test_block_updates_are_minimisers_of_their_block(name: str, ratio: float) ->
         for _ in range(20):
             step = size * rng.standard_normal(mine.shape)
             rival = softmax(np.log(mine) + step) if name == "lambda" else mine + step
-            assert problem.value(best) <= problem.value(replace(best, **{fields[name]: rival})) + 1e-14
-    tensors = {key: torch.from_numpy(value).requires_grad_(key == name) for key, value in parts.items()}
+            assert (
+                problem.value(best) <= problem.value(replace(best, **{fields[name]: rival})) + 1e-14
+            )
+    tensors = {
+        key: torch.from_numpy(value).requires_grad_(key == name) for key, value in parts.items()
+    }
     (gradient,) = torch.autograd.grad(objective(problem, *tensors.values()), tensors[name])
     if name == "lambda":
         gradient = gradient - gradient.mean(1, keepdim=True)
     assert gradient.abs().max() < 1e-11
 
 
-@given(st.integers(0, 10**6), st.floats(0.2, 5), st.floats(1, 3), st.integers(1, 6), st.integers(2, 4), st.floats(-1, 1.5))
+@given(
+    st.integers(0, 10**6),
+    st.floats(0.2, 5),
+    st.floats(1, 3),
+    st.integers(1, 6),
+    st.integers(2, 4),
+    st.floats(-1, 1.5),
+)
 @settings(max_examples=60)
 def test_under_21_no_hessian_has_an_eigenvalue_below_the_certified_one(
     seed: int, mu: float, ratio: float, n: int, count: int, scale: float
@@ -173,7 +226,9 @@ def test_under_21_no_hessian_has_an_eigenvalue_below_the_certified_one(
 
 @given(st.integers(0, 10**6), st.floats(0.3, 3), st.floats(-1, 0.5))
 @settings(max_examples=30)
-def test_the_certified_region_holds_the_run_and_its_curvature(seed: int, mu: float, scale: float) -> None:
+def test_the_certified_region_holds_the_run_and_its_curvature(
+    seed: int, mu: float, scale: float
+) -> None:
     problem, z = small(1.0, mu, seed)
     z = problem.lambda_step(Point(10**scale * z.theta, 10**scale * z.phi, z.lam))
     strong, smooth = problem.constants(problem.value(z))
@@ -187,7 +242,9 @@ def test_the_certified_region_holds_the_run_and_its_curvature(seed: int, mu: flo
 
 def test_newton_says_when_it_did_not_arrive() -> None:
     with pytest.raises(CoterieError, match="gap"):
-        newton(lambda x: (float(x @ x), 2 * x, 1e3 * np.eye(1)), np.ones(1), 2.0)  # a Hessian that is far too large
+        newton(
+            lambda x: (float(x @ x), 2 * x, 1e3 * np.eye(1)), np.ones(1), 2.0
+        )  # a Hessian that is far too large
 
 
 def relaxed(step: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
@@ -212,7 +269,9 @@ def test_a_wrong_block_update_of_the_quadratic_is_caught(monkeypatch: pytest.Mon
 
 def test_a_wrong_rate_of_the_quadratic_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     spectrum = Quadratic.spectrum.func
-    monkeypatch.setattr(Quadratic, "spectrum", property(lambda self: (0.7 * spectrum(self)[1], spectrum(self)[1])))
+    monkeypatch.setattr(
+        Quadratic, "spectrum", property(lambda self: (0.7 * spectrum(self)[1], spectrum(self)[1]))
+    )
     found = failed(THEOREMS[CONTRACTION](0))
     assert "T contracts in the A-norm" in found
     assert "fall at least as fast" in found
@@ -226,7 +285,9 @@ def test_a_wrong_lipschitz_constant_is_caught(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("step", ["lambda_step", "phi_step", "theta_step"])
-def test_a_disturbed_block_update_of_the_experts_is_caught(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+def test_a_disturbed_block_update_of_the_experts_is_caught(
+    monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
     monkeypatch.setattr(LinearExperts, step, disturbed(getattr(LinearExperts, step)))
     monkeypatch.setattr("coterie.papers.theory.comigs_experts.STEPS", 30)
     found = failed(THEOREMS[EXPERTS](0))
@@ -241,6 +302,8 @@ def test_wrong_constants_of_the_experts_are_caught(monkeypatch: pytest.MonkeyPat
 
 def test_too_little_ridge_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     enough = LinearExperts.sufficient_alpha.fget
-    monkeypatch.setattr(LinearExperts, "sufficient_alpha", property(lambda self: 0.1 * enough(self)))
+    monkeypatch.setattr(
+        LinearExperts, "sufficient_alpha", property(lambda self: 0.1 * enough(self))
+    )
     monkeypatch.setattr("coterie.papers.theory.comigs_experts._ExpertsRun.convex", True)
     assert "jointly strongly convex" in failed(THEOREMS[EXPERTS](0))

@@ -1,4 +1,6 @@
-"""DDOME's theorem holds where it is run, against naive computations and closed forms, and its checks can fail."""
+"""DDOME's theorem holds where it is run, against naive computations and closed forms, and its
+checks can fail.
+"""
 
 import math
 from dataclasses import replace
@@ -59,7 +61,9 @@ def small() -> tuple[Experiment, list[Size]]:
             for part in (ddome, ddome_model):
                 if hasattr(part, name):
                     patch.setattr(part, name, value)
-        patch.setattr(Size, "run", staticmethod(lambda *args: sizes.append(honest(*args)) or sizes[-1]))
+        patch.setattr(
+            Size, "run", staticmethod(lambda *args: sizes.append(honest(*args)) or sizes[-1])
+        )
         return THEOREMS[NAME](1), sizes
 
 
@@ -67,7 +71,9 @@ def failed(claims: object) -> str:
     return "\n".join(plain(claim.text) for claim in claims if not claim.holds)
 
 
-def test_claims_hold_and_come_with_a_table_and_a_figure(small: tuple[Experiment, list[Size]]) -> None:
+def test_claims_hold_and_come_with_a_table_and_a_figure(
+    small: tuple[Experiment, list[Size]],
+) -> None:
     experiment, _ = small
     assert experiment.holds, failed(experiment.claims)
     assert all(claim.detail for claim in experiment.claims)
@@ -77,12 +83,24 @@ def test_claims_hold_and_come_with_a_table_and_a_figure(small: tuple[Experiment,
     check_page(experiment)
 
 
-def test_claims_fail_where_training_is_not_what_they_say(small: tuple[Experiment, list[Size]]) -> None:
+def test_claims_fail_where_training_is_not_what_they_say(
+    small: tuple[Experiment, list[Size]],
+) -> None:
     _, sizes = small
-    frozen = [replace(size, joint=size.joint | {"likelihood": size.disjoint.gated}) for size in sizes]
+    frozen = [
+        replace(size, joint=size.joint | {"likelihood": size.disjoint.gated}) for size in sizes
+    ]
     assert "Trained jointly" in failed(ddome._theorem_claims(frozen, rng()))
     assert "zero function" in failed(ddome._joint_claims(frozen))
-    found = [replace(size, disjoint=replace(size.disjoint, gated=size.joint["likelihood"], distances=1 - size.nearness)) for size in sizes]
+    found = [
+        replace(
+            size,
+            disjoint=replace(
+                size.disjoint, gated=size.joint["likelihood"], distances=1 - size.nearness
+            ),
+        )
+        for size in sizes
+    ]
     text = failed(ddome._theorem_claims(found, rng()))
     assert "stays above a constant" in text
     assert "once the gate is trained" in text
@@ -104,7 +122,11 @@ def naive(model: Mixture, b: int, x: np.ndarray) -> float:
     """f(theta, x) of the paper, term by term: every expert whose score is the largest."""
     gate, experts = model.gate[b].numpy(), model.experts[b].numpy()
     scores = [float(np.dot(v, x)) for v in gate]
-    return sum(float(np.dot(w, x)) for score, w in zip(scores, experts, strict=True) if score >= max(scores))
+    return sum(
+        float(np.dot(w, x))
+        for score, w in zip(scores, experts, strict=True)
+        if score >= max(scores)
+    )
 
 
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(2, 6))
@@ -115,12 +137,19 @@ def test_loss_and_oracle_are_those_of_the_formulas(seed: int, m: int, d: int) ->
     sample = Sample.draw(truth, g, 30)
     for b in range(2):
         labels = [naive(truth, b, x) for x in sample.x.numpy()]
-        errors = [(naive(model, b, x) - y) ** 2 for x, y in zip(sample.x.numpy(), labels, strict=True)]
-        least = [
-            min((float(np.dot(w, x)) - y) ** 2 for w in model.experts[b].numpy()) for x, y in zip(sample.x.numpy(), labels, strict=True)
+        errors = [
+            (naive(model, b, x) - y) ** 2 for x, y in zip(sample.x.numpy(), labels, strict=True)
         ]
-        assert float(sample.loss(model)[b]) == pytest.approx(sum(errors) / sum(y**2 for y in labels), rel=1e-4)
-        assert float(sample.oracle_loss(model.experts)[b]) == pytest.approx(sum(least) / sum(y**2 for y in labels), rel=1e-3, abs=1e-6)
+        least = [
+            min((float(np.dot(w, x)) - y) ** 2 for w in model.experts[b].numpy())
+            for x, y in zip(sample.x.numpy(), labels, strict=True)
+        ]
+        assert float(sample.loss(model)[b]) == pytest.approx(
+            sum(errors) / sum(y**2 for y in labels), rel=1e-4
+        )
+        assert float(sample.oracle_loss(model.experts)[b]) == pytest.approx(
+            sum(least) / sum(y**2 for y in labels), rel=1e-3, abs=1e-6
+        )
     order = torch.randperm(m, generator=g)
     permuted = Mixture(2 * model.gate[:, order], model.experts[:, order])
     torch.testing.assert_close(sample.loss(permuted), sample.loss(model))
@@ -139,7 +168,9 @@ def test_experts_are_the_least_squares_solutions_of_their_regions() -> None:
         for j in range(3):
             inside = scores.argmax(1) == j
             if inside.any():
-                solution = np.linalg.lstsq(sample.x.numpy()[inside], sample.y[b].numpy()[inside], rcond=None)[0]
+                solution = np.linalg.lstsq(
+                    sample.x.numpy()[inside], sample.y[b].numpy()[inside], rcond=None
+                )[0]
                 np.testing.assert_allclose(experts[b, j].numpy(), solution, atol=1e-3)
 
 
@@ -147,23 +178,31 @@ def test_experts_are_the_least_squares_solutions_of_their_regions() -> None:
     ("m", "first", "second_moment"),
     [
         (3, 3, 1.0),  # experts across the gates' span: their output is independent of the route
-        (3, 0, 1 + math.sqrt(3) / (2 * math.pi)),  # w*_j = v*_j: the squared maximum of three normal numbers
+        (
+            3,
+            0,
+            1 + math.sqrt(3) / (2 * math.pi),
+        ),  # w*_j = v*_j: the squared maximum of three normal numbers
         (2, 1, 1.0),  # a half-space has half of the covariance, whatever w* is
         (2, 0, 1.0),
     ],
 )
-def test_the_second_moment_of_labels_in_closed_form(m: int, first: int, second_moment: float) -> None:
+def test_the_second_moment_of_labels_in_closed_form(
+    m: int, first: int, second_moment: float
+) -> None:
     sample = Sample.draw(Mixture(axes(6, 0, m), axes(6, first, m)), rng(), 400_000)
     assert float(sample.y.square().mean()) == pytest.approx(second_moment, rel=0.015)
 
 
 @pytest.mark.parametrize("m", [1, 2, 4])
-def test_experts_of_a_gate_that_knows_nothing_are_the_mean_of_the_truths_and_of_the_right_gate_the_truths(m: int) -> None:
+def test_experts_of_a_gate_that_knows_nothing_are_the_mean_of_the_truths(m: int) -> None:
     truth = Mixture(axes(3 * m, 0, m), axes(3 * m, m, m))
     sample, test = (Sample.draw(truth, rng(seed), 200_000) for seed in (0, 1))
     start = axes(3 * m, 2 * m, m)
     experts = fit_experts(sample, start)
-    torch.testing.assert_close(experts, truth.experts.mean(1, keepdim=True).expand_as(experts), atol=0.03, rtol=0)
+    torch.testing.assert_close(
+        experts, truth.experts.mean(1, keepdim=True).expand_as(experts), atol=0.03, rtol=0
+    )
     assert float(test.loss(Mixture(start, experts))) == pytest.approx(1 - 1 / m, abs=0.01)
     assert float(sample.linear_loss(test)) == pytest.approx(1 - 1 / m, abs=0.01)
     torch.testing.assert_close(fit_experts(sample, truth.gate), truth.experts, atol=1e-4, rtol=0)
@@ -178,7 +217,9 @@ def test_the_compressed_problem_is_the_same_one() -> None:
     sample = Sample.draw(original[0], rng(1), 200_000)
     across = fit_experts(sample, original[1])
     small = fit_experts(Sample.draw(truth, rng(2), 200_000), start)
-    torch.testing.assert_close(across @ original[0].experts.mT, small @ truth.experts.mT, atol=0.03, rtol=0)
+    torch.testing.assert_close(
+        across @ original[0].experts.mT, small @ truth.experts.mT, atol=0.03, rtol=0
+    )
 
 
 def test_objectives_are_their_formulas() -> None:
@@ -194,7 +235,9 @@ def test_objectives_are_their_formulas() -> None:
     for done, sigma in ((0.0, 1.0), (0.5, math.sqrt(0.05)), (1.0, 0.05)):
         density = (p * np.exp(-(e.astype(float) ** 2) / (2 * sigma**2))).sum(-1)
         seen = density > 1e-30
-        np.testing.assert_allclose(likelihood(gate, outputs, y, done).numpy()[seen], -np.log(density[seen]), rtol=1e-4)
+        np.testing.assert_allclose(
+            likelihood(gate, outputs, y, done).numpy()[seen], -np.log(density[seen]), rtol=1e-4
+        )
 
 
 def test_descent_keeps_frozen_experts_and_finds_the_gate_of_two_known_experts() -> None:

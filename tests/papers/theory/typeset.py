@@ -9,7 +9,9 @@ from coterie.papers.theory import Experiment
 
 KINDS = {"math", "mrow", "mi", "mn", "mo", "msub", "msup", "msubsup", "msqrt"}
 ARGUMENTS = {"msub": 2, "msup": 2, "msubsup": 3}
-RAW = re.compile(r"\$|\\[a-z]|\^|\|\||[A-Za-z]_[A-Za-z0-9{]|\b(?:sqrt|lambda|sigma|alpha|gamma|rho|eta|mu|grad)\b|\de[-+]\d")
+RAW = re.compile(
+    r"\$|\\[a-z]|\^|\|\||[A-Za-z]_[A-Za-z0-9{]|\b(?:sqrt|lambda|sigma|alpha|gamma|rho|eta|mu|grad)\b|\de[-+]\d"
+)
 
 
 def check_page(experiment: Experiment) -> str:
@@ -27,5 +29,9 @@ def check_page(experiment: Experiment) -> str:
     assert not RAW.findall(words), words
     curves = sum(len(panel.curves) for panel in experiment.panels)
     assert shown.count('class="line"') == 2 * curves  # with those of the legends
-    assert all(d.count("L") for d in re.findall(r'class="line" d="([^"]*)" stroke="[^"]*" stroke-opacity', shown) if "H28" not in d)
+    assert all(
+        d.count("L")
+        for d in re.findall(r'class="line" d="([^"]*)" stroke="[^"]*" stroke-opacity', shown)
+        if "H28" not in d
+    )
     return page

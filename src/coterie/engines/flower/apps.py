@@ -11,13 +11,17 @@ from coterie.core.errors import TensorError
 from coterie.engines.flower.packing import _packed, _unpacked
 from coterie.engines.messages import Request, failed, parsed
 
-Handle = Callable[[Mapping[str, Any], str, bytes], tuple[str, bytes]]  # (node's configuration, request, tensors) -> (reply, tensors)
+Handle = Callable[
+    [Mapping[str, Any], str, bytes], tuple[str, bytes]
+]  # (node's configuration, request, tensors) -> (reply, tensors)
 Main = Callable[[Grid, Mapping[str, Any]], None]  # (grid, run's configuration)
 QUERY = "query.coterie"  # one kind of message: what is asked is in the request
 
 
 def client_app(handle: Handle) -> ClientApp:
-    """The program of a device. Whatever happens it answers with a message: without one a SuperNode would wait for good."""
+    """The program of a device. Whatever happens it answers with a message: without one a
+    SuperNode would wait for good.
+    """
     app = ClientApp()
 
     @app.query("coterie")
@@ -25,7 +29,10 @@ def client_app(handle: Handle) -> ClientApp:
         try:
             text, body = _unpacked(message.content)
             if parsed(Request, text).masked:
-                raise TensorError("asked in the clear for a reply that is to be masked", "Install the same version of coterie everywhere.")
+                raise TensorError(
+                    "asked in the clear for a reply that is to be masked",
+                    "Install the same version of coterie everywhere.",
+                )
             text, body = handle(dict(context.node_config), text, body)
         except Exception as error:
             text, body = failed(f"{type(error).__name__}: {error}").model_dump_json(), b""

@@ -1,13 +1,17 @@
-"""Secure aggregation through Flower's SecAgg+. It is of Flower's older interface: a file of its own, imported only by runs that ask for it.
+"""Secure aggregation through Flower's SecAgg+. It is of Flower's older interface: a file of its
+own, imported only by runs that ask for it.
 
-Device: `masked` is what `client_app` registers for messages of type "train". Server: `summed` has one exchange done so that only the sum of
-the clients' updates is seen. Flower's own workflow and modifier run; what is here decides who may say what, and refuses the rest.
+Device: `masked` is what `client_app` registers for messages of type "train". Server: `summed` has
+one exchange done so that only the sum of the clients' updates is seen. Flower's own workflow and
+modifier run; what is here decides who may say what, and refuses the rest.
 
-Shares of keys say for which exchange and which cohort they are, and masks are made of that and of what the clients got. A client that was
-shown another cohort, round or model than the others refuses their shares, or its masks do not cancel: the sum of one exchange cannot be
-differenced against a part of it, and nobody's update is alone among those of a model made to give none (Pasquini et al., "Eluding Secure
-Aggregation in Federated Learning via Model Inconsistency", CCS 2022). Clients' keys are not signed: a server that makes up clients, or
-stands between them with keys of its own, is not kept out.
+Shares of keys say for which exchange and which cohort they are, and masks are made of that and of
+what the clients got. A client that was shown another cohort, round or model than the others refuses
+their shares, or its masks do not cancel: the sum of one exchange cannot be differenced against a
+part of it, and nobody's update is alone among those of a model made to give none (Pasquini et al.,
+"Eluding Secure Aggregation in Federated Learning via Model Inconsistency", CCS 2022). Clients' keys
+are not signed: a server that makes up clients, or stands between them with keys of its own, is not
+kept out.
 """
 
 import json
@@ -23,8 +27,16 @@ import numpy as np
 from flwr.app import ConfigRecord, Context, Error, Message
 from flwr.client.mod.secure_aggregation import secaggplus_mod
 from flwr.common import Code, FitRes, Status, ndarrays_to_parameters
-from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, RECORD_KEY_STATE, Key, Stage
-from flwr.common.secure_aggregation.secaggplus_utils import share_keys_plaintext_concat, share_keys_plaintext_separate
+from flwr.common.secure_aggregation.secaggplus_constants import (
+    RECORD_KEY_CONFIGS,
+    RECORD_KEY_STATE,
+    Key,
+    Stage,
+)
+from flwr.common.secure_aggregation.secaggplus_utils import (
+    share_keys_plaintext_concat,
+    share_keys_plaintext_separate,
+)
 from flwr.compat.common import recorddict_compat as compat
 from flwr.server.workflow.secure_aggregation.secaggplus_workflow import SecAggPlusWorkflow
 
@@ -82,10 +94,11 @@ def _digest_of(about: str, keys: Mapping[int, Sequence[bytes]]) -> bytes:
 
 
 def _expanded(seed: bytes, modulus: int, shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
-    """A mask: AES-256 in counter mode, keyed with SHA-256 of the seed and of the exchange. Of a seed one mask is made.
+    """A mask: AES-256 in counter mode, keyed with SHA-256 of the seed and of the exchange. Of a
+    seed one mask is made.
 
-    Flower's own function folds the seed to 32 bits (28 for a pair of clients) for a Mersenne Twister: with three clients a server finds
-    both of a client's masks in minutes.
+    Flower's own function folds the seed to 32 bits (28 for a pair of clients) for a Mersenne
+    Twister: with three clients a server finds both of a client's masks in minutes.
     """
     if modulus != MODULUS:
         raise TensorError(f"masks modulo {modulus}, expected {MODULUS}", _SAME)
@@ -97,15 +110,25 @@ def _expanded(seed: bytes, modulus: int, shapes: Sequence[tuple[int, ...]]) -> l
 
 
 def _share(source: int, target: int, b_share: bytes, key_share: bytes) -> bytes:
-    """What a client tells another under encryption: for which exchange and cohort, and Flower's own part."""
+    """What a client tells another under encryption: for which exchange and cohort, and Flower's
+    own part.
+    """
     return _bound.get().cohort + share_keys_plaintext_concat(source, target, b_share, key_share)
 
 
 def _share_read(share: bytes) -> tuple[int, int, bytes, bytes]:
-    """The inverse of `_share`. Raises TensorError: the other client takes part in another exchange, or was shown another cohort."""
+    """The inverse of `_share`. Raises TensorError: the other client takes part in another
+    exchange, or was shown another cohort.
+    """
     if share[:_DIGEST] != _bound.get().cohort:
-        problem = "secure aggregation: another client was shown another cohort or exchange than this one"
-        raise TensorError(problem, "A server that tells clients unlike things could see a single client's update; nothing was sent.")
+        problem = (
+            "secure aggregation: another client was shown another cohort or exchange than this one"
+        )
+        raise TensorError(
+            problem,
+            "A server that tells clients unlike things could see a single client's update; "
+            "nothing was sent.",
+        )
     return share_keys_plaintext_separate(share[_DIGEST:])
 
 
@@ -119,7 +142,10 @@ _REPLACED = {
 for _name, (_ours, _users) in _REPLACED.items():
     for _user in _users:
         if _name not in _user.__globals__:  # pragma: no cover - another release of Flower
-            raise Refused(f"this release of Flower makes masks otherwise ({_user.__module__})", "Install flwr 1.41.")
+            raise Refused(
+                f"this release of Flower makes masks otherwise ({_user.__module__})",
+                "Install flwr 1.41.",
+            )
         _user.__globals__[_name] = _ours
 
 
@@ -137,18 +163,26 @@ def _terms(clients: int) -> dict[str, int | float]:
 
 
 def masked(handle: Handle, message: Message, context: Context) -> Message:
-    """One stage of SecAgg+ on a device: keys, shares of keys, the masked update, shares that take masks from the sum.
+    """One stage of SecAgg+ on a device: keys, shares of keys, the masked update, shares that take
+    masks from the sum.
 
-    Whatever goes wrong it answers with an error, which says no more than what went wrong, and forgets its keys.
+    Whatever goes wrong it answers with an error, which says no more than what went wrong, and
+    forgets its keys.
     """
     try:
         stage = _admitted(message, context)
         with _binding(_bound_by(message, context, stage)):
-            reply = secaggplus_mod(message, context, lambda message, context: _trained(handle, message, context))
+            reply = secaggplus_mod(
+                message, context, lambda message, context: _trained(handle, message, context)
+            )
         _refuse_open(reply, stage)
     except Exception as error:
         _forget(context)
-        said = f"{error.problem}\n  {error.remedy}" if isinstance(error, CoterieError) else f"{type(error).__name__}: {error}"
+        said = (
+            f"{error.problem}\n  {error.remedy}"
+            if isinstance(error, CoterieError)
+            else f"{type(error).__name__}: {error}"
+        )
         return Message(Error(_RAISED, said[:20000]), reply_to=message)
     if stage == Stage.UNMASK:
         _forget(context)
@@ -162,7 +196,8 @@ def _forget(context: Context) -> None:
 
 
 def _bound_by(message: Message, context: Context, stage: str) -> _Bound:
-    """What a device binds the exchange to, as far as it knows by this stage, and remembers until the last.
+    """What a device binds the exchange to, as far as it knows by this stage, and remembers until
+    the last.
 
     Raises:
         TensorError: The server does not say which exchange it is, or another one than at first.
@@ -177,7 +212,11 @@ def _bound_by(message: Message, context: Context, stage: str) -> _Bound:
         raise TensorError(f"asked for {stage} before the first stage", "")
     about = str(state[EXCHANGE][_ABOUT])
     if stage == Stage.SHARE_KEYS:
-        keys = {int(node): pair for node, pair in content.config_records[RECORD_KEY_CONFIGS].items() if node != Key.STAGE}
+        keys = {
+            int(node): pair
+            for node, pair in content.config_records[RECORD_KEY_CONFIGS].items()
+            if node != Key.STAGE
+        }
         state[EXCHANGE][_COHORT] = _digest_of(about, cast(Mapping[int, Sequence[bytes]], keys))
     sent = b""
     if stage == Stage.COLLECT_MASKED_VECTORS:
@@ -192,25 +231,38 @@ def _admitted(message: Message, context: Context) -> str:
     """The stage of a message that a device goes along with.
 
     Raises:
-        TensorError: Flower would not mask the reply, or the server has terms of its own, or asks for both masks of a client.
+        TensorError: Flower would not mask the reply, or the server has terms of its own, or asks
+            for both masks of a client.
     """
     if message.metadata.message_type != TRAIN:
-        raise TensorError(f"a message of type {message.metadata.message_type!r}, whose reply would not be masked", "It is not of coterie.")
+        raise TensorError(
+            f"a message of type {message.metadata.message_type!r}, whose reply would not be masked",
+            "It is not of coterie.",
+        )
     configs = message.content.config_records.get(RECORD_KEY_CONFIGS, ConfigRecord())
     stage = str(configs.get(Key.STAGE))
     if stage not in Stage.all():
-        raise TensorError("a training message that is of no stage of secure aggregation", "It is not of coterie.")
+        raise TensorError(
+            "a training message that is of no stage of secure aggregation", "It is not of coterie."
+        )
     said = {key: value for key, value in configs.items() if key != Key.STAGE}
     if stage == Stage.SETUP:
         clients = said.get(Key.SAMPLE_NUMBER)
         if not isinstance(clients, int) or clients < FEWEST or said != _terms(clients):
-            expected = f"at least {FEWEST} clients" if not isinstance(clients, int) or clients < FEWEST else f"{_terms(clients)}"
+            expected = (
+                f"at least {FEWEST} clients"
+                if not isinstance(clients, int) or clients < FEWEST
+                else f"{_terms(clients)}"
+            )
             raise TensorError(f"secure aggregation on the terms {said}, expected {expected}", "")
     if stage == Stage.COLLECT_MASKED_VECTORS:
         _refuse_twice(said.get(Key.SOURCE_LIST), "sources")
     if stage == Stage.UNMASK:
         active, dead = said.get(Key.ACTIVE_NODE_ID_LIST), said.get(Key.DEAD_NODE_ID_LIST)
-        _refuse_twice([*cast(list[int], active), *cast(list[int], dead)], "clients that sent and clients that did not")
+        _refuse_twice(
+            [*cast(list[int], active), *cast(list[int], dead)],
+            "clients that sent and clients that did not",
+        )
         if message.metadata.dst_node_id not in cast(list[int], active):
             raise TensorError("asked to take masks from a sum that this client is not in", "")
     return stage
@@ -218,11 +270,16 @@ def _admitted(message: Message, context: Context) -> str:
 
 def _refuse_twice(nodes: Any, what: str) -> None:
     if not isinstance(nodes, list) or len(set(nodes)) != len(nodes):
-        raise TensorError(f"secure aggregation: {what}, some of them twice", "A server that asks so could see a single client's update.")
+        raise TensorError(
+            f"secure aggregation: {what}, some of them twice",
+            "A server that asks so could see a single client's update.",
+        )
 
 
 def _trained(handle: Handle, message: Message, context: Context) -> Message:
-    """The update, still open: for Flower's modifier in this process, and nobody else. Raises TensorError with the task's problem."""
+    """The update, still open: for Flower's modifier in this process, and nobody else. Raises
+    TensorError with the task's problem.
+    """
     from safetensors.numpy import load
 
     ins = compat.recorddict_to_fitins(message.content, keep_input=True)
@@ -235,8 +292,12 @@ def _trained(handle: Handle, message: Message, context: Context) -> Message:
         raise TensorError(reply.problem, reply.remedy)
     update = load(body)[UPDATE]
     if update.dtype != np.float64 or update.ndim != 1 or not (np.abs(update) <= RANGE).all():
-        raise TensorError(f"an update of {update.dtype}{list(update.shape)} that cannot be masked", "")
-    done = FitRes(Status(Code.OK, ""), ndarrays_to_parameters([update]), num_examples=1, metrics={_TEXT: text})
+        raise TensorError(
+            f"an update of {update.dtype}{list(update.shape)} that cannot be masked", ""
+        )
+    done = FitRes(
+        Status(Code.OK, ""), ndarrays_to_parameters([update]), num_examples=1, metrics={_TEXT: text}
+    )
     return Message(compat.fitres_to_recorddict(done, keep_input=True), reply_to=message)
 
 
@@ -244,6 +305,12 @@ def _refuse_open(reply: Message, stage: str) -> None:
     """Raises TensorError for a message that would carry tensors which are not masked."""
     content = reply.content
     if any(record for record in content.array_records.values()):
-        raise TensorError("Flower left the update in the clear", "This release of Flower cannot be used.")
-    if (Key.MASKED_PARAMETERS in content.config_records[RECORD_KEY_CONFIGS]) != (stage == Stage.COLLECT_MASKED_VECTORS):
-        raise TensorError("Flower did not mask the update", "This release of Flower cannot be used.")
+        raise TensorError(
+            "Flower left the update in the clear", "This release of Flower cannot be used."
+        )
+    if (Key.MASKED_PARAMETERS in content.config_records[RECORD_KEY_CONFIGS]) != (
+        stage == Stage.COLLECT_MASKED_VECTORS
+    ):
+        raise TensorError(
+            "Flower did not mask the update", "This release of Flower cannot be used."
+        )

@@ -1,4 +1,6 @@
-"""Secure aggregation through Flower's SecAgg+, the server's side: one exchange of which only the sum is seen. See `secagg_device`."""
+"""Secure aggregation through Flower's SecAgg+, the server's side: one exchange of which only the
+sum is seen. See `secagg_device`.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,15 +17,30 @@ from flwr.server.compat.legacy_context import LegacyContext
 from flwr.server.strategy import FedAvg
 from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECORD
 from flwr.server.workflow.constant import Key as WorkflowKey
-from flwr.server.workflow.secure_aggregation.secaggplus_workflow import SecAggPlusWorkflow, WorkflowState
+from flwr.server.workflow.secure_aggregation.secaggplus_workflow import (
+    SecAggPlusWorkflow,
+    WorkflowState,
+)
 from flwr.serverapp import Grid
 
 from coterie.aggregation.secure import FEWEST, MODULUS, RANGE, levels, step, threshold
 from coterie.core.errors import CoterieError, TensorError
-from coterie.engines.flower.secagg_device import _ABOUT, _FITRES, _SAME, _TEXT, EXCHANGE, _about, _binding, _Bound, _digest_of
+from coterie.engines.flower.secagg_device import (
+    _ABOUT,
+    _FITRES,
+    _SAME,
+    _TEXT,
+    EXCHANGE,
+    _about,
+    _binding,
+    _Bound,
+    _digest_of,
+)
 from coterie.engines.messages import Reply, Request, parsed
 
-Carry = Callable[[Mapping[int, Message]], Mapping[int, Message]]  # messages by node -> what nodes answered in time
+Carry = Callable[
+    [Mapping[int, Message]], Mapping[int, Message]
+]  # messages by node -> what nodes answered in time
 _REPLY = {f"{_FITRES}.metrics", f"{_FITRES}.status", RECORD_KEY_CONFIGS}
 
 
@@ -42,11 +59,14 @@ class Sum:
     problems: dict[int, str] = field(default_factory=dict)
 
 
-def summed(carry: Carry, requests: Mapping[int, Request], bodies: Mapping[int, bytes], size: int) -> Sum:
+def summed(
+    carry: Carry, requests: Mapping[int, Request], bodies: Mapping[int, bytes], size: int
+) -> Sum:
     """One exchange by SecAgg+.
 
     Args:
-        carry: Brings the messages of one of the four stages to nodes, and back what they answered in time.
+        carry: Brings the messages of one of the four stages to nodes, and back what they answered
+            in time.
         requests: By node; their replies are to be masked.
         bodies: The tensors that go with them, by node.
         size: d, values of an update.
@@ -55,18 +75,35 @@ def summed(carry: Carry, requests: Mapping[int, Request], bodies: Mapping[int, b
         The mean of those that answered the third stage; without a mean, `problems` has everybody.
 
     Raises:
-        TensorError: They would be asked for unlike exchanges, or sent unlike tensors. Nobody was asked.
+        TensorError: They would be asked for unlike exchanges, or sent unlike tensors. Nobody was
+            asked.
     """
     found = Sum()
-    if len({_about(request) for request in requests.values()}) > 1 or len({bodies.get(node, b"") for node in requests}) > 1:
-        raise TensorError("secure aggregation: clients would be sent unlike tensors, and their masks would not cancel", "")
+    if (
+        len({_about(request) for request in requests.values()}) > 1
+        or len({bodies.get(node, b"") for node in requests}) > 1
+    ):
+        raise TensorError(
+            "secure aggregation: clients would be sent unlike tensors, and their masks would not "
+            "cancel",
+            "",
+        )
     if len(requests) < FEWEST:
-        few = f"{len(requests)} clients are there, and secure aggregation needs at least {FEWEST}: of fewer, the sum would tell"
+        few = (
+            f"{len(requests)} clients are there, and secure aggregation needs at least {FEWEST}: "
+            f"of fewer, the sum would tell"
+        )
         found.problems = dict.fromkeys(requests, few)
         return found
     plan = _Plan(requests, bodies)
     grid = _Checked(carry, requests, size, found.problems)
-    workflow = _Workflow(1.0, threshold(len(requests)), max_weight=1.0, clipping_range=RANGE, quantization_range=levels(len(requests)))
+    workflow = _Workflow(
+        1.0,
+        threshold(len(requests)),
+        max_weight=1.0,
+        clipping_range=RANGE,
+        quantization_range=levels(len(requests)),
+    )
     try:
         workflow(cast(Grid, grid), _context(plan))
         problem = _disbelieved(plan.mean, len(requests))
@@ -76,38 +113,59 @@ def summed(carry: Carry, requests: Mapping[int, Request], bodies: Mapping[int, b
         found.mean = plan.mean
         found.replies = {node: grid.replies[node] for node in plan.summed}
     else:
-        found.problems |= {node: f"{problem}; {_why(found.problems)}" for node in requests if node not in found.problems}
+        found.problems |= {
+            node: f"{problem}; {_why(found.problems)}"
+            for node in requests
+            if node not in found.problems
+        }
     return found
 
 
 def _disbelieved(mean: np.ndarray | None, clients: int) -> str | None:
-    """What is wrong with a mean, if something is: with a share or a mask that is not right, values come out anywhere modulo 2^32."""
+    """What is wrong with a mean, if something is: with a share or a mask that is not right,
+    values come out anywhere modulo 2^32.
+    """
     if mean is None:
-        return f"the sum could not be had: fewer than {threshold(clients)} of {clients} clients stayed to the end"
+        return (
+            f"the sum could not be had: fewer than {threshold(clients)} of {clients} clients "
+            f"stayed to the end"
+        )
     if not (np.abs(mean) <= RANGE + step(clients)).all():
         return "the sum makes no sense: a client did not keep to the protocol"
     return None
 
 
 def _why(problems: Mapping[int, str]) -> str:
-    return "the others: " + "; ".join(dict.fromkeys(problem.splitlines()[0] for problem in problems.values())) if problems else "no reason"
+    return (
+        "the others: "
+        + "; ".join(dict.fromkeys(problem.splitlines()[0] for problem in problems.values()))
+        if problems
+        else "no reason"
+    )
 
 
 class _Workflow(SecAggPlusWorkflow):
-    """Flower's, mended: who leaves before it sent shares is no longer asked about, and masks are taken off as devices put them on.
+    """Flower's, mended: who leaves before it sent shares is no longer asked about, and masks are
+    taken off as devices put them on.
 
-    Otherwise the last stage asks everybody for shares of keys that were never shared, and nobody answers.
+    Otherwise the last stage asks everybody for shares of keys that were never shared, and nobody
+    answers.
     """
 
     def share_keys_stage(self, grid: Grid, context: LegacyContext, state: WorkflowState) -> bool:
         enough: bool = super().share_keys_stage(grid, context, state)
         state.sampled_node_ids = set(state.active_node_ids)
-        state.nid_to_neighbours = {node: state.nid_to_neighbours[node] & state.active_node_ids for node in state.active_node_ids}
+        state.nid_to_neighbours = {
+            node: state.nid_to_neighbours[node] & state.active_node_ids
+            for node in state.active_node_ids
+        }
         return enough
 
     def unmask_stage(self, grid: Grid, context: LegacyContext, state: WorkflowState) -> bool:
         plan = cast(_Plan, context.strategy)
-        with _binding(_Bound(_digest_of(plan.about, state.nid_to_publickeys), sha256(plan.body).digest())):
+        with _binding(
+            _Bound(_digest_of(plan.about, state.nid_to_publickeys), sha256(plan.body).digest())
+        ):
             done: bool = super().unmask_stage(grid, context, state)
             return done
 
@@ -123,13 +181,20 @@ class _Plan(FedAvg):
         self.mean: np.ndarray | None = None
         self.summed: list[int] = []
 
-    def configure_fit(self, server_round: int, parameters: Parameters, client_manager: Any) -> list[Any]:
+    def configure_fit(
+        self, server_round: int, parameters: Parameters, client_manager: Any
+    ) -> list[Any]:
         return [(SimpleNamespace(node_id=node), self._instructions(node)) for node in self.requests]
 
     def _instructions(self, node: int) -> FitIns:
-        return FitIns(Parameters([self.bodies.get(node, b"")], "safetensors"), {_TEXT: self.requests[node].model_dump_json()})
+        return FitIns(
+            Parameters([self.bodies.get(node, b"")], "safetensors"),
+            {_TEXT: self.requests[node].model_dump_json()},
+        )
 
-    def aggregate_fit(self, server_round: int, results: Any, failures: Any) -> tuple[None, dict[str, Any]]:
+    def aggregate_fit(
+        self, server_round: int, results: Any, failures: Any
+    ) -> tuple[None, dict[str, Any]]:
         self.summed = sorted(proxy.node_id for proxy, _ in results)
         (self.mean,) = parameters_to_ndarrays(results[0][1].parameters)
         return None, {}
@@ -139,13 +204,16 @@ def _context(plan: _Plan) -> LegacyContext:
     """What the workflow wants to have of a run."""
     context = LegacyContext(Context(0, 0, {}, RecordDict(), {}), strategy=plan)
     context.state.config_records[MAIN_CONFIGS_RECORD] = ConfigRecord({WorkflowKey.CURRENT_ROUND: 0})
-    context.state.array_records[MAIN_PARAMS_RECORD] = compat.parameters_to_arrayrecord(Parameters([], ""), keep_input=True)
+    context.state.array_records[MAIN_PARAMS_RECORD] = compat.parameters_to_arrayrecord(
+        Parameters([], ""), keep_input=True
+    )
     return context
 
 
 @dataclass
 class _Checked:
-    """The grid that the workflow sees: a reply that is not what the stage wants never comes to it, and its node counts as gone.
+    """The grid that the workflow sees: a reply that is not what the stage wants never comes to it,
+    and its node counts as gone.
 
     Args:
         carry: As in `summed`.
@@ -160,13 +228,20 @@ class _Checked:
     problems: dict[int, str]
     replies: dict[int, Reply] = field(default_factory=dict)
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> list[Message]:
         """One stage."""
         sent = {message.metadata.dst_node_id: message for message in messages}
-        stages = {node: str(message.content.config_records[RECORD_KEY_CONFIGS][Key.STAGE]) for node, message in sent.items()}
+        stages = {
+            node: str(message.content.config_records[RECORD_KEY_CONFIGS][Key.STAGE])
+            for node, message in sent.items()
+        }
         for node, message in sent.items():
             if stages[node] == Stage.SETUP:
-                message.content.config_records[EXCHANGE] = ConfigRecord({_ABOUT: _about(self.requests[node])})
+                message.content.config_records[EXCHANGE] = ConfigRecord(
+                    {_ABOUT: _about(self.requests[node])}
+                )
         answered = self.carry(sent)
         believed = []
         for node in sent:
@@ -182,11 +257,15 @@ class _Checked:
         return believed
 
     def _believed(self, node: int, stage: str, answered: Message | None) -> Message:
-        """A reply that is what the stage wants. Raises TensorError, and whatever an impossible message leads to."""
+        """A reply that is what the stage wants. Raises TensorError, and whatever an impossible
+        message leads to.
+        """
         if answered is None:
             raise TensorError(f"no reply in time ({stage})", "")
         if answered.has_error():
-            raise TensorError(answered.error.reason or f"no reason (code {answered.error.code})", "")
+            raise TensorError(
+                answered.error.reason or f"no reason (code {answered.error.code})", ""
+            )
         if answered.metadata.src_node_id != node:
             raise TensorError(f"node {answered.metadata.src_node_id} answered in its place", "")
         configs = answered.content.config_records[RECORD_KEY_CONFIGS]
@@ -194,7 +273,10 @@ class _Checked:
             self.replies[node] = self._described(node, answered.content)
             _check_masked(configs, self.size, levels(len(self.requests)))
         elif set(answered.content) != {RECORD_KEY_CONFIGS}:
-            raise TensorError(f"records {sorted(answered.content)[:5]} where only keys were asked for ({stage})", "It is not of coterie.")
+            raise TensorError(
+                f"records {sorted(answered.content)[:5]} where only keys were asked for ({stage})",
+                "It is not of coterie.",
+            )
         elif stage == Stage.SETUP:
             _check_lists(configs, {}, (Key.PUBLIC_KEY_1, Key.PUBLIC_KEY_2))
         elif stage == Stage.SHARE_KEYS:
@@ -202,39 +284,85 @@ class _Checked:
         else:
             _check_lists(configs, {Key.NODE_ID_LIST: int, Key.SHARE_LIST: bytes})
             if not set(cast(list[int], configs[Key.NODE_ID_LIST])) <= set(self.requests):
-                raise TensorError("shares of keys of clients that are not there", "It is not of coterie.")
+                raise TensorError(
+                    "shares of keys of clients that are not there", "It is not of coterie."
+                )
         return answered
 
     def _described(self, node: int, content: RecordDict) -> Reply:
-        """What a client says beside its masked update. Raises TensorError for anything that is not masked."""
+        """What a client says beside its masked update. Raises TensorError for anything that is
+        not masked.
+        """
         arrays = content.array_records
         if set(arrays) != {f"{_FITRES}.parameters"} or any(record for record in arrays.values()):
             raise TensorError("tensors that are not masked", _SAME)
-        if set(content.config_records) != _REPLY or dict(content.metric_records[f"{_FITRES}.num_examples"]) != {"num_examples": 1}:
-            raise TensorError(f"records {sorted(content.config_records)[:5]}, or another weight than 1", "It is not of coterie.")
+        if set(content.config_records) != _REPLY or dict(
+            content.metric_records[f"{_FITRES}.num_examples"]
+        ) != {"num_examples": 1}:
+            raise TensorError(
+                f"records {sorted(content.config_records)[:5]}, or another weight than 1",
+                "It is not of coterie.",
+            )
         reply: Reply = parsed(Reply, str(content.config_records[f"{_FITRES}.metrics"][_TEXT]))
         request = self.requests[node]
-        if (reply.client, reply.task, reply.round, reply.number) != (request.client, request.task, request.round, request.number):
-            raise TensorError(f"a reply of {reply.client!r} to {reply.task}, round {reply.round + 1}, that nobody asked for", "")
+        if (reply.client, reply.task, reply.round, reply.number) != (
+            request.client,
+            request.task,
+            request.round,
+            request.number,
+        ):
+            raise TensorError(
+                f"a reply of {reply.client!r} to {reply.task}, round {reply.round + 1}, that "
+                f"nobody asked for",
+                "",
+            )
         return reply
 
 
-def _check_lists(configs: ConfigRecord, kinds: Mapping[str, type], texts: Sequence[str] = ()) -> None:
-    """Raises TensorError unless there are exactly these lists, all of one length, and these bytes."""
+def _check_lists(
+    configs: ConfigRecord, kinds: Mapping[str, type], texts: Sequence[str] = ()
+) -> None:
+    """Raises TensorError unless there are exactly these lists, all of one length, and these
+    bytes.
+    """
     lists = [cast(list[Any], configs.get(key)) for key in kinds]
     alike = all(isinstance(found, list) and len(found) == len(lists[0]) for found in lists)
-    typed = alike and all(isinstance(value, kind) for found, kind in zip(lists, kinds.values(), strict=True) for value in found)
-    if set(configs) != {*kinds, *texts} or not typed or not all(isinstance(configs[key], bytes) for key in texts):
-        raise TensorError(f"a reply with {sorted(configs)[:5]}, expected {[*kinds, *texts]}", "It is not of coterie.")
+    typed = alike and all(
+        isinstance(value, kind)
+        for found, kind in zip(lists, kinds.values(), strict=True)
+        for value in found
+    )
+    if (
+        set(configs) != {*kinds, *texts}
+        or not typed
+        or not all(isinstance(configs[key], bytes) for key in texts)
+    ):
+        raise TensorError(
+            f"a reply with {sorted(configs)[:5]}, expected {[*kinds, *texts]}",
+            "It is not of coterie.",
+        )
 
 
 def _check_masked(configs: ConfigRecord, size: int, weight: int) -> None:
-    """Raises TensorError unless it is a weight and an update of this size, integers modulo 2^32, and the weight is not in the clear."""
+    """Raises TensorError unless it is a weight and an update of this size, integers modulo 2^32,
+    and the weight is not in the clear.
+    """
     _check_lists(configs, {Key.MASKED_PARAMETERS: bytes})
-    values = [bytes_to_ndarray(value) for value in cast(list[bytes], configs[Key.MASKED_PARAMETERS])]
-    if [(value.dtype, value.shape) for value in values] != [(np.dtype(np.int64), (1,)), (np.dtype(np.int64), (size,))]:
-        raise TensorError(f"a masked update of {[f'{v.dtype}{list(v.shape)}' for v in values]}, expected int64[1] and int64[{size}]", "")
+    values = [
+        bytes_to_ndarray(value) for value in cast(list[bytes], configs[Key.MASKED_PARAMETERS])
+    ]
+    if [(value.dtype, value.shape) for value in values] != [
+        (np.dtype(np.int64), (1,)),
+        (np.dtype(np.int64), (size,)),
+    ]:
+        raise TensorError(
+            f"a masked update of {[f'{v.dtype}{list(v.shape)}' for v in values]}, expected "
+            f"int64[1] and int64[{size}]",
+            "",
+        )
     if any(((value < 0) | (value >= MODULUS)).any() for value in values):
-        raise TensorError("a masked update with values that are not of the integers modulo 2^32", "")
+        raise TensorError(
+            "a masked update with values that are not of the integers modulo 2^32", ""
+        )
     if int(values[0][0]) == weight:  # under a mask: with a chance of 2^-32
         raise TensorError("an update that is quantised, but not masked", _SAME)

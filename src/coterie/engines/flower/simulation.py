@@ -27,7 +27,8 @@ _going_on: list[_Simulation] = []  # at most one: Ray is started once in a proce
 
 
 def simulated(clients: int, threads: int, handle: Handle) -> Grid:
-    """The grid of a simulation with so many nodes; that of the last call if it was for the same. It ends with the process, or the next one.
+    """The grid of a simulation with so many nodes; that of the last call if it was for the same. It
+    ends with the process, or the next one.
 
     Args:
         clients: Nodes; the i-th has `partition-id` i.
@@ -47,7 +48,11 @@ def simulated(clients: int, threads: int, handle: Handle) -> Grid:
 
 def _simulation(clients: int, threads: int, handle: Handle) -> _Simulation:
     """Start a simulation. Raises ClientError."""
-    for name, value in {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "RAY_USAGE_STATS_ENABLED": "0"}.items():
+    for name, value in {
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }.items():
         os.environ.setdefault(name, value)
     from flwr.simulation import run_simulation
 
@@ -62,7 +67,12 @@ def _simulation(clients: int, threads: int, handle: Handle) -> _Simulation:
     def simulate() -> None:
         resources: dict[str, Any] = {"client_resources": {"num_cpus": threads, "num_gpus": 0.0}}
         try:
-            run_simulation(server_app(main), client_app(handle), num_supernodes=clients, backend_config=resources)
+            run_simulation(
+                server_app(main),
+                client_app(handle),
+                num_supernodes=clients,
+                backend_config=resources,
+            )
             grids.put(RuntimeError("it ended"))  # nobody looks, if it ended because we wanted it to
         except BaseException as error:
             grids.put(error)
@@ -74,9 +84,13 @@ def _simulation(clients: int, threads: int, handle: Handle) -> _Simulation:
         done.set()
         thread.join(timeout=30)
 
-    # Flower's simulation works in a thread pool, which Python waits for before it calls what `atexit` knows: it would wait for good.
+    # Flower's simulation works in a thread pool, which Python waits for before it calls what
+    # `atexit` knows: it would wait for good.
     threading._register_atexit(stop)  # type: ignore[attr-defined]
     found = grids.get()
     if isinstance(found, BaseException):
-        raise ClientError(f"Flower's simulation could not be started: {found}", f"Is the extra complete? {extra('simulation')}")
+        raise ClientError(
+            f"Flower's simulation could not be started: {found}",
+            f"Is the extra complete? {extra('simulation')}",
+        )
     return _Simulation((clients, threads, handle), found, stop)

@@ -27,17 +27,23 @@ class Row(_Strict):
     method: str
     columns: tuple[str, ...] = ()  # only in these; () for all
     set: Settings = {}
-    sweep: Mapping[Scale, Mapping[str, tuple[Any, ...]]] = {}  # keys and values; the best on validation at the first seed is the row's
+    sweep: Mapping[
+        Scale, Mapping[str, tuple[Any, ...]]
+    ] = {}  # keys and values; the best on validation at the first seed is the row's
 
 
 class Column(_Strict):
-    """One data set and base at a scale or two, with the rows that it has settings of its own for."""
+    """One data set and base at a scale or two, with the rows that it has settings of its own
+    for.
+    """
 
     title: str
     recipes: Mapping[Scale, str]
     set: Settings = {}
     at: Mapping[Scale, Settings] = {}
-    tune: Mapping[Scale, Mapping[str, tuple[Any, ...]]] = {}  # keys that every row chooses for itself, as by its sweep
+    tune: Mapping[
+        Scale, Mapping[str, tuple[Any, ...]]
+    ] = {}  # keys that every row chooses for itself, as by its sweep
     rows: Mapping[str, Settings] = {}
 
 
@@ -55,7 +61,9 @@ class Lower(_Strict):
 
 
 class Better(_Strict):
-    """Every row of `better` has a better mean than every row of `than`, in the direction of the column's metric."""
+    """Every row of `better` has a better mean than every row of `than`, in the direction of the
+    column's metric.
+    """
 
     kind: Literal["better"]
     says: str
@@ -69,7 +77,9 @@ class Better(_Strict):
 
 
 class Near(_Strict):
-    """A row's mean is at most `within` of the best of some worse than that: a share of it or, with `points`, in the metric's unit."""
+    """A row's mean is at most `within` of the best of some worse than that: a share of it or,
+    with `points`, in the metric's unit.
+    """
 
     kind: Literal["near"]
     says: str
@@ -84,7 +94,9 @@ class Near(_Strict):
 
 
 class Weights(_Strict):
-    """At the end at most this share of a row's collaboration weights, its W error, is on the wrong side; of the mean over seeds."""
+    """At the end at most this share of a row's collaboration weights, its W error, is on the
+    wrong side; of the mean over seeds.
+    """
 
     kind: Literal["weights"]
     says: str
@@ -106,7 +118,9 @@ class Improved(_Strict):
 
 
 class Gate(_Strict):
-    """At least this share of the samples of unseen clients, in percent, goes to an expert whose anchor has their class."""
+    """At least this share of the samples of unseen clients, in percent, goes to an expert whose
+    anchor has their class.
+    """
 
     kind: Literal["gate"]
     says: str
@@ -117,7 +131,9 @@ class Gate(_Strict):
 
 
 class Routers(_Strict):
-    """How the mean routing weight of the generalist moves over training, averaged over clients and blocks."""
+    """How the mean routing weight of the generalist moves over training, averaged over clients
+    and blocks.
+    """
 
     kind: Literal["routers"]
     says: str
@@ -133,14 +149,30 @@ Statement = Lower | Better | Near | Weights | Improved | Gate | Routers
 class Picture(_Strict):
     """What a figure draws, of the first seed but for `sweep` and `bars`.
 
-    `clients`: test metric over iterations by client; `mean`: the same averaged over clients; `curves`: like `mean`, one broad panel
-    for each column; `routers`: router scores; `sweep`: the mean by how often and how long routers learn; `weights`: collaboration weights
-    at some iterations beside the true clusters; `domains`: a client's weights for each other client over iterations; `bars`: the mean of
-    rows across columns, which are the values of a sweep; `labels`: which classes each client has; `k-means`: clusters of these;
-    `experts`: the accuracy of each expert of a pool over rounds; `gate`: which expert gets which class, and the gate's error by client.
+    `clients`: test metric over iterations by client; `mean`: the same averaged over clients;
+    `curves`: like `mean`, one broad panel for each column; `routers`: router scores; `sweep`: the
+    mean by how often and how long routers learn; `weights`: collaboration weights at some
+    iterations beside the true clusters; `domains`: a client's weights for each other client over
+    iterations; `bars`: the mean of rows across columns, which are the values of a sweep; `labels`:
+    which classes each client has; `k-means`: clusters of these; `experts`: the accuracy of each
+    expert of a pool over rounds; `gate`: which expert gets which class, and the gate's error by
+    client.
     """
 
-    kind: Literal["clients", "mean", "curves", "routers", "sweep", "weights", "domains", "bars", "labels", "k-means", "experts", "gate"]
+    kind: Literal[
+        "clients",
+        "mean",
+        "curves",
+        "routers",
+        "sweep",
+        "weights",
+        "domains",
+        "bars",
+        "labels",
+        "k-means",
+        "experts",
+        "gate",
+    ]
     title: str | None = None  # default: what is drawn
     rows: tuple[str, ...] = ()  # () for all
     columns: tuple[str, ...] = ()  # () for all
@@ -154,7 +186,8 @@ class Reproduction(_Strict):
     Args:
         title: What it is, as the paper names it.
         seeds: Runs per cell that the paper averages over.
-        shows: Which figure of a run is in the table. The best evaluation is chosen by the test metric itself, as in the paper.
+        shows: Which figure of a run is in the table. The best evaluation is chosen by the test
+            metric itself, as in the paper.
         set: What is set in every recipe.
         scales: What a scale sets in every recipe.
         columns: By id.
@@ -182,11 +215,19 @@ class Reproduction(_Strict):
     @model_validator(mode="after")
     def _names(self) -> "Reproduction":
         published = (self.published, self.published_improved)
-        rows = [r for c in self.columns.values() for r in c.rows] + [r for known in published for r in known]
-        rows += [r for s in self.statements for r in spoken_of(s)] + [r for p in self.pictures for r in p.rows]
+        rows = [r for c in self.columns.values() for r in c.rows] + [
+            r for known in published for r in known
+        ]
+        rows += [r for s in self.statements for r in spoken_of(s)] + [
+            r for p in self.pictures for r in p.rows
+        ]
         columns = [c for spoken in (*self.statements, *self.pictures) for c in spoken.columns]
-        columns += [c for known in published for p in known.values() for c in p] + [c for r in self.rows.values() for c in r.columns]
-        if unknown := sorted({r for r in rows if r not in self.rows} | {c for c in columns if c not in self.columns}):
+        columns += [c for known in published for p in known.values() for c in p] + [
+            c for r in self.rows.values() for c in r.columns
+        ]
+        if unknown := sorted(
+            {r for r in rows if r not in self.rows} | {c for c in columns if c not in self.columns}
+        ):
             raise ValueError(f"no such row or column: {', '.join(unknown)}")
         return self
 
@@ -215,9 +256,15 @@ def load(name: str) -> Reproduction:
         RecipeError: Its file has mistakes.
     """
     if name not in names():
-        raise Refused(f"reproduction {name!r}: there is none of that name", "Choose one of: " + ", ".join(names()))
+        raise Refused(
+            f"reproduction {name!r}: there is none of that name",
+            "Choose one of: " + ", ".join(names()),
+        )
     paper, _, stem = name.partition("/")
     try:
         return Reproduction.model_validate(read(FOLDER / paper / f"{stem}.yaml"))
     except ValidationError as error:
-        raise RecipeError(f"reproduction {name}", [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]) from None
+        raise RecipeError(
+            f"reproduction {name}",
+            [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()],
+        ) from None

@@ -1,4 +1,6 @@
-"""The papers' theorems as small experiments whose claims are checked with numbers: `THEOREMS[name](seed)`."""
+"""The papers' theorems as small experiments whose claims are checked with numbers:
+`THEOREMS[name](seed)`.
+"""
 
 from collections.abc import Callable, Mapping
 

@@ -1,9 +1,11 @@
-"""CoBo on quadratics in clusters, run: Theorem I, Corollary II and Example 2 of "CoBo: Collaborative Learning via Bilevel Optimization".
+"""CoBo on quadratics in clusters, run: Theorem I, Corollary II and Example 2 of "CoBo:
+Collaborative Learning via Bilevel Optimization".
 
-The constants are those that the proofs in appendix A give. Theorem I has rho c >= sqrt 3 L, M_ij < 1/5 and a step size of
-min(2 sqrt(F_0 / (L sigma^2 T)), 1 / (2 rho c)). With root = sqrt(L sigma^2 F_0 / T) it bounds the consensus distance by
-6 M^2 / (rho c)^2 root (9), squared gradient norms at midpoints by 3 root and, in Corollary II, those at the clients' models by 4 root.
-F_0 is the mean over a cluster's pairs of f_ij(z_0) - f_ij*, where f_ij = (f_i + f_j) / 2.
+The constants are those that the proofs in appendix A give. Theorem I has rho c >= sqrt 3 L, M_ij <
+1/5 and a step size of min(2 sqrt(F_0 / (L sigma^2 T)), 1 / (2 rho c)). With root = sqrt(L sigma^2
+F_0 / T) it bounds the consensus distance by 6 M^2 / (rho c)^2 root (9), squared gradient norms at
+midpoints by 3 root and, in Corollary II, those at the clients' models by 4 root. F_0 is the mean
+over a cluster's pairs of f_ij(z_0) - f_ij*, where f_ij = (f_i + f_j) / 2.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,17 +25,36 @@ SIGMA = 1.0  # sigma of (A2)
 
 
 def convergence(seed: int) -> Experiment:
-    """Theorem I with Example 2: its assumptions, the recovery of W*, its bounds and the limits of its step size."""
+    """Theorem I with Example 2: its assumptions, the recovery of W*, its bounds and the limits
+    of its step size.
+    """
     rng = np.random.default_rng(seed)
     found, recovery_panel = _recovery(rng)
     runs = [run for horizon in HORIZONS for run in measure(SETTINGS, horizon, rng)]
-    exact, noisy = ([run for run in runs if np.isinf(run.setting.batch) == kind] for kind in (True, False))
+    exact, noisy = (
+        [run for run in runs if np.isinf(run.setting.batch) == kind] for kind in (True, False)
+    )
     return Experiment(
         title="Clients find their cluster and agree within it",
-        source=f"{PAPER}, Theorem I and Corollary II with the constants of their proofs, and Example 2",
-        claims=(*_assumption_claims(rng), *found, *_theorem_claims(exact), *_noise_claims(exact, noisy), *_step_claims(rng)),
+        source=f"{PAPER}, Theorem I and Corollary II with the constants of their proofs, and "
+        f"Example 2",
+        claims=(
+            *_assumption_claims(rng),
+            *found,
+            *_theorem_claims(exact),
+            *_noise_claims(exact, noisy),
+            *_step_claims(rng),
+        ),
         table=Table(
-            (f"$M$, $T = {HORIZONS[-1]}$", "distance", "(9)", "amended", "pairs / root", "clients / root", "$|w - w*|$"),
+            (
+                f"$M$, $T = {HORIZONS[-1]}$",
+                "distance",
+                "(9)",
+                "amended",
+                "pairs / root",
+                "clients / root",
+                "$|w - w*|$",
+            ),
             tuple(
                 (
                     run.setting.name,
@@ -62,12 +83,15 @@ def _assumption_claims(rng: np.random.Generator) -> Iterator[Claim]:
     one, two, agreement = _at(pair, x)
     gap = float(np.abs(_square(one - two) / _square(one + two) / M**2 - 1).max())
     yield Claim(
-        "Within a cluster (5) holds with $M_ij = |a_i - a_j| / (a_i + a_j)$, exactly", gap <= 1e-9, f"largest relative deviation {gap:.0e}"
+        "Within a cluster (5) holds with $M_ij = |a_i - a_j| / (a_i + a_j)$, exactly",
+        gap <= 1e-9,
+        f"largest relative deviation {gap:.0e}",
     )
     least = (1 - M**2) / (2 * (1 + M**2)) * (_square(one) + _square(two))
     worst = float((least / agreement).max())
     yield Claim(
-        "Case 1 of the proof: $<g_i, g_j> >= (1 - M^2) / (2 (1 + M^2)) (||g_i||^2 + ||g_j||^2)$ within a cluster, so that $w$ stays 1",
+        "Case 1 of the proof: $<g_i, g_j> >= (1 - M^2) / (2 (1 + M^2)) (||g_i||^2 + ||g_j||^2)$ "
+        "within a cluster, so that $w$ stays 1",
         worst <= 1 + 1e-9 and bool((agreement > 0).all()),
         f"attained in Example 2: largest right / left side {worst:.6f}",
     )
@@ -76,9 +100,14 @@ def _assumption_claims(rng: np.random.Generator) -> Iterator[Claim]:
 
 
 def _separation_claims(pair: Clusters, rng: np.random.Generator) -> Iterator[Claim]:
-    """(6) and Theorem I's condition for pairs of clients of two clusters, a [count, 2] and mu [count, 2, d]."""
+    """(6) and Theorem I's condition for pairs of clients of two clusters, a [count, 2] and mu
+    [count, 2, d].
+    """
     a, count = pair.a, len(pair.a)
-    middle, reach = pair.mu.mean(1, keepdims=True), np.linalg.norm(pair.mu[:, 0] - pair.mu[:, 1], axis=-1) / 2
+    middle, reach = (
+        pair.mu.mean(1, keepdims=True),
+        np.linalg.norm(pair.mu[:, 0] - pair.mu[:, 1], axis=-1) / 2,
+    )
     direction = rng.standard_normal(middle.shape)
     away = 10 ** rng.uniform(-1, 1, count) * reach
     x = middle + away[:, None, None] * direction / np.linalg.norm(direction, axis=-1, keepdims=True)
@@ -92,30 +121,41 @@ def _separation_claims(pair: Clusters, rng: np.random.Generator) -> Iterator[Cla
     yield Claim(
         "Between clusters $||grad f_i||^2 + ||grad f_j||^2$ has a positive lower bound (6)",
         elsewhere >= 1 and attained <= 1e-9,
-        f"$a_i^2 a_j^2 / (a_i^2 + a_j^2) ||mu_k - mu_l||^2$, attained; at random points at least {elsewhere:.3f} of it",
+        f"$a_i^2 a_j^2 / (a_i^2 + a_j^2) ||mu_k - mu_l||^2$, attained; at random points at least "
+        f"{elsewhere:.3f} of it",
     )
     below = least < printed
     yield Claim(
-        "Example 2 prints that bound with $(a_i^2 + a_j^2)^2$ below the line, which is too high where $a_i^2 + a_j^2 < 1$",
+        "Example 2 prints that bound with $(a_i^2 + a_j^2)^2$ below the line, which is too high "
+        "where $a_i^2 + a_j^2 < 1$",
         bool(below.any() and (below == ((a**2).sum(1) < 1)).all()),
-        f"$a_i = a_j = 1/2$: $1/4 ||mu_k - mu_l||^2$, the minimum is 1/8; too high for {below.sum()} of {count} random pairs",
+        f"$a_i = a_j = 1/2$: $1/4 ||mu_k - mu_l||^2$, the minimum is 1/8; too high for "
+        f"{below.sum()} of {count} random pairs",
         beside=True,
     )
     inside, disagree = away < reach, agreement < 0
     condition = _square(one + two) <= lowest
     yield Claim(
-        "Theorem I wants $zeta^2 >= ||grad f_i + grad f_k||^2$ at every $x$; Example 2 has no such clusters. Two of "
+        "Theorem I wants $zeta^2 >= ||grad f_i + grad f_k||^2$ at every $x$; Example 2 has no "
+        "such clusters. Two of "
         "them disagree just inside "
         "the ball whose diameter joins their centres",
-        bool((disagree == inside).all() and disagree[condition].all() and condition.any() and not condition.all()),
-        f"{count} random points: {inside.sum()} inside, the same {disagree.sum()} disagree, {condition.sum()} meet the condition",
+        bool(
+            (disagree == inside).all()
+            and disagree[condition].all()
+            and condition.any()
+            and not condition.all()
+        ),
+        f"{count} random points: {inside.sum()} inside, the same {disagree.sum()} disagree, "
+        f"{condition.sum()} meet the condition",
         beside=True,
     )
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Two clusters of three clients, centres (1, 0) and (-1, 0), common start 0, L = 1; a_i evenly between (1 - M) / (1 + M) and 1.
+    """Two clusters of three clients, centres (1, 0) and (-1, 0), common start 0, L = 1; a_i evenly
+    between (1 - M) / (1 + M) and 1.
 
     Args:
         M: The largest M_ij.
@@ -163,7 +203,9 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class Run:
-    """What was measured of a setting over T rounds: means over t, clients or their pairs, clusters and seeds."""
+    """What was measured of a setting over T rounds: means over t, clients or their pairs,
+    clusters and seeds.
+    """
 
     setting: Setting
     horizon: int
@@ -183,31 +225,56 @@ class Run:
 
     @property
     def amended(self) -> tuple[float, float]:
-        """Bounds for W = W* and M < 1/4 on the consensus distance and on the gradient norms at midpoints that keep the noise of g_i - g_j.
+        """Bounds for W = W* and M < 1/4 on the consensus distance and on the gradient norms at
+        midpoints that keep the noise of g_i - g_j.
 
-        Let D_t, G_t and F_t be the means over the cluster's pairs of E ||x_i - x_j||^2, E ||grad f_ij(z_ij)||^2 and E f_ij(z_ij) - f_ij* at
-        round t, rho c >= sqrt 3 L and eta rho c <= 1/2. As in Lemma 4, and then as in Lemma 3,
+        Let D_t, G_t and F_t be the means over the cluster's pairs of E ||x_i - x_j||^2, E ||grad
+        f_ij(z_ij)||^2 and E f_ij(z_ij) - f_ij* at round t, rho c >= sqrt 3 L and eta rho c <= 1/2.
+        As in Lemma 4, and then as in Lemma 3,
             D_t+1 <= (1 - eta rho c / 2) D_t + 12 M^2 eta / (rho c) G_t + 2 eta^2 sigma^2 (1 - 1/c),
             G_t <= 2 / eta (F_t - F_t+1) + 2/3 (rho c)^2 D_t + L eta sigma^2 (1 + 1/c) / 2.
         The bounds are the means of both over t, from D_0 = 0.
         """
-        M, rho_c, c, noise = self.setting.M, self.setting.rho_c, SIZE, self.setting.eta(self.horizon) * SIGMA**2
-        descent = 2 * self.setting.start_gap / (self.setting.eta(self.horizon) * self.horizon) + noise * (1 + 1 / c) / 2
+        M, rho_c, c, noise = (
+            self.setting.M,
+            self.setting.rho_c,
+            SIZE,
+            self.setting.eta(self.horizon) * SIGMA**2,
+        )
+        descent = (
+            2 * self.setting.start_gap / (self.setting.eta(self.horizon) * self.horizon)
+            + noise * (1 + 1 / c) / 2
+        )
         midpoints = (descent + 8 / 3 * rho_c * noise * (1 - 1 / c)) / (1 - 16 * M**2)
         return 24 * M**2 / rho_c**2 * midpoints + 4 * noise / rho_c * (1 - 1 / c), midpoints
 
 
-def measure(settings: tuple[Setting, ...], horizon: int, rng: np.random.Generator, sigma: float = SIGMA, seeds: int = SEEDS) -> list[Run]:
-    """Each setting over `horizon` rounds, with the step size that Theorem I gives for sigma = SIGMA."""
+def measure(
+    settings: tuple[Setting, ...],
+    horizon: int,
+    rng: np.random.Generator,
+    sigma: float = SIGMA,
+    seeds: int = SEEDS,
+) -> list[Run]:
+    """Each setting over `horizon` rounds, with the step size that Theorem I gives for sigma =
+    SIGMA.
+    """
 
     def each(value: Callable[[Setting], float]) -> Array:
         return np.repeat([value(setting) for setting in settings], seeds)
 
     a = np.repeat([setting.a for setting in settings], seeds, 0)  # [settings x seeds, n]
     f = Clusters(a, np.repeat([[1.0, 0.0], [-1.0, 0.0]], SIZE, 0))
-    # This gamma takes the weights between the clusters to 0 at once: their gradients' product at the start is at most -a_min^2.
+    # This gamma takes the weights between the clusters to 0 at once: their gradients' product at
+    # the start is at most -a_min^2.
     gamma = (1 + ROUNDING) / float(a.min()) ** 2
-    method = CoBo(each(lambda s: s.eta(horizon)), each(lambda s: s.rho_c / SIZE), gamma, sigma, each(lambda s: s.batch))
+    method = CoBo(
+        each(lambda s: s.eta(horizon)),
+        each(lambda s: s.rho_c / SIZE),
+        gamma,
+        sigma,
+        each(lambda s: s.batch),
+    )
     totals = np.zeros((4, len(a)))
     states = method.run(f, np.zeros((*a.shape, 2)), horizon, rng)
     X, _ = next(states)
@@ -230,29 +297,50 @@ def measure(settings: tuple[Setting, ...], horizon: int, rng: np.random.Generato
 
 def _slope(runs: list[Run], value: Callable[[Run], float]) -> float:
     """Of log value against log T, by least squares."""
-    return float(np.polyfit(np.log([run.horizon for run in runs]), np.log([value(run) for run in runs]), 1)[0])
+    return float(
+        np.polyfit(np.log([run.horizon for run in runs]), np.log([value(run) for run in runs]), 1)[
+            0
+        ]
+    )
 
 
 def _theorem_claims(runs: list[Run]) -> Iterator[Claim]:
-    """What Theorem I and Corollary II say about expectations, with exact gradients in the selection."""
-    kinds = [[run for run in runs if run.setting == setting] for setting in dict.fromkeys(run.setting for run in runs)]
+    """What Theorem I and Corollary II say about expectations, with exact gradients in the
+    selection.
+    """
+    kinds = [
+        [run for run in runs if run.setting == setting]
+        for setting in dict.fromkeys(run.setting for run in runs)
+    ]
     falls = [_slope(kind, lambda run: run.midpoints) for kind in kinds]
-    midpoints, clients = max(run.midpoints / run.root for run in runs), max(run.clients / run.root for run in runs)
+    midpoints, clients = (
+        max(run.midpoints / run.root for run in runs),
+        max(run.clients / run.root for run in runs),
+    )
     yield Claim(
-        "The mean of $||grad f_ij(z_ij)||^2$ over rounds and a cluster's pairs is at most $3 sqrt(L sigma^2 F_0 / T)$",
+        "The mean of $||grad f_ij(z_ij)||^2$ over rounds and a cluster's pairs is at most $3 "
+        "sqrt(L sigma^2 F_0 / T)$",
         midpoints <= 3 and max(falls) <= -0.45 and all(run.wrong == 0 for run in runs),
-        f"{len(kinds)} settings, $T$ = {HORIZONS[0]} to {HORIZONS[-1]}, {SEEDS} seeds: at most {midpoints:.2f} roots; it falls like "
+        f"{len(kinds)} settings, $T$ = {HORIZONS[0]} to {HORIZONS[-1]}, {SEEDS} seeds: at most "
+        f"{midpoints:.2f} roots; it falls like "
         f"$T^{min(falls):.2f}$ to $T^{max(falls):.2f}$",
     )
     yield Claim(
-        "Corollary II: that of $||grad f_i(x_i)||^2$ is at most $4 sqrt(L sigma^2 F_0 / T)$", clients <= 4, f"at most {clients:.2f} roots"
+        "Corollary II: that of $||grad f_i(x_i)||^2$ is at most $4 sqrt(L sigma^2 F_0 / T)$",
+        clients <= 4,
+        f"at most {clients:.2f} roots",
     )
     falls = [_slope(kind, lambda run: run.consensus) for kind in kinds]
     yield Claim(
-        "The consensus distance converges to 0 like $T^-1/2$", max(falls) <= -0.45, f"like $T^{min(falls):.2f}$ to $T^{max(falls):.2f}$"
+        "The consensus distance converges to 0 like $T^-1/2$",
+        max(falls) <= -0.45,
+        f"like $T^{min(falls):.2f}$ to $T^{max(falls):.2f}$",
     )
     compared = (Setting(0.1), Setting(0.01), Setting(0.1, penalty=4))
-    base, smaller, larger = (run.consensus for run in measure(compared, 1000, np.random.default_rng(0), sigma=0.0, seeds=1))
+    base, smaller, larger = (
+        run.consensus
+        for run in measure(compared, 1000, np.random.default_rng(0), sigma=0.0, seeds=1)
+    )
     yield Claim(
         "A larger $rho$ and a smaller $M$ lead to less consensus distance, where there is no noise",
         smaller / base <= 0.02 and larger / base <= 0.25,
@@ -265,16 +353,24 @@ def _noise_claims(exact: list[Run], noisy: list[Run]) -> Iterator[Claim]:
     last = {run.setting: run for run in exact + noisy if run.horizon == HORIZONS[-1]}
     equal, base, spread, high = (last[setting] for setting in SETTINGS[:4])
     yield Claim(
-        "(9) fails with noise: it loses the variance of $g_i - g_j$, which has no $M$ in it. Equal $a_i$ do not make models equal",
-        equal.printed == 0 < equal.consensus and min(run.consensus / run.printed for run in (base, spread)) > 4,
+        "(9) fails with noise: it loses the variance of $g_i - g_j$, which has no $M$ in it. "
+        "Equal $a_i$ do not make models equal",
+        equal.printed == 0 < equal.consensus
+        and min(run.consensus / run.printed for run in (base, spread)) > 4,
         f"$T = {HORIZONS[-1]}$: "
-        + ", ".join(f"$M = {run.setting.M:g}$: {run.consensus:.2g} against {run.printed:.2g}" for run in (equal, base, spread))
+        + ", ".join(
+            f"$M = {run.setting.M:g}$: {run.consensus:.2g} against {run.printed:.2g}"
+            for run in (equal, base, spread)
+        )
         + f"; twice the $rho$ divides it by {base.consensus / high.consensus:.2f}, not by 4",
         beside=True,
     )
-    closest = max(max(run.consensus / run.amended[0], run.midpoints / run.amended[1]) for run in exact)
+    closest = max(
+        max(run.consensus / run.amended[0], run.midpoints / run.amended[1]) for run in exact
+    )
     yield Claim(
-        "With $4 eta sigma^2 (1 - 1/c) / (rho c)$ for that noise the proof's bounds hold, and the rate stays $T^-1/2$",
+        "With $4 eta sigma^2 (1 - 1/c) / (rho c)$ for that noise the proof's bounds hold, and "
+        "the rate stays $T^-1/2$",
         closest <= 1,
         f"largest measured / bound {closest:.2f} in {len(exact)} cases",
         beside=True,
@@ -282,7 +378,8 @@ def _noise_claims(exact: list[Run], noisy: list[Run]) -> Iterator[Claim]:
     single = [run for run in noisy if run.setting.batch == 1]
     wrong = [last[setting].wrong for setting in dict.fromkeys(run.setting for run in noisy)]
     yield Claim(
-        "With $b$ fixed in the selection weights do not settle and gradients need not vanish: $b$ must grow, while "
+        "With $b$ fixed in the selection weights do not settle and gradients need not vanish: "
+        "$b$ must grow, while "
         "the theorem's condition on "
         "it, $b$ of order $L eta sigma^2$, weakens with $T$",
         single[-1].midpoints > 3 * single[-1].root
@@ -291,7 +388,8 @@ def _noise_claims(exact: list[Run], noisy: list[Run]) -> Iterator[Claim]:
         and wrong[-1] > 0,
         f"$T = {HORIZONS[-1]}$: "
         + "; ".join(
-            f"$b = {run.setting.batch:g}$: mean $|w - w*|$ {run.wrong:.2g}, {run.midpoints / run.root:.2g} roots"
+            f"$b = {run.setting.batch:g}$: mean $|w - w*|$ {run.wrong:.2g}, "
+            f"{run.midpoints / run.root:.2g} roots"
             for run in last.values()
             if run.setting.batch < np.inf
         ),
@@ -301,7 +399,9 @@ def _noise_claims(exact: list[Run], noisy: list[Run]) -> Iterator[Claim]:
 
 def _bound_panels(runs: list[Run]) -> tuple[Panel, Panel, Panel]:
     axis = f"$k$, with $T = {HORIZONS[0]} · 2^k$ rounds"
-    equal, base, _, high, single, several, _ = ([run for run in runs if run.setting == setting] for setting in SETTINGS)
+    equal, base, _, high, single, several, _ = (
+        [run for run in runs if run.setting == setting] for setting in SETTINGS
+    )
     consensus = (
         Curve("$M = 0.1$", [run.consensus for run in base], 0),
         Curve("$M = 0.1$, twice the $rho$", [run.consensus for run in high], 1),
@@ -328,7 +428,9 @@ def _bound_panels(runs: list[Run]) -> tuple[Panel, Panel, Panel]:
     )
 
 
-def _growth(f: Clusters, method: CoBo, start: Array, rounds: int, weights: Array | None = None) -> float:
+def _growth(
+    f: Clusters, method: CoBo, start: Array, rounds: int, weights: Array | None = None
+) -> float:
     """The factor by which the distance from all clients' optima changes, without noise."""
     *_, (X, _) = method.run(f, start, rounds, weights=weights)
     return float(np.linalg.norm(X - f.mu) / np.linalg.norm(start - f.mu))
@@ -339,24 +441,37 @@ def _step_claims(rng: np.random.Generator) -> Iterator[Claim]:
     rho = np.sqrt(3) / 4
     one, start = Clusters(np.linspace(1, 0.7, 4), np.zeros((4, 3))), rng.standard_normal((4, 3))
     limit = 2 / one.sharpness(rho)
-    below, above = (_growth(one, CoBo(share * limit, rho, 1.0), start, 2000) for share in (0.99, 1.01))
+    below, above = (
+        _growth(one, CoBo(share * limit, rho, 1.0), start, 2000) for share in (0.99, 1.01)
+    )
     penalty_only = _growth(one, CoBo(0.99 * 2 / (rho * 4), rho, 1.0), start, 50)
     yield Claim(
-        "The models converge for $eta lambda_max(diag(a) + rho (diag(W 1) - W)) < 2$, and diverge just above",
+        "The models converge for $eta lambda_max(diag(a) + rho (diag(W 1) - W)) < 2$, and "
+        "diverge just above",
         below < 1e-6 and min(above, penalty_only) > 1e6,
-        f"a cluster of four: the error changes by {below:.0e} in 2000 rounds at 0.99 of it, by {above:.0e} at 1.01. Without $diag(a)$, "
+        f"a cluster of four: the error changes by {below:.0e} in 2000 rounds at 0.99 of it, by "
+        f"{above:.0e} at 1.01. Without $diag(a)$, "
         f"0.99 is too much where $rho c = sqrt 3 L$: {penalty_only:.0e} in 50 rounds",
         beside=True,
     )
-    f, rho, start = Clusters(np.tile([1, 0.8], 6), np.repeat(np.eye(6), 2, 0)), np.sqrt(3) / 2, np.full((12, 6), 1 / 6)
+    f, rho, start = (
+        Clusters(np.tile([1, 0.8], 6), np.repeat(np.eye(6), 2, 0)),
+        np.sqrt(3) / 2,
+        np.full((12, 6), 1 / 6),
+    )
     allowed = CoBo(1 / (2 * rho * 2), rho, 0.05)
-    ones, oracle = _growth(f, allowed, start, 200), _growth(f, allowed, start, 200, weights=f.oracle)
+    ones, oracle = (
+        _growth(f, allowed, start, 200),
+        _growth(f, allowed, start, 200, weights=f.oracle),
+    )
     safe = _growth(f, replace(allowed, eta=safe_step(f, rho)), start, 1000)
     yield Claim(
-        "The proof's largest $eta$, $1 / (2 rho c)$, suits $W*$; but with $w = 1$, as at the start, $eta rho n = K / "
+        "The proof's largest $eta$, $1 / (2 rho c)$, suits $W*$; but with $w = 1$, as at the "
+        "start, $eta rho n = K / "
         "2 > 2$ for $K > 4$ equal clusters",
         ones > 1e6 and max(oracle, safe) < 1e-6,
-        f"six clusters of two, $gamma = 0.05$: the error changes by {ones:.0e} in 200 rounds, from $W*$ by {oracle:.0e}; with "
+        f"six clusters of two, $gamma = 0.05$: the error changes by {ones:.0e} in 200 rounds, "
+        f"from $W*$ by {oracle:.0e}; with "
         f"$eta = 1 / (L + rho n)$, from $w = 1$, by {safe:.0e} in 1000",
         beside=True,
     )

@@ -1,7 +1,8 @@
-"""Experts before their gate, run: Theorem 1 and appendix J of "Learning to Specialize: Joint Gating-Expert Training for Adaptive MoEs ...".
+"""Experts before their gate, run: Theorem 1 and appendix J of "Learning to Specialize: Joint
+Gating-Expert Training for Adaptive MoEs ...".
 
-Losses are shares 2 L(theta) / E[y^2]: 1 is what the zero function gets. They do not depend on the covariance of x, for which the text has
-I / sqrt(d) and the appendix I / d; here it is I.
+Losses are shares 2 L(theta) / E[y^2]: 1 is what the zero function gets. They do not depend on the
+covariance of x, for which the text has I / sqrt(d) and the appendix I / d; here it is I.
 """
 
 import math
@@ -28,17 +29,23 @@ from coterie.papers.theory.ddome_model import (
 )
 from coterie.papers.theory.experiment import Claim, Curve, Experiment, Panel, Table
 
-PAPER = "Farhat et al., Learning to Specialize: Joint Gating-Expert Training for Adaptive MoEs in Decentralized Settings"
+PAPER = (
+    "Farhat et al., Learning to Specialize: Joint Gating-Expert Training for Adaptive MoEs in "
+    "Decentralized Settings"
+)
 SIZES = ((16, 4), (36, 6), (64, 8))  # d and m = sqrt(d), the most experts that the theorem allows
 WIDE = tuple(4**k for k in range(2, 7))  # d, for m = 4
-FITTED = 200_000  # inputs for (1), whose noise would flatter oracle routing, and for (2), and as many to test
+# inputs for (1), whose noise would flatter oracle routing, and for (2), and as many to test
+FITTED = 200_000
 INPUTS = 40_000  # for what is trained jointly or in turn, and as many to test
 PASSES = 8
 
 
 @dataclass(frozen=True)
 class Disjoint:
-    """What (1) and then (2) give for random truths and starts. Losses are those of fresh inputs, [b]."""
+    """What (1) and then (2) give for random truths and starts. Losses are those of fresh inputs,
+    [b].
+    """
 
     truth: Mixture
     start: Tensor  # v_j,0, [b, m, d]
@@ -69,7 +76,8 @@ def train_disjointly(d: int, m: int, generator: Generator) -> Disjoint:
         oracle=test.oracle_loss(experts),
         distances=torch.cdist(experts, truth.experts),
         cosines=nearness(experts, truth.experts).amax(-1),
-        outside=(model.gate - model.gate @ known @ known.mT).norm(dim=(1, 2)) / model.gate.norm(dim=(1, 2)),
+        outside=(model.gate - model.gate @ known @ known.mT).norm(dim=(1, 2))
+        / model.gate.norm(dim=(1, 2)),
     )
 
 
@@ -88,14 +96,23 @@ class Size:
     def run(d: int, m: int, generator: Generator) -> "Size":
         disjoint = train_disjointly(d, m, generator)
         sample, test = (Sample.draw(disjoint.truth, generator, INPUTS) for _ in range(2))
-        passes = torch.stack([test.loss(model) for model in alternate(sample, 0.1 * disjoint.start, PASSES)])
+        passes = torch.stack(
+            [test.loss(model) for model in alternate(sample, 0.1 * disjoint.start, PASSES)]
+        )
         joint = {
             "likelihood": train_jointly(sample, m, likelihood, generator, restarts=2),
             "expected": train_jointly(sample, m, expected, generator),
             "blended": train_jointly(sample, m, blended, generator),
         }
         cosines = nearness(joint["likelihood"].experts, disjoint.truth.experts)
-        return Size(d, m, disjoint, passes, {name: test.loss(model) for name, model in joint.items()}, cosines)
+        return Size(
+            d,
+            m,
+            disjoint,
+            passes,
+            {name: test.loss(model) for name, model in joint.items()},
+            cosines,
+        )
 
     def rows(self) -> dict[str, Tensor]:
         """What the table shows."""
@@ -114,7 +131,11 @@ class Size:
 def disjoint_training(seed: int) -> Experiment:
     """Theorem 1: experts and then their gate, against both at once."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # products are small: threads would wait for each other, and their number would change the sums
+    torch.set_num_threads(
+        1
+        # products are small: threads would wait for each other, and their number would change the
+        # sums
+    )
     try:
         return _experiment(Generator().manual_seed(seed))
     finally:
@@ -127,7 +148,8 @@ def _experiment(generator: Generator) -> Experiment:
     rows = [size.rows() for size in sizes]
     return Experiment(
         title="Experts trained before their gate do not specialise",
-        source=f"{PAPER}, Theorem 1 and appendix J; losses are $2 L / E[y^2]$, mean and deviation over {DRAWS} truths and starts",
+        source=f"{PAPER}, Theorem 1 and appendix J; losses are $2 L / E[y^2]$, mean and "
+        f"deviation over {DRAWS} truths and starts",
         claims=(
             *_theorem_claims(sizes, generator),
             *_limit_claims(sizes, wide, generator),
@@ -136,7 +158,10 @@ def _experiment(generator: Generator) -> Experiment:
         ),
         table=Table(
             ("trained", *(f"$d = {size.d}$, $m = {size.m}$" for size in sizes)),
-            tuple((name, *(f"{row[name].mean():.3f} ± {row[name].std():.3f}" for row in rows)) for name in rows[0]),
+            tuple(
+                (name, *(f"{row[name].mean():.3f} ± {row[name].std():.3f}" for row in rows))
+                for name in rows[0]
+            ),
         ),
         panels=(_loss_panel(rows), _match_panel(sizes[-1]), _wide_panel(wide), _pass_panel(sizes)),
     )
@@ -150,7 +175,10 @@ def _theorem_claims(sizes: list[Size], generator: Generator) -> Iterator[Claim]:
     truth = sizes[0].disjoint.truth
     order = torch.randperm(sizes[0].m, generator=generator)
     test = Sample.draw(truth, generator, INPUTS)
-    loss = max(float(test.loss(model).max()) for model in (truth, Mixture(3 * truth.gate[:, order], truth.experts[:, order])))
+    loss = max(
+        float(test.loss(model).max())
+        for model in (truth, Mixture(3 * truth.gate[:, order], truth.experts[:, order]))
+    )
     other = float(test.loss(Mixture(truth.gate, truth.experts.roll(1, 1))).min())
     yield Claim(
         "$L(theta*) = 0$, whatever the order of the experts and the gate's scale",
@@ -159,16 +187,20 @@ def _theorem_claims(sizes: list[Size], generator: Generator) -> Iterator[Claim]:
     )
     least = [float(size.disjoint.distances.min()) for size in sizes]
     yield Claim(
-        "$||w_j - w*_j'||$ stays above a constant for every trained expert and every truth (of norm 1), here not only in the mean over the "
+        "$||w_j - w*_j'||$ stays above a constant for every trained expert and every truth (of "
+        "norm 1), here not only in the mean over the "
         "gate's start",
         min(least) >= 0.5,
-        f"least of {sum(size.disjoint.distances.numel() for size in sizes)}: " + ", ".join(f"{value:.2f}" for value in least),
+        f"least of {sum(size.disjoint.distances.numel() for size in sizes)}: "
+        + ", ".join(f"{value:.2f}" for value in least),
     )
     gated = [size.disjoint.gated for size in sizes]
     yield Claim(
         "So does $L / E[y^2]$ once the gate is trained, as $d$ grows with $m = sqrt(d)$",
-        min(float(loss.min()) for loss in gated) >= 0.4 and bool(torch.stack(gated).mean(1).diff().min() > 0),
-        f"{_means(gated)} after {_means(size.disjoint.initial for size in sizes)} at the gate's start; one linear model has "
+        min(float(loss.min()) for loss in gated) >= 0.4
+        and bool(torch.stack(gated).mean(1).diff().min() > 0),
+        f"{_means(gated)} after {_means(size.disjoint.initial for size in sizes)} at the gate's "
+        f"start; one linear model has "
         f"{_means(size.disjoint.linear for size in sizes)}",
     )
     joint = [size.joint["likelihood"] for size in sizes]
@@ -176,7 +208,8 @@ def _theorem_claims(sizes: list[Size], generator: Generator) -> Iterator[Claim]:
     yield Claim(
         "Trained jointly, every expert finds a truth of its own and the loss falls below 0.1",
         max(float(loss.max()) for loss in joint) < 0.1 and matched >= 0.95,
-        f"{_means(joint)}; least cosine of an expert and its truth {matched:.4f}, where disjoint training has "
+        f"{_means(joint)}; least cosine of an expert and its truth {matched:.4f}, where disjoint "
+        f"training has "
         f"{_means(size.disjoint.cosines for size in sizes)} in the mean",
     )
 
@@ -185,64 +218,91 @@ def _limit_claims(sizes: list[Size], wide: list[Disjoint], generator: Generator)
     """How far the statement reaches."""
     oracle = [size.disjoint.oracle for size in sizes]
     yield Claim(
-        "No gate can repair the experts, a linear one or any other: even oracle routing leaves a constant",
-        min(float(loss.min()) for loss in oracle) >= 0.25 and bool(torch.stack(oracle).mean(1).diff().min() > 0),
+        "No gate can repair the experts, a linear one or any other: even oracle routing leaves a "
+        "constant",
+        min(float(loss.min()) for loss in oracle) >= 0.25
+        and bool(torch.stack(oracle).mean(1).diff().min() > 0),
         _means(oracle),
         beside=True,
     )
     last = wide[-1]
     limits = [last.initial, last.gated, last.oracle, last.linear]
     yield Claim(
-        "With $m = 4$ fixed and $d$ growing, experts all tend to the mean of the truths: their loss to $1 - 1/m$, "
+        "With $m = 4$ fixed and $d$ growing, experts all tend to the mean of the truths: their "
+        "loss to $1 - 1/m$, "
         "that of one linear model, and "
         "their cosine to $1/sqrt(m)$",
-        max(abs(float(loss.mean()) - 0.75) for loss in limits) <= 0.08 and abs(float(last.cosines.mean()) - 0.5) <= 0.05,
-        f"$d = {WIDE[-1]}$: (1) {last.initial.mean():.3f}, (2) {last.gated.mean():.3f}, oracle {last.oracle.mean():.3f}, one linear model "
+        max(abs(float(loss.mean()) - 0.75) for loss in limits) <= 0.08
+        and abs(float(last.cosines.mean()) - 0.5) <= 0.05,
+        f"$d = {WIDE[-1]}$: (1) {last.initial.mean():.3f}, (2) {last.gated.mean():.3f}, oracle "
+        f"{last.oracle.mean():.3f}, one linear model "
         f"{last.linear.mean():.3f}; cosines {last.cosines.mean():.2f}",
         beside=True,
     )
-    printed = [float((run.gated * run.labels).mean()) / 2 / math.sqrt(d) for d, run in zip(WIDE, wide, strict=True)]
+    printed = [
+        float((run.gated * run.labels).mean()) / 2 / math.sqrt(d)
+        for d, run in zip(WIDE, wide, strict=True)
+    ]
     yield Claim(
-        "$L$ itself does not stay above a constant: zero experts are allowed in (1), so that $L <= E[y^2] / 2$, which "
+        "$L$ itself does not stay above a constant: zero experts are allowed in (1), so that $L "
+        "<= E[y^2] / 2$, which "
         "falls like $1 / sqrt(d)$ "
         "with the covariance of the text and like $1 / d$ with that of the appendix",
         printed == sorted(printed, reverse=True) and printed[-1] < printed[0] / 8,
-        f"$m = 4$, $d$ = {WIDE[0]} to {WIDE[-1]}, covariance $I / sqrt(d)$: $L$ = " + ", ".join(f"{value:.2g}" for value in printed),
+        f"$m = 4$, $d$ = {WIDE[0]} to {WIDE[-1]}, covariance $I / sqrt(d)$: $L$ = "
+        + ", ".join(f"{value:.2g}" for value in printed),
         beside=True,
     )
     one, two = (train_disjointly(4, m, generator) for m in (1, 2))
     yield Claim(
-        "$m = 1$ is an exception that the theorem does not name: there is nothing to route, and (1) finds the truth",
-        max(float(one.gated.max()), float(one.distances.max())) < 1e-3 and float(two.gated.mean()) > 0.01,
-        f"loss {one.gated.max():.0e}, distance {one.distances.max():.0e}; $m = 2$, $d = 4$: {two.gated.mean():.2f} ± {two.gated.std():.2f}",
+        "$m = 1$ is an exception that the theorem does not name: there is nothing to route, and "
+        "(1) finds the truth",
+        max(float(one.gated.max()), float(one.distances.max())) < 1e-3
+        and float(two.gated.mean()) > 0.01,
+        f"loss {one.gated.max():.0e}, distance {one.distances.max():.0e}; $m = 2$, $d = 4$: "
+        f"{two.gated.mean():.2f} ± {two.gated.std():.2f}",
         beside=True,
     )
 
 
 def _joint_claims(sizes: list[Size]) -> Iterator[Claim]:
     """What it is in joint training that helps."""
-    gains = [1 / float(size.disjoint.gated.mean()) for size in sizes], [1 / float(size.joint["likelihood"].mean()) for size in sizes]
+    gains = (
+        [1 / float(size.disjoint.gated.mean()) for size in sizes],
+        [1 / float(size.joint["likelihood"].mean()) for size in sizes],
+    )
     yield Claim(
-        "It is disjoint training that gains no more than a constant factor on the zero function; the remark on the theorem says joint",
+        "It is disjoint training that gains no more than a constant factor on the zero function; "
+        "the remark on the theorem says joint",
         max(gains[0]) < 3 and min(gains[1]) > 10,
-        *("; ".join(f"$d = {size.d}$: {one:.1f} times, jointly {two:.0f} times" for size, one, two in zip(sizes, *gains, strict=True)),),
+        *(
+            "; ".join(
+                f"$d = {size.d}$: {one:.1f} times, jointly {two:.0f} times"
+                for size, one, two in zip(sizes, *gains, strict=True)
+            ),
+        ),
         beside=True,
     )
     last = [size.passes[-1] for size in sizes]
     below = [[int((losses < 0.1).sum()) for losses in size.passes[[0, -1]]] for size in sizes]
     yield Claim(
-        "One pass is what fails, not training in turn: (1) and (2) over and over specialise too, if not from every start",
+        "One pass is what fails, not training in turn: (1) and (2) over and over specialise too, "
+        "if not from every start",
         all(before == 0 < after for before, after in below),
         f"after {PASSES} passes {_means(last)}, and below 0.1 from "
         + ", ".join(f"{after} of {DRAWS}" for _, after in below)
         + " starts; after one pass from none",
         beside=True,
     )
-    found = {name: sum(int((size.joint[name] < 0.1).sum()) for size in sizes) for name in sizes[0].joint}
+    found = {
+        name: sum(int((size.joint[name] < 0.1).sum()) for size in sizes) for name in sizes[0].joint
+    }
     yield Claim(
-        "What is minimised jointly matters: blended outputs hide experts that do not specialise, and top-1 routing brings them to light",
+        "What is minimised jointly matters: blended outputs hide experts that do not specialise, "
+        "and top-1 routing brings them to light",
         found["blended"] < found["expected"] <= found["likelihood"],
-        f"loss below 0.1, of {DRAWS * len(sizes)}: annealed likelihood {found['likelihood']} (best of two starts), the objective of (2) "
+        f"loss below 0.1, of {DRAWS * len(sizes)}: annealed likelihood {found['likelihood']} "
+        f"(best of two starts), the objective of (2) "
         f"{found['expected']}, blended outputs {found['blended']}",
         beside=True,
     )
@@ -252,9 +312,11 @@ def _proof_claims(sizes: list[Size], generator: Generator) -> Iterator[Claim]:
     """Steps of appendix J that do not hold."""
     outside = [size.disjoint.outside for size in sizes]
     yield Claim(
-        "The proof ends with a bound for the gate's start, not for the trained gate: it wants routes that are "
+        "The proof ends with a bound for the gate's start, not for the trained gate: it wants "
+        "routes that are "
         "independent of $x$ across the "
-        "span of all $v*_j$ and $v_{j,0}$, which training leaves. The bound by oracle routing does without",
+        "span of all $v*_j$ and $v_{j,0}$, which training leaves. The bound by oracle routing "
+        "does without",
         all(float(share.mean()) > 0.1 for share in outside),
         f"share of the trained gate's norm across that span: {_means(outside)}",
         beside=True,
@@ -262,22 +324,28 @@ def _proof_claims(sizes: list[Size], generator: Generator) -> Iterator[Claim]:
     shapes = (*SIZES, (WIDE[-2], 4))
     norms = [_gram_errors(d, m, generator) / math.sqrt(m / d) for d, m in shapes]
     yield Claim(
-        "$||V^T V - I|| <= sqrt(m / d) / 2$, said to hold with probability $1 - exp(-Theta(d))$, hardly ever does: the norm is nearer to "
+        "$||V^T V - I|| <= sqrt(m / d) / 2$, said to hold with probability $1 - exp(-Theta(d))$, "
+        "hardly ever does: the norm is nearer to "
         "$2 sqrt(m / d)$",
         all(float((norm <= 0.5).float().mean()) < 0.05 for norm in norms),
         "; ".join(
-            f"$d = {d}$, $m = {m}$: ${norm.median():.1f} sqrt(m / d)$, below in {(norm <= 0.5).float().mean():.1%}"
+            f"$d = {d}$, $m = {m}$: ${norm.median():.1f} sqrt(m / d)$, below in "
+            f"{(norm <= 0.5).float().mean():.1%}"
             for (d, m), norm in zip(shapes, norms, strict=True)
         ),
         beside=True,
     )
     rates = {k: -math.log(_tail(k)) / k for k in (4, 16, 64, 256)}
     yield Claim(
-        "Lemma 1 holds with probability $1 - exp(-Theta(m m'))$, without squares: sums of $m m'$ squared normal "
+        "Lemma 1 holds with probability $1 - exp(-Theta(m m'))$, without squares: sums of $m m'$ "
+        "squared normal "
         "numbers have no thinner tail. "
-        "For $m' = m$ that is the theorem's probability, but its expectations over the gate's start leave nothing random",
+        "For $m' = m$ that is the theorem's probability, but its expectations over the gate's "
+        "start leave nothing random",
         min(rates.values()) > 0.15 and max(rates.values()) < 0.7,
-        "$-ln P(chi^2_k > 2 k) / k$: " + ", ".join(f"$k = {k}$: {rate:.2f}" for k, rate in rates.items()) + "; limit 0.15",
+        "$-ln P(chi^2_k > 2 k) / k$: "
+        + ", ".join(f"$k = {k}$: {rate:.2f}" for k, rate in rates.items())
+        + "; limit 0.15",
         beside=True,
     )
 
@@ -295,7 +363,10 @@ def _tail(k: int) -> float:
 
 
 def _loss_panel(rows: list[dict[str, Tensor]]) -> Panel:
-    curves = tuple(Curve(name, [float(row[name].mean()) for row in rows], k) for k, name in enumerate(list(rows[0])[:5]))
+    curves = tuple(
+        Curve(name, [float(row[name].mean()) for row in rows], k)
+        for k, name in enumerate(list(rows[0])[:5])
+    )
     names = ", ".join(str(d) for d, _ in SIZES)
     return Panel("Loss", f"$k$, with $d$ = {names} and $m = sqrt(d)$", "$2 L / E[y^2]$", curves)
 
@@ -303,12 +374,18 @@ def _loss_panel(rows: list[dict[str, Tensor]]) -> Panel:
 def _match_panel(size: Size) -> Panel:
     """Specialisation made visible."""
     disjoint, joint = (
-        torch.sort(cosines.flatten(), descending=True)[0].tolist() for cosines in (size.disjoint.cosines, size.nearness.amax(2))
+        torch.sort(cosines.flatten(), descending=True)[0].tolist()
+        for cosines in (size.disjoint.cosines, size.nearness.amax(2))
     )
     curves = (
         Curve("jointly", joint, 3),
         Curve("experts at the gate's start", disjoint, 1),
-        Curve("mean of the truths, $1 / sqrt(m)$", [1 / math.sqrt(size.m)] * len(joint), 1, dashed=True),
+        Curve(
+            "mean of the truths, $1 / sqrt(m)$",
+            [1 / math.sqrt(size.m)] * len(joint),
+            1,
+            dashed=True,
+        ),
     )
     return Panel(
         f"Experts and truths, $d = {size.d}$, $m = {size.m}$",
@@ -331,12 +408,22 @@ def _wide_panel(wide: list[Disjoint]) -> Panel:
         for (name, values), colour in zip(losses.items(), (0, 1, 2, 4), strict=True)
     )
     limit = Curve("$1 - 1 / m$", [0.75] * len(wide), 0, dashed=True)
-    return Panel("Four experts", f"$k$, with $d = {WIDE[0]} · 4^k$", "$2 L / E[y^2]$", (*curves, limit), log=False)
+    return Panel(
+        "Four experts",
+        f"$k$, with $d = {WIDE[0]} · 4^k$",
+        "$2 L / E[y^2]$",
+        (*curves, limit),
+        log=False,
+    )
 
 
 def _pass_panel(sizes: list[Size]) -> Panel:
     curves = tuple(
-        Curve(f"$d = {size.d}$, $m = {size.m}$", [float(size.disjoint.initial.mean()), *size.passes.mean(1).tolist()], k)
+        Curve(
+            f"$d = {size.d}$, $m = {size.m}$",
+            [float(size.disjoint.initial.mean()), *size.passes.mean(1).tolist()],
+            k,
+        )
         for k, size in enumerate(sizes)
     )
     return Panel("Experts and gate in turn", "times (1) and (2)", "$2 L / E[y^2]$", curves)

@@ -16,7 +16,8 @@ Objective = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 @dataclass(frozen=True)
 class Mixture:
-    """f(theta, .): linear experts, of which a linear gate chooses one per input. The leading axis holds separate mixtures.
+    """f(theta, .): linear experts, of which a linear gate chooses one per input. The leading axis
+    holds separate mixtures.
 
     Args:
         gate: v_j, [b, m, d].
@@ -56,7 +57,9 @@ class Sample:
         return self.share((model(self.x) - self.y).square())
 
     def oracle_loss(self, experts: Tensor) -> Tensor:
-        """The same where each input goes to the expert that errs least on it, [b]: no gate whatever gets below."""
+        """The same where each input goes to the expert that errs least on it, [b]: no gate
+        whatever gets below.
+        """
         return self.share((products(self.x, experts) - self.y[..., None]).square().amin(-1))
 
     def linear_loss(self, test: "Sample") -> Tensor:
@@ -71,23 +74,33 @@ def products(x: Tensor, vectors: Tensor) -> Tensor:
 
 
 def draw_truth(d: int, m: int, generator: Generator) -> tuple[Mixture, Tensor]:
-    """Random orthonormal lists v*_j and w*_j, and the gate's Gaussian start v_j,0, [DRAWS, m, d]."""
-    gate, experts = (torch.linalg.qr(torch.randn(DRAWS, d, m, generator=generator))[0].mT for _ in range(2))
+    """Random orthonormal lists v*_j and w*_j, and the gate's Gaussian start v_j,0, [DRAWS, m,
+    d].
+    """
+    gate, experts = (
+        torch.linalg.qr(torch.randn(DRAWS, d, m, generator=generator))[0].mT for _ in range(2)
+    )
     return Mixture(gate, experts), torch.randn(DRAWS, m, d, generator=generator)
 
 
 def compressed(truth: Mixture, start: Tensor) -> tuple[Mixture, Tensor]:
     """The same problem in at most 3 m coordinates: those of the span of all v*_j, w*_j and v_j,0.
 
-    Inputs across it are independent of labels and routes, so that the minimisers (1) have no part there.
+    Inputs across it are independent of labels and routes, so that the minimisers (1) have no part
+    there.
     """
     basis = torch.linalg.qr(torch.cat([truth.gate, truth.experts, start], 1).mT)[0]
     return Mixture(truth.gate @ basis, truth.experts @ basis), start @ basis
 
 
 def fit_experts(sample: Sample, gate: Tensor) -> Tensor:
-    """(1): the least squares solution in each region of a gate, [b, m, d]; 0 where a region is empty."""
-    routes, ridge = products(sample.x, gate).argmax(-1), 1e-6 * len(sample.x) * torch.eye(sample.x.shape[1])
+    """(1): the least squares solution in each region of a gate, [b, m, d]; 0 where a region is
+    empty.
+    """
+    routes, ridge = (
+        products(sample.x, gate).argmax(-1),
+        1e-6 * len(sample.x) * torch.eye(sample.x.shape[1]),
+    )
     fits = []
     for b, j in product(range(gate.shape[0]), range(gate.shape[1])):
         inside = routes[b] == j
@@ -97,7 +110,9 @@ def fit_experts(sample: Sample, gate: Tensor) -> Tensor:
 
 
 def expected(gate: Tensor, outputs: Tensor, y: Tensor, done: float) -> Tensor:
-    """The mean loss where an expert is drawn from the gate's softmax: smooth, and L itself once the gate's scale is large."""
+    """The mean loss where an expert is drawn from the gate's softmax: smooth, and L itself once
+    the gate's scale is large.
+    """
     return (gate.exp() * (outputs - y).square()).sum(-1)
 
 
@@ -107,28 +122,38 @@ def blended(gate: Tensor, outputs: Tensor, y: Tensor, done: float) -> Tensor:
 
 
 def likelihood(gate: Tensor, outputs: Tensor, y: Tensor, done: float) -> Tensor:
-    """Of a mixture of Gaussians around the outputs, negative and in logarithms; sigma falls from 1 to 0.05."""
+    """Of a mixture of Gaussians around the outputs, negative and in logarithms; sigma falls from
+    1 to 0.05.
+    """
     return -(gate - (outputs - y).square() / (2 * math.pow(0.05, 2 * done))).logsumexp(-1)
 
 
-def descend(sample: Sample, start: Mixture, objective: Objective, steps: int, frozen: bool = False) -> Mixture:
+def descend(
+    sample: Sample, start: Mixture, objective: Objective, steps: int, frozen: bool = False
+) -> Mixture:
     """Adam on the gate and, unless they are frozen, on the experts.
 
     Args:
         sample: In batches, in its order.
         start: Where from.
-        objective: From log probabilities of the gate and outputs, [b, n, m], labels, [b, n, 1], and the share of steps done, to [b, n].
+        objective: From log probabilities of the gate and outputs, [b, n, m], labels, [b, n, 1], and
+            the share of steps done, to [b, n].
         steps: Of 0.02 in Adam's units.
         frozen: Whether experts stay as they are.
     """
-    gate, experts = start.gate.clone().requires_grad_(), start.experts.clone().requires_grad_(not frozen)
+    gate, experts = (
+        start.gate.clone().requires_grad_(),
+        start.experts.clone().requires_grad_(not frozen),
+    )
     trained = [gate] if frozen else [gate, experts]
     optimiser = torch.optim.Adam(trained, lr=0.02)
     for k in range(steps):
         at = torch.arange(k * BATCH, (k + 1) * BATCH) % len(sample.x)
         x, y = sample.x[at], sample.y[:, at, None]
         loss = objective(products(x, gate).log_softmax(-1), products(x, experts), y, k / steps)
-        for vectors, gradient in zip(trained, torch.autograd.grad(loss.mean(1).sum(), trained), strict=True):
+        for vectors, gradient in zip(
+            trained, torch.autograd.grad(loss.mean(1).sum(), trained), strict=True
+        ):
             vectors.grad = gradient
         optimiser.step()
     return Mixture(gate.detach(), experts.detach())
@@ -136,13 +161,25 @@ def descend(sample: Sample, start: Mixture, objective: Objective, steps: int, fr
 
 def best(sample: Sample, models: list[Mixture]) -> Mixture:
     """On each of the leading axis, the model of least loss."""
-    chosen = torch.stack([sample.loss(model) for model in models]).argmin(0), torch.arange(len(sample.y))
-    return Mixture(torch.stack([m.gate for m in models])[chosen], torch.stack([m.experts for m in models])[chosen])
+    chosen = (
+        torch.stack([sample.loss(model) for model in models]).argmin(0),
+        torch.arange(len(sample.y)),
+    )
+    return Mixture(
+        torch.stack([m.gate for m in models])[chosen],
+        torch.stack([m.experts for m in models])[chosen],
+    )
 
 
 def fit_gate(sample: Sample, starts: list[Tensor], experts: Tensor, steps: int = 600) -> Mixture:
     """(2): the best gate found for frozen experts, from several starts, [b, m, d]."""
-    return best(sample, [descend(sample, Mixture(start, experts), expected, steps, frozen=True) for start in starts])
+    return best(
+        sample,
+        [
+            descend(sample, Mixture(start, experts), expected, steps, frozen=True)
+            for start in starts
+        ],
+    )
 
 
 def alternate(sample: Sample, gate: Tensor, passes: int) -> Iterator[Mixture]:
@@ -153,7 +190,9 @@ def alternate(sample: Sample, gate: Tensor, passes: int) -> Iterator[Mixture]:
         yield model
 
 
-def train_jointly(sample: Sample, m: int, objective: Objective, generator: Generator, restarts: int = 1) -> Mixture:
+def train_jointly(
+    sample: Sample, m: int, objective: Objective, generator: Generator, restarts: int = 1
+) -> Mixture:
     """Gate and experts at once, from small random vectors; the best of `restarts`."""
     shape = 2, len(sample.y), m, sample.x.shape[1]
     starts = [Mixture(*(0.1 * torch.randn(shape, generator=generator))) for _ in range(restarts)]

@@ -1,4 +1,5 @@
-"""What an experiment on a theorem reports: claims with their verdicts, a table of numbers, and panels to draw.
+"""What an experiment on a theorem reports: claims with their verdicts, a table of numbers, and
+panels to draw.
 
 All texts may hold `$mathematics$`, see `coterie.reports.mathematics`.
 """
@@ -9,7 +10,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Claim:
-    """One checked sentence. `holds` is the verdict on the sentence as it stands, also where it says that something fails."""
+    """One checked sentence. `holds` is the verdict on the sentence as it stands, also where it
+    says that something fails.
+    """
 
     text: str
     holds: bool
@@ -62,7 +65,8 @@ class Experiment:
 
 
 def excess(errors: Sequence[float], rate: float, floor: float = 0.0) -> float:
-    """The largest errors[k] / (rate^k errors[0]) over k >= 1: at most 1 where errors decrease at least as fast as `rate` per step.
+    """The largest errors[k] / (rate^k errors[0]) over k >= 1: at most 1 where errors decrease at
+    least as fast as `rate` per step.
 
     Args:
         errors: Non-negative, errors[0] > 0.
@@ -70,6 +74,8 @@ def excess(errors: Sequence[float], rate: float, floor: float = 0.0) -> float:
         floor: Errors up to this one are rounding and count as zero.
     """
     ratios = (
-        error / bound if (bound := rate**k * errors[0]) > 0 else float("inf") for k, error in enumerate(errors) if k and error > floor
+        error / bound if (bound := rate**k * errors[0]) > 0 else float("inf")
+        for k, error in enumerate(errors)
+        if k and error > floor
     )
     return max(ratios, default=0.0)

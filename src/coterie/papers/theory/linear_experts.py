@@ -18,7 +18,9 @@ class Point:
     lam: Array
 
     def towards(self, other: "Point", lam: float, rest: float) -> "Point":
-        """The point that is `lam` of the way to `other` in Lambda and `rest` of it in Theta and Phi."""
+        """The point that is `lam` of the way to `other` in Lambda and `rest` of it in Theta and
+        Phi.
+        """
         return Point(
             (1 - rest) * self.theta + rest * other.theta,
             (1 - rest) * self.phi + rest * other.phi,
@@ -28,10 +30,12 @@ class Point:
 
 @dataclass(frozen=True)
 class LinearExperts:
-    """F_mu of (19) with the logistic loss l_i(t) = ln(1 + exp(-y_i t)): convex, |l'| <= rho = 1, l'' <= 1/4, as Proposition 1 wants.
+    """F_mu of (19) with the logistic loss l_i(t) = ln(1 + exp(-y_i t)): convex, |l'| <= rho = 1,
+    l'' <= 1/4, as Proposition 1 wants.
 
-    Curvatures are in the norm ||Theta||^2 + ||Phi||^2 + ||Lambda||^2 / n, along directions that keep the rows of Lambda on the
-    simplex: Theorem G.2 holds in any such norm, and in this one its constants do not depend on n.
+    Curvatures are in the norm ||Theta||^2 + ||Phi||^2 + ||Lambda||^2 / n, along directions that
+    keep the rows of Lambda on the simplex: Theorem G.2 holds in any such norm, and in this one its
+    constants do not depend on n.
 
     Args:
         x: Inputs, [n, d].
@@ -68,10 +72,15 @@ class LinearExperts:
         entropy = (z.lam * np.log(z.lam)).sum(1)
         divergence = entropy + np.logaddexp.reduce(logits, axis=1) - (z.lam * logits).sum(1)
         fit = self.loss((z.lam * scores).sum(1))[0]
-        return float((fit + self.mu * divergence).mean() + self.alpha / 2 * ((z.theta**2).sum() + (z.phi**2).sum()))
+        return float(
+            (fit + self.mu * divergence).mean()
+            + self.alpha / 2 * ((z.theta**2).sum() + (z.phi**2).sum())
+        )
 
     def stationarity(self, z: Point) -> float:
-        """The norm of F_mu's gradient; in Lambda, of its part along the simplex (Lambda > 0 here)."""
+        """The norm of F_mu's gradient; in Lambda, of its part along the simplex (Lambda > 0
+        here).
+        """
         scores, logits = self.x @ z.theta, self.x @ z.phi
         slope = self.loss((z.lam * scores).sum(1))[1][:, None]
         theta = self.x.T @ (slope * z.lam) / len(self.x) + self.alpha * z.theta
@@ -83,20 +92,29 @@ class LinearExperts:
     def hessian(self, z: Point) -> Array:
         """Over (Theta, Phi, Lambda) in the norm above, [2 d (N + 1) + n N] squared.
 
-        The mixed block has l'' and l' terms: (l'' (a + b)^2 + 2 l' <h, H^T x>) in a direction (H, h). The paper's proof of
-        Proposition 1 has a b and <h, H^T x> once each, and l'' where l' belongs; (21) is large enough all the same.
+        The mixed block has l'' and l' terms: (l'' (a + b)^2 + 2 l' <h, H^T x>) in a direction (H,
+        h). The paper's proof of Proposition 1 has a b and <h, H^T x> once each, and l'' where l'
+        belongs; (21) is large enough all the same.
         """
         n, d = self.x.shape
         m = self.experts
         size, free = d * m, m - 1
         scores = self.x @ z.theta
         _, first, second = self.loss((z.lam * scores).sum(1))
-        tangent = np.linalg.qr(np.column_stack([np.ones(m), np.eye(m)[:, 1:]]))[0][:, 1:]  # [m, N]: orthonormal, columns sum to 0
+        tangent = np.linalg.qr(np.column_stack([np.ones(m), np.eye(m)[:, 1:]]))[0][
+            :, 1:
+        ]  # [m, N]: orthonormal, columns sum to 0
         u = self.features(z.lam)
-        per_sample = np.einsum("na,jk->najk", self.x, np.eye(m)).reshape(n, size, m)  # d u_i / d lambda^i
+        per_sample = np.einsum("na,jk->najk", self.x, np.eye(m)).reshape(
+            n, size, m
+        )  # d u_i / d lambda^i
         theta_lam = np.einsum("n,np,nk->npk", second, u, scores) + first[:, None, None] * per_sample
-        mixed = np.concatenate([theta_lam, -self.mu * per_sample], axis=1) @ tangent / np.sqrt(n)  # [n, 2 d m, N]
-        lam = np.einsum("n,nj,nk->njk", second, scores, scores) + self.mu * np.einsum("nj,jk->njk", 1 / z.lam, np.eye(m))
+        mixed = (
+            np.concatenate([theta_lam, -self.mu * per_sample], axis=1) @ tangent / np.sqrt(n)
+        )  # [n, 2 d m, N]
+        lam = np.einsum("n,nj,nk->njk", second, scores, scores) + self.mu * np.einsum(
+            "nj,jk->njk", 1 / z.lam, np.eye(m)
+        )
         whole = np.zeros((2 * size + n * free,) * 2)
         whole[:size, :size] = self.theta_curvature(u, second)
         whole[size : 2 * size, size : 2 * size] = self.phi_curvature(softmax(self.x @ z.phi))
@@ -112,12 +130,16 @@ class LinearExperts:
 
     def theta_curvature(self, features: Array, second: Array) -> Array:
         """The Hessian in Theta from l'' at every sample, [d (N + 1)] squared."""
-        return (features * second[:, None]).T @ features / len(features) + self.alpha * np.eye(features.shape[1])
+        return (features * second[:, None]).T @ features / len(features) + self.alpha * np.eye(
+            features.shape[1]
+        )
 
     def phi_curvature(self, share: Array) -> Array:
         """The Hessian in Phi from the router's probabilities, [d (N + 1)] squared."""
         n, size = len(self.x), self.x.shape[1] * self.experts
-        spread = np.einsum("nj,jk->njk", share, np.eye(self.experts)) - np.einsum("nj,nk->njk", share, share)
+        spread = np.einsum("nj,jk->njk", share, np.eye(self.experts)) - np.einsum(
+            "nj,nk->njk", share, share
+        )
         curvature = np.einsum("na,nb,njk->ajbk", self.x, self.x, spread).reshape(size, size)
         return np.asarray(self.mu / n * curvature + self.alpha * np.eye(size))
 
@@ -127,9 +149,11 @@ class LinearExperts:
         return slice(0, size), slice(size, 2 * size), slice(2 * size, None)
 
     def lambda_step(self, z: Point) -> Point:
-        """The minimiser over Lambda, to machine precision: lambda^i = softmax(Phi^T x_i - s_i Theta^T x_i / mu) with s_i = l_i'(t(s_i)).
+        """The minimiser over Lambda, to machine precision: lambda^i = softmax(Phi^T x_i - s_i
+        Theta^T x_i / mu) with s_i = l_i'(t(s_i)).
 
-        s - l'(t(s)) increases in s with a slope of at least 1, so that bisection on [-rho, rho] finds its one root.
+        s - l'(t(s)) increases in s with a slope of at least 1, so that bisection on [-rho, rho]
+        finds its one root.
         """
         scores, logits = self.x @ z.theta, self.x @ z.phi
 
@@ -144,37 +168,51 @@ class LinearExperts:
         return replace(z, lam=weights((low + high) / 2))
 
     def phi_step(self, z: Point) -> Point:
-        """The minimiser over Phi: a multinomial logistic regression with soft targets Lambda and a ridge."""
+        """The minimiser over Phi: a multinomial logistic regression with soft targets Lambda and
+        a ridge.
+        """
 
         def oracle(flat: Array) -> tuple[float, Array, Array]:
             phi = flat.reshape(z.phi.shape)
             logits = self.x @ phi
             share = softmax(logits)
-            value = self.mu * (np.logaddexp.reduce(logits, axis=1) - (z.lam * logits).sum(1)).mean() + self.alpha / 2 * flat @ flat
+            value = (
+                self.mu * (np.logaddexp.reduce(logits, axis=1) - (z.lam * logits).sum(1)).mean()
+                + self.alpha / 2 * flat @ flat
+            )
             gradient = self.mu * self.x.T @ (share - z.lam) / len(self.x) + self.alpha * phi
             return float(value), gradient.ravel(), self.phi_curvature(share)
 
         return replace(z, phi=newton(oracle, z.phi.ravel(), self.alpha).reshape(z.phi.shape))
 
     def theta_step(self, z: Point) -> Point:
-        """The minimiser over Theta: a logistic regression on the features lambda^i x_i with a ridge."""
+        """The minimiser over Theta: a logistic regression on the features lambda^i x_i with a
+        ridge.
+        """
         u = self.features(z.lam)
 
         def oracle(flat: Array) -> tuple[float, Array, Array]:
             loss, first, second = self.loss(u @ flat)
             gradient = u.T @ first / len(u) + self.alpha * flat
-            return float(loss.mean() + self.alpha / 2 * flat @ flat), gradient, self.theta_curvature(u, second)
+            return (
+                float(loss.mean() + self.alpha / 2 * flat @ flat),
+                gradient,
+                self.theta_curvature(u, second),
+            )
 
         return replace(z, theta=newton(oracle, z.theta.ravel(), self.alpha).reshape(z.theta.shape))
 
     def constants(self, level: float) -> tuple[float, float]:
-        """Certified strong convexity mu and smoothness L on a convex region that holds the run and the optimum.
+        """Certified strong convexity mu and smoothness L on a convex region that holds the run and
+        the optimum.
 
-        Entropy is not smooth at the simplex's boundary, so that no L serves everywhere. But F_mu >= alpha / 2 (||Theta||^2 + ||Phi||^2),
-        so that points with F_mu <= `level` have ||(Theta, Phi)|| <= R, and a Lambda-step from there gives weights of at
-        least delta: both blocks of Theorem G.2 stay where Lambda >= delta and ||(Theta, Phi)|| <= R. The bounds are quadratic forms in the
-        lengths of a direction's parts. The lower one holds everywhere and takes (18) as it stands, with ||h||_1 >= sqrt 2 ||h||_2 and
-        <h, v> <= ||h||_1 ||v|| / sqrt 2 where h sums to 0; it is positive for alpha > ||x||^2 (mu + rho^2 / mu) / 2, a sharper (21).
+        Entropy is not smooth at the simplex's boundary, so that no L serves everywhere. But F_mu >=
+        alpha / 2 (||Theta||^2 + ||Phi||^2), so that points with F_mu <= `level` have ||(Theta,
+        Phi)|| <= R, and a Lambda-step from there gives weights of at least delta: both blocks of
+        Theorem G.2 stay where Lambda >= delta and ||(Theta, Phi)|| <= R. The bounds are quadratic
+        forms in the lengths of a direction's parts. The lower one holds everywhere and takes (18)
+        as it stands, with ||h||_1 >= sqrt 2 ||h||_2 and <h, v> <= ||h||_1 ||v|| / sqrt 2 where h
+        sums to 0; it is positive for alpha > ||x||^2 (mu + rho^2 / mu) / 2, a sharper (21).
 
         Args:
             level: F_mu at the start.
@@ -201,8 +239,14 @@ def softmax(logits: Array) -> Array:
     return np.asarray(np.exp(logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)))
 
 
-def newton(oracle: Callable[[Array], tuple[float, Array, Array]], start: Array, strong: float, gap: float = 1e-24) -> Array:
-    """The minimiser of a strongly convex function, up to a certified functional gap ||gradient||^2 / (2 strong) <= `gap`.
+def newton(
+    oracle: Callable[[Array], tuple[float, Array, Array]],
+    start: Array,
+    strong: float,
+    gap: float = 1e-24,
+) -> Array:
+    """The minimiser of a strongly convex function, up to a certified functional gap ||gradient||^2
+    / (2 strong) <= `gap`.
 
     Args:
         oracle: Value, gradient [p] and Hessian [p, p] at a point [p].
@@ -221,18 +265,24 @@ def newton(oracle: Callable[[Array], tuple[float, Array, Array]], start: Array, 
         direction = np.linalg.solve(hessian, gradient)
         length = 1.0
         while (
-            oracle(point - length * direction)[0] > value - length / 4 * (gradient @ direction) + 1e-15 * (1 + abs(value)) and length > 1e-6
+            oracle(point - length * direction)[0]
+            > value - length / 4 * (gradient @ direction) + 1e-15 * (1 + abs(value))
+            and length > 1e-6
         ):
             length /= 2
         point = point - length * direction
         value, gradient, hessian = oracle(point)
     raise CoterieError(
-        f"Newton's method stopped at a gap of {gradient @ gradient / (2 * strong):.1e}, above {gap:.0e}", "Use a larger ridge alpha."
+        f"Newton's method stopped at a gap of {gradient @ gradient / (2 * strong):.1e}, above "
+        f"{gap:.0e}",
+        "Use a larger ridge alpha.",
     )
 
 
 def exclusive_or(rng: np.random.Generator, n: int) -> tuple[Array, Array]:
-    """Inputs on the unit circle, [n, 2], labelled by the sign of x_1 x_2: beyond one linear expert, within reach of two with a router."""
+    """Inputs on the unit circle, [n, 2], labelled by the sign of x_1 x_2: beyond one linear
+    expert, within reach of two with a router.
+    """
     angle = rng.uniform(0, 2 * np.pi, n)
     x = np.column_stack([np.cos(angle), np.sin(angle)])
     return x, np.sign(x[:, 0] * x[:, 1])

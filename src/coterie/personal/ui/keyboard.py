@@ -1,4 +1,6 @@
-"""A local web page like a phone's keyboard: one types, and sees what each client's model would write next."""
+"""A local web page like a phone's keyboard: one types, and sees what each client's model would
+write next.
+"""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -28,24 +30,31 @@ EXAMPLES = (
 )
 BASE = "(the base, untrained)"  # brackets are in no client's name
 FOCUS = """() => setTimeout(() => {
-  const box = document.querySelector("#text textarea"); box.focus(); box.setSelectionRange(box.value.length, box.value.length) }, 0)"""
+  const box = document.querySelector("#text textarea");
+  box.focus(); box.setSelectionRange(box.value.length, box.value.length) }, 0)"""
 STYLE = """
-.word { display: block !important; min-width: 6rem !important; white-space: pre-line !important; line-height: 1.35;
+.word { display: block !important; min-width: 6rem !important; white-space: pre-line !important;
+  line-height: 1.35;
   border: 2px solid #808080; border-left-width: 8px;
-  font-size: .8rem; font-weight: 400; padding: .35rem .7rem; color: var(--body-text-color) !important;
+  font-size: .8rem; font-weight: 400; padding: .35rem .7rem;
+  color: var(--body-text-color) !important;
   background: var(--block-background-fill) !important }
 .word::first-line { font-size: 1.15rem; font-weight: 600 }
-.word:hover, .word:focus-visible { background: var(--background-fill-secondary) !important; outline: 2px solid var(--body-text-color) }
+.word:hover, .word:focus-visible { background: var(--background-fill-secondary) !important;
+  outline: 2px solid var(--body-text-color) }
 @media (max-width: 640px) {
   .client { flex: 1 0 100% !important }
-  .word { flex: 1 1 28% !important; min-width: 28% !important; padding: .35rem .15rem; overflow-wrap: anywhere }
+  .word { flex: 1 1 28% !important; min-width: 28% !important; padding: .35rem .15rem;
+    overflow-wrap: anywhere }
   .word::first-line { font-size: .9rem }
   .example { flex: 1 1 45% !important; min-width: 45% !important }
 }
 .legend span { display: inline-block; margin-right: 1.4rem }
-.legend i { display: inline-block; width: .9rem; height: .9rem; border-radius: 2px; margin-right: .45rem; vertical-align: -.12rem }
+.legend i { display: inline-block; width: .9rem; height: .9rem; border-radius: 2px;
+  margin-right: .45rem; vertical-align: -.12rem }
 """ + "".join(
-    f".word.expert{j} {{ border-color: {colour} }}\n.legend .expert{j} {{ background: {colour} }}\n" for j, colour in enumerate(COLOURS)
+    f".word.expert{j} {{ border-color: {colour} }}\n.legend .expert{j} {{ background: {colour} }}\n"
+    for j, colour in enumerate(COLOURS)
 )
 
 
@@ -66,53 +75,82 @@ def keyboard(models: Mapping[str, PersonalModel]) -> Any:
     def suggest(text: str) -> list[Any]:
         found = together.next_words(text, SHOWN)
         inserts = [[word.insert for word in words] for words in found.values()]
-        return [(text, inserts), *(button for client, words in found.items() for button in buttons(models[client], words))]
+        return [
+            (text, inserts),
+            *(
+                button
+                for client, words in found.items()
+                for button in buttons(models[client], words)
+            ),
+        ]
 
     def buttons(model: PersonalModel, words: list[Any]) -> list[Any]:
-        shown = [gradio.Button(_label(model, word), elem_classes=["word", _style(model, word)], visible=True) for word in words]
+        shown = [
+            gradio.Button(
+                _label(model, word), elem_classes=["word", _style(model, word)], visible=True
+            )
+            for word in words
+        ]
         return shown + [gradio.Button(visible=False)] * (SHOWN - len(words))
 
     def append(row: int, place: int) -> Any:
         def clicked(text: str, suggested: tuple[str, list[list[str]]]) -> str:
             seen, inserts = suggested
-            return text if text != seen else text + inserts[row][place]  # the text has moved on: its own suggestions are on their way
+            return (
+                text if text != seen else text + inserts[row][place]
+            )  # the text has moved on: its own suggestions are on their way
 
         return clicked
 
     with gradio.Blocks(title="coterie", analytics_enabled=False) as blocks:
-        gradio.Markdown("## What would each of them write next?\nType, choose a word, or begin with an example.")
+        gradio.Markdown(
+            "## What would each of them write next?\nType, choose a word, or begin with an example."
+        )
         text = gradio.Textbox(label="Text", lines=3, autofocus=True, elem_id="text")
         with gradio.Row():
-            offered = [gradio.Button(example, size="sm", elem_classes="example") for example in examples]
+            offered = [
+                gradio.Button(example, size="sm", elem_classes="example") for example in examples
+            ]
         state = gradio.State(("", []))
         rows: list[list[Any]] = []
         for client in models:
             with gradio.Row():
                 gradio.Markdown(page.plain(client), elem_classes="client")
-                rows.append([gradio.Button("…", elem_classes="word", visible=True) for _ in range(SHOWN)])
+                rows.append(
+                    [gradio.Button("…", elem_classes="word", visible=True) for _ in range(SHOWN)]
+                )
         gradio.HTML(_legend(models))
         everything = [state, *(button for row in rows for button in row)]
         blocks.load(suggest, text, everything, **page.QUIET)
         text.change(suggest, text, everything, trigger_mode="always_last", **page.QUIET)
         for i, row in enumerate(rows):
             for place, button in enumerate(row):
-                button.click(append(i, place), [text, state], text, **page.QUIET).then(None, js=FOCUS)
+                button.click(append(i, place), [text, state], text, **page.QUIET).then(
+                    None, js=FOCUS
+                )
         for button, example in zip(offered, examples, strict=True):
             button.click(partial(str, example), None, text, **page.QUIET).then(None, js=FOCUS)
     return blocks
 
 
 def with_base(models: Mapping[str, PersonalModel]) -> dict[str, PersonalModel]:
-    """The models, and the base without what any client trained: an adapter whose updates are zero."""
+    """The models, and the base without what any client trained: an adapter whose updates are
+    zero.
+    """
     first = next(iter(models.values()))
     layout = Layout(specialists=0, rank=1)
-    base = PersonalModel(LanguageModel(first.backbone, layout), replace(first.about, client=BASE, layout=layout))
+    base = PersonalModel(
+        LanguageModel(first.backbone, layout), replace(first.about, client=BASE, layout=layout)
+    )
     return {**models, BASE: base}
 
 
 def most_disputed(models: ManyModels, texts: Sequence[str]) -> list[str]:
     """Those texts after which the clients' models suggest the most different words, most first."""
-    words = {text: {word.word for found in models.next_words(text, 1).values() for word in found} for text in texts}
+    words = {
+        text: {word.word for found in models.next_words(text, 1).values() for word in found}
+        for text in texts
+    }
     return sorted(texts, key=lambda text: -len(words[text]))[:OFFERED]
 
 
@@ -128,7 +166,11 @@ def _label(model: PersonalModel, word: Any) -> str:
 
 
 def _style(model: PersonalModel, word: Any) -> str:
-    return f"expert{model.experts.index(model.speaker(word)) % len(COLOURS)}" if word.experts else "unrouted"
+    return (
+        f"expert{model.experts.index(model.speaker(word)) % len(COLOURS)}"
+        if word.experts
+        else "unrouted"
+    )
 
 
 def _legend(models: Mapping[str, PersonalModel]) -> str:
@@ -139,9 +181,11 @@ def _legend(models: Mapping[str, PersonalModel]) -> str:
     model = max(routed, key=lambda model: model.layout.experts)
     kinds = {"G": "generalist, shared with the others", "S": "specialist, the client's own"}
     keys = "".join(
-        f'<span><i class="expert{j % len(COLOURS)}"></i><b>{name}</b> {kinds[name[0]]}</span>' for j, name in enumerate(model.experts)
+        f'<span><i class="expert{j % len(COLOURS)}"></i><b>{name}</b> {kinds[name[0]]}</span>'
+        for j, name in enumerate(model.experts)
     )
     return (
-        f'<div class="legend"><p>{keys}</p><p>Below each word: its probability, and the expert with the largest routing weight where '
+        f'<div class="legend"><p>{keys}</p><p>Below each word: its probability, and the expert '
+        f"with the largest routing weight where "
         "the word was chosen, with that weight (mean over all blocks).</p></div>"
     )

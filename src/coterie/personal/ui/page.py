@@ -18,7 +18,12 @@ footer { display: none !important }
 """
 _PUNCTUATION = re.compile(f"([{re.escape(string.punctuation)}])")
 # Of every event: models answer one at a time, and nobody else may ask them
-QUIET = {"show_progress": "hidden", "concurrency_id": "models", "concurrency_limit": 1, "api_visibility": "private"}
+QUIET = {
+    "show_progress": "hidden",
+    "concurrency_id": "models",
+    "concurrency_limit": 1,
+    "api_visibility": "private",
+}
 
 
 @contextmanager
@@ -34,7 +39,10 @@ def served(page: Any, style: str, port: int) -> Iterator[str]:
         Refused: Gradio is not installed, or the port is taken.
     """
     themes = gradio().themes
-    font = ["system-ui", "sans-serif"]  # names of the machine's own: Gradio's would come from the network
+    font = [
+        "system-ui",
+        "sans-serif",
+    ]  # names of the machine's own: Gradio's would come from the network
     try:
         page.launch(
             server_name="127.0.0.1",
@@ -47,7 +55,9 @@ def served(page: Any, style: str, port: int) -> Iterator[str]:
             footer_links=[],
         )
     except OSError:
-        raise Refused(f"port {port} is taken", f"Give another one, for example --port {port + 1}.") from None
+        raise Refused(
+            f"port {port} is taken", f"Give another one, for example --port {port + 1}."
+        ) from None
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
@@ -55,12 +65,16 @@ def served(page: Any, style: str, port: int) -> Iterator[str]:
 
 
 def plain(text: str) -> str:
-    r"""Text of anybody as Markdown that shows it as it is: no links, no pictures from elsewhere, no HTML, no headings."""
+    r"""Text of anybody as Markdown that shows it as it is: no links, no pictures from elsewhere, no
+    HTML, no headings.
+    """
     return _PUNCTUATION.sub(r"\\\1", " ".join(printable(text).split()))
 
 
 def gradio() -> Any:
-    """Gradio, which is an optional extra, told not to call home. Raises Refused where it is not installed."""
+    """Gradio, which is an optional extra, told not to call home. Raises Refused where it is not
+    installed.
+    """
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     try:
         import gradio

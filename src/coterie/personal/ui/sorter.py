@@ -1,4 +1,6 @@
-"""A local web page for classifiers: one gives an image or a text, and sees what each client's model says it is."""
+"""A local web page for classifiers: one gives an image or a text, and sees what each client's
+model says it is.
+"""
 
 import html
 from collections.abc import Mapping
@@ -12,7 +14,9 @@ from coterie.models.text import TextShape
 from coterie.personal.classifier import PersonalClassifier
 from coterie.personal.ui import page
 
-Answer = tuple[dict[str, float], str, str]  # the probability of each class, which expert spoke, and of which
+Answer = tuple[
+    dict[str, float], str, str
+]  # the probability of each class, which expert spoke, and of which
 Shown = tuple[dict[str, float], str]
 SHOWN = 3  # classes for each client
 STYLE = """
@@ -26,7 +30,8 @@ def sorter(models: Mapping[str, PersonalClassifier]) -> Any:
     """The page, a Gradio `Blocks` with nothing started yet.
 
     Args:
-        models: A classifier for each client, in the order of the rows, all of images or all of texts.
+        models: A classifier for each client, in the order of the rows, all of images or all of
+            texts.
 
     Raises:
         Refused: Gradio is not installed.
@@ -41,7 +46,11 @@ def sorter(models: Mapping[str, PersonalClassifier]) -> Any:
             groups = grouped({client: _answer(model, given) for client, model in models.items()})
         except DataError as error:
             raise gradio.Error(html.escape(printable(str(error))), print_exception=False) from None
-        return [value for client in models for value in (shown(*groups[client]) if client in groups else hidden())]
+        return [
+            value
+            for client in models
+            for value in (shown(*groups[client]) if client in groups else hidden())
+        ]
 
     def hidden() -> list[Any]:
         return [gradio.Row(visible=False), "", None, ""]
@@ -55,12 +64,27 @@ def sorter(models: Mapping[str, PersonalClassifier]) -> Any:
             given = gradio.Textbox(label="Text", lines=3, autofocus=True, elem_id="text")
         else:
             # without a mode the file stays as it was sent
-            given = gradio.Image(label="Image", type="filepath", image_mode=None, sources=["upload"], height=220, elem_id="image")
+            given = gradio.Image(
+                label="Image",
+                type="filepath",
+                image_mode=None,
+                sources=["upload"],
+                height=220,
+                elem_id="image",
+            )
         answers: list[Any] = []
         for client in models:
             with gradio.Row(visible=False) as row:
                 answers += [row, gradio.Markdown(page.plain(client), elem_classes="client")]
-                answers.append(gradio.Label(show_label=False, show_heading=False, num_top_classes=SHOWN, elem_classes="answer", scale=3))
+                answers.append(
+                    gradio.Label(
+                        show_label=False,
+                        show_heading=False,
+                        num_top_classes=SHOWN,
+                        elem_classes="answer",
+                        scale=3,
+                    )
+                )
                 answers.append(gradio.Markdown(elem_classes="expert"))
         given.change(classify, given, answers, trigger_mode="always_last", **page.QUIET)
     return blocks
@@ -72,9 +96,11 @@ def served(models: Mapping[str, PersonalClassifier], port: int) -> AbstractConte
 
 
 def grouped(answers: Mapping[str, Answer]) -> dict[str, tuple[list[str], Shown]]:
-    """Show equal answers once, as far as one sees: by the first client that gives it, all that do, and the answer.
+    """Show equal answers once, as far as one sees: by the first client that gives it, all that do,
+    and the answer.
 
-    Clients for whom the same expert spoke have the same answer, whatever other experts they have; these are named where all have the same.
+    Clients for whom the same expert spoke have the same answer, whatever other experts they have;
+    these are named where all have the same.
     """
     found: dict[Any, dict[str, Answer]] = {}
     for client, answer in answers.items():
@@ -84,7 +110,10 @@ def grouped(answers: Mapping[str, Answer]) -> dict[str, tuple[list[str], Shown]]
     rows = {}
     for group in found.values():
         (classes, expert, among), *others = group.values()
-        rows[next(iter(group))] = list(group), (classes, expert + among * all(held == among for _, _, held in others))
+        rows[next(iter(group))] = (
+            list(group),
+            (classes, expert + among * all(held == among for _, _, held in others)),
+        )
     return rows
 
 
@@ -93,7 +122,11 @@ def _answer(model: PersonalClassifier, given: str) -> Answer:
     (batch,) = model.batches(given)
     outputs, experts = model.answer(batch.x)
     classes = dict(zip(map(printable, model.about.names), outputs[0].exp().tolist(), strict=True))
-    return (classes, "", "") if experts is None else (classes, f"expert **{experts.item()}**", f" of {', '.join(map(str, model.experts))}")
+    return (
+        (classes, "", "")
+        if experts is None
+        else (classes, f"expert **{experts.item()}**", f" of {', '.join(map(str, model.experts))}")
+    )
 
 
 def _asked(shape: NetworkShape | TextShape) -> str:

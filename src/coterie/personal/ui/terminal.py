@@ -13,8 +13,14 @@ from coterie.personal.model import PersonalModel
 from coterie.personal.words import Word
 
 
-def show(console: Console, models: Mapping[str, PersonalModel], words: Mapping[str, Sequence[Word]], text: str) -> None:
-    """Print a table: a row for each client, its words from the likeliest on, with their probabilities and experts.
+def show(
+    console: Console,
+    models: Mapping[str, PersonalModel],
+    words: Mapping[str, Sequence[Word]],
+    text: str,
+) -> None:
+    """Print a table: a row for each client, its words from the likeliest on, with their
+    probabilities and experts.
 
     Args:
         console: Where to.
@@ -32,18 +38,25 @@ def show(console: Console, models: Mapping[str, PersonalModel], words: Mapping[s
     console.print(table)
     if any(word.experts for found in words.values() for word in found):
         console.print(
-            "G generalist, S specialist: the expert with the largest routing weight where the word was chosen (mean over all blocks).",
+            "G generalist, S specialist: the expert with the largest routing weight where the "
+            "word was chosen (mean over all blocks).",
             highlight=False,
         )
 
 
 def _cell(model: PersonalModel, word: Word) -> Text:
     speaker = model.speaker(word)
-    return Text.assemble((printable(word.word), "bold"), f" {word.probability:.1%}" + (f" {speaker}" if speaker else ""))
+    return Text.assemble(
+        (printable(word.word), "bold"),
+        f" {word.probability:.1%}" + (f" {speaker}" if speaker else ""),
+    )
 
 
-def show_classes(console: Console, names: Sequence[str], predictions: Mapping[str, Sequence[Prediction]]) -> None:
-    """Print a table: a row for each sample and client, with the class, its probability, and the expert that the gate wants most.
+def show_classes(
+    console: Console, names: Sequence[str], predictions: Mapping[str, Sequence[Prediction]]
+) -> None:
+    """Print a table: a row for each sample and client, with the class, its probability, and the
+    expert that the gate wants most.
 
     Args:
         console: Where to.
@@ -52,7 +65,9 @@ def show_classes(console: Console, names: Sequence[str], predictions: Mapping[st
     """
     table = Table(box=SIMPLE, pad_edge=False)
     several = len(predictions) > 1
-    gated = any(prediction.expert is not None for found in predictions.values() for prediction in found)
+    gated = any(
+        prediction.expert is not None for found in predictions.values() for prediction in found
+    )
     for column in ["sample", *["client"] * several, "class"]:
         table.add_column(column, overflow="fold")
     for column in ["probability", *["expert"] * gated]:

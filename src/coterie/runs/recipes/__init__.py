@@ -9,7 +9,10 @@ from coterie.core.errors import Refused
 
 FOLDER = Path(__file__).parent
 LARGEST = 1_000_000  # characters of a recipe
-_MOST, _DEEPEST = 100_000, 50  # values of a recipe, and of sections within sections; aliases count as what they stand for
+_MOST, _DEEPEST = (
+    100_000,
+    50,
+)  # values of a recipe, and of sections within sections; aliases count as what they stand for
 
 
 def names() -> list[str]:
@@ -26,10 +29,16 @@ def find(recipe: str) -> Path:
     path = Path(recipe)
     if path.suffix in (".yaml", ".yml") or path.is_file():
         if not path.is_file():
-            raise Refused(f"recipe {recipe}: no such file", "Check the path, or name a shipped recipe: " + ", ".join(names()))
+            raise Refused(
+                f"recipe {recipe}: no such file",
+                "Check the path, or name a shipped recipe: " + ", ".join(names()),
+            )
         return path
     if recipe not in names():
-        raise Refused(f"recipe {recipe!r}: there is no shipped recipe of that name", "Choose one of: " + ", ".join(names()))
+        raise Refused(
+            f"recipe {recipe!r}: there is no shipped recipe of that name",
+            "Choose one of: " + ", ".join(names()),
+        )
     return FOLDER / f"{recipe}.yaml"
 
 
@@ -37,7 +46,8 @@ def parse(text: str) -> Any:
     """What a text in YAML says, if it is no longer and no deeper than a recipe can be.
 
     Raises:
-        ValueError: It is not YAML, has a value that is none (a month 99, a number of 5,000 digits), or is too large.
+        ValueError: It is not YAML, has a value that is none (a month 99, a number of 5,000 digits),
+            or is too large.
     """
     if len(text) > LARGEST:
         raise ValueError(f"{len(text):,} characters, a recipe has at most {LARGEST:,}")
@@ -50,18 +60,34 @@ def parse(text: str) -> Any:
         return loader.construct_document(node)
     except RecursionError:
         raise ValueError(f"more than {_DEEPEST} sections within each other") from None
-    except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, TypeError) as error:  # of yaml's readers of dates and such
+    except (
+        yaml.YAMLError,
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        TypeError,
+    ) as error:  # of yaml's readers of dates and such
         raise ValueError(str(error)) from None
 
 
 def _measure(node: yaml.Node, known: dict[int, int], depth: int) -> int:
-    """How many values a node stands for. Raises ValueError for too many, and RecursionError for one within itself."""
+    """How many values a node stands for. Raises ValueError for too many, and RecursionError for
+    one within itself.
+    """
     if depth > _DEEPEST:
         raise RecursionError
     if (found := known.get(id(node))) is not None:
         return found
-    inner = [n for pair in node.value for n in pair] if isinstance(node, yaml.MappingNode) else node.value
-    size = 1 + sum(_measure(n, known, depth + 1) for n in inner) if isinstance(node, yaml.CollectionNode) else 1
+    inner = (
+        [n for pair in node.value for n in pair]
+        if isinstance(node, yaml.MappingNode)
+        else node.value
+    )
+    size = (
+        1 + sum(_measure(n, known, depth + 1) for n in inner)
+        if isinstance(node, yaml.CollectionNode)
+        else 1
+    )
     if size > _MOST:
         raise ValueError(f"aliases that stand for more than {_MOST:,} values")
     known[id(node)] = size
@@ -78,9 +104,17 @@ def read(path: Path) -> dict[str, object]:
         with open(path, encoding="utf-8") as file:
             found = parse(file.read(LARGEST + 1))
     except OSError as error:
-        raise Refused(f"recipe {path}: cannot be read ({error.strerror})", "Check the path and its permissions.") from None
+        raise Refused(
+            f"recipe {path}: cannot be read ({error.strerror})",
+            "Check the path and its permissions.",
+        ) from None
     except ValueError as error:
-        raise Refused(f"recipe {path}: not valid YAML\n  {error}", "See `coterie recipes` for recipes to start from.") from None
+        raise Refused(
+            f"recipe {path}: not valid YAML\n  {error}",
+            "See `coterie recipes` for recipes to start from.",
+        ) from None
     if not isinstance(found, dict):
-        raise Refused(f"recipe {path}: not a mapping of sections", "It needs at least `data:` and `method:`.")
+        raise Refused(
+            f"recipe {path}: not a mapping of sections", "It needs at least `data:` and `method:`."
+        )
     return found
