@@ -363,7 +363,7 @@ def test_as_many_pairs_are_compared_as_the_paper_says() -> None:
     order, rng = [f"c{k:02}" for k in range(20)], torch.Generator().manual_seed(0)
 
     def mean(method: CoBo, rounds: range) -> float:
-        return sum(len(method._sample(t, order, rng)) for t in rounds) / len(rounds)
+        return sum(len(method.sample(t, order, rng)) for t in rounds) / len(rounds)
 
     every = 20 * 19 / 2
     assert mean(replace(ALL, pairs="all"), range(3)) == every
@@ -383,7 +383,7 @@ def test_as_many_pairs_are_compared_as_the_paper_says() -> None:
     assert mean(mixed, range(100, 1000)) == pytest.approx(
         sum(19 * 100 / (t + 1) for t in range(100, 1000)) / 900, rel=0.1
     )
-    assert all(i < j for i, j in ALL._sample(0, order, rng))
+    assert all(i < j for i, j in ALL.sample(0, order, rng))
 
 
 def test_the_output_may_be_an_iterate_drawn_uniformly(federation: Federation) -> None:

@@ -14,6 +14,7 @@ from coterie.client.settings import Training
 from coterie.core.errors import TensorError
 from coterie.core.protocol import ClientId, State
 from coterie.core.roles import BACKBONE, EXPERT, GATE, GENERALIST, ROUTER, SPECIALIST, Role
+from coterie.core.tensor_names import numbers_of_experts, of_expert
 from coterie.core.tensors import Named, Tensors, all_finite, check_alike
 from coterie.data.examples import ExampleSplit
 from coterie.data.federation import ClientData
@@ -26,7 +27,6 @@ from coterie.models.pool import ABSENT
 OWNED = (GENERALIST, SPECIALIST, ROUTER, EXPERT, GATE, BACKBONE)
 POOLED = (EXPERT, GATE)  # of these a client has nothing until something comes from the server
 NUMBERS = "experts"  # which of a pool's experts are in a client's places
-_EXPERT = f"{EXPERT}/"  # what the names of a pool's experts begin with
 
 
 @dataclass
@@ -195,9 +195,7 @@ class BoundClient:
         found = dict(tensors)
         for role in tensors.keys() & set(OWNED):
             found |= self._parted(dict(self._parameters[Role(role)].items()), found.pop(role), role)
-        if numbers := sorted(
-            int(name.removeprefix(_EXPERT)) for name in tensors if name.startswith(_EXPERT)
-        ):
+        if numbers := numbers_of_experts(tensors):
             places = self.model.places()
             if len(numbers) > len(places):
                 raise TensorError(
@@ -206,7 +204,8 @@ class BoundClient:
                     "Send at most K.",
                 )
             for number, place in zip(numbers, places, strict=False):
-                found |= self._parted(place, found.pop(f"{_EXPERT}{number}"), f"{_EXPERT}{number}")
+                name = of_expert(number)
+                found |= self._parted(place, found.pop(name), name)
             found[NUMBERS] = torch.tensor(numbers + [ABSENT] * (len(places) - len(numbers)))
         return found
 
@@ -234,7 +233,7 @@ class BoundClient:
         numbers = [number for number in self.state[NUMBERS].tolist() if number != ABSENT]
         places = zip(numbers, self.model.places(), strict=False)
         return {
-            f"{_EXPERT}{number}": torch.cat([t.detach().flatten() for t in place.values()])
+            of_expert(number): torch.cat([t.detach().flatten() for t in place.values()])
             for number, place in places
         }
 

@@ -15,10 +15,11 @@ from coterie.client.settings import Training
 from coterie.core.errors import RecipeError
 from coterie.core.protocol import Adaptation, Ask, ClientId, Round, Sends, State, task
 from coterie.core.roles import GENERALIST
+from coterie.core.tensor_names import clients_with, of_client
 from coterie.core.tensors import Tensors
 from coterie.methods.base import Reader
 from coterie.methods.comigs import CoMiGS
-from coterie.methods.templates import Comparing
+from coterie.methods.pairwise import Comparing
 
 EPSILON = (
     1e-12  # keeps a row of weights from summing to 0 where none of its collaborators took part
@@ -60,25 +61,25 @@ class CoMiGSCoBo(CoMiGS, Comparing):
 
     def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
         n = len(clients)
-        return {f"{i}/{GENERALIST}": model.flat(GENERALIST) for i in sorted(clients)} | {
+        return {of_client(i): model.flat(GENERALIST) for i in sorted(clients)} | {
             "weights": torch.full((n, n), 1 / n).double()
         }
 
     def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
-        return {i: {GENERALIST: state[f"{i}/{GENERALIST}"]} for i in clients}
+        return {i: {GENERALIST: state[of_client(i)]} for i in clients}
 
     def adapt(self, state: State, clients: Sequence[ClientId]) -> Adaptation:
         yield from ()
-        mean = torch.stack([state[f"{i}/{GENERALIST}"] for i in _known(state)]).mean(dim=0)
+        mean = torch.stack([state[of_client(i)] for i in clients_with(state)]).mean(dim=0)
         return {i: {GENERALIST: mean} for i in clients}  # a new client is equally near to all
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
         replies = yield Ask(self.local_round, self.download(state, clients), self.back)
-        theta, order = {i: replies[i][GENERALIST] for i in sorted(replies)}, _known(state)
+        theta, order = {i: replies[i][GENERALIST] for i in sorted(replies)}, clients_with(state)
         gradients = yield Ask(self.midpoint_gradients, midpoints(theta, combinations(theta, 2)))
         weights = ascend_simplex(state["weights"], agreement(order, gradients), self.gamma)
         mixed = self.average(theta, weights, order)
-        return state | {f"{i}/{GENERALIST}": own for i, own in mixed.items()} | {"weights": weights}
+        return state | {of_client(i): own for i, own in mixed.items()} | {"weights": weights}
 
     def average(
         self, theta: Mapping[ClientId, Tensor], weights: Tensor, order: Sequence[ClientId]
@@ -101,14 +102,3 @@ class CoMiGSCoBo(CoMiGS, Comparing):
         client.load(theta_g)
         self.local_iterations(client)
         return {GENERALIST: client.flat(GENERALIST)}
-
-    def collaboration(self, state: State, clients: Sequence[ClientId]) -> Tensor:
-        rows = torch.tensor([_known(state).index(i) for i in clients])
-        return state["weights"][rows][:, rows]
-
-
-def _known(state: State) -> list[ClientId]:
-    """Return the clients that have generalists of their own, in the order of the weights."""
-    return sorted(
-        name.removesuffix(f"/{GENERALIST}") for name in state if name.endswith(f"/{GENERALIST}")
-    )

@@ -17,6 +17,7 @@ from coterie.client.client import Client
 from coterie.client.state import NUMBERS
 from coterie.core.protocol import Adaptation, Ask, ClientId, Replies, Round, Sends, State, task
 from coterie.core.roles import EXPERT, GATE, GENERALIST, ROUTER, SPECIALIST, Role
+from coterie.core.tensor_names import of_expert
 from coterie.core.tensors import Tensors
 from coterie.methods.base import Reader
 from coterie.methods.comigs import CoMiGS
@@ -66,7 +67,7 @@ class CoMiGSPool(CoMiGS):
         return replace(super().layout(position, base), members=self.pool)
 
     def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
-        pool = {f"{EXPERT}/{m}": model.flat(EXPERT, m) for m in range(self.pool)}
+        pool = {of_expert(m): model.flat(EXPERT, m) for m in range(self.pool)}
         first = {f"{CHOSEN}/{i}": torch.arange(self.generalists) for i in clients}
         return super().init(model, clients) | pool | {GATE: model.flat(GATE)} | first
 
@@ -76,7 +77,7 @@ class CoMiGSPool(CoMiGS):
             for name, tensor in state.items()
             if not name.startswith((f"{CHOSEN}/", f"{EXPERT}/"))
         }
-        own = {i: [f"{EXPERT}/{m}" for m in state[f"{CHOSEN}/{i}"].tolist()] for i in clients}
+        own = {i: [of_expert(m) for m in state[f"{CHOSEN}/{i}"].tolist()] for i in clients}
         return {i: common | {name: state[name] for name in names} for i, names in own.items()}
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:

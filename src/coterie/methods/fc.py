@@ -19,6 +19,7 @@ from coterie.client.settings import Training
 from coterie.core.errors import RecipeError
 from coterie.core.protocol import Ask, ClientId, Replies, Round, State, task
 from coterie.core.roles import GENERALIST
+from coterie.core.tensor_names import clients_with, of_client
 from coterie.core.tensors import Tensors
 from coterie.methods.base import Reader
 from coterie.methods.templates import OneAdapter
@@ -87,17 +88,17 @@ class FC(OneAdapter):
         )
         for i, alone in zip(order, torch.eye(len(order), dtype=torch.float64), strict=True):
             state |= {
-                f"{i}/{GENERALIST}": x_0.clone(),
-                f"{i}/size": torch.tensor(sizes[i]),
-                f"{i}/weights": alone,
+                of_client(i): x_0.clone(),
+                of_client(i, "size"): torch.tensor(sizes[i]),
+                of_client(i, "weights"): alone,
             }
         return state
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
-        known = sorted(name.removesuffix("/size") for name in state if name.endswith("/size"))
+        known = clients_with(state, "size")
         for _ in range(self.local_steps):
             for part in self._exchanges(sorted(clients), state):
-                models = {i: state[f"{i}/{GENERALIST}"] for i in part}
+                models = {i: state[of_client(i)] for i in part}
                 gradients = yield Ask(self.gradients, dict.fromkeys(clients, models))
                 found = {
                     i: self._centre(i, state, gradients, known) for i in part if i in gradients
@@ -107,8 +108,8 @@ class FC(OneAdapter):
                     {i: {"direction": v} for i, (v, _) in found.items()},
                     lambda sent: {GENERALIST: sent["direction"]},
                 )
-                state = state | {f"{i}/{GENERALIST}": replies[i][GENERALIST] for i in replies}
-                state |= {f"{i}/weights": found[i][1] for i in replies}
+                state = state | {of_client(i): replies[i][GENERALIST] for i in replies}
+                state |= {of_client(i, "weights"): found[i][1] for i in replies}
         return state
 
     @task(batched=True)
@@ -125,7 +126,7 @@ class FC(OneAdapter):
         return {GENERALIST: client.flat(into=v["direction"])}  # the direction's memory is free now
 
     def collaboration(self, state: State, clients: Sequence[ClientId]) -> Tensor:
-        return torch.stack([state[f"{i}/weights"] for i in clients])[
+        return torch.stack([state[of_client(i, "weights")] for i in clients])[
             :, [sorted(clients).index(i) for i in clients]
         ]
 
@@ -145,7 +146,7 @@ class FC(OneAdapter):
         """The clients whose models are evaluated together, in as few parts as memory allows:
         each needs one gradient of everybody.
         """
-        bytes_each = 4 * state[f"{order[0]}/{GENERALIST}"].numel() * (len(order) + 1)
+        bytes_each = 4 * state[of_client(order[0])].numel() * (len(order) + 1)
         size = max(1, math.floor(self.exchange_mb * 1e6 / bytes_each))
         for start in range(0, len(order), size):
             yield order[start : start + size]
@@ -159,7 +160,7 @@ class FC(OneAdapter):
         here = [j for j in order if j in gradients]
         points = [gradients[j][i] for j in here]
         size = max(
-            1, round(int(state[f"{i}/size"]) * len(here) / len(order))
+            1, round(int(state[of_client(i, "size")]) * len(here) / len(order))
         )  # of a cluster as many take part as of all
         found = threshold_clustering(points, here.index(i), size, self.clustering_rounds)
         row = torch.zeros(len(order), dtype=torch.float64)

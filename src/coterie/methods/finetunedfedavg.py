@@ -15,6 +15,7 @@ from pydantic import Field
 from coterie.client.interfaces import AnyClient
 from coterie.core.protocol import Ask, ClientId, Round, Sends, State, nothing, task
 from coterie.core.roles import GENERALIST
+from coterie.core.tensor_names import of_client
 from coterie.core.tensors import Tensors, prefixed, under
 from coterie.methods.base import Reader
 from coterie.methods.fedavg import FedAvg
@@ -42,12 +43,12 @@ class FinetunedFedAvg(FedAvg):
     ] = 0.5
 
     def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
-        alone = {f"{i}/alone": torch.tensor(False) for i in clients}
+        alone = {of_client(i, "alone"): torch.tensor(False) for i in clients}
         return prefixed("mean", super().init(model, clients)) | alone | {"round": torch.tensor(0)}
 
     def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
         mean = under("mean", state)
-        return {i: {} if state.get(f"{i}/alone") else mean for i in clients}
+        return {i: {} if state.get(of_client(i, "alone")) else mean for i in clients}
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
         t, down = int(state["round"]), self.download(state, clients)
@@ -56,7 +57,7 @@ class FinetunedFedAvg(FedAvg):
             replies = yield Ask(self.local_round, down, self.back)
             return then | prefixed("mean", self.combine(replies, under("mean", state)))
         replies = yield Ask(self.finetune, down, nothing)
-        return then | {f"{i}/alone": torch.tensor(True) for i in replies}
+        return then | {of_client(i, "alone"): torch.tensor(True) for i in replies}
 
     @task(Sends.NOTHING, batched=True)
     def finetune(self, client: AnyClient, mean: Tensors) -> Tensors:

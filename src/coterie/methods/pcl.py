@@ -16,6 +16,7 @@ from coterie.aggregation import weighted_mean
 from coterie.client.client import Client
 from coterie.core.protocol import Ask, ClientId, Replies, Round, Sends, State, task
 from coterie.core.roles import GENERALIST
+from coterie.core.tensor_names import clients_with, of_client
 from coterie.core.tensors import Tensors, prefixed, under
 from coterie.methods.base import Reader
 from coterie.methods.templates import OneAdapter
@@ -58,7 +59,7 @@ class PCL(OneAdapter):
         }
 
     def collaboration(self, state: State, clients: Sequence[ClientId]) -> Tensor:
-        return torch.stack([state[f"{i}/weights"] for i in clients])[
+        return torch.stack([state[of_client(i, "weights")] for i in clients])[
             :, [sorted(clients).index(i) for i in clients]
         ]
 
@@ -73,7 +74,7 @@ class PCL(OneAdapter):
         everyone = {k: v for j in sorted(models) for k, v in prefixed(j, models[j]).items()}
         verdict = {j: torch.empty((), dtype=torch.float64, device="meta") for j in models}
         judged = yield Ask(self.judge, dict.fromkeys(models, everyone), lambda sent: verdict)
-        known = sorted(name.removesuffix("/weights") for name in state if name.endswith("/weights"))
+        known = clients_with(state, "weights")
         return state | self.collaborate(models, judged, known)
 
     def collaborate(self, models: Replies, judged: Replies, order: Sequence[ClientId]) -> State:

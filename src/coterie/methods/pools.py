@@ -14,6 +14,7 @@ from coterie.aggregation import Mean, Rule
 from coterie.client.client import Client
 from coterie.core.protocol import Ask, ClientId, Round, Sends, State, task
 from coterie.core.roles import EXPERT, GATE, Role
+from coterie.core.tensor_names import of_expert
 from coterie.core.tensors import Tensors
 from coterie.methods.base import Reader
 from coterie.methods.templates import Aggregating
@@ -65,13 +66,13 @@ class Pooling(Aggregating):
     def layout(self, position: int, base: Layout) -> PoolLayout: ...
 
     def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
-        experts = {f"{EXPERT}/{m}": model.flat(EXPERT, m) for m in range(self.size_of_pool)}
+        experts = {of_expert(m): model.flat(EXPERT, m) for m in range(self.size_of_pool)}
         return experts | ({GATE: model.flat(GATE)} if self.layout(0, Layout()).gated else {})
 
     def parcel(self, state: State, experts: Iterable[int]) -> Tensors:
         """What a client gets: the gate, and these experts of the pool alone."""
         gate = {GATE: state[GATE]} if GATE in state else {}
-        return gate | {f"{EXPERT}/{m}": state[f"{EXPERT}/{m}"] for m in experts}
+        return gate | {of_expert(m): state[of_expert(m)] for m in experts}
 
     def trained(self, client: Client) -> Tensors:
         """What a client sends back: the gate and the experts that it has, and how much it

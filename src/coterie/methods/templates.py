@@ -15,7 +15,7 @@ from coterie.aggregation.lowrank import own_factors
 from coterie.client.client import Client
 from coterie.client.interfaces import AnyClient
 from coterie.client.settings import Training
-from coterie.core.protocol import Ask, ClientId, Replies, Round, State, nothing, task
+from coterie.core.protocol import Ask, ClientId, Replies, Round, State, nothing
 from coterie.core.roles import GENERALIST, ROUTER, Role
 from coterie.core.tensors import Named, Tensors
 from coterie.methods.base import Method, Reader
@@ -141,20 +141,6 @@ class OneAdapter(Method):
                 balance="none",
             )
         return replace(base, generalists=2, specialists=0, routing="equal", balance="none")
-
-
-@dataclass(frozen=True)
-class Comparing(Method):
-    """A method whose server compares clients by their gradients halfway between their models
-    (CoBo).
-    """
-
-    @task(batched=True)
-    def midpoint_gradients(self, client: AnyClient, midpoints: Tensors) -> Tensors:
-        """g_i = grad f_i(z_ij), (d,), for each j whose midpoint came, each on a fresh batch of
-        the client's own data.
-        """
-        return client.gradients_at(midpoints, "midpoints")
 
 
 Rank = Annotated[int, Field(ge=1)]

@@ -16,6 +16,7 @@ from coterie.core import names
 from coterie.core.errors import CheckpointError, DataError, Refused, SaveError
 from coterie.core.files import make_folder, write_json
 from coterie.core.protocol import ClientId
+from coterie.core.tensor_names import numbers_of_experts
 from coterie.core.tensors import Tensors
 from coterie.data.documents import read_many
 from coterie.data.examples import ExampleSplit
@@ -150,11 +151,7 @@ def adapt(
         scores = tuple((affinity / affinity.sum()).tolist())
     personalised = _keep(execution, owner, tensors[id], folder, training)
     once = execution.modality.once_bytes if scores or not down[id] else 0
-    experts = tuple(
-        sorted(
-            int(name.removeprefix("expert/")) for name in tensors[id] if name.startswith("expert/")
-        )
-    )
+    experts = tuple(numbers_of_experts(tensors[id]))
     samples = owner.data.train.windows
     return Adapted(
         load(folder),

@@ -19,6 +19,7 @@ from coterie.core.errors import ClientError
 from coterie.core.files import write_atomically
 from coterie.core.names import encoded
 from coterie.core.protocol import Ask, ClientId, Form, Replies, State, drive, nothing
+from coterie.core.tensor_names import numbers_of_experts
 from coterie.core.tensors import Tensors, nbytes
 from coterie.core.version import __version__
 from coterie.data.examples import ExampleSplit
@@ -147,9 +148,7 @@ class EvaluatedExecution(ExecutionBase):
                 found[i]["gate_accuracy"] = metrics.choices([score["choices"]], anchored)[
                     "gate_accuracy"
                 ]
-                found[i]["experts"] = sorted(
-                    int(n.removeprefix("expert/")) for n in tensors[i] if n.startswith("expert/")
-                )
+                found[i]["experts"] = numbers_of_experts(tensors[i])
         self.progress["evaluations"].append(entry)
         self.reporter.evaluated(self.round, means)
 

@@ -1,0 +1,44 @@
+"""Names under which tensors lie in a server's state and travel, made and read here alone.
+
+`<client>/<what>` is a client's own (`ann/generalist`), `expert/<number>` a member of a pool, and
+`<kind>/<name>` one of several sets of tensors (`mean/...`), see `tensors.prefixed`.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
+
+from coterie.core.protocol import ClientId
+from coterie.core.roles import EXPERT, GENERALIST
+
+
+def of_client(client: ClientId, what: str = GENERALIST) -> str:
+    """Return the name of what is a client's own."""
+    return f"{client}/{what}"
+
+
+def by_client(values: Mapping[ClientId, Tensor], what: str = GENERALIST) -> dict[str, Tensor]:
+    """Return each client's own tensor under its name."""
+    return {of_client(i, what): value for i, value in values.items()}
+
+
+def clients_with(named: Iterable[str], what: str = GENERALIST) -> list[ClientId]:
+    """Return the clients that have something of their own among the names, in order."""
+    return sorted(name.removesuffix(f"/{what}") for name in named if name.endswith(f"/{what}"))
+
+
+def client_of(name: str) -> ClientId | None:
+    """Return whose own a tensor is; None if it is nobody's."""
+    client, sign, _ = name.partition("/")
+    return client if sign else None
+
+
+def of_expert(number: int) -> str:
+    """Return the name of a member of a pool."""
+    return f"{EXPERT}/{number}"
+
+
+def numbers_of_experts(named: Iterable[str]) -> list[int]:
+    """Return which members of a pool are among the names, in order."""
+    start = of_expert(0)[:-1]
+    return sorted(int(name.removeprefix(start)) for name in named if name.startswith(start))
