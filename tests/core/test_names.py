@@ -84,6 +84,8 @@ def test_names_that_are_refused_with_a_reason_wherever_they_come_from(name: str)
     ) as refused:
         check_id(name)
     assert len(str(refused.value)) < 600
+    if name == names.POOL:
+        return  # it travels in simulations; a device that is one client refuses it itself
     for made in (
         lambda: Request(action="task", run="r", recipe={}, client=name),
         lambda: Member(client=name, position=0, windows=(1, 1, 1)),
