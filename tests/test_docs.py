@@ -1,10 +1,14 @@
 """Documentation that can go stale is checked against the code."""
 
+import ast
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+from test_layers import LEVEL
 
 import coterie
 from coterie.methods import METHODS
@@ -21,6 +25,59 @@ def test_the_page_on_recipes_is_what_the_code_says() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_pages_on_the_code_are_what_the_code_says() -> None:
+    command = [sys.executable, "scripts/architecture.py", "--check"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_picture_of_the_rooms_says_what_may_be_imported() -> None:
+    page = (REPOSITORY / "docs/architecture.md").read_text()
+    arrows = re.findall(r"^    (\w+) --> (\w+)$", page, re.MULTILINE)
+    assert len(arrows) == len(set(arrows)) >= len(LEVEL) - 1
+    assert all(LEVEL[low] < LEVEL[high] for high, low in arrows)
+    assert {room for arrow in arrows for room in arrow} == LEVEL.keys()
+
+
+@pytest.mark.parametrize(
+    "name", ["docs/architecture.md", "docs/write-a-method.md", "CONTRIBUTING.md"]
+)
+def test_what_pages_for_developers_name_is_there(name: str) -> None:
+    text = (REPOSITORY / name).read_text()
+    code = Path(coterie.__file__).parent
+    paths = re.findall(
+        r"`([\w./-]+/[\w.-]+\.(?:py|md|yaml)(?=[`:])|(?:tests|scripts|benchmarks)/[\w./-]*(?=`))",
+        text,
+    )
+    assert len(paths) > 5
+    for path in paths:
+        assert any((root / path).exists() for root in (REPOSITORY, code)), path
+    for path, dotted in re.findall(r"`([\w/]+\.py):([\w.]+)`", text):
+        assert defines(code / path, dotted.split(".")), f"{path}:{dotted}"
+    for link, anchor in re.findall(r"\]\(([\w./-]+)(?:#([\w-]+))?\)", text):
+        target = (REPOSITORY / name).parent / link
+        assert target.exists(), link
+        heads = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE) if anchor else ()
+        assert not anchor or anchor in {
+            re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads
+        }, anchor
+
+
+def defines(path: Path, names: list[str]) -> bool:
+    """Whether a file has a function, or a class with a method, of this name."""
+    body = ast.parse(path.read_text()).body
+    for name in names:
+        found = [
+            node
+            for node in body
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name
+        ]
+        if not found:
+            return False
+        body = found[0].body
+    return True
 
 
 def test_the_readme_names_every_method() -> None:

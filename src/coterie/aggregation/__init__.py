@@ -1,4 +1,6 @@
-"""What a method composes to make one set of tensors of many."""
+"""One set of tensors from many: means, robust rules, collaboration weights, privacy, secure
+aggregation, simulated attacks.
+"""
 
 from coterie.aggregation.assignment import deal
 from coterie.aggregation.collaboration import (

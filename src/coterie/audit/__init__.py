@@ -1,5 +1,6 @@
-"""How much of a client's text the shared part of a run gives away: measured on the run's folder,
-where all data are on this machine.
+"""Measurement of how much of a client's text the shared part of a run gives away.
+
+It works on the run's folder, where all data are on this machine.
 """
 
 from coterie.audit.auditing import Settings, audit

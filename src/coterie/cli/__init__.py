@@ -1,4 +1,4 @@
-"""The command line: a file for each family of commands."""
+"""The command line: one file for each family of commands."""
 
 # Each registers its commands, in the order of `coterie --help`.
 # isort: off

@@ -169,7 +169,7 @@ def _show(console: "Console", rows: Sequence[Mapping[str, Any]], title: str, own
     from coterie.reports.verdict import verdict
 
     *beside, scores = tables(
-        rows, {name: entry.title for name, entry in METHODS.items()}, console.width
+        rows, {row["method"]: METHODS[row["method"]].title for row in rows}, console.width
     )
     for table in beside:
         console.print(table)

@@ -1,3 +1,3 @@
-"""The client as a task sees it: its model, its data, its optimisers, its state, and nothing of
-anybody else's.
+"""The client as a task sees it: model, data, optimisers and state; batches of clients; the check of
+what may leave.
 """

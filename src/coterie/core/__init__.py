@@ -1,1 +1,1 @@
-"""The ground: errors, roles, the protocol's types, tensors, files and metrics."""
+"""Errors, roles, the protocol of server and clients, named tensors, files, names and metrics."""

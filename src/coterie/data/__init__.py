@@ -1,4 +1,4 @@
-"""Corpora become federations: clients with train, valid and test splits of their own."""
+"""Texts and images as federations: clients with train, valid and test splits of their own."""
 
 from typing import Annotated
 

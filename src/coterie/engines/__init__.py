@@ -1,5 +1,7 @@
-"""Who carries the messages. Names are imported when asked for: the program of a device that
-hands its messages on needs no torch.
+"""Ways to carry requests and replies: in one process, in one process over bytes, over Flower.
+
+Names are imported when asked for: the program of a device that hands its messages on needs no
+torch.
 """
 
 from importlib import import_module

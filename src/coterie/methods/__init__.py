@@ -1,8 +1,9 @@
-"""The methods by name: what `coterie methods` lists and `method.name` of a recipe may be.
+"""The contract of a method (`base`), families (`templates`), one file for each method, their names.
 
-Each is imported when it is asked for: a list of their names needs no torch. A method of one's own
-has the name of its module and class, `my_package.my_file:MyMethod`; one that an installed package
-brings is an entry point of the group `coterie.methods`.
+The names are what `coterie methods` lists and `method.name` of a recipe may be. Each is imported
+when it is asked for: a list of their names needs no torch. A method of one's own has the name of
+its module and class, `my_package.my_file:MyMethod`; one that an installed package brings is an
+entry point of the group `coterie.methods`.
 """
 
 import sys

@@ -1,1 +1,1 @@
-"""The papers' tables, figures and theorems: run, measured, and put beside what was published."""
+"""The papers' tables, figures and theorems: run, measured, and compared with what was published."""

@@ -1,4 +1,4 @@
-"""A trained personal model in use."""
+"""Personal models in use: loading, prediction, generation, export, and pages to try them."""
 
 from coterie.personal.artifact import About, Origin, read_about, save
 from coterie.personal.classifier import PersonalClassifier, Prediction, save_classifier

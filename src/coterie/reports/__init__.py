@@ -1,4 +1,6 @@
-"""What people see of a run: progress while it goes on, tables and figures afterwards."""
+"""What people see of a run: progress while it goes on, tables, charts and the HTML report
+afterwards.
+"""
 
 from coterie.reports.reporter import Reporter
 

@@ -1,1 +1,3 @@
-"""A recipe, from its YAML to its result."""
+"""From a recipe to its result: preparation, rounds, evaluation, checkpoints, devices, adaptation to
+new clients.
+"""
