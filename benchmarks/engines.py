@@ -26,7 +26,7 @@ from common import in_turns, ratios, report
 from coterie.client.client import Client
 from coterie.core.roles import GENERALIST
 from coterie.deploy import demo
-from coterie.reports import Reporter
+from coterie.reports import Callback
 from coterie.runs import recipe, run
 from coterie.runs.backends import OnThisMachine
 from coterie.runs.execution import Execution
@@ -64,7 +64,7 @@ def the_recipe(data: Path, rounds: int, engine: str, steps: int = 5, batch: int 
     )
 
 
-class Stopwatch(Reporter):
+class Stopwatch(Callback):
     """When each round ended."""
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ def beside_the_bare_loop(chosen: Recipe, folder: Path) -> dict[str, Any]:
     the machine is never the same twice.
     """
     loop = bare(chosen)
-    execution = Execution(prepare(chosen), folder, Reporter(), "", OnThisMachine("inprocess"))
+    execution = Execution(prepare(chosen), folder, Callback(), "", OnThisMachine("inprocess"))
     folder.mkdir(parents=True)
     execution.started, execution.metrics = time.monotonic(), MetricsFile(folder)
     found = ratios(

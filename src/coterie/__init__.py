@@ -1,18 +1,65 @@
-"""coterie: personal models, trained together without sharing data."""
+"""coterie: personal models, trained together without sharing data.
 
+Everything here is imported when it is asked for: torch takes seconds.
+"""
+
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from coterie.core.version import __version__
 
 if TYPE_CHECKING:
+    from coterie.core.errors import CallbackError, CoterieError, Refused
+    from coterie.core.result import ClientResult, Comparison, Result, Row
     from coterie.personal import load, load_all, load_many
-__all__ = ["__version__", "load", "load_all", "load_many"]
+    from coterie.reports import Callback
+    from coterie.runs.api import Run, compare, run
+    from coterie.runs.recipe import Recipe
+
+_HOMES = {
+    "Callback": "coterie.reports",
+    "CallbackError": "coterie.core.errors",
+    "ClientResult": "coterie.core.result",
+    "Comparison": "coterie.core.result",
+    "CoterieError": "coterie.core.errors",
+    "Recipe": "coterie.runs.recipe",
+    "Refused": "coterie.core.errors",
+    "Result": "coterie.core.result",
+    "Row": "coterie.core.result",
+    "Run": "coterie.runs.api",
+    "compare": "coterie.runs.api",
+    "load": "coterie.personal",
+    "load_all": "coterie.personal",
+    "load_many": "coterie.personal",
+    "run": "coterie.runs.api",
+}
+__all__ = [
+    "Callback",
+    "CallbackError",
+    "ClientResult",
+    "Comparison",
+    "CoterieError",
+    "Recipe",
+    "Refused",
+    "Result",
+    "Row",
+    "Run",
+    "__version__",
+    "compare",
+    "load",
+    "load_all",
+    "load_many",
+    "run",
+]
 
 
 def __getattr__(name: str) -> Any:
-    """What is loaded by `coterie.personal`, imported when asked for: torch takes seconds."""
-    if name in ("load", "load_all", "load_many"):
-        from coterie import personal
-
-        return getattr(personal, name)
+    """Import a public name from where it lives."""
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return sorted(__all__)

@@ -17,8 +17,8 @@ from rich.console import Console
 
 from coterie.core import threads
 from coterie.core.threads import Chosen, Usage, Watch, choose
+from coterie.reports.callback import Callback
 from coterie.reports.progress import Terminal
-from coterie.reports.reporter import Reporter
 from coterie.runs import backends
 from coterie.runs import recipe as recipes
 from coterie.runs import run as runs
@@ -170,7 +170,7 @@ class Stop(Exception):
     pass
 
 
-class Stopping(Reporter):
+class Stopping(Callback):
     """Stops a run behind a round."""
 
     def __init__(self, after: int | None = None) -> None:

@@ -19,7 +19,7 @@ from coterie.deploy import apps
 from coterie.engines import Listener
 from coterie.engines.flower.apps import client_app
 from coterie.engines.messages import Reply, Request
-from coterie.reports import Reporter
+from coterie.reports import Callback
 from coterie.runs.backends import OnDevices, Place, simulated_device
 from coterie.runs.execution import Execution
 from coterie.runs.files import Json
@@ -200,7 +200,7 @@ def silent(task: str = "") -> Spoil:
 
 
 @dataclass
-class Notes(Listener, Reporter):
+class Notes(Listener, Callback):
     """Writes down what it is told."""
 
     losses: list[tuple[str, str, str]] = field(default_factory=list)
@@ -231,11 +231,11 @@ def simulated_nodes(count: int) -> Nodes:
 def execution(place: Place, recipe: Recipe, folder: Path) -> Execution:
     """A run on devices, about to start."""
     folder.mkdir(parents=True, exist_ok=True)
-    started = Execution(place.prepare(recipe), folder, Reporter(), "", place)
+    started = Execution(place.prepare(recipe), folder, Callback(), "", place)
     Kept(folder).begin(Inputs.of(started.prepared))
     return started
 
 
 def finished(recipe: Recipe, folder: Path, place: Place) -> Json:
     """The result of a run, from where it stands to its end."""
-    return execute_all([(recipe, folder)], Reporter(), place=place)[-1]
+    return execute_all([(recipe, folder)], Callback(), place=place)[-1]

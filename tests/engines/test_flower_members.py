@@ -27,7 +27,7 @@ from coterie.engines.flower import simulation
 from coterie.engines.flower.engine import gathered
 from coterie.engines.flower.simulation import simulated
 from coterie.engines.messages import Member, Reply
-from coterie.reports import Reporter
+from coterie.reports import Callback
 from coterie.runs import run
 from coterie.runs.backends import OnDevices, flower_engine
 from coterie.runs.metrics import MetricsFile
@@ -431,7 +431,7 @@ def test_runs_on_one_grid_know_nothing_of_each_other(grid: Nodes, tmp_path: Path
     rows = [(recipe, tmp_path / "a"), (recipe_of("cobo"), tmp_path / "b"), (recipe, tmp_path / "c")]
     for _, folder in rows:
         folder.mkdir()
-    a, _, c = run.execute_all(rows, Reporter(), place=devices(grid, recipe, 3))
+    a, _, c = run.execute_all(rows, Callback(), place=devices(grid, recipe, 3))
     assert a["evaluations"] == c["evaluations"]
     runs = {request.run for request in grid.of("c0-0").requests if request.action == "task"}
     assert len(runs) == 3

@@ -19,7 +19,7 @@ from coterie.core.tensors import Tensors, axpy, norm
 from coterie.engines.flower.engine import Flower
 from coterie.engines.flower.secagg_device import EXCHANGE
 from coterie.engines.messages import Request
-from coterie.reports import Reporter
+from coterie.reports import Callback
 from coterie.runs import run
 from coterie.runs.backends import OnDevices
 from coterie.runs.device import Device
@@ -315,7 +315,7 @@ def killed_in(round: int, stage: str) -> Callable[[int, str, Message], None]:
 
 def run_on(grid: Devices, recipe: Recipe, folder: Path, resume: bool = False) -> dict[str, Any]:
     place = OnDevices.found(grid, recipe, len(IDS), 5.0, Ear())
-    return run.run(recipe, folder, resume=resume, reporter=Reporter(), place=place)[-1]
+    return run.run(recipe, folder, resume=resume, reporter=Callback(), place=place)[-1]
 
 
 def notes(folder: Path) -> list[str]:

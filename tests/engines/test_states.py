@@ -31,7 +31,7 @@ from coterie.models.backbone import Backbone
 from coterie.models.classifier import Classifier
 from coterie.models.language import LanguageModel
 from coterie.models.networks import NetworkShape
-from coterie.reports import Reporter
+from coterie.reports import Callback
 from coterie.runs import evaluate, execution, run
 from coterie.runs.checkpoints import Checkpoint, Checkpoints
 from coterie.runs.inputs import Inputs, Kept
@@ -415,7 +415,7 @@ SHORT = [
 def test_a_run_in_files_resumed_in_memory_ends_as_one_in_memory(tmp_path: Path) -> None:
     whole = run.run(load("cobo-digits", SHORT), tmp_path / "whole")[-1]
     part = execution.Execution(
-        prepare(load("cobo-digits", [*SHORT, "memory=0"])), tmp_path / "part", Reporter(), ""
+        prepare(load("cobo-digits", [*SHORT, "memory=0"])), tmp_path / "part", Callback(), ""
     )
     make_folder(tmp_path / "part")
     Kept(tmp_path / "part").begin(Inputs.of(part.prepared))

@@ -5,10 +5,17 @@ import threading
 from collections.abc import Sequence
 
 import pytest
+from reports.samples import result
 from rich.console import Console
 
+from coterie.core.result import Result
 from coterie.reports import progress as terminals
 from coterie.reports.progress import SILENCE, WINDOW, Pace, Stretch, Terminal
+
+
+def ended(mean: float) -> Result:
+    """A result that has this mean."""
+    return Result.from_json(result("fedavg", 2, 0.0, mean=mean))
 
 
 class Clock:
@@ -232,11 +239,11 @@ def test_time_left_over_all_methods(clock: Clock) -> None:
     terminal.begin("Pretrained", 0, 0, "ab")
     assert terminal._left() == "0:10 left (all: 3:30)"
     clock.now += 20.0
-    terminal.end({"mean": 3.0})
+    terminal.end(ended(3.0))
     terminal.begin("Local", 2, 0, "ab")
     assert terminal._left() == "1:40 left (all: 5:00)"  # all took twice as long as expected so far
     clock.now += 200.0
-    terminal.end({"mean": 3.0})
+    terminal.end(ended(3.0))
     terminal.begin("FedAvg", 2, 0, "ab")
     assert terminal._left() == "1:40 left"  # the last one
 

@@ -4,13 +4,20 @@ import io
 from collections.abc import Sequence
 
 import pytest
+from reports.samples import result
 from rich.console import Console
 
 from coterie.core.metrics import ACCURACY
+from coterie.core.result import Result
 from coterie.methods import METHODS
 from coterie.reports import progress as terminals
 from coterie.reports.progress import Terminal
 from coterie.reports.tables import tables
+
+
+def ended(mean: float) -> Result:
+    """A result that has this mean."""
+    return Result.from_json(result("fedavg", 2, 0.0, mean=mean))
 
 
 def test_the_table_shows_deviations_only_over_seeds() -> None:
@@ -81,7 +88,7 @@ def test_a_live_display_shows_rounds_loss_and_speed() -> None:
             terminal.round(round + 1)
         terminal.evaluating(2)
         terminal.evaluated(2, {"valid": 3.0, "test": 4.0})
-        terminal.end({"mean": 4.0})
+        terminal.end(ended(4.0))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "[1/2] Local" in text
     assert "round 2/2" in text
@@ -158,7 +165,7 @@ def test_plain_progress_is_a_line_every_other_second_and_the_last_one(
             terminal.client(round, "ann", {"tokens": 20, "loss/experts": 0.5})
             terminal.evaluated(round + 1, {"valid": 61.0, "test": 62.5})
             terminal.round(round + 1)
-        terminal.end({"mean": 62.5})
+        terminal.end(ended(62.5))
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert [line.split()[1] for line in lines if line.startswith("  round")] == [
         "128/600",

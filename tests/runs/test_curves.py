@@ -14,8 +14,8 @@ from rich.console import Console
 
 from coterie.core.metrics import perplexity
 from coterie.models.language import LanguageModel
+from coterie.reports.callback import Callback
 from coterie.reports.progress import Terminal
-from coterie.reports.reporter import Reporter
 from coterie.runs import recipe as recipes
 from coterie.runs import run as runs
 from coterie.runs.backends import OnThisMachine
@@ -128,7 +128,7 @@ def test_after_an_interruption_the_curve_goes_on(
     class Stop(Exception):
         pass
 
-    class Stopping(Reporter):
+    class Stopping(Callback):
         def round(self, done: int) -> None:
             if done == 2:
                 raise Stop

@@ -21,7 +21,7 @@ from coterie.core import names
 from coterie.core.errors import DataError
 from coterie.core.files import load
 from coterie.deploy import keys
-from coterie.reports import Reporter
+from coterie.reports import Callback
 from coterie.reports.tables import tables
 from coterie.runs import recipe, run
 from coterie.runs.recipe import Recipe
@@ -160,7 +160,7 @@ def test_a_run_that_is_stopped_goes_on(
 ) -> None:
     out, settings = tmp_path / "out", recipe_of(texts, tiny_base, memory=memory)
 
-    class Stops(Reporter):
+    class Stops(Callback):
         def round(self, done: int) -> None:
             if done == 2:
                 raise KeyboardInterrupt

@@ -37,7 +37,7 @@ from coterie.methods.fedsalora import FedSALoRA
 from coterie.models.adapter import Layout
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
-from coterie.reports import Reporter
+from coterie.reports import Callback
 from coterie.runs.account import Account
 from coterie.runs.device import ACCOUNT, Device
 from coterie.runs.limits import Limits, LocalPrivacy
@@ -308,7 +308,7 @@ def recipe(tiny_base: Path, *more: str) -> Recipe:
 
 
 def test_a_run_that_was_interrupted_is_the_same_to_the_bit(tiny_base: Path, tmp_path: Path) -> None:
-    class Stopping(Reporter):
+    class Stopping(Callback):
         def round(self, round: int) -> None:
             if round == 2:
                 raise KeyboardInterrupt

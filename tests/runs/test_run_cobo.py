@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from coterie import personal
 from coterie.cli.base import app
 from coterie.core.files import load as load_tensors
-from coterie.reports import Reporter
+from coterie.reports import Callback
 from coterie.runs import run
 from coterie.runs.execution import Execution
 from coterie.runs.inputs import Inputs, Kept
@@ -59,7 +59,7 @@ def test_it_goes_on_where_it_was_stopped_and_loopback_changes_nothing_but_roundi
 ) -> None:
     whole = run.run(load("cobo-digits", SHORT), tmp_path / "whole")[-1]
     recipe = load("cobo-digits", SHORT)
-    execution = Execution(prepare(recipe), tmp_path / "part", Reporter(), "CoBo")
+    execution = Execution(prepare(recipe), tmp_path / "part", Callback(), "CoBo")
     (tmp_path / "part").mkdir()
     (tmp_path / "part/recipe.yaml").write_text(run.recipes.dump(recipe))
     Kept(tmp_path / "part").begin(Inputs.of(execution.prepared))

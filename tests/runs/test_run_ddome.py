@@ -12,7 +12,7 @@ import pytest
 from coterie.core.errors import Refused
 from coterie.core.files import load as load_tensors
 from coterie.core.files import make_folder
-from coterie.reports import Reporter
+from coterie.reports import Callback
 from coterie.runs import execution, run
 from coterie.runs.metrics import MetricsFile
 from coterie.runs.prepare import prepare
@@ -59,14 +59,14 @@ def test_a_run_scores_clients_that_were_never_seen(tmp_path: Path) -> None:
 def test_it_goes_on_where_it_was_stopped_and_loopback_is_the_same(tmp_path: Path) -> None:
     whole = run.run(load("ddome-digits", SHORT), tmp_path / "whole")[-1]
     part = execution.Execution(
-        prepare(load("ddome-digits", SHORT)), tmp_path / "part", Reporter(), ""
+        prepare(load("ddome-digits", SHORT)), tmp_path / "part", Callback(), ""
     )
     make_folder(tmp_path / "part")
     part.started, part.metrics = 0.0, MetricsFile(tmp_path / "part", 0, 0)
     part._one_round(), part._one_round()
     part.metrics.close()
     resumed = execution.Execution(
-        prepare(load("ddome-digits", SHORT)), tmp_path / "part", Reporter(), ""
+        prepare(load("ddome-digits", SHORT)), tmp_path / "part", Callback(), ""
     )
     assert resumed.restore()
     assert resumed.round == 2

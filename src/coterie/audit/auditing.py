@@ -21,7 +21,7 @@ from coterie.data.canaries import Canaries
 from coterie.data.splits import TokenSplit, Walk
 from coterie.personal import PersonalModel
 from coterie.personal.words import Words
-from coterie.reports import Reporter
+from coterie.reports import Callback
 from coterie.reports.html import AUDITED, write_report
 from coterie.runs import files
 from coterie.runs import loading as modalities
@@ -102,7 +102,7 @@ class _Auditor:
         self.recipe = _recipe(run)
         self.prepared = prepare(self.recipe)
         self._check()
-        self.execution = Execution(self.prepared, run, Reporter(), "", OnThisMachine("inprocess"))
+        self.execution = Execution(self.prepared, run, Callback(), "", OnThisMachine("inprocess"))
         if not self.execution.restore():
             raise CheckpointError(
                 f"{run} has no checkpoint yet",

@@ -9,14 +9,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coterie.core.errors import CoterieError, Refused
+from coterie.core.errors import CoterieError
 from coterie.core.names import normal
 from coterie.core.printing import printable
 from coterie.core.threads import wait_briefly
@@ -147,15 +146,9 @@ def _load(recipe: str, overrides: list[str] | None, seed: int | None) -> "Recipe
 
 def _folder(name: str, resume: bool) -> Path:
     """A new folder under runs/, or the latest one of that name."""
-    if not resume:
-        return Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-    found = sorted(Path("runs").glob(f"{name}-*-*"))
-    if not found:
-        raise Refused(
-            f"there is no run of {name} under runs/ to resume",
-            "Name its folder by --out, or start it without --resume.",
-        )
-    return found[-1]
+    from coterie.runs.folder import latest_folder, new_folder
+
+    return latest_folder(name) if resume else new_folder(name)
 
 
 class _Terminated(KeyboardInterrupt):

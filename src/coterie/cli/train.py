@@ -61,26 +61,23 @@ def run(
         from rich.console import Console
 
         from coterie.core.profiling import Profile
-        from coterie.reports import comparison as comparing
-        from coterie.reports.progress import Terminal
         from coterie.reports.tables import profiled
-        from coterie.runs import run as runs
+        from coterie.runs import api
 
         folder = out or _folder(loaded.name, resume or resume_changed)
         console, trace = (
             Console(),
             Profile(folder / "profile" / "trace.json.gz" if profile else None),
         )
-        with Terminal(console, len(loaded.compare_with) + 1) as terminal:
-            results = runs.run(
-                loaded,
-                folder,
-                resume=resume,
-                changed=resume_changed,
-                reporter=terminal,
-                profile=trace,
-            )
-        _show(console, comparing.rows(results), loaded.name, loaded.method["name"])
+        done = api.run(
+            loaded,
+            out=folder,
+            resume=resume,
+            resume_changed=resume_changed,
+            progress=True,
+            profile=trace,
+        )
+        _show(console, [row.to_json() for row in done.rows], loaded.name, loaded.method["name"])
         if profile:
             profiled(console, trace, elsewhere=loaded.engine == "flower")
         console.print(
@@ -132,27 +129,20 @@ def compare(
         loaded = _load(recipe, set_, seed)
         from rich.console import Console
 
-        from coterie.reports.progress import Terminal
-        from coterie.runs import run as runs
+        from coterie.runs import api
 
-        folder = out or _folder(f"compare-{loaded.name}", resume or resume_changed)
-        console = Console()
-        with Terminal(console, len(set(methods)) * seeds) as terminal:
-            comparison = runs.compare(
-                methods,
-                loaded,
-                folder,
-                seeds=seeds,
-                resume=resume,
-                changed=resume_changed,
-                reporter=terminal,
-            )
-        _show(
-            console,
-            comparison["rows"],
-            f"{loaded.name}, {seeds} seed{'s' * (seeds > 1)}",
-            loaded.method["name"],
+        found = api.compare(
+            methods,
+            loaded,
+            seeds=seeds,
+            out=out,
+            resume=resume,
+            resume_changed=resume_changed,
+            progress=True,
         )
+        folder, console = found.folder, Console()
+        title = f"{loaded.name}, {seeds} seed{'s' * (seeds > 1)}"
+        _show(console, [row.to_json() for row in found.rows], title, loaded.method["name"])
         console.print(
             f"Everything is in {folder}; open {folder}/report.html.",
             markup=False,

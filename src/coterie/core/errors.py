@@ -7,6 +7,14 @@ class CoterieError(Exception):
     """Something that stops a command. `str(error)` is the whole message: the problem, then the
     remedy on a line of its own.
 
+    Example:
+        >>> import coterie
+        >>> try:
+        ...     coterie.load("no-such-run")
+        ... except coterie.CoterieError as error:
+        ...     print(error.problem)
+        no-such-run holds no personal models
+
     Args:
         problem: What is wrong and where, naming the field, file or tensor.
         remedy: What to do about it.
@@ -25,7 +33,17 @@ def extra(name: str) -> str:
 
 
 class Refused(CoterieError):
-    """Wrong input, found before any work started."""
+    """Wrong input, found before any work started.
+
+    Example:
+        >>> import coterie
+        >>> try:
+        ...     coterie.run("quickstart", method={"roundz": 3})
+        ... except coterie.Refused as error:
+        ...     print(error)
+        recipe quickstart: 1 mistake
+          - method.roundz: unknown key, did you mean rounds?
+    """
 
     exit_code = 2
 
@@ -64,3 +82,23 @@ class ClientError(CoterieError):
 
 class SaveError(CoterieError):
     """Something could not be written (a full disk, say); what was saved before is still good."""
+
+
+class CallbackError(CoterieError):
+    """A callback raised an exception; `__cause__` is that. What was done until the last checkpoint
+    can be resumed.
+
+    Example:
+        >>> import coterie
+        >>> class Enough(coterie.Callback):
+        ...     def round(self, done):
+        ...         raise RuntimeError("enough")
+        >>> settings = {"method": {"rounds": 2}, "compare_with": [], "checkpoint_every": 1}
+        >>> try:
+        ...     coterie.run("cobo-digits", out="stopped", callbacks=[Enough()], **settings)
+        ... except coterie.CallbackError as error:
+        ...     print(error.problem)
+        callback Enough raised RuntimeError in `round`: enough
+        >>> coterie.run("cobo-digits", out="stopped", resume=True, **settings).result.rounds
+        2
+    """

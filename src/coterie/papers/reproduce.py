@@ -22,7 +22,7 @@ from coterie.papers import tables
 from coterie.papers.checks import _verdicts
 from coterie.papers.page import markdown, write_page
 from coterie.papers.tables import SCALES, Figure, Reproduction, Scale, Settings
-from coterie.reports import Reporter, comparison
+from coterie.reports import Callback, comparison
 from coterie.runs import recipe as recipes
 from coterie.runs.inputs import RESULT, Kept
 from coterie.runs.recipe import Recipe
@@ -185,7 +185,7 @@ class Job:
         return tried + len(self.cells) * (len(self.numbers) - 1)
 
 
-def reproduce(job: Job, reporter: Reporter | None = None) -> Json:
+def reproduce(job: Job, reporter: Callback | None = None) -> Json:
     """Run a table or figure; runs that are in the folder already are taken from there, and
     unfinished ones go on.
 
@@ -201,11 +201,11 @@ def reproduce(job: Job, reporter: Reporter | None = None) -> Json:
         CoterieError: A run failed; the same call goes on with it.
     """
     reproduction, folder = job.reproduction, job.folder
-    choices = _choose(job, reporter or Reporter())
+    choices = _choose(job, reporter or Callback())
     runs = {
         (r, c): [job.run(r, c, choices[r, c], seed) for seed in job.numbers] for r, c in job.cells
     }
-    _execute([run for cell in runs.values() for run in cell], reporter or Reporter(), job.changed)
+    _execute([run for cell in runs.values() for run in cell], reporter or Callback(), job.changed)
     cells = _cells(job, choices, runs)
     statements = [
         verdict for s in reproduction.statements for verdict in _verdicts(s, cells, folder)
@@ -245,7 +245,7 @@ def reproduce(job: Job, reporter: Reporter | None = None) -> Json:
     return found
 
 
-def _choose(job: Job, reporter: Reporter) -> dict[tuple[str, str], dict[str, Any]]:
+def _choose(job: Job, reporter: Callback) -> dict[tuple[str, str], dict[str, Any]]:
     """What each cell's sweep comes to: key after key, the value with the best mean on validation
     at the first seed.
     """
@@ -271,7 +271,7 @@ def _choose(job: Job, reporter: Reporter) -> dict[tuple[str, str], dict[str, Any
     return choices
 
 
-def _execute(runs: Sequence[tuple[Recipe, Path]], reporter: Reporter, changed: bool) -> None:
+def _execute(runs: Sequence[tuple[Recipe, Path]], reporter: Callback, changed: bool) -> None:
     """Those that are not done yet, each once. Raises CheckpointError, too, where the result of
     one that is done is damaged.
     """

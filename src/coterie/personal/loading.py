@@ -25,7 +25,14 @@ def load(
     device: str = "cpu",
     merged: bool = False,
 ) -> Personal:
-    """The personal model of a client.
+    """Load the personal model of a client.
+
+    Example:
+        >>> import coterie
+        >>> run = coterie.run("cobo-digits", out="digits", method={"rounds": 1}, compare_with=[])
+        >>> model = coterie.load("digits", "c0-0")
+        >>> model.about.client, model.about.method
+        ('c0-0', 'cobo')
 
     Args:
         run: A run's folder, or directly a client's (clients/ID in it).
@@ -67,8 +74,15 @@ def load_all(
     dtype: Literal["fp32", "bf16"] = "fp32",
     device: str = "cpu",
 ) -> dict[str, Personal]:
-    """The personal models of several clients of a run; those of language share a backbone, and each
+    """Load the personal models of several clients; those of language share a backbone, and each
     costs little more than its own adapter.
+
+    Example:
+        >>> import coterie
+        >>> run = coterie.run("cobo-digits", out="digits", method={"rounds": 1}, compare_with=[])
+        >>> models = coterie.load_all("digits", ["c0-0", "c3-1"])
+        >>> sorted(models)
+        ['c0-0', 'c3-1']
 
     Args:
         run: A run's folder, or directly a client's.
@@ -109,8 +123,21 @@ def load_many(
     dtype: Literal["fp32", "bf16"] = "fp32",
     device: str = "cpu",
 ) -> ManyModels:
-    """The personal models of several clients of a run of language models, as one that answers for
-    all of them in one batch.
+    """Load language models of several clients of a run as one that answers for all of them in one
+    batch.
+
+    Example:
+        >>> import coterie
+        >>> run = coterie.run(
+        ...     "synthetic",
+        ...     out="words",
+        ...     data={"clients": 2, "train_tokens": 600, "valid_tokens": 200, "test_tokens": 200},
+        ...     method={"name": "fedavg", "rounds": 1, "local_steps": 1},
+        ... )
+        >>> models = coterie.load_many("words")
+        >>> words = models.next_words("the water and the", k=1)
+        >>> sorted(words)
+        ['client-0', 'client-1']
 
     Args:
         run: See `load_all`.

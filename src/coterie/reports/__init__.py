@@ -2,6 +2,6 @@
 afterwards.
 """
 
-from coterie.reports.reporter import Reporter
+from coterie.reports.callback import Callback, Callbacks
 
-__all__ = ["Reporter"]
+__all__ = ["Callback", "Callbacks"]

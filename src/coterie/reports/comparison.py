@@ -115,7 +115,7 @@ def row(
         "wall_s": mean(r["wall_s"] for r in results),
         "lost": _lost(results),
         "never_took_part": _known(
-            [len(r["never_took_part"]) if "never_took_part" in r else None for r in results]
+            [None if (absent := r.get("never_took_part")) is None else len(absent) for r in results]
         ),
         "privacy": results[0].get("privacy"),
     }

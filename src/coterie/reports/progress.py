@@ -13,7 +13,8 @@ from rich.text import Text
 
 from coterie.core.metrics import metric_of, prediction
 from coterie.core.printing import printable
-from coterie.reports.reporter import Reporter
+from coterie.core.result import Result
+from coterie.reports.callback import Callback
 from coterie.reports.tables import _clock
 
 EVERY = 2.0  # seconds between plain lines of progress of a kind
@@ -176,7 +177,7 @@ class _Time(ProgressColumn):
         )
 
 
-class Terminal(Reporter, AbstractContextManager["Terminal"]):
+class Terminal(Callback, AbstractContextManager["Terminal"]):
     """Rounds, clients, loss, predictions per second (see `Pace`) and time left (see `Stretch`): a
     live display, or plain lines.
 
@@ -439,11 +440,11 @@ class Terminal(Reporter, AbstractContextManager["Terminal"]):
     def _unit(self) -> str:
         return " %" if self.metric["unit"] == "%" else ""
 
-    def end(self, result: Mapping[str, Any]) -> None:
+    def end(self, result: Result) -> None:
         self.stage = ""
         if self.stretch.expected and not self.stretch.resumed:
             self.took.append((self.stretch.elapsed, self.stretch.expected))
-        status = f"{self.metric['name']} {result['mean']:.2f}{self._unit}"
+        status = f"{self.metric['name']} {result.mean:.2f}{self._unit}"
         if self.task is not None:
             self.progress.update(
                 self.task, completed=self.stretch.rounds + 1, status=status, refresh=True

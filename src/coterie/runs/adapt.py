@@ -29,7 +29,7 @@ from coterie.models.language import LanguageModel
 from coterie.models.pool import PoolClassifier
 from coterie.personal import PersonalClassifier, PersonalModel, load
 from coterie.personal.samples import read
-from coterie.reports import Reporter
+from coterie.reports import Callback
 from coterie.runs import files
 from coterie.runs import recipe as recipes
 from coterie.runs.backends import OnThisMachine
@@ -135,7 +135,7 @@ def adapt(
         raise Refused(f"{id!r} is a client of the run itself", "Choose another --client.")
     Kept(run).check_bases(Inputs.of(prepared))
     joined = _joined(prepared, id, _data(prepared, id, data, training is not None))
-    execution = Execution(joined, run, Reporter(), "", OnThisMachine("inprocess"))
+    execution = Execution(joined, run, Callback(), "", OnThisMachine("inprocess"))
     if not execution.restore() and execution.method.rounds:
         remedy = (
             "Wait for the first one (checkpoint_every), or go on with the run: coterie run "

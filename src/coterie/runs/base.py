@@ -18,7 +18,7 @@ from coterie.core.tensors import Tensors
 from coterie.core.threads import Watch
 from coterie.engines import Engine, Listener
 from coterie.models.layout import Layout
-from coterie.reports import Reporter
+from coterie.reports import Callback
 from coterie.runs.backends import OnThisMachine, Place, computing_threads
 from coterie.runs.checkpoints import Checkpoints
 from coterie.runs.files import AUDIT, Json
@@ -39,7 +39,7 @@ class ExecutionBase(Listener):
 
     prepared: Prepared
     folder: Path
-    reporter: Reporter
+    reporter: Callback
     title: str
     place: Place = field(default_factory=OnThisMachine)
     profile: Profile = field(default_factory=Profile)

@@ -70,8 +70,8 @@ class Checkpoints:
     def __init__(self, folder: Path, recipe: Mapping[str, Any]) -> None:
         self.folder, self.recipe = folder, dict(recipe)
 
-    def save(self, checkpoint: Checkpoint) -> None:
-        """Write a checkpoint and drop all but the newest two.
+    def save(self, checkpoint: Checkpoint) -> Path:
+        """Write a checkpoint and drop all but the newest two; returns its folder.
 
         Raises:
             SaveError: It could not be written (a full disk); the former ones are unchanged.
@@ -109,6 +109,7 @@ class Checkpoints:
                 "The checkpoint before it is good: free some space and run again with --resume.",
             ) from error
         self.tidy()
+        return final
 
     def tidy(self) -> None:
         """Drop all but the newest two, and what a killed process left of one; for whoever is

@@ -19,6 +19,7 @@ from coterie.aggregation.privacy import central
 from coterie.core.errors import Refused
 from coterie.core.files import write_json
 from coterie.core.protocol import Ask, ClientId, Replies, drive, mix, trains
+from coterie.core.result import Result
 from coterie.core.tensors import nbytes, to_bytes
 from coterie.core.threads import Watch
 from coterie.runs.backends import kept
@@ -169,7 +170,7 @@ class Execution(EvaluatedExecution):
             torch.set_num_threads(threads)
         write_json(self.folder / RESULT, result)
         Kept(self.folder).end()
-        self.reporter.end(result)
+        self.reporter.end(Result.from_json(result))
         return result
 
     def _keep_canaries(self) -> None:
@@ -211,9 +212,10 @@ class Execution(EvaluatedExecution):
                 "metrics": digest,
             }
             progress = self.progress | {"engine": self.engine.memo(), "threads": self.threads}
-            self.checkpoints.save(
+            saved = self.checkpoints.save(
                 Checkpoint(self.round, self.server, self.engine.states(), progress)
             )
+            self.reporter.checkpoint(self.round, saved)
         self.profile.end()
         self.reporter.round(self.round)
 

@@ -5,6 +5,7 @@ import re
 import socket
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -14,6 +15,22 @@ from coterie.core.files import digest_later, make_folder, write_atomically
 
 SUMS = "SHA256SUMS"  # checksums of files beside it, in the form of `sha256sum`
 _SUM = re.compile(r"([0-9a-f]{64})  (.+)")
+
+
+def new_folder(name: str) -> Path:
+    """Return a new folder under runs/, named by what is run and the time."""
+    return Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def latest_folder(name: str) -> Path:
+    """Return the latest folder under runs/ of what is run. Raises Refused where there is none."""
+    found = sorted(Path("runs").glob(f"{name}-*-*"))
+    if not found:
+        raise Refused(
+            f"there is no run of {name} under runs/ to resume",
+            "Name its folder by --out, or start it without --resume.",
+        )
+    return found[-1]
 
 
 def check_apart(folder: Path, data: Path, option: str = "--out") -> None:

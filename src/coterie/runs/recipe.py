@@ -40,7 +40,24 @@ _SHOWN, _DEEPEST = 200, 50  # characters of a value in a message; sections withi
 
 
 class Recipe(BaseModel):
-    """Everything that determines a run but the machine."""
+    """Everything that determines a run but the machine: data, model, method, training and the rest
+    of docs/recipes.md.
+
+    Its fields are keyword arguments, its sections mappings as in YAML. All mistakes are refused at
+    once, with a `RecipeError`.
+
+    Example:
+        >>> import coterie
+        >>> recipe = coterie.Recipe(
+        ...     name="mine",
+        ...     data={"kind": "digits", "partition": "dirichlet", "clients": 4},
+        ...     model={"kind": "classifier", "network": "mlp", "hidden": [16]},
+        ...     method={"name": "fedavg", "rounds": 3, "local_steps": 2},
+        ... )
+        >>> shipped = coterie.Recipe.load("cobo-digits", method={"rounds": 3}, seed=7)
+        >>> shipped.method["rounds"], shipped.method["rho"], shipped.seed
+        (3, 0.03, 7)
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -146,6 +163,46 @@ class Recipe(BaseModel):
         bool, Field(description="keep beginnings of test texts, coloured by expert, in the report")
     ] = True
     seed: Annotated[int, Field(ge=0, description="of everything but the splits of the data")] = 0
+
+    def __init__(self, /, **fields: Any) -> None:
+        """Check the fields and take them. Raises RecipeError with all mistakes."""
+        source = f"recipe {fields.get('name', '')}".rstrip()
+        if impossible := list(_impossible(fields)):
+            raise RecipeError(source, impossible)
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise RecipeError(
+                source, [line for e in error.errors() for line in _readable(e).splitlines()]
+            ) from None
+
+    @classmethod
+    def load(cls, recipe: str | Path, **changes: Any) -> "Recipe":
+        """Return a shipped recipe, or one of a YAML file or a run's folder, with changes.
+
+        Args:
+            recipe: A shipped name (`coterie recipes`), the path of a YAML file, or a run's folder.
+            changes: Values for its fields. A mapping changes fields of a section and leaves its
+                others, as `--set` does; `method` may be
+                a name alone.
+
+        Raises:
+            Refused: No such recipe, or not YAML.
+            RecipeError: All of its mistakes.
+        """
+        kept = Path(recipe) / "recipe.yaml"
+        path = (
+            kept
+            if str(recipe) not in recipes.names() and kept.is_file()
+            else recipes.find(str(recipe))
+        )
+        return _with({"name": path.stem, **recipes.read(path)}, _flat(changes), str(recipe))
+
+    def with_changes(self, **changes: Any) -> "Recipe":
+        """Return the recipe with other values for some of its fields, given as to `load`. Raises
+        RecipeError.
+        """
+        return _with(self.model_dump(mode="json"), _flat(changes), self.name)
 
     @field_validator("method")
     @classmethod
@@ -306,13 +363,38 @@ def load(recipe: str, overrides: Sequence[str] = ()) -> Recipe:
 
 def changed(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
     """The recipe with other values for some of its fields, by dotted keys. Raises RecipeError."""
-    section = recipe.model_dump(mode="json")
+    return _with(recipe.model_dump(mode="json"), settings, recipe.name)
+
+
+def _with(section: dict[str, Any], settings: Mapping[str, Any], source: str) -> Recipe:
+    """Return the recipe of a section in which some values, by dotted keys, are others. Raises
+    RecipeError.
+    """
     mistakes = [
-        mistake for override in overrides(settings) if (mistake := _apply(section, override))
+        wrong
+        for key, value in settings.items()
+        if (wrong := _set(section, key, value, f"{key}={value!r}"))
     ]
     if mistakes:
-        raise RecipeError(f"recipe {recipe.name}", mistakes)
-    return validate(section, recipe.name)
+        raise RecipeError(f"recipe {source}", mistakes)
+    return validate(section, source)
+
+
+def _flat(changes: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested mappings by dotted keys; a method by its name alone stands for
+    its section's `name`.
+    """
+    found: dict[str, Any] = {}
+    for key, value in sorted(
+        changes.items(), key=lambda change: change[0] != "name"
+    ):  # which drops what it has no fields for
+        if isinstance(value, Mapping) and value:
+            found |= _flat(value, f"{prefix}{key}.")
+        elif not prefix and key == "method" and isinstance(value, str):
+            found["method.name"] = value
+        else:
+            found[f"{prefix}{key}"] = str(value) if isinstance(value, Path) else value
+    return found
 
 
 def overrides(settings: Mapping[str, Any]) -> list[str]:
@@ -322,14 +404,10 @@ def overrides(settings: Mapping[str, Any]) -> list[str]:
 
 def validate(section: Mapping[str, Any], source: str) -> Recipe:
     """The recipe of a mapping. Raises RecipeError with all mistakes, each naming its field."""
-    if impossible := list(_impossible(section)):
-        raise RecipeError(f"recipe {source}", impossible)
     try:
-        return Recipe.model_validate(section)
-    except ValidationError as error:
-        raise RecipeError(
-            f"recipe {source}", [line for e in error.errors() for line in _readable(e).splitlines()]
-        ) from None
+        return Recipe(**{str(key): value for key, value in section.items()})
+    except RecipeError as error:
+        raise RecipeError(f"recipe {source}", error.mistakes) from None
 
 
 def _impossible(value: Any, where: str = "", depth: int = 0) -> Iterator[str]:
@@ -354,20 +432,27 @@ def _impossible(value: Any, where: str = "", depth: int = 0) -> Iterator[str]:
 
 
 def _apply(section: dict[str, Any], override: str) -> str | None:
-    """Set one `a.b.c=value`; returns what is wrong with it, if anything."""
+    """Set one `a.b.c=value`, the value being YAML; returns what is wrong with it, if anything."""
     key, sign, text = override.partition("=")
-    *path, last = key.strip().split(".")
-    if not sign or not last:
+    if not sign or not key.strip().split(".")[-1]:
         return f"{override!r} is not of the form key=value, for instance method.rounds=5"
     shown = override if len(override) < _SHOWN else f"{override[:_SHOWN]}..."
     try:
         value = recipes.parse(text)
     except ValueError as error:
         return f"{shown!r}: the value is not valid YAML ({str(error).splitlines()[0]})"
+    return _set(section, key.strip(), value, override)
+
+
+def _set(section: dict[str, Any], key: str, value: Any, shown: str) -> str | None:
+    """Set the value of a dotted key; returns what is wrong with it, if anything. A new method's
+    name drops what it has no fields for.
+    """
+    *path, last = key.split(".")
     for part in path:
         section = section.setdefault(part, {})
         if not isinstance(section, dict):
-            return f"{override!r}: {part} is a value, not a section"
+            return f"{shown!r}: {part} is a value, not a section"
     if last == "name" and path == ["method"] and isinstance(value, str) and value in METHODS:
         keep = {f.name for f in dataclasses.fields(METHODS[value].method)} - set(
             METHODS[value].fixed

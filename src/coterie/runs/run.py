@@ -13,7 +13,7 @@ from coterie.core.protocol import ClientId
 from coterie.core.threads import Chosen
 from coterie.engines import Listener
 from coterie.methods import METHODS
-from coterie.reports import Reporter
+from coterie.reports import Callback
 from coterie.reports import comparison as comparing
 from coterie.reports.html import write_comparison, write_report
 from coterie.runs import recipe as recipes
@@ -31,7 +31,7 @@ from coterie.runs.recipe import Recipe
 class Doorman(Listener):
     """Says who was not let in while a server waits for its clients."""
 
-    reporter: Reporter
+    reporter: Callback
 
     def lost(self, client: ClientId, task: str, reason: str) -> None:
         self.reporter.warning(0, client, reason)
@@ -43,7 +43,7 @@ def run(
     *,
     resume: bool = False,
     changed: bool = False,
-    reporter: Reporter | None = None,
+    reporter: Callback | None = None,
     place: Place | None = None,
     profile: Profile | None = None,
 ) -> list[Json]:
@@ -76,7 +76,7 @@ def run(
     if resume or changed:
         _check_begun(folder, rows)
     results = execute_all(
-        rows, reporter or Reporter(), place=place, profile=profile, changed=changed, within=folder
+        rows, reporter or Callback(), place=place, profile=profile, changed=changed, within=folder
     )
     write_report(folder, results, recipe.description)
     return results
@@ -84,7 +84,7 @@ def run(
 
 def execute_all(
     rows: Sequence[tuple[Recipe, Path]],
-    reporter: Reporter,
+    reporter: Callback,
     titles: Sequence[str] = (),
     place: Place | None = None,
     profile: Profile | None = None,
@@ -153,7 +153,7 @@ class _Threads:
     """
 
     def __init__(
-        self, rows: Sequence[tuple[Recipe, Path]], place: Place, reporter: Reporter
+        self, rows: Sequence[tuple[Recipe, Path]], place: Place, reporter: Callback
     ) -> None:
         self._place, self._reporter = place, reporter
         self._kept = {folder: kept_threads(folder) for _, folder in rows}
@@ -256,7 +256,7 @@ def compare(
     seeds: int = 3,
     resume: bool = False,
     changed: bool = False,
-    reporter: Reporter | None = None,
+    reporter: Callback | None = None,
 ) -> Json:
     """One table: every method on the same data, base and budget, over seeds `recipe.seed`,
     `recipe.seed + 1`, ...
@@ -291,7 +291,7 @@ def compare(
         METHODS[row.method["name"]].title + (f", seed {row.seed}" if seeds > 1 else "")
         for row, _ in rows
     ]
-    results = execute_all(rows, reporter or Reporter(), titles, changed=changed, within=folder)
+    results = execute_all(rows, reporter or Callback(), titles, changed=changed, within=folder)
     table = comparing.rows(results)
     comparison = {
         "recipe": recipe.name,

@@ -1,0 +1,239 @@
+"""What the command line does, from Python: run a recipe, compare methods, and have what comes of
+it.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from coterie import personal
+from coterie.core.files import read_json
+from coterie.core.profiling import Profile
+from coterie.core.result import Comparison, Result, Row
+from coterie.personal.loading import Personal
+from coterie.reports import Callback, Callbacks
+from coterie.reports import comparison as comparing
+from coterie.runs import run as runs
+from coterie.runs.folder import latest_folder, new_folder
+from coterie.runs.inputs import RESULT
+from coterie.runs.recipe import Recipe, resolve
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run by its folder, finished or not: its figures, its report and its personal models, read
+    when they are asked for.
+
+    Example:
+        >>> import coterie
+        >>> short = {"method": {"rounds": 1}, "compare_with": ["local"]}
+        >>> run = coterie.run("cobo-digits", out="digits", **short)
+        >>> run.result.method, list(run.baselines)
+        ('cobo', ['local'])
+        >>> run.report.name, (run.folder / "metrics.jsonl").exists()
+        ('report.html', True)
+        >>> coterie.Run("digits").clients[:2]
+        ('c0-0', 'c0-1')
+        >>> model = run.load("c0-0")
+
+    Args:
+        folder: Of the run, as `out` of `coterie.run` or `--out` of the command line.
+    """
+
+    folder: Path
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "folder", Path(self.folder))
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        """The recipe with every field. Raises Refused where the folder has none."""
+        return resolve(self.folder)
+
+    @cached_property
+    def result(self) -> Result:
+        """The figures of the recipe's own method. Raises CheckpointError where the run has not
+        ended.
+        """
+        return Result.from_json(read_json(self.folder / RESULT))
+
+    @cached_property
+    def baselines(self) -> dict[str, Result]:
+        """The figures of the methods in `compare_with`, by their names. Raises CheckpointError."""
+        folders = {name: self.folder / "baselines" / name for name in self.recipe.compare_with}
+        return {
+            name: Result.from_json(read_json(folder / RESULT)) for name, folder in folders.items()
+        }
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The table of the run: a line for each method, its own last."""
+        results = [result.to_json() for result in (*self.baselines.values(), self.result)]
+        return tuple(Row.from_json(row) for row in comparing.rows(results))
+
+    @property
+    def report(self) -> Path:
+        """The page with tables and figures, `report.html`."""
+        return self.folder / "report.html"
+
+    @property
+    def clients(self) -> tuple[str, ...]:
+        """The clients that have a personal model. Raises CheckpointError where there are none."""
+        return tuple(personal.clients_of(self.folder))
+
+    def load(
+        self, client: str | None = None, *, base: str | None = None, device: str = "cpu"
+    ) -> Personal:
+        """Load the personal model of a client, see `coterie.load`."""
+        return personal.load(self.folder, client, base=base, device=device)
+
+    def load_all(
+        self, clients: Sequence[str] | None = None, *, base: str | None = None, device: str = "cpu"
+    ) -> dict[str, Personal]:
+        """Load the personal models of several clients, by default all, see `coterie.load_all`."""
+        return personal.load_all(self.folder, clients, base=base, device=device)
+
+    def load_many(
+        self, clients: Sequence[str] | None = None, *, base: str | None = None, device: str = "cpu"
+    ) -> personal.ManyModels:
+        """Load language models of several clients as one that answers for all in one batch, see
+        `coterie.load_many`.
+        """
+        return personal.load_many(self.folder, clients, base=base, device=device)
+
+
+def run(
+    recipe: Recipe | str | Path,
+    *,
+    out: Path | str | None = None,
+    resume: bool = False,
+    resume_changed: bool = False,
+    callbacks: Sequence[Callback] = (),
+    progress: bool = False,
+    profile: Profile | None = None,
+    **changes: Any,
+) -> Run:
+    """Run a recipe and the methods of its `compare_with`: train, score, and keep every client's
+    personal model.
+
+    Example:
+        >>> import coterie
+        >>> short = {"method": {"rounds": 1}, "compare_with": []}
+        >>> run = coterie.run("cobo-digits", out="digits", seed=3, **short)
+        >>> run.result.seed, len(run.result.clients)
+        (3, 8)
+
+    Args:
+        recipe: A shipped name (`coterie recipes`), the path of a YAML file, or a `Recipe`.
+        out: The folder of the run; default: a new one under runs/.
+        resume: Go on with the run in `out`, or with the latest of this recipe under runs/.
+        resume_changed: As `resume`, though base, data or clients have changed, or metrics were
+            lost.
+        callbacks: Hear of what happens, see `Callback`.
+        progress: Whether to show in the terminal how far it is.
+        profile: Records a few steps of the second round; default: nothing.
+        changes: Other values for fields of the recipe, see `Recipe.load`.
+
+    Raises:
+        Refused: Something is wrong with the recipe, the base, the data or the folder; nothing was
+            started.
+        CoterieError: It failed while running and can be resumed.
+    """
+    chosen = _recipe(recipe, changes)
+    folder = _folder(out, chosen.name, resume or resume_changed)
+    with _told(callbacks, progress, len(chosen.compare_with) + 1) as told:
+        runs.run(
+            chosen, folder, resume=resume, changed=resume_changed, reporter=told, profile=profile
+        )
+    return Run(folder)
+
+
+def compare(
+    methods: Sequence[str],
+    recipe: Recipe | str | Path,
+    *,
+    seeds: int = 3,
+    out: Path | str | None = None,
+    resume: bool = False,
+    resume_changed: bool = False,
+    callbacks: Sequence[Callback] = (),
+    progress: bool = False,
+    **changes: Any,
+) -> Comparison:
+    """Compare methods on the same data, base and budget: mean and deviation over seeds.
+
+    Example:
+        >>> import coterie
+        >>> short = {"name": "fedavg", "rounds": 1}
+        >>> table = coterie.compare(
+        ...     ["local", "fedavg"], "cobo-digits", method=short, seeds=2, out="table"
+        ... )
+        >>> table["fedavg"].improved is not None, table.folder.name
+        (True, 'table')
+
+    Args:
+        methods: Names (`coterie methods`), or `module:Class` of one's own.
+        recipe: A shipped name, the path of a YAML file, or a `Recipe`: the data, base and budget of
+            all rows.
+        seeds: Runs per method, with consecutive seeds.
+        out: The folder of the comparison; default: a new one under runs/.
+        resume: Go on with the comparison in `out`, or with the latest of this recipe under runs/.
+        resume_changed: As `resume`, though base, data or clients have changed, or metrics were
+            lost.
+        callbacks: Hear of what happens in each of the runs, see `Callback`.
+        progress: Whether to show in the terminal how far it is.
+        changes: Other values for fields of the recipe, see `Recipe.load`.
+
+    Raises:
+        Refused: As `run`.
+        CoterieError: As `run`.
+    """
+    methods, chosen = (
+        [methods] if isinstance(methods, str) else list(methods),
+        _recipe(recipe, changes),
+    )
+    folder = _folder(out, f"compare-{chosen.name}", resume or resume_changed)
+    with _told(callbacks, progress, len(set(methods)) * seeds) as told:
+        found = runs.compare(
+            methods,
+            chosen,
+            folder,
+            seeds=seeds,
+            resume=resume,
+            changed=resume_changed,
+            reporter=told,
+        )
+    return Comparison.from_json(found, folder)
+
+
+def _recipe(recipe: Recipe | str | Path, changes: dict[str, Any]) -> Recipe:
+    """Return the recipe that is meant. Raises Refused."""
+    if not isinstance(recipe, Recipe):
+        return Recipe.load(recipe, **changes)
+    return recipe.with_changes(**changes) if changes else recipe
+
+
+def _folder(out: Path | str | None, name: str, resume: bool) -> Path:
+    """Return the folder that is meant. Raises Refused where there is nothing to go on with."""
+    if out is not None:
+        return Path(out)
+    return latest_folder(name) if resume else new_folder(name)
+
+
+@contextmanager
+def _told(callbacks: Sequence[Callback], progress: bool, rows: int) -> Iterator[Callback]:
+    """Within the block: who is told of what happens, the callbacks and, if progress is to be shown,
+    the terminal.
+    """
+    if not progress:
+        yield Callbacks(callbacks)
+        return
+    from rich.console import Console
+
+    from coterie.reports.progress import Terminal
+
+    with Terminal(Console(), rows) as terminal:
+        yield Callbacks([terminal, *callbacks]) if callbacks else terminal
