@@ -12,8 +12,8 @@ import torch
 
 from coterie.core.errors import CoterieError
 from coterie.core.metrics import peak_memory
-from coterie.core.protocol import Ask, Replies, drive, mix
-from coterie.core.tensors import nbytes
+from coterie.core.protocol import Ask, ClientId, Replies, drive, mix
+from coterie.core.tensors import Tensors, nbytes
 from coterie.engines import InProcess, Listener
 from coterie.runs.prepare import Prepared
 
@@ -202,14 +202,27 @@ class _Trial:
             "": self.prepared.modality.federation.clients
         }
         scored = [found for group in data.values() for found in group.values()]
-        client = self.prepared.site.client(scored[0].id, {})
-        client.bind()
+        id = scored[0].id
+        sent = self._download(id)
+        client = self.prepared.site.client(id, {})
         rows = sum(len(batch) for batch in islice(client.batches(client.test), BATCHES))
-        begun = time.monotonic()
-        client.score(client.test, BATCHES)
-        _synchronise(client.model.device)
+        with client.borrowing(self.prepared.method.loadable(client, sent)):
+            begun = time.monotonic()
+            client.score(client.test, BATCHES)
+            _synchronise(client.model.device)
+            seconds = time.monotonic() - begun
         windows = sum(found.valid.windows + found.test.windows for found in scored)
-        return (time.monotonic() - begun) * windows / max(rows, 1)
+        return seconds * windows / max(rows, 1)
+
+    def _download(self, client: ClientId) -> Tensors:
+        """Return what a client gets before it is scored: of a pool it has nothing without that."""
+        method, prepared = self.prepared.method, self.prepared
+        if not method.universal:
+            return {}
+        server = method.init(prepared.blueprint, prepared.recipe.present(prepared.clients, 0))
+        engine = InProcess(prepared.site, method, Listener())
+        found = drive(method.adapt(server, (client,)), lambda ask, at: engine.answer(ask, 0, at))
+        return dict(found[client])
 
 
 def _synchronise(device: torch.device) -> None:

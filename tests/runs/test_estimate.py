@@ -1,0 +1,40 @@
+"""How long a run takes, said before it begins: of every kind of method, also one whose clients keep
+nothing.
+"""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from coterie.cli import app
+from coterie.runs.estimate import estimate
+from coterie.runs.prepare import prepare
+from coterie.runs.recipe import load
+
+SHORT = ["method.rounds=2", "method.local_steps=2", "compare_with=[]", "evaluate_every=0"]
+
+
+@pytest.mark.parametrize("name", ["ddome", "fedmix", "ensemble", "fedavg", "scaffold"])
+def test_a_federation_with_clients_never_seen_is_estimated(name: str) -> None:
+    found = estimate(prepare(load("ddome-digits", [f"method.name={name}", *SHORT])))
+    assert 0 < found.seconds < 600
+    assert found.up > 0
+
+
+def test_a_pool_of_generalists_is_estimated(tiny_base: Path, tmp_path: Path) -> None:
+    for client, letters in (("ann", "abc"), ("ben", "xyz")):
+        (tmp_path / client).mkdir()
+        for k in range(12):
+            words = " ".join(letters[(k + n) % 3] * (n % 4 + 1) for n in range(20))
+            (tmp_path / client / f"{k}.txt").write_text(words)
+    small = [f"data.path={tmp_path}", f"model.base={tiny_base}", "model.context=16", *SHORT]
+    recipe = load("folders", ["method.name=comigs-pool", "training.batch_size=4", *small])
+    assert estimate(prepare(recipe)).seconds > 0
+
+
+def test_a_run_of_pools_goes_to_its_end_from_the_command_line(tmp_path: Path) -> None:
+    settings = [word for setting in SHORT for word in ("--set", setting)]
+    done = CliRunner().invoke(app, ["run", "ddome-digits", *settings, "--out", str(tmp_path / "r")])
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "r/result.json").exists()
