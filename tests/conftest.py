@@ -10,7 +10,6 @@ from coterie.core.threads import wait_briefly
 # where two threads are asked for, as the command line does, and before PyTorch is there
 wait_briefly()
 
-import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
@@ -47,30 +46,9 @@ def corpora_root() -> Path:
 @pytest.fixture(scope="session")
 def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random Llama of two blocks and width 16, and a byte-level tokenizer."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from coterie.testing import worlds
 
-    folder = tmp_path_factory.mktemp("tiny")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(
-        models.BPE({"<|endoftext|>": 0} | {c: i for i, c in enumerate(alphabet, 1)}, [])
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|endoftext|>", bos_token="<|endoftext|>"
-    ).save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=257,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    return worlds.write_tiny_base(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="session")
@@ -78,25 +56,9 @@ def tiny_federation():
     """Three clients with byte tokens of their own range, in windows of 8; two of them are said
     to belong together.
     """
-    from coterie.data.federation import ClientData, Federation
-    from coterie.data.splits import TokenSplit
+    from coterie.testing import worlds
 
-    rng = np.random.default_rng(0)
-
-    def split(name: str, low: int, size: int) -> TokenSplit:
-        return TokenSplit(
-            name, rng.integers(low, low + 60, size).astype(np.uint16), context=8, seed=low
-        )
-
-    clients = {
-        name: ClientData(
-            name, split("train", low, 400), split("valid", low, 120), split("test", low, 100)
-        )
-        for name, low in (("ann", 1), ("ben", 60), ("cleo", 120))
-    }
-    return Federation(
-        clients, "three clients of random bytes", clusters={"ann": 0, "ben": 0, "cleo": 1}
-    )
+    return worlds.tiny_texts()
 
 
 @pytest.fixture(scope="session")
@@ -104,36 +66,6 @@ def tiny_pictures():
     """Three clients with a few handwritten digits of 4 x 4 pixels each; to the third, labels
     mean something else than to the others.
     """
-    from sklearn.datasets import load_digits
+    from coterie.testing import worlds
 
-    from coterie.data.examples import ExampleSplit
-    from coterie.data.federation import ClientData, Federation
-
-    digits = load_digits()
-    images = np.ascontiguousarray(digits.images[:, None, ::2, ::2] / 16, dtype=np.float32)
-
-    def client(name: str, cluster: int, first: int) -> ClientData:
-        labels = ((digits.target + 5 * cluster) % 10).astype(np.int64)
-        bounds = {"train": (0, 20), "valid": (20, 28), "test": (28, 40)}
-        splits = (
-            ExampleSplit(
-                split,
-                images,
-                labels,
-                np.arange(first + start, first + end),
-                first + 1,
-                (0.3,),
-                (0.4,),
-                10,
-            )
-            for split, (start, end) in bounds.items()
-        )
-        return ClientData(name, *splits)
-
-    clusters = {"ann": 0, "ben": 0, "cleo": 1}
-    return Federation(
-        {i: client(i, k, 40 * place) for place, (i, k) in enumerate(clusters.items())},
-        "three clients of digits",
-        clusters,
-        ("ann",),
-    )
+    return worlds.tiny_pictures()

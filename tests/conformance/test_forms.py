@@ -9,79 +9,12 @@ import torch
 
 from coterie.aggregation import SAMPLES
 from coterie.core.errors import TensorError
-from coterie.core.protocol import Ask, ClientId, Replies, drive, nothing, trains
+from coterie.core.protocol import nothing
 from coterie.core.tensors import Named, Tensors
-from coterie.methods import Method
+from coterie.testing import World
+from coterie.testing.leaving import exchanges
 
 from .cases import method_of
-from .test_methods import Run, World, case, language, method, pictures, world  # noqa: F401 - the fixtures
-
-Exchanges = list[
-    tuple[Ask, Replies, dict[ClientId, Tensors]]
-]  # with what was sent, before a client may have used its memory
-
-
-def exchanges(method: Method, world: World, rounds: int | None = None) -> Exchanges:
-    """All that is asked and answered in a run, and in an adaptation after it."""
-    run, found = Run(method, world), Exchanges()
-
-    def answer(ask: Ask, phase: int) -> Replies:
-        before = {i: {name: t.clone() for name, t in sent.items()} for i, sent in ask.to.items()}
-        found.append((ask, run.answer(ask, phase), before))
-        return found[-1][1]
-
-    run.rounds(method.rounds if rounds is None else rounds, answer)
-    drive(method.adapt(run.server, run.clients), answer)
-    return found
-
-
-@pytest.fixture(scope="module")
-def seen() -> dict[tuple[str, str], Exchanges]:
-    """Every case's exchanges, once."""
-    return {}
-
-
-@pytest.fixture
-def found(
-    seen: dict[tuple[str, str], Exchanges],
-    case: tuple[str, str],
-    method: Method,
-    world: World,
-) -> Exchanges:
-    if case not in seen:
-        seen[case] = exchanges(method, world)
-    return seen[case]
-
-
-def test_every_reply_has_the_form_that_was_asked_for(found: Exchanges) -> None:
-    for ask, replies, _ in found:
-        for i, reply in replies.items():
-            ask.check(i, reply)
-
-
-def test_a_task_is_training_where_a_model_comes_and_goes_back_changed(found: Exchanges) -> None:
-    """All floating-point tensors of its reply came by the same names, but for what says how
-    others should step (SCAFFOLD).
-    """
-    gradients = {
-        "midpoint_gradients",
-        "gradients",
-    }  # these have the names of what came too, but are no models
-    for ask, replies, before in found:
-        for i, reply in replies.items():
-            same = {
-                name for name, t in reply.items() if name in before[i] and t.is_floating_point()
-            }
-            assert trains(ask.task) == bool(same and ask.name not in gradients), ask.name
-            if trains(ask.task):
-                assert same == {
-                    name
-                    for name, t in reply.items()
-                    if t.is_floating_point() and not name.startswith("change/")
-                }
-                assert ask.smaller or any(
-                    not torch.equal(reply[name], before[i][name]) for name in same
-                )
 
 
 def spoilt(reply: Named, how: str) -> Tensors:

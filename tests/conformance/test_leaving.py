@@ -7,130 +7,20 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from coterie.aggregation.privacy import Privacy
 from coterie.client.client import Client
 from coterie.client.interfaces import AnyClient
 from coterie.client.outbound import Outbound
 from coterie.core.errors import ClientError, Refused
-from coterie.core.protocol import Ask, ClientId, Replies, Sends, declared, find_task, task
+from coterie.core.protocol import Ask, Sends, declared, find_task, task
 from coterie.core.roles import ROUTER, SPECIALIST
-from coterie.core.tensors import Named, Tensors
+from coterie.core.tensors import Tensors
 from coterie.engines import InProcess, Loopback
-from coterie.methods import METHODS, Method
+from coterie.methods import METHODS
 from coterie.methods.cobo import CoBo
 from coterie.methods.comigs import CoMiGS
 from coterie.methods.fedavg import FedAvg
-
-from .test_forms import exchanges
-from .test_methods import Run, World, case, language, method, pictures, world  # noqa: F401 - the fixtures
-
-NOISY = Outbound(0, Privacy(where="local", clip=1.0, noise=1.0), secret=True, key=bytes(range(32)))
-SECURE = Outbound(0, secret=True, secure=True)
-FEW = 64  # numbers
-Spoken = tuple[
-    str, ClientId, Tensors, Tensors
-]  # task, client, what was sent, what a device that protects nothing sends back
-
-
-def spoken(method: Method, world: World) -> list[Spoken]:
-    """All that clients are asked and answer: in a run, in an adaptation, and when they are
-    scored and keep their models.
-    """
-    found = [
-        (a.name, i, before[i], dict(replies[i]))
-        for a, replies, before in exchanges(method, world)
-        for i in replies
-    ]
-    run = Run(method, world).rounds(method.rounds)
-    for function in (method.score, method.score_test, method.keep):
-        synced = function.__name__ == "score_test" and not method.forgetful
-        models = method.download(run.server, run.clients) if synced else run.models()
-        sent = {i: {name: t.clone() for name, t in models[i].items()} for i in run.clients}
-        replies: Replies = run.engine.answer(Ask(function, sent), method.rounds, -1)
-        found += [(function.__name__, i, sent[i], dict(replies[i])) for i in replies]
-    return found
-
-
-@pytest.fixture(scope="module")
-def heard() -> dict[tuple[str, str], list[Spoken]]:
-    """Every case's, once."""
-    return {}
-
-
-@pytest.fixture
-def said_by_clients(
-    heard: dict[tuple[str, str], list[Spoken]],
-    case: tuple[str, str],
-    method: Method,
-    world: World,
-) -> list[Spoken]:
-    if case not in heard:
-        heard[case] = spoken(method, world)
-    return heard[case]
-
-
-def leaves(door: Outbound, method: Method, said: Spoken) -> Tensors | None:
-    """What a device lets out, whatever number the server gave the exchange; None: it refuses."""
-    name, client, sent, reply = said
-    out = []
-    for phase in (0, -1, -2):
-        try:
-            out.append(door(find_task(method, name), client, sent, dict(reply), 0, phase))
-        except Refused:
-            out.append(None)
-    assert all((one is None) == (out[0] is None) for one in out)
-    return out[0]
-
-
-def few(reply: Named) -> bool:
-    return sum(t.numel() for t in reply.values()) <= FEW
-
-
-def test_with_local_privacy_nothing_leaves_but_noise_and_a_few_scores(
-    method: Method,
-    said_by_clients: list[Spoken],
-) -> None:
-    for said in said_by_clients:
-        name, _, sent, reply = said
-        out = leaves(NOISY, method, said)
-        if out is None:
-            continue
-        large = {
-            key
-            for key, t in reply.items()
-            if t.is_floating_point() and key in sent and not few({key: t})
-        }
-        assert all(not torch.equal(out[key], reply[key]) for key in large), name
-        untouched = {key: t for key, t in out.items() if torch.equal(t, reply[key])}
-        assert few(untouched), name  # a model cannot hide in what has no noise
-        if declared(find_task(method, name)) is Sends.UPDATE:
-            assert all(
-                not torch.equal(t, reply[key])
-                for key, t in out.items()
-                if t.is_floating_point() and t.numel()
-            ), name
-
-
-def test_with_secure_aggregation_nothing_leaves_in_the_clear_but_a_few_scores(
-    method: Method,
-    said_by_clients: list[Spoken],
-) -> None:
-    for said in said_by_clients:
-        out = leaves(SECURE, method, said)
-        assert out is None or few(out), said[0]
-        assert out is None or not any(
-            t.dtype == torch.float32 and t.numel() > 1 for t in out.values()
-        ), said[0]
-
-
-def test_what_goes_under_masks_is_an_update(method: Method, said_by_clients: list[Spoken]) -> None:
-    for said in said_by_clients:
-        out = leaves(replace(SECURE, masked=True), method, said)
-        if out is not None and not few(out):
-            sent = said[2]
-            assert all(
-                out[key].shape == sent[key].shape for key in out if out[key].is_floating_point()
-            )
+from coterie.testing import Run, World
+from coterie.testing.leaving import NOISY, SECURE
 
 
 @dataclass(frozen=True)
@@ -244,10 +134,7 @@ class Leaking(CoMiGS):
     ],
 )
 def test_what_a_method_does_not_share_is_refused_where_it_leaves(
-    leak: str,
-    why: str,
-    kind: type[Loopback],
-    language: World,
+    leak: str, why: str, kind: type[Loopback], language: World
 ) -> None:
     run = Run(Leaking(local_steps=1, leak=leak), language)
     with pytest.raises(ClientError, match=why):

@@ -6,31 +6,24 @@ import json
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from conformance.cases import ALL, NETWORKS, PICTURES, method_of
-from conformance.test_methods import BASE, Run, World, classifiers, longer, one_by_one, some
 from nodes import Nodes, devices, on_device, simulated_nodes
 
 from coterie.core.files import load as load_tensors
 from coterie.core.tensors import Tensors
-from coterie.engines.flower.engine import Flower
-from coterie.models.adapter import Adapter
 from coterie.models.backbone import Backbone
-from coterie.models.language import LanguageModel
 from coterie.runs import device as devices_module
 from coterie.runs import loading, run
 from coterie.runs.backends import OnThisMachine
-from coterie.runs.device import Memory
 from coterie.runs.language import load_backbone
-from coterie.runs.prepare import Prepared
 from coterie.runs.recipe import Recipe, load
+from coterie.testing.devices import devices_are_alike
+from coterie.testing.worlds import World, language_on, pictures_of
 
 WORDS = {
     "ann": "the cat sat on a warm mat and slept while the dog looked for its bone",
@@ -271,17 +264,12 @@ def test_ddome_with_anchors_participation_and_clients_never_seen(
 
 @pytest.fixture(scope="module")
 def language(tiny_base: Path, tiny_federation: Any) -> World:
-    backbone = Backbone.load(tiny_base)
-    return World(
-        tiny_federation, partial(LanguageModel, backbone), partial(Adapter, backbone.architecture)
-    )
+    return language_on(tiny_base, tiny_federation)
 
 
 @pytest.fixture(scope="module")
 def pictures(tiny_pictures: Any) -> World:
-    from coterie.models.classifier import Classifier
-
-    return classifiers(Classifier, tiny_pictures)
+    return pictures_of(tiny_pictures)
 
 
 @pytest.mark.parametrize(
@@ -292,30 +280,6 @@ def pictures(tiny_pictures: Any) -> World:
     ],
 )
 def test_every_method_over_messages_with_half_of_the_clients_a_round(
-    kind: str,
-    name: str,
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, name: str, request: pytest.FixtureRequest
 ) -> None:
-    world = one_by_one(request.getfixturevalue(kind))
-    method = longer(method_of(name))
-    here = Run(method, world).rounds(method.rounds, draw=some)
-    there = Run(method, world)
-    site = replace(there.site, models={})
-
-    def loaded(*recipe: object, **kind: object) -> Prepared:
-        own: Any = SimpleNamespace(threads=1, base=BASE, federation=world.federation)
-        asked: Any = SimpleNamespace(secure=False)
-        return Prepared(asked, method, own, site, there.clients)
-
-    monkeypatch.setattr(devices_module, "_loaded", loaded)
-    grid = simulated_nodes(len(site.data))
-    engine = Flower(grid, "run", {}, deadline=10, folder=str(tmp_path))
-    there.engine = engine
-    assert {member.client for member in engine.members()} == set(site.data)
-    there.rounds(method.rounds, draw=some)
-    assert_same(here.server, there.server)
-    for client, state in here.engine.states().items():
-        turns = Memory(tmp_path / "states" / client).turns()
-        assert_same(dict(state), load_tensors(max(turns.items())[1])[0])
+    devices_are_alike(method_of(name), request.getfixturevalue(kind))

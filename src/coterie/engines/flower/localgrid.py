@@ -1,0 +1,122 @@
+"""A grid whose nodes are in this process: real messages, without Flower's machinery.
+
+For tests of what goes over a network: nothing is started, and every request is answered at once.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flwr.app import Context, Message, RecordDict
+from flwr.common.serde import message_from_proto, message_to_proto
+from flwr.serverapp import Grid
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+from flwr.supercore.task_identity import TaskIdentity
+
+from coterie.engines.flower.apps import client_app
+
+Handle = Callable[[Mapping[str, Any], str, bytes], tuple[str, bytes]]
+
+
+def delivered(message: Message) -> Message:
+    """Return a message as it comes out at the other end.
+
+    The objects that it is made of travel one by one, its envelope by protobuf.
+    """
+    contents = {id: found.deflate() for id, found in get_all_nested_objects(message).items()}
+    arrived = inflate_object_from_contents(message.object_id, contents)
+    if not isinstance(arrived, Message):
+        raise TypeError(f"a message arrived as {type(arrived).__name__}")
+    arrived.metadata.__dict__.update(
+        message_from_proto(message_to_proto(message)).metadata.__dict__
+    )
+    return arrived
+
+
+@dataclass
+class LocalNode:
+    """One node.
+
+    Args:
+        config: Its own configuration.
+        handle: What it does.
+    """
+
+    config: dict[str, Any]
+    handle: Handle
+
+    def reply(self, arrived: Message) -> Message | None:
+        """Return what it answers to a message; None: nothing ever arrives."""
+        context = Context(1, arrived.metadata.dst_node_id, dict(self.config), RecordDict(), {})
+        found: Message | None = client_app(self.handle)(arrived, context)
+        return found
+
+
+@dataclass(eq=False)
+class LocalGrid(Grid):
+    """A grid of nodes that answer at once."""
+
+    nodes: dict[int, Any] = field(default_factory=dict)
+    waiting: dict[str, Message] = field(
+        default_factory=dict
+    )  # replies by the id of what they answer
+    sent: int = 0
+
+    def __post_init__(self) -> None:
+        TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = (
+            1  # of whoever makes a message
+        )
+
+    def put(self, node: LocalNode) -> int:
+        """Add a node; return its id."""
+        id = 1000 + 7 * len(self.nodes)
+        self.nodes[id] = node
+        return id
+
+    @property
+    def run(self) -> Any:
+        """Refuse: the engine never asks."""
+        raise NotImplementedError
+
+    def set_run(self, run: Any) -> None:
+        """Refuse: the engine never asks."""
+        raise NotImplementedError
+
+    def create_message(self, *arguments: Any, **named: Any) -> Message:
+        """Refuse: Flower has deprecated it."""
+        raise NotImplementedError
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """Refuse: the engine watches while it waits, which this does not allow."""
+        raise NotImplementedError
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Return the ids of the nodes that can be reached."""
+        return list(self.nodes)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Send messages; what they are answered waits to be pulled. Returns their ids."""
+        found = []
+        for message in messages:
+            self.sent += 1
+            message.metadata.__dict__["_message_id"] = f"message-{self.sent}"
+            node = self.nodes.get(message.metadata.dst_node_id)
+            if node is None:
+                continue  # as the SuperLink: no id
+            found.append(message.metadata.message_id)
+            self.asked(message, node)
+            reply = node.reply(delivered(message))
+            if reply is not None:
+                reply.metadata.__dict__["_message_id"] = f"reply-{self.sent}"
+                self.waiting[message.metadata.message_id] = delivered(reply)
+        return found
+
+    def asked(self, message: Message, node: Any) -> None:
+        """Look at a message that is on its way to a node."""
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Return replies, not in the order asked."""
+        return [self.waiting.pop(id) for id in list(message_ids)[::-1] if id in self.waiting]

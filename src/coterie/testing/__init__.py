@@ -1,0 +1,17 @@
+"""The conformance suite: whether a method keeps the contract, for authors of methods.
+
+    from coterie.testing import check_method
+
+    def test_my_method():
+        check_method("my_package.my_file:MyMethod", rounds=2)
+
+Each of `CHECKS` is a function of a method and a `World` that raises AssertionError. None needs
+pytest.
+"""
+
+from coterie.testing.contract import NotApplicable
+from coterie.testing.run import Run
+from coterie.testing.suite import CHECKS, Checked, check_method
+from coterie.testing.worlds import World
+
+__all__ = ["CHECKS", "Checked", "NotApplicable", "Run", "World", "check_method"]

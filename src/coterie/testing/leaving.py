@@ -1,0 +1,181 @@
+"""Checks of messages: what clients reply, and what leaves a device that protects its owner."""
+
+from dataclasses import replace
+
+import torch
+
+from coterie.aggregation.privacy import Privacy
+from coterie.client.outbound import Outbound
+from coterie.core.errors import Refused
+from coterie.core.protocol import Ask, ClientId, Replies, Sends, declared, drive, find_task, trains
+from coterie.core.tensors import Named, Tensors
+from coterie.methods import Method
+from coterie.testing.contract import clause, require
+from coterie.testing.run import Run
+from coterie.testing.worlds import World
+
+# With what was sent, as it was before a client may have used its memory.
+Exchanges = list[tuple[Ask, Replies, dict[ClientId, Tensors]]]
+# Task, client, what was sent, what a device that protects nothing sends back.
+Spoken = tuple[str, ClientId, Tensors, Tensors]
+NOISY = Outbound(0, Privacy(where="local", clip=1.0, noise=1.0), secret=True, key=bytes(range(32)))
+SECURE = Outbound(0, secret=True, secure=True)
+FEW = 64  # numbers: in them no model hides
+_GRADIENTS = {
+    "midpoint_gradients",
+    "gradients",
+}  # tasks whose replies have the names of models, and are none
+
+
+def exchanges(method: Method, world: World, rounds: int | None = None) -> Exchanges:
+    """Return all that is asked and answered in a run, and in an adaptation after it."""
+    run, found = Run(method, world), Exchanges()
+
+    def answer(ask: Ask, phase: int) -> Replies:
+        before = _copied(ask)
+        found.append((ask, run.answer(ask, phase), before))
+        return found[-1][1]
+
+    run.rounds(method.rounds if rounds is None else rounds, answer)
+    drive(method.adapt(run.server, run.clients), answer)
+    return found
+
+
+def _copied(ask: Ask) -> dict[ClientId, Tensors]:
+    return {i: {name: t.clone() for name, t in sent.items()} for i, sent in ask.to.items()}
+
+
+def _seen(method: Method, world: World) -> Exchanges:
+    """Return the exchanges of a method, which several checks look at, computed once."""
+    key = ("exchanges", type(method), repr(method))
+    if key not in world.memo:
+        world.memo[key] = exchanges(method, world)
+    found: Exchanges = world.memo[key]
+    return found
+
+
+def spoken(method: Method, world: World) -> list[Spoken]:
+    """Return all that clients answer.
+
+    In a run, in an adaptation, when they are scored, and when they keep their models.
+    """
+    key = ("spoken", type(method), repr(method))
+    if key not in world.memo:
+        world.memo[key] = [*_in_exchanges(method, world), *_at_the_end(method, world)]
+    found: list[Spoken] = world.memo[key]
+    return found
+
+
+def _in_exchanges(method: Method, world: World) -> list[Spoken]:
+    asked = _seen(method, world)
+    return [(a.name, i, sent[i], dict(replies[i])) for a, replies, sent in asked for i in replies]
+
+
+def _at_the_end(method: Method, world: World) -> list[Spoken]:
+    run, found = Run(method, world).rounds(method.rounds), []
+    for function in (method.score, method.score_test, method.keep):
+        synced = function.__name__ == "score_test" and not method.forgetful
+        models = method.download(run.server, run.clients) if synced else run.models()
+        ask = Ask(function, {i: models[i] for i in run.clients})
+        sent = _copied(ask)
+        replies = run.engine.answer(Ask(function, sent), method.rounds, -1)
+        found += [(function.__name__, i, sent[i], dict(replies[i])) for i in replies]
+    return found
+
+
+@clause("`Ask.back` says which tensors a client sends back, and it sends those")
+def replies_have_the_form_asked_for(method: Method, world: World) -> None:
+    """Check names, shapes, dtypes and values of all replies of honest clients."""
+    for ask, replies, _ in _seen(method, world):
+        for i, reply in replies.items():
+            ask.check(i, reply)
+
+
+@clause(
+    "a task is declared Sends.UPDATE where, and only where, a model comes and goes back changed"
+)
+def training_tasks_say_so(method: Method, world: World) -> None:
+    """Check that all floating-point tensors of such a reply came by the same names.
+
+    What says how others should step (`change/...` of SCAFFOLD) aside.
+    """
+    for ask, replies, before in _seen(method, world):
+        for i, reply in replies.items():
+            numbers = {name for name, t in reply.items() if t.is_floating_point()}
+            same = numbers & before[i].keys()
+            model = bool(same and ask.name not in _GRADIENTS)
+            says = f"task {ask.name} is declared to send {declared(ask.task).value}"
+            comes = "a model that came goes back" if model else "no model that came goes back"
+            require(trains(ask.task) == model, f"{says}, but {comes}")
+            if trains(ask.task):
+                foreign = sorted(n for n in numbers - same if not n.startswith("change/"))
+                require(not foreign, f"{says}, but {foreign[:5]} did not come to the client")
+                moved = any(not torch.equal(reply[name], before[i][name]) for name in same)
+                require(ask.smaller or moved, f"{says}, but it sends back what came, unchanged")
+
+
+def few(reply: Named) -> bool:
+    """Return whether a reply is too small for a model."""
+    return sum(t.numel() for t in reply.values()) <= FEW
+
+
+def leaves(door: Outbound, method: Method, said: Spoken) -> Tensors | None:
+    """Return what a device lets out, whatever the number of the exchange; None: it refuses."""
+    name, client, sent, reply = said
+    out: list[Tensors | None] = []
+    for phase in (0, -1, -2):
+        try:
+            out.append(door(find_task(method, name), client, sent, dict(reply), 0, phase))
+        except Refused:
+            out.append(None)
+    alike = all((one is None) == (out[0] is None) for one in out)
+    require(alike, f"whether a reply to {name} leaves depends on the number of the exchange")
+    return out[0]
+
+
+@clause("of a device with local privacy nothing leaves but what has noise on it, and a few scores")
+def local_privacy_leaves_only_noise(method: Method, world: World) -> None:
+    """Check what a device with noise of its own lets out of each reply."""
+    for said in spoken(method, world):
+        name, _, sent, reply = said
+        out = leaves(NOISY, method, said)
+        if out is None:
+            continue
+        numbers = {key for key, t in reply.items() if t.is_floating_point()}
+        large = {key for key in numbers if key in sent and not few({key: reply[key]})}
+        bare = sorted(key for key in large if torch.equal(out[key], reply[key]))
+        require(not bare, f"{bare[:5]} of the reply to {name} leave without noise")
+        untouched = {key: t for key, t in out.items() if torch.equal(t, reply[key])}
+        require(
+            few(untouched), f"in the reply to {name} a model could hide in {sorted(untouched)[:5]}"
+        )
+        if declared(find_task(method, name)) is Sends.UPDATE:
+            trained = {key for key in numbers if key in out and out[key].numel()}
+            bare = sorted(key for key in trained if torch.equal(out[key], reply[key]))
+            require(not bare, f"{bare[:5]} of the update of {name} leave without noise")
+
+
+@clause("of a device with secure aggregation nothing leaves in the clear but a few scores")
+def secure_aggregation_leaves_only_scores(method: Method, world: World) -> None:
+    """Check what a device that shows nothing but sums lets out of each reply without masks."""
+    for said in spoken(method, world):
+        out = leaves(SECURE, method, said)
+        if out is None:
+            continue
+        require(few(out), f"more than {FEW} numbers of the reply to {said[0]} leave in the clear")
+        vectors = [key for key, t in out.items() if t.dtype == torch.float32 and t.numel() > 1]
+        require(not vectors, f"{vectors[:5]} of the reply to {said[0]} leave in the clear")
+
+
+@clause("what goes under masks is an update: tensors of the shapes that came")
+def masked_replies_are_updates(method: Method, world: World) -> None:
+    """Check the shapes of what a device sends under the masks of secure aggregation."""
+    for said in spoken(method, world):
+        name, _, sent, _ = said
+        out = leaves(replace(SECURE, masked=True), method, said)
+        if out is not None and not few(out):
+            numbers = [key for key, t in out.items() if t.is_floating_point()]
+            other = [key for key in numbers if key not in sent or out[key].shape != sent[key].shape]
+            require(
+                not other, f"{other[:5]} of the reply to {name} go under masks, and are no updates"
+            )

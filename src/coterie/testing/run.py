@@ -1,0 +1,104 @@
+"""A method on a federation, round by round, without files."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from coterie.client.blueprint import Blueprint
+from coterie.client.client import Client
+from coterie.client.settings import Training
+from coterie.client.site import Site
+from coterie.core.protocol import Ask, ClientId, Replies, drive
+from coterie.core.tensors import Tensors
+from coterie.data.federation import POOL
+from coterie.engines import ENGINES, Engine
+from coterie.methods import Method
+from coterie.testing.worlds import BASE, World
+
+Answer = Callable[[Ask, int], Replies]
+Draw = Callable[[Sequence[ClientId], int], Sequence[ClientId]]
+
+
+def everybody(clients: Sequence[ClientId], round: int) -> Sequence[ClientId]:
+    """Draw all clients."""
+    return clients
+
+
+def some(clients: Sequence[ClientId], round: int) -> Sequence[ClientId]:
+    """Draw all of three or more clients but one.
+
+    Another one is left out in each round, and the one at the end never before the third.
+    """
+    if len(clients) < 3:
+        return clients
+    return [i for i in clients if i != sorted(clients)[2 - round % 3]]
+
+
+class Run:
+    """A run of a method in a world, on one of the engines of this process.
+
+    Attributes:
+        server: The server's state.
+        initial: What it was before the first round.
+        round: Rounds done.
+        asks: All that was asked.
+    """
+
+    def __init__(self, method: Method, world: World, engine: str = "inprocess") -> None:
+        federation = world.federation
+        self.method, self.clients = method, tuple(federation.clients)
+        data, ids = dict(federation.clients), sorted(federation.clients)
+        layouts = {i: method.layout(position, BASE) for position, i in enumerate(ids)}
+        if method.pooled:
+            data[POOL] = federation.pooled()
+            layouts[POOL] = method.layout(0, BASE)
+        training = Training(batch_size=4, micro_batch=None)
+        total = method.total_iterations
+        self.site = Site(world.build, layouts, data, training, seed=7, total_iterations=total)
+        self.engine: Engine = ENGINES[engine](self.site, method)
+        known = Blueprint(world.trainable, layouts, 7, federation.clusters, federation.anchors)
+        self.server = method.init(known, self.clients)
+        self.initial = dict(self.server)
+        self.asks: list[Ask] = []
+        self.round = 0
+
+    def answer(self, ask: Ask, phase: int) -> Replies:
+        """Have the clients do what they are asked."""
+        self.asks.append(ask)
+        return self.engine.answer(ask, self.round, phase)
+
+    def rounds(
+        self,
+        count: int,
+        answer: Answer | None = None,
+        order: Sequence[ClientId] | None = None,
+        draw: Draw = everybody,
+    ) -> "Run":
+        """Do some rounds, and what comes after the last one.
+
+        Args:
+            count: How many.
+            answer: Stands for the engine.
+            order: The clients, in another order.
+            draw: (clients, round) -> those that take part in it.
+        """
+        there, answer = order or self.clients, answer or self.answer
+        for _ in range(count):
+            rng = torch.Generator().manual_seed(self.round)
+            drawn = draw(there, self.round)
+            self.server = drive(self.method.round(self.server, drawn, rng), answer)
+            if self.round + 1 == self.method.rounds:
+                self.server = drive(self.method.finish(self.server, there), answer)
+            self.round += 1
+        return self
+
+    def client(self, i: ClientId) -> Client:
+        """Return a client with what it remembers."""
+        return self.site.client(i, dict(self.engine.states()[i]))
+
+    def models(self) -> Mapping[ClientId, Tensors]:
+        """Return what clients need to have a model: nothing, unless they keep none."""
+        if not self.method.forgetful:
+            return {i: {} for i in self.clients}
+        adaptation = self.method.adapt(self.server, self.clients)
+        return drive(adaptation, lambda ask, phase: self.engine.answer(ask, self.round, phase))

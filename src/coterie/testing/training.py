@@ -1,0 +1,287 @@
+"""Checks of whole runs: states, engines, resumption, and clients that are missing."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from coterie.aggregation.lowrank import own_factors
+from coterie.client.client import Client
+from coterie.client.state import OWNED
+from coterie.core.protocol import Ask, ClientId, Replies
+from coterie.core.roles import GATE
+from coterie.core.tensors import Tensors, all_finite
+from coterie.data.federation import POOL
+from coterie.data.splits import SPLITS
+from coterie.engines import ENGINES
+from coterie.methods import Method
+from coterie.methods.fdlora import FDLoRA
+from coterie.methods.templates import Ranked
+from coterie.runs.checkpoints import Checkpoint, Checkpoints
+from coterie.testing.contract import (
+    NotApplicable,
+    clause,
+    forms,
+    require,
+    require_same,
+    require_same_run,
+    require_same_states,
+)
+from coterie.testing.run import Answer, Draw, Run, everybody, some
+from coterie.testing.worlds import World
+
+_COUNTERS = {"cursor/train", "cursor/train-expert/0", "cursor/train-expert/1", "iteration", "began"}
+_STATELESS = _COUNTERS | {f"embeddings/{split}" for split in SPLITS}
+
+
+def longer(method: Method) -> Method:
+    """Return the same method for so many rounds that everybody misses one."""
+    return replace(method, rounds=3) if method.rounds else method
+
+
+@clause(
+    "`round` returns a state of the form that `init` gave it; nothing in a state is NaN or infinite"
+)
+def state_keeps_its_form(method: Method, world: World) -> None:
+    """Check names, shapes and dtypes of the server's state after a run."""
+    run = Run(method, world).rounds(method.rounds)
+    before, after = forms(run.initial), forms(run.server)
+    changed = sorted(n for n in before.keys() | after.keys() if before.get(n) != after.get(n))
+    problem = "the server's state has another form than at the beginning: "
+    shown = ", ".join(f"{n!r} was {before.get(n)}, is {after.get(n)}" for n in changed[:3])
+    require(not changed, problem + shown)
+    require(all_finite(run.server), "the server's state has values that are not finite")
+    for i, state in run.engine.states().items():
+        require(all_finite(state), f"the state of client {i!r} has values that are not finite")
+
+
+@clause("all chance comes from `rng` at the server and from the seeded global generator in a task")
+def two_runs_are_alike(method: Method, world: World) -> None:
+    """Check that the same seed gives the same run, to the bit."""
+    a, b = (Run(method, world).rounds(method.rounds) for _ in range(2))
+    require_same_run(a, b, "two runs with the same seed")
+
+
+@clause("what is needed later stands in the states, and a message is nothing but named tensors")
+def engines_are_alike(method: Method, world: World) -> None:
+    """Check that a run whose messages and states pass through bytes is the same, to the bit."""
+    world = world.one_by_one
+    a, b = (Run(method, world, engine).rounds(method.rounds) for engine in ENGINES)
+    require_same_run(a, b, f"the engines {' and '.join(ENGINES)}")
+    scores = [run.engine.answer(Ask(method.score, run.models()), 2, -1) for run in (a, b)]
+    for i in a.clients:
+        require_same(scores[0][i], scores[1][i], f"score of {i!r} on both engines")
+
+
+@clause("a task marked `batched` does for a batch of clients what it does for each of them")
+def batch_is_as_one_by_one(method: Method, world: World) -> None:
+    """Check a run whose clients are asked many at once against one where they are not."""
+    if world.separate is None:
+        raise NotApplicable("models of this kind are never stacked")
+    a, b = (Run(method, w).rounds(method.rounds) for w in (world, world.one_by_one))
+    states = ((f"state of {i!r}", s, b.engine.states()[i]) for i, s in a.engine.states().items())
+    for what, one, other in (("server's state", a.server, b.server), *states):
+        require(one.keys() == other.keys(), f"in one batch, {what} has other tensors")
+        for name in one:
+            close = torch.allclose(one[name], other[name], rtol=1e-4, atol=1e-5)
+            require(close, f"in one batch, {what}: {name!r} is another one than one by one")
+
+
+@clause("a client does `steps` local iterations a round, and what it trains stays in its state")
+def training_changes_the_clients(method: Method, world: World) -> None:
+    """Check that iterations are counted, and that clients (or the server, for them) changed."""
+    if not method.rounds:
+        raise NotApplicable("a method without rounds trains nothing")
+    run = Run(method, world).rounds(method.rounds)
+    for i in [POOL] if method.pooled else run.clients:
+        if method.local_epochs is None:
+            done, due = run.client(i).iteration, method.total_iterations
+            require(done == due, f"client {i!r} did {done} local iterations instead of {due}")
+        if method.forgetful:
+            kept = run.engine.states()[i].keys() - _STATELESS
+            require(not kept, f"client {i!r} kept {sorted(kept)[:5]}, though `forgetful`")
+            continue
+        before = run.site.client(i, {}).read(*OWNED)
+        now = run.client(i).read(*OWNED)
+        changed = [name for name, t in now.items() if not torch.equal(t, before[name])]
+        moved = any(name.endswith(("B", "weight")) for name in changed)
+        require(moved, f"no weight of client {i!r} changed in {method.rounds} rounds")
+    if method.forgetful:
+        moved = any(not torch.equal(t, run.initial[name]) for name, t in run.server.items())
+        require(
+            moved,
+            f"clients keep nothing, and nothing of the server's changed in {method.rounds} rounds",
+        )
+
+
+@clause("no tensor leaves a client, or comes to one, but of a role in `shared`")
+def only_shared_tensors_travel(method: Method, world: World) -> None:
+    """Check the names and sizes of all tensors in all messages."""
+    run = Run(method, world)
+    if method.forgetful or GATE in run.initial:
+        raise NotApplicable("a pool's experts travel under their numbers; engines check them")
+    seen: list[Tensors] = []
+
+    def answer(ask: Ask, phase: int) -> Replies:
+        replies = run.answer(ask, phase)
+        seen.extend([*ask.to.values(), *replies.values()])
+        return replies
+
+    run.rounds(method.rounds, answer)  # the engine itself refuses what leaves, see `Site.leaving`
+    for i in run.engine.states():
+        shared = run.client(i).read(*method.shared)
+        everything = sum(t.numel() for t in shared.values())  # all of them as one vector
+        for message in seen:
+            for name, tensor in message.items():
+                # several models in one message have a prefix each; a figure is not a tensor
+                named = any(name.replace("/", ".").endswith(own) for own in shared)
+                figure = tensor.numel() <= 2 or tensor.shape == (everything,)
+                roles = ", ".join(method.shared) or "nothing"
+                require(named or figure, f"{name!r} was in a message, and {roles} is shared")
+
+
+@clause(
+    "clients that fail are missing from the replies: the round goes on with the others, or none"
+)
+def failing_clients_are_left_out(method: Method, world: World) -> None:
+    """Check a round where one client's replies are lost, and one where all are."""
+    run = Run(method, world)
+
+    def without(lost: Sequence[ClientId]) -> Answer:
+        def answer(ask: Ask, phase: int) -> Replies:
+            return {i: reply for i, reply in run.answer(ask, phase).items() if i not in lost}
+
+        return answer
+
+    run.rounds(min(1, method.rounds), without([run.clients[len(run.clients) // 2]]))
+    before = dict(run.server)
+    run.rounds(min(1, method.rounds), without([*run.clients, POOL]))
+    stands = [name for name in run.server if name != "round"]  # a counter of rounds goes on
+    now = {name: run.server[name] for name in stands}
+    what = "the server's state after a round in which nobody answered, and before it"
+    require_same({name: t for name, t in before.items() if name != "round"}, now, what)
+    require(all_finite(run.server), "without all clients' replies the state is not finite")
+
+
+def resumed(method: Method, world: World, folder: Path, draw: Draw = everybody) -> Run:
+    """Return a run that goes on from a checkpoint of its first round, to its end."""
+    first = Run(method, world).rounds(min(1, method.rounds), draw=draw)
+    saved = Checkpoint(first.round, first.server, first.engine.states(), {})
+    Checkpoints(folder, {}).save(saved)
+    found = Checkpoints(folder, {}).latest()
+    require(found is not None, "there is no checkpoint after the first round")
+    assert found is not None
+    second = Run(method, world)
+    second.server, second.round = found.server, found.round
+    second.engine.restore(found.clients)
+    return second.rounds(method.rounds - found.round, draw=draw)
+
+
+@clause("the states are all that a run needs to go on from a checkpoint")
+def resumed_run_ends_the_same(method: Method, world: World) -> None:
+    """Check that a run that was resumed after its first round ends the same, to the bit."""
+    whole = Run(method, world).rounds(method.rounds)
+    with TemporaryDirectory() as folder:
+        later = resumed(method, world, Path(folder))
+    require_same_run(whole, later, "a run and the same one resumed after a round")
+
+
+@clause("a client that is not drawn keeps everything, at home and in the server's state")
+def absent_client_keeps_everything(method: Method, world: World) -> None:
+    """Check what there is of a client before and after a round in which it takes no part."""
+    method = longer(method)
+    run = Run(method, world.one_by_one)
+    if method.pooled:
+        raise NotApplicable("it trains on all data, whoever is drawn")
+    for round in range(max(method.rounds - 1, 0)):  # after the last round some ask everybody
+        (absent,) = set(run.clients) - set(some(run.clients, round))
+        before = {i: dict(state) for i, state in run.engine.states().items() if i == absent}
+        server = {name: t for name, t in run.server.items() if absent in name.split("/")}
+        run.rounds(1, draw=some)
+        after = {i: state for i, state in run.engine.states().items() if i in before}
+        what = f"round {round + 1}, in which {absent!r} took no part, before and after it"
+        require_same_states(before, after, what)
+        lost = sorted(server.keys() - run.server.keys())
+        require(not lost, f"{what}: the server's state lost {lost[:5]}")
+        require_same(server, {name: run.server[name] for name in server}, f"{what}, server's state")
+        require(absent in before or round == 0, f"client {absent!r} has no state after a round")
+
+
+@clause("any of the clients may be drawn for a round, on every engine and after a resumption")
+def some_clients_a_round(method: Method, world: World) -> None:
+    """Check a run in which not all clients take part, on all engines, and resumed."""
+    method, world = longer(method), world.one_by_one
+    whole, other = (Run(method, world, e).rounds(method.rounds, draw=some) for e in ENGINES)
+    require_same_run(whole, other, f"some clients a round, on {' and '.join(ENGINES)}")
+    require(all_finite(whole.server), "with some clients a round the state is not finite")
+    with TemporaryDirectory() as folder:
+        later = resumed(method, world, Path(folder), some)
+    require_same_run(whole, later, "some clients a round, and the same resumed")
+
+
+@clause("schedules run over the rounds of the run, whether or not a client was drawn")
+def schedules_run_over_the_rounds(method: Method, world: World) -> None:
+    """Check where the learning rates of clients stand at the end that missed a round."""
+    method = longer(method)
+    if not method.rounds or method.pooled:
+        raise NotApplicable("nobody trains, or everybody")
+    run = Run(method, world.one_by_one).rounds(method.rounds, draw=some)
+    for i in run.clients:
+        client = run.client(i)
+        took_part = sum(i in some(run.clients, round) for round in range(method.rounds))
+        require(took_part == method.rounds - 1, f"client {i!r} was drawn {took_part} times")
+        if method.local_epochs is None:
+            due = took_part * method.local_steps
+            problem = f"{client.iteration} local iterations of client {i!r}, expected {due}"
+            require(client.iteration == due, problem)
+        client.round, client.round_steps = method.rounds - 1, method.steps(client)
+        last = client.round_steps if i in some(run.clients, method.rounds - 1) else 0
+        due = (method.rounds - 1) * client.round_steps + last
+        problem = f"the schedule of client {i!r} is at {client.position}, expected {due}"
+        require(client.position == due, problem)
+
+
+@clause("nothing depends on the order of the clients")
+def order_changes_nothing(method: Method, world: World) -> None:
+    """Check a run whose clients stand in the reverse order."""
+    world = world.one_by_one
+    a = Run(method, world).rounds(method.rounds)
+    reverse = world.among(dict(reversed(list(world.federation.clients.items()))))
+    b = Run(method, reverse).rounds(method.rounds, order=tuple(reversed(a.clients)))
+    if method.pooled:
+        raise NotApplicable("the union of the data is laid out in the order of the clients")
+    require_same_run(a, b, "clients in one order and in the reverse")
+
+
+@clause("a client that is alone is averaged with nobody: what it downloads is what it has")
+def one_client_alone(method: Method, world: World) -> None:
+    """Check that with one client downloading changes nothing: it trains as if it were alone."""
+    if isinstance(method, FDLoRA):
+        raise NotApplicable("its server takes an outer step, and its clients end with a fusion")
+    if method.forgetful:
+        raise NotApplicable("its clients keep nothing that could be compared")
+    (id,) = world.alone.federation.clients
+    run = Run(method, world.alone)
+    for _ in range(method.rounds):
+        run.rounds(1)
+        client = run.client(POOL if method.pooled else id)
+        own = client.read(*method.shared)
+        down = method.download(run.server, [id])[id]
+        if isinstance(method, Ranked):
+            _require_same_updates(client, down, own)
+        else:
+            with client.borrowing(down):
+                loaded = client.read(*method.shared)
+            require_same(loaded, own, "one client, with what it downloads and without it")
+
+
+def _require_same_updates(client: Client, down: Tensors, own: Tensors) -> None:
+    """Factors may come back in another basis: the update is the same."""
+    down = own_factors(client.loras, down)
+    for module in client.loras:
+        found = down[f"{module}.B"] @ down[f"{module}.A"]
+        expected = own[f"{module}.B"] @ own[f"{module}.A"]
+        close = torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
+        require(close, f"the update of {module} that one client downloads is not its own")
