@@ -1,41 +1,23 @@
 """The programs on the page about methods run as they are printed there."""
 
-import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from conformance import test_forms
-from conformance import test_methods as conformance
-from conformance.test_forms import exchanges
-from conformance.test_methods import World, assert_same_run, classifiers, language, pictures
 from typer.testing import CliRunner
 
 from coterie.cli.base import app
 from coterie.core.files import load, read_json
-from coterie.data.federation import Federation
 from coterie.methods import METHODS, Method
 from coterie.methods.fedavg import FedAvg
-from coterie.models.classifier import Classifier
+from coterie.testing import Run, check_method, worlds
+from coterie.testing.contract import require_same_run
 
 PAGE = Path(__file__).parents[1] / "docs/write-a-method.md"
 PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-FIXTURES = (language, pictures)  # of the worlds below, by their names
-NAMES = ("MyFedAvg", "FairFedAvg")
 SMALL = ("method.rounds=2", "method.local_steps=2", "compare_with=[]", "samples=false")
-TAKEN = {"method", "world", "tmp_path"}
-
-
-def checks() -> list[str]:
-    """The names of the conformance suite's checks of a method in a world."""
-    found = {name: check for name, check in vars(conformance).items() if name.startswith("test_")}
-    return [
-        name
-        for name, check in found.items()
-        if {"method", "world"} <= set(inspect.signature(check).parameters) <= TAKEN
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -64,44 +46,22 @@ def test_fedavg_is_about_thirty_lines() -> None:
     assert lines(PROGRAMS[0]) <= 32
 
 
-@pytest.mark.parametrize("check", checks())
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", ["language", "pictures"])
-def test_the_programs_pass_the_conformance_suite(
-    kind: str, name: str, check: str, request: pytest.FixtureRequest, tmp_path: Path
+def test_fedavg_of_the_page_keeps_the_contract() -> None:
+    checked = check_method("my_methods:MyFedAvg")
+    assert set(checked.left_out) == {"language, batch_is_as_one_by_one"}
+
+
+def test_the_check_of_the_page_says_that_the_other_keeps_it(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    function: Callable[..., None] = getattr(conformance, check)
-    given = {
-        "method": method_of(name),
-        "world": request.getfixturevalue(kind),
-        "tmp_path": tmp_path,
-    }
-    function(**{wanted: given[wanted] for wanted in inspect.signature(function).parameters})
+    exec(compile(PROGRAMS[2], "the third program", "exec"), {})
+    assert "FairFedAvg keeps the contract" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_replies_have_the_form_and_the_meaning_that_the_programs_declare(
-    name: str, pictures: World
-) -> None:
-    found = exchanges(method_of(name), pictures)
-    test_forms.test_every_reply_has_the_form_that_was_asked_for(found)
-    test_forms.test_a_task_is_training_where_a_model_comes_and_goes_back_changed(found)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_many_clients_at_once_are_as_one_by_one(tiny_pictures: Federation, name: str) -> None:
-    kinds = (Classifier, conformance.OneByOne)
-    one, other = (
-        conformance.Run(method_of(name), classifiers(kind, tiny_pictures)).rounds(2)
-        for kind in kinds
-    )
-    torch.testing.assert_close(one.server, other.server, rtol=1e-4, atol=1e-5)
-
-
-def test_fedavg_of_the_page_is_the_shipped_one(language: World, pictures: World) -> None:
-    for world in (language, pictures):
-        methods = method_of("MyFedAvg"), FedAvg(rounds=2, local_steps=2)
-        assert_same_run(*(conformance.Run(method, world).rounds(2) for method in methods))
+@pytest.mark.parametrize("world", [worlds.language, worlds.pictures])
+def test_fedavg_of_the_page_is_the_shipped_one(world: Callable[[], worlds.World]) -> None:
+    methods = method_of("MyFedAvg"), FedAvg(rounds=2, local_steps=2)
+    require_same_run(*(Run(method, world()).rounds(2) for method in methods), "FedAvg")
 
 
 def coterie(recipe: str, folder: Path, name: str, *settings: str) -> Path:
@@ -189,5 +149,5 @@ def test_clients_with_a_larger_loss_count_more() -> None:
 def test_a_method_is_tried_without_an_engine(folder: Path) -> None:
     names: dict[str, object] = {}
     exec(compile("".join(PROGRAMS[:2]), "my_methods.py", "exec"), names)
-    exec(compile(PROGRAMS[2], "the third program", "exec"), names)
+    exec(compile(PROGRAMS[3], "the last program", "exec"), names)
     assert names["ask"].to["ann"]["a"].shape == (2,)  # type: ignore[attr-defined]
