@@ -2,13 +2,15 @@
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Discriminator, WrapSerializer, WrapValidator
 
 from coterie.data.corpora import AgNews, Multilingual, Stdlib, Topics
 from coterie.data.folders import Folders
 from coterie.data.hub import Hub, HubClients
 from coterie.data.images import Cifar10, Cifar100, Digits, Emnist, Images, Mnist
 from coterie.data.labelled import Clinc150, DBpedia14, LabelledTexts, YahooAnswers
+from coterie.data.own import kind_of, validated, written
+from coterie.data.section import Section, Source
 from coterie.data.synthetic import Synthetic
 
 Data = Annotated[
@@ -28,7 +30,9 @@ Data = Annotated[
     | Clinc150
     | DBpedia14
     | YahooAnswers,
-    Field(discriminator="kind"),
+    Discriminator("kind"),
+    WrapValidator(validated),
+    WrapSerializer(written),
 ]
 
 __all__ = [
@@ -47,8 +51,11 @@ __all__ = [
     "LabelledTexts",
     "Mnist",
     "Multilingual",
+    "Section",
+    "Source",
     "Stdlib",
     "Synthetic",
     "Topics",
     "YahooAnswers",
+    "kind_of",
 ]

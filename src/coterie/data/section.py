@@ -144,9 +144,10 @@ class Section(BaseModel, ABC):
             SaveError: The cache cannot be written.
         """
         source = self.source()
-        key = key_of(
-            tokenizer, self.model_dump(mode="json", exclude={"root", "path"}), source.fingerprint
-        )
+        about = self.model_dump(mode="json", exclude={"root", "path"})
+        # Sections of one's own have no field for it, and two of them must not share an entry.
+        about.setdefault("kind", f"{type(self).__module__}:{type(self).__qualname__}")
+        key = key_of(tokenizer, about, source.fingerprint)
         arrays = stored(
             cache or default_cache(),
             key,

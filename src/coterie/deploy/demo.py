@@ -69,7 +69,7 @@ def _data(recipe: "Recipe", client: str, home: Path) -> Path | None:
     alone.
     """
     path: Path | None = getattr(recipe.data, "path", None)
-    if recipe.data.kind != "folders" or path is None:
+    if getattr(recipe.data, "kind", None) != "folders" or path is None:
         return path or getattr(recipe.data, "root", None)
     (home / "data").mkdir(parents=True, exist_ok=True)
     own = next(folder for folder in path.iterdir() if names.normal(folder.name) == client)

@@ -6,13 +6,14 @@ its module and class, `my_package.my_file:MyMethod`; one that an installed packa
 entry point of the group `coterie.methods`.
 """
 
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
+
+from coterie.core.own import imported, is_own
 
 if TYPE_CHECKING:
     from coterie.methods.base import Method
@@ -277,11 +278,6 @@ class _Methods(Mapping[str, Entry]):
 METHODS: Mapping[str, Entry] = _Methods()
 
 
-def is_own(name: object) -> bool:
-    """Return whether a name is that of a module and a class in it."""
-    return isinstance(name, str) and ":" in name
-
-
 @cache
 def import_problem(name: str) -> str | None:
     """Import `module:Class`; returns why it is no method, or None where it is one. The folder
@@ -289,17 +285,14 @@ def import_problem(name: str) -> str | None:
     """
     from coterie.methods.base import Method
 
-    if "" not in sys.path:
-        sys.path.append("")
-    module, _, attribute = name.partition(":")
     try:
-        found = getattr(import_module(module), attribute)
-    except Exception as error:  # whatever the module does when it is imported
-        return f"{type(error).__name__}: {error}"
+        found = imported(name)
+    except ImportError as error:
+        return str(error)
     return (
         None
         if isinstance(found, type) and issubclass(found, Method)
-        else f"{attribute} is no class of a coterie.methods.Method"
+        else f"{name.partition(':')[2]} is no class of a coterie.methods.Method"
     )
 
 

@@ -25,10 +25,10 @@ from coterie.client.site import Site
 from coterie.core import names
 from coterie.core.errors import CoterieError, DataError, Refused, TensorError
 from coterie.core.files import load, save
+from coterie.core.own import is_own
 from coterie.core.protocol import ClientId, Sends, State, declared, find_task
 from coterie.core.tensors import Tensors, from_bytes, nbytes, to_bytes
 from coterie.engines.messages import Member, Reply, Request, failed, parsed
-from coterie.methods import is_own
 from coterie.runs import loading as modalities
 from coterie.runs import recipe as recipes
 from coterie.runs.account import ACCOUNT, Account, Cost, Leaving, Turn
@@ -460,16 +460,18 @@ class _Door:
 
 
 def _check_code(section: Mapping[str, Any], limits: Limits) -> None:
-    """Refuse a method that a server names by its module, before it is imported: a device runs
-    only what its owner installed or allows.
+    """Refuse a method or data that a server names by a module, before it is imported: a device
+    runs only what its owner installed or allows.
     """
-    method = section.get("method")
-    name = method.get("name") if isinstance(method, Mapping) else None
-    if is_own(name) and name not in (limits.methods or ()):
-        raise Refused(
-            f"method.name: this device imports no module that a server names, {name!r}",
-            "Its owner may allow it: limits.methods.",
-        )
+    named = (("method", "name", "methods", limits.methods), ("data", "kind", "data", limits.data))
+    for part, key, limit, allowed in named:
+        found = section.get(part)
+        name = found.get(key) if isinstance(found, Mapping) else None
+        if is_own(name) and name not in (allowed or ()):
+            raise Refused(
+                f"{part}.{key}: this device imports no module that a server names, {name!r}",
+                f"Its owner may allow it: limits.{limit}.",
+            )
 
 
 def _check_run(recipe: Recipe, limits: Limits) -> None:

@@ -45,6 +45,12 @@ class Limits(BaseModel):
     bases: Annotated[
         _Named | None, Field(description="base models (`model.base`) that it loads; null: any")
     ] = None
+    data: Annotated[
+        _Named | None,
+        Field(
+            description="kinds of data of one's own, `module:Class`, that it imports; null: none"
+        ),
+    ] = None
     runs: Annotated[
         int | None, Field(ge=1, description="runs that it ever takes part in; null: any number")
     ] = None

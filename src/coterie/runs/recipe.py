@@ -26,13 +26,14 @@ from coterie.aggregation.privacy import Privacy
 from coterie.client.settings import Training
 from coterie.core.errors import RecipeError
 from coterie.core.names import normal
-from coterie.data import Data
+from coterie.core.own import is_own
+from coterie.data import Data, kind_of
 from coterie.data.canaries import Audit
 from coterie.data.federation import Federation
 from coterie.data.images import Images
 from coterie.data.labelled import LabelledTexts
 from coterie.data.section import Section
-from coterie.methods import METHODS, Method, import_problem, is_own
+from coterie.methods import METHODS, Method, import_problem
 from coterie.runs import recipes
 from coterie.runs.sections import LanguageSection, ModelSection, Participation, Quorum, _Mistakes
 
@@ -241,7 +242,7 @@ class Recipe(BaseModel):
         )
         if self.model.kind != needed:
             raise _Mistakes(
-                f"model.kind: data.kind {self.data.kind} holds {held}, which need {needed}, "
+                f"model.kind: data.kind {kind_of(self.data)} holds {held}, which need {needed}, "
                 f"found {self.model.kind}"
             )
         return self
