@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from coterie.client.cohort import ClientBatch
+from coterie.client.batch import ClientBatch
 from coterie.client.site import Site
 from coterie.core.protocol import Ask, ClientId, Replies, State, batched, find_task
 from coterie.core.tensors import nbytes

@@ -16,7 +16,7 @@ from coterie.client.site import Site
 from coterie.core.errors import ClientError, TensorError
 from coterie.core.protocol import ClientId, Replies, State
 from coterie.core.roles import GENERALIST, Role
-from coterie.core.tensors import Named, Tensors, all_finite, check_alike, under
+from coterie.core.tensors import Named, Tensors, all_finite, check_alike
 from coterie.data.splits import Split
 from coterie.models.classifier import Classifier, parted
 
@@ -113,14 +113,14 @@ class ClientBatch:
         return {name: stacked([received[i][name] for i in self.ids]).to(device) for name in first}
 
     def split(self, reply: Tensors) -> Replies:
-        """Return the tensors of the batch as those of its clients."""
-        return {i: self._of(i, reply) for i in self.ids}
-
-    def _of(self, client: ClientId, tensors: Tensors) -> Tensors:
-        if isinstance(tensors, Ragged):
-            return under(client, tensors)
-        k = self.ids.index(client)
-        return {name: t[k] for name, t in tensors.items()}
+        """Return the tensors of the batch as those of its clients, in one pass over them."""
+        if not isinstance(reply, Ragged):
+            return {i: {name: t[k] for name, t in reply.items()} for k, i in enumerate(self.ids)}
+        found: dict[ClientId, Tensors] = {i: {} for i in self.ids}
+        for name, tensor in reply.items():
+            client, _, own = name.partition("/")
+            found[client][own] = tensor
+        return found
 
     @property
     def training(self) -> Training:
@@ -174,10 +174,11 @@ class ClientBatch:
             t.stride(0) == 0 for t in tensors.values()
         )  # what is one for all
         matrices = {key: self._matrix(key) for key in self._shared}
-        for k, i in enumerate(self.ids[:1] if alike else self.ids):
-            if found := self._of(i, tensors):
-                for key, flat in self._flats(i, found).items():
-                    (matrices[key] if alike else matrices[key][k]).copy_(flat)
+        for k, (i, found) in enumerate(self.split(tensors).items()):
+            for key, flat in self._flats(i, found).items() if found else ():
+                (matrices[key] if alike else matrices[key][k]).copy_(flat)
+            if alike:
+                break
 
     @property
     def _shared(self) -> dict[str, Named]:

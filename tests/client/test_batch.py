@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from coterie.client.batch import ClientBatch, Ragged, stacked
 from coterie.client.blueprint import Blueprint
-from coterie.client.cohort import ClientBatch, Ragged, stacked
 from coterie.client.interfaces import Metrics
 from coterie.client.optimizers import SGD, AdamW
 from coterie.client.settings import Training
