@@ -73,6 +73,12 @@ def until(true: Callable[[], Any], what: str, within: float = 3 * MINUTE) -> Any
     return found
 
 
+def demonstration(recipe: Path, data: Path) -> tuple[str, ...]:
+    """Return the words that run a recipe on devices of this machine, into `run`."""
+    words = "deploy", "--demo", "--recipe", str(recipe), "--set", f"data.path={data}"
+    return *words, "--out", "run"
+
+
 class Terminal:
     """A command that runs.
 

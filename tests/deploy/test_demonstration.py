@@ -9,7 +9,7 @@ import unicodedata
 from pathlib import Path
 
 import pytest
-from terminals import MINUTE, OWN, left, loaded, terminals, texts, written
+from terminals import MINUTE, OWN, demonstration, left, loaded, terminals, texts, written
 
 import coterie
 from coterie.core import names
@@ -20,17 +20,7 @@ def test_devices_come_to_the_same_as_one_process_and_nothing_is_left(tmp_path: P
     data, recipe = texts(tmp_path / "texts", "ann", "ben"), written(tmp_path)
     (expected,) = run(loaded(recipe, data), tmp_path / "one")
     with terminals(tmp_path) as terminal:
-        demo = terminal(
-            "demo",
-            "deploy",
-            "--demo",
-            "--recipe",
-            str(recipe),
-            "--set",
-            f"data.path={data}",
-            "--out",
-            "run",
-        )
+        demo = terminal("demo", *demonstration(recipe, data))
         assert demo.ends(400) == 0, demo.text
         assert not left(tmp_path / "demo")
     folder = tmp_path / "demo/run"
@@ -65,17 +55,7 @@ def test_a_demonstration_that_is_stopped_leaves_nothing_running(
 ) -> None:
     data, recipe = texts(tmp_path / "texts", "ann", "ben"), written(tmp_path, method__rounds=100)
     with terminals(tmp_path) as terminal:
-        demo = terminal(
-            "demo",
-            "deploy",
-            "--demo",
-            "--recipe",
-            str(recipe),
-            "--set",
-            f"data.path={data}",
-            "--out",
-            "run",
-        )
+        demo = terminal("demo", *demonstration(recipe, data))
         demo.says("round 1/100")
         demo.process.send_signal(how)
         assert demo.ends(MINUTE) == code

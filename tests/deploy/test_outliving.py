@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from terminals import MINUTE, left, terminals, texts, until, written
+from terminals import MINUTE, demonstration, left, terminals, texts, until, written
 
 from coterie.core.errors import ClientError, Refused
 from coterie.deploy import command, keys, link, supernode
@@ -437,17 +437,7 @@ def test_a_server_a_device_and_a_demonstration_that_are_told_twice(
                 "h",
                 *known,
             ),
-            "round 1/100": terminal(
-                "demo",
-                "deploy",
-                "--demo",
-                "--recipe",
-                str(recipe),
-                "--set",
-                f"data.path={data}",
-                "--out",
-                "run",
-            ),
+            "round 1/100": terminal("demo", *demonstration(recipe, data)),
         }
         for what, program in programs.items():
             program.says(what)

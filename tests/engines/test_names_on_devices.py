@@ -5,14 +5,13 @@ name which nobody can have.
 # ruff: noqa: RUF001 - letters of several alphabets look alike
 
 import json
-import random
-import unicodedata
 from pathlib import Path
 from typing import Any
 
 import pytest
 from flwr.app import Message
 from nodes import Nodes, Notes, content, devices, finished, parts
+from people import DECOMPOSED, folders_of_text
 
 from coterie import personal
 from coterie.core import names
@@ -23,7 +22,6 @@ from coterie.runs import recipe, run
 from coterie.runs.recipe import Recipe
 
 PEOPLE = ("Ayşe Yılmaz", "O'Neil", "Zoë & Co.", "ünï code", "数学")
-DECOMPOSED = unicodedata.normalize("NFD", "ünï code")
 SHORT = {
     "model.context": 16,
     "training.batch_size": 4,
@@ -38,15 +36,8 @@ SHORT = {
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for each, one of them as macOS writes its name."""
-    root = tmp_path_factory.mktemp("texts")
-    for person in PEOPLE:
-        folder, rng = root / (DECOMPOSED if person == "ünï code" else person), random.Random(person)
-        folder.mkdir()
-        for k in range(30):
-            (folder / f"{k:02d}.txt").write_text(
-                " ".join(rng.choices(["the", "cat", "sat", "on", "a", "warm", "mat"], k=12))
-            )
-    return root
+    words = ["the", "cat", "sat", "on", "a", "warm", "mat"]
+    return folders_of_text(tmp_path_factory.mktemp("texts"), PEOPLE, words)
 
 
 def recipe_of(texts: Path, base: Path, method: str, **settings: Any) -> Recipe:

@@ -5,13 +5,13 @@ in what people read.
 # ruff: noqa: RUF001 - letters of several alphabets look alike
 
 import json
-import random
 import shutil
 import unicodedata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from people import DECOMPOSED, folders_of_text
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -27,7 +27,6 @@ from coterie.runs import recipe, run
 from coterie.runs.recipe import Recipe
 
 PEOPLE = ("Ayşe Yılmaz", "Zoë & Co.", "ünï code", "数学")  # in the order of their letters' numbers
-DECOMPOSED = unicodedata.normalize("NFD", "ünï code")
 WORDS = ["the", "cat", "sat", "on", "a", "warm", "mat", "and", "slept"]
 SHORT = {
     "model.context": 16,
@@ -45,12 +44,7 @@ SHORT = {
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for each, one of them as macOS writes its name."""
-    root = tmp_path_factory.mktemp("texts")
-    for person in PEOPLE:
-        folder, rng = root / (DECOMPOSED if person == "ünï code" else person), random.Random(person)
-        folder.mkdir()
-        for k in range(30):
-            (folder / f"{k:02d}.txt").write_text(" ".join(rng.choices(WORDS, k=12)))
+    root = folders_of_text(tmp_path_factory.mktemp("texts"), PEOPLE, WORDS)
     assert DECOMPOSED in {path.name for path in root.iterdir()}
     return root
 

@@ -31,6 +31,12 @@ _REMEDY = (
 Format = Literal["json", "parquet", "csv", "arrow", "text"]
 
 
+Subset = Annotated[str | None, Field(description="the data set's configuration, if it has several")]
+SplitName = Annotated[
+    str, Field(min_length=1, description="the data set's split to draw documents from")
+]
+
+
 class Hub(Section):
     """Any data set that `datasets.load_dataset` knows, by its Hub id or as a local folder or file;
     one column names the client.
@@ -48,12 +54,8 @@ class Hub(Section):
             description="id on the Hub, or a local folder or file (json, jsonl, parquet, csv)",
         ),
     ]
-    subset: Annotated[
-        str | None, Field(description="the data set's configuration, if it has several")
-    ] = None
-    split: Annotated[
-        str, Field(min_length=1, description="the data set's split to draw documents from")
-    ] = "train"
+    subset: Subset = None
+    split: SplitName = "train"
     text_column: Annotated[str, Field(min_length=1, description="column with the text")] = "text"
     client_column: Annotated[
         str, Field(min_length=1, description="column that says whose document it is")
@@ -142,12 +144,8 @@ class HubClient(BaseModel):
             description="id on the Hub, or a local folder or file, or one file of the Hub (`hf://datasets/...`)",
         ),
     ]
-    subset: Annotated[
-        str | None, Field(description="the data set's configuration, if it has several")
-    ] = None
-    split: Annotated[
-        str, Field(min_length=1, description="the data set's split to draw documents from")
-    ] = "train"
+    subset: Subset = None
+    split: SplitName = "train"
     revision: Annotated[
         str | None,
         Field(description="commit or tag on the Hub; null: the newest when it is first read"),
