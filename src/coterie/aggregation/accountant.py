@@ -65,7 +65,7 @@ class Ledger:
         return math.sqrt(sum(count / multiplier**2 for count, _, multiplier in self.entries))
 
     def epsilon(self, delta: float) -> float:
-        """The smallest epsilon that is known for a delta; infinite beyond 500."""
+        """Return the smallest epsilon that is known for a delta; infinite beyond 500."""
         if not self.entries:
             return 0.0
         if math.isinf(self.mu):
@@ -85,7 +85,7 @@ class Ledger:
         return float(self.gdp.eps_from_mu(mu=self.mu, delta=delta))
 
     def _of_drawn(self, delta: float) -> float:
-        """What is gained by drawing: Rényi divergences, which add up."""
+        """Return what is gained by drawing: Rényi divergences, which add up."""
         spent = sum(
             count * np.array([rdp_of_drawn(rate, noise, order) for order in ORDERS])
             for count, rate, noise in self.entries
@@ -175,11 +175,11 @@ class Accountant:
         )
 
     def epsilon(self, delta: float) -> float:
-        """The smallest epsilon that is known for a delta; infinite beyond 500."""
+        """Return the smallest epsilon that is known for a delta; infinite beyond 500."""
         return Ledger([(count, rate, self.multiplier) for count, rate in self.runs]).epsilon(delta)
 
     def summary(self) -> dict[str, Any]:
-        """What a result says of it; an epsilon that is infinite is null."""
+        """Return what a result says of it; an epsilon that is infinite is null."""
         epsilon = self.epsilon(self.delta)
         return {
             "epsilon": epsilon if math.isfinite(epsilon) else None,
@@ -194,7 +194,7 @@ class Accountant:
         }
 
     def _assumed(self) -> str:
-        """What must be so for epsilon to hold."""
+        """Return what must be so for epsilon to hold."""
         if self.experiment:
             return (
                 "an experiment: whoever has the recipe's seed can draw the same noise, and the "
@@ -228,7 +228,8 @@ class Accountant:
 
 
 def epsilon_of(squared: float, renyi: np.ndarray, delta: float) -> float:
-    """The smallest epsilon that is known of a composition of mechanisms; infinite beyond 500.
+    """Return the smallest epsilon that is known of a composition of mechanisms; infinite beyond
+    500.
 
     Args:
         squared: The sum of mu^2 over its Gaussian mechanisms.
@@ -249,8 +250,8 @@ def epsilon_of(squared: float, renyi: np.ndarray, delta: float) -> float:
 
 
 def rdp_of_drawn(rate: float, multiplier: float, order: float) -> float:
-    """An upper bound of the Rényi divergence of one Gaussian mechanism on clients that are drawn
-    without replacement.
+    """Return an upper bound of the Rényi divergence of one Gaussian mechanism on clients that are
+    drawn without replacement.
 
     Wang et al. (2019), Theorem 9 with an unbounded divergence of infinite order; between whole
     orders, Corollary 10. Never more than without drawing, which joint quasi-convexity of the
@@ -289,8 +290,8 @@ def _log_moment(rate: float, multiplier: float, order: int) -> float:
 
 
 def library() -> tuple[ModuleType, ModuleType]:
-    """What opacus knows of Gaussian and of Rényi differential privacy. Raises Refused without
-    it.
+    """Return what opacus knows of Gaussian and of Rényi differential privacy. Raises Refused
+    without it.
     """
     try:
         from opacus.accountants.analysis import gdp, rdp

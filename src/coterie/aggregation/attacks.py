@@ -67,7 +67,7 @@ class Attack(BaseModel):
 def poisoned(
     reply: Named, sent: Named, is_update: bool, attack: Attack, generator: torch.Generator
 ) -> Tensors:
-    """What an attacker sends in place of an honest reply; integers are left alone.
+    """Return what an attacker sends in place of an honest reply; integers are left alone.
 
     Args:
         reply: The honest reply.
@@ -99,7 +99,7 @@ def poisoned(
 
 
 def _direction(like: Named, generator: torch.Generator) -> Tensors:
-    """A uniformly random direction: of norm 1 over all names."""
+    """Return a uniformly random direction: of norm 1 over all names."""
     drawn = {
         name: torch.randn(
             like[name].shape, generator=generator, dtype=like[name].dtype, device=generator.device

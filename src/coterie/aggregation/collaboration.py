@@ -24,8 +24,8 @@ CHUNK = (
 
 
 def project_simplex(rows: Tensor) -> Tensor:
-    """The nearest point of the probability simplex to each row, (..., n): Euclidean, by sorting
-    (Held, Wolfe and Crowder 1974).
+    """Return the nearest point of the probability simplex to each row, (..., n): Euclidean, by
+    sorting (Held, Wolfe and Crowder 1974).
     """
     descending = rows.sort(dim=-1, descending=True).values
     excess = descending.cumsum(dim=-1) - 1
@@ -51,8 +51,8 @@ def ascend_simplex(weights: Tensor, scores: Tensor, gamma: float) -> Tensor:
 
 
 def midpoints(models: Mapping[ClientId, Tensor], pairs: Iterable[Pair]) -> dict[ClientId, Tensors]:
-    """What each client is asked for: z_ij = (x_i + x_j) / 2 under the name of every j that it is
-    paired with.
+    """Return what each client is asked for: z_ij = (x_i + x_j) / 2 under the name of every j that
+    it is paired with.
     """
     found: dict[ClientId, Tensors] = {}
     for i, j in pairs:
@@ -155,8 +155,8 @@ def start_weights(n: int, shares: bool) -> Tensor:
 def weights_error(
     weights: Sequence[Sequence[float]], clusters: Sequence[int], shares: bool
 ) -> float:
-    """The share of off-diagonal weights on the wrong side of a threshold: above it exactly those of
-    cluster mates should be.
+    """Return the share of off-diagonal weights on the wrong side of a threshold: above it exactly
+    those of cluster mates should be.
 
     Args:
         weights: (n, n).

@@ -124,7 +124,7 @@ def clipped_sum(gradients: Sequence[Tensor], clip: float, step: float) -> npt.ND
 
 
 def rate_of(windows: int, expected: int) -> float:
-    """The probability with which each example takes part in a step, so that `expected` do on
+    """Return the probability with which each example takes part in a step, so that `expected` do on
     average.
     """
     return min(1.0, expected / windows)
@@ -215,7 +215,7 @@ class ExampleAccountant:
         return epsilon_of(0.0, spent, delta)
 
     def epsilon(self, delta: float) -> float:
-        """The largest of all clients."""
+        """Return the largest of all clients."""
         return max((self.of_client(client, delta) for client in self.clients), default=0.0)
 
     @property
@@ -224,7 +224,7 @@ class ExampleAccountant:
         return list(dict.fromkeys(client for client, _, _ in self.runs))
 
     def summary(self) -> dict[str, Any]:
-        """What a result says of it; an epsilon that is infinite is null."""
+        """Return what a result says of it; an epsilon that is infinite is null."""
         epsilons = {client: self.of_client(client, self.delta) for client in self.clients}
         rates = [rate_of(size, self.expected) for _, size, _ in self.runs] or [1.0]
         most = max((steps for _, _, steps in self.runs), default=0)

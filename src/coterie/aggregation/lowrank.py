@@ -17,7 +17,7 @@ Factors = tuple[Tensor, Tensor]  # A (count, r, in) and gamma B (count, out, r)
 
 
 def read_factors(loras: Mapping[str, LoRA]) -> Tensors:
-    """Copies of all updates in their common form."""
+    """Return copies of all updates in their common form."""
     found: Tensors = {}
     for module, lora in loras.items():
         found |= {
@@ -28,8 +28,8 @@ def read_factors(loras: Mapping[str, LoRA]) -> Tensors:
 
 
 def own_factors(loras: Mapping[str, LoRA], tensors: Named) -> Tensors:
-    """The inverse of `read_factors`: a client's parameters by their own names; ranks that the
-    message lacks are zero.
+    """Return the inverse of `read_factors`: a client's parameters by their own names; ranks that
+    the message lacks are zero.
     """
     found: Tensors = {}
     for module, lora in loras.items():
@@ -42,17 +42,17 @@ def own_factors(loras: Mapping[str, LoRA], tensors: Named) -> Tensors:
 
 
 def modules(tensors: Named) -> list[str]:
-    """The modules of a message, sorted: a wire may bring its tensors in another order."""
+    """Return the modules of a message, sorted: a wire may bring its tensors in another order."""
     return sorted({name.rpartition("/")[0] for name in tensors if "/" in name})
 
 
 def factors(module: str, tensors: Named) -> Factors:
-    """The pair of one module."""
+    """Return the pair of one module."""
     return tensors[f"{module}/A"], tensors[f"{module}/B"]
 
 
 def resized(tensor: Tensor, rank: int, dim: int) -> Tensor:
-    """The tensor with `rank` entries along `dim`: truncated, or padded with zeros."""
+    """Return the tensor with `rank` entries along `dim`: truncated, or padded with zeros."""
     missing = rank - tensor.shape[dim]
     if missing <= 0:
         return tensor.narrow(dim, 0, rank)
@@ -62,12 +62,12 @@ def resized(tensor: Tensor, rank: int, dim: int) -> Tensor:
 
 
 def ranks(tensors: Named) -> list[int]:
-    """The rank of each module of a message."""
+    """Return the rank of each module of a message."""
     return [factors(module, tensors)[0].shape[1] for module in modules(tensors)]
 
 
 def truncated(tensors: Named, ranks: Iterable[int]) -> Tensors:
-    """The first ranks of each pair, as many as `ranks` says, module by module."""
+    """Return the first ranks of each pair, as many as `ranks` says, module by module."""
     found: Tensors = {}
     for module, rank in zip(modules(tensors), ranks, strict=True):
         A, B = factors(module, tensors)
@@ -82,7 +82,8 @@ def product_norm(A: Tensor, B: Tensor) -> float:
 
 
 def svd_of_sum(terms: Iterable[tuple[float, Factors]], rank: int) -> Factors:
-    """The best factors of the given rank of sum_i w_i B_i A_i: B = U S and A = V^T, truncated.
+    """Return the best factors of the given rank of sum_i w_i B_i A_i: B = U S and A = V^T,
+    truncated.
 
     The sum has the factors B_i side by side and A_i one on another, so that after a QR
     decomposition of each only a small matrix is left to decompose. Computed in float64, returned in

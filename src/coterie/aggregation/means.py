@@ -111,7 +111,7 @@ class Mean(Combining):
 
 
 def ordered(replies: Replies) -> dict[ClientId, Tensors]:
-    """What clients sent beside `samples`, in the order of their ids.
+    """Return what clients sent beside `samples`, in the order of their ids.
 
     Raises:
         TensorError: The clients' tensors differ in names, shapes or dtypes.
@@ -129,7 +129,7 @@ def ordered(replies: Replies) -> dict[ClientId, Tensors]:
 
 
 def by_holders(rule: Combining, replies: Replies, around: Named) -> Tensors:
-    """What a rule makes of each tensor for the clients that sent it: of a pool, clients have
+    """Return what a rule makes of each tensor for the clients that sent it: of a pool, clients have
     different members.
 
     Tensors that the same clients sent are one vector to the rule. Of no replies: the empty dict.

@@ -101,7 +101,7 @@ class Source:
         return cls(_digest((seed, *purpose)))
 
     def read(self, n: int) -> bytes:
-        """The next n bytes."""
+        """Return the next n bytes."""
         return self._stream.update(bytes(n))  # type: ignore[no-any-return]  # the cipher is not typed where it is not installed
 
     def integers(self, n: int) -> np.ndarray:
@@ -113,8 +113,8 @@ class Source:
         return (self.integers(n) >> np.uint64(11)) * 2.0**-53
 
     def below(self, bound: int) -> int:
-        """The next whole number from 0 to bound - 1, each exactly as likely. Raises ValueError
-        unless 0 < bound <= 2^64.
+        """Return the next whole number from 0 to bound - 1, each exactly as likely. Raises
+        ValueError unless 0 < bound <= 2^64.
         """
         if not 0 < bound <= 1 << 64:
             raise ValueError(f"a number below {bound}")
@@ -183,8 +183,8 @@ class Source:
         found[:] = np.where(drawn & np.uint64(1), -size, size)
 
     def _settled(self, bits: int, deviation: float) -> int:
-        """The number of k = 0, 1, ... with Phi(-(k + 1/2) / deviation) > P, of which the first
-        64 bits are known, by bisection.
+        """Return the number of k = 0, 1, ... with Phi(-(k + 1/2) / deviation) > P, of which the
+        first 64 bits are known, by bisection.
         """
         unknown = _Probability(self, bits)
         low, high = -1, 1
@@ -265,7 +265,7 @@ def _pi(digits: int) -> Decimal:
 
 
 def protected(update: np.ndarray, norm: float, deviation: float, source: Source) -> np.ndarray:
-    """A vector with Gaussian noise, safe in floating point.
+    """Return a vector with Gaussian noise, safe in floating point.
 
     Args:
         update: (d,) float64. It is clipped to the norm, on the grid: rounding is towards zero, so
@@ -288,8 +288,8 @@ def protected(update: np.ndarray, norm: float, deviation: float, source: Source)
 
 
 def grid(norm: float, deviation: float) -> float:
-    """The step of the grid: a power of two, at most 2^-20 of the deviation, and not below 2^-46 of
-    the norm.
+    """Return the step of the grid: a power of two, at most 2^-20 of the deviation, and not below
+    2^-46 of the norm.
 
     It is of the mechanism's settings alone. Rounding costs nothing in privacy, as norms do not
     grow, and 10^-6 of the noise in accuracy.
@@ -299,8 +299,8 @@ def grid(norm: float, deviation: float) -> float:
 
 
 def on_grid(update: np.ndarray, norm: float, step: float) -> np.ndarray:
-    """A vector clipped to a norm, in steps of a grid, rounded towards zero: its norm is at most
-    `norm`, in exact arithmetic.
+    """Return a vector clipped to a norm, in steps of a grid, rounded towards zero: its norm is at
+    most `norm`, in exact arithmetic.
 
     Args:
         update: (d,) float64.
@@ -376,7 +376,7 @@ def check_installed() -> None:
 
 
 def _digest(purpose: Sequence[int | str], key: bytes = b"") -> bytes:
-    """A key of 256 bits for one purpose."""
+    """Return a key of 256 bits for one purpose."""
     return blake2b(
         json.dumps(list(purpose)).encode(), digest_size=KEY, key=key, person=b"coterie.noise"
     ).digest()

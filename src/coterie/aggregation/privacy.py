@@ -158,8 +158,8 @@ class Privacy(BaseModel):
 
 
 def clipped(reply: Named, sent: Named, norm: float) -> tuple[Tensors, bool]:
-    """The reply with its update, reply - sent, multiplied by min(1, C / |update|); integers are
-    left alone.
+    """Return the reply with its update, reply - sent, multiplied by min(1, C / |update|); integers
+    are left alone.
 
     Args:
         reply: What a client sent back.
@@ -185,8 +185,8 @@ def clipped(reply: Named, sent: Named, norm: float) -> tuple[Tensors, bool]:
 
 
 def local(reply: Named, sent: Named, privacy: Privacy, source: Source) -> Tensors:
-    """A reply as it may leave a client that trusts nobody: clipped, and N(0, (z C)^2) on every
-    coordinate, see `noise.protected`.
+    """Return a reply as it may leave a client that trusts nobody: clipped, and N(0, (z C)^2) on
+    every coordinate, see `noise.protected`.
 
     It hides which update was made among all of norm C at most. Any two of them are up to 2C apart,
     and neither the mean nor the other clients help: one reply is a Gaussian mechanism of noise
@@ -208,8 +208,8 @@ def local(reply: Named, sent: Named, privacy: Privacy, source: Source) -> Tensor
 def central(
     replies: Replies, to: Mapping[ClientId, Named], privacy: Privacy, clip: float, source: Source
 ) -> tuple[dict[ClientId, Tensors], float]:
-    """Replies whose uniform mean is differentially private: all of them have moved by the same, the
-    noisy mean of the clipped updates.
+    """Return replies whose uniform mean is differentially private: all of them have moved by the
+    same, the noisy mean of the clipped updates.
 
     The sum of the n clipped updates, as integers on a grid, gets N(0, (z C)^2), the mean so N(0, (z
     C / n)^2), however many of those that were asked have replied. Nothing is made of a single
@@ -244,7 +244,7 @@ def central(
 def _noisy_mean(
     replies: Replies, to: Mapping[ClientId, Named], clip: float, deviation: float, source: Source
 ) -> tuple[dict[ClientId, Tensors], int]:
-    """Replies that have all moved by the noisy mean, and how many updates were within C."""
+    """Return replies that have all moved by the noisy mean, and how many updates were within C."""
     step, within = grid(clip, deviation), 0
     first: Named = {}
     total = np.zeros((), np.int64)
@@ -262,8 +262,8 @@ def _noisy_mean(
 
 
 def _update(reply: Named, sent: Named) -> tuple[np.ndarray, Tensors]:
-    """The update, reply - sent, (d,) float64 in the order of the names, and what was sent of it.
-    Raises TensorError as `clipped`.
+    """Return the update, reply - sent, (d,) float64 in the order of the names, and what was sent of
+    it. Raises TensorError as `clipped`.
     """
     trained = {name: reply[name] for name in sorted(reply) if reply[name].is_floating_point()}
     origin = {name: sent[name] for name in trained if name in sent}

@@ -236,13 +236,13 @@ class ClippedMean(Combining):
 
 
 def _withstood(n: int) -> int:
-    """The most attackers that Krum withstands among n clients."""
+    """Return the most attackers that Krum withstands among n clients."""
     return max((n - 3) // 2, 0)
 
 
 def _updates(models: Sequence[Named], around: Named) -> Iterator[Tensor]:
-    """The clients' updates part by part, (n, columns) float64 each: of large models there is no
-    copy.
+    """Return the clients' updates part by part, (n, columns) float64 each: of large models there is
+    no copy.
     """
     for name in sorted(models[0]):  # a wire may bring tensors in another order
         values = [model[name].flatten() for model in models]
@@ -258,7 +258,7 @@ def _updates(models: Sequence[Named], around: Named) -> Iterator[Tensor]:
 
 
 def _norms(models: Sequence[Named], around: Named) -> list[float]:
-    """The norms of the clients' updates."""
+    """Return the norms of the clients' updates."""
     squared = torch.zeros(len(models), dtype=torch.float64)
     for part in _updates(models, around):
         squared += part.square().sum(dim=1).cpu()

@@ -61,7 +61,8 @@ def check_form(first: Named, sent: Named, back: Named) -> None:
 
 
 def update(sent: Named, reply: Named) -> Tensor:
-    """The update, reply - sent, as one vector, (d,) float64, tensors in the order of their names.
+    """Return the update, reply - sent, as one vector, (d,) float64, tensors in the order of their
+    names.
 
     Raises:
         TensorError: The reply is not of the form of what was sent, or holds integers, or a value of
@@ -83,7 +84,7 @@ def update(sent: Named, reply: Named) -> Tensor:
 
 
 def moved(sent: Sequence[Named], mean: np.ndarray) -> Tensors:
-    """The mean of what was sent plus the mean update: the mean of the replies.
+    """Return the mean of what was sent plus the mean update: the mean of the replies.
 
     Args:
         sent: What each client had got that is in the sum.

@@ -131,8 +131,8 @@ class _Auditor:
             raise Refused(f"audit: {name} shares nothing that clients train", ABLE)
 
     def _planted(self) -> Planted | None:
-        """The canaries as the run's folder lists them; None without any. Raises CheckpointError
-        where the list is gone.
+        """Return the canaries as the run's folder lists them; None without any. Raises
+        CheckpointError where the list is gone.
         """
         if self.prepared.planted is None:
             return None
@@ -141,7 +141,7 @@ class _Auditor:
         return Planted(canaries, np.array(found["references"], dtype=np.int64))
 
     def _views(self) -> dict[str, dict[ClientId, View]]:
-        """What each observer saw, by the client that it asks about."""
+        """Return what each observer saw, by the client that it asks about."""
         execution, everyone = self.execution, self.prepared.clients
         down = execution.method.download(execution.server, everyone)
         if not all(down.get(i) for i in everyone):
@@ -165,8 +165,8 @@ class _Auditor:
         return {name: views[name] for name in (SERVER, OTHERS) if name in views}
 
     def _pair(self, exchange: Exchange, client: ClientId) -> tuple[Tensors, Tensors] | None:
-        """What the server received of a client in an exchange, and what it had sent it; of sums
-        alone the mean of all.
+        """Return what the server received of a client in an exchange, and what it had sent it; of
+        sums alone the mean of all.
         """
         if not self.secure:
             return (exchange.sent(client), exchange.to(client)) if exchange.sent(client) else None
@@ -252,7 +252,7 @@ class _Auditor:
         return counts | {"repeats": audit.repeats, "prefix": audit.prefix, "length": audit.length}
 
     def _observer(self, name: str, views: Mapping[ClientId, View]) -> Json:
-        """What one observer can tell."""
+        """Return what one observer can tell."""
         self.say({SERVER: "what the server can tell", OTHERS: "what another client can tell"}[name])
         told = {
             i: self._told(
@@ -361,7 +361,7 @@ class _Auditor:
 
 
 def _personal(model: SharedText, like: Mapping[ClientId, Any]) -> PersonalModel:
-    """A model as one that is used, with the values that it has now."""
+    """Return a model as one that is used, with the values that it has now."""
     about = next(own.about for own in like.values() if isinstance(own, PersonalModel))
     found = PersonalModel(model.language, replace(about, layout=model.language.layout))
     found.fast  # noqa: B018 - a copy of the values is made when it is asked for first
@@ -374,7 +374,7 @@ def _documents(tokenizer: Any, split: Any) -> list[str]:
 
 
 def _recipe(run: Path) -> recipes.Recipe:
-    """What a folder is a run of. Raises CheckpointError."""
+    """Return what a folder is a run of. Raises CheckpointError."""
     if not (run / files.RECIPE).is_file():
         raise CheckpointError(
             f"{run} holds no run: there is no {files.RECIPE}",

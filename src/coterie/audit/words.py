@@ -191,7 +191,9 @@ def _of_others(cases: Sequence[Case], hits: Mapping[ClientId, Values]) -> Values
 
 
 def _estimate(rates: Values, seed: int) -> dict[str, Any] | None:
-    """The mean over words, with an exact interval where it is of yes or no; None without any."""
+    """Return the mean over words, with an exact interval where it is of yes or no; None without
+    any.
+    """
     if not len(rates):
         return None
     found: Estimate = (
@@ -205,7 +207,7 @@ def _estimate(rates: Values, seed: int) -> dict[str, Any] | None:
 def _examples(
     cases: Sequence[Case], hits: Mapping[ClientId, Values], shared: Values
 ) -> list[dict[str, Any]]:
-    """Some of the words that others suggest, those of most others first."""
+    """Return some of the words that others suggest, those of most others first."""
     by = {
         k: [i for i, found in hits.items() if i != case.owner and found[k]]
         for k, case in enumerate(cases)

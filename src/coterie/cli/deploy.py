@@ -200,7 +200,7 @@ def client(
 
 @app.command(hidden=True)
 def resident(configuration: str) -> None:
-    """The process of a device that keeps the base loaded; `coterie client` starts it."""
+    """Keep the base loaded for a device, in a process of its own; `coterie client` starts it."""
     with _stopping("stopped."):
         import json
 

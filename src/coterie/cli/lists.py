@@ -10,7 +10,7 @@ from coterie.cli.base import _stopping, app
 
 @app.command("methods")
 def list_methods() -> None:
-    """The methods, one line each, with where they come from."""
+    """List the methods, one line each, with where they come from."""
     from coterie.methods import METHODS
 
     _list({name: entry.paper for name, entry in METHODS.items()})
@@ -23,8 +23,8 @@ def list_recipes(
         typer.Argument(help="A shipped recipe, whose YAML is printed.", show_default=False),
     ] = None,
 ) -> None:
-    """The shipped recipes, one line each; or the YAML of one, to start from: coterie recipes
-    quickstart > mine.yaml.
+    """List the shipped recipes, one line each; or print the YAML of one, to start from: coterie
+    recipes quickstart > mine.yaml.
     """
     from coterie.runs import recipes
 

@@ -45,8 +45,8 @@ def reproduce(
     resume_changed: Changed = False,
     trust_remote_code: Trust = False,
 ) -> None:
-    """A table or figure of a paper: measured beside published, and which of its statements hold.
-    Runs made before are used again.
+    """Make a table or figure of a paper again: measured beside published, and which of its
+    statements hold. Runs made before are used again.
     """
     with _stopping():
         from rich.console import Console

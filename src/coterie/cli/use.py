@@ -191,7 +191,7 @@ def predict(
     base: Base = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """What each client's model says, side by side: the next words of a text, or of what class
+    """Show what each client's model says, side by side: the next words of a text, or of what class
     images or texts are.
     """
     with _stopping():
@@ -270,8 +270,8 @@ def serve(
     base: Base = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """A local page like a phone's keyboard: type, and see each client's suggestions; or what its
-    classifier says (extra `serve`).
+    """Serve a local page like a phone's keyboard: type, and see each client's suggestions; or what
+    its classifier says (extra `serve`).
     """
     with _stopping("stopped."):
         from coterie.personal.ui import keyboard, sorter
@@ -315,7 +315,7 @@ def export(
 def _personal(
     run: Path, clients: list[str] | None, base: str | None
 ) -> tuple[dict[str, "PersonalModel"], dict[str, "PersonalClassifier"]]:
-    """The language models of a run, and its classifiers: it has one kind."""
+    """Return the language models of a run, and its classifiers: it has one kind."""
     from coterie import personal
 
     models = personal.load_all(run, clients, base=base)

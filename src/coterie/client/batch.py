@@ -189,7 +189,7 @@ class ClientBatch:
         return found
 
     def _flats(self, client: ClientId, tensors: Named) -> Tensors:
-        """What a client gets as one vector for each key of its state."""
+        """Return what a client gets as one vector for each key of its state."""
         shared = self._shared
         named = {name: tensor for own in shared.values() for name, tensor in own.items()}
         check_alike(
@@ -343,8 +343,8 @@ class ClientBatch:
         return {"tokens": self._tokens[client], **means}
 
     def _matrix(self, key: str) -> Tensor:
-        """The clients' tensors under a key as the rows of one matrix, or what they all share if
-        it is a scalar.
+        """Return the clients' tensors under a key as the rows of one matrix, or what they all share
+        if it is a scalar.
         """
         rows = [state[key] for state in self.states.values()]
         if rows[0].ndim == 0:
@@ -357,7 +357,7 @@ class ClientBatch:
 
 
 def _optimiser(state: State) -> list[tuple[str, float]]:
-    """The names of what an optimiser remembers, and the figures that clients of a batch must
+    """Return the names of what an optimiser remembers, and the figures that clients of a batch must
     have in common, such as Adam's t.
     """
     found = {key: tensor for key, tensor in state.items() if key.startswith(_OPTIMISER)}

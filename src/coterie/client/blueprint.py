@@ -15,8 +15,8 @@ from coterie.models.lora import LoRA
 
 
 def initial_seed(seed: int, role: Role, client: ClientId) -> int:
-    """What is shared starts the same everywhere, from the run's seed; what is local starts from
-    the client's own.
+    """Return what is shared starts the same everywhere, from the run's seed; what is local starts
+    from the client's own.
     """
     return mix(seed, "initial", role, client if role in (SPECIALIST, ROUTER) else "")
 
@@ -42,7 +42,7 @@ class Blueprint:
     anchors: Sequence[ClientId] = ()
 
     def read(self, *roles: Role) -> Tensors:
-        """The initial values of the shared tensors."""
+        """Return the initial values of the shared tensors."""
         model = self.trainable(next(iter(self.layouts.values())))
         return {
             name: t
@@ -51,8 +51,8 @@ class Blueprint:
         }
 
     def flat(self, role: Role = GENERALIST, start: int = 0) -> Tensor:
-        """The initial values of one role as one vector, (d,); `start` 1, 2, ... for others of the
-        same distribution.
+        """Return the initial values of one role as one vector, (d,); `start` 1, 2, ... for others
+        of the same distribution.
 
         Of the experts of a pool it is one expert, with its running statistics; those of others are
         in no vector.
@@ -77,7 +77,7 @@ class Blueprint:
         }
 
     def loras(self) -> dict[str, LoRA]:
-        """The low-rank updates of the client with the largest rank, at their initial values."""
+        """Return the initial low-rank updates of the client with the largest rank."""
         model = self.trainable(max(self.layouts.values(), key=lambda layout: layout.expert_rank))
         initial = model.initial(GENERALIST, initial_seed(self.seed, GENERALIST, ""))
         for name, parameter in model.parameters_by_role()[GENERALIST].items():

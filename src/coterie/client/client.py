@@ -115,7 +115,7 @@ class Client(BoundClient):
         return None
 
     def draw(self, on: Split) -> Batch:
-        """The next batch of a split."""
+        """Return the next batch of a split."""
         return draw(on, self.state, self.training.batch_size)
 
     def step_on(self, batch: Batch, *roles: Role, extra: Callable[[], Named] | None = None) -> None:
@@ -131,8 +131,8 @@ class Client(BoundClient):
     def _gradients(
         self, batch: Batch, roles: Sequence[Role], what: str = ""
     ) -> Sequence[list[Tensor]]:
-        """The gradients of the tensors of each role on a batch; what was measured is noted under
-        the roles, or `what`.
+        """Return the gradients of the tensors of each role on a batch; what was measured is noted
+        under the roles, or `what`.
         """
         wrt = [p for role in roles for p in self._parameters[role].values()]
         gradients, stats = self.model.gradient(batch, wrt, self.training.micro_batch)
@@ -167,8 +167,8 @@ class Client(BoundClient):
     def _sanitized(
         self, sanitizer: Sanitizer, on: Split, roles: Sequence[Role]
     ) -> Sequence[list[Tensor]]:
-        """The gradients of the tensors of each role on a sample of a split, private for each of
-        its examples.
+        """Return the gradients of the tensors of each role on a sample of a split, private for each
+        of its examples.
         """
         wrt = [p for role in roles for p in self._parameters[role].values()]
         size, expected = sum(p.numel() for p in wrt), min(self.training.batch_size, on.windows)
@@ -184,7 +184,7 @@ class Client(BoundClient):
     def _by_example(
         self, on: Split, numbers: Numbers, wrt: list[nn.Parameter], what: str
     ) -> Iterator[list[Tensor]]:
-        """The gradients of each of some rows of a split, so many at a time as fit."""
+        """Return the gradients of each of some rows of a split, so many at a time as fit."""
         assert self.model.per_example is not None
         rows = self.training.micro_batch or self.training.batch_size
         for part in np.array_split(numbers, math.ceil(len(numbers) / rows)) if len(numbers) else ():
@@ -193,7 +193,7 @@ class Client(BoundClient):
             yield gradients
 
     def _initial(self, roles: frozenset[Role]) -> Tensors:
-        """What the client's own tensors of these roles were before any data touched them."""
+        """Return what the client's own tensors of these roles were before any data touched them."""
         if roles not in self._untouched:
             seeds = {
                 role: initial_seed(self.seed, role, self.id)
@@ -226,8 +226,8 @@ class Client(BoundClient):
         )
 
     def gradient_at(self, values: Tensor, batch: Batch, role: Role = GENERALIST) -> Tensor:
-        """The gradient of the client's loss elsewhere than at its own model: nothing of the client
-        changes, running statistics neither.
+        """Return the gradient of the client's loss elsewhere than at its own model: nothing of the
+        client changes, running statistics neither.
 
         Args:
             values: (d,), all values of one role.
@@ -244,7 +244,7 @@ class Client(BoundClient):
             return torch.cat([gradient.flatten() for gradient in gradients]).float()
 
     def gradients_at(self, points: Tensors, purpose: str) -> Tensors:
-        """The gradients of the client's loss at several models.
+        """Return the gradients of the client's loss at several models.
 
         Args:
             points: (d,) each, by the ids of the clients whose models they are, or are halfway to.
@@ -294,7 +294,7 @@ class Client(BoundClient):
             del self.state[key]
 
     def score(self, split: Split, batches: int | None = None) -> Tensor:
-        """The client's model on a split, or on its first rows.
+        """Return the client's model on a split, or on its first rows.
 
         Args:
             split: One of the client's own.
@@ -327,8 +327,8 @@ class Client(BoundClient):
             return self.loss(batch)
 
     def loss(self, batch: Batch) -> float:
-        """The mean negative log-likelihood of the client's model on one batch, in nats, without
-        a gradient.
+        """Return the mean negative log-likelihood of the client's model on one batch, in nats,
+        without a gradient.
         """
         nll, predictions, *_ = self.model.score(
             iter(batch.split(self.training.micro_batch or len(batch)))
@@ -336,8 +336,8 @@ class Client(BoundClient):
         return float(nll / predictions)
 
     def metrics(self) -> Metrics:
-        """What this task measured: mean loss and balance by trained roles, mean routing weight
-        (blocks, experts), tokens.
+        """Return what this task measured: mean loss and balance by trained roles, mean routing
+        weight (blocks, experts), tokens.
 
         Raises:
             ClientError: A loss was not finite.

@@ -10,7 +10,7 @@ BEGAN = "began"  # the last round that a client trained in, and its local iterat
 
 
 def count(state: State, key: str, add: int) -> int:
-    """A counter of a client's state before `add` is added to it."""
+    """Return a counter of a client's state before `add` is added to it."""
     counter = state.setdefault(key, torch.zeros((), dtype=torch.int64))
     before = int(counter)
     counter += add
@@ -40,13 +40,13 @@ def advance(state: State, round: int, iterations: int = 1) -> None:
 
 
 def draw(on: Split, state: State, rows: int) -> Batch:
-    """The next batch of a split, whose cursor is in the client's state."""
+    """Return the next batch of a split, whose cursor is in the client's state."""
     batch: Batch = on.batch(count(state, f"cursor/{on.name}", rows), rows)
     return batch
 
 
 def training_data(data: ClientData, purpose: str = "") -> Split:
-    """A client's training data; for another purpose than training itself in another order, with
-    a cursor of its own.
+    """Return a client's training data; for another purpose than training itself in another order,
+    with a cursor of its own.
     """
     return data.train.reordered(f"train-{purpose}") if purpose else data.train

@@ -30,7 +30,7 @@ class Scheduled(BaseModel, ABC):
     ] = 0.1
 
     def lr_at(self, iteration: int, total: int) -> float:
-        """The learning rate of the step after `iteration` of `total` local iterations."""
+        """Return the learning rate of the step after `iteration` of `total` local iterations."""
         if self.schedule == "constant":
             return self.lr
         progress = min(iteration / max(total, 1), 1.0)
@@ -125,7 +125,7 @@ class SGD(Scheduled):
 
 
 def _started(memory: State, key: str, like: Tensor) -> Tensor:
-    """What is remembered under a key; zeros at first."""
+    """Return what is remembered under a key; zeros at first."""
     if key not in memory:
         memory[key] = torch.zeros_like(like)
     return memory[key]

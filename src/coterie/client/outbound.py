@@ -116,8 +116,8 @@ class Outbound:
     def __call__(
         self, task: Task, id: ClientId, sent: Named, reply: Tensors, round: int, phase: int
     ) -> Tensors:
-        """What leaves the client `id`. Raises Refused for what its task is not declared to send,
-        where its owner is protected.
+        """Return what leaves the client `id`. Raises Refused for what its task is not declared to
+        send, where its owner is protected.
         """
         update = declared(task) is Sends.UPDATE
         if (
@@ -138,7 +138,7 @@ class Outbound:
         return reply
 
     def measured(self, metrics: Metrics) -> Metrics:
-        """What leaves of what a task measured: where the owner is protected a few single
+        """Return what leaves of what a task measured: where the owner is protected a few single
         numbers, which are means over many tokens.
         """
         if not self.protects:
@@ -168,8 +168,8 @@ class Outbound:
     def sanitizer(
         self, method: Any, steps: int, round: int, phase: int, id: ClientId
     ) -> Sanitizer | None:
-        """What makes the gradients that a client of a method shares, in one task of so many steps;
-        None where no examples are protected.
+        """Return what makes the gradients that a client of a method shares, in one task of so many
+        steps; None where no examples are protected.
 
         On devices it never draws the same twice, not even for the same request: with the same noise
         on other data, or from another state, the difference would have none. Each time counts.

@@ -63,14 +63,14 @@ class Site:
     _known: dict[Layout, tuple[dict[str, Role], dict[Role, int]]] = field(default_factory=dict)
 
     def model(self, id: ClientId) -> Model:
-        """The model that clients of this one's layout take turns in."""
+        """Return the model that clients of this one's layout take turns in."""
         layout = self.layouts[id]
         if layout not in self.models:
             self.models[layout] = self.build(layout)
         return self.models[layout]
 
     def client(self, id: ClientId, state: State) -> Client:
-        """The client `id` with its remembered state."""
+        """Return the client `id` with its remembered state."""
         return Client(
             id,
             self.model(id),
@@ -113,8 +113,8 @@ class Site:
         return f"it is of the {role}"
 
     def _roles_of(self, id: ClientId) -> tuple[dict[str, Role], dict[Role, int]]:
-        """The role of each tensor of a client's model by its name, and how many values each role
-        has.
+        """Return the role of each tensor of a client's model by its name, and how many values each
+        role has.
         """
         layout = self.layouts[id]
         if layout not in self._known:
@@ -135,7 +135,7 @@ class Site:
         return self.outbound is not None and self.outbound.sanitizes
 
     def end(self, state: State, method: Any) -> None:
-        """What a client keeps after a task: everything, or of the model nothing."""
+        """Settle what a client keeps after a task: everything, or of the model nothing."""
         if method.forgetful or self.training.stateless:
             for key in [key for key in state if key.startswith(_OF_THE_MODEL)]:
                 del state[key]

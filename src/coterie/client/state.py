@@ -117,8 +117,8 @@ class BoundClient:
         return torch.tensor(self.windows)
 
     def again(self, purpose: str) -> Split:
-        """The training data in another order and with a cursor of its own, for batches beside
-        those that train the client.
+        """Return the training data in another order and with a cursor of its own, for batches
+        beside those that train the client.
         """
         return training_data(self.data, purpose)
 
@@ -131,7 +131,7 @@ class BoundClient:
         return self._embedded(self.data.test)
 
     def _embedded(self, split: Split) -> Split:
-        """A split whose batches hold embeddings, if the model has a common expert."""
+        """Return a split whose batches hold embeddings, if the model has a common expert."""
         name = split.name
         if name not in self._splits:
             if isinstance(split, ExampleSplit) and self.model.embed is not None:
@@ -178,8 +178,8 @@ class BoundClient:
             tensor.detach().copy_(tensors[name])
 
     def _values(self, *roles: Role) -> dict[str, Tensor]:
-        """The client's tensors of these roles by name, running statistics where they travel with
-        one, and a pool's with its experts.
+        """Return the client's tensors of these roles by name, running statistics where they travel
+        with one, and a pool's with its experts.
         """
         found: dict[str, Tensor] = {
             name: p for role in roles for name, p in self._parameters[role].items()
@@ -191,7 +191,7 @@ class BoundClient:
         return found | (dict(self.model.buffers()) if self.model.statistics in roles else {})
 
     def _named(self, tensors: Named) -> Tensors:
-        """The same tensors, those that came as one vector under their own names."""
+        """Return the same tensors, those that came as one vector under their own names."""
         found = dict(tensors)
         for role in tensors.keys() & set(OWNED):
             found |= self._parted(dict(self._parameters[Role(role)].items()), found.pop(role), role)
@@ -225,11 +225,13 @@ class BoundClient:
         }
 
     def read(self, *roles: Role) -> Tensors:
-        """Copies of the client's tensors of these roles, by name."""
+        """Return copies of the client's tensors of these roles, by name."""
         return {name: t.detach().clone() for name, t in self._values(*roles).items()}
 
     def experts(self) -> Tensors:
-        """Copies of the experts of a pool that the client has, as `expert/<number>`, (d,) each."""
+        """Return copies of the experts of a pool that the client has, as `expert/<number>`, (d,)
+        each.
+        """
         numbers = [number for number in self.state[NUMBERS].tolist() if number != ABSENT]
         places = zip(numbers, self.model.places(), strict=False)
         return {
@@ -238,8 +240,8 @@ class BoundClient:
         }
 
     def flat(self, role: Role = GENERALIST, into: Tensor | None = None) -> Tensor:
-        """The values of one role as one vector, (d,): a copy, written to `into` if that is given
-        and on the same device.
+        """Return the values of one role as one vector, (d,): a copy, written to `into` if that is
+        given and on the same device.
         """
         values = self.state[f"parameters/{role}"]
         return (

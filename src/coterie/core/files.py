@@ -87,7 +87,7 @@ _HASHING = ThreadPoolExecutor(
 
 
 def digest_of(path: Path) -> str:
-    """The SHA-256 of a file's content, as `sha256sum` writes it. Raises OSError."""
+    """Return the SHA-256 of a file's content, as `sha256sum` writes it. Raises OSError."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

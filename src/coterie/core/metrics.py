@@ -64,8 +64,8 @@ class Metric:
         }
 
     def scores(self, score: Mapping[str, Tensor]) -> dict[str, float]:
-        """The metric and the loss of each split that was scored: `valid`, `test`, `valid_loss`,
-        `test_loss`.
+        """Return the metric and the loss of each split that was scored: `valid`, `test`,
+        `valid_loss`, `test_loss`.
         """
         splits = {split: score[split] for split in ("valid", "test") if split in score}
         return {split: self.of(found) for split, found in splits.items()} | {
@@ -139,12 +139,14 @@ def choices(found: Sequence[Tensor], anchored: Sequence[Sequence[int]]) -> dict[
 
 
 def metric_of(found: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The metric of a result or a row; results from before there were several are of perplexity."""
+    """Return the metric of a result or a row; results from before there were several are of
+    perplexity.
+    """
     return found.get("metric") or PERPLEXITY.about
 
 
 def label(metric: Mapping[str, Any]) -> str:
-    """What axes and headings call a metric: its name, and its unit unless that is what it is
+    """Return what axes and headings call a metric: its name, and its unit unless that is what it is
     counted per.
     """
     return (
@@ -155,17 +157,17 @@ def label(metric: Mapping[str, Any]) -> str:
 
 
 def prediction(metric: Mapping[str, Any]) -> str:
-    """What a model predicts one of at a time: a token, or an example."""
+    """Return what a model predicts one of at a time: a token, or an example."""
     return "token" if metric["unit"] == PERPLEXITY.unit else "example"
 
 
 def direction(metric: Mapping[str, Any]) -> str:
-    """A sentence's beginning: which way is better."""
+    """Return a sentence's beginning: which way is better."""
     return "lower is better" if metric["lower_is_better"] else "higher is better"
 
 
 def badness(value: float, metric: Mapping[str, Any]) -> float:
-    """The value, with the sign that makes the least the best: what a ranking sorts by."""
+    """Return the value, with the sign that makes the least the best: what a ranking sorts by."""
     return value if metric["lower_is_better"] else -value
 
 
@@ -175,12 +177,12 @@ def better(a: float, b: float, metric: Mapping[str, Any]) -> bool:
 
 
 def best(values: Iterable[float], metric: Mapping[str, Any]) -> float:
-    """The best of some values by the metric of a result."""
+    """Return the best of some values by the metric of a result."""
     return min(values, key=lambda value: badness(value, metric))
 
 
 def worst(values: Iterable[float], metric: Mapping[str, Any]) -> float:
-    """The worst of some values by the metric of a result."""
+    """Return the worst of some values by the metric of a result."""
     return max(values, key=lambda value: badness(value, metric))
 
 
@@ -209,7 +211,7 @@ def mean(values: Iterable[float]) -> float:
 
 
 def deviation(values: list[float]) -> float:
-    """The sample standard deviation over seeds; 0 for one."""
+    """Return the sample standard deviation over seeds; 0 for one."""
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 

@@ -34,7 +34,7 @@ _recording: list[
 
 
 def span(name: str) -> AbstractContextManager[None]:
-    """A range of this name in a trace: `local_round ann`, `step router`. Where nothing is
+    """Return a range of this name in a trace: `local_round ann`, `step router`. Where nothing is
     recorded it costs less than a microsecond.
     """
     return _range(name) if _recording else _NOTHING
@@ -50,8 +50,8 @@ def _range(name: str) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps Kineto from writing to stderr, where a live display may be, that it starts and
-    stops: no level of its log does.
+    """Keep Kineto from writing to stderr, where a live display may be, that it starts and stops: no
+    level of its log does.
     """
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
@@ -95,12 +95,12 @@ class Profile:
     _profiler: profile | None = None
 
     def begin(self, wanted: bool) -> None:
-        """A round begins; whether it is to be recorded, which one of a run is."""
+        """Begin a round, and record it if it is the one of the run that is to be recorded."""
         self.active = wanted and self.path is not None and not self._stopped
 
     def enter(self, part: str) -> None:
-        """A part of the round begins, and the one before it has ended. Nothing happens outside
-        of the recorded round.
+        """Begin a part of the round; the one before it has ended. Nothing happens outside of the
+        recorded round.
         """
         self.leave()
         if not self.active:
@@ -117,7 +117,7 @@ class Profile:
         _recording.append(self)
 
     def passed(self, name: str) -> None:
-        """A span has ended; after enough of them nothing more of this part is recorded."""
+        """Count a span that has ended; after enough of them the part is no longer recorded."""
         if name.startswith(STEP):
             self._steps += 1
         else:
@@ -126,7 +126,7 @@ class Profile:
             self.leave()
 
     def leave(self) -> None:
-        """The part has ended."""
+        """End the part."""
         if self._profiler is None:
             return
         _recording.remove(self)
@@ -137,7 +137,7 @@ class Profile:
         self._stopped.append(profiler)
 
     def end(self) -> None:
-        """The recorded round has ended: write the trace. Raises SaveError."""
+        """End the recorded round and write its trace. Raises SaveError."""
         self.leave()
         if not self.active or self.path is None:
             return
@@ -162,7 +162,7 @@ class Profile:
 
 
 def costs(events: Sequence[Mapping[str, Any]], kinds: Set[str]) -> dict[str, Cost]:
-    """What each operator of some kinds cost by itself, the dearest first.
+    """Return what each operator of some kinds cost by itself, the dearest first.
 
     Args:
         events: Of a trace: `X` events have a beginning `ts` and a length `dur` in microseconds, and

@@ -134,12 +134,12 @@ def protects_examples(method: Any) -> bool:
 
 
 def same(sent: Named) -> Named:
-    """The form of what was sent."""
+    """Return the form of what was sent."""
     return sent
 
 
 def nothing(sent: Named) -> Named:
-    """The form of an empty reply."""
+    """Return the form of an empty reply."""
     return {}
 
 
@@ -205,7 +205,7 @@ class Ask:
 
 
 def _cut(form: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    """The form with the shape of a tensor that is found, if that fits into it."""
+    """Return the form with the shape of a tensor that is found, if that fits into it."""
     fits = form.dim() == found.dim() and all(
         0 < n <= most for n, most in zip(found.shape, form.shape, strict=True)
     )
@@ -219,7 +219,7 @@ Adaptation = Generator[
 
 
 def find_task(method: Any, name: str) -> Task:
-    """The bound task `name` of `method`, for engines that receive it as text.
+    """Return the bound task `name` of `method`, for engines that receive it as text.
 
     Raises:
         TensorError: The method has no such task (its other attributes cannot be called from
@@ -248,8 +248,8 @@ def drive(round: Generator[Ask, Replies, R], answer: Callable[[Ask, int], Replie
 
 
 def mix(seed: int, *parts: int | str) -> int:
-    """A seed of 63 bits for one purpose, from the run's seed and what names the purpose: (round,
-    phase, client id) for a client's task.
+    """Return a seed of 63 bits for one purpose, from the run's seed and what names the purpose:
+    (round, phase, client id) for a client's task.
 
     BLAKE2b over the parts as text, so that it is the same on every machine and no two purposes
     share a stream.

@@ -78,13 +78,13 @@ def axpy(alpha: float, x: Named, y: Named) -> Tensors:
 
 
 def dot(x: Named, y: Named) -> float:
-    """The inner product over all names, accumulated in float64."""
+    """Return the inner product over all names, accumulated in float64."""
     check_alike(x, y, "inner product")
     return float(sum(torch.sum(x[name].double() * y[name].double()) for name in x))
 
 
 def norm(x: Named) -> float:
-    """The Euclidean norm over all names."""
+    """Return the Euclidean norm over all names."""
     return math.sqrt(dot(x, x))
 
 
@@ -102,12 +102,12 @@ def copy(named: Named) -> Tensors:
 
 
 def prefixed(prefix: str, named: Named) -> Tensors:
-    """The same tensors as `<prefix>/<name>`: several sets in one message or state."""
+    """Return the same tensors as `<prefix>/<name>`: several sets in one message or state."""
     return {f"{prefix}/{name}": tensor for name, tensor in named.items()}
 
 
 def under(prefix: str, named: Named) -> Tensors:
-    """The inverse of `prefixed`: the tensors of one set, by their own names."""
+    """Return the inverse of `prefixed`: the tensors of one set, by their own names."""
     return {
         name.removeprefix(f"{prefix}/"): tensor
         for name, tensor in named.items()
@@ -116,7 +116,7 @@ def under(prefix: str, named: Named) -> Tensors:
 
 
 def nbytes(named: Named) -> int:
-    """The size of the values in bytes, without names and shapes."""
+    """Return the size of the values in bytes, without names and shapes."""
     return sum(tensor.numel() * tensor.element_size() for tensor in named.values())
 
 
@@ -127,12 +127,12 @@ def to_bytes(named: Named, metadata: Mapping[str, str] | None = None) -> bytes:
 
 
 def _dense(named: Named) -> Tensors:
-    """The tensors as they can be written down."""
+    """Return the tensors as they can be written down."""
     return {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
 
 
 def from_bytes(data: bytes, what: str = "message") -> Tensors:
-    """The inverse of `to_bytes`; the tensors own their memory, see `_owned`.
+    """Return the inverse of `to_bytes`; the tensors own their memory, see `_owned`.
 
     Raises:
         TensorError: The bytes are truncated or not safetensors.
@@ -159,7 +159,7 @@ def from_bytes(data: bytes, what: str = "message") -> Tensors:
 
 
 def _owned(tensor: Tensor) -> Tensor:
-    """A copy, which begins where PyTorch's tensors begin: where values begin decides how
+    """Return a copy, which begins where PyTorch's tensors begin: where values begin decides how
     products of them are rounded.
     """
     return tensor.clone()

@@ -160,8 +160,8 @@ def plant(
 def _planted(
     split: TokenSplit, pieces: Ids, planted: npt.NDArray[np.bool_], rng: np.random.Generator
 ) -> tuple[TokenSplit, Numbers]:
-    """The split with those of (m, l) pieces that are planted, and the numbers of their windows; all
-    of them have a place.
+    """Return the split with those of (m, l) pieces that are planted, and the numbers of their
+    windows; all of them have a place.
 
     Raises:
         DataError: They do not fit.

@@ -65,12 +65,12 @@ class Stdlib(Section):
 
 
 def _matches(folder: Path, pattern: str) -> list[Path]:
-    """The files of a pattern, without the empty ones that make folders into packages."""
+    """Return the files of a pattern, without the empty ones that make folders into packages."""
     return [path for path in sorted(folder.glob(pattern)) if path.stat().st_size]
 
 
 def _text_of(path: Path) -> str:
-    """The text of a module; of the language reference the text itself, without the Python
+    """Return the text of a module; of the language reference the text itself, without the Python
     literals it is wrapped in.
     """
     if path.match("pydoc_data/topics.py"):
@@ -225,13 +225,13 @@ class _OneFile(Corpus):
         return {name: (name,) for name in self.names}
 
     def parts(self, row: Row) -> Mapping[str, str]:
-        """What of a row's text is of which kind."""
+        """Return what of a row's text is of which kind."""
         return {row[self.columns[0]]: row["text"]}
 
     @abstractmethod
     def document(self, row: Row) -> tuple[str, Document]:
-        """The corpus's name for `seen_in_pretraining`, and the document of a row with the key
-        that it has there.
+        """Return the corpus's name for `seen_in_pretraining`, and the document of a row with the
+        key that it has there.
         """
 
     def source(self) -> Source:

@@ -44,7 +44,7 @@ def keyed_by_text(texts: Iterable[str]) -> list[Document]:
 
 
 def read_text(path: Path) -> str:
-    r"""The text of a UTF-8 file, gzipped if it ends in .gz, with \n line ends.
+    r"""Return the text of a UTF-8 file, gzipped if it ends in .gz, with \n line ends.
 
     Raises:
         DataError: It is missing, unreadable, empty or not UTF-8.
@@ -73,7 +73,7 @@ def read_text(path: Path) -> str:
 
 
 def decompressed(path: Path) -> bytes:
-    """The content of a gzip file.
+    """Return the content of a gzip file.
 
     Raises:
         DataError: It would become so much larger that it cannot be data: a few kilobytes can stand
@@ -92,7 +92,7 @@ def decompressed(path: Path) -> bytes:
 
 
 def read_rows(path: Path, columns: Mapping[str, type]) -> list[Row]:
-    """The rows of a JSON-lines file, with the columns asked for; blank lines are skipped.
+    """Return the rows of a JSON-lines file, with the columns asked for; blank lines are skipped.
 
     Raises:
         DataError: As `read_text`, or lines that are not JSON objects or lack a column of its type;
@@ -122,7 +122,7 @@ def read_rows(path: Path, columns: Mapping[str, type]) -> list[Row]:
 
 
 def _parse(line: str, columns: Mapping[str, type]) -> tuple[Row, str]:
-    """The row of a line, and what is wrong with it, if anything."""
+    """Return the row of a line, and what is wrong with it, if anything."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:  # ValueError: a number of 5,000 digits, too
@@ -148,7 +148,8 @@ def _encodable(text: str) -> bool:
 
 
 def read_many(paths: Iterable[Path], text_column: str) -> list[str]:
-    """The texts of several files: one of each text file, one of each line of JSON-lines files.
+    """Return the texts of several files: one of each text file, one of each line of JSON-lines
+    files.
 
     Raises:
         DataError: All that is wrong with any of them.
@@ -206,7 +207,7 @@ def split(documents: Iterable[Document], fractions: Sequence[float], seed: int) 
 def _assign(
     works: Mapping[str, list[str]], fractions: Sequence[float], seed: int
 ) -> list[list[list[str]]]:
-    """The works in seeded order, each to the part that is filled least in relation to its
+    """Return the works in seeded order, each to the part that is filled least in relation to its
     fraction.
     """
     parts: list[list[list[str]]] = [[] for _ in fractions]

@@ -36,7 +36,7 @@ class Examples:
         return len(self.y)
 
     def at(self, places: slice | Tensor) -> "Examples":
-        """The examples at these places."""
+        """Return the examples at these places."""
         return Examples(
             self.x[places],
             self.y[places],
@@ -153,7 +153,7 @@ class ExampleSplit(Walk):
         return (1 / (unit * std)).float(), (-mean / std).float()
 
     def _normalised(self, inputs: npt.NDArray[Any]) -> Tensor:
-        """Some inputs as a network wants them; the array may be overwritten."""
+        """Return some inputs as a network wants them; the array may be overwritten."""
         x = torch.from_numpy(inputs)
         if self._tokens:
             return x
@@ -161,7 +161,7 @@ class ExampleSplit(Walk):
         return x.float().mul_(factor).add_(offset)
 
     def take(self, numbers: Numbers) -> Examples:
-        """The examples of these numbers, each in [0, windows)."""
+        """Return the examples of these numbers, each in [0, windows)."""
         rows = self.rows[numbers]
         embedding = None if self.embeddings is None else self.embeddings[torch.from_numpy(numbers)]
         return Examples(
@@ -176,7 +176,7 @@ class ExampleSplit(Walk):
         return found.hexdigest()
 
     def join(self, batches: Sequence[Examples], order: Numbers) -> Examples:
-        """The rows of several batches, one behind the other, in another order."""
+        """Return the rows of several batches, one behind the other, in another order."""
         embeddings = [batch.embedding for batch in batches if batch.embedding is not None]
         behind = Examples(
             torch.cat([batch.x for batch in batches]),
@@ -186,7 +186,7 @@ class ExampleSplit(Walk):
         return behind.at(torch.from_numpy(order))
 
     def embedded(self, embeddings: Tensor) -> Self:
-        """The same examples with their embeddings, which batches carry from then on.
+        """Return the same examples with their embeddings, which batches carry from then on.
 
         Args:
             embeddings: (windows, e) float32, in the order of `scoring`.

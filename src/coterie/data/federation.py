@@ -145,7 +145,7 @@ class Federation:
         }
 
     def pooled(self, id: ClientId = POOL) -> ClientData:
-        """The union of all clients' train, valid and test sets, as the data of one client."""
+        """Return the union of all clients' train, valid and test sets as one client's data."""
         members = list(self.clients.values())
         seed = mix(
             0, "pool", *(split.seed for member in members for split in member.splits)
@@ -169,7 +169,7 @@ class Federation:
 def federate(
     arrays: Mapping[ClientId, Mapping[str, Tokens]], context: int, seed: int, description: str
 ) -> Federation:
-    """A federation of token streams.
+    """Return a federation of token streams.
 
     Args:
         arrays: (tokens,) ids by client and split name.

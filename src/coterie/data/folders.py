@@ -129,7 +129,7 @@ class Folders(Section):
 
 
 def _find(folder: Path) -> Files:
-    """The files of a client: by split if the folder fixes them, else all under "".
+    """Return the files of a client: by split if the folder fixes them, else all under "".
 
     Raises:
         DataError: No text at all, or splits that are incomplete or have other text beside them.
@@ -165,8 +165,8 @@ def _find(folder: Path) -> Files:
 
 
 def text_files(entry: Path, above: frozenset[Path] = frozenset()) -> list[Path]:
-    """The text files that an entry of a folder is or holds; none of those that are hidden, or that
-    a run has written.
+    """Return the text files that an entry of a folder is or holds; none of those that are hidden,
+    or that a run has written.
 
     Args:
         entry: A file or folder.

@@ -231,7 +231,7 @@ class HubClients(Section):
         return texts
 
     def _documents(self, client: HubClient) -> list[str]:
-        """The first documents of a client that its bounds allow."""
+        """Return the first documents of a client that its bounds allow."""
         data = fetch(
             client.dataset,
             client.subset,
@@ -274,7 +274,7 @@ class HubClients(Section):
 
 
 def _rows(data: Any, dataset: str) -> Iterator[Mapping[str, Any]]:
-    """The rows of a data set, streamed or not. Raises DataError where the network or a file
+    """Return the rows of a data set, streamed or not. Raises DataError where the network or a file
     fails on the way.
     """
     rows = iter(data)
@@ -292,7 +292,7 @@ def _rows(data: Any, dataset: str) -> Iterator[Mapping[str, Any]]:
 
 
 def _value(row: Mapping[str, Any], column: str, dataset: str) -> Any:
-    """The value of a column, `a.b` being b in a. Raises DataError if there is none."""
+    """Return the value of a column, `a.b` being b in a. Raises DataError if there is none."""
     found: Any = row
     for part in column.split("."):
         if not isinstance(found, Mapping) or part not in found:
@@ -305,7 +305,7 @@ def _value(row: Mapping[str, Any], column: str, dataset: str) -> Any:
 
 
 def _columns(row: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """The names of a row's columns, nested ones with dots."""
+    """Return the names of a row's columns, nested ones with dots."""
     return [
         name
         for key, value in row.items()
@@ -316,7 +316,7 @@ def _columns(row: Mapping[str, Any], prefix: str = "") -> list[str]:
 
 
 def _local(dataset: str, remedy: str) -> Path | None:
-    """The folder or file of a local data set; None of one on the Hub. Raises DataError for a
+    """Return the folder or file of a local data set; None of one on the Hub. Raises DataError for a
     path that does not exist.
     """
     path = Path(dataset).expanduser()
@@ -326,22 +326,22 @@ def _local(dataset: str, remedy: str) -> Path | None:
 
 
 def _files(path: Path | None) -> list[Path]:
-    """The files that a local data set is or holds."""
+    """Return the files that a local data set is or holds."""
     if path is None or path.is_file():
         return [path] if path else []
     return sorted(file for file in path.rglob("*") if file.is_file())
 
 
 def _id(name: str) -> str:
-    """The id of a client whom a column names."""
+    """Return the id of a client whom a column names."""
     if name.isascii():
         return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip(".")
     return names.nearest(name)
 
 
 def _names(values: Iterable[Any], feature: Any) -> list[str | None]:
-    """The clients' names of a column's values; None where there is none (of class labels, -1 by
-    convention).
+    """Return the clients' names of a column's values; None where there is none (of class labels, -1
+    by convention).
     """
     if hasattr(feature, "int2str"):
         return [

@@ -65,7 +65,7 @@ class Images(Dealing):
         """All images. Raises DataError if they are not there."""
 
     def load(self, cache: Path | None = None, order_seed: int = 0) -> Federation:
-        """The federation. Its clients are views of the same arrays.
+        """Return the federation. Its clients are views of the same arrays.
 
         Args:
             cache: Folder of decoded images; default $COTERIE_CACHE, else $XDG_CACHE_HOME/coterie,
@@ -148,11 +148,13 @@ class StoredImages(Images):
         )
 
     def _located(self) -> list[Path] | None:
-        """The files; None if no root is named. Raises DataError if they are missing below it."""
+        """Return the files; None if no root is named. Raises DataError if they are missing below
+        it.
+        """
         return located(self.root, [f"{self.folder}/{file}" for file in self.files])
 
     def _stored(self, cache: Path, fingerprint: Any, tables: Callable[[], list[Any]]) -> Labelled:
-        """The decoded images of a cache entry; built first if it is missing or damaged.
+        """Return the decoded images of a cache entry; built first if it is missing or damaged.
 
         Raises:
             DataError: The tables hold something else than these images.
@@ -185,8 +187,8 @@ class StoredImages(Images):
         return found
 
     def _decode(self, table: Any, name: str) -> tuple[npt.NDArray[np.uint8], Numbers]:
-        """The images and labels of an Arrow table. Raises DataError naming the first row that
-        will not do.
+        """Return the images and labels of an Arrow table. Raises DataError naming the first row
+        that will not do.
         """
         pictures, labels = (table.column(column).to_pylist() for column in self.columns)
         remedy = f"Use the files of {self.dataset}, or repair that row."
@@ -213,7 +215,7 @@ class StoredImages(Images):
 
 
 def _read(path: Path, columns: Sequence[str]) -> Any:
-    """Some columns of a parquet file, as an Arrow table. Raises DataError."""
+    """Return some columns of a parquet file, as an Arrow table. Raises DataError."""
     from pyarrow import ArrowException, parquet
 
     try:
@@ -244,7 +246,7 @@ def pixels(file: Path | BytesIO, shape: tuple[int, int, int]) -> npt.NDArray[np.
 
 
 def _open(entry: Path) -> Labelled | None:
-    """The arrays of a cache entry, read-only and memory-mapped; None if one is missing or
+    """Return the arrays of a cache entry, read-only and memory-mapped; None if one is missing or
     damaged.
     """
     try:
@@ -368,7 +370,9 @@ class Emnist(StoredImages):
         return self._stored(cache, stamps(paths), lambda: [paths[:2], paths[2:]])
 
     def _decode(self, table: Any, name: str) -> tuple[npt.NDArray[np.uint8], Numbers]:
-        """The images and labels of two files. Raises DataError if they do not belong together."""
+        """Return the images and labels of two files. Raises DataError if they do not belong
+        together.
+        """
         images, labels = map(_bytes, table)
         if images.shape != (*labels.shape, *self.shape[1:]):
             problem = (
@@ -392,7 +396,7 @@ def _download(dataset: str, file: str) -> Path:
 
 
 def _bytes(path: Path) -> npt.NDArray[np.uint8]:
-    """The array of a compressed IDX file of bytes. Raises DataError."""
+    """Return the array of a compressed IDX file of bytes. Raises DataError."""
     try:
         data = decompressed(path)
         shape = np.frombuffer(data, ">i4", count=data[3], offset=4)

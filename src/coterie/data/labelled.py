@@ -65,7 +65,7 @@ class LabelledTexts(Dealing, ABC):
     def load(
         self, tokenizer: Any, length: int, cache: Path | None = None, order_seed: int = 0
     ) -> Federation:
-        """The federation. Its clients are views of the same arrays.
+        """Return the federation. Its clients are views of the same arrays.
 
         Args:
             tokenizer: A fast tokenizer of transformers; its special tokens are put around every
@@ -86,19 +86,19 @@ class LabelledTexts(Dealing, ABC):
         )
 
     def from_hub(self, data: Any) -> Rows:
-        """A split of the Hub's data set, with columns as the files have them."""
+        """Return a split of the Hub's data set, with columns as the files have them."""
         return data  # type: ignore[no-any-return]
 
     def text(self, row: Mapping[str, Any]) -> str:
-        """What is to be classified."""
+        """Return what is to be classified."""
         return str(row["text"])
 
     def called(self, kinds: Numbers) -> Numbers:
-        """The classes of texts of these kinds."""
+        """Return the classes of texts of these kinds."""
         return kinds
 
     def _encoded(self, tokenizer: Any, length: int, cache: Path) -> Labelled:
-        """The encoded texts of the cache; encoded first if they are not there."""
+        """Return the encoded texts of the cache; encoded first if they are not there."""
         fingerprint, read = self._found()
         own = self.model_dump(mode="json", exclude={*Dealing.model_fields, "root"})
         drawn = self.seed if self.examples or self.tests else None
@@ -113,7 +113,9 @@ class LabelledTexts(Dealing, ABC):
         )
 
     def _found(self) -> tuple[Any, Callable[[], list[Rows]]]:
-        """What changes when the texts do, and what reads them, file by file. Raises DataError."""
+        """Return what changes when the texts do, and what reads them, file by file. Raises
+        DataError.
+        """
         if paths := located(self.root, [f"{self.folder}/{name}.jsonl.gz" for name in _FILES]):
             return stamps(paths), lambda: [read_rows(path, self.columns) for path in paths]
         remedy = "Without a network: --set data.root=DIR, or the environment variable COTERIE_DATA."
@@ -192,7 +194,7 @@ class LabelledTexts(Dealing, ABC):
         length: int,
         lengths: list[int],
     ) -> Iterator[npt.NDArray[np.uint32]]:
-        """The token ids of the chosen rows in pieces; how many each row has is added to
+        """Return the token ids of the chosen rows in pieces; how many each row has is added to
         `lengths`. Raises DataError for one without any.
         """
         for start in range(0, len(chosen), _TEXTS):

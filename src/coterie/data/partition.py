@@ -78,7 +78,7 @@ class Dealing(PartitionSchemes):
         return ()
 
     def dealt(self, read: Callable[[], Labelled], order_seed: int) -> Federation:
-        """The federation. Its clients are views of the same arrays.
+        """Return the federation. Its clients are views of the same arrays.
 
         Args:
             read: The examples; called when the fields are known to be sound.
@@ -133,7 +133,7 @@ class Dealing(PartitionSchemes):
         )
 
     def standing(self, client: ClientId) -> Standing | None:
-        """What is known of a client without the examples; None for one that cannot be."""
+        """Return what is known of a client without the examples; None for one that cannot be."""
         return self._standings().get(client)
 
     def _standings(self) -> dict[ClientId, Standing]:

@@ -291,8 +291,8 @@ class PartitionSchemes(BaseModel, ABC):
     def _cut(
         self, labels: Numbers, ends: npt.NDArray[np.float64], random: np.random.Generator
     ) -> list[Numbers]:
-        """The rows of each client, (classes, clients - 1) `ends` being where each class is cut,
-        as shares of it.
+        """Return the rows of each client, (classes, clients - 1) `ends` being where each class is
+        cut, as shares of it.
         """
         hands: list[list[Numbers]] = [[] for _ in range(ends.shape[1] + 1)]
         for label in range(self.classes):
@@ -304,7 +304,7 @@ class PartitionSchemes(BaseModel, ABC):
         return [random.permutation(np.concatenate(hand)) for hand in hands]
 
     def _had(self, own: Numbers) -> Labels:
-        """The classes that a client with these labels is said to have."""
+        """Return the classes that a client with these labels is said to have."""
         shares = np.bincount(own, minlength=self.classes) / len(own)
         return _sorted(np.flatnonzero(shares >= min(_HAD, shares.max())))
 
@@ -332,7 +332,7 @@ class PartitionSchemes(BaseModel, ABC):
             yield Part(id, random.permutation(np.concatenate(hand)), _rows(test, own), own)
 
     def _label_sets(self, random: np.random.Generator) -> list[Labels]:
-        """The classes of each client of quantity, anchors first."""
+        """Return the classes of each client of quantity, anchors first."""
         anchors = self._anchor_sets(self._random("anchors").permutation(self.classes), self.anchors)
         sets, holders = list(anchors), np.zeros(self.classes, dtype=int)
         for _ in range(
@@ -388,7 +388,7 @@ class PartitionSchemes(BaseModel, ABC):
     def _newcomers(
         self, group: Unseen, clients: Sequence[Part], train: Numbers, test: Numbers
     ) -> Iterator[Part]:
-        """The unseen clients of a group."""
+        """Return the unseen clients of a group."""
         share = min(len(part.train) for part in clients)
         sets = self._unseen_sets(group, clients)
         for id, labels in zip(_numbered(group, len(sets)), sets, strict=True):
@@ -436,7 +436,7 @@ class PartitionSchemes(BaseModel, ABC):
         )
 
     def _published(self, train: Numbers) -> Numbers:
-        """The rows of the public examples. Raises DataError if nothing would be left."""
+        """Return the rows of the public examples. Raises DataError if nothing would be left."""
         if self.public >= len(train):
             raise DataError(
                 f"data.public: {self.public:,} of {len(train):,} training {self.things}",
@@ -517,5 +517,5 @@ def _numbered(prefix: str, count: int, digits: int = 2) -> list[ClientId]:
 
 
 def _among(rows: Numbers, parts: Iterable[Part]) -> list[Part]:
-    """The same parts, their training rows being counted among others."""
+    """Return the same parts, their training rows being counted among others."""
     return [replace(part, train=rows[part.train]) for part in parts]

@@ -57,7 +57,7 @@ def stamps(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
 
 
 def distinct(values: tuple[str, ...]) -> tuple[str, ...]:
-    """A validator: no value twice."""
+    """Return a validator: no value twice."""
     if len(set(values)) < len(values):
         raise ValueError("every value must be there once")
     return values
@@ -119,16 +119,16 @@ class Section(BaseModel, ABC):
         return ()
 
     def standing(self, client: ClientId) -> Standing | None:
-        """What is known of a client without the texts: nearly nothing, but whether it trains;
-        None for one that cannot be.
+        """Return what is known of a client without the texts: nearly nothing, but whether it
+        trains; None for one that cannot be.
         """
         return Standing(group=NEW if client in self.newcomers else "")
 
     def load(
         self, tokenizer: Tokenizer, context: int, cache: Path | None = None, order_seed: int = 0
     ) -> Federation:
-        """The federation: texts split, encoded once per tokenizer, and memory-mapped from the cache
-        from then on.
+        """Return the federation: texts split, encoded once per tokenizer, and memory-mapped from
+        the cache from then on.
 
         Args:
             tokenizer: A fast tokenizer of transformers. Its end token is put behind every document.

@@ -53,7 +53,7 @@ class Split(Protocol):
         """Tokens or examples held."""
 
     def take(self, numbers: Numbers) -> Any:
-        """The rows of these numbers, each in [0, windows): a Batch."""
+        """Return the rows of these numbers, each in [0, windows): a Batch."""
 
     def join(self, batches: Sequence[Any], order: Numbers) -> Any:
         """One batch, whose row i is row order[i] of several batches one behind the other."""
@@ -62,11 +62,11 @@ class Split(Protocol):
         """Rows start..start+size-1 of the endless walk: a Batch."""
 
     def reordered(self, name: str) -> "Split":
-        """The same rows under another name, and so in another order."""
+        """Return the same rows under another name, and so in another order."""
 
     def digest(self) -> str:
-        """What changes when what is held does: SHA-256, hexadecimal; "" where that is not known
-        here.
+        """Return what changes when what is held does: SHA-256, hexadecimal; "" where that is not
+        known here.
         """
 
     def scoring(self, rows: int) -> Iterator[Any]:
@@ -98,7 +98,9 @@ class Walk(ABC):
     def take(self, numbers: Numbers) -> Any: ...
 
     def reordered(self, name: str) -> Self:
-        """The same rows under another name, which is part of what fixes the order of the walk."""
+        """Return the same rows under another name, which is part of what fixes the order of the
+        walk.
+        """
         twin = copy(self)  # not `replace`, which would check the data again
         object.__setattr__(twin, "name", name)
         return twin
@@ -108,7 +110,7 @@ class Walk(ABC):
         return self.take(self.numbers(start, size))
 
     def numbers(self, start: int, size: int) -> Numbers:
-        """The numbers of rows start..start+size-1 of the walk, (size,).
+        """Return the numbers of rows start..start+size-1 of the walk, (size,).
 
         Row i belongs to epoch `i // windows`, whose permutation is seeded by
         `mix(seed, "order", name, epoch)`. So a cursor is all that there is to remember, and the
@@ -162,7 +164,7 @@ class TokenSplit(Walk):
         return len(self.tokens)
 
     def take(self, numbers: Numbers) -> Tensor:
-        """The windows of these numbers: (len(numbers), C + 1) int64."""
+        """Return the windows of these numbers: (len(numbers), C + 1) int64."""
         places = numbers[:, None] * self.context + np.arange(self.context + 1)
         return torch.from_numpy(self.tokens[places].astype(np.int64))
 
@@ -171,7 +173,7 @@ class TokenSplit(Walk):
         return hashlib.sha256(np.ascontiguousarray(self.tokens, dtype=np.uint32)).hexdigest()
 
     def join(self, batches: Sequence[Tensor], order: Numbers) -> Tensor:
-        """The windows of several batches, one behind the other, in another order."""
+        """Return the windows of several batches, one behind the other, in another order."""
         return torch.cat(list(batches))[torch.from_numpy(order)]
 
     def scoring(self, rows: int) -> Iterator[Tensor]:
@@ -215,7 +217,7 @@ class PooledSplit(Walk):
         return sum(map(len, self.parts))
 
     def take(self, numbers: Numbers) -> Any:
-        """The rows of these numbers, counted through the parts in order."""
+        """Return the rows of these numbers, counted through the parts in order."""
         ends = np.cumsum([part.windows for part in self.parts])
         owners = np.searchsorted(ends, numbers, side="right")
         batches, places = [], []

@@ -44,7 +44,7 @@ def default_cache() -> Path:
 
 
 def key_of(tokenizer: Tokenizer, *parts: Any) -> str:
-    """The name of a cache entry: a hash of what the tokens depend on.
+    """Return the name of a cache entry: a hash of what the tokens depend on.
 
     Args:
         tokenizer: Its whole content counts.
@@ -64,8 +64,8 @@ def key_of(tokenizer: Tokenizer, *parts: Any) -> str:
 
 
 def encode(tokenizer: Tokenizer, texts: Iterable[str], limit: int | None) -> Iterator[Tokens]:
-    """The token ids of the texts in pieces, the tokenizer's end token behind each text; at most
-    `limit` tokens in all.
+    """Return the token ids of the texts in pieces, the tokenizer's end token behind each text; at
+    most `limit` tokens in all.
 
     Texts behind the limit are not encoded. One of more than a million characters is encoded in
     parts, cut at spaces where there are any.
@@ -100,8 +100,8 @@ def _batches(texts: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
 
 
 def _parts(text: str) -> Iterator[tuple[str, bool]]:
-    """A text in parts of a million characters at most, each but the first one beginning with a
-    space where there is one.
+    """Return a text in parts of a million characters at most, each but the first one beginning with
+    a space where there is one.
     """
     start = 0
     while len(text) - start > LONGEST:
@@ -113,15 +113,15 @@ def _parts(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def dtype_for(tokenizer: Tokenizer) -> type[np.unsignedinteger]:
-    """The smallest type that holds every id."""
+    """Return the smallest type that holds every id."""
     return np.uint16 if len(tokenizer) <= 2**16 else np.uint32
 
 
 def stored(
     cache: Path, key: str, dtype: type[np.unsignedinteger], build: Callable[[], Streams]
 ) -> dict[ClientId, dict[str, Tokens]]:
-    """The token streams of a cache entry, read-only and memory-mapped; built first if it is missing
-    or damaged.
+    """Return the token streams of a cache entry, read-only and memory-mapped; built first if it is
+    missing or damaged.
 
     All streams of an entry lie in one file, since every memory map costs a file descriptor and a
     federation may have thousands of clients. An entry appears at once or not at all, and several
@@ -152,7 +152,7 @@ def stored(
 
 
 def _open(entry: Path) -> dict[ClientId, dict[str, Tokens]] | None:
-    """The streams of an entry; None if it is missing or damaged."""
+    """Return the streams of an entry; None if it is missing or damaged."""
     try:
         manifest = json.loads((entry / "manifest.json").read_text(encoding="utf-8"))
         dtype, total = np.dtype(manifest["dtype"]), int(manifest["tokens"])

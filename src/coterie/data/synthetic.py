@@ -73,11 +73,11 @@ class Chain:
     probabilities: tuple[float, ...]
 
     def start(self, random: Random) -> int:
-        """The place of a word drawn uniformly."""
+        """Return the place of a word drawn uniformly."""
         return int(random.random() * len(self.words))
 
     def step(self, place: int, random: Random) -> int:
-        """The place of a next word."""
+        """Return the place of a next word."""
         k = bisect(list(accumulate(self.probabilities))[:-1], random.random()) + 1
         return (place + k) % len(self.words)
 
@@ -97,7 +97,7 @@ class Language:
     private: tuple[Chain, ...]
 
     def kinds(self) -> dict[str, int]:
-        """The kind of each word: SHARED, PRIVATE, or TOPIC + t."""
+        """Return the kind of each word: SHARED, PRIVATE, or TOPIC + t."""
         chains = [
             (SHARED, self.shared),
             *((TOPIC + t, topic) for t, topic in enumerate(self.topics)),
@@ -235,7 +235,7 @@ class Synthetic(Section):
         return [f"client-{i}" for i in range(self.clients)]
 
     def language(self) -> Language:
-        """The words of each kind, and what follows each."""
+        """Return the words of each kind, and what follows each."""
         pool = self._pool()
 
         def take(count: int) -> list[str]:
@@ -307,7 +307,7 @@ class Synthetic(Section):
                 yield found.words[place]
 
     def kinds(self, tokenizer: Tokenizer, ids: Sequence[int] | npt.NDArray[np.integer]) -> Kinds:
-        """The kind of each token of a text of this language: who knows what follows it.
+        """Return the kind of each token of a text of this language: who knows what follows it.
 
         Args:
             tokenizer: The one that made the ids.
@@ -335,7 +335,7 @@ class Synthetic(Section):
 
 
 def _shuffled(words: Sequence[str], random: Random) -> list[str]:
-    """The words in a random order, the same with every version of Python (of `Random`, only
+    """Return the words in a random order, the same with every version of Python (of `Random`, only
     `random` is promised to stay as it is).
     """
     keyed = [(random.random(), word) for word in words]
@@ -343,7 +343,7 @@ def _shuffled(words: Sequence[str], random: Random) -> list[str]:
 
 
 def _spelled(tokenizer: Tokenizer, kinds: dict[str, int]) -> dict[tuple[int, ...], int]:
-    """The kind of each word by its tokens, as they are inside of a text."""
+    """Return the kind of each word by its tokens, as they are inside of a text."""
     words = list(kinds)
     text = " ".join([words[0], *words])
     encoded = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def answer(node: Mapping[str, Any], text: str, body: bytes) -> tuple[str, bytes]:
-    """What a device does with a request.
+    """Return what a device does with a request.
 
     Args:
         node: The node's own configuration: `client`, `data`, `base`, `home` and `secure`, see
@@ -41,8 +41,8 @@ def answer(node: Mapping[str, Any], text: str, body: bytes) -> tuple[str, bytes]
 
 
 def device(node: Mapping[str, Any]) -> "Device":
-    """The device that a node's configuration describes. Raises Refused for a file of limits that
-    will not do.
+    """Return the device that a node's configuration describes. Raises Refused for a file of limits
+    that will not do.
     """
     from coterie.core import names
     from coterie.runs import limits
@@ -109,7 +109,7 @@ def serve(grid: Grid, config: Mapping[str, Any]) -> None:
 
 
 def _recipe(config: Mapping[str, Any]) -> "Recipe":
-    """The recipe of a run's configuration. Raises Refused."""
+    """Return the recipe of a run's configuration. Raises Refused."""
     from coterie.runs import recipe as recipes
 
     name, seed = str(config["recipe"]), int(config["seed"])

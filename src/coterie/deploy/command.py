@@ -16,8 +16,8 @@ _COMMAND_S = 120.0  # seconds for a command of Flower's
 
 
 def _toml(values: Mapping[str, Any]) -> list[str]:
-    """Assignments of texts, numbers and switches, as TOML wants them: JSON, but without escapes
-    for halves of surrogate pairs.
+    """Return assignments of texts, numbers and switches, as TOML wants them: JSON, but without
+    escapes for halves of surrogate pairs.
     """
     return [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
 
@@ -33,8 +33,8 @@ def configure(link: Link, home: Path) -> None:
 
 
 def flwr(arguments: Sequence[str], home: Path) -> str:
-    """What a command of Flower's command line prints. Raises ClientError with its output if it
-    fails.
+    """Return what a command of Flower's command line prints. Raises ClientError with its output if
+    it fails.
     """
     command, what = [program("flwr"), *arguments], f"flwr {' '.join(arguments[:2])}"
     try:
@@ -57,8 +57,8 @@ def flwr(arguments: Sequence[str], home: Path) -> str:
 
 
 def _flwr_json(arguments: Sequence[str], home: Path) -> dict[str, Any]:
-    """The same as JSON. With that, a command that fails says so in its output and exits with 0.
-    Raises ClientError likewise.
+    """Return the same as JSON. With that, a command that fails says so in its output and exits with
+    0. Raises ClientError likewise.
     """
     said = flwr([*arguments, "--format", "json"], home)
     try:

@@ -24,8 +24,8 @@ def demo(
     say: Callable[[str], None],
     resident: bool = True,
 ) -> None:
-    """A server and real devices on this machine, encrypted and with keys; a recipe runs on them,
-    and nothing is left running.
+    """Start a server and real devices on this machine, encrypted and with keys; run a recipe on
+    them, and nothing is left running.
 
     Args:
         recipe: Resolved.

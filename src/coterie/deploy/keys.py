@@ -135,7 +135,7 @@ def public_keys(folder: Path) -> tuple[dict[str, Path], dict[Path, str]]:
 
 
 def _read(path: Path) -> str:
-    """The text of a file that is none of the things that cannot be read to their end. Raises
+    """Return the text of a file that is none of the things that cannot be read to their end. Raises
     Refused.
     """
     try:
@@ -156,8 +156,8 @@ def _read(path: Path) -> str:
 
 @lru_cache(1 << 14)
 def public_key(text: str) -> ec.EllipticCurvePublicKey:
-    """The key in the text of a file. Raises Refused for another kind of key than Flower knows,
-    and for something else.
+    """Return the key in the text of a file. Raises Refused for another kind of key than Flower
+    knows, and for something else.
     """
     try:
         key = load_ssh_public_key(text.encode())
@@ -172,7 +172,7 @@ def public_key(text: str) -> ec.EllipticCurvePublicKey:
 
 
 def shown(key: ec.EllipticCurvePublicKey) -> bytes:
-    """The bytes by which a device shows its public key to a server."""
+    """Return the bytes by which a device shows its public key to a server."""
     return key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
 
 
@@ -221,7 +221,7 @@ def _certificate(
 
 
 def _usage(signs: bool) -> x509.KeyUsage:
-    """What a key is for: signing certificates, or the server's part of TLS."""
+    """Return what a key is for: signing certificates, or the server's part of TLS."""
     no = dict.fromkeys(
         (
             "content_commitment",
@@ -244,7 +244,7 @@ def _name(host: str) -> x509.GeneralName:
 
 
 def _hosts(path: Path) -> list[str]:
-    """The names and addresses that a certificate is for."""
+    """Return the names and addresses that a certificate is for."""
     extensions = x509.load_pem_x509_certificate(path.read_bytes()).extensions
     return [
         str(name.value)
@@ -253,7 +253,7 @@ def _hosts(path: Path) -> list[str]:
 
 
 def _make_pair(path: Path, public: Path) -> None:
-    """A key pair as `ssh-keygen -t ecdsa -b 384` makes it: Flower knows no other kind."""
+    """Make a key pair as `ssh-keygen -t ecdsa -b 384` makes it: Flower knows no other kind."""
     key = ec.generate_private_key(ec.SECP384R1())
     path.unlink(missing_ok=True)  # of a former pair, whose public key was taken away
     _write_private(path, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))

@@ -35,7 +35,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def environment(home: Path) -> dict[str, str]:
-    """The environment of Flower's programs, whose own files are below `home`, and which find
+    """Return the environment of Flower's programs, whose own files are below `home`, and which find
     each other.
     """
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
@@ -44,7 +44,7 @@ def environment(home: Path) -> dict[str, str]:
 
 
 def program(name: str) -> str:
-    """The path of one of Flower's programs. Raises Refused where Flower is not installed."""
+    """Return the path of one of Flower's programs. Raises Refused where Flower is not installed."""
     beside = Path(sys.executable).parent / name
     found = str(beside) if beside.is_file() else shutil.which(name)
     if found is None:
@@ -97,8 +97,8 @@ class Program(subprocess.Popen[bytes]):
         self.wait()
 
     def _family(self) -> list[int]:
-        """The processes with its mark. Where the system does not tell (not on Linux) they end by
-        themselves when their parent is gone.
+        """Return the processes with its mark. Where the system does not tell (not on Linux) they
+        end by themselves when their parent is gone.
         """
         mark, found = f"{_MARK}={self._mark}".encode(), []
         for path in Path("/proc").glob("[0-9]*/environ"):
@@ -118,7 +118,7 @@ def _with_us() -> None:
 
 @contextmanager
 def running(arguments: Sequence[str], home: Path, log: Path) -> Iterator[Program]:
-    """A program for as long as the block lasts."""
+    """Run a program for as long as the block lasts."""
     process = Program(arguments, home, log)
     try:
         yield process
@@ -157,7 +157,7 @@ def _wait_for(ready: Callable[[], bool], process: Program, log: Path) -> None:
 
 
 def _last_lines(log: Path) -> list[str]:
-    """The last lines of a log, as they can be printed."""
+    """Return the last lines of a log, as they can be printed."""
     with open(log, "rb") as file:
         file.seek(max(os.fstat(file.fileno()).st_size - _TAIL, 0))
         text = file.read(_TAIL).decode(errors="replace")

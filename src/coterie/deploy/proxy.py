@@ -185,7 +185,7 @@ class Front:
                 transport.abort()
 
     def device(self, key: bytes) -> _Device:
-        """What is open of the device with this key."""
+        """Return what is open of the device with this key."""
         return self._devices.setdefault(key, _Device())
 
     def enter(self, key: bytes) -> None:
@@ -202,7 +202,7 @@ class Front:
             self._strangers.pop(task, None)
 
     def leave(self, key: bytes) -> None:
-        """The reverse of `enter`."""
+        """Undo `enter`."""
         device = self.device(key)
         device.connections -= 1
         if not device.connections:

@@ -117,7 +117,7 @@ def ask(home: Path, text: str, body: bytes) -> tuple[str, bytes]:
 
 @contextmanager
 def _address(home: Path) -> Iterator[str]:
-    """The path of the socket; by a detour where systems would find it too long."""
+    """Yield the path of the socket; by a detour where systems would find it too long."""
     if len(os.fsencode(home / SOCKET)) <= _LONGEST:
         yield str(home / SOCKET)
         return

@@ -172,8 +172,8 @@ class Server:
 def server(
     keys: Path | None, home: Path, host: str, port: int, runs_port: int, largest: int = LARGEST
 ) -> Iterator[Server]:
-    """A SuperLink, with the devices registered whose keys are known. It listens to this machine;
-    devices come by `front`.
+    """Run a SuperLink, with the devices registered whose keys are known. It listens to this
+    machine; devices come by `front`.
 
     Args:
         keys: The folder that `keys.make` made; None: neither encryption nor keys.
@@ -239,7 +239,9 @@ def server(
 
 
 def _nodes(home: Path) -> dict[str, tuple[str, str]]:
-    """The devices that a server knew when it ended. Raises Refused where that cannot be told."""
+    """Return the devices that a server knew when it ended. Raises Refused where that cannot be
+    told.
+    """
     from coterie.deploy import keys
 
     path = home / NODES
@@ -264,7 +266,7 @@ def _nodes(home: Path) -> dict[str, tuple[str, str]]:
 def _superlink(
     ca: Path | None, certificate: Path | None, key: Path | None, home: Path, port: int
 ) -> list[str]:
-    """The command line of a SuperLink."""
+    """Return the command line of a SuperLink."""
     listen = [
         program("flower-superlink"),
         "--host",

@@ -79,7 +79,7 @@ class Node:
         }
 
     def supernode(self) -> list[str]:
-        """The command line of its SuperNode."""
+        """Return the command line of its SuperNode."""
         config = " ".join(line.replace(" = ", "=", 1) for line in _toml(self.configuration))
         port = free_port()
         keys = ["--auth-supernode-private-key", str(self.key)] if self.key is not None else []
@@ -98,7 +98,7 @@ class Node:
 
 @contextmanager
 def device(node: Node) -> Iterator["Supervisor"]:
-    """A SuperNode and, if wanted, its resident process, started again whenever they end."""
+    """Run a SuperNode and, if wanted, its resident process, started again whenever they end."""
     node.check()
     private(node.home)
     supervisor = Supervisor(node, {})

@@ -154,7 +154,7 @@ class _Visit:
         return self.http.our_state is h11.DONE and self.http.their_state is h11.DONE
 
     async def _request(self) -> h11.Request | None:
-        """The header of the next request; None when there is none. Raises _Rejected for
+        """Return the header of the next request; None when there is none. Raises _Rejected for
         something else.
         """
         try:
@@ -164,7 +164,7 @@ class _Visit:
         return event if isinstance(event, h11.Request) else None
 
     async def _event(self) -> h11.Event | None:
-        """The next part of a request; None where nothing more is read on this connection."""
+        """Return the next part of a request; None where nothing more is read on this connection."""
         while (event := self.http.next_event()) is h11.NEED_DATA:
             self.http.receive_data(await self.reader.read(_CHUNK))
         return event if isinstance(event, h11.Event) else None
@@ -186,8 +186,8 @@ class _Visit:
                 self.device = key
 
     async def _body(self, length: int = 0) -> AsyncIterator[bytes]:
-        """The body of a request, in pieces, of a device that sends neither nothing for long nor
-        too slowly.
+        """Return the body of a request, in pieces, of a device that sends neither nothing for long
+        nor too slowly.
         """
         loop = asyncio.get_running_loop()
         end = loop.time() + self.limits.idle + length / self.limits.slowest
@@ -266,8 +266,8 @@ def _length(request: h11.Request) -> int:
 
 
 def _signer(request: h11.Request, keys: Keys) -> bytes | None:
-    """The known key by which a request is signed, as Flower has devices sign: the time of now.
-    None for a stranger.
+    """Return the known key by which a request is signed, as Flower has devices sign: the time of
+    now. None for a stranger.
     """
     found = [
         [value for name, value in request.headers if name == wanted]

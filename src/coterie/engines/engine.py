@@ -20,13 +20,13 @@ class Listener:
     """
 
     def measured(self, client: ClientId, metrics: Metrics) -> None:
-        """A client's reply arrived, with what its task measured."""
+        """Hear that a client's reply arrived, with what its task measured."""
 
     def lost(self, client: ClientId, task: str, reason: str) -> None:
-        """A client did not answer."""
+        """Hear that a client did not answer."""
 
     def noted(self, client: ClientId, note: str) -> None:
-        """A client said something that stops nothing: that it starts afresh, say."""
+        """Hear that a client said something that stops nothing: that it starts afresh, say."""
 
 
 class Engine(Protocol):
@@ -55,17 +55,17 @@ class Engine(Protocol):
         ...
 
     def present(self) -> Set[ClientId] | None:
-        """The clients that can be reached now; None where all can."""
+        """Return the clients that can be reached now; None where all can."""
         ...
 
     def states(self) -> Mapping[ClientId, State]:
-        """The clients' states, for a checkpoint; none where devices keep them. Not to be
+        """Return the clients' states, for a checkpoint; none where devices keep them. Not to be
         changed.
         """
         ...
 
     def memo(self) -> dict[str, Any]:
-        """What else the engine wants back after a resumption; JSON values."""
+        """Return what else the engine wants back after a resumption; JSON values."""
         ...
 
     def restore(self, states: Mapping[ClientId, State], memo: Mapping[str, Any] = {}) -> None:
@@ -73,13 +73,13 @@ class Engine(Protocol):
         ...
 
     def begun(self, round: int) -> Sequence[int]:
-        """The rounds of exchanges that had begun since `round` and cannot be had again: clients
-        answer those under masks once.
+        """Return the rounds of exchanges that had begun since `round` and cannot be had again:
+        clients answer those under masks once.
         """
         ...
 
     def state_bytes(self) -> Mapping[ClientId, int]:
-        """What each client remembers, as far as it is known."""
+        """Return what each client remembers, as far as it is known."""
         ...
 
 

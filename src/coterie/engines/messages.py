@@ -164,8 +164,8 @@ class Reply(Said):
     @field_validator("metrics")
     @classmethod
     def _check_metrics(cls, metrics: dict[str, Measured]) -> dict[str, Measured]:
-        """What a server counts and adds up must be numbers, and no client may speak of another
-        one's round.
+        """Return what a server counts and adds up must be numbers, and no client may speak of
+        another one's round.
         """
         if taken := _OF_LINES & metrics.keys():
             raise ValueError(f"{min(taken)} is not measured")
@@ -189,8 +189,8 @@ class Reply(Said):
 
 
 def failed(problem: str, remedy: str = "", **asked: Any) -> Reply:
-    """The reply of a device that could not do what it was asked, whatever characters the problem
-    is made of, and however many.
+    """Return the reply of a device that could not do what it was asked, whatever characters the
+    problem is made of, and however many.
     """
     problem, remedy = (
         text.encode(errors="replace").decode()[:MOST_SAID] for text in (problem, remedy)
@@ -199,7 +199,7 @@ def failed(problem: str, remedy: str = "", **asked: Any) -> Reply:
 
 
 def parsed(kind: type[Request] | type[Reply], text: str) -> Any:
-    """A request or a reply from its text.
+    """Return a request or a reply from its text.
 
     Raises:
         TensorError: It is too long, no JSON, has unknown or missing fields, or is of another

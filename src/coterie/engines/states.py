@@ -40,7 +40,7 @@ class Stored(Mapping[ClientId, State]):
         self._places, self._digests = dict(places), dict(digests)
 
     def __getitem__(self, client: ClientId) -> State:
-        """A client's state. Raises CheckpointError where its file is gone or damaged."""
+        """Return a client's state. Raises CheckpointError where its file is gone or damaged."""
         place = self._places[client]
         if not isinstance(place, Path):
             return place
@@ -60,20 +60,20 @@ class Stored(Mapping[ClientId, State]):
         return len(self._places)
 
     def file(self, client: ClientId) -> Path | None:
-        """The file that a client's state lies in, whose content never changes; None where it is
-        in memory.
+        """Return the file that a client's state lies in, whose content never changes; None where it
+        is in memory.
         """
         place = self._places.get(client)
         return place if isinstance(place, Path) else None
 
     def digest(self, client: ClientId) -> "Future[str]":
-        """The SHA-256 of the file that a client's state lies in: computed once, since that file
-        never changes.
+        """Return the SHA-256 of the file that a client's state lies in: computed once, since that
+        file never changes.
         """
         return self._digests[client]
 
     def nbytes(self, client: ClientId) -> int:
-        """The size of a client's state in bytes; no values are read."""
+        """Return the size of a client's state in bytes; no values are read."""
         place = self._places[client]
         return nbytes_of_file(place) if isinstance(place, Path) else nbytes(place)
 
@@ -107,8 +107,8 @@ class States(Stored):
                     _remove(left, claim)
 
     def take(self, client: ClientId) -> State:
-        """A client's state for a task, to be changed in place; {} for one that starts. Raises
-        CheckpointError.
+        """Return a client's state for a task, to be changed in place; {} for one that starts.
+        Raises CheckpointError.
         """
         self._places.setdefault(client, {})
         return self[client]
@@ -137,8 +137,8 @@ class States(Stored):
     def together(
         self, clients: Sequence[ClientId], size: Callable[[ClientId], int]
     ) -> dict[ClientId, State] | None:
-        """The states of several clients at once, as they lie in memory; None where one of them does
-        not, or they would not fit.
+        """Return the states of several clients at once, as they lie in memory; None where one of
+        them does not, or they would not fit.
 
         Args:
             clients: Whose.
@@ -169,7 +169,7 @@ class States(Stored):
                 )
 
     def _path(self, client: ClientId) -> Path:
-        """The file for a client's state, in the keeper's own folder."""
+        """Return the file for a client's state, in the keeper's own folder."""
         if self._folder is None:
             try:
                 if self._within is not None:
@@ -210,8 +210,8 @@ def link(source: Path, target: Path) -> None:
 
 
 def _claimed(folder: Path) -> BaseFileLock | None:
-    """What says that a folder is in use, until it is released or its process ends; None where
-    somebody uses it already.
+    """Return what says that a folder is in use, until it is released or its process ends; None
+    where somebody uses it already.
     """
     try:
         return FileLock(folder / "lock", blocking=False).acquire().lock

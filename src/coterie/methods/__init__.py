@@ -310,7 +310,7 @@ __all__ = ["GROUP", "METHODS", "Entry", "Method", "import_problem", "is_own"]
 
 
 def __getattr__(name: str) -> Any:
-    """`Method`, imported when asked for."""
+    """Return `Method`, imported when asked for."""
     if name == "Method":
         return import_module("coterie.methods.base").Method
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -99,13 +99,13 @@ class Method(ABC):
 
     @abstractmethod
     def layout(self, position: int, base: Layout) -> Layout:
-        """The adapter of the client at `position` of the federation; `base` carries the recipe's
-        rank, alpha and dropout.
+        """Return the adapter of the client at `position` of the federation; `base` carries the
+        recipe's rank, alpha and dropout.
         """
 
     @abstractmethod
     def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
-        """The server's state before the first round."""
+        """Return the server's state before the first round."""
 
     def members(self, state: State, clients: Sequence[ClientId]) -> State:
         """Return the state for a federation of these clients, where some have joined or left it
@@ -181,7 +181,7 @@ class Method(ABC):
         client.step(GENERALIST, on=client.train)
 
     def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
-        """What each client would get from the server now: with it loaded, it is synchronised
+        """Return what each client would get from the server now: with it loaded, it is synchronised
         (`test_synced`).
         """
         return {i: {} for i in clients}
@@ -193,14 +193,14 @@ class Method(ABC):
         return download
 
     def personal(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
-        """What a client needs beyond its own state to have its personal model: nothing, right
-        after its last local iteration.
+        """Return what a client needs beyond its own state to have its personal model: nothing,
+        right after its last local iteration.
         """
         return {i: {} for i in clients}
 
     @task(Sends.SCORES)
     def score(self, client: Client, tensors: Tensors) -> Tensors:
-        """The score, see `Client.score`, of the whole valid and test sets, with `tensors` on
+        """Return the score, see `Client.score`, of the whole valid and test sets, with `tensors` on
         loan.
         """
         with client.borrowing(self.loadable(client, tensors)):
@@ -208,7 +208,7 @@ class Method(ABC):
 
     @task(Sends.SCORES)
     def score_test(self, client: Client, tensors: Tensors) -> Tensors:
-        """The score, see `Client.score`, of the whole test set, with `tensors` on loan."""
+        """Return the score, see `Client.score`, of the whole test set, with `tensors` on loan."""
         with client.borrowing(self.loadable(client, tensors)):
             return {"test": client.score(client.test)}
 

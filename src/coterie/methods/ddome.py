@@ -126,7 +126,7 @@ class DDOME(Pooling):
         return self.parcels(state, scores)
 
     def scoring(self, question: Task, state: State, clients: Sequence[ClientId]) -> Ask:
-        """The question how much each client's data want each expert."""
+        """Return the question how much each client's data want each expert."""
         form = {SCORES: torch.empty(self.pool, dtype=torch.float64, device="meta")}
         return Ask(question, {i: {GATE: state[GATE]} for i in clients}, lambda sent: form)
 
@@ -135,7 +135,7 @@ class DDOME(Pooling):
         return super().back({name: tensor for name, tensor in sent.items() if name != ANCHOR})
 
     def parcels(self, state: State, scores: Replies) -> dict[ClientId, Tensors]:
-        """The gate, and e_s = TopK(sum_i softmax g(x_i)) of each client."""
+        """Return the gate, and e_s = TopK(sum_i softmax g(x_i)) of each client."""
         return {
             s: self.parcel(state, largest(reply[SCORES], self.top_k)) for s, reply in scores.items()
         }
@@ -149,13 +149,13 @@ class DDOME(Pooling):
 
     @task(Sends.SCORES)
     def score_experts_unlabelled(self, client: Client, gate: Tensors) -> Tensors:
-        """The same over the data that a new client wants classified."""
+        """Return the same over the data that a new client wants classified."""
         return _scores(client, gate, client.test)
 
     @task(Sends.UPDATE)
     def train(self, client: Client, received: Tensors) -> Tensors:
-        """The local iterations of an anchor, on two independent losses, or of a normal client,
-        on one.
+        """Return the local iterations of an anchor, on two independent losses, or of a normal
+        client, on one.
         """
         anchor = ANCHOR in received
         client.load({name: tensor for name, tensor in received.items() if name != ANCHOR})
@@ -171,7 +171,9 @@ class DDOME(Pooling):
 
 
 def largest(scores: Tensor, k: int) -> list[int]:
-    """The numbers of the k largest scores, (M,), in ascending order; of equal ones the first."""
+    """Return the numbers of the k largest scores, (M,), in ascending order; of equal ones the
+    first.
+    """
     return sorted(sorted(range(len(scores)), key=lambda m: -float(scores[m]))[:k])
 
 

@@ -52,7 +52,7 @@ class Ensemble(WholePool):
 
     @task(Sends.UPDATE)
     def train(self, client: Client, received: Tensors) -> Tensors:
-        """The local iterations of a client with each model, one after the other."""
+        """Return the local iterations of a client with each model, one after the other."""
         reply: Tensors = {}
         began = client.iteration
         for name in sorted(received):

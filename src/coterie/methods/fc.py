@@ -143,7 +143,7 @@ class FC(OneAdapter):
         return dict(zip(clients, given, strict=True))
 
     def _exchanges(self, order: Sequence[ClientId], state: State) -> Iterator[Sequence[ClientId]]:
-        """The clients whose models are evaluated together, in as few parts as memory allows:
+        """Return the clients whose models are evaluated together, in as few parts as memory allows:
         each needs one gradient of everybody.
         """
         bytes_each = 4 * state[of_client(order[0])].numel() * (len(order) + 1)

@@ -135,7 +135,7 @@ class FDLoRA(OneAdapter, Aggregating):
 
     @task(Sends.SCORES)
     def fuse(self, client: Client, theta_s: Tensors) -> Tensors:
-        """The client's model becomes the best fusion of its personal and the global LoRA;
+        """Return the client's model becomes the best fusion of its personal and the global LoRA;
         returns its (w_1, w_2).
         """
         theta_p = under("personal", client.state) or client.read(GENERALIST)

@@ -46,7 +46,7 @@ class FedMix(WholePool):
 
     @task(Sends.UPDATE)
     def train(self, client: Client, received: Tensors) -> Tensors:
-        """The local iterations of a client, from all experts and the gate."""
+        """Return the local iterations of a client, from all experts and the gate."""
         client.load(received)
         for _ in range(self.steps(client)):
             client.step(GATE, EXPERT, on=client.train)

@@ -54,7 +54,7 @@ class FlexLoRA(Ranked):
         return state | redistribute(replies, state)
 
     def back(self, sent: Named) -> Named:
-        """The form of a client's factors and of the number of its tokens."""
+        """Return the form of a client's factors and of the number of its tokens."""
         return {**sent, TOKENS: torch.tensor(MOST_SAMPLES)}
 
     @task(Sends.UPDATE)
@@ -67,8 +67,8 @@ class FlexLoRA(Ranked):
 
 
 def redistribute(replies: Replies, state: Named) -> Tensors:
-    """The singular value decomposition of sum_i n_i gamma_i B_i A_i / sum_i n_i, module by module,
-    n_i the tokens of client i.
+    """Return the singular value decomposition of sum_i n_i gamma_i B_i A_i / sum_i n_i, module by
+    module, n_i the tokens of client i.
 
     Clients that all say they have none count alike.
     """

@@ -63,7 +63,7 @@ class HetLoRA(Ranked):
         )
 
     def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
-        """Truncation: each client gets the first of the server's ranks, as many as it has left."""
+        """Truncate: each client gets the first of the server's ranks, as many as it has left."""
         left = under("ranks", state)
         theta = {name: tensor for name, tensor in state.items() if not name.startswith("ranks/")}
         return {i: truncated(theta, left[i].tolist()) for i in clients}
@@ -93,7 +93,7 @@ class HetLoRA(Ranked):
         return truncated(read_factors(loras), kept.values())
 
     def penalty_gradient(self, loras: Mapping[str, LoRA], fewer: Kept) -> Tensors:
-        """The gradient of lambda sum ||B_tail||_F ||A_tail||_F."""
+        """Return the gradient of lambda sum ||B_tail||_F ||A_tail||_F."""
         found: Tensors = {}
         for module, lora in loras.items():
             A, B = (torch.zeros_like(matrix.data) for matrix in (lora.A, lora.B))
@@ -117,8 +117,8 @@ def whole(reply: Named, state: Named) -> bool:
 
 
 def norm_weighted_mean(replies: Replies, state: Named) -> Tensors:
-    """Module by module, sum_i p_i theta_i of the factors padded to the server's rank, p_i = ||B_i
-    A_i||_F / sum_j ||B_j A_j||_F.
+    """Return, module by module, sum_i p_i theta_i of the factors padded to the server's rank, p_i =
+    ||B_i A_i||_F / sum_j ||B_j A_j||_F.
 
     Updates that are all zero count alike.
     """

@@ -85,7 +85,7 @@ class IFCA(OneAdapter, Aggregating):
         return state | {f"{_CHOICE}/{i}": reply[_CHOICE] for i, reply in replies.items()}
 
     def back(self, sent: Named) -> Named:
-        """The form of the centre that a client chose, trained, and of its number."""
+        """Return the form of the centre that a client chose, trained, and of its number."""
         return super().back({GENERALIST: sent["0"], _CHOICE: torch.tensor(len(sent) - 1)})
 
     @task()

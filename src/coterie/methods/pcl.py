@@ -78,7 +78,7 @@ class PCL(OneAdapter):
         return state | self.collaborate(models, judged, known)
 
     def collaborate(self, models: Replies, judged: Replies, order: Sequence[ClientId]) -> State:
-        """The next state of the clients that judged: their weights over all clients, 0 for
+        """Return the next state of the clients that judged: their weights over all clients, 0 for
         models that did not arrive.
         """
         state: State = {}
@@ -97,7 +97,7 @@ class PCL(OneAdapter):
 
     @task(Sends.SCORES)
     def judge(self, client: Client, models: Tensors) -> Tensors:
-        """The perplexity of every model on this client's validation data, by the id of its
+        """Return the perplexity of every model on this client's validation data, by the id of its
         owner; of a broken one the largest number.
         """
         found: Tensors = {}

@@ -70,12 +70,12 @@ class Pooling(Aggregating):
         return experts | ({GATE: model.flat(GATE)} if self.layout(0, Layout()).gated else {})
 
     def parcel(self, state: State, experts: Iterable[int]) -> Tensors:
-        """What a client gets: the gate, and these experts of the pool alone."""
+        """Return what a client gets: the gate, and these experts of the pool alone."""
         gate = {GATE: state[GATE]} if GATE in state else {}
         return gate | {of_expert(m): state[of_expert(m)] for m in experts}
 
     def trained(self, client: Client) -> Tensors:
-        """What a client sends back: the gate and the experts that it has, and how much it
+        """Return what a client sends back: the gate and the experts that it has, and how much it
         counts.
         """
         gate = {GATE: client.flat(GATE)} if f"parameters/{GATE}" in client.state else {}
@@ -103,4 +103,4 @@ class WholePool(Pooling):
 
     @abstractmethod
     def train(self, client: Client, received: Tensors) -> Tensors:
-        """The client's local iterations from the whole pool. A @task that returns `trained`."""
+        """Train locally, starting from the whole pool. A @task that returns `trained`."""

@@ -46,8 +46,8 @@ class Aggregating(Method):
         self.aggregation.check(len(clients))
 
     def combine(self, replies: Replies, around: Named) -> Tensors:
-        """What the rule makes of the replies, see `by_holders`, which are updates of `around`;
-        of none the empty dict.
+        """Return what the rule makes of the replies, see `by_holders`, which are updates of
+        `around`; of none the empty dict.
         """
         return by_holders(self.aggregation, replies, around)
 
@@ -58,7 +58,9 @@ class Aggregating(Method):
         return {SAMPLES: client.sample_count} if self.aggregation.counts else {}
 
     def back(self, sent: Named) -> Named:
-        """The form of what a client sends back of what it was sent: the same, and its `size`."""
+        """Return the form of what a client sends back of what it was sent: the same, and its
+        `size`.
+        """
         return {**sent, SAMPLES: torch.tensor(MOST_SAMPLES)} if self.aggregation.counts else sent
 
 
@@ -86,8 +88,8 @@ class Averaged(Aggregating):
 
     @abstractmethod
     def local_round(self, client: Client, theta: Tensors) -> Tensors:
-        """The client's L local iterations from `theta`; what it sends back, with its `size`. A
-        @task.
+        """Return the client's L local iterations from `theta`; what it sends back, with its `size`.
+        A @task.
         """
 
 
@@ -107,7 +109,7 @@ class Alone(Method):
 
     @abstractmethod
     def local_round(self, client: Client, empty: Tensors) -> Tensors:
-        """The client's L local iterations. A @task that returns {}."""
+        """Return the client's L local iterations. A @task that returns {}."""
 
 
 @dataclass(frozen=True)

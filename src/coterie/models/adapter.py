@@ -56,7 +56,7 @@ class Adapter(nn.Module):
         self.eval()
 
     def parameters_by_role(self) -> dict[Role, dict[str, nn.Parameter]]:
-        """The parameters by the role that their module declares, each in the order of
+        """Return the parameters by the role that their module declares, each in the order of
         `named_parameters`.
         """
         return by_role(self)
@@ -104,8 +104,8 @@ class Adapter(nn.Module):
         return sum(p.numel() for p in self.blocks.parameters()) - unused
 
     def initial(self, role: Role, seed: int) -> Tensors:
-        """Initial values of the tensors of one role, fp32 on the CPU; of EXPERT those of ONE member
-        of a pool.
+        """Return initial values of the tensors of one role, fp32 on the CPU; of EXPERT those of ONE
+        member of a pool.
 
         A and the router are Kaiming-uniform with a = sqrt 5, which is U(-1/sqrt(in), 1/sqrt(in)),
         the default of `nn.Linear`: for the router that makes logits of a standard deviation near

@@ -111,7 +111,7 @@ class Architecture:
 
     @classmethod
     def of(cls, model: nn.Module) -> "Architecture":
-        """The architecture of a Hugging Face causal LM, loaded or on the meta device.
+        """Return the architecture of a Hugging Face causal LM, loaded or on the meta device.
 
         Raises:
             ModelError: It lacks layers that an adapter attaches to.
@@ -129,7 +129,7 @@ class Architecture:
 
     @classmethod
     def from_base(cls, base: str | Path) -> "Architecture":
-        """The architecture of a base from its configuration alone: no weight is loaded.
+        """Return the architecture of a base from its configuration alone: no weight is loaded.
 
         Args:
             base: A Hub id, a local folder, or "embedded".
@@ -141,7 +141,7 @@ class Architecture:
 
 
 def outline(base: str | Path) -> nn.Module:
-    """A base from its configuration alone, on the meta device. Raises ModelError where it is
+    """Return a base from its configuration alone, on the meta device. Raises ModelError where it is
     missing or unknown to transformers.
     """
     from transformers import AutoModelForCausalLM
@@ -163,7 +163,7 @@ def trusted() -> bool:
 
 
 def configuration(base: str | Path, **settings: Any) -> Any:
-    """Transformers' configuration of a base.
+    """Return Transformers' configuration of a base.
 
     Args:
         base: A Hub id, a local folder, or "embedded".
@@ -192,7 +192,7 @@ _REMEDY_FOR_CODE = (
 
 
 def _foreign_code(source: str) -> list[str]:
-    """The modules that a base names as its own, where transformers has none for it; [] where
+    """Return the modules that a base names as its own, where transformers has none for it; [] where
     transformers' own will do.
     """
     from transformers import CONFIG_MAPPING, PreTrainedConfig
@@ -205,7 +205,7 @@ def _foreign_code(source: str) -> list[str]:
 
 
 def family_of(model: nn.Module) -> Family:
-    """The family whose list of blocks the model has.
+    """Return the family whose list of blocks the model has.
 
     Raises:
         ModelError: None of them.
@@ -244,7 +244,7 @@ def _block(family: Family, block: nn.Module, index: int) -> BlockShape:
 
 
 def _linear(block: nn.Module, path: str, name: str, where: str) -> LinearShape:
-    """The shape of an nn.Linear, or of GPT-2's Conv1D (whose weight is transposed)."""
+    """Return the shape of an nn.Linear, or of GPT-2's Conv1D (whose weight is transposed)."""
     layer = _find(block, path)
     if isinstance(layer, nn.Linear):
         return LinearShape(name, layer.in_features, layer.out_features)
@@ -261,7 +261,7 @@ def _linear(block: nn.Module, path: str, name: str, where: str) -> LinearShape:
 
 
 def locate(base: str | Path) -> str:
-    """The local folder of a base, or its Hub id.
+    """Return the local folder of a base, or its Hub id.
 
     Raises:
         ModelError: It is written as a path, and there is no such folder.
@@ -302,8 +302,8 @@ _READ = (
 
 
 def files_of(base: str | Path) -> list[Path]:
-    """The files on this machine that a base is made of: configuration, weights, tokenizer; [] of
-    one on the Hub that is not here.
+    """Return the files on this machine that a base is made of: configuration, weights, tokenizer;
+    [] of one on the Hub that is not here.
 
     Raises:
         ModelError: See `locate`.
@@ -324,7 +324,7 @@ def files_of(base: str | Path) -> list[Path]:
 
 
 def tokenizer(base: str | Path) -> Any:
-    """A base's own tokenizer.
+    """Return a base's own tokenizer.
 
     Raises:
         ModelError: It has none.

@@ -188,8 +188,8 @@ class Backbone:
 
     @classmethod
     def outlined(cls, base: str | Path) -> "Backbone":
-        """A base from its configuration alone, on the meta device: shapes without values, for who
-        only has to know those.
+        """Return a base from its configuration alone, on the meta device: shapes without values,
+        for who only has to know those.
 
         Raises:
             ModelError: The base is missing or unsupported.

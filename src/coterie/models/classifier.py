@@ -77,7 +77,7 @@ class Classifier:
         ]
 
     def parameters_by_role(self) -> dict[Role, dict[str, nn.Parameter]]:
-        """The parameters by role, in the order of `named_parameters`."""
+        """Return the parameters by role, in the order of `named_parameters`."""
         return self._parameters
 
     @cached_property
@@ -85,8 +85,8 @@ class Classifier:
         return by_role(self.network)
 
     def buffers(self) -> dict[str, Tensor]:
-        """The running statistics of batch normalisation, fp32: they belong to one client and are
-        never exchanged.
+        """Return the running statistics of batch normalisation, fp32: they belong to one client and
+        are never exchanged.
         """
         return self._buffers
 
@@ -95,8 +95,8 @@ class Classifier:
         return statistics(self.network)
 
     def initial_buffers(self) -> Tensors:
-        """The statistics of a client that has seen nothing: those to start from, or means 0 and
-        variances 1; on the CPU.
+        """Return the statistics of a client that has seen nothing: those to start from, or means 0
+        and variances 1; on the CPU.
         """
         fresh = {
             name: torch.full(buffer.shape, float(name.endswith("running_var")))
@@ -150,8 +150,8 @@ class Classifier:
         return {}
 
     def initial(self, role: Role, seed: int) -> Tensors:
-        """Initial values of one role: those to start from, or see the shape's `initial`; with
-        the statistics where these are shared.
+        """Return initial values of one role: those to start from, or see the shape's `initial`;
+        with the statistics where these are shared.
         """
         if role is not GENERALIST:
             return {}
@@ -160,7 +160,7 @@ class Classifier:
         )
 
     def _started(self, fresh: Tensors) -> Tensors:
-        """The values to start from, in place of fresh ones if there are any."""
+        """Return the values to start from, in place of fresh ones if there are any."""
         return (
             fresh
             if self._start is None
@@ -189,7 +189,8 @@ class Classifier:
     def gradient(
         self, batch: Examples, wrt: Sequence[nn.Parameter], micro_batch: int | None = None
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """The gradient of the batch's mean cross-entropy with respect to the given parameters only.
+        """Return the gradient of the batch's mean cross-entropy with respect to the given
+        parameters only.
 
         Batch normalisation uses the statistics of the batch, and its running statistics follow
         them. No `.grad` is touched.
@@ -376,7 +377,7 @@ class Classifier:
 
     @torch.no_grad()
     def score(self, batches: Iterable[Examples]) -> Tensor:
-        """The negative log-likelihood of every example's label.
+        """Return the negative log-likelihood of every example's label.
 
         Returns:
             (3,) float64 on the CPU: its sum in nats, the number of examples, and how many of them
@@ -403,8 +404,8 @@ class Classifier:
     def _accumulate(
         self, xs: Sequence[Tensor], ys: Sequence[Tensor], wrt: Sequence[nn.Parameter]
     ) -> tuple[list[Tensor], Tensor, Tensor]:
-        """The gradients of the mean loss over all parts, its sum, and how many predictions are
-        right.
+        """Return the gradients of the mean loss over all parts, its sum, and how many predictions
+        are right.
         """
         gradients: list[Tensor] = []
         losses = correct = torch.zeros((), device=self.device)
@@ -422,7 +423,7 @@ class Classifier:
         return gradients, losses, correct
 
     def checked(self, batch: Examples) -> tuple[Tensor, Tensor]:
-        """The batch on the network's device.
+        """Return the batch on the network's device.
 
         Raises:
             ModelError: Its labels are not (B,) int64 with B at least 1, one is out of range, or its

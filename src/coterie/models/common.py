@@ -116,18 +116,18 @@ class CommonExpert:
 
     @torch.no_grad()
     def embed(self, x: Tensor) -> Tensor:
-        """A batch of B inputs -> (B, e), what its last layer sees."""
+        """Return a batch of B inputs -> (B, e), what its last layer sees."""
         embedding: Tensor = cast(Any, self._model.network).features(self._own(x.to(self.device)))
         return embedding
 
     def classifier(self, device: torch.device | str = "cpu") -> Classifier:
-        """A classifier with its values, which takes batches as it does."""
+        """Return a classifier with its values, which takes batches as it does."""
         model = Classifier(self.shape, device, self.tensors)
         model.network.register_forward_pre_hook(lambda _, inputs: (self._own(inputs[0]),))
         return model
 
     def _own(self, x: Tensor) -> Tensor:
-        """A batch as the network wants it."""
+        """Return a batch as the network wants it."""
         if self._change is None:
             return x
         factor, offset = (values.to(x.device) for values in self._change)
@@ -157,7 +157,7 @@ def pretrained(
     data: Normalisation | None = None,
     own: Normalisation | None = None,
 ) -> CommonExpert:
-    """The common expert of a file of safetensors; the arguments are those of `CommonExpert`.
+    """Return the common expert of a file of safetensors; the arguments are those of `CommonExpert`.
 
     Raises:
         CheckpointError: There is no such file, or it is damaged.
@@ -173,8 +173,8 @@ def trained(
     device: torch.device | str = "cpu",
     cache: Path | None = None,
 ) -> CommonExpert:
-    """A common expert trained on examples that no client has, once for each shape, settings and
-    examples: it is kept in the cache.
+    """Return a common expert trained on examples that no client has, once for each shape, settings
+    and examples: it is kept in the cache.
 
     PyTorch's random generators are left as they were.
 
@@ -208,7 +208,7 @@ def trained(
 
 
 def _key(shape: Shape, start: Tensors, public: ExampleSplit, settings: Pretraining) -> str:
-    """A hash of everything that determines the trained network, but the machine."""
+    """Return a hash of everything that determines the trained network, but the machine."""
     inputs, labels = public.inputs[public.rows], public.labels[public.rows]
     about = [
         FORMAT,

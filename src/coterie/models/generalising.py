@@ -83,7 +83,7 @@ class Extended(nn.Module):
         )
 
     def initial(self, seed: int) -> Tensors:
-        """Initial values of what is beside the plain network; see `networks.initial`."""
+        """Return initial values of what is beside the plain network; see `networks.initial`."""
         return initial(self.beside, seed)
 
     def plain(self) -> Tensors:
@@ -93,12 +93,12 @@ class Extended(nn.Module):
         return dict(self.base.named_parameters()) | statistics(self.base)
 
     def features(self, x: Tensor) -> Tensor:
-        """Inputs -> (B, e)."""
+        """Return inputs -> (B, e)."""
         found: Tensor = self.base.features(x)
         return found
 
     def forward(self, x: Tensor) -> Tensor:
-        """Inputs -> (B, classes)."""
+        """Return inputs -> (B, classes)."""
         logits: Tensor = self.head(self.features(x))
         return logits
 
@@ -150,7 +150,7 @@ class Stochastic(Extended):
         return super().plain() | {f"{name}.weight": weight, f"{name}.bias": bias}
 
     def represent(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs -> mu(x) and sigma(x), (B, e) each."""
+        """Return inputs -> mu(x) and sigma(x), (B, e) each."""
         features = self.features(x)
         return self.mean(features), softplus(self.spread(features))
 
@@ -253,18 +253,18 @@ class ExtendedClassifier(Classifier, ABC):
 
     @abstractmethod
     def extend(self, base: nn.Module, width: int) -> Extended:
-        """The network around a plain one with features of this width."""
+        """Return the network around a plain one with features of this width."""
 
     @abstractmethod
     def objectives(
         self, x: Tensor, y: Tensor, trained: set[nn.Parameter]
     ) -> tuple[Tensor, Sequence[Objective]]:
-        """The logits in training, (B, classes), and what is minimised, of a batch; each
+        """Return the logits in training, (B, classes), and what is minimised, of a batch; each
         parameter follows one objective at most.
         """
 
     def initial(self, role: Role, seed: int) -> Tensors:
-        """Initial values of one role, running statistics included where it has them; see
+        """Return initial values of one role, running statistics included where it has them; see
         `Classifier` and `Extended`.
         """
         fresh = self.network.initial(seed)
@@ -288,8 +288,8 @@ class ExtendedClassifier(Classifier, ABC):
         )
 
     def plain(self) -> Classifier | None:
-        """A plain classifier that predicts alike; None for texts, where no plain network has our
-        head.
+        """Return a plain classifier that predicts alike; None for texts, where no plain network has
+        our head.
         """
         if hasattr(self.network, "outer"):
             return None

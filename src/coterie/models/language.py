@@ -97,8 +97,8 @@ class LanguageModel:
         return found
 
     def towards(self) -> Tensors:
-        """The gradient, by name, of the gate's cross-entropy towards the members that are here:
-        -1/N sum_i log sum_j softmax g(x_i)_j.
+        """Return the gradient, by name, of the gate's cross-entropy towards the members that are
+        here: -1/N sum_i log sum_j softmax g(x_i)_j.
         """
         assert self.adapter.gate is not None
         assert self.embedded is not None
@@ -110,8 +110,8 @@ class LanguageModel:
         return dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
 
     def settled(self) -> tuple[Layout, Tensors]:
-        """The model without a pool: its layout, and all tensors, among them what the gate says
-        as biases of the routers.
+        """Return the model without a pool: its layout, and all tensors, among them what the gate
+        says as biases of the routers.
         """
         tensors = {name: p.detach().clone() for name, p in self.adapter.named_parameters()}
         if not self.layout.members:
@@ -160,15 +160,15 @@ class LanguageModel:
                     router.bias = None
 
     def parameters_by_role(self) -> dict[Role, dict[str, nn.Parameter]]:
-        """The adapter's parameters by role."""
+        """Return the adapter's parameters by role."""
         return self.adapter.parameters_by_role()
 
     def loras(self) -> dict[str, LoRA]:
-        """The adapter's low-rank updates by the name of their module."""
+        """Return the adapter's low-rank updates by the name of their module."""
         return self.adapter.loras()
 
     def initial(self, role: Role, seed: int) -> Tensors:
-        """Initial values of one role, see `Adapter.initial`."""
+        """Return initial values of one role, see `Adapter.initial`."""
         return self.adapter.initial(role, seed)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -206,7 +206,7 @@ class LanguageModel:
 
     @torch.no_grad()
     def score(self, batches: Iterable[Tensor]) -> Tensor:
-        """The negative log-likelihood of every next token of every window.
+        """Return the negative log-likelihood of every next token of every window.
 
         Args:
             batches: Each (B, C + 1) int64; windows of other lengths come in batches of their own.
@@ -225,7 +225,8 @@ class LanguageModel:
     def gradient(
         self, batch: Tensor, wrt: Sequence[nn.Parameter], micro_batch: int | None = None
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """The gradient of the whole batch's objective with respect to the given parameters only.
+        """Return the gradient of the whole batch's objective with respect to the given parameters
+        only.
 
         The objective is the mean next-token cross-entropy + lambda * load balancing. It is the same
         whatever the size of the micro-batches: f, which is not linear in the batch, is found for
@@ -275,8 +276,8 @@ class LanguageModel:
     def per_example(
         self, batch: Tensor, wrt: Sequence[nn.Parameter]
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """The gradient of each row's objective, exactly that of `gradient` of a batch of this row
-        alone, but without dropout.
+        """Return the gradient of each row's objective, exactly that of `gradient` of a batch of
+        this row alone, but without dropout.
 
         A row's objective is its mean next-token cross-entropy + lambda * load balancing over its
         own tokens.
@@ -308,7 +309,7 @@ class LanguageModel:
         return list(gradients), totals.statistics()
 
     def _balance_by_row(self, record: Sequence[Routing], rows: int) -> Tensor:
-        """The sum over rows of the load-balancing loss of each row's own tokens."""
+        """Return the sum over rows of the load-balancing loss of each row's own tokens."""
         terms = []
         for row in range(rows):
             own = [decision.part(row, rows) for decision in record]
@@ -319,7 +320,7 @@ class LanguageModel:
         return torch.stack(terms).sum()
 
     def _objective(self, ids: Tensor, totals: "_Totals", load: Tensor | None) -> Tensor:
-        """This micro-batch's share of the whole batch's objective; `load` is f of the whole
+        """Return this micro-batch's share of the whole batch's objective; `load` is f of the whole
         batch, if this is but a part of it.
         """
         record: list[Routing] = []
@@ -350,7 +351,7 @@ class LanguageModel:
         return torch.stack(users).sum(dim=0) / sum(part[:, 1:].numel() for part in parts)
 
     def _nll_sum(self, ids: Tensor) -> Tensor:
-        """The summed NLL of (B, C + 1) token ids, differentiable."""
+        """Return the summed NLL of (B, C + 1) token ids, differentiable."""
         if self.backbone.head is None:
             return self._nll(ids).sum()
         return head_loss(
@@ -372,7 +373,7 @@ class LanguageModel:
         )
 
     def _checked(self, ids: Tensor, predicts: bool = False) -> Tensor:
-        """The ids on the backbone's device.
+        """Return the ids on the backbone's device.
 
         Raises:
             ModelError: They are not (B, C) int64, or longer than the base's context.

@@ -85,7 +85,7 @@ class Layout:
             raise ModelError(f"adapter layout: {'; '.join(mistakes)}", f"Found {self}.")
 
     def factors(self, role: Role) -> tuple[Role, Role]:
-        """The roles of A and B of a low-rank update whose expert has this role."""
+        """Return the roles of A and B of a low-rank update whose expert has this role."""
         return BACKBONE if self.frozen_a else role, SPECIALIST if self.local_b else role
 
     @property

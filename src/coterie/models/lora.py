@@ -12,7 +12,7 @@ from coterie.models.layout import Layout
 
 
 def gamma(alpha: float, rank: int) -> float:
-    """The scale of a rank-stabilised update."""
+    """Return the scale of a rank-stabilised update."""
     return alpha / math.sqrt(rank)
 
 

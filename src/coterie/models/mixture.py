@@ -136,8 +136,8 @@ class Mixture(nn.Module):
     def _plan(
         self, x: Tensor, selected: Tensor | None, activation: Activation
     ) -> tuple[Plan, Tensor | None]:
-        """The plan for T tokens that use the selected experts, (T, k), or all; and the order of the
-        tokens that it is made for, if another.
+        """Return the plan for T tokens that use the selected experts, (T, k), or all; and the order
+        of the tokens that it is made for, if another.
 
         Sorted by the set of their experts, tokens are consecutive, and nothing as wide as the
         hidden layer is gathered or scattered. A GPU would have too little to do for each of so many
@@ -169,7 +169,7 @@ class Mixture(nn.Module):
         A1: Tensor,
         activation: Activation,
     ) -> tuple[Tensor, Tensor]:
-        """The same m and c with a dropout mask of its own on the input of every LoRA: by
+        """Return the same m and c with a dropout mask of its own on the input of every LoRA: by
         autograd, all experts for all tokens.
         """
         A2, B1 = (

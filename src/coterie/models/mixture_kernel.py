@@ -27,7 +27,7 @@ class Activation:
 
     @classmethod
     def of(cls, module: nn.Module) -> "Activation":
-        """The fused derivative where torch has one, otherwise autograd's."""
+        """Return the fused derivative where torch has one, otherwise autograd's."""
         if isinstance(module, nn.SiLU):
             return cls._fused(torch.ops.aten.silu, torch.ops.aten.silu_backward)
         if isinstance(module, nn.GELU):
@@ -96,8 +96,8 @@ class Plan:
     gamma: float
 
     def sums(self, like: Tensor) -> Tensor:
-        """What `_accumulate` fills, of the shape of `like`: where tokens are consecutive, the
-        first of their experts writes.
+        """Return what `_accumulate` fills, of the shape of `like`: where tokens are consecutive,
+        the first of their experts writes.
         """
         return (
             torch.empty_like(like)
@@ -130,7 +130,7 @@ def sorted_pieces(
 def grouped_pieces(
     selected: Tensor, experts: int, chunk: int
 ) -> Iterator[tuple[Sequence[int], Rows]]:
-    """The selected pairs only, (T, k): tokens sorted by chunk, then by expert. On a GPU this
+    """Return the selected pairs only, (T, k): tokens sorted by chunk, then by expert. On a GPU this
     waits for the group sizes.
     """
     tokens, active = selected.shape
@@ -279,7 +279,7 @@ def stacked(by_role: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def _unstacked(gradient: Tensor | None, by_role: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """The gradient of each role's, where there is one."""
+    """Return the gradient of each role's, where there is one."""
     if gradient is None:
         return [None] * len(by_role)
     return [
@@ -299,7 +299,7 @@ class _Reordered(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """The inverse; autograd would add up what it does not know to be a permutation."""
+        """Return the inverse; autograd would add up what it does not know to be a permutation."""
         (inverse,) = ctx.saved_tensors
         return grad.index_select(0, inverse), None, None
 
@@ -312,8 +312,8 @@ def _first(
     B1: Sequence[Tensor],
     out: Sequence[Tensor],
 ) -> None:
-    """The pre-activations b + gamma B1_j z_j of one piece, (t, f) for each first layer, of all
-    codes of its expert, (linears, r, T).
+    """Compute the pre-activations b + gamma B1_j z_j of one piece, (t, f) for each first layer, of
+    all codes of its expert, (linears, r, T).
     """
     for b, z, B, p in zip(bases, _columns(codes, rows), B1, out, strict=True):
         torch.addmm(b, z.T, B, alpha=gamma, out=p)

@@ -147,7 +147,7 @@ class MLP(nn.Sequential):
         return cast(Tensor, self.head(self.features(x)))
 
     def stacked(self, parameters: Sequence[Tensor], x: Tensor) -> Tensor:
-        """The network at m points at once: one batched matrix product a layer.
+        """Return the network at m points at once: one batched matrix product a layer.
 
         Args:
             parameters: Weights (m, out, in) and biases (m, out) in turn, as many as there are
@@ -295,8 +295,8 @@ NETWORKS: Mapping[str, type[MLP | CNN | ResNet9 | ResNet]] = {
 
 
 def build(shape: NetworkShape, device: torch.device | str = "cpu") -> Network:
-    """The network, every parameter a GENERALIST: values of `initial` with seed 0, running means 0
-    and variances 1.
+    """Return the network, every parameter a GENERALIST: values of `initial` with seed 0, running
+    means 0 and variances 1.
 
     PyTorch's random generators are left as they were.
     """
@@ -334,7 +334,8 @@ def initial(network: nn.Module, seed: int) -> Tensors:
 
 
 def load(path: Path, shape: Shape) -> Tensors:
-    """The parameters and running statistics of a trained network, from a file of safetensors.
+    """Return the parameters and running statistics of a trained network, from a file of
+    safetensors.
 
     How many batches a normalisation has seen, which such files often say, is left aside.
 
@@ -351,7 +352,7 @@ def load(path: Path, shape: Shape) -> Tensors:
 
 
 def statistics(network: nn.Module) -> dict[str, Tensor]:
-    """The running statistics of batch normalisation, by name; not the constants that some
+    """Return the running statistics of batch normalisation, by name; not the constants that some
     networks hold as buffers.
     """
     norms = {

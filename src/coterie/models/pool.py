@@ -142,7 +142,7 @@ class PoolClassifier:
             tag(self.gate.network, GATE)
 
     def parameters_by_role(self) -> dict[Role, dict[str, nn.Parameter]]:
-        """The parameters by role: those of each place, named `<place>.<parameter>`, and the
+        """Return the parameters by role: those of each place, named `<place>.<parameter>`, and the
         gate's.
         """
         return self._parameters
@@ -157,7 +157,7 @@ class PoolClassifier:
         return found
 
     def buffers(self) -> dict[str, Tensor]:
-        """The running statistics of batch normalisation in each place."""
+        """Return the running statistics of batch normalisation in each place."""
         return self._buffers
 
     @cached_property
@@ -207,7 +207,7 @@ class PoolClassifier:
         return {}
 
     def initial(self, role: Role, seed: int) -> Tensors:
-        """Initial values: of ONE expert, by the names of its network, running statistics
+        """Return initial values: of ONE expert, by the names of its network, running statistics
         included; or of the gate.
         """
         if role is EXPERT:
@@ -270,7 +270,7 @@ class PoolClassifier:
     def gradient(
         self, batch: Examples | Towards, wrt: Sequence[nn.Parameter], micro_batch: int | None = None
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """The gradient of the mean cross-entropy of the mixture; or, of a batch `Towards` an
+        """Return the gradient of the mean cross-entropy of the mixture; or, of a batch `Towards` an
         expert, of the gate's.
 
         Args:
@@ -373,7 +373,7 @@ class PoolClassifier:
         return outputs, self.numbers.to(self.device)[places]
 
     def _present(self) -> list[Classifier]:
-        """The experts that the client has."""
+        """Return the experts that the client has."""
         count = int((self.numbers != ABSENT).sum())
         if not count:
             raise ModelError(

@@ -75,8 +75,8 @@ class Router(nn.Module):
 
 
 def by_experts(selected: Tensor) -> tuple[Tensor, list[tuple[list[int], int, int]]]:
-    """An order of the tokens in which those with the same experts follow each other, and each set
-    with its first token and its end.
+    """Return an order of the tokens in which those with the same experts follow each other, and
+    each set with its first token and its end.
 
     selected: (T, k). On a GPU this waits for the sets.
     """

@@ -57,8 +57,8 @@ class TextShape:
         return int(_config(self.base, self.classes).get_text_config().vocab_size)
 
     def build(self, device: torch.device | str = "cpu") -> "TextNetwork":
-        """The network, every parameter a GENERALIST: values of `initial` with seed 0. On "meta" no
-        weights are read.
+        """Return the network, every parameter a GENERALIST: values of `initial` with seed 0. On
+        "meta" no weights are read.
 
         PyTorch's random generators are left as they were.
 
@@ -81,8 +81,8 @@ class TextShape:
         return network.to(device)
 
     def initial(self, seed: int) -> Tensors:
-        """Initial values of every parameter, fp32 on the CPU: those of the base, and of what it
-        lacks (its head, as a rule) random ones.
+        """Return initial values of every parameter, fp32 on the CPU: those of the base, and of what
+        it lacks (its head, as a rule) random ones.
 
         Random weights are N(0, s), s being the base's own initializer_range, norms start as the
         identity, and biases at 0. Each tensor is drawn from a stream of its own, named by (seed,
@@ -171,7 +171,9 @@ class TextNetwork(nn.Module):
 
 
 def _padding(config: Any) -> int:
-    """A base's padding token; else its end token, which is not the last word of a text; else 0."""
+    """Return a base's padding token; else its end token, which is not the last word of a text; else
+    0.
+    """
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     return next(
         (
@@ -185,7 +187,7 @@ def _padding(config: Any) -> int:
 
 @lru_cache(maxsize=8)
 def _config(base: str, classes: int) -> Any:
-    """The configuration of a classifier on a base. Raises ModelError."""
+    """Return the configuration of a classifier on a base. Raises ModelError."""
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
     with explained(base):
@@ -201,7 +203,7 @@ def _config(base: str, classes: int) -> Any:
 
 
 def _random(base: str, classes: int, device: str) -> Any:
-    """The model of a base without its weights."""
+    """Return the model of a base without its weights."""
     from transformers import AutoModelForSequenceClassification
 
     with explained(base), torch.device(device):
@@ -213,8 +215,8 @@ def _random(base: str, classes: int, device: str) -> Any:
 
 @lru_cache(maxsize=2)
 def _loaded(base: str, classes: int) -> tuple[TextNetwork, frozenset[str]]:
-    """The network of a base, on the CPU, and the names of the parameters that the base has no
-    values for: all, in a folder without weights.
+    """Return the network of a base, on the CPU, and the names of the parameters that the base has
+    no values for: all, in a folder without weights.
 
     Raises:
         ModelError: The base is missing, incomplete, damaged, or of a kind that cannot classify.

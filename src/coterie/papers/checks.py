@@ -25,7 +25,7 @@ Json = dict[str, Any]
 
 
 def _verdicts(statement: Statement, cells: Sequence[Json], folder: Path) -> Iterator[Json]:
-    """A verdict for each of the statement's columns that was run with all that it speaks of."""
+    """Yield a verdict for each of the statement's columns in which all its rows were run."""
     for c in statement.columns:
         own = {cell["row"]: cell for cell in cells if cell["column"] == c}
         if not {*spoken_of(statement)} <= own.keys():

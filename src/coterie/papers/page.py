@@ -26,7 +26,7 @@ _LEADS = {
 
 
 def plus_minus(mean: float | None, std: float | None, digits: int = 2) -> str:
-    """A mean, and its deviation where there is one."""
+    """Return a mean, and its deviation where there is one."""
     if mean is None:
         return ""
     return figure(mean, digits) + (f" ± {figure(std, digits)}" if std else "")
@@ -37,7 +37,7 @@ def _measured(found: Json, cell: Json) -> str:
 
 
 def _of(found: Json, column: str) -> list[Json]:
-    """The cells of a column, in the order of the rows."""
+    """Return the cells of a column, in the order of the rows."""
     own = {cell["row"]: cell for cell in found["cells"] if cell["column"] == column}
     return [own[r] for r in found["rows"] if r in own]
 
@@ -47,7 +47,7 @@ def _verdict(statement: Json) -> str:
 
 
 def notes(found: Json) -> list[str]:
-    """What a reader must know to compare, and what could not be judged."""
+    """Return what a reader must know to compare, and what could not be judged."""
     count = found["unjudged"]
     one, many = (
         "statement of the paper is not judged: not all that it speaks",
@@ -60,8 +60,8 @@ def notes(found: Json) -> list[str]:
 
 
 def said(found: Json) -> Iterator[tuple[bool, str, str]]:
-    """The paper's statements: whether each holds, the statement with its place in the paper, and
-    the measured numbers.
+    """Return the paper's statements: whether each holds, the statement with its place in the paper,
+    and the measured numbers.
     """
     for s in found["statements"]:
         yield (
@@ -88,8 +88,8 @@ def _optional(value: float | None) -> str:
 
 
 def _synced(cells: Sequence[Json]) -> dict[str, list[str]]:
-    """The metric after one more synchronisation; unseen clients have nothing but what the server
-    sent.
+    """Return the metric after one more synchronisation; unseen clients have nothing but what the
+    server sent.
     """
     return (
         {}
@@ -104,8 +104,8 @@ def _lead(found: Json, column: str) -> str:
 
 
 def _beside(cells: Sequence[Json]) -> dict[str, list[str]]:
-    """What is known of the cells of a column beside the metric: Imp.%, measured and the paper's,
-    loss, spread, W error, unseen clients.
+    """Return what is known of the cells of a column beside the metric: Imp.%, measured and the
+    paper's, loss, spread, W error, unseen clients.
     """
     kinds = {
         "Imp.%": ("improved", _percent),
@@ -197,7 +197,7 @@ def _plain(title: str, header: Sequence[str]) -> Table:
 
 
 def markdown(found: Json) -> str:
-    """The whole reproduction as one Markdown page."""
+    """Return the whole reproduction as one Markdown page."""
     lines = [f"# {found['title']}", "", _about(found), ""]
     for c, title in found["columns"].items():
         cells = _of(found, c)

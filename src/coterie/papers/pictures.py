@@ -78,7 +78,7 @@ def _weights(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) -
 
 
 def _domains(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) -> tuple[str, ...]:
-    """A client's weights for each other one."""
+    """Return a client's weights for each other one."""
     parts: list[str] = []
     for cell in cells:
         if weights := _weights_of(cell, runs):
@@ -120,8 +120,8 @@ def _gate(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) -> t
 def _each(
     cells: Sequence[Json], found: Json, runs: Path, draw: Callable[[str, Json], str]
 ) -> list[str]:
-    """What is drawn of the result of each cell's first seed, by the title of its row, under the
-    cell's name.
+    """Return what is drawn of the result of each cell's first seed, by the title of its row, under
+    the cell's name.
     """
     drawn = (
         (cell, draw(cell["title"], read_json(runs / cell["folders"][0] / "result.json")))
@@ -131,7 +131,7 @@ def _each(
 
 
 def _styles(cells: Sequence[Json]) -> dict[str, Style]:
-    """A look for each row; without markers where there are many points."""
+    """Return a look for each row; without markers where there are many points."""
     points = max(len(cell["evaluations"]) for cell in cells)
     rows = dict.fromkeys(cell["row"] for cell in cells)
     return {
@@ -141,8 +141,8 @@ def _styles(cells: Sequence[Json]) -> dict[str, Style]:
 
 
 def _curves(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) -> tuple[str, ...]:
-    """The test metric of each client, or its mean over clients, over training; a row that trains
-    nothing is a level line.
+    """Return the test metric of each client, or its mean over clients, over training; a row that
+    trains nothing is a level line.
 
     Training is counted in local iterations, or in rounds where clients are scored that take part in
     none: a panel for each group of them.
@@ -193,12 +193,12 @@ def _test(evaluation: Json) -> float:
 
 
 def _of_group(group: str) -> Callable[[Json], float]:
-    """What gives the mean of a group of unseen clients in an evaluation."""
+    """Return what gives the mean of a group of unseen clients in an evaluation."""
     return lambda evaluation: float(evaluation["groups"][group])
 
 
 def _bars(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) -> tuple[str, ...]:
-    """The mean of each row, a group of bars for each column."""
+    """Return the mean of each row, a group of bars for each column."""
     rows = list(dict.fromkeys(cell["row"] for cell in cells))
     colours = {r: COLOURS[k % len(COLOURS)] for k, r in enumerate(rows)}
     groups = {

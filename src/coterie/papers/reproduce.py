@@ -136,7 +136,7 @@ class Job:
         return found
 
     def sweep(self, row: str, column: str) -> Mapping[str, Sequence[Any]]:
-        """What is chosen on validation for a cell: keys of a recipe, and the values that are
+        """Return what is chosen on validation for a cell: keys of a recipe, and the values that are
         tried.
         """
         if not self._trains(row, column):  # nothing to choose
@@ -246,8 +246,8 @@ def reproduce(job: Job, reporter: Callback | None = None) -> Json:
 
 
 def _choose(job: Job, reporter: Callback) -> dict[tuple[str, str], dict[str, Any]]:
-    """What each cell's sweep comes to: key after key, the value with the best mean on validation
-    at the first seed.
+    """Return what each cell's sweep comes to: key after key, the value with the best mean on
+    validation at the first seed.
     """
     sweeps = {cell: job.sweep(*cell) for cell in job.cells}
     choices = {
@@ -291,8 +291,8 @@ def _valid(result: Json) -> float:
 def _cells(
     job: Job, choices: Mapping[Cell, Settings], runs: Mapping[Cell, Sequence[tuple[Recipe, Path]]]
 ) -> list[Json]:
-    """What is known of each cell: the figures of its runs, held against those of Local in its
-    column, and the paper's.
+    """Return what is known of each cell: the figures of its runs, held against those of Local in
+    its column, and the paper's.
     """
     results = {cell: [read_json(path / RESULT) for _, path in own] for cell, own in runs.items()}
     alone = {
@@ -338,7 +338,7 @@ def _cell(
 
 
 def _brief(evaluated: Json) -> Json:
-    """An evaluation without matrices; and without clients where there are groups of them, as
+    """Return an evaluation without matrices; and without clients where there are groups of them, as
     curves then are of groups.
     """
     left_out = {"weights", "choices"} | ({"clients"} if evaluated.get("groups") else set())
@@ -346,7 +346,7 @@ def _brief(evaluated: Json) -> Json:
 
 
 def _shown(results: Sequence[Json], figure: Figure) -> Json:
-    """What a table shows of a row: the metric and its values. A row without a gate is never
+    """Return what a table shows of a row: the metric and its values. A row without a gate is never
     right about one.
     """
     if figure == "gate_error":
@@ -421,8 +421,8 @@ def _effort(job: Job) -> str:
 
 
 def _comparability(cells: Sequence[Json]) -> list[str]:
-    """What makes the rows of a column unlike in budget; a sentence that holds of several columns
-    once.
+    """Return what makes the rows of a column unlike in budget; a sentence that holds of several
+    columns once.
     """
     found: dict[str, None] = {}
     for c in dict.fromkeys(cell["column"] for cell in cells):

@@ -55,7 +55,7 @@ def _rounded(value: float) -> str:
 
 
 def _kinds(experiment: Experiment) -> list[tuple[str, list[Claim]]]:
-    """The paper's claims, and what was found beside them."""
+    """Return the paper's claims, and what was found beside them."""
     kinds = {"What the paper says": False, "What was found beside it": True}
     return [
         (title, [claim for claim in experiment.claims if claim.beside is beside])
@@ -64,7 +64,7 @@ def _kinds(experiment: Experiment) -> list[tuple[str, list[Claim]]]:
 
 
 def experiment_page(experiment: Experiment) -> bytes:
-    """The page of an experiment: one file without anything from elsewhere."""
+    """Return the page of an experiment: one file without anything from elsewhere."""
     numbers = [[_text(cell) for cell in row] for row in experiment.table.rows]
     parts = [
         section(
@@ -91,8 +91,8 @@ def experiment_page(experiment: Experiment) -> bytes:
 
 
 def picture(panel: Panel) -> str:
-    """A panel with its legend. Names of axes and curves hold mathematics, and so stand around
-    the SVG, not within it.
+    """Return a panel with its legend. Names of axes and curves hold mathematics, and so stand
+    around the SVG, not within it.
     """
     looks = [
         Style(

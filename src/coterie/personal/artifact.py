@@ -68,7 +68,7 @@ def save(folder: Path, about: About, tensors: Named) -> None:
 
 
 def read_about(folder: Path) -> About:
-    """What `client.json` in `folder` says of a language model.
+    """Return what `client.json` in `folder` says of a language model.
 
     Raises:
         CheckpointError: It is missing, damaged, of a newer format, or of a classifier.
@@ -97,7 +97,7 @@ _T = TypeVar("_T")
 
 
 def checked(kind: type[_T], found: Mapping[str, Any], folder: Path) -> _T:
-    """What client.json says, as the dataclass that stands for it.
+    """Return what client.json says, as the dataclass that stands for it.
 
     Raises:
         CheckpointError: A value is missing, foreign, of another type or out of its range.
@@ -115,7 +115,9 @@ def checked(kind: type[_T], found: Mapping[str, Any], folder: Path) -> _T:
 
 
 def read_about_json(folder: Path) -> dict[str, Any]:
-    """What `client.json` in `folder` says, of whatever kind of model. Raises CheckpointError."""
+    """Return what `client.json` in `folder` says, of whatever kind of model. Raises
+    CheckpointError.
+    """
     found = read_json(folder / ABOUT)
     if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
         raise CheckpointError(
@@ -126,8 +128,8 @@ def read_about_json(folder: Path) -> dict[str, Any]:
 
 
 def expert_names(layout: Layout) -> dict[Role, tuple[str, ...]]:
-    """The experts' names by role, in the order of the router: G or G1, G2, ... for generalists,
-    S or S1, S2, ... for specialists.
+    """Return the experts' names by role, in the order of the router: G or G1, G2, ... for
+    generalists, S or S1, S2, ... for specialists.
     """
     counts = {GENERALIST: ("G", layout.generalists), SPECIALIST: ("S", layout.specialists)}
     return {

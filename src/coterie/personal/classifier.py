@@ -114,7 +114,7 @@ class AboutClassifier:
             raise ValueError(f"{len(self.names)} names of {self.network.classes} classes")
 
     def at(self, base: str) -> "AboutClassifier":
-        """The same of a base that is somewhere else now. Raises Refused for a classifier of
+        """Return the same of a base that is somewhere else now. Raises Refused for a classifier of
         images.
         """
         if not isinstance(self.network, TextShape):
@@ -183,7 +183,7 @@ class PersonalClassifier:
         return self.about.pool.experts if self.about.pool else ()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The log-probability of each class, (B, classes).
+        """Return the log-probability of each class, (B, classes).
 
         Args:
             x: (B, C, H, W) float32, normalised by `about.mean` and `about.std`; or (B, T) int64
@@ -209,7 +209,7 @@ class PersonalClassifier:
         return self.model.predict(replace(batch, embedding=self.model.embed(batch)))
 
     def predict(self, given: Any) -> list[Prediction]:
-        """What each sample is.
+        """Return what each sample is.
 
         Args:
             given: A path of a file or folder of images or texts, or several; images as an array or
@@ -230,7 +230,7 @@ class PersonalClassifier:
         return found
 
     def batches(self, given: Any) -> Iterator[Examples]:
-        """The samples as `answer` takes them, with the label 0; see `predict`."""
+        """Return the samples as `answer` takes them, with the label 0; see `predict`."""
         split = as_samples(given, self.shape).split(
             self.about.mean, self.about.std, self.shape.classes
         )
@@ -240,7 +240,7 @@ class PersonalClassifier:
     def load(
         cls, folder: Path, base: str | None = None, device: str = "cpu"
     ) -> "PersonalClassifier":
-        """The classifier in a client's folder.
+        """Return the classifier in a client's folder.
 
         Args:
             folder: Of the client.
@@ -316,7 +316,7 @@ def save_classifier(
 
 
 def read_classifier(folder: Path) -> AboutClassifier:
-    """What `client.json` in `folder` says of a classifier.
+    """Return what `client.json` in `folder` says of a classifier.
 
     Raises:
         CheckpointError: It is missing, damaged, of a newer format, or of a language model.
@@ -332,7 +332,7 @@ def read_classifier(folder: Path) -> AboutClassifier:
 def _built(
     about: AboutClassifier, tensors: Named, source: str, device: str
 ) -> Classifier | PoolClassifier:
-    """A model like the one that was saved, of which only the common expert has its values.
+    """Return a model like the one that was saved, of which only the common expert has its values.
     Raises ModelError, before it takes memory.
     """
     if about.pool is None:
@@ -360,7 +360,7 @@ def _built(
 
 
 def _own(model: Classifier | PoolClassifier) -> Tensors:
-    """A client's tensors themselves, by their names in the file: `expert/<number>/...` and
+    """Return a client's tensors themselves, by their names in the file: `expert/<number>/...` and
     `gate/...` where they are of a pool.
     """
     if isinstance(model, Classifier):
@@ -372,7 +372,7 @@ def _own(model: Classifier | PoolClassifier) -> Tensors:
 
 
 def _present(model: PoolClassifier) -> list[int]:
-    """The numbers of the experts that are there, in the order of their places."""
+    """Return the numbers of the experts that are there, in the order of their places."""
     return [number for number in model.numbers.tolist() if number != ABSENT]
 
 

@@ -162,7 +162,7 @@ def load_many(
 
 
 def clients_of(run: Path | str) -> list[str]:
-    """The clients that have a personal model in a run's folder.
+    """Return the clients that have a personal model in a run's folder.
 
     Raises:
         CheckpointError: There is none.
@@ -193,7 +193,7 @@ def _owner(folder: Path) -> str:
 
 
 def folder_of(run: Path | str, client: str | None) -> Path:
-    """The folder of a client, of whom a run's folder or the folder itself is given. Raises
+    """Return the folder of a client, of whom a run's folder or the folder itself is given. Raises
     CheckpointError.
     """
     run, client = Path(run), None if client is None else names.normal(client)

@@ -124,8 +124,8 @@ class ManyModels:
         return dict(zip(prompts, texts, strict=True))
 
     def next_words(self, texts: str | Mapping[str, str], k: int = 3) -> dict[str, list[Word]]:
-        """The most likely next words of a text of each client, by client, best first, all found in
-        one batch; see `personal.words`.
+        """Return the most likely next words of a text of each client, by client, best first, all
+        found in one batch; see `personal.words`.
 
         Args:
             texts: What was written so far, by client; or one text for all models.
@@ -145,7 +145,7 @@ class ManyModels:
         }
 
     def _of(self, clients: Sequence[str], rows: int) -> Attachable:
-        """What computes each row by the model of its client. Runs of the same client are one
+        """Return what computes each row by the model of its client. Runs of the same client are one
         group as far as all are equally long.
         """
         if not len(clients) == rows > 0:
@@ -172,6 +172,6 @@ class ManyModels:
 
 
 def _own(model: PersonalModel, words: Sequence[Word]) -> list[Word]:
-    """The words of one model without the weights of experts that only others have."""
+    """Return the words of one model without the weights of experts that only others have."""
     own = model.layout.experts if model.layout.routed else 0
     return [replace(word, experts=word.experts[:own]) for word in words]

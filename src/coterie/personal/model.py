@@ -128,8 +128,8 @@ class PersonalModel:
         return FastAdapter(self.adapter, self.backbone, self._merged)
 
     def speaker(self, word: Word) -> str:
-        """The name of the expert with the largest weight where a word was chosen; "" without a
-        router.
+        """Return the name of the expert with the largest weight where a word was chosen; "" without
+        a router.
         """
         return (
             self.experts[max(range(len(word.experts)), key=word.experts.__getitem__)]
@@ -199,8 +199,8 @@ class PersonalModel:
     def next_words(self, text: list[str], k: int = 3) -> list[list[Word]]: ...
 
     def next_words(self, text: str | list[str], k: int = 3) -> list[Word] | list[list[Word]]:
-        """The most likely next words of `text`, best first, see `personal.words`; of several texts,
-        those of each.
+        """Return the most likely next words of `text`, best first, see `personal.words`; of several
+        texts, those of each.
 
         Args:
             text: What was written so far, or several such; if it is too long for the base, its end
@@ -223,7 +223,7 @@ class PersonalModel:
         return self.language.routing(ids)
 
     def score(self, batches: Iterable[Tensor]) -> tuple[float, int]:
-        """Summed negative log-likelihood and number of predicted tokens, see
+        """Return summed negative log-likelihood and number of predicted tokens, see
         `LanguageModel.score`.
         """
         nll, tokens = self.language.score(batches).tolist()
@@ -239,7 +239,7 @@ class PersonalModel:
         device: str = "cpu",
         merged: bool = False,
     ) -> "PersonalModel":
-        """The personal model in a client's folder; see `personal.load`."""
+        """Return the personal model in a client's folder; see `personal.load`."""
         about = read_about(folder)
         tensors, _ = load_tensors(folder / WEIGHTS)
         backbone = backbone or Backbone.load(base or about.base, dtype=dtype, device=device)
@@ -250,7 +250,8 @@ class PersonalModel:
 
 
 def continued(backbone: Backbone, adapter: Attachable, settings: dict[str, Any]) -> Tensor:
-    """Transformers' `generate` with an adapter: (B, C) ids among the settings -> (B, ...) ids.
+    """Return Transformers' `generate` with an adapter: (B, C) ids among the settings -> (B, ...)
+    ids.
 
     Raises:
         ModelError: The text would grow longer than the base's context.

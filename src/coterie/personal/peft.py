@@ -93,7 +93,7 @@ def _expert(about: About, wanted: str | None) -> tuple[str, int, str]:
 
 
 def _of_block(block: Any, family: Family, role: str) -> list[tuple[str, LoRA]]:
-    """The updates of one transformer block by the path of the base's layer within it."""
+    """Return the updates of one transformer block by the path of the base's layer within it."""
     experts = getattr(block.mlp, role)
     attention = [(f"{family.attention}.{name}", block.attention[name]) for name in family.linears]
     return attention + [(f"mlp.{theirs}", experts[ours]) for ours, theirs in family.mlp.items()]
@@ -146,7 +146,7 @@ def _left_out(about: About, label: str) -> list[str]:
 
 
 def portable(base: str) -> str:
-    """The name of a base that says the same on every machine: "embedded", a Hub id, or of a
+    """Return the name of a base that says the same on every machine: "embedded", a Hub id, or of a
     local folder its last part.
     """
     return (

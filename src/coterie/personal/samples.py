@@ -83,8 +83,8 @@ def as_samples(given: Any, shape: Shape) -> Samples:
 
 
 def read(paths: Sequence[Path], shape: Shape) -> Samples:
-    """The samples of files, and of folders and the folders in them; what begins with a dot is left
-    out.
+    """Return the samples of files, and of folders and the folders in them; what begins with a dot
+    is left out.
 
     Args:
         paths: PNG or JPEG images of the size that the network wants, in colour or grey; or texts,
@@ -170,7 +170,7 @@ def of_array(images: Any, shape: Shape) -> Samples:
 
 
 def _files(path: Path, endings: tuple[str, ...]) -> list[Path]:
-    """A file, or those of a folder. Raises DataError."""
+    """Return a file, or those of a folder. Raises DataError."""
     kinds = f"{', '.join(endings[:-1])} or {endings[-1]}"
     if not path.exists():
         raise DataError(
@@ -208,7 +208,7 @@ def _image(path: Path, shape: Shape) -> npt.NDArray[np.uint8]:
 
 
 def _texts(path: Path) -> list[tuple[str, str]]:
-    """The texts of a file with their names. Raises DataError."""
+    """Return the texts of a file with their names. Raises DataError."""
     if path.suffix.lower() == ".txt":
         return [(str(path), read_text(path))]
     return [

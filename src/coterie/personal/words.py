@@ -139,7 +139,7 @@ class _Search:
         return len(self.level)
 
     def last(self, rows: int, filling: int) -> list[int]:
-        """The beginnings' last tokens, and up to so many rows something else."""
+        """Return the beginnings' last tokens, and up to so many rows something else."""
         return [b.ids[-1] for b in self.level] + [filling] * (rows - len(self.level))
 
     def before(self, rows: int) -> list[int]:
@@ -161,7 +161,7 @@ class _Search:
         inserts[insert] = inserts.get(insert, 0.0) + p
 
     def best(self) -> list[Word]:
-        """The best words, none of which reads as another one."""
+        """Return the best words, none of which reads as another one."""
         words: dict[str, Word] = {}
         for (shown, _), found in sorted(self.found.items(), key=lambda item: -item[1].p):
             insert = max(found.inserts, key=found.inserts.__getitem__)
@@ -196,7 +196,8 @@ class Words:
 
     @torch.no_grad()
     def of(self, adapter: Attachable, texts: Sequence[str], k: int) -> list[list[Word]]:
-        """The k most likely next words of each text, best first. All are searched in one batch.
+        """Return the k most likely next words of each text, best first. All are searched in one
+        batch.
 
         Args:
             adapter: Of one model, or of many, each for one text: every text has as many rows as the
@@ -238,7 +239,7 @@ class Words:
         return [search.best() for search in searches]
 
     def _begin(self, text: str, k: int) -> tuple[list[int], _Search]:
-        """The prompt, and the search that begins behind it."""
+        """Return the prompt, and the search that begins behind it."""
         ids: list[int] = self.tokenizer(text)["input_ids"] if text.strip() else []
         cut = len(ids) - self._unfinished(ids)
         end = "".join(self.names[i] for i in ids[cut:])
@@ -311,7 +312,7 @@ class Words:
         return found
 
     def _longer(self, left: str) -> list[int]:
-        """The tokens that begin with `left`."""
+        """Return the tokens that begin with `left`."""
         first, last = (
             bisect_left(self._sorted, (left, 0)),
             bisect_left(self._sorted, (left + LAST, 0)),
@@ -319,11 +320,11 @@ class Words:
         return [i for _, i in self._sorted[first:last]]
 
     def _shorter(self, left: str) -> list[int]:
-        """The tokens that `left` begins with."""
+        """Return the tokens that `left` begins with."""
         return [i for size in range(1, len(left)) for i in self._named(left[:size])]
 
     def _named(self, name: str) -> Iterator[int]:
-        """The tokens of a name: one, or none."""
+        """Return the tokens of a name: one, or none."""
         place = bisect_left(self._sorted, (name, 0))
         while place < len(self._sorted) and self._sorted[place][0] == name:
             yield self._sorted[place][1]
@@ -332,8 +333,8 @@ class Words:
     def _child(
         self, search: _Search, b: _Beginning, row: int, token: int, p: float, experts: Tensor | None
     ) -> _Beginning:
-        """A beginning with one token more than that in a row; `experts` are the weights at the
-        position that chose it.
+        """Return a beginning with one token more than that in a row; `experts` are the weights at
+        the position that chose it.
         """
         name = self.names[token]
         left = b.left[len(name) :]
@@ -393,7 +394,7 @@ class Words:
 
 
 def last_word(text: str) -> str:
-    """The letters that a text ends with: "(some sock" -> "sock"."""
+    """Return the letters that a text ends with: "(some sock" -> "sock"."""
     size = next(
         (i for i, c in enumerate(reversed(text)) if c.isspace() or c in PUNCTUATION), len(text)
     )

@@ -89,7 +89,7 @@ def sentences(client: str, found: Personalised | None) -> list[str]:
 
 
 def _remedy(found: Personalised) -> str:
-    """What to do about training that did not help."""
+    """Return what to do about training that did not help."""
     unlike = (
         "The base alone does better than the shared part: this text is unlike that of the run. "
         if found.base < found.before

@@ -41,7 +41,7 @@ def about(found: Json) -> str:
 
 
 def _of(observer: str, found: Json) -> str:
-    """An observer's name: under secure aggregation a server sees sums alone."""
+    """Return an observer's name: under secure aggregation a server sees sums alone."""
     return "a server of sums" if observer == "server" and found["secure"] else OBSERVERS[observer]
 
 
@@ -199,7 +199,7 @@ def audited(found: Json | None) -> tuple[str, ...]:
 
 
 def _pictures(found: Json) -> list[tuple[str, str, str]]:
-    """A title, what is told beside it, and a picture, of each measure."""
+    """Return a title, what is told beside it, and a picture, of each measure."""
     observers, pictures = found["observers"], []
 
     def drawn(

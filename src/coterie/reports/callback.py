@@ -38,15 +38,15 @@ class Callback:
     foretells = False
 
     def expects(self, seconds: Sequence[float]) -> None:
-        """About how long each method will take, before the first one begins; 0 for one that is
+        """Hear about how long each method will take, before the first one begins; 0 for one that is
         done.
         """
 
     def preparing(self) -> None:
-        """Base and data are about to be loaded, and what everybody begins with trained."""
+        """Hear that base and data are about to be loaded, and the common start trained."""
 
     def known(self, title: str) -> None:
-        """A method was done before: its result is there."""
+        """Hear that a method was done before: its result is there."""
 
     def begin(
         self,
@@ -56,21 +56,23 @@ class Callback:
         clients: Sequence[str],
         metric: Mapping[str, Any] | None = None,
     ) -> None:
-        """A method starts; `done` of its `rounds` were done before. `metric` is that of its result,
-        by default perplexity.
+        """Hear that a method starts; `done` of its `rounds` were done before. `metric` is that of
+        its result, by default perplexity.
         """
 
     def asking(self, task: str, clients: int) -> None:
-        """An exchange begins, in a round or outside: so many clients are asked to do a task."""
+        """Hear that an exchange begins, in a round or outside: so many clients are asked to do a
+        task.
+        """
 
     def answered(self, client: str) -> None:
-        """A client finished a task that trains nothing: its models were scored, say."""
+        """Hear that a client finished a task that trains nothing: its models were scored, say."""
 
     def client(self, round: int, client: str, metrics: Mapping[str, Any]) -> None:
-        """A client finished a training task of the round that is going on."""
+        """Hear that a client finished a training task of the round that is going on."""
 
     def spent(self, round: int, epsilon: float, delta: float) -> None:
-        """What privacy has been spent so far."""
+        """Hear what privacy has been spent so far."""
 
     def warning(self, round: int, client: str, text: str) -> None:
         """Something about a client that stops nothing: it did not answer, or not what it was asked
@@ -83,24 +85,24 @@ class Callback:
         """
 
     def evaluating(self, round: int) -> None:
-        """The clients' models are about to be scored."""
+        """Hear that the clients' models are about to be scored."""
 
     def evaluated(self, round: int, means: Mapping[str, float]) -> None:
-        """The mean of the metric over clients, by split."""
+        """Hear the mean of the metric over clients, by split."""
 
     def point(self, round: int, test: float, windows: int) -> None:
-        """The mean of the metric over clients on so many windows of each one's test set, after a
-        round.
+        """Hear the mean of the metric over clients on so many windows of each one's test set, after
+        a round.
         """
 
     def round(self, done: int) -> None:
-        """A round is done and saved."""
+        """Hear that a round is done and saved."""
 
     def checkpoint(self, round: int, folder: Path) -> None:
-        """A checkpoint after so many rounds was written, to this folder."""
+        """Hear that a checkpoint after so many rounds was written, to this folder."""
 
     def end(self, result: Result) -> None:
-        """A method is done; `result` is what is in result.json."""
+        """Hear that a method is done; `result` is what is in result.json."""
 
 
 class Callbacks(Callback):

@@ -93,8 +93,8 @@ def panels(
     ratios: bool = False,
     kinds: Mapping[str, str] | None = None,
 ) -> str:
-    """A panel for each title. Of more than a few, those beyond the first ones are folded away, and
-    in a narrow window all.
+    """Return a panel for each title. Of more than a few, those beyond the first ones are folded
+    away, and in a narrow window all.
 
     Args:
         charts: Lines by title.
@@ -129,7 +129,7 @@ def panels(
 def _shared(
     x: str, y: str, charts: Iterable[Sequence[Line]], limits: Point | None, ratios: bool
 ) -> Axes:
-    """The axes of panels that are compared."""
+    """Return the axes of panels that are compared."""
     values = [
         py for lines in charts for line in lines for _, py in line.points if math.isfinite(py)
     ]
@@ -193,7 +193,7 @@ def panel(title: str, lines: Sequence[Line], axes: Axes, broad: bool = False) ->
 
 
 def around(charts: Iterable[Sequence[Line]]) -> Point:
-    """The range that the points of several panels need, so that these can be compared."""
+    """Return the range that the points of several panels need, so that these can be compared."""
     return _around(
         [py for lines in charts for line in lines for _, py in line.points if math.isfinite(py)]
     )
@@ -214,7 +214,7 @@ class _Scale:
         return self.start + (value - self.low) / (self.high - self.low) * (self.stop - self.start)
 
     def at(self, value: float) -> str:
-        """A value's place across, in percent."""
+        """Return a value's place across, in percent."""
         return f"{self(value):.2f}%"
 
     def ticks(self, most: int = 5, least: float = 0.0) -> list[float]:
@@ -235,7 +235,7 @@ def _around(values: Sequence[float]) -> Point:
 
 
 def _around_log(values: Sequence[float]) -> Point:
-    """The same where only ratios count."""
+    """Return the same where only ratios count."""
     low, high = min(values, default=0.1), max(values, default=1.0)
     room = (high / low) ** 0.06 if high > low else 2.0
     return low / room, high * room
@@ -266,7 +266,7 @@ def _axes(horizontal: _Scale, vertical: _Scale, axes: Axes, height: int) -> str:
 
 
 def _tick(value: float) -> str:
-    """A tick's number in at most five or six characters, which is the room beside an axis."""
+    """Return a tick's number in at most six characters, which fit beside an axis."""
     units = ((1e9, 1.0, ""), (1e6, 1e6, "M"), (1e4, 1e3, "k"))
     unit, sign = next(
         ((unit, sign) for least, unit, sign in units if abs(value) >= least), (1.0, "")
@@ -275,7 +275,7 @@ def _tick(value: float) -> str:
 
 
 def _power(exponent: float) -> str:
-    """The number that a whole power of ten is, or where that is long the power itself."""
+    """Return the number that a whole power of ten is, or where that is long the power itself."""
     if -3 <= exponent <= 4:
         return f"{10**exponent:g}"
     return "10" + f"{exponent:.0f}".translate(RAISED)
@@ -286,7 +286,7 @@ def _path(line: Line, places: Sequence[Point], height: int) -> str:
 
 
 def _marks(line: Line, places: Sequence[Point], x: str) -> str:
-    """A marker, and what tells the value, at every point."""
+    """Return a marker, and what tells the value, at every point."""
     return "".join(
         f"<g>{_marker(line.style, f'{across:.2f}%', up) if line.style.marked else ''}"
         f'<circle class="target" cx="{across:.2f}%" cy="{up:.1f}" r="7"/>'
@@ -296,8 +296,8 @@ def _marks(line: Line, places: Sequence[Point], x: str) -> str:
 
 
 def _told(value: float) -> str:
-    """A number with two digits behind the point, or with two digits that are not 0 where it is
-    small.
+    """Return a number with two digits behind the point, or with two digits that are not 0 where it
+    is small.
     """
     return figure(value) if value == 0 or abs(value) >= 0.1 else f"{value:.2g}"
 
@@ -310,7 +310,7 @@ SHAPES = {
 
 
 def _marker(style: Style, x: str, y: float) -> str:
-    """A marker at a place across, in pixels or percent, and one from above."""
+    """Return a marker at a place across, in pixels or percent, and one from above."""
     shape = MARKERS[style.number % len(MARKERS)]
     fill = f'fill="{style.colour}"' + (
         "" if style.strength == 1 else f' fill-opacity="{style.strength:.2f}"'

@@ -79,8 +79,8 @@ class Weights:
         return [[self.top * (a == b) for b in self.clusters] for a in self.clusters]
 
     def inside(self, matrix: Matrix) -> float:
-        """The share of all weight between clients that is within true clusters; 0 where there is
-        no weight. Clusters are known.
+        """Return the share of all weight between clients that is within true clusters; 0 where
+        there is no weight. Clusters are known.
         """
         assert self.clusters is not None
         total = sum(self.between(matrix))
@@ -93,7 +93,7 @@ class Weights:
         return own / total if total else 0.0
 
     def nearest(self, iterations: Sequence[int]) -> list[tuple[int, Matrix]]:
-        """The stages that are nearest to some iterations; of none, five that are spread over
+        """Return the stages that are nearest to some iterations; of none, five that are spread over
         all.
         """
         if not iterations:
@@ -106,8 +106,8 @@ class Weights:
 
 
 def collaboration(results: Mapping[str, Json]) -> tuple[str, ...]:
-    """The parts of the section: heat maps with a slider, the share of weight within true clusters,
-    and weights over time.
+    """Return the parts of the section: heat maps with a slider, the share of weight within true
+    clusters, and weights over time.
 
     Args:
         results: What is in result.json, by title; the first with weights has its weights over time
@@ -141,8 +141,8 @@ def _about(found: Sequence[Weights]) -> str:
 
 
 def _maps(found: Sequence[Weights]) -> str:
-    """A heat map for each method at the last stage, and the truth. The script moves the stages
-    by what is in `data-stages`.
+    """Return a heat map for each method at the last stage, and the truth. The script moves the
+    stages by what is in `data-stages`.
     """
     moments = sorted({at for w in found for at, _ in w.stages})
     alike = len({w.top for w in found}) == 1
@@ -168,7 +168,7 @@ def _told(weights: Weights) -> str:
 
 
 def scale(top: float) -> str:
-    """The legend of the colours, with numbers."""
+    """Return the legend of the colours, with numbers."""
     return heat.scale("weight 0", f"{top:g}")
 
 
@@ -238,7 +238,8 @@ def shares(found: Sequence[Weights]) -> str:
 
 
 def domains(weights: Weights, clients: Sequence[str] = ()) -> str:
-    """A panel for each client, at most `CLIENTS` of them: its weights for the others over training.
+    """Return a panel for each client, at most `CLIENTS` of them: its weights for the others over
+    training.
 
     Args:
         weights: What to draw.
@@ -288,7 +289,7 @@ def domains(weights: Weights, clients: Sequence[str] = ()) -> str:
 
 
 def _largest(own: int, means: Sequence[float]) -> list[int]:
-    """The other clients with the largest mean weights, in their order."""
+    """Return the other clients with the largest mean weights, in their order."""
     ranked = sorted((j for j in range(len(means)) if j != own), key=lambda j: -means[j])
     return sorted(ranked[:CLIENTS])
 

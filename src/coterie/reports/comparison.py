@@ -44,8 +44,8 @@ def improved(
 
 
 def headline(result: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    """The clients whom the mean of a result is about: all that are scored, or the first group of
-    those that were never seen.
+    """Return the clients whom the mean of a result is about: all that are scored, or the first
+    group of those that were never seen.
     """
     first = next(iter(result.get("groups") or ()), None)
     return {i: client for i, client in result["clients"].items() if client.get("group") == first}
@@ -122,8 +122,8 @@ def row(
 
 
 def _lost(results: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Replies by client that were dropped or did not come, over all seeds; of clients that lost
-    any.
+    """Return replies by client that were dropped or did not come, over all seeds; of clients that
+    lost any.
     """
     found: dict[str, int] = {}
     for result in results:
@@ -133,8 +133,8 @@ def _lost(results: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def rows(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The lines of several methods, in the order of their first results: each over its seeds, with
-    Imp.% where Local is among them.
+    """Return the lines of several methods, in the order of their first results: each over its
+    seeds, with Imp.% where Local is among them.
 
     A client that some run could not reach to score it has no column.
     """
@@ -158,8 +158,8 @@ def comparability(
     own: str | None = None,
     titles: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """What a reader of a table must know, a sentence each: unlike budgets, bounds, replies that
-    were lost, and privacy.
+    """Return what a reader of a table must know, a sentence each: unlike budgets, bounds, replies
+    that were lost, and privacy.
 
     Budgets are unlike by more than 5 % in parameters, or more than 10 % in work.
 
@@ -212,7 +212,7 @@ def _budget(
 
 
 def lost(counts: Mapping[str, int]) -> str:
-    """A sentence on replies that were dropped or did not come.
+    """Return a sentence on replies that were dropped or did not come.
 
     Args:
         counts: By client, of those that lost any; only those with the most are named.
@@ -229,7 +229,7 @@ def lost(counts: Mapping[str, int]) -> str:
 
 
 def absent(clients: int) -> str:
-    """A sentence on clients that took part in no round."""
+    """Return a sentence on clients that took part in no round."""
     who = "1 client" if clients == 1 else f"{clients:,} clients"
     return (
         f"{who} never took part in a round, and counted with the model that the server would "
@@ -238,8 +238,8 @@ def absent(clients: int) -> str:
 
 
 def protected(privacy: Mapping[str, Any]) -> str:
-    """A sentence on the privacy that a result has spent, from its `privacy`: how much, by what
-    reckoning, and what it is for.
+    """Return a sentence on the privacy that a result has spent, from its `privacy`: how much, by
+    what reckoning, and what it is for.
     """
     epsilon = (
         "no finite epsilon, nobody is protected"
@@ -255,12 +255,12 @@ def protected(privacy: Mapping[str, Any]) -> str:
 
 
 def _average(values: Sequence[float | None]) -> float | None:
-    """The mean, or None unless all are known."""
+    """Return the mean, or None unless all are known."""
     known = [value for value in values if value is not None]
     return mean(known) if len(known) == len(values) else None
 
 
 def _known(values: Sequence[int | None]) -> int | None:
-    """The rounded mean, or None unless all are known."""
+    """Return the rounded mean, or None unless all are known."""
     average = _average(values)
     return None if average is None else round(average)

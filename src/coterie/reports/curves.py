@@ -29,8 +29,8 @@ SPENT = (
 
 
 def _curves(results: Sequence[Json]) -> str:
-    """The mean over clients, and a panel per client: the test metric against local iterations, one
-    line per method.
+    """Return the mean over clients, and a panel per client: the test metric against local
+    iterations, one line per method.
 
     A method without training is a level line.
     """
@@ -111,7 +111,7 @@ def mean_test(evaluation: Json) -> float:
 
 
 def group_test(group: str) -> Callable[[Json], float]:
-    """What gives the mean test metric of a group of unseen clients in an evaluation."""
+    """Return what gives the mean test metric of a group of unseen clients in an evaluation."""
     return lambda evaluation: float(evaluation["groups"][group])
 
 
@@ -121,8 +121,8 @@ def test_of(client: str) -> Callable[[Json], float]:
 
 
 def _series(results: Sequence[Json]) -> tuple[int | None, list[Sequence[Json]]]:
-    """The points of each method's curve: of as large a part of the test sets, if all have such
-    points, and how large; else of all.
+    """Return the points of each method's curve: of as large a part of the test sets, if all have
+    such points, and how large; else of all.
     """
     parts = {r["curve"]["windows"] if r.get("curve") else None for r in results}
     windows: int | None = parts.pop() if len(parts) == 1 else None
@@ -160,8 +160,8 @@ def router_panels(path: Path, clients: Mapping[str, Json]) -> tuple[str, ...]:
 
 
 def _privacy(path: Path, own: Json) -> tuple[str, ...]:
-    """What was spent by each round, and the norm C if it adapts, from metrics.jsonl; nothing of
-    a run without privacy.
+    """Return what was spent by each round, and the norm C if it adapts, from metrics.jsonl; nothing
+    of a run without privacy.
     """
     if not own.get("privacy"):
         return ()
@@ -209,7 +209,7 @@ def router_series(path: Path) -> dict[str, list[tuple[int, list[list[float]]]]]:
 
 
 def _of_kind(path: Path, kind: str) -> list[Json]:
-    """The lines of one kind in metrics.jsonl; none where there is no such file."""
+    """Return the lines of one kind in metrics.jsonl; none where there is no such file."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return [line for line in map(json.loads, lines) if line["kind"] == kind]
 
@@ -217,7 +217,7 @@ def _of_kind(path: Path, kind: str) -> list[Json]:
 def _depths(
     series: Sequence[tuple[int, list[list[float]]]], mixture: Sequence[Expert]
 ) -> list[Line]:
-    """A line for each block and kind of expert: generalists against specialists, or single
+    """Return a line for each block and kind of expert: generalists against specialists, or single
     experts where all are of one kind.
     """
     depth, generalists = len(series[0][1]), sum(expert.key[0] == "g" for expert in mixture)

@@ -42,8 +42,8 @@ ABOUT_GATE = (
 
 
 def classes(result: Json) -> tuple[str, ...]:
-    """The parts of the section on labels: who has which, and what K-means makes of them; nothing
-    where nobody knows.
+    """Return the parts of the section on labels: who has which, and what K-means makes of them;
+    nothing where nobody knows.
     """
     return (
         (ABOUT_CLASSES, distribution(result), clustering(result))
@@ -53,8 +53,8 @@ def classes(result: Json) -> tuple[str, ...]:
 
 
 def distribution(result: Json) -> str:
-    """A heat map of the share of each class for each kind of client: anchors, normal clients,
-    and the groups of unseen ones (Fig. 2).
+    """Return a heat map of the share of each class for each kind of client: anchors, normal
+    clients, and the groups of unseen ones (Fig. 2).
     """
     shares = {i: _percent(counts) for i, counts in result["label_counts"].items()}
     order = _order(len(next(iter(shares.values()))), _anchored(result))
@@ -92,7 +92,7 @@ def _kinds(result: Json) -> dict[str, list[str]]:
 
 
 def _anchored(result: Json) -> list[Sequence[int]]:
-    """The classes of each anchor."""
+    """Return the classes of each anchor."""
     return [result["labels"][q] for q in result.get("anchors") or ()]
 
 
@@ -249,7 +249,7 @@ class Choices:
         )
 
     def expert_accuracy(self, group: str) -> list[Line]:
-        """A line for each expert: percent right of the samples that it was given."""
+        """Return a line for each expert: percent right of the samples that it was given."""
         return [
             Line(
                 [(at, _rate(found[group], m)) for at, found in self.stages],
@@ -290,8 +290,8 @@ def _rate(found: Json, expert: int) -> float:
 
 
 def experts(results: Mapping[str, Json]) -> tuple[str, ...]:
-    """The parts of the section on a pool: choices over training, accuracy of experts and gate, and
-    the gate's decisions by client.
+    """Return the parts of the section on a pool: choices over training, accuracy of experts and
+    gate, and the gate's decisions by client.
 
     Args:
         results: What is in result.json, by title; of the first with a gate decisions are shown by
@@ -333,7 +333,7 @@ def choice_maps(found: Sequence[Choices]) -> str:
 
 
 def _staged_maps(found: Sequence[Choices], group: str) -> str:
-    """The heat maps of a group of clients, with their slider."""
+    """Return the heat maps of a group of clients, with their slider."""
     figures = []
     for own in found:
         heats = {"by class": own.shares(group)} | (
@@ -348,7 +348,7 @@ def _staged_maps(found: Sequence[Choices], group: str) -> str:
 
 
 def gate_curves(found: Sequence[Choices]) -> str:
-    """A panel for each group of clients: gate accuracy over rounds, a line for each method;
+    """Return a panel for each group of clients: gate accuracy over rounds, a line for each method;
     nothing without anchors.
     """
     tied = [(own, _look(k, own.marked)) for k, own in enumerate(found) if own.anchors]
@@ -364,7 +364,7 @@ def gate_curves(found: Sequence[Choices]) -> str:
 
 
 def expert_curves(found: Choices) -> str:
-    """A panel for each group of clients: the accuracy of each expert over rounds (Fig. 7)."""
+    """Return a panel for each group of clients: each expert's accuracy over rounds (Fig. 7)."""
     charts = {unseen(group): found.expert_accuracy(group) for group in found.groups}
     samples = legend((line.style.sample, line.name) for line in charts[unseen(found.groups[0])])
     about = (
@@ -377,8 +377,8 @@ def expert_curves(found: Choices) -> str:
 
 
 def decisions(title: str, result: Json) -> str:
-    """The gate's decisions for each unseen client, a table for each group, all but the first folded
-    away (Table 5).
+    """Return the gate's decisions for each unseen client, a table for each group, all but the first
+    folded away (Table 5).
 
     Nothing where experts have no anchors, or nobody is unseen.
     """

@@ -55,7 +55,8 @@ def room(fields: int) -> int:
 def heat_map(
     heat: Heat, width: float = 12 * FIELD, height: float = 12 * FIELD, field: float = FIELD
 ) -> str:
-    """An SVG with a path for each level of the scale, so that colours follow the page's scheme.
+    """Return an SVG with a path for each level of the scale, so that colours follow the page's
+    scheme.
 
     Args:
         heat: What to draw. Rows and columns have names where there is room for them.
@@ -114,7 +115,7 @@ def _margin(names: Sequence[str]) -> float:
 
 
 def _beside(names: Sequence[str], side: float, left: float, above: float) -> str:
-    """The names of rows, where a field's side has room for them."""
+    """Return the names of rows, where a field's side has room for them."""
     return "".join(
         f'<text class="tick" x="{left - 5:.1f}" y="{above + (i + 0.5) * side + 4:.1f}" '
         f'text-anchor="end">{escape(_short(name))}</text>'
@@ -123,7 +124,7 @@ def _beside(names: Sequence[str], side: float, left: float, above: float) -> str
 
 
 def _above(names: Sequence[str], side: float, left: float, above: float) -> str:
-    """The names of columns, likewise; they are turned unless all are as short as a number."""
+    """Return the names of columns, turned unless all are as short as a number."""
     shift, turn, anchor = (
         (0.0, "", "middle") if max(map(len, names)) <= 2 else (4.0, " rotate(-90)", "start")
     )
@@ -136,7 +137,7 @@ def _above(names: Sequence[str], side: float, left: float, above: float) -> str:
 
 
 def _fields(levels: Sequence[Sequence[int]], level: int, masked: bool) -> str:
-    """A path over all fields of a level, one piece for neighbours in a row."""
+    """Return a path over all fields of a level, one piece for neighbours in a row."""
     pieces = []
     for i, row in enumerate(levels):
         start = None
@@ -156,7 +157,7 @@ def _packed(matrix: Matrix, top: float) -> str:
 
 
 def scale(least: str, most: str) -> str:
-    """The legend of a heat map's colours: what stands at its ends."""
+    """Return the legend of a heat map's colours: what stands at its ends."""
     steps = "".join(f'<i class="w{k}"></i>' for k in range(LEVELS + 1))
     return (
         f'<div class="scale"><span>{escape(least)}</span><span class="steps" '
@@ -165,8 +166,8 @@ def scale(least: str, most: str) -> str:
 
 
 def slider(moments: Sequence[int], unit: str) -> str:
-    """It moves the heat maps of the `staged` element that it is in, and is hidden until the
-    script is there.
+    """Return a slider: it moves the heat maps of the `staged` element that it is in, and is hidden
+    until the script is there.
     """
     return (
         f'<label class="stages" hidden>{escape(unit)} <input type="range" class="stage" min="0" '

@@ -153,7 +153,7 @@ def write_comparison(folder: Path, comparison: Json, description: str) -> None:
 
 
 def _known_audit(folder: Path) -> Json | None:
-    """What an audit of the run found; None before there was one."""
+    """Return what an audit of the run found; None before there was one."""
     return read_json(folder / AUDITED) if (folder / AUDITED).exists() else None
 
 
@@ -162,7 +162,7 @@ def _heading(metric: Json) -> str:
 
 
 def _scored(rows: Sequence[Json]) -> str:
-    """What the columns of the scores are."""
+    """Return what the columns of the scores are."""
     told = {
         "loss": "<em>loss</em> is the mean test loss in nats, ",
         "between_clients": "<em>± between clients</em> the standard deviation over clients, ",
@@ -193,21 +193,21 @@ def _scored(rows: Sequence[Json]) -> str:
 
 
 def _collaboration(results: Sequence[Json], note: str = "") -> str:
-    """The section of collaboration weights, the last method first; nothing where no method has
-    any.
+    """Return the section of collaboration weights, the last method first; nothing where no method
+    has any.
     """
     parts = collaboration({METHODS[r["method"]].title: r for r in [*results[-1:], *results[:-1]]})
     return section("weights", "Collaboration", note, *parts) if parts else ""
 
 
 def _labels(results: Sequence[Json], note: str = "") -> str:
-    """The section of labels; all methods have the same."""
+    """Return the section of labels; all methods have the same."""
     parts = classes(results[-1]) if results else ()
     return section("labels", "Who has which classes", note, *parts) if parts else ""
 
 
 def _experts(results: Sequence[Json], note: str = "") -> str:
-    """The section of pools, the last method first; nothing where no method has any."""
+    """Return the section of pools, the last method first; nothing where no method has any."""
     parts = experts({METHODS[r["method"]].title: r for r in [*results[-1:], *results[:-1]]})
     return (
         section("experts", "Which expert is chosen for which class", note, *parts) if parts else ""
@@ -215,7 +215,7 @@ def _experts(results: Sequence[Json], note: str = "") -> str:
 
 
 def _once(results: Sequence[Json]) -> str:
-    """What the common expert costs."""
+    """Return what the common expert costs."""
     once = max((r.get("once_bytes") or 0 for r in results), default=0)
     return (
         f"<p>Beside all this, the common expert is sent once to everybody who embeds data by it: "

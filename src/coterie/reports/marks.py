@@ -23,7 +23,7 @@ from coterie.reports.parts import BLUE, escape, figure
 
 
 def _beside_names(rows: Iterable[str], svg: str, height: int, unit: str) -> str:
-    """A chart with the names of its rows on its left, where it leaves room for them."""
+    """Return a chart with the names of its rows on its left, where it leaves room for them."""
     left = 24 + LETTER * max(map(cell_len, rows))
     return (
         f'<svg class="rows" height="{height}" style="--left:{left:.0f}px" role="img" '
@@ -49,7 +49,7 @@ Strip = Mapping[
 
 
 def reach(strips: Iterable[Strip]) -> Point:
-    """The range that all values of some strips need, so that these can be compared."""
+    """Return the range that all values of some strips need, so that these can be compared."""
     rows = [row for strip in strips for row in strip.values()]
     return _around(
         [
@@ -101,7 +101,7 @@ def _strip_row(
 
 
 def _whisker(scale: _Scale, low: float, high: float, y: float) -> str:
-    """A stroke from one value to another, and what a pointer finds of it."""
+    """Return a stroke from one value to another, and what a pointer finds of it."""
     across = f'x1="{scale.at(low)}" x2="{scale.at(high)}" y1="{y}" y2="{y}"'
     return f'<line class="whisker" {across}/><line class="grip" {across}/>'
 
@@ -167,7 +167,7 @@ class Bar:
 
 
 def bars(groups: Mapping[str, Sequence[Bar]], y: str) -> str:
-    """Groups of bars on one axis, which starts at 0 so that their lengths can be compared.
+    """Return groups of bars on one axis, which starts at 0 so that their lengths can be compared.
 
     Args:
         groups: Bars by the name below them. A value that is not finite is left out.

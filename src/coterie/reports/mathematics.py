@@ -86,7 +86,7 @@ class _Parser:
         self.source, self.at = source, 0
 
     def peek(self) -> str:
-        """The next token; "" at the end."""
+        """Return the next token; "" at the end."""
         found = TOKEN.match(self.source, self.at)
         return found[1] if found else ""
 
@@ -117,7 +117,7 @@ class _Parser:
         return token == stop and (token != ">" or self.touches(">"))
 
     def scripted(self) -> str:
-        """An atom with what is below and above it."""
+        """Return an atom with what is below and above it."""
         base, below, above = self.atom(), "", ""
         while True:
             if self.touches("*") and not above:
@@ -137,7 +137,7 @@ class _Parser:
         return _with_scripts(base, below, above)
 
     def script(self) -> str:
-        """A sign, and a number, a ratio of two, a name with its primes, or something in
+        """Return a sign, and a number, a ratio of two, a name with its primes, or something in
         parentheses, which are not shown.
         """
         sign = _operator(self.take()) if self.peek() == "-" else ""
@@ -201,7 +201,7 @@ def _number(token: str) -> str:
 
 
 def _name(token: str) -> str:
-    """A Greek letter, a word, or letters side by side."""
+    """Return a Greek letter, a word, or letters side by side."""
     if token in GREEK:
         return f"<mi>{GREEK[token]}</mi>"
     letters = (

@@ -44,7 +44,7 @@ class Cell:
     best: bool = False
 
     def html(self, typeset: Callable[[str], str]) -> str:
-        """The cell; `typeset` makes HTML of its text."""
+        """Return the cell; `typeset` makes HTML of its text."""
         bar = "" if self.share is None else f' class="bar" style="--share:{100 * self.share:.1f}%"'
         best = " class=best" if self.best and not bar else ""
         return f"<td{bar}{best}>{typeset(self.text)}</td>"
@@ -63,7 +63,8 @@ def table(
     best: int | None = None,
     typeset: Callable[[str], str] | None = None,
 ) -> str:
-    """A table that scrolls within itself where it is too wide; its first column names the rows.
+    """Return a table that scrolls within itself where it is too wide; its first column names the
+    rows.
 
     Args:
         header: Of the columns.
@@ -93,8 +94,8 @@ def _row_name(cell: Cell | str, shown: Callable[[str], str]) -> str:
 
 
 def bars(values: Sequence[float | None], form: str, unit: float = 1) -> list[Cell]:
-    """A column of figures with bars behind them, the longest for the largest; unknown ones are a
-    dash.
+    """Return a column of figures with bars behind them, the longest for the largest; unknown ones
+    are a dash.
 
     Args:
         values: The figures.
@@ -114,8 +115,8 @@ def ranked(
     digits: int = 2,
     texts: Sequence[str] = (),
 ) -> list[Cell]:
-    """A column of figures of which the best is set off, at every row that has it; unknown ones are
-    a dash.
+    """Return a column of figures of which the best is set off, at every row that has it; unknown
+    ones are a dash.
 
     Args:
         values: The figures.
@@ -133,14 +134,14 @@ def ranked(
 
 
 def rounded(value: float, form: str) -> str:
-    """A number by a format specification, or with two digits where that would leave nothing of
-    it.
+    """Return a number by a format specification, or with two digits where that would leave nothing
+    of it.
     """
     return format(value, form if value == 0 or float(f"{value:{form.replace(',', '')}}") else ".2g")
 
 
 def figure(value: float, digits: int = 2) -> str:
-    """A number as people read it; a perplexity beyond float range is infinite."""
+    """Return a number as people read it; a perplexity beyond float range is infinite."""
     return f"{value:,.{digits}f}" if math.isfinite(value) else "∞"
 
 
@@ -157,12 +158,12 @@ def size(count: float) -> str:
 
 
 def unseen(group: str) -> str:
-    """What a group of clients is called; "" is that of a federation where nobody is unseen."""
+    """Return the title of a group of clients; "" where no client is unseen."""
     return f"{group} (unseen)" if group else "all clients"
 
 
 def captioned(title: str, told: str, drawn: str) -> str:
-    """A picture with its title, and what is told beside it."""
+    """Return a picture with its title, and what is told beside it."""
     small = f" <small>{escape(told)}</small>" if told else ""
     return f"<figure><figcaption>{escape(title)}{small}</figcaption>{drawn}</figure>"
 
@@ -223,13 +224,13 @@ def verdicts(
 
 
 def section(id: str, title: str, *parts: str) -> str:
-    """A section that the navigation can lead to; of no parts, nothing."""
+    """Return a section that the navigation can lead to; of no parts, nothing."""
     shown = "".join(parts)
     return f'<section id="{id}"><h2>{escape(title)}</h2>{shown}</section>' if shown else ""
 
 
 def page(title: str, body: str) -> bytes:
-    """The whole file: styles and script inline, nothing from elsewhere."""
+    """Return the whole file: styles and script inline, nothing from elsewhere."""
     style, script = (
         files("coterie.reports").joinpath(name).read_text(encoding="utf-8")
         for name in ("page.css", "page.js")

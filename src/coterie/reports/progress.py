@@ -26,7 +26,7 @@ BROAD = 100  # characters of a terminal that has room for a bar
 
 
 def loss_of(metrics: Mapping[str, Any]) -> float | None:
-    """The training loss among a client's metrics: that of the step which is not the router's
+    """Return the training loss among a client's metrics: that of the step which is not the router's
     alone.
     """
     return next(
@@ -95,19 +95,19 @@ class Stretch:
         self._exchange = self.started
 
     def ask(self, clients: int, training: bool) -> None:
-        """An exchange begins, of a round or outside of one."""
+        """Note that an exchange begins, of a round or outside of one."""
         self.asked, self.got, self._exchange = clients, 0, time.monotonic()
         if training:
             self._expected = max(self._usual, self._replies + clients)
 
     def reply(self) -> None:
-        """A client's reply to an exchange of a round is there."""
+        """Note that a client's reply to an exchange of a round is there."""
         self.got += 1
         self._replies += 1
         self._guess()
 
     def score(self) -> None:
-        """A client's reply to something else is there."""
+        """Note that a client's reply to something else is there."""
         self.got += 1
         if self.rounds_done >= self.rounds:  # what is left is this
             now = time.monotonic()
@@ -243,7 +243,7 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
         self._line("  ".join(part for part in parts if part))
 
     def _line(self, text: str) -> None:
-        """A plain line."""
+        """Print a plain line."""
         self.spoke = time.monotonic()
         self.console.print(text, markup=False, highlight=False)
 

@@ -45,8 +45,8 @@ PEAK = (
 
 
 def _spread(rows: Sequence[Json], results: Sequence[Json]) -> list[str]:
-    """What a dot is, and a strip of all clients or, where some are unseen, one for each group of
-    them, all of one range.
+    """Return what a dot is, and a strip of all clients or, where some are unseen, one for each
+    group of them, all of one range.
     """
     of_group = (
         {i: client.get("group", "") for i, client in results[-1]["clients"].items()}
@@ -71,8 +71,8 @@ def _spread(rows: Sequence[Json], results: Sequence[Json]) -> list[str]:
 
 
 def _mean(row: Json, group: str) -> tuple[float, float]:
-    """The mean of a group of clients, "" for all, and its deviation over seeds; 0 in rows from
-    before that was known.
+    """Return the mean of a group of clients, "" for all, and its deviation over seeds; 0 in rows
+    from before that was known.
     """
     return (
         (row["groups"][group], (row.get("groups_std") or {}).get(group, 0.0))
@@ -90,7 +90,7 @@ def _title(row: Json) -> str:
 
 
 def _headline(rows: Sequence[Json], result: Json) -> str:
-    """The figures that people look for first, of the run's own method, whose result is given
+    """Return the figures that people look for first, of the run's own method, whose result is given
     too.
     """
     own, metric = rows[-1], metric_of(rows[-1])

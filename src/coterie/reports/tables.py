@@ -130,8 +130,8 @@ def verdicts(console: Console, items: Iterable[tuple[bool, str, str]]) -> None:
 def tables(
     rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str], width: int = 80
 ) -> list[Table]:
-    """What fits a terminal: the test metric by method and client, what is known beside it, and what
-    each method cost.
+    """Return what fits a terminal: the test metric by method and client, what is known beside it,
+    and what each method cost.
 
     Of more than eight clients, or of those that the terminal has no room for, only the best and the
     worst are shown. The scores come last, where a terminal stands when a command ends; of each of
@@ -179,8 +179,8 @@ def _scores(rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str], width:
 
 
 def _groups(rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> Table:
-    """The test metric of each group of unseen clients, and what was best of the first one during
-    training.
+    """Return the test metric of each group of unseen clients, and what was best of the first one
+    during training.
     """
     metric, (first, *others) = metric_of(rows[0]), rows[0]["groups"]
     gated = any(row.get("gate_accuracy") is not None for row in rows)
@@ -239,8 +239,8 @@ def _keep_whole(table: Table) -> None:
 
 
 def _beside(rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> Table:
-    """What the metric does not tell: loss, how unlike the clients fare, how many gain, and how
-    wrong collaboration weights are.
+    """Return what the metric does not tell: loss, how unlike the clients fare, how many gain, and
+    how wrong collaboration weights are.
     """
     kinds = {
         "loss": ("loss", ".3f"),

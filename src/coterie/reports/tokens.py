@@ -57,7 +57,7 @@ class Expert:
 
 
 def experts(counts: Mapping[str, int]) -> list[Expert]:
-    """The experts of a model in the order of its routing weights, generalists first; numbers
+    """Return the experts of a model in the order of its routing weights, generalists first; numbers
     only where there are several of a kind.
     """
     return [
@@ -68,8 +68,8 @@ def experts(counts: Mapping[str, int]) -> list[Expert]:
 
 
 def routing(found: Mapping[str, Any]) -> str:
-    """The selector, the legend and the pictures, from what is in routing.json; nothing where no
-    model has a router.
+    """Return the selector, the legend and the pictures, from what is in routing.json; nothing where
+    no model has a router.
     """
     if not found["weights"]:
         return ""
@@ -206,7 +206,7 @@ def _argmax(weights: Sequence[float]) -> int:
 
 
 def _shares(block: Sequence[Sequence[float]], mixture: Sequence[Expert], slot: str) -> str:
-    """The mean weight of each expert, as a bar and in words."""
+    """Return the mean weight of each expert, as a bar and in words."""
     shares = list(zip(mixture, map(fmean, zip(*block, strict=True)), strict=True))
     parts = "".join(
         f'<i style="flex:{share:.3f};background:{e.colour}"></i>' for e, share in shares if share

@@ -44,7 +44,7 @@ def verdict(rows: Sequence[Row], own: str) -> str:
 
 
 def _compared(mine: Row, rival: Row) -> str:
-    """The two sentences on a method and the best of the others."""
+    """Return the two sentences on a method and the best of the others."""
     metric, ours, theirs = metric_of(mine), _title(mine), _title(rival)
     figures = f"{_value(mine['mean'], metric)} against {_value(rival['mean'], metric)}"
     if _tied(mine, rival):

@@ -101,7 +101,7 @@ class _Ledger(BaseModel):
             raise Refused("this reply would have no privacy at all", OWNERS)
 
     def epsilon(self, delta: float) -> float:
-        """What has been spent. Raises Refused where nothing can count it."""
+        """Return what has been spent. Raises Refused where nothing can count it."""
         return epsilon_of(self.squared, np.array(self.renyi), delta)
 
 
@@ -120,8 +120,8 @@ class Account:
     path: Path
 
     def epsilon(self, delta: float) -> float:
-        """The privacy spent over all runs. Raises Refused: the file is damaged, or opacus is not
-        installed.
+        """Return the privacy spent over all runs. Raises Refused: the file is damaged, or opacus is
+        not installed.
         """
         with self._locked():
             return self._read().epsilon(delta)

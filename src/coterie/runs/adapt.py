@@ -204,7 +204,7 @@ def _keep(
 
 
 def _recipe(run: Path, trains: bool) -> Recipe:
-    """What a folder is a run of, if new clients can get anything from that, or train on from
+    """Return what a folder is a run of, if new clients can get anything from that, or train on from
     there. Raises Refused.
     """
     if not (run / files.RECIPE).is_file():
@@ -249,14 +249,14 @@ _ALONE = "Train on the text alone: coterie run folders --set method.name=local -
 
 
 def _joined(prepared: Prepared, id: ClientId, data: ClientData) -> Prepared:
-    """A run with one client more, which has these data."""
+    """Return a run with one client more, which has these data."""
     site = prepared.site
     layouts = {**site.layouts, id: prepared.method.layout(0, prepared.modality.base)}
     return replace(prepared, site=replace(site, data={**site.data, id: data}, layouts=layouts))
 
 
 def _data(prepared: Prepared, id: ClientId, data: Path, trains: bool) -> ClientData:
-    """What a client has: in splits if it trains, otherwise alike in all of them. Raises
+    """Return what a client has: in splits if it trains, otherwise alike in all of them. Raises
     DataError.
     """
     modality = prepared.modality
@@ -283,7 +283,7 @@ def _all_text(modality: Language, id: ClientId, data: Path) -> ClientData:
 
 
 def _files(data: Path) -> list[Path]:
-    """The files of a text, at least one. Raises DataError."""
+    """Return the files of a text, at least one. Raises DataError."""
     if not (found := text_files(data)):
         raise DataError(
             f"{data}: no text in it",
@@ -293,7 +293,7 @@ def _files(data: Path) -> list[Path]:
 
 
 def _text(recipe: Recipe, modality: Language, id: ClientId, data: Path) -> ClientData:
-    """The text of a client that trains, as it would be split in a folder of clients. Raises
+    """Return the text of a client that trains, as it would be split in a folder of clients. Raises
     DataError for too little of it.
     """
     _files(data)

@@ -49,7 +49,7 @@ class Place(Protocol):
         ...
 
     def engine(self, prepared: Prepared, folder: Path, listener: Listener) -> Engine:
-        """The engine of one run. Raises ClientError where clients cannot be reached."""
+        """Return the engine of one run. Raises ClientError where clients cannot be reached."""
         ...
 
 
@@ -135,8 +135,8 @@ def choose_threads(prepared: Prepared) -> Chosen:
 
 
 def _passes(prepared: Prepared) -> Callable[[int], object]:
-    """What does forward passes of the model of a recipe with so many threads, of as many rows as
-    are short work, a batch at most.
+    """Return what does forward passes of the model of a recipe with so many threads, of as many
+    rows as are short work, a batch at most.
     """
     client = prepared.site.client(prepared.clients[0], {})
     split, embed = client.data.train, client.model.embed
@@ -165,7 +165,7 @@ def _passes(prepared: Prepared) -> Callable[[int], object]:
 
 
 def simulated_device(node: Mapping[str, Any], text: str, body: bytes) -> tuple[str, bytes]:
-    """What a simulated node does: its number is its place among the clients of the recipe's
+    """Return what a simulated node does: its number is its place among the clients of the recipe's
     data.
     """
     return Device(Path(), place=int(node["partition-id"])).answer(text, body)
@@ -188,7 +188,7 @@ class OnDevices:
     def found(
         cls, grid: "Grid", recipe: Recipe, least: int, patience: float, listener: Listener
     ) -> "OnDevices":
-        """The place with the clients that are there, as soon as there are enough. Raises
+        """Return the place with the clients that are there, as soon as there are enough. Raises
         ClientError if there are not in time.
         """
         from coterie.engines.flower.engine import gathered
@@ -224,7 +224,7 @@ def flower_engine(
     folder: Path | None = None,
     journal: Path | None = None,
 ) -> "Flower":
-    """An engine on a grid, whose federation has these clients, in their order."""
+    """Return an engine on a grid, whose federation has these clients, in their order."""
     from coterie.engines.flower.engine import Flower
 
     return Flower(
@@ -244,8 +244,8 @@ def flower_engine(
 
 
 def kept(round: int, every: int) -> int:
-    """The oldest round that a server which has done `round` rounds may go back to: that of the
-    older of its checkpoints.
+    """Return the oldest round that a server which has done `round` rounds may go back to: that of
+    the older of its checkpoints.
 
     The evaluation after a round comes before its checkpoint, which is therefore not counted on yet.
     """

@@ -85,7 +85,7 @@ class ExecutionBase(Listener):
         self.left_out = range(0)  # rounds that were lost when the run was resumed
 
     def _accountant(self, privacy: Privacy) -> Accountant | ExampleAccountant:
-        """What counts what clients, or their examples, spend."""
+        """Return what counts what clients, or their examples, spend."""
         if privacy.unit == "client":
             return Accountant(privacy, len(self.clients), experiment=not self.place.devices)
         largest = max(data.train.windows for data in self.federation.clients.values())
@@ -118,7 +118,8 @@ class ExecutionBase(Listener):
             check_scores(reply)
 
     def _answer(self, ask: Ask, phase: int) -> Replies:
-        """What the clients answered of which the server believes something, in the order asked.
+        """Return what the clients answered of which the server believes something, in the order
+        asked.
 
         Raises:
             ClientError: Fewer answered than the recipe wants.
@@ -169,14 +170,14 @@ class ExecutionBase(Listener):
         self._say("note", client, {"note": note})
 
     def _say(self, kind: str, client: ClientId, said: Mapping[str, str]) -> None:
-        """A line of metrics.jsonl, and for whoever looks on."""
+        """Write a line of metrics.jsonl, and tell whoever looks on."""
         self._write(kind, self.round + 1, self.iteration, client, said)
         self.reporter.warning(self.round, client, said.get("reason") or said["note"])
 
     def _write(
         self, kind: str, round: int, iteration: int, client: ClientId, values: Mapping[str, Any]
     ) -> None:
-        """A line of metrics.jsonl, while that is open."""
+        """Write a line of metrics.jsonl, while that is open."""
         if self.metrics is not None:
             self.metrics.write(kind, round, iteration, client, values)
 
@@ -207,5 +208,5 @@ class ExecutionBase(Listener):
     def _ask(
         self, task: Callable[..., Tensors], to: Mapping[ClientId, Tensors], back: Form
     ) -> Replies:
-        """A question outside of the rounds. Its phase is -1: no round has that."""
+        """Return a question outside of the rounds. Its phase is -1: no round has that."""
         return self._answer(Ask(task, to, back), -1)

@@ -55,7 +55,7 @@ _SERVER, _ABOUT = "server.safetensors", "checkpoint.json"  # of a checkpoint
 
 
 def _of(client: ClientId) -> str:
-    """The file of a client's state in a checkpoint."""
+    """Return the file of a client's state in a checkpoint."""
     return f"clients/{encoded(client)}.safetensors"
 
 
@@ -124,8 +124,8 @@ class Checkpoints:
         )
 
     def latest(self) -> Checkpoint | None:
-        """The newest checkpoint, or None if there is none. Clients' states are read when they are
-        asked for.
+        """Return the newest checkpoint, or None if there is none. Clients' states are read when
+        they are asked for.
 
         Raises:
             CheckpointError: It is truncated, or of another recipe; the message names the first
@@ -174,7 +174,7 @@ class _OtherRecipe(CheckpointError):
 
 
 def _read(folder: Path) -> _About:
-    """What a checkpoint says of itself. Raises CheckpointError."""
+    """Return what a checkpoint says of itself. Raises CheckpointError."""
     path = folder / _ABOUT
     try:
         about = _About.model_validate(read_json(path))
@@ -189,7 +189,7 @@ def _read(folder: Path) -> _About:
 
 
 def _known(digest: str) -> "Future[str]":
-    """A digest that need not be computed."""
+    """Return a digest that need not be computed."""
     found: Future[str] = Future()
     found.set_result(digest)
     return found

@@ -187,7 +187,7 @@ def _common(
     data: Dealing,
     device: str,
 ) -> CommonExpert | None:
-    """The common expert of a recipe. Raises Refused."""
+    """Return the common expert of a recipe. Raises Refused."""
     if section is None:
         return None
     if section.path is not None:
@@ -216,7 +216,7 @@ def _common(
 
 
 def _below(path: str) -> Path:
-    """A file by a path that may also start at $COTERIE_DATA, or beside it."""
+    """Return a file by a path that may also start at $COTERIE_DATA, or beside it."""
     roots = [
         Path(),
         *(

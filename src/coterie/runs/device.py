@@ -83,7 +83,7 @@ class Memory:
             yield
 
     def turns(self) -> dict[Turn, Path]:
-        """The states that there are, from the oldest."""
+        """Return the states that there are, from the oldest."""
         found = {
             (int(m[1]), int(m[2])): path
             for path in self.folder.glob("round-*")
@@ -92,8 +92,8 @@ class Memory:
         return dict(sorted(found.items()))
 
     def before(self, turn: Turn, expects: Turn | None) -> tuple[State, str]:
-        """The newest whole state before a turn, and what the server should know of it; {} for a
-        client that starts.
+        """Return the newest whole state before a turn, and what the server should know of it; {}
+        for a client that starts.
 
         Args:
             turn: That is to be done.
@@ -154,7 +154,8 @@ class Memory:
 
 @lru_cache(maxsize=2)
 def _loaded(section: str, data: str | None, base: str | None, alone: bool) -> Prepared:
-    """A server's recipe with what is on this machine; the last ones stay, where a process lives on.
+    """Return a server's recipe with what is on this machine; the last ones stay, where a process
+    lives on.
 
     Args:
         section: The recipe, as JSON.
@@ -195,7 +196,7 @@ def _loaded(section: str, data: str | None, base: str | None, alone: bool) -> Pr
 
 
 def _own(section: dict[str, Any], data: str | None, base: str | None) -> dict[str, Any]:
-    """A server's recipe with the device's own places in the place of the server's."""
+    """Return a server's recipe with the device's own places in the place of the server's."""
     places = {key: value for key, value in section["data"].items() if key not in ("root", "path")}
     if data is not None:
         places["path" if "path" in section["data"] else "root"] = data
@@ -294,8 +295,8 @@ class Device:
         ), encoded
 
     def _door(self, prepared: Prepared, request: Request, client: ClientId) -> "_Door":
-        """What watches over a reply. In a simulation, where all are on one machine, it counts
-        only what secure aggregation needs.
+        """Return what watches over a reply. In a simulation, where all are on one machine, it
+        counts only what secure aggregation needs.
         """
         if self.place is None:
             return _Door(prepared, request, self.limits, Account(self.home / ACCOUNT))
@@ -334,7 +335,9 @@ class Device:
         return replace(prepared, site=site)
 
     def _key(self) -> bytes:
-        """What only this device knows: 32 random bytes, made once, that nobody else may read."""
+        """Return what only this device knows: 32 random bytes, made once, that nobody else may
+        read.
+        """
         return kept_key(self.home / "secret")
 
     def _client(self, known: Sequence[ClientId]) -> ClientId:
@@ -505,7 +508,7 @@ def _keep(
 
 
 def _member(prepared: Prepared, client: ClientId) -> Member:
-    """What the server is told of a client."""
+    """Return what the server is told of a client."""
     federation, data = prepared.modality.federation, prepared.site.data[client]
     group = next((name for name, members in federation.unseen.items() if client in members), "")
     train, valid, test = (split.windows for split in data.splits)

@@ -69,7 +69,7 @@ def estimate(prepared: Prepared) -> Estimate:
 
 
 def _curve(prepared: Prepared) -> float:
-    """What the points of the curves take, in evaluations."""
+    """Return what the points of the curves take, in evaluations."""
     recipe = prepared.recipe
     if recipe.curve_every is None:
         return 0.0

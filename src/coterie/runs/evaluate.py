@@ -63,8 +63,8 @@ class EvaluatedExecution(ExecutionBase):
     """A run's scores, costs and personal models; see `Execution`."""
 
     def _personal(self) -> Mapping[ClientId, Tensors]:
-        """What each client that is scored needs beyond its own state to have its personal model;
-        of one that keeps none: all of it.
+        """Return what each client that is scored needs beyond its own state to have its personal
+        model; of one that keeps none: all of it.
         """
         if self._with_models:
             own = self.method.personal(self.server, self.clients)
@@ -85,8 +85,8 @@ class EvaluatedExecution(ExecutionBase):
         return not (self.groups or self.recipe.training.stateless or self.method.forgetful)
 
     def _absent(self) -> tuple[ClientId, ...]:
-        """The clients that took part in no round so far: they have no model of their own, and
-        are scored with what they would get.
+        """Return the clients that took part in no round so far: they have no model of their own,
+        and are scored with what they would get.
         """
         if not self.round or self.method.pooled or not self._with_models:
             return ()
@@ -95,8 +95,8 @@ class EvaluatedExecution(ExecutionBase):
     def adapt(
         self, clients: Sequence[ClientId]
     ) -> tuple[Mapping[ClientId, Tensors], dict[ClientId, int], dict[ClientId, int]]:
-        """What each of these clients gets, which have no model, and how many bytes each sends
-        and gets until it has one.
+        """Return what each of these clients gets, which have no model, and how many bytes each
+        sends and gets until it has one.
         """
         up, down = (dict.fromkeys(clients, 0) for _ in range(2))
 
@@ -203,12 +203,12 @@ class EvaluatedExecution(ExecutionBase):
             return self.metric.of(client.score_part(client.test, self.recipe.curve_windows))
 
     def _form(self, *names: str) -> Form:
-        """The form of what comes back from scoring: these of all that there may be."""
+        """Return the form of what comes back from scoring: these of all that there may be."""
         scores = self.modality.scores(self.prepared.site.layouts[self.scored[0]])
         return lambda sent: {name: tensor for name, tensor in scores.items() if name in names}
 
     def _synced(self) -> dict[ClientId, float]:
-        """The test metric of each client after one more synchronisation; nothing is computed
+        """Return the test metric of each client after one more synchronisation; nothing is computed
         where that changes nothing.
         """
         own = self.progress["evaluations"][-1]["clients"]
@@ -312,7 +312,7 @@ class EvaluatedExecution(ExecutionBase):
         )
 
     def _costs(self) -> dict[ClientId, Json]:
-        """What each client sends, gets, trains and remembers."""
+        """Return what each client sends, gets, trains and remembers."""
         remembered, layouts = self.engine.state_bytes(), self.prepared.site.layouts
         return {
             i: {

@@ -257,7 +257,7 @@ class Execution(EvaluatedExecution):
         return replies
 
     def _protected(self, ask: Ask, replies: Replies, phase: int) -> Replies:
-        """The replies as the method gets them, and what privacy that spends."""
+        """Return the replies as the method gets them, and what privacy that spends."""
         if self.accountant is None or not trains(ask.task):
             return replies
         if isinstance(self.accountant, ExampleAccountant):
@@ -308,8 +308,8 @@ class Execution(EvaluatedExecution):
     def _of_clients(
         self, accountant: Accountant, ask: Ask, replies: Replies, phase: int
     ) -> Replies:
-        """The replies with the server's noise, if that is its business; what privacy of whole
-        clients that spends is counted.
+        """Return the replies with the server's noise, if that is its business; what privacy of
+        whole clients that spends is counted.
         """
         drawn = self.recipe.drawn(self.federation, self.round) or (len(ask.to), len(ask.to))
         source, new = self._noise(ask, replies, phase, drawn)

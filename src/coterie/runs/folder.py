@@ -62,7 +62,7 @@ def write_sums(folder: Path, digests: Mapping[str, str]) -> None:
 
 
 def read_sums(folder: Path) -> dict[str, str]:
-    """What `write_sums` wrote.
+    """Return what `write_sums` wrote.
 
     Raises:
         CheckpointError: It is missing or damaged.

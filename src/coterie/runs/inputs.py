@@ -80,7 +80,7 @@ class Inputs(BaseModel):
         return cls(bases=bases, clients=clients, files=dict(modality.federation.files))
 
     def changes(self, now: "Inputs") -> list[str]:
-        """What is other now, in words: bases first, then clients."""
+        """Return what is other now, in words: bases first, then clients."""
         found = [
             f"base {base}: {change}"
             for base in self.bases.keys() | now.bases.keys()
@@ -98,7 +98,7 @@ def _changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 
 def _change(was: bool, stays: bool) -> str:
-    """What became of one content that is not the same."""
+    """Return what became of one content that is not the same."""
     return ("has another content" if was else "is new") if stays else "is not there any more"
 
 
@@ -163,7 +163,7 @@ class Kept:
             )
 
     def _inputs(self) -> Inputs:
-        """What the run began with. Raises CheckpointError."""
+        """Return what the run began with. Raises CheckpointError."""
         try:
             check_sums(self.folder, [INPUTS], read_sums(self.folder))
             return Inputs.model_validate(read_json(self.folder / INPUTS))
@@ -196,7 +196,7 @@ class Kept:
             self.end()
 
     def end(self) -> None:
-        """The result is there, and is what it is. Raises SaveError."""
+        """Write the result, which is final. Raises SaveError."""
         self._sum([INPUTS, RESULT])
 
     def _sum(self, names: Sequence[str]) -> None:

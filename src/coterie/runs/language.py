@@ -102,7 +102,7 @@ class Language(Modality):
 
 @lru_cache(maxsize=1)
 def load_backbone(base: str, dtype: Literal["fp32", "bf16"], device: str) -> Backbone:
-    """The frozen base; the last one is kept, so that the rows of a comparison share it."""
+    """Return the frozen base; the last one is kept, so that the rows of a comparison share it."""
     return Backbone.load(base, dtype=dtype, device=device)
 
 

@@ -152,7 +152,7 @@ class Limits(BaseModel):
 
 
 def read(path: Path) -> Limits:
-    """The limits in a file.
+    """Return the limits in a file.
 
     Raises:
         Refused: It is not there, empty, or not YAML.

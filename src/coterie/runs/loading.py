@@ -32,7 +32,7 @@ def pick_device(device: str) -> str:
 
 
 def load(recipe: Recipe) -> Modality:
-    """The base and the data of a recipe.
+    """Return the base and the data of a recipe.
 
     Raises:
         Refused: The base or the data will not do.
@@ -80,8 +80,8 @@ def load(recipe: Recipe) -> Modality:
 
 
 def distant(recipe: Recipe, federation: Federation) -> Modality:
-    """What a server knows of the base and the data of a recipe: shapes, from configurations, and
-    who the clients are. No weights of a base.
+    """Return what a server knows of the base and the data of a recipe: shapes, from configurations,
+    and who the clients are. No weights of a base.
 
     A common expert is everybody's, and so the server's too: from a file that the recipe names, or
     trained on the recipe's public examples.

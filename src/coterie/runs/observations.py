@@ -74,7 +74,7 @@ class Observations:
 
 
 def _told(direction: str, messages: Mapping[ClientId, Named]) -> Tensors:
-    """The messages of one direction as one set of tensors; one that all have alike is there
+    """Return the messages of one direction as one set of tensors; one that all have alike is there
     once.
     """
     found = list(messages.values())

@@ -80,8 +80,8 @@ class Personalised:
 
 
 def shared_part(client: Client, method: Method) -> Snapshot:
-    """What the run gives a client that has not trained, and nothing else: an expert or router that
-    nobody trained has no say in it.
+    """Return what the run gives a client that has not trained, and nothing else: an expert or
+    router that nobody trained has no say in it.
 
     Without specialists, the generalists are weighed by the gate that chose them where there is one,
     otherwise equally; where the method has attention LoRAs alone in common, the MLPs are the
@@ -187,7 +187,7 @@ def _settled(client: Client) -> tuple[Layout, Tensors]:
 
 
 def _nothing(like: Snapshot) -> Snapshot:
-    """An adapter of some layout that changes nothing."""
+    """Return an adapter of some layout that changes nothing."""
     return Snapshot(
         like.layout, {name: torch.zeros_like(tensor) for name, tensor in like.tensors.items()}
     )

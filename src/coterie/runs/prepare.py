@@ -103,7 +103,7 @@ def _plant(recipe: Recipe, modality: Modality) -> Planted | None:
 
 
 def assembled(recipe: Recipe, modality: Modality) -> Prepared:
-    """A recipe with its base and data, checked to fit. Raises Refused."""
+    """Return a recipe with its base and data, checked to fit. Raises Refused."""
     method, federation = recipe.build_method(), modality.federation
     data, clients = federation.everyone, tuple(federation.clients)
     layouts = _layouts(recipe, method, modality, clients)
@@ -138,7 +138,7 @@ def assembled(recipe: Recipe, modality: Modality) -> Prepared:
 def _layouts(
     recipe: Recipe, method: Method, modality: Modality, clients: Sequence[ClientId]
 ) -> dict[ClientId, Layout]:
-    """The adapter of each client. Raises RecipeError for a list of another length, or an
+    """Return the adapter of each client. Raises RecipeError for a list of another length, or an
     impossible layout.
     """
     lists = {
@@ -163,7 +163,9 @@ def _layouts(
 
 
 def outbound(recipe: Recipe, clients: Sequence[ClientId], secret: bool = False) -> Outbound:
-    """What becomes of replies by a recipe. Raises RecipeError for attackers that are not there."""
+    """Return what becomes of replies by a recipe. Raises RecipeError for attackers that are not
+    there.
+    """
     attackers = (
         recipe.attack.attackers(clients) if recipe.attack is not None else frozenset[ClientId]()
     )
@@ -171,7 +173,7 @@ def outbound(recipe: Recipe, clients: Sequence[ClientId], secret: bool = False) 
 
 
 def _beyond_sums(field: str, recipe: Recipe, method: Method) -> list[str]:
-    """What is wrong with a field that is for methods whose server needs sums alone, by
+    """Return what is wrong with a field that is for methods whose server needs sums alone, by
     `Method.sums`.
     """
     if method.sums:
@@ -184,7 +186,7 @@ def _beyond_sums(field: str, recipe: Recipe, method: Method) -> list[str]:
 
 
 def _beyond_examples(recipe: Recipe, method: Method, model: Trainable) -> list[str]:
-    """What is wrong with the privacy of single examples for a method and its model."""
+    """Return what is wrong with the privacy of single examples for a method and its model."""
     if not protects_examples(method):
         able = [name for name, entry in METHODS.items() if "by_examples" in vars(entry.method)]
         problem = (
@@ -325,7 +327,7 @@ def check_member(recipe: Recipe, member: Member) -> None:
 
 
 def _labels_problem(labels: tuple[int, ...] | None, classes: int | None) -> str:
-    """What is wrong with the classes that a client is said to have; nothing if they can be."""
+    """Return what is wrong with a client's declared classes; "" if nothing is."""
     if classes is None:
         return "" if labels is None else "some, of data that have none"
     if labels is None:
@@ -336,7 +338,7 @@ def _labels_problem(labels: tuple[int, ...] | None, classes: int | None) -> str:
 
 
 def seen_from_afar(recipe: Recipe, members: Sequence[Member]) -> Prepared:
-    """What a server has: the recipe, who the clients are, and the shapes of their models.
+    """Return what a server has: the recipe, who the clients are, and the shapes of their models.
 
     Raises:
         Refused: They do not fit, or the method needs all data in one place.
@@ -357,7 +359,7 @@ def seen_from_afar(recipe: Recipe, members: Sequence[Member]) -> Prepared:
 
 
 def federated(members: Sequence[Member]) -> Federation:
-    """The federation of clients whose data are elsewhere, in the order of the data where one
+    """Return the federation of clients whose data are elsewhere, in the order of the data where one
     machine has all, else of their ids.
 
     Raises:
@@ -389,7 +391,7 @@ def federated(members: Sequence[Member]) -> Federation:
 
 
 def joined(prepared: Prepared, member: Member) -> Prepared:
-    """The same with a client more, behind those that were there.
+    """Return the same with a client more, behind those that were there.
 
     Raises:
         Refused: It does not fit, it is held out by its data, or the method needs all of its clients

@@ -45,11 +45,11 @@ class Modality(ABC):
 
     @abstractmethod
     def build(self, layout: Layout) -> Model:
-        """A model for the clients of one layout to take turns in."""
+        """Return a model for the clients of one layout to take turns in."""
 
     @abstractmethod
     def trainable(self, layout: Layout) -> Trainable:
-        """The trainable part of a model."""
+        """Return the trainable part of a model."""
 
     @abstractmethod
     def flops(self, layout: Layout, trained: bool) -> int:
@@ -58,8 +58,8 @@ class Modality(ABC):
         """
 
     def scores(self, layout: Layout) -> Tensors:
-        """The form of a client's score of a split, see `Client.score`, as its device sends it
-        with the split's name.
+        """Return the form of a client's score of a split, see `Client.score`, as its device sends
+        it with the split's name.
         """
         score = torch.empty(self.metric.totals, dtype=torch.float64)
         return {"valid": score, "test": score}
@@ -86,7 +86,7 @@ class Modality(ABC):
         """Write the client's personal model to a folder of its own."""
 
     def look(self, clients: Mapping[ClientId, Client]) -> Any | None:
-        """What every client's router does with the beginnings of all test texts; None where
+        """Return what every client's router does with the beginnings of all test texts; None where
         there is no router.
         """
         return None

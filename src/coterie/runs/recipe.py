@@ -248,7 +248,7 @@ class Recipe(BaseModel):
         return self
 
     def present(self, clients: Iterable[str], round: int) -> tuple[str, ...]:
-        """The clients that are there in a round, counted from 0."""
+        """Return the clients that are there in a round, counted from 0."""
         return tuple(i for i in clients if _within(round, *self.presence.get(i, (0, None))))
 
     def active(
@@ -277,8 +277,8 @@ class Recipe(BaseModel):
         return build_method(self.method)
 
     def with_method(self, name: str) -> "Recipe":
-        """The same recipe for another method: the same data, base, training and, where it has such
-        a field, the same settings.
+        """Return the same recipe for another method: the same data, base, training and, where it
+        has such a field, the same settings.
 
         Raises:
             RecipeError: There is no such method.
@@ -306,7 +306,7 @@ def _within(round: int, first: int, end: int | None) -> bool:
 
 
 def build_method(section: Mapping[str, Any]) -> Method:
-    """The method of a recipe's `method` section.
+    """Return the method of a recipe's `method` section.
 
     Raises:
         ValueError: `name` is missing or unknown, or a field is given that the name fixes.
@@ -348,7 +348,8 @@ def _moved(method: Mapping[str, Any]) -> Iterator[str]:
 
 
 def load(recipe: str, overrides: Sequence[str] = ()) -> Recipe:
-    """A recipe by shipped name or path, with `key=value` overrides (values are YAML, keys dotted).
+    """Return a recipe by shipped name or path, with `key=value` overrides (values are YAML, keys
+    dotted).
 
     Raises:
         Refused: No such recipe, or not YAML.
@@ -363,7 +364,9 @@ def load(recipe: str, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def changed(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
-    """The recipe with other values for some of its fields, by dotted keys. Raises RecipeError."""
+    """Return the recipe with other values for some of its fields, by dotted keys. Raises
+    RecipeError.
+    """
     return _with(recipe.model_dump(mode="json"), settings, recipe.name)
 
 
@@ -399,12 +402,12 @@ def _flat(changes: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def overrides(settings: Mapping[str, Any]) -> list[str]:
-    """Settings by dotted keys, as `key=value` texts."""
+    """Return settings by dotted keys, as `key=value` texts."""
     return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
 
 
 def validate(section: Mapping[str, Any], source: str) -> Recipe:
-    """The recipe of a mapping. Raises RecipeError with all mistakes, each naming its field."""
+    """Return a mapping's recipe. Raises RecipeError with all mistakes, each naming its field."""
     try:
         return Recipe(**{str(key): value for key, value in section.items()})
     except RecipeError as error:
@@ -412,7 +415,7 @@ def validate(section: Mapping[str, Any], source: str) -> Recipe:
 
 
 def _impossible(value: Any, where: str = "", depth: int = 0) -> Iterator[str]:
-    """What no field can have, whatever it is: numbers that are not finite or beyond 64 bits,
+    """Return what no field can have, whatever it is: numbers that are not finite or beyond 64 bits,
     half of a surrogate pair, endless sections.
     """
     if depth > _DEEPEST:
@@ -496,8 +499,8 @@ def _readable(error: ErrorDetails, prefix: tuple[str, ...] = ()) -> str:
 
 
 def _without_kinds(location: list[str]) -> list[str]:
-    """The way to a field as it is written, without the kinds that pydantic puts behind sections
-    that have several.
+    """Return the way to a field as it is written, without the kinds that pydantic puts behind
+    sections that have several.
     """
     several = {"data", "model", "experts", "routers", "aggregation"}
     return [
@@ -508,7 +511,7 @@ def _without_kinds(location: list[str]) -> list[str]:
 
 
 def _suggest(location: list[str]) -> str:
-    """The known key that an unknown one resembles."""
+    """Return the known key that an unknown one resembles."""
     known = _keys(Recipe) | {
         f.name for entry in METHODS.values() for f in dataclasses.fields(entry.method)
     }
@@ -534,12 +537,12 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
 
 
 def dump(recipe: Recipe) -> str:
-    """The resolved recipe as YAML: every field with its value, so that it can be run again as it
-    was.
+    """Return the resolved recipe as YAML: every field with its value, so that it can be run again
+    as it was.
     """
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def resolve(path: Path) -> Recipe:
-    """The recipe of a run's folder."""
+    """Return the recipe of a run's folder."""
     return validate(recipes.read(path / "recipe.yaml"), str(path))

@@ -24,7 +24,7 @@ def look(
     splits: Mapping[ClientId, Split],
     tokenizer: Any,
 ) -> dict[str, Any]:
-    """What is in `routing.json`.
+    """Return what is in `routing.json`.
 
     Args:
         clients: Whose models and texts; the first `CLIENTS` of them count.

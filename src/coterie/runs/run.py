@@ -160,7 +160,7 @@ class _Threads:
         self._common = next((number for number in self._kept.values() if number), None)
 
     def given(self, prepared: Prepared, folder: Path) -> Prepared:
-        """The same with a number of threads; as it is where others compute, or PyTorch's own
+        """Return the same with a number of threads; as it is where others compute, or PyTorch's own
         number was good enough before.
         """
         if self._place.devices or prepared.recipe.threads or prepared.modality.threads:
@@ -218,7 +218,7 @@ def _check_begun(folder: Path, rows: Sequence[tuple[Recipe, Path]]) -> None:
 
 
 def _executed(execution: Execution, changed: bool) -> Json:
-    """A row from where it stands to its result."""
+    """Return a row from where it stands to its result."""
     folder, kept = execution.folder, Kept(execution.folder)
     execution.restore()
     execution.checkpoints.tidy()

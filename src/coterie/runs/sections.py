@@ -51,7 +51,7 @@ class LanguageSection(BaseModel):
     dropout: Annotated[float, Field(ge=0, lt=1, description="on the input of every LoRA")] = 0.0
 
     def layout(self) -> Layout:
-        """The adapter's shape before the method says what it has in its MLPs."""
+        """Return the adapter's shape before the method says what it has in its MLPs."""
         return Layout(rank=self.rank, alpha=self.alpha, dropout=self.dropout)
 
 
@@ -165,11 +165,11 @@ class ClassifierSection(_Classifying):
     norm: Annotated[Norm, Field(description="normalisation behind convolutions")] = "batch"
 
     def shape(self, inputs: tuple[int, int, int], classes: int) -> NetworkShape:
-        """The network for images of this (channels, height, width) and so many classes."""
+        """Return the network for images of this (channels, height, width) and so many classes."""
         return NetworkShape(self.network, inputs, classes, self.hidden, self.norm, self.width)
 
     def common_shape(self, inputs: tuple[int, int, int], classes: int) -> NetworkShape:
-        """The common expert's network."""
+        """Return the common expert's network."""
         own = self.common
         if own is None or own.network is None:
             return self.shape(inputs, classes)
@@ -192,11 +192,11 @@ class TextClassifierSection(_Classifying):
     length: Annotated[int, Field(ge=1, description="tokens of a text, at most")] = 64
 
     def shape(self, classes: int) -> TextShape:
-        """The network for so many classes."""
+        """Return the network for so many classes."""
         return TextShape(self.base, classes, self.length)
 
     def common_shape(self, classes: int) -> TextShape:
-        """The common expert's network."""
+        """Return the common expert's network."""
         return TextShape((self.common and self.common.base) or self.base, classes, self.length)
 
 
@@ -271,7 +271,7 @@ class Participation(BaseModel):
 
 
 def _repeatable(seed: int, round: int) -> Callable[[Sequence[str], int], Sequence[str]]:
-    """What draws some of several in a round, alike wherever the seed is known."""
+    """Return what draws some of several in a round, alike wherever the seed is known."""
     random = np.random.default_rng(mix(seed, "participation", round))
     return lambda found, most: cast(
         Sequence[str], random.choice(found, most, replace=False).tolist()

@@ -19,7 +19,7 @@ QUERY = "query.coterie"  # one kind of message: what is asked is in the request
 
 
 def client_app(handle: Handle) -> ClientApp:
-    """The program of a device. Whatever happens it answers with a message: without one a
+    """Return the program of a device. Whatever happens it answers with a message: without one a
     SuperNode would wait for good.
     """
     app = ClientApp()
@@ -48,7 +48,7 @@ def client_app(handle: Handle) -> ClientApp:
 
 
 def server_app(main: Main) -> ServerApp:
-    """The program of a server."""
+    """Return the program of a server."""
     app = ServerApp()
 
     @app.main()

@@ -115,7 +115,7 @@ class Flower:
             time.sleep(_QUICK_S)
 
     def present(self) -> "set[ClientId]":
-        """The clients whose nodes are there now."""
+        """Return the clients whose nodes are there now."""
         self._meet()
         alive = set(self.grid.get_node_ids())
         return {client for client, node in self._nodes.items() if node in alive}
@@ -229,8 +229,8 @@ class Flower:
         self.listener.measured(client, dict(reply.metrics))
 
     def _summed(self, ask: "Ask", round: int, phase: int) -> "Replies":
-        """An exchange of which only the sum is seen: the replies of all that are in it are their
-        mean.
+        """Return an exchange of which only the sum is seen: the replies of all that are in it are
+        their mean.
 
         Raises:
             TensorError: It has no sum: clients are sent unlike tensors, or others are expected
@@ -282,12 +282,12 @@ class Flower:
             )
 
     def _begun(self) -> list[int]:
-        """The rounds of the exchanges in the journal."""
+        """Return the rounds of the exchanges in the journal."""
         found = self._written()
         return list(found["begun"]) if found is not None and found["run"] == self.run else []
 
     def _written(self) -> dict[str, Any] | None:
-        """What the journal says. Raises CheckpointError where it is damaged."""
+        """Return what the journal says. Raises CheckpointError where it is damaged."""
         if self.journal is None or not self.journal.exists():
             return None
         try:
@@ -299,8 +299,8 @@ class Flower:
             ) from None
 
     def begun(self, round: int) -> list[int]:
-        """The rounds of exchanges under masks that had begun since `round`, in which devices do
-        not answer again.
+        """Return the rounds of exchanges under masks that had begun since `round`, in which devices
+        do not answer again.
         """
         found = self._written()
         if (
@@ -310,7 +310,7 @@ class Flower:
         return [then for then in self._begun() if then >= round]
 
     def _count(self, round: int, phase: int, task: str) -> None:
-        """Number the exchanges of a round; what is asked again has its former number."""
+        """Count the exchanges of a round; what is asked again has its former number."""
         if self._asked_last != (round, phase, task):
             self._number = (
                 self._number + 1
@@ -322,7 +322,7 @@ class Flower:
     def _believed(
         self, ask: "Ask", client: "ClientId", request: Request, answered: Message | None
     ) -> "tuple[Reply, State]":
-        """What a client answered. Raises TensorError if there is nothing, a problem, or
+        """Return what a client answered. Raises TensorError if there is nothing, a problem, or
         something that it was not asked for.
         """
         from coterie.core.tensors import from_bytes, nbytes
@@ -429,7 +429,7 @@ class Flower:
         return sent
 
     def _arrived(self, sent: Collection[str]) -> dict[str, Message]:
-        """What has arrived in answer to these messages, by their ids."""
+        """Return what has arrived in answer to these messages, by their ids."""
         pulled = list(self.grid.pull_messages(list(sent))) if sent else []
         found = {
             id: message
@@ -442,8 +442,8 @@ class Flower:
         return found
 
     def _read(self, message: Message, most: int) -> tuple[Reply, bytes]:
-        """A reply and its tensors. Raises TensorError for a node that is lost, a program that
-        died, and something that is no reply.
+        """Return a reply and its tensors. Raises TensorError for a node that is lost, a program
+        that died, and something that is no reply.
         """
         if message.has_error():
             reason = message.error.reason or "no reason"
@@ -518,7 +518,7 @@ class _Taken(TensorError):
 
 
 def _told(error: TensorError) -> str:
-    """What is told of an error, most of which a device may have written."""
+    """Return what is told of an error, most of which a device may have written."""
     problem, remedy = printable(error.problem), printable(error.remedy)
     return f"{problem}\n  {remedy}" if remedy else problem
 

@@ -15,7 +15,7 @@ _TEXT, _TENSORS, _STYPE = "text", "tensors", "safetensors"
 
 
 def _packed(text: str, body: bytes) -> RecordDict:
-    """The content of a message."""
+    """Return the content of a message."""
     array = Array(dtype="uint8", shape=(len(body),), stype=_STYPE, data=body)
     return RecordDict(
         {_TEXT: ConfigRecord({_TEXT: text}), _TENSORS: ArrayRecord({_TENSORS: array})}
@@ -23,7 +23,7 @@ def _packed(text: str, body: bytes) -> RecordDict:
 
 
 def _unpacked(content: RecordDict, most: int | None = None) -> tuple[str, bytes]:
-    """The inverse of `_packed`.
+    """Return the inverse of `_packed`.
 
     Raises:
         TensorError: It has other records, or more than `most` bytes of tensors.
@@ -70,7 +70,7 @@ def _size(content: RecordDict) -> int:
 def _bodies(
     ask: "Ask", clients: "Iterable[ClientId]", nodes: "Mapping[ClientId, int]"
 ) -> dict[int, bytes]:
-    """The tensors of an Ask as bytes, by node; what goes to everybody is encoded once."""
+    """Return the tensors of an Ask as bytes, by node; what goes to everybody is encoded once."""
     from coterie.core.tensors import to_bytes
 
     encoded: dict[int, bytes] = {}

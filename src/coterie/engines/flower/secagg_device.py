@@ -94,8 +94,8 @@ def _digest_of(about: str, keys: Mapping[int, Sequence[bytes]]) -> bytes:
 
 
 def _expanded(seed: bytes, modulus: int, shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
-    """A mask: AES-256 in counter mode, keyed with SHA-256 of the seed and of the exchange. Of a
-    seed one mask is made.
+    """Return a mask: AES-256 in counter mode, keyed with SHA-256 of the seed and of the exchange.
+    Of a seed one mask is made.
 
     Flower's own function folds the seed to 32 bits (28 for a pair of clients) for a Mersenne
     Twister: with three clients a server finds both of a client's masks in minutes.
@@ -110,14 +110,14 @@ def _expanded(seed: bytes, modulus: int, shapes: Sequence[tuple[int, ...]]) -> l
 
 
 def _share(source: int, target: int, b_share: bytes, key_share: bytes) -> bytes:
-    """What a client tells another under encryption: for which exchange and cohort, and Flower's
-    own part.
+    """Return what a client tells another under encryption: for which exchange and cohort, and
+    Flower's own part.
     """
     return _bound.get().cohort + share_keys_plaintext_concat(source, target, b_share, key_share)
 
 
 def _share_read(share: bytes) -> tuple[int, int, bytes, bytes]:
-    """The inverse of `_share`. Raises TensorError: the other client takes part in another
+    """Return the inverse of `_share`. Raises TensorError: the other client takes part in another
     exchange, or was shown another cohort.
     """
     if share[:_DIGEST] != _bound.get().cohort:
@@ -150,7 +150,7 @@ for _name, (_ours, _users) in _REPLACED.items():
 
 
 def _terms(clients: int) -> dict[str, int | float]:
-    """What Flower says to so many clients in the first stage, without the name of the stage."""
+    """Return Flower's terms for so many clients in the first stage, without the stage's name."""
     return {
         Key.SAMPLE_NUMBER: clients,
         Key.SHARE_NUMBER: clients,
@@ -196,8 +196,8 @@ def _forget(context: Context) -> None:
 
 
 def _bound_by(message: Message, context: Context, stage: str) -> _Bound:
-    """What a device binds the exchange to, as far as it knows by this stage, and remembers until
-    the last.
+    """Return what a device binds the exchange to, as far as it knows by this stage, and remembers
+    until the last.
 
     Raises:
         TensorError: The server does not say which exchange it is, or another one than at first.
@@ -228,7 +228,7 @@ def _bound_by(message: Message, context: Context, stage: str) -> _Bound:
 
 
 def _admitted(message: Message, context: Context) -> str:
-    """The stage of a message that a device goes along with.
+    """Return the stage of a message that a device goes along with.
 
     Raises:
         TensorError: Flower would not mask the reply, or the server has terms of its own, or asks
@@ -277,7 +277,7 @@ def _refuse_twice(nodes: Any, what: str) -> None:
 
 
 def _trained(handle: Handle, message: Message, context: Context) -> Message:
-    """The update, still open: for Flower's modifier in this process, and nobody else. Raises
+    """Return the update, still open: for Flower's modifier in this process, and nobody else. Raises
     TensorError with the task's problem.
     """
     from safetensors.numpy import load
@@ -302,7 +302,7 @@ def _trained(handle: Handle, message: Message, context: Context) -> Message:
 
 
 def _refuse_open(reply: Message, stage: str) -> None:
-    """Raises TensorError for a message that would carry tensors which are not masked."""
+    """Refuse, with a TensorError, a message that would carry tensors which are not masked."""
     content = reply.content
     if any(record for record in content.array_records.values()):
         raise TensorError(

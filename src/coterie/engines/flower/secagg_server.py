@@ -122,7 +122,7 @@ def summed(
 
 
 def _disbelieved(mean: np.ndarray | None, clients: int) -> str | None:
-    """What is wrong with a mean, if something is: with a share or a mask that is not right,
+    """Return what is wrong with a mean, if something is: with a share or a mask that is not right,
     values come out anywhere modulo 2^32.
     """
     if mean is None:
@@ -201,7 +201,7 @@ class _Plan(FedAvg):
 
 
 def _context(plan: _Plan) -> LegacyContext:
-    """What the workflow wants to have of a run."""
+    """Return what the workflow wants to have of a run."""
     context = LegacyContext(Context(0, 0, {}, RecordDict(), {}), strategy=plan)
     context.state.config_records[MAIN_CONFIGS_RECORD] = ConfigRecord({WorkflowKey.CURRENT_ROUND: 0})
     context.state.array_records[MAIN_PARAMS_RECORD] = compat.parameters_to_arrayrecord(
@@ -257,8 +257,8 @@ class _Checked:
         return believed
 
     def _believed(self, node: int, stage: str, answered: Message | None) -> Message:
-        """A reply that is what the stage wants. Raises TensorError, and whatever an impossible
-        message leads to.
+        """Return a reply that is what the stage wants. Raises TensorError, and whatever an
+        impossible message leads to.
         """
         if answered is None:
             raise TensorError(f"no reply in time ({stage})", "")
@@ -290,8 +290,8 @@ class _Checked:
         return answered
 
     def _described(self, node: int, content: RecordDict) -> Reply:
-        """What a client says beside its masked update. Raises TensorError for anything that is
-        not masked.
+        """Return what a client says beside its masked update. Raises TensorError for anything that
+        is not masked.
         """
         arrays = content.array_records
         if set(arrays) != {f"{_FITRES}.parameters"} or any(record for record in arrays.values()):
@@ -322,8 +322,8 @@ class _Checked:
 def _check_lists(
     configs: ConfigRecord, kinds: Mapping[str, type], texts: Sequence[str] = ()
 ) -> None:
-    """Raises TensorError unless there are exactly these lists, all of one length, and these
-    bytes.
+    """Check, with a TensorError otherwise, that there are exactly these lists, all of one length,
+    and these bytes.
     """
     lists = [cast(list[Any], configs.get(key)) for key in kinds]
     alike = all(isinstance(found, list) and len(found) == len(lists[0]) for found in lists)
@@ -344,8 +344,8 @@ def _check_lists(
 
 
 def _check_masked(configs: ConfigRecord, size: int, weight: int) -> None:
-    """Raises TensorError unless it is a weight and an update of this size, integers modulo 2^32,
-    and the weight is not in the clear.
+    """Check, with a TensorError otherwise, that it is a weight and an update of this size, integers
+    modulo 2^32, and the weight is not in the clear.
     """
     _check_lists(configs, {Key.MASKED_PARAMETERS: bytes})
     values = [

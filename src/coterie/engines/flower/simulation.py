@@ -27,8 +27,8 @@ _going_on: list[_Simulation] = []  # at most one: Ray is started once in a proce
 
 
 def simulated(clients: int, threads: int, handle: Handle) -> Grid:
-    """The grid of a simulation with so many nodes; that of the last call if it was for the same. It
-    ends with the process, or the next one.
+    """Return the grid of a simulation with so many nodes; that of the last call if it was for the
+    same. It ends with the process, or the next one.
 
     Args:
         clients: Nodes; the i-th has `partition-id` i.

@@ -233,7 +233,7 @@ class Reproduction(_Strict):
 
 
 def spoken_of(statement: Statement) -> tuple[str, ...]:
-    """The rows that a statement is about: it can be judged only where all of them were run."""
+    """Return the rows that a statement compares: it is judged only where all of them were run."""
     if isinstance(statement, Lower):
         return (*statement.lower, *statement.than)
     if isinstance(statement, Better):
@@ -244,12 +244,12 @@ def spoken_of(statement: Statement) -> tuple[str, ...]:
 
 
 def names() -> list[str]:
-    """The tables and figures that there are, as `<paper>/<name>`."""
+    """Return the tables and figures that there are, as `<paper>/<name>`."""
     return sorted(f"{path.parent.name}/{path.stem}" for path in FOLDER.glob("*/*.yaml"))
 
 
 def load(name: str) -> Reproduction:
-    """A table or figure by its name.
+    """Return a table or figure by its name.
 
     Raises:
         Refused: There is none of that name.

@@ -186,7 +186,7 @@ class Setting:
         return float(self.a.mean() / 2)
 
     def eta(self, horizon: int) -> float:
-        """The step size of Theorem I for T = horizon."""
+        """Return the step size of Theorem I for T = horizon."""
         return float(min(2 / SIGMA * np.sqrt(self.start_gap / horizon), 1 / (2 * self.rho_c)))
 
 
@@ -305,7 +305,7 @@ def _slope(runs: list[Run], value: Callable[[Run], float]) -> float:
 
 
 def _theorem_claims(runs: list[Run]) -> Iterator[Claim]:
-    """What Theorem I and Corollary II say about expectations, with exact gradients in the
+    """Return what Theorem I and Corollary II say about expectations, with exact gradients in the
     selection.
     """
     kinds = [
@@ -349,7 +349,7 @@ def _theorem_claims(runs: list[Run]) -> Iterator[Claim]:
 
 
 def _noise_claims(exact: list[Run], noisy: list[Run]) -> Iterator[Claim]:
-    """What noise does to (9) and to the weights."""
+    """Return what noise does to (9) and to the weights."""
     last = {run.setting: run for run in exact + noisy if run.horizon == HORIZONS[-1]}
     equal, base, spread, high = (last[setting] for setting in SETTINGS[:4])
     yield Claim(
@@ -431,7 +431,7 @@ def _bound_panels(runs: list[Run]) -> tuple[Panel, Panel, Panel]:
 def _growth(
     f: Clusters, method: CoBo, start: Array, rounds: int, weights: Array | None = None
 ) -> float:
-    """The factor by which the distance from all clients' optima changes, without noise."""
+    """Return the factor by which the distance from all clients' optima changes, without noise."""
     *_, (X, _) = method.run(f, start, rounds, weights=weights)
     return float(np.linalg.norm(X - f.mu) / np.linalg.norm(start - f.mu))
 

@@ -47,7 +47,7 @@ class Clusters:
         return _agreement(self.midpoint_gradients(X))
 
     def sharpness(self, rho: float) -> float:
-        """The largest eigenvalue of the outer problem's Hessian under W*: without noise, X
+        """Return the largest eigenvalue of the outer problem's Hessian under W*: without noise, X
         converges for eta below 2 over it.
         """
         penalty = np.diag(self.oracle.sum(-1)) - self.oracle

@@ -50,11 +50,11 @@ class Quadratic:
         return float(eigenvalues[0]), float(eigenvalues[-1])
 
     def best_phi(self, theta: Array) -> Array:
-        """The u_1 of this f: argmin over Phi, [p]."""
+        """Return the u_1 of this f: argmin over Phi, [p]."""
         return self.phi - np.linalg.solve(self.B, self.C @ (theta - self.theta))
 
     def best_theta(self, phi: Array) -> Array:
-        """The u_2 of this f: argmin over Theta, [t]."""
+        """Return the u_2 of this f: argmin over Theta, [t]."""
         return self.theta - np.linalg.solve(self.A, self.C.T @ (phi - self.phi))
 
     def operator(self) -> Array:
@@ -102,8 +102,8 @@ def random_quadratic(
 
 
 def euclidean_counterexample() -> Quadratic:
-    """A = diag(1, e), B = 1, C = c (1, sqrt e), e = 0.01, c^2 = 0.4: ||T|| = c^2 (1 + e) / sqrt
-    e > 4, while its spectral radius is 0.8.
+    """Return a = diag(1, e), B = 1, C = c (1, sqrt e), e = 0.01, c^2 = 0.4: ||T|| = c^2 (1 + e) /
+    sqrt e > 4, while its spectral radius is 0.8.
     """
     return Quadratic(
         np.diag([1, 0.01]), np.eye(1), np.sqrt(0.4) * np.array([[1, 0.1]]), np.zeros(2), np.zeros(1)

@@ -115,7 +115,7 @@ class Size:
         )
 
     def rows(self) -> dict[str, Tensor]:
-        """What the table shows."""
+        """Return what the table shows."""
         return {
             "the best single linear model": self.disjoint.linear,
             "(1) experts at the gate's start": self.disjoint.initial,
@@ -266,7 +266,7 @@ def _limit_claims(sizes: list[Size], wide: list[Disjoint], generator: Generator)
 
 
 def _joint_claims(sizes: list[Size]) -> Iterator[Claim]:
-    """What it is in joint training that helps."""
+    """Return what it is in joint training that helps."""
     gains = (
         [1 / float(size.disjoint.gated.mean()) for size in sizes],
         [1 / float(size.joint["likelihood"].mean()) for size in sizes],
@@ -309,7 +309,7 @@ def _joint_claims(sizes: list[Size]) -> Iterator[Claim]:
 
 
 def _proof_claims(sizes: list[Size], generator: Generator) -> Iterator[Claim]:
-    """Steps of appendix J that do not hold."""
+    """Return steps of appendix J that do not hold."""
     outside = [size.disjoint.outside for size in sizes]
     yield Claim(
         "The proof ends with a bound for the gate's start, not for the trained gate: it wants "

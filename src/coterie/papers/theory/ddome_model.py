@@ -28,11 +28,11 @@ class Mixture:
     experts: Tensor
 
     def routes(self, x: Tensor) -> Tensor:
-        """The chosen expert of inputs [n, d], [b, n]."""
+        """Return the chosen expert of inputs [n, d], [b, n]."""
         return products(x, self.gate).argmax(-1)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Outputs for inputs [n, d], [b, n]."""
+        """Return outputs for inputs [n, d], [b, n]."""
         return products(x, self.experts).gather(-1, self.routes(x)[..., None])[..., 0]
 
 
@@ -57,13 +57,13 @@ class Sample:
         return self.share((model(self.x) - self.y).square())
 
     def oracle_loss(self, experts: Tensor) -> Tensor:
-        """The same where each input goes to the expert that errs least on it, [b]: no gate
+        """Return the same where each input goes to the expert that errs least on it, [b]: no gate
         whatever gets below.
         """
         return self.share((products(self.x, experts) - self.y[..., None]).square().amin(-1))
 
     def linear_loss(self, test: "Sample") -> Tensor:
-        """That of the best single linear model of this sample, on another one, [b]."""
+        """Return the loss of the best single linear model of this sample, on another one, [b]."""
         fitted = torch.linalg.lstsq(self.x, self.y.mT).solution
         return test.share(((test.x @ fitted).mT - test.y).square())
 
@@ -84,7 +84,8 @@ def draw_truth(d: int, m: int, generator: Generator) -> tuple[Mixture, Tensor]:
 
 
 def compressed(truth: Mixture, start: Tensor) -> tuple[Mixture, Tensor]:
-    """The same problem in at most 3 m coordinates: those of the span of all v*_j, w*_j and v_j,0.
+    """Return the same problem in at most 3 m coordinates: those of the span of all v*_j, w*_j and
+    v_j,0.
 
     Inputs across it are independent of labels and routes, so that the minimisers (1) have no part
     there.
@@ -110,14 +111,14 @@ def fit_experts(sample: Sample, gate: Tensor) -> Tensor:
 
 
 def expected(gate: Tensor, outputs: Tensor, y: Tensor, done: float) -> Tensor:
-    """The mean loss where an expert is drawn from the gate's softmax: smooth, and L itself once
-    the gate's scale is large.
+    """Return the mean loss where an expert is drawn from the gate's softmax: smooth, and L itself
+    once the gate's scale is large.
     """
     return (gate.exp() * (outputs - y).square()).sum(-1)
 
 
 def blended(gate: Tensor, outputs: Tensor, y: Tensor, done: float) -> Tensor:
-    """The loss of the experts' mean output under the gate's softmax."""
+    """Return the loss of the experts' mean output under the gate's softmax."""
     return ((gate.exp() * outputs).sum(-1) - y[..., 0]).square()
 
 

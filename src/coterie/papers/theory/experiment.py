@@ -65,8 +65,8 @@ class Experiment:
 
 
 def excess(errors: Sequence[float], rate: float, floor: float = 0.0) -> float:
-    """The largest errors[k] / (rate^k errors[0]) over k >= 1: at most 1 where errors decrease at
-    least as fast as `rate` per step.
+    """Return the largest errors[k] / (rate^k errors[0]) over k >= 1: at most 1 where errors
+    decrease at least as fast as `rate` per step.
 
     Args:
         errors: Non-negative, errors[0] > 0.

@@ -18,8 +18,8 @@ class Point:
     lam: Array
 
     def towards(self, other: "Point", lam: float, rest: float) -> "Point":
-        """The point that is `lam` of the way to `other` in Lambda and `rest` of it in Theta and
-        Phi.
+        """Return the point that is `lam` of the way to `other` in Lambda and `rest` of it in Theta
+        and Phi.
         """
         return Point(
             (1 - rest) * self.theta + rest * other.theta,
@@ -78,7 +78,7 @@ class LinearExperts:
         )
 
     def stationarity(self, z: Point) -> float:
-        """The norm of F_mu's gradient; in Lambda, of its part along the simplex (Lambda > 0
+        """Return the norm of F_mu's gradient; in Lambda, of its part along the simplex (Lambda > 0
         here).
         """
         scores, logits = self.x @ z.theta, self.x @ z.phi
@@ -125,17 +125,17 @@ class LinearExperts:
         return whole
 
     def features(self, lam: Array) -> Array:
-        """The gradients of <lambda^i, Theta^T x_i> in Theta, [n, d (N + 1)]."""
+        """Return the gradients of <lambda^i, Theta^T x_i> in Theta, [n, d (N + 1)]."""
         return np.asarray(np.einsum("na,nj->naj", self.x, lam).reshape(len(self.x), -1))
 
     def theta_curvature(self, features: Array, second: Array) -> Array:
-        """The Hessian in Theta from l'' at every sample, [d (N + 1)] squared."""
+        """Return the Hessian in Theta from l'' at every sample, [d (N + 1)] squared."""
         return (features * second[:, None]).T @ features / len(features) + self.alpha * np.eye(
             features.shape[1]
         )
 
     def phi_curvature(self, share: Array) -> Array:
-        """The Hessian in Phi from the router's probabilities, [d (N + 1)] squared."""
+        """Return the Hessian in Phi from the router's probabilities, [d (N + 1)] squared."""
         n, size = len(self.x), self.x.shape[1] * self.experts
         spread = np.einsum("nj,jk->njk", share, np.eye(self.experts)) - np.einsum(
             "nj,nk->njk", share, share
@@ -149,8 +149,8 @@ class LinearExperts:
         return slice(0, size), slice(size, 2 * size), slice(2 * size, None)
 
     def lambda_step(self, z: Point) -> Point:
-        """The minimiser over Lambda, to machine precision: lambda^i = softmax(Phi^T x_i - s_i
-        Theta^T x_i / mu) with s_i = l_i'(t(s_i)).
+        """Return the minimiser over Lambda, to machine precision: lambda^i = softmax(Phi^T x_i -
+        s_i Theta^T x_i / mu) with s_i = l_i'(t(s_i)).
 
         s - l'(t(s)) increases in s with a slope of at least 1, so that bisection on [-rho, rho]
         finds its one root.
@@ -168,8 +168,8 @@ class LinearExperts:
         return replace(z, lam=weights((low + high) / 2))
 
     def phi_step(self, z: Point) -> Point:
-        """The minimiser over Phi: a multinomial logistic regression with soft targets Lambda and
-        a ridge.
+        """Return the minimiser over Phi: a multinomial logistic regression with soft targets Lambda
+        and a ridge.
         """
 
         def oracle(flat: Array) -> tuple[float, Array, Array]:
@@ -186,8 +186,8 @@ class LinearExperts:
         return replace(z, phi=newton(oracle, z.phi.ravel(), self.alpha).reshape(z.phi.shape))
 
     def theta_step(self, z: Point) -> Point:
-        """The minimiser over Theta: a logistic regression on the features lambda^i x_i with a
-        ridge.
+        """Return the minimiser over Theta: a logistic regression on the features lambda^i x_i with
+        a ridge.
         """
         u = self.features(z.lam)
 
@@ -245,8 +245,8 @@ def newton(
     strong: float,
     gap: float = 1e-24,
 ) -> Array:
-    """The minimiser of a strongly convex function, up to a certified functional gap ||gradient||^2
-    / (2 strong) <= `gap`.
+    """Return the minimiser of a strongly convex function, up to a certified functional gap
+    ||gradient||^2 / (2 strong) <= `gap`.
 
     Args:
         oracle: Value, gradient [p] and Hessian [p, p] at a point [p].
@@ -280,7 +280,7 @@ def newton(
 
 
 def exclusive_or(rng: np.random.Generator, n: int) -> tuple[Array, Array]:
-    """Inputs on the unit circle, [n, 2], labelled by the sign of x_1 x_2: beyond one linear
+    """Return inputs on the unit circle, [n, 2], labelled by the sign of x_1 x_2: beyond one linear
     expert, within reach of two with a router.
     """
     angle = rng.uniform(0, 2 * np.pi, n)

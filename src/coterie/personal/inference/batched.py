@@ -42,7 +42,7 @@ class _Stacks:
         )
 
     def select(self, places: Tensor) -> "_Stacks":
-        """Copies for other models in another order, (groups,) int64; they may repeat."""
+        """Return copies for other models in another order, (groups,) int64; they may repeat."""
         return _Stacks(self.architecture, [block.select(places) for block in self.blocks])
 
 

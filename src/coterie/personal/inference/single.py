@@ -151,7 +151,9 @@ class _Attention:
 
 
 def _merged(layer: nn.Module, lora: SingleLoRA) -> nn.Module:
-    """A copy of a layer with its update added. Raises ModelError where it has no plain weight."""
+    """Return a copy of a layer with its update added. Raises ModelError where it has no plain
+    weight.
+    """
     if type(layer) is not nn.Linear and not hasattr(layer, "nf"):
         raise ModelError(
             f"a {type(layer).__name__} cannot take up an update", "Leave out merged=True."
@@ -421,7 +423,7 @@ class _MLP:
 
 
 def experts_of(mixture: Mixture, linear: str) -> tuple[Tensor, Tensor]:
-    """A (n, r, in) and B (n, out, r) of one layer of all experts, generalists first."""
+    """Return a (n, r, in) and B (n, out, r) of one layer of all experts, generalists first."""
     found = [
         cast(LoRA, getattr(mixture, role)[linear])
         for role in ("generalist", "specialist")

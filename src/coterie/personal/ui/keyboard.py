@@ -59,7 +59,7 @@ STYLE = """
 
 
 def keyboard(models: Mapping[str, PersonalModel]) -> Any:
-    """The page, a Gradio `Blocks` with nothing started yet.
+    """Return the page, a Gradio `Blocks` with nothing started yet.
 
     Args:
         models: A personal model for each client, in the order of the rows.
@@ -134,7 +134,7 @@ def keyboard(models: Mapping[str, PersonalModel]) -> Any:
 
 
 def with_base(models: Mapping[str, PersonalModel]) -> dict[str, PersonalModel]:
-    """The models, and the base without what any client trained: an adapter whose updates are
+    """Return the models, and the base without what any client trained: an adapter whose updates are
     zero.
     """
     first = next(iter(models.values()))
@@ -174,7 +174,9 @@ def _style(model: PersonalModel, word: Any) -> str:
 
 
 def _legend(models: Mapping[str, PersonalModel]) -> str:
-    """What the letters and colours mean: those of the client with the most experts serve all."""
+    """Return what the letters and colours mean: those of the client with the most experts serve
+    all.
+    """
     routed = [model for model in models.values() if model.layout.routed]
     if not routed:
         return "<p>Below each word: its probability. These models have no router.</p>"

@@ -27,7 +27,7 @@ STYLE = """
 
 
 def sorter(models: Mapping[str, PersonalClassifier]) -> Any:
-    """The page, a Gradio `Blocks` with nothing started yet.
+    """Return the page, a Gradio `Blocks` with nothing started yet.
 
     Args:
         models: A classifier for each client, in the order of the rows, all of images or all of
@@ -118,7 +118,7 @@ def grouped(answers: Mapping[str, Answer]) -> dict[str, tuple[list[str], Shown]]
 
 
 def _answer(model: PersonalClassifier, given: str) -> Answer:
-    """The probability of each class, and the expert that the gate wants most."""
+    """Return the probability of each class, and the expert that the gate wants most."""
     (batch,) = model.batches(given)
     outputs, experts = model.answer(batch.x)
     classes = dict(zip(map(printable, model.about.names), outputs[0].exp().tolist(), strict=True))
@@ -130,7 +130,7 @@ def _answer(model: PersonalClassifier, given: str) -> Answer:
 
 
 def _asked(shape: NetworkShape | TextShape) -> str:
-    """What one is to do."""
+    """Return what one is to do."""
     if isinstance(shape, TextShape):
         return "Type a text."
     _, height, width = shape.inputs

@@ -16,12 +16,12 @@ _MOST, _DEEPEST = (
 
 
 def names() -> list[str]:
-    """The names of the shipped recipes."""
+    """Return the names of the shipped recipes."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
 def find(recipe: str) -> Path:
-    """The file of a shipped recipe, or of a path to a YAML file.
+    """Return the file of a shipped recipe, or of a path to a YAML file.
 
     Raises:
         Refused: There is neither.
@@ -43,7 +43,7 @@ def find(recipe: str) -> Path:
 
 
 def parse(text: str) -> Any:
-    """What a text in YAML says, if it is no longer and no deeper than a recipe can be.
+    """Return what a text in YAML says, if it is no longer and no deeper than a recipe can be.
 
     Raises:
         ValueError: It is not YAML, has a value that is none (a month 99, a number of 5,000 digits),
@@ -95,7 +95,7 @@ def _measure(node: yaml.Node, known: dict[int, int], depth: int) -> int:
 
 
 def read(path: Path) -> dict[str, object]:
-    """The mapping in a recipe's file.
+    """Return the mapping in a recipe's file.
 
     Raises:
         Refused: It cannot be read, is not YAML, is too large, or not a mapping.
