@@ -182,7 +182,7 @@ def pull() -> list[dict[str, Any]]:
     rows = []
     for n, d, repeats in ((8, 4_810, 50), (32, 4_810, 20), (8, 6_573_130, 3), (32, 1_000_000, 3)):
         x = dict(zip(map(str, range(n)), torch.randn(n, d), strict=True))
-        w = start_weights(n, shares=False)
+        w = start_weights(n, row_stochastic=False)
         taken = in_turns(
             {"loops": partial(looped, x, w), "product": partial(pulls, list(x.values()), w)},
             repeats,

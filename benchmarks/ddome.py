@@ -35,7 +35,7 @@ TASKS = {"score_experts": "scoring", "train": "training", "local_round": "traini
 class Run(Timed):
     """A recipe's method on some data."""
 
-    def __init__(self, settings: Recipe, data: problem.Modality) -> None:
+    def __init__(self, settings: Recipe, data: problem.LearningProblem) -> None:
         prepared = assembled(settings, data)
         super().__init__(
             prepared.method,
@@ -62,7 +62,7 @@ class Run(Timed):
         return statistics.median(found.get(name, 0.0) for found in self.found[-repeats:])
 
 
-def pictures(examples: int, device: str) -> problem.Modality:
+def pictures(examples: int, device: str) -> problem.LearningProblem:
     """40 clients of random images, five of them anchors, with a common expert that knows
     nothing.
     """

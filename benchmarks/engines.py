@@ -28,7 +28,7 @@ from coterie.core.roles import GENERALIST
 from coterie.deploy import demo
 from coterie.reports import Callback
 from coterie.runs import recipe, run
-from coterie.runs.backends import OnThisMachine
+from coterie.runs.backends import LocalBackend
 from coterie.runs.execution import Execution
 from coterie.runs.metrics import MetricsFile
 from coterie.runs.prepare import prepare
@@ -128,7 +128,7 @@ def beside_the_bare_loop(chosen: Recipe, folder: Path) -> dict[str, Any]:
     the machine is never the same twice.
     """
     loop = bare(chosen)
-    execution = Execution(prepare(chosen), folder, Callback(), "", OnThisMachine("inprocess"))
+    execution = Execution(prepare(chosen), folder, Callback(), "", LocalBackend("inprocess"))
     folder.mkdir(parents=True)
     execution.started, execution.metrics = time.monotonic(), MetricsFile(folder)
     found = ratios(

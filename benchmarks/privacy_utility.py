@@ -241,7 +241,7 @@ def clients(args: argparse.Namespace) -> None:
 def examples(args: argparse.Namespace) -> None:
     """DP-SGD of what the four clients of the quickstart share."""
     own = quickstart(0)
-    windows = max(data.train.windows for data in prepare(own).modality.federation.clients.values())
+    windows = max(data.train.windows for data in prepare(own).problem.federation.clients.values())
     rate, steps = (
         rate_of(windows, own.training.batch_size),
         own.method["rounds"] * own.method["local_steps"],
@@ -295,7 +295,7 @@ def digits(args: argparse.Namespace) -> None:
     """DP-SGD of the digits of twenty clients, whose numbers differ: z is for the client that has
     least.
     """
-    federation = prepare(twenty(0)).modality.federation
+    federation = prepare(twenty(0)).problem.federation
     sizes = [data.train.windows for data in federation.clients.values()]
     rate, steps = (
         rate_of(min(sizes), 128),
@@ -340,7 +340,7 @@ def placement(args: argparse.Namespace) -> None:
     """
     own = quickstart(0)
     rate = rate_of(
-        max(data.train.windows for data in prepare(own).modality.federation.clients.values()),
+        max(data.train.windows for data in prepare(own).problem.federation.clients.values()),
         own.training.batch_size,
     )
     z = multiplier(

@@ -43,9 +43,9 @@ def child(threads: int | None, seconds: float, priority: bool) -> dict[str, floa
 
     from coterie.core.roles import GENERALIST, SPECIALIST
     from coterie.runs import recipe as recipes
-    from coterie.runs.backends import OnThisMachine, choose_threads
+    from coterie.runs.backends import LocalBackend, choose_threads
 
-    prepared = OnThisMachine().prepare(recipes.load("quickstart", ["compare_with=[]"]))
+    prepared = LocalBackend().prepare(recipes.load("quickstart", ["compare_with=[]"]))
     number = choose_threads(prepared).threads if threads is None else threads
     client = prepared.site.client(prepared.clients[0], {})
     client.total_iterations = 50

@@ -33,7 +33,7 @@ from coterie.data.canaries import Audit
 from coterie.data.hub import HubClient
 from coterie.data.images import Cifar10, Cifar100, Digits, Emnist, Mnist
 from coterie.data.labelled import Clinc150, DBpedia14, YahooAnswers
-from coterie.data.partition import Dealing
+from coterie.data.partition import Partitioner
 from coterie.methods import METHODS
 from coterie.models.common import Pretraining
 from coterie.runs import recipes
@@ -192,14 +192,22 @@ def data() -> list[str]:
     for examples in (Digits, Cifar100, Cifar10, Mnist, Emnist, Clinc150, DBpedia14, YahooAnswers):
         parts += [f"### `data.kind: {kind_of(examples)}`", about(examples)]
         if examples is not Digits:
-            parts += [fields_of(examples, "data.", skip=("kind", *Dealing.model_fields))]
-    partitions = inspect.cleandoc((Dealing.__doc__ or "").split("Partitions:")[1]).split("\n\n")[0]
+            parts += [fields_of(examples, "data.", skip=("kind", *Partitioner.model_fields))]
+    partitions = inspect.cleandoc((Partitioner.__doc__ or "").split("Partitions:")[1]).split(
+        "\n\n"
+    )[0]
     entries = re.sub(r"\n +", " ", textwrap.dedent(partitions)).splitlines()
     named = [
         f"- `{name}`: {text}" for name, _, text in (entry.partition(": ") for entry in entries)
     ]
     shared = "### Images and labelled texts, of whichever kind"
-    return [*parts, shared, fields_of(Dealing, "data."), "Of `data.partition`:", "\n".join(named)]
+    return [
+        *parts,
+        shared,
+        fields_of(Partitioner, "data."),
+        "Of `data.partition`:",
+        "\n".join(named),
+    ]
 
 
 def methods() -> list[str]:

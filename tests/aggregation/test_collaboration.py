@@ -58,7 +58,7 @@ def test_box_weights_stay_symmetric_within_their_bounds_and_never_count_oneself(
     seed: int, n: int, gamma: float
 ) -> None:
     scores = random(seed, n, n)
-    found = ascend_box(start_weights(n, shares=False), scores + scores.T, gamma)
+    found = ascend_box(start_weights(n, row_stochastic=False), scores + scores.T, gamma)
     assert torch.equal(found, found.T)
     assert found.min() >= 0
     assert found.max() <= 1
@@ -93,7 +93,7 @@ def test_pulls_are_exact_where_models_nearly_agree(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(collaboration, "CHUNK", 100)
     n, d = 80, 250
     x = (100 + 1e-4 * random(0, n, d)).float()
-    w = start_weights(n, shares=False)
+    w = start_weights(n, row_stochastic=False)
     exact = n * x.double() - x.double().sum(dim=0)
     naive = (n * torch.eye(n) - torch.ones(n, n)) @ x
     error = [
@@ -123,26 +123,29 @@ def test_scores_are_inner_products_and_what_is_not_finite_counts_as_nothing() ->
 
 def test_who_joins_starts_as_all_did_and_who_stays_keeps_his_weights() -> None:
     box = torch.tensor([[0.0, 0.4], [0.4, 0.0]], dtype=torch.float64)
-    assert rearranged(box, [1, None, 0], shares=False).tolist() == [
+    assert rearranged(box, [1, None, 0], row_stochastic=False).tolist() == [
         [0, 1, 0.4],
         [1, 0, 1],
         [0.4, 1, 0],
     ]
-    assert rearranged(box, [0], shares=False).tolist() == [[0]]
+    assert rearranged(box, [0], row_stochastic=False).tolist() == [[0]]
     shares = torch.tensor([[0.2, 0.8, 0.0], [0.5, 0.0, 0.5], [0.0, 1.0, 0.0]], dtype=torch.float64)
-    without_the_last = rearranged(shares, [0, 1], shares=True)
+    without_the_last = rearranged(shares, [0, 1], row_stochastic=True)
     torch.testing.assert_close(
         without_the_last, torch.tensor([[0.2, 0.8], [1.0, 0.0]], dtype=torch.float64)
     )
     torch.testing.assert_close(
-        rearranged(shares, [0, 1, 2, None], shares=True).sum(dim=1),
+        rearranged(shares, [0, 1, 2, None], row_stochastic=True).sum(dim=1),
         torch.ones(4, dtype=torch.float64),
     )
 
 
 def test_the_error_counts_weights_on_the_wrong_side() -> None:
     assert weights_error(
-        [[0, 0.9, 0.6], [0.9, 0, 0.1], [0.6, 0.1, 0]], [0, 0, 1], shares=False
+        [[0, 0.9, 0.6], [0.9, 0, 0.1], [0.6, 0.1, 0]], [0, 0, 1], row_stochastic=False
     ) == pytest.approx(2 / 6)
-    assert weights_error([[0, 0.3, 0.1], [0.3, 0, 0.1], [0.0, 0.0, 0]], [0, 0, 1], shares=True) == 0
-    assert weights_error([[0]], [0], shares=False) == 0
+    assert (
+        weights_error([[0, 0.3, 0.1], [0.3, 0, 0.1], [0.0, 0.0, 0]], [0, 0, 1], row_stochastic=True)
+        == 0
+    )
+    assert weights_error([[0]], [0], row_stochastic=False) == 0

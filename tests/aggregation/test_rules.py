@@ -305,7 +305,7 @@ def test_clients_that_say_they_have_no_samples_count_alike_if_all_do() -> None:
 
 def test_only_a_mean_by_samples_asks_for_samples_and_only_a_uniform_mean_is_a_sum() -> None:
     assert [name for name, rule in RULES.items() if rule.counts] == ["mean by samples"]
-    assert [name for name, rule in RULES.items() if rule.sums] == ["mean"]
+    assert [name for name, rule in RULES.items() if rule.needs_only_mean] == ["mean"]
 
 
 # Attackers: n = 8 clients, the last of whom send something else than their update.

@@ -23,7 +23,7 @@ from coterie.reports import audit as told
 from coterie.runs import recipe as recipes
 from coterie.runs import run as runs
 from coterie.runs.observations import Observations
-from coterie.runs.prepare import prepare, seen_from_afar
+from coterie.runs.prepare import prepare, prepare_remote
 
 CANARIES = "audit={canaries: 8, repeats: 2, prefix: 1, length: 4, references: 24}"
 
@@ -288,7 +288,7 @@ def test_without_the_section_nothing_changes(
 
 def test_the_canaries_of_the_list_are_those_of_the_training_data(planted: Path) -> None:
     about = json.loads((planted / "audit/canaries.json").read_text())["clients"]
-    federation = prepare(recipes.resolve(planted)).modality.federation
+    federation = prepare(recipes.resolve(planted)).problem.federation
     for client, own in about.items():
         text = federation.clients[client].train.tokens.tolist()
         for tokens, here in zip(own["tokens"], own["planted"], strict=True):
@@ -371,4 +371,4 @@ def test_devices_plant_nothing(texts: Path, tiny_base: Path) -> None:
     with pytest.raises(Refused, match="plant canaries in this device's data"):
         _loaded(recipe.model_dump_json(), str(texts), None, True)
     with pytest.raises(Refused, match="clients are on devices of their own"):
-        seen_from_afar(recipe, [Member(client="ann", position=0, windows=(9, 9, 9))])
+        prepare_remote(recipe, [Member(client="ann", position=0, windows=(9, 9, 9))])

@@ -9,7 +9,7 @@ import torch
 
 from coterie.aggregation import SAMPLES
 from coterie.core.errors import TensorError
-from coterie.core.protocol import nothing
+from coterie.core.protocol import empty_reply
 from coterie.core.tensors import Named, Tensors
 from coterie.testing import World
 from coterie.testing.leaving import exchanges
@@ -49,7 +49,7 @@ def test_a_reply_with_anything_wrong_is_refused_by_the_client_that_sent_it(
     kind: str, name: str, how: str, said: str, request: pytest.FixtureRequest
 ) -> None:
     for ask, replies, _ in exchanges(method_of(name), request.getfixturevalue(kind), 1):
-        assert ask.back is not nothing
+        assert ask.reply_spec is not empty_reply
         for i, reply in replies.items():
             with pytest.raises(TensorError, match=said) as refused:
                 ask.check(i, spoilt(reply, how))

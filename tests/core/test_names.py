@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from coterie.core import names
 from coterie.core.errors import DataError
-from coterie.data.federation import POOL, ClientData, Federation, check_id
+from coterie.data.federation import CENTRALIZED, ClientData, Federation, check_id
 from coterie.data.splits import SPLITS, Elsewhere
 from coterie.engines.messages import Member, Reply, Request
 
@@ -61,7 +61,7 @@ BAD = {
     "a  b": "two in a row",
     "\u0301a": "it begins with",
     unicodedata.normalize("NFD", "Zoë"): "not in Unicode's normal form C",
-    POOL: "it is taken: it names the union of all clients' data",
+    CENTRALIZED: "it is taken: it names the union of all clients' data",
     "Centralized": "it is taken",
     "__metadata__": "it is taken",  # of a tensor in a safetensors file
 }  # fmt: skip
@@ -84,7 +84,7 @@ def test_names_that_are_refused_with_a_reason_wherever_they_come_from(name: str)
     ) as refused:
         check_id(name)
     assert len(str(refused.value)) < 600
-    if name == names.POOL:
+    if name == names.CENTRALIZED:
         return  # it travels in simulations; a device that is one client refuses it itself
     for made in (
         lambda: Request(action="task", run="r", recipe={}, client=name),

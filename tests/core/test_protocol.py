@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from coterie.core.errors import TensorError
-from coterie.core.protocol import Ask, Replies, Round, drive, find_task, mix, task
+from coterie.core.protocol import Ask, Replies, Round, derive_seed, drive, find_task, task
 from coterie.core.roles import GENERALIST, ROUTER, by_role
 
 
@@ -53,9 +53,12 @@ def test_only_tasks_travel() -> None:
 
 
 def test_seeds_depend_on_everything_that_names_them() -> None:
-    seeds = {mix(s, r, p, c) for s in (0, 1) for r in (0, 1) for p in (0, 1) for c in ("a", "b")}
+    seeds = {
+        derive_seed(s, r, p, c) for s in (0, 1) for r in (0, 1) for p in (0, 1) for c in ("a", "b")
+    }
     assert len(seeds) == 16
-    assert mix(0, 1, 2, "ann") == 8400349575667448047  # the same on every machine and release
+    # the same on every machine and release
+    assert derive_seed(0, 1, 2, "ann") == 8400349575667448047
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 

@@ -232,7 +232,7 @@ def test_whoever_says_a_number_has_it(
     fixed = recipe.model_copy(update={"threads": 1})
     assert runs.run(fixed, tmp_path / "recipe")[-1]["machine"]["threads"] == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    prepared = backends.OnThisMachine().prepare(recipe)
+    prepared = backends.LocalBackend().prepare(recipe)
     assert backends.choose_threads(prepared) == Chosen(2)
     assert made == []
 

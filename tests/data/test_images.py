@@ -21,9 +21,9 @@ from pydantic import ValidationError
 
 from coterie.core.errors import DataError
 from coterie.data.examples import Examples, ExampleSplit
-from coterie.data.federation import POOL, Federation
+from coterie.data.federation import CENTRALIZED, Federation
 from coterie.data.images import Cifar10, Cifar100, Digits, Emnist, Images, Mnist
-from coterie.data.splits import PooledSplit
+from coterie.data.splits import UnionSplit
 
 NAMES = ("train", "valid", "test")
 
@@ -86,10 +86,10 @@ def example_splits(draw: st.DrawFn, name: str = "train") -> ExampleSplit:
 
 
 @st.composite
-def splits(draw: st.DrawFn) -> ExampleSplit | PooledSplit:
+def splits(draw: st.DrawFn) -> ExampleSplit | UnionSplit:
     if draw(st.booleans()):
         return draw(example_splits())
-    return PooledSplit(
+    return UnionSplit(
         "train", draw(st.lists(example_splits(), min_size=1, max_size=4)), draw(st.integers(0, 3))
     )
 
@@ -256,7 +256,7 @@ def test_embeddings_follow_their_examples(data) -> None:
         )
         for part in parts
     ]
-    split = PooledSplit("train", with_own, 3) if data.draw(st.booleans()) else with_own[0]
+    split = UnionSplit("train", with_own, 3) if data.draw(st.booleans()) else with_own[0]
     start, size, rows = (
         data.draw(st.integers(0, 40)),
         data.draw(st.integers(1, 20)),
@@ -492,8 +492,8 @@ def test_digits_are_a_third_for_testing_and_normalised() -> None:
 
 def test_the_pool_is_the_union_under_each_clients_names() -> None:
     federation = Digits(clusters=2, per_client=5, test_examples=7).load()
-    pool = federation.pooled()
-    assert (pool.id, len(pool.train), len(pool.valid), len(pool.test)) == (POOL, 20, 4, 28)
+    pool = federation.centralized()
+    assert (pool.id, len(pool.train), len(pool.valid), len(pool.test)) == (CENTRALIZED, 20, 4, 28)
     found = [
         (x.numpy().tobytes(), int(y))
         for batch in pool.train.scoring(3)

@@ -16,10 +16,10 @@ from pydantic import ValidationError
 from coterie.core.errors import DataError
 from coterie.data.federation import ClientData, Federation
 from coterie.data.images import Digits
-from coterie.data.partition import Dealing, Labelled
+from coterie.data.partition import Labelled, Partitioner
 
 
-class Toy(Dealing):
+class Toy(Partitioner):
     """As many training examples of each class as asked for, and test examples; an input is its
     own number.
     """
@@ -103,7 +103,7 @@ def check(section: Toy) -> Federation:
     return federation
 
 
-def refusal(section: Dealing) -> str:
+def refusal(section: Partitioner) -> str:
     with pytest.raises(DataError) as error:
         section.load()
     assert error.value.remedy
@@ -567,7 +567,7 @@ def test_a_federation_names_its_anchors_and_knows_everyone() -> None:
     new = {"aligned": {ids[2]: made[ids[2]]}, "random": {ids[3]: made[ids[3]]}}
     federation = Federation({id: made[id] for id in ids[:2]}, "four", anchors=(ids[1],), unseen=new)
     assert list(federation.everyone) == ids
-    assert federation.pooled().train.windows == sum(len(made[id].train) for id in ids[:2])
+    assert federation.centralized().train.windows == sum(len(made[id].train) for id in ids[:2])
     with pytest.raises(DataError) as error:
         Federation(
             {id: made[id] for id in ids[:2]},

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.core.errors import DataError
-from coterie.data.federation import POOL, ClientData, Federation, Size, federate
-from coterie.data.splits import PooledSplit, Split, TokenSplit
+from coterie.data.federation import CENTRALIZED, ClientData, Federation, Size, federate
+from coterie.data.splits import Split, TokenSplit, UnionSplit
 
 contexts = st.integers(1, 7)
 
@@ -38,7 +38,7 @@ def splits(draw: st.DrawFn) -> Split:
         TokenSplit("train", tokens_of(int(stop))[start:], context, 0)
         for start, stop in pairwise(offsets)
     ]
-    return PooledSplit("train", parts, draw(st.integers(0, 3)))
+    return UnionSplit("train", parts, draw(st.integers(0, 3)))
 
 
 @settings(max_examples=60, deadline=None)
@@ -119,8 +119,8 @@ def test_sizes() -> None:
 
 
 def test_pooled_data_are_the_union() -> None:
-    pool = small_federation().pooled()
-    assert pool.id == POOL
+    pool = small_federation().centralized()
+    assert pool.id == CENTRALIZED
     assert [split.name for split in pool.splits] == ["train", "valid", "test"]
     assert (len(pool.train), pool.train.windows) == (21, 4)
     assert sum(batch[:, 1:].numel() for batch in pool.test.scoring(3)) == 8 + 11
@@ -138,7 +138,7 @@ def test_short_splits_are_refused_all_at_once() -> None:
     assert str(refusal.value).count("Give this split more text") == 1
 
 
-@pytest.mark.parametrize("id", ["", ".", "..", ".git", "a/b", " a", "e\u0301", POOL])
+@pytest.mark.parametrize("id", ["", ".", "..", ".git", "a/b", " a", "e\u0301", CENTRALIZED])
 def test_ids_that_cannot_name_a_folder_are_refused(id: str) -> None:
     with pytest.raises(DataError, match="client id"):
         Federation({id: ClientData(id, *small_federation().clients["a"].splits)}, "")

@@ -16,7 +16,7 @@ from coterie.engines import Listener
 from coterie.engines.flower.localgrid import Handle, LocalGrid, LocalNode, delivered
 from coterie.engines.messages import Reply, Request
 from coterie.reports import Callback
-from coterie.runs.backends import OnDevices, Place, simulated_device
+from coterie.runs.backends import Backend, DeviceBackend, simulated_device
 from coterie.runs.execution import Execution
 from coterie.runs.files import Json
 from coterie.runs.inputs import Inputs, Kept
@@ -148,9 +148,9 @@ class Notes(Listener, Callback):
 
 def devices(
     grid: Nodes, recipe: Recipe, clients: int, listener: Listener | None = None
-) -> OnDevices:
+) -> DeviceBackend:
     """The place of devices on a grid."""
-    return OnDevices.found(grid, recipe, clients, 5.0, listener or Notes())
+    return DeviceBackend.found(grid, recipe, clients, 5.0, listener or Notes())
 
 
 def simulated_nodes(count: int) -> Nodes:
@@ -161,7 +161,7 @@ def simulated_nodes(count: int) -> Nodes:
     return grid
 
 
-def execution(place: Place, recipe: Recipe, folder: Path) -> Execution:
+def execution(place: Backend, recipe: Recipe, folder: Path) -> Execution:
     """A run on devices, about to start."""
     folder.mkdir(parents=True, exist_ok=True)
     started = Execution(place.prepare(recipe), folder, Callback(), "", place)
@@ -169,6 +169,6 @@ def execution(place: Place, recipe: Recipe, folder: Path) -> Execution:
     return started
 
 
-def finished(recipe: Recipe, folder: Path, place: Place) -> Json:
+def finished(recipe: Recipe, folder: Path, place: Backend) -> Json:
     """The result of a run, from where it stands to its end."""
     return execute_all([(recipe, folder)], Callback(), place=place)[-1]

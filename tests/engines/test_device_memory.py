@@ -21,10 +21,10 @@ from coterie.core.errors import SaveError, TensorError
 from coterie.core.tensors import from_bytes, to_bytes
 from coterie.engines.messages import Reply, Request
 from coterie.runs import run
-from coterie.runs.backends import OnThisMachine, kept
+from coterie.runs.backends import LocalBackend, kept
 from coterie.runs.checkpoints import KEPT
 from coterie.runs.device import Device, Memory, Turn
-from coterie.runs.loading import load as load_modality
+from coterie.runs.loading import load as load_problem
 from coterie.runs.metrics import MetricsFile
 from coterie.runs.recipe import Recipe, load
 
@@ -284,10 +284,10 @@ class _Blueprint:
     """As much of a server's model as FedAvg wants."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self.modality = load_modality(recipe)
+        self.problem = load_problem(recipe)
 
     def read(self, *roles: Any) -> dict[str, torch.Tensor]:
-        model = self.modality.trainable(self.modality.base)
+        model = self.problem.trainable(self.problem.base)
         return {name: t for role in roles for name, t in model.initial(role, 3).items()}
 
 
@@ -314,7 +314,7 @@ def test_its_own_data_are_used_whatever_the_recipe_says(tmp_path: Path, tiny_bas
     assert member is not None
     for name in ("own", "secret"):
         train, valid, test = (
-            load_modality(
+            load_problem(
                 load("folders", [*settings, f"data.path={tmp_path / name}"])
             ).federation.clients["ann"]
         ).splits
@@ -487,7 +487,7 @@ def test_a_simulation_that_died_before_its_first_checkpoint_starts_again(
         lambda clients, threads, handle: simulated_nodes(clients),
     )
     whole = run.run(recipe, tmp_path / "whole")[-1]
-    stopped_after(OnThisMachine(), recipe, tmp_path / "part", 1)
+    stopped_after(LocalBackend(), recipe, tmp_path / "part", 1)
     (tmp_path / "part/recipe.yaml").write_text(run.recipes.dump(recipe))
     resumed = run.run(recipe, tmp_path / "part", resume=True)[-1]
     assert resumed["evaluations"] == whole["evaluations"]

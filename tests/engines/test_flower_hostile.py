@@ -76,7 +76,7 @@ class Liar:
 
     def believed(self) -> dict[str, Tensors]:
         """What is taken of one exchange, as `Execution` takes it; the honest one always is."""
-        ask = Ask(SAMPLES.local_round, {"liar": THETA, "ann": THETA}, SAMPLES.back)  # type: ignore[attr-defined]
+        ask = Ask(SAMPLES.local_round, {"liar": THETA, "ann": THETA}, SAMPLES.reply_spec)  # type: ignore[attr-defined]
         found = {}
         for i, reply in self.engine.answer(ask, 0, 0).items():
             try:

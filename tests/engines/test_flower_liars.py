@@ -16,8 +16,8 @@ from nodes import Nodes, Notes, altered, content, devices, finished, parts
 from coterie.core.errors import Refused, TensorError
 from coterie.core.metrics import check_scores
 from coterie.core.tensors import from_bytes, to_bytes
-from coterie.data.federation import POOL
-from coterie.data.partition import Dealing
+from coterie.data.federation import CENTRALIZED
+from coterie.data.partition import Partitioner
 from coterie.engines.messages import Member, Reply, parsed
 from coterie.runs.device import _member
 from coterie.runs.prepare import check_member, prepare
@@ -56,7 +56,7 @@ CLAIMS: dict[str, tuple[dict[str, Any], str]] = {
     "huge windows": ({"windows": (B, B, B)}, f"windows {B} of train"),
     "a huge position": ({"position": B}, f"position {B}"),
     "another position": ({"position": 0}, "position 0, expected 3"),
-    "the pool": ({"client": POOL}, "is taken"),
+    "the pool": ({"client": CENTRALIZED}, "is taken"),
     "no client of the data": ({"client": "zoe"}, "have no 'zoe'"),
     "an id like an option": ({"client": "-rf"}, "have no '-rf'"),
 }
@@ -283,7 +283,7 @@ def test_who_a_recipe_says_that_there_is(name: str) -> None:
     section = type(load("cobo-digits").data).model_validate(
         {"kind": "digits", "partition": partition, **PARTITIONS[name]}
     )
-    assert isinstance(section, Dealing)
+    assert isinstance(section, Partitioner)
     labels = np.random.default_rng(0).integers(0, section.classes, 5000)
     deal = section.parts(labels, labels[:2000])
     groups = {part.id: group for group, parts in deal.unseen.items() for part in parts}
@@ -304,7 +304,7 @@ def test_who_a_recipe_says_that_there_is(name: str) -> None:
 @pytest.mark.parametrize("recipe", ["cobo-digits", "quickstart", "ddome-digits"])
 def test_what_honest_devices_say_is_believed(recipe: str) -> None:
     prepared = prepare(load(recipe, ["compare_with=[]"]))
-    for client in prepared.modality.federation.everyone:
+    for client in prepared.problem.federation.everyone:
         check_member(prepared.recipe, _member(prepared, client))
 
 
@@ -319,7 +319,7 @@ def test_clients_with_texts_say_little_and_that_is_checked() -> None:
         ({"labels": (0,)}, "labels"),
         ({"position": 1 << 20}, "position"),
         ({"windows": (1, 0, 1)}, "windows 0 of valid"),
-        ({"client": POOL}, "is taken"),
+        ({"client": CENTRALIZED}, "is taken"),
     ):
         with pytest.raises(Refused, match=named):
             check_member(recipe, true.model_copy(update=wrong))

@@ -29,9 +29,9 @@ from coterie.engines.flower.simulation import simulated
 from coterie.engines.messages import Member, Reply
 from coterie.reports import Callback
 from coterie.runs import run
-from coterie.runs.backends import OnDevices, flower_engine
+from coterie.runs.backends import DeviceBackend, flower_engine
 from coterie.runs.metrics import MetricsFile
-from coterie.runs.prepare import federated, joined, seen_from_afar
+from coterie.runs.prepare import federated, joined, prepare_remote
 from coterie.runs.recipe import Recipe, load
 
 SETTINGS = [
@@ -128,7 +128,7 @@ def test_a_latecomer_is_noted_where_all_are_needed_from_the_start(
     grid: Nodes, tmp_path: Path
 ) -> None:
     recipe = recipe_of("pcl")
-    assert not recipe.build_method().elastic
+    assert not recipe.build_method().dynamic_membership
     place = devices(grid, recipe, 3)
     at(grid, 1, lambda: grid.add({"client": "c1-1", "home": str(tmp_path / "c1-1")}))
     result = finished(recipe, tmp_path / "out", place)
@@ -185,15 +185,15 @@ def member(client: str, **fields: Any) -> Member:
 
 def test_a_newcomer_that_does_not_fit_changes_nothing() -> None:
     recipe = recipe_of("fedavg")
-    prepared = seen_from_afar(recipe, [member("a"), member("b")])
-    before = prepared.modality.federation
+    prepared = prepare_remote(recipe, [member("a"), member("b")])
+    before = prepared.problem.federation
     for late, problem in (
         (member("c", group="random"), "held out"),
         (member("centralized"), "is taken"),
     ):
         with pytest.raises(Refused, match=problem):
             joined(prepared, late)
-        assert prepared.modality.federation is before
+        assert prepared.problem.federation is before
     assert list(joined(prepared, member("c")).clients) == ["a", "b", "c"]
     assert list(prepared.clients) == ["a", "b"]
 
@@ -456,4 +456,4 @@ def test_a_silent_run_before_does_not_answer_for_the_one_after(grid: Nodes, tmp_
     second = finished(recipe, tmp_path / "second", place)
     assert second["lost"] == {}
     assert set(second["clients"]) == set(CLIENTS[:3])
-    assert isinstance(place, OnDevices)
+    assert isinstance(place, DeviceBackend)

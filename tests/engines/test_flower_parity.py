@@ -19,7 +19,7 @@ from coterie.core.tensors import Tensors
 from coterie.models.backbone import Backbone
 from coterie.runs import device as devices_module
 from coterie.runs import loading, run
-from coterie.runs.backends import OnThisMachine
+from coterie.runs.backends import LocalBackend
 from coterie.runs.language import load_backbone
 from coterie.runs.recipe import Recipe, load
 from coterie.testing.devices import devices_are_alike
@@ -124,7 +124,7 @@ def simulated(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "coterie.engines.flower.simulation.simulated",
         lambda clients, threads, handle: simulated_nodes(clients),
     )
-    run.run(recipe, folder, place=OnThisMachine("flower"))
+    run.run(recipe, folder, place=LocalBackend("flower"))
 
 
 @contextmanager

@@ -45,7 +45,7 @@ def grid(tmp_path: Path) -> Nodes:
 
 def spent(steps: int) -> float:
     """Epsilon of so many steps, of a client of the recipe's data."""
-    windows = prepare(private()).modality.federation.clients[IDS[0]].train.windows
+    windows = prepare(private()).problem.federation.clients[IDS[0]].train.windows
     return epsilon_of(0.0, rdp_of_steps(rate_of(windows, 20), 2.0, steps), 1e-3)
 
 

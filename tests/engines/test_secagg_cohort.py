@@ -21,7 +21,7 @@ from coterie.engines.flower.secagg_device import EXCHANGE
 from coterie.engines.messages import Request
 from coterie.reports import Callback
 from coterie.runs import run
-from coterie.runs.backends import OnDevices
+from coterie.runs.backends import DeviceBackend
 from coterie.runs.device import Device
 from coterie.runs.limits import Limits
 from coterie.runs.prepare import prepare
@@ -314,7 +314,7 @@ def killed_in(round: int, stage: str) -> Callable[[int, str, Message], None]:
 
 
 def run_on(grid: Devices, recipe: Recipe, folder: Path, resume: bool = False) -> dict[str, Any]:
-    place = OnDevices.found(grid, recipe, len(IDS), 5.0, Ear())
+    place = DeviceBackend.found(grid, recipe, len(IDS), 5.0, Ear())
     return run.run(recipe, folder, resume=resume, reporter=Callback(), place=place)[-1]
 
 

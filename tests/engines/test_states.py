@@ -442,7 +442,7 @@ def test_owners_are_made_when_they_are_asked_for(
 ) -> None:
     for i in site.data:
         files.save(tmp_path / f"{i}.safetensors", {"iteration": torch.tensor(len(i))})
-    owners = evaluate.Owners(
+    owners = evaluate.LazyClients(
         site, Stored({i: tmp_path / f"{i}.safetensors" for i in site.data}), ["cleo", "ann"]
     )
     assert list(owners) == ["ann", "cleo"]

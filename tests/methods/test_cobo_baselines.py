@@ -287,7 +287,7 @@ def test_ifca_compares_centres_by_the_statistics_of_the_common_batch(
         state["buffers"] += 3.0  # whatever they are
     buffers = {i: run.engine.states()[i]["buffers"].clone() for i in run.ids}
     client = run.client(run.ids[0])
-    client.comparable_loss(client.draw(client.again("elsewhere")))
+    client.comparable_loss(client.draw(client.independent_stream("elsewhere")))
     assert torch.equal(client.state["buffers"], buffers[run.ids[0]])
     run.rounds(1)
     assert {i: int(run.state[f"choice/{i}"]) for i in run.ids} == expected

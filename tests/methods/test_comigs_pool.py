@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from oracle import mixture as oracle
 from torch import Tensor, nn
 
-from coterie.aggregation import deal
+from coterie.aggregation import assign_experts
 from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
 from coterie.client.optimizers import AdamW
@@ -379,7 +379,7 @@ def test_nothing_better_could_be_dealt(wishes: Tensor, count: int, load: float) 
         for choice in itertools.product(options, repeat=n)
         if all(sum(j in own for own in choice) <= limit for j in range(m))
     ]
-    dealt = deal(wishes, count, load).tolist()
+    dealt = assign_experts(wishes, count, load).tolist()
     assert all(len(set(own)) == count for own in dealt)
     assert max(sum(j in own for own in dealt) for j in range(m)) <= limit
     assert sum(float(wishes[i, own].sum()) for i, own in enumerate(dealt)) == pytest.approx(
@@ -389,8 +389,8 @@ def test_nothing_better_could_be_dealt(wishes: Tensor, count: int, load: float) 
 
 def test_like_users_get_the_same_generalists_however_small_the_differences() -> None:
     scores = 0.25 + 1e-4 * torch.tensor([[3.0, 2.0, 1.0, 0.0], [3.0, 1.0, 2.0, 0.0]]).repeat(2, 1)
-    assert deal(scores, 2, None).tolist() == [[0, 1], [0, 2], [0, 1], [0, 2]]
-    dealt = deal(scores, 2, 1).tolist()
+    assert assign_experts(scores, 2, None).tolist() == [[0, 1], [0, 2], [0, 1], [0, 2]]
+    dealt = assign_experts(scores, 2, 1).tolist()
     assert torch.bincount(torch.tensor(dealt).flatten()).tolist() == [2, 2, 2, 2]
     assert [wanted in own for wanted, own in zip((1, 2, 1, 2), dealt, strict=True)] == [True] * 4
 

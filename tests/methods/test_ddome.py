@@ -60,7 +60,7 @@ class Run:
     def __post_init__(self) -> None:
         self.common = Counted(SHAPE, SHAPE.initial(3))
         section = ClassifierSection(kind="classifier", gate_width=5, statistics="shared")
-        modality = Examples(SHAPE, self.common, section, torch.device("cpu"), self.federation)
+        problem = Examples(SHAPE, self.common, section, torch.device("cpu"), self.federation)
         data = self.federation.everyone
         layouts = {i: self.method.layout(0, Layout()) for i in data}
         training = Training(
@@ -70,7 +70,7 @@ class Run:
             stateless=True,
         )
         self.site = Site(
-            modality.build,
+            problem.build,
             layouts,
             data,
             training,
@@ -78,7 +78,7 @@ class Run:
             total_iterations=self.method.total_iterations,
         )
         self.engine = InProcess(self.site, self.method)
-        self.blueprint = Blueprint(modality.trainable, layouts, 7, None, self.federation.anchors)
+        self.blueprint = Blueprint(problem.trainable, layouts, 7, None, self.federation.anchors)
         self.clients = tuple(self.federation.clients)
         self.server = self.method.init(self.blueprint, self.clients)
 
@@ -403,15 +403,15 @@ def test_running_statistics_travel_with_their_expert(tiny_pictures: Federation) 
     shape = NetworkShape("cnn", (1, 4, 4), 10, norm="batch", width=2)
     section = ClassifierSection(kind="classifier", network="cnn", width=2, gate_width=5)
     federation = newcomer(tiny_pictures)
-    modality = Examples(
+    problem = Examples(
         shape, CommonExpert(SHAPE, SHAPE.initial(3)), section, torch.device("cpu"), federation
     )
     method = DDOME(rounds=1, local_steps=3, pool=1, top_k=1)
     layouts = {i: method.layout(0, Layout()) for i in federation.everyone}
-    site = Site(modality.build, layouts, federation.everyone, Training(batch_size=BATCH), 7, 3)
+    site = Site(problem.build, layouts, federation.everyone, Training(batch_size=BATCH), 7, 3)
     engine, blueprint = (
         InProcess(site, method),
-        Blueprint(modality.trainable, layouts, 7, None, federation.anchors),
+        Blueprint(problem.trainable, layouts, 7, None, federation.anchors),
     )
     server = method.init(blueprint, ("ann", "ben"))
     parameters = sum(p.numel() for p in shape.build().parameters())

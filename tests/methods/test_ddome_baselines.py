@@ -21,7 +21,7 @@ from coterie.client.optimizers import SGD, AdamW, Optimiser
 from coterie.client.settings import Training
 from coterie.client.site import Site
 from coterie.core.errors import ClientError, RecipeError
-from coterie.core.protocol import Ask, ClientId, Replies, drive, mix
+from coterie.core.protocol import Ask, ClientId, Replies, derive_seed, drive
 from coterie.core.roles import BACKBONE, GENERALIST, SPECIALIST
 from coterie.core.tensors import Tensors, nbytes, under
 from coterie.data.examples import Examples
@@ -508,7 +508,7 @@ def test_scaffold_refuses_steps_that_are_not_along_gradients(federation: Federat
 
 def seeded(run: Run, number: int, client: ClientId) -> None:
     """What the engine does before a client's task."""
-    torch.manual_seed(mix(SEED, number, 0, client))
+    torch.manual_seed(derive_seed(SEED, number, 0, client))
 
 
 def test_fedsr_is_fedavg_with_a_random_representation(federation: Federation) -> None:
@@ -662,7 +662,7 @@ def test_they_learn_and_the_server_has_a_model_for_anyone(
     run = Run(replace(method, rounds=10, local_steps=5), federation, shape=shape, statistics=True)
     before = run.loss()
     assert run.rounds(10).loss() < before - 0.2
-    assert method.universal
+    assert method.serves_unseen_clients
     adapted = drive(method.adapt(run.state, ["new"]), lambda ask, phase: {})
     bitwise(adapted["new"], run.model)
     new = run.site.client("ann", {})

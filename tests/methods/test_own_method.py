@@ -35,7 +35,7 @@ class Half(FedAvg):
     step: Annotated[float, Field(gt=0, le=1, description="of the way to the mean")] = 0.5
 
     def round(self, state, clients, rng):
-        replies = yield Ask(self.local_round, self.download(state, clients), self.back)
+        replies = yield Ask(self.local_round, self.download(state, clients), self.reply_spec)
         mean = self.combine(replies, state)
         return {name: old + self.step * (mean[name] - old) for name, old in state.items()}
 

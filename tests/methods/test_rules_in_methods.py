@@ -20,7 +20,7 @@ from coterie.aggregation import (
     TrimmedMean,
 )
 from coterie.core.errors import RecipeError
-from coterie.core.protocol import Ask, ClientId, Replies, drive, mix, trains
+from coterie.core.protocol import Ask, ClientId, Replies, derive_seed, drive, trains
 from coterie.core.tensors import Tensors
 from coterie.methods import METHODS
 from coterie.methods.base import Method
@@ -40,7 +40,9 @@ NAMES = [
 
 
 def tensor(*key: object, size: int = 6) -> torch.Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(mix(0, *map(str, key))))
+    return torch.randn(
+        size, generator=torch.Generator().manual_seed(derive_seed(0, *map(str, key)))
+    )
 
 
 def start(name: str, **fields: Any) -> tuple[Method, Tensors]:
@@ -87,7 +89,7 @@ class Exchange:
 
     def __call__(self, ask: Ask, phase: int) -> Replies:
         found = {
-            i: {n: self.value(n, t, i, len(self.asks)) for n, t in ask.back(sent).items()}
+            i: {n: self.value(n, t, i, len(self.asks)) for n, t in ask.reply_spec(sent).items()}
             for i, sent in ask.to.items()
         }
         for i, reply in found.items():
@@ -281,7 +283,7 @@ def test_where_nobody_answers_the_state_stays(name: str) -> None:
 
 def test_of_whom_the_server_needs_only_the_sum() -> None:
     """Everything of which secure aggregation can be asked, by name."""
-    sums = {name for name, entry in METHODS.items() if build_method({"name": name}).sums}
+    sums = {name for name, entry in METHODS.items() if build_method({"name": name}).needs_only_mean}
     assert sums == {
         *(
             "fedavg",
@@ -308,12 +310,12 @@ def test_of_whom_the_server_needs_only_the_sum() -> None:
     }
     for name in sums:
         for rule in ({"rule": "median"}, {"weighting": "samples"}):
-            assert not build_method({"name": name, "aggregation": rule}).sums
-    assert not CoMiGSPool().sums
+            assert not build_method({"name": name, "aggregation": rule}).needs_only_mean
+    assert not CoMiGSPool().needs_only_mean
 
 
 @pytest.mark.parametrize(
-    "name", sorted(name for name in NAMES if build_method({"name": name}).sums)
+    "name", sorted(name for name in NAMES if build_method({"name": name}).needs_only_mean)
 )
 def test_where_only_the_sum_is_needed_everybodys_mean_does(name: str) -> None:
     """If every client is said to have sent the mean of all, the server comes to the same state."""

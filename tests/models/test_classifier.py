@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from coterie.core.errors import ModelError
-from coterie.core.protocol import mix
+from coterie.core.protocol import derive_seed
 from coterie.core.roles import GENERALIST, SPECIALIST
 from coterie.data.examples import Examples
 from coterie.models.classifier import Classifier, NetworkShape
@@ -145,7 +145,7 @@ def test_initial_values_have_pytorchs_distribution_and_streams_of_their_own() ->
     drawn = torch.empty(10).uniform_(
         -(128**-0.5),
         128**-0.5,
-        generator=torch.Generator().manual_seed(mix(5, GENERALIST, "head.bias")),
+        generator=torch.Generator().manual_seed(derive_seed(5, GENERALIST, "head.bias")),
     )
     assert torch.equal(initial["head.bias"], drawn)
     assert_same(model.initial(GENERALIST, 5), initial)

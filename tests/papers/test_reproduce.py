@@ -84,7 +84,7 @@ def test_the_data_of_every_table_of_ddome_can_be_dealt(name: str, tmp_path: Path
         )
         if recipe.data.kind == "digits":  # which are on every machine
             dealt.add(column)
-            federation = prepare(recipe).modality.federation
+            federation = prepare(recipe).problem.federation
             assert next(iter(federation.unseen)) == (
                 "random" if recipe.data.partition == "dirichlet" else "aligned"
             )

@@ -124,7 +124,7 @@ def test_the_run_gives_its_own_unseen_clients_the_same(run: Path, tmp_path: Path
     are.
     """
     result = json.loads((run / "result.json").read_text())
-    unseen = prepare(recipes.resolve(run)).modality.federation.unseen["aligned"]
+    unseen = prepare(recipes.resolve(run)).problem.federation.unseen["aligned"]
     for id, data in unseen.items():
         test = data.test
         assert isinstance(test, ExampleSplit)

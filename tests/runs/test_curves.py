@@ -18,7 +18,7 @@ from coterie.reports.callback import Callback
 from coterie.reports.progress import Terminal
 from coterie.runs import recipe as recipes
 from coterie.runs import run as runs
-from coterie.runs.backends import OnThisMachine
+from coterie.runs.backends import LocalBackend
 from coterie.runs.estimate import Estimate, Foresight, work
 from coterie.runs.recipe import Recipe
 
@@ -106,10 +106,10 @@ def test_points_change_no_figure(
 def test_a_point_is_of_evenly_spaced_windows(
     recipe: Recipe, whole: tuple[Path, list[dict]]
 ) -> None:
-    prepared = OnThisMachine().prepare(recipe)
+    prepared = LocalBackend().prepare(recipe)
     client = prepared.site.client("ben", {})
     assert isinstance(client.model, LanguageModel)
-    test = prepared.modality.federation.clients["ben"].test
+    test = prepared.problem.federation.clients["ben"].test
     assert test.windows > 6
     numbers = [int(k * (test.windows - 1) / 5) for k in range(6)]
     with torch.no_grad():
@@ -201,7 +201,7 @@ def test_what_is_not_measured_is_expected_by_how_much_it_trains(
         "coterie.runs.estimate.estimate", lambda prepared: Estimate(2 * work(prepared), 0, 0, None)
     )
     rows = [
-        OnThisMachine().prepare(recipe.with_method(name))
+        LocalBackend().prepare(recipe.with_method(name))
         for name in ("local", "fedavg", "pretrained")
     ]
     foresight = Foresight(most=0.0)

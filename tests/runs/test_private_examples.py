@@ -333,9 +333,7 @@ def test_a_result_says_what_each_client_spent(tiny_base: Path, tmp_path: Path) -
     own = recipe(tiny_base, PRIVATE, "method.name=fedavg")
     (result,) = run(own, tmp_path / "run")
     privacy = result["privacy"]
-    windows = {
-        i: data.train.windows for i, data in prepare(own).modality.federation.clients.items()
-    }
+    windows = {i: data.train.windows for i, data in prepare(own).problem.federation.clients.items()}
     assert privacy["clients"].keys() == windows.keys()
     assert privacy["epsilon"] == max(privacy["clients"].values()) > 0
     assert "at most 6 steps" in privacy["sampling"]

@@ -118,7 +118,7 @@ def test_one_network_for_all_starts_from_the_common_expert_where_it_is_the_same_
         )
         server, common = (
             prepared.method.init(prepared.blueprint, prepared.clients),
-            prepared.modality.common,
+            prepared.problem.common,
         )  # type: ignore[attr-defined]
         return all(
             tensor.equal(common.tensors[name])

@@ -12,7 +12,7 @@ import torch
 from coterie.client.client import Client
 from coterie.client.interfaces import AnyClient
 from coterie.core.errors import Refused
-from coterie.core.protocol import Ask, Sends, State, nothing, task
+from coterie.core.protocol import Ask, Sends, State, empty_reply, task
 from coterie.core.roles import GENERALIST, SPECIALIST
 from coterie.core.tensors import Tensors
 from coterie.methods import Method
@@ -30,7 +30,7 @@ class Half(FedAvg):
     """Right: half a step to the mean."""
 
     def round(self, state, clients, rng):
-        replies = yield Ask(self.local_round, self.download(state, clients), self.back)
+        replies = yield Ask(self.local_round, self.download(state, clients), self.reply_spec)
         mean = self.combine(replies, state)
         return state | {name: (state[name] + mean[name]) / 2 for name in mean}
 
@@ -86,7 +86,7 @@ class Dropping(Local):
         return {f"{i}/turns": torch.zeros(1) for i in clients}
 
     def round(self, state, clients, rng):
-        yield Ask(self.local_round, {i: {} for i in clients}, nothing)
+        yield Ask(self.local_round, {i: {} for i in clients}, empty_reply)
         return {f"{i}/turns": state[f"{i}/turns"] + 1 for i in clients}
 
 
@@ -207,7 +207,7 @@ class Homeless(FedAvg):
             "local_round is declared to send scores, but a model that came goes back",
             "declared Sends.UPDATE",
         ),
-        (Formless, "TensorError: .*reply of client 'ann' to local_round", "`Ask.back` says"),
+        (Formless, "TensorError: .*reply of client 'ann' to local_round", "`Ask.reply_spec` says"),
         (
             Remembering,
             "the engines inprocess and loopback, server's state: .* differ",

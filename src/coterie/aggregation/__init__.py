@@ -2,7 +2,7 @@
 aggregation, simulated attacks.
 """
 
-from coterie.aggregation.assignment import deal
+from coterie.aggregation.assignment import assign_experts
 from coterie.aggregation.collaboration import (
     agreement,
     ascend_box,
@@ -48,8 +48,8 @@ __all__ = [
     "agreement",
     "ascend_box",
     "ascend_simplex",
+    "assign_experts",
     "by_holders",
-    "deal",
     "midpoints",
     "mixtures",
     "pulls",

@@ -12,7 +12,7 @@ def largest(scores: Tensor, count: int) -> Tensor:
     return scores.topk(count).indices.sort().values
 
 
-def deal(scores: Tensor, count: int, load: float | None) -> Tensor:
+def assign_experts(scores: Tensor, count: int, load: float | None) -> Tensor:
     """As `largest`, so that the sum of all scores is largest, but no member has more clients than
     it should.
 

@@ -120,14 +120,14 @@ def mixtures(models: Sequence[Tensor], weights: Tensor) -> Tensor:
     return torch.stack(list(models)) - pulls(models, weights)
 
 
-def rearranged(weights: Tensor, places: Sequence[int | None], shares: bool) -> Tensor:
+def rearranged(weights: Tensor, places: Sequence[int | None], row_stochastic: bool) -> Tensor:
     """W after clients joined and left: whoever is new starts as all started, and the others keep
     what they have for each other.
 
     Args:
         weights: (m, m), before.
         places: Of each of the n clients that are there now: its row before, or None for a new one.
-        shares: Whether rows are shares of one; then they are scaled to stay so.
+        row_stochastic: Whether each row sums to 1; then it is scaled to stay so.
 
     Returns:
         (n, n).
@@ -135,8 +135,8 @@ def rearranged(weights: Tensor, places: Sequence[int | None], shares: bool) -> T
     before = torch.tensor([-1 if place is None else place for place in places])
     kept = (before[:, None] >= 0) & (before >= 0)
     own = weights[before.clamp(min=0)][:, before.clamp(min=0)]
-    start = start_weights(len(places), shares)
-    if not shares:
+    start = start_weights(len(places), row_stochastic)
+    if not row_stochastic:
         return torch.where(kept, own, start)
     new = torch.where(kept, 0.0, start)
     held = torch.where(kept, own, 0.0)
@@ -146,14 +146,14 @@ def rearranged(weights: Tensor, places: Sequence[int | None], shares: bool) -> T
     )
 
 
-def start_weights(n: int, shares: bool) -> Tensor:
+def start_weights(n: int, row_stochastic: bool) -> Tensor:
     """(n, n): everybody with everybody, and nobody with himself."""
     ones = torch.ones(n, n, dtype=torch.float64).fill_diagonal_(0)
-    return ones / max(n - 1, 1) if shares else ones
+    return ones / max(n - 1, 1) if row_stochastic else ones
 
 
 def weights_error(
-    weights: Sequence[Sequence[float]], clusters: Sequence[int], shares: bool
+    weights: Sequence[Sequence[float]], clusters: Sequence[int], row_stochastic: bool
 ) -> float:
     """Return the share of off-diagonal weights on the wrong side of a threshold: above it exactly
     those of cluster mates should be.
@@ -161,12 +161,12 @@ def weights_error(
     Args:
         weights: (n, n).
         clusters: The true cluster of each client.
-        shares: Whether a row is shares of one; then the threshold is half of the row's largest
-            off-diagonal weight, otherwise 0.5.
+        row_stochastic: Whether each row sums to 1; then the threshold is half of the row's
+            largest off-diagonal weight, otherwise 0.5.
     """
     wrong = []
     for i, row in enumerate(weights):
         others = {j: w for j, w in enumerate(row) if j != i}
-        limit = max(others.values(), default=0.0) / 2 if shares else 0.5
+        limit = max(others.values(), default=0.0) / 2 if row_stochastic else 0.5
         wrong += [(w > limit) != (clusters[i] == clusters[j]) for j, w in others.items()]
     return sum(wrong) / max(len(wrong), 1)

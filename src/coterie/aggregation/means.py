@@ -60,7 +60,7 @@ class Combining(BaseModel, ABC):
         return False
 
     @property
-    def sums(self) -> bool:
+    def needs_only_mean(self) -> bool:
         """Whether it needs nothing but the sum of what clients sent, and their number."""
         return False
 
@@ -100,7 +100,7 @@ class Mean(Combining):
         return self.weighting == "samples"
 
     @property
-    def sums(self) -> bool:
+    def needs_only_mean(self) -> bool:
         return self.weighting == "uniform"
 
     def combine(self, replies: Replies, around: Named) -> Tensors:

@@ -14,7 +14,7 @@ from coterie.audit.observers import ABLE, Shared, SharedText, View, calibrated, 
 from coterie.audit.statistics import Values
 from coterie.core.errors import CheckpointError, Refused
 from coterie.core.files import read_json, write_json
-from coterie.core.protocol import ClientId, mix
+from coterie.core.protocol import ClientId, derive_seed
 from coterie.core.roles import GENERALIST
 from coterie.core.tensors import Tensors, weighted_sum
 from coterie.data.canaries import Canaries
@@ -26,7 +26,7 @@ from coterie.reports.html import AUDITED, write_report
 from coterie.runs import files
 from coterie.runs import loading as modalities
 from coterie.runs import recipe as recipes
-from coterie.runs.backends import OnThisMachine
+from coterie.runs.backends import LocalBackend
 from coterie.runs.execution import Execution
 from coterie.runs.inputs import RESULT
 from coterie.runs.language import Language
@@ -102,7 +102,7 @@ class _Auditor:
         self.recipe = _recipe(run)
         self.prepared = prepare(self.recipe)
         self._check()
-        self.execution = Execution(self.prepared, run, Callback(), "", OnThisMachine("inprocess"))
+        self.execution = Execution(self.prepared, run, Callback(), "", LocalBackend("inprocess"))
         if not self.execution.restore():
             raise CheckpointError(
                 f"{run} has no checkpoint yet",
@@ -124,7 +124,7 @@ class _Auditor:
                 f"There are: {', '.join(known)}.",
             )
         if (
-            self.prepared.method.pooled
+            self.prepared.method.centralized
             or not self.prepared.method.rounds
             or not self.prepared.method.shared
         ):
@@ -185,7 +185,7 @@ class _Auditor:
         data = self.prepared.site.data[client]
         assert isinstance(data.train, Walk)
         assert isinstance(data.test, Walk)
-        rng = np.random.default_rng(mix(self.settings.seed, "audit", "rows", client))
+        rng = np.random.default_rng(derive_seed(self.settings.seed, "audit", "rows", client))
         state = self.execution.engine.states().get(client, {})
         method, batch = self.prepared.method, self.recipe.training.batch_size
         cursor = (
@@ -211,7 +211,7 @@ class _Auditor:
 
     def measured(self) -> Json:
         """Return all that is in `audit.json`."""
-        language = isinstance(self.prepared.modality, Language)
+        language = isinstance(self.prepared.problem, Language)
         result = read_json(self.run / RESULT) if (self.run / RESULT).exists() else {}
         observers = {name: self._observer(name, views) for name, views in self.views.items()}
         self.say("what the data alone tell")
@@ -282,8 +282,8 @@ class _Auditor:
             )
         if texts and self.planted is not None:
             end = (
-                self.prepared.modality.backbone.tokenizer.eos_token_id
-                if isinstance(self.prepared.modality, Language)
+                self.prepared.problem.backbone.tokenizer.eos_token_id
+                if isinstance(self.prepared.problem, Language)
                 else None
             )
             scored = {
@@ -317,14 +317,14 @@ class _Auditor:
         but one client.
         """
         if (
-            not isinstance(self.prepared.modality, Language)
+            not isinstance(self.prepared.problem, Language)
             or not (self.run / "clients").is_dir()
             or len(self.prepared.clients) < 2
         ):
             return None
         self.say("rare words in others' suggestions")
-        modality = self.prepared.modality
-        backbone, search = modality.backbone, Words(modality.backbone)
+        problem = self.prepared.problem
+        backbone, search = problem.backbone, Words(problem.backbone)
         own = modalities.load(
             self.recipe.model_copy(update={"audit": None})
         ).federation.clients  # without canaries, which are no words
@@ -335,7 +335,7 @@ class _Auditor:
         cases, control = words.rare(
             texts,
             self.settings.words,
-            np.random.default_rng(mix(self.settings.seed, "audit", "words")),
+            np.random.default_rng(derive_seed(self.settings.seed, "audit", "words")),
         )
         cases, control = (
             [case for case in some if case.owner in self.clients] for some in (cases, control)

@@ -65,11 +65,11 @@ class SharedText(Shared):
     """
 
     def __init__(self, prepared: Prepared, client: ClientId) -> None:
-        assert isinstance(prepared.modality, Language)
+        assert isinstance(prepared.problem, Language)
         layout = prepared.site.layouts[client]
         if not layout.generalists or layout.local_b:
             raise Refused(f"audit: {prepared.recipe.method['name']} shares no whole experts", ABLE)
-        self.language: LanguageModel = prepared.modality.build(
+        self.language: LanguageModel = prepared.problem.build(
             replace(layout, specialists=0, members=0, biased=False, routing="equal", balance="none")
         )
         site = prepared.site
@@ -137,7 +137,7 @@ class SharedClassifier(Shared):
     """Of a classifier that is one network."""
 
     def __init__(self, prepared: Prepared, client: ClientId) -> None:
-        model, site = prepared.modality.build(prepared.site.layouts[client]), prepared.site
+        model, site = prepared.problem.build(prepared.site.layouts[client]), prepared.site
         if not isinstance(model, Classifier):
             raise Refused("audit: of a pool of experts each client gets a part of its own", ABLE)
         self.model = model
@@ -162,7 +162,7 @@ def shared(prepared: Prepared, client: ClientId) -> Shared:
     """
     return (
         SharedText(prepared, client)
-        if isinstance(prepared.modality, Language)
+        if isinstance(prepared.problem, Language)
         else SharedClassifier(prepared, client)
     )
 

@@ -94,12 +94,12 @@ def _foretell(recipe: "Recipe") -> None:
     from rich.console import Console
 
     from coterie.reports.tables import foretold
-    from coterie.runs.backends import OnThisMachine
+    from coterie.runs.backends import LocalBackend
     from coterie.runs.estimate import estimate
 
     rows = [recipe.with_method(name) for name in recipe.compare_with] + [recipe]
     for index, row in enumerate(rows):
-        prepared = OnThisMachine().prepare(row)
+        prepared = LocalBackend().prepare(row)
         foretold(Console(), prepared, estimate(prepared), first=index == 0)
     print("Estimates of this machine as busy as it is now, from a few steps.\nNothing was written.")
 

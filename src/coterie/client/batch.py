@@ -18,7 +18,7 @@ from coterie.core.protocol import ClientId, Replies, State
 from coterie.core.roles import GENERALIST, Role
 from coterie.core.tensors import Named, Tensors, all_finite, check_alike
 from coterie.data.splits import Split
-from coterie.models.classifier import Classifier, parted
+from coterie.models.classifier import Classifier, unflatten
 
 _X, _OPTIMISER, _BUFFERS = f"parameters/{GENERALIST}", f"optimiser/{GENERALIST}", "buffers"
 
@@ -215,7 +215,7 @@ class ClientBatch:
         self._check_role(*roles)
         stacks = Tensors()
         for key, named in self._shared.items():
-            stacks |= parted(self._matrix(key).clone(), named)
+            stacks |= unflatten(self._matrix(key).clone(), named)
         return stacks
 
     def flat(self, role: Role = GENERALIST, into: Tensor | None = None) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from coterie.client.interfaces import Trainable
-from coterie.core.protocol import ClientId, mix
+from coterie.core.protocol import ClientId, derive_seed
 from coterie.core.roles import EXPERT, GENERALIST, ROUTER, SPECIALIST, Role
 from coterie.core.tensors import Tensors
 from coterie.models.layout import Layout
@@ -18,7 +18,7 @@ def initial_seed(seed: int, role: Role, client: ClientId) -> int:
     """Return what is shared starts the same everywhere, from the run's seed; what is local starts
     from the client's own.
     """
-    return mix(seed, "initial", role, client if role in (SPECIALIST, ROUTER) else "")
+    return derive_seed(seed, "initial", role, client if role in (SPECIALIST, ROUTER) else "")
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,11 @@ class Blueprint:
         Of the experts of a pool it is one expert, with its running statistics; those of others are
         in no vector.
         """
-        seed = initial_seed(self.seed, role, "") if start == 0 else mix(self.seed, "start", start)
+        seed = (
+            initial_seed(self.seed, role, "")
+            if start == 0
+            else derive_seed(self.seed, "start", start)
+        )
         model = self.trainable(next(iter(self.layouts.values())))
         initial = model.initial(role, seed)
         return torch.cat(

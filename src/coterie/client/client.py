@@ -250,12 +250,12 @@ class Client(BoundClient):
             points: (d,) each, by the ids of the clients whose models they are, or are halfway to.
                 What is under the client's own id becomes its model, and the batch is of those that
                 train it, which its running statistics follow.
-            purpose: The other batches are those of `again(purpose)`.
+            purpose: The other batches are those of `independent_stream(purpose)`.
 
         Returns:
             (d,) fp32 each, under the same names.
         """
-        others, found = self.again(purpose), Tensors()
+        others, found = self.independent_stream(purpose), Tensors()
         for name, values in sorted(points.items()):
             if name != self.id:
                 found[name] = self.gradient_at(values, self.draw(others))
@@ -288,7 +288,7 @@ class Client(BoundClient):
         )
         return {name: gradient.float() for name, gradient in zip(named, found, strict=True)}
 
-    def forget(self, role: Role) -> None:
+    def reset_optimizer(self, role: Role) -> None:
         """Start the optimiser of a role afresh: its moments belong to tensors that are no more."""
         for key in [key for key in self.state if key.startswith(f"optimiser/{role}/")]:
             del self.state[key]

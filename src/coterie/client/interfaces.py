@@ -40,14 +40,10 @@ class Model(Protocol):
     def initial_buffers(self) -> Tensors: ...
     @property
     def statistics(self) -> Role | None: ...  # the role with which the buffers travel, if they do
-    def places(
-        self,
-    ) -> Sequence[
-        Mapping[str, Tensor]
-    ]: ...  # for experts of a pool, each with all that travels with one
-    def hold(
-        self, numbers: Tensor, embeddings: Callable[[], Tensor]
-    ) -> None: ...  # which experts they are, and of what data
+    # for experts of a pool: the tensors that travel with each
+    def expert_slots(self) -> Sequence[Mapping[str, Tensor]]: ...
+    # say which experts are in the slots, and give the embeddings of the client's data
+    def bind_experts(self, numbers: Tensor, embeddings: Callable[[], Tensor]) -> None: ...
     def loras(self) -> Mapping[str, LoRA]: ...
     def initial(self, role: Role, seed: int) -> Tensors: ...
     def gradient(

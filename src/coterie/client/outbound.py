@@ -19,7 +19,7 @@ from coterie.core.protocol import (
     Task,
     check_declared,
     declared,
-    mix,
+    derive_seed,
     protects_examples,
 )
 from coterie.core.tensors import Named, Tensors, to_bytes
@@ -126,7 +126,9 @@ class Outbound:
             alike = update and all(
                 name not in sent or sent[name].shape == t.shape for name, t in reply.items()
             )
-            generator = torch.Generator().manual_seed(mix(self.seed, "attack", round, phase, id))
+            generator = torch.Generator().manual_seed(
+                derive_seed(self.seed, "attack", round, phase, id)
+            )
             return poisoned(reply, sent, alike, self.attack, generator)
         if self.protects:
             self.check(task)

@@ -11,10 +11,18 @@ from coterie.client.client import Client
 from coterie.client.interfaces import Metrics, Model
 from coterie.client.outbound import Outbound
 from coterie.client.settings import Training
-from coterie.client.state import NUMBERS
+from coterie.client.state import EXPERT_IDS
 from coterie.core.errors import ClientError, CoterieError, Refused
 from coterie.core.profiling import span
-from coterie.core.protocol import MOST_SCORES, ClientId, Sends, State, declared, find_task, mix
+from coterie.core.protocol import (
+    MOST_SCORES,
+    ClientId,
+    Sends,
+    State,
+    declared,
+    derive_seed,
+    find_task,
+)
 from coterie.core.roles import EXPERT, Role
 from coterie.core.tensors import Named, Tensors
 from coterie.data.federation import ClientData
@@ -24,7 +32,7 @@ _OF_THE_MODEL = (
     "parameters/",
     "optimiser/",
     "buffers",
-    NUMBERS,
+    EXPERT_IDS,
 )  # what the keys of a client's state that a stateless one drops begin with
 
 
@@ -136,7 +144,7 @@ class Site:
 
     def end(self, state: State, method: Any) -> None:
         """Settle what a client keeps after a task: everything, or of the model nothing."""
-        if method.forgetful or self.training.stateless:
+        if method.stateless or self.training.stateless:
             for key in [key for key in state if key.startswith(_OF_THE_MODEL)]:
                 del state[key]
 
@@ -205,7 +213,7 @@ class Site:
             torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
             span(f"{task} {id}"),
         ):
-            _seed(mix(self.seed, round, phase, id), device)
+            _seed(derive_seed(self.seed, round, phase, id), device)
             try:
                 if self.outbound is not None:
                     self.outbound.check(find_task(method, task))

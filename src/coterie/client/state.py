@@ -25,8 +25,8 @@ from coterie.models.pool import ABSENT
 # What a client owns, in the order of its parameters. Of BACKBONE an adapter has what a method
 # freezes at its initial value.
 OWNED = (GENERALIST, SPECIALIST, ROUTER, EXPERT, GATE, BACKBONE)
-POOLED = (EXPERT, GATE)  # of these a client has nothing until something comes from the server
-NUMBERS = "experts"  # which of a pool's experts are in a client's places
+POOL_ROLES = (EXPERT, GATE)  # of these a client has nothing until something comes from the server
+EXPERT_IDS = "experts"  # which of a pool's experts are in a client's slots
 
 
 @dataclass
@@ -55,9 +55,11 @@ class BoundClient:
             if named := self._parameters[role]:
                 self._bind(role, named)
         self._bind_buffers()
-        if places := self.model.places():
-            self.state.setdefault(NUMBERS, torch.full((len(places),), ABSENT))
-            self.model.hold(self.state[NUMBERS], lambda: self.embeddings(self.data.train))
+        if slots := self.model.expert_slots():
+            self.state.setdefault(EXPERT_IDS, torch.full((len(slots),), ABSENT))
+            self.model.bind_experts(
+                self.state[EXPERT_IDS], lambda: self.embeddings(self.data.train)
+            )
 
     def _bind_buffers(self) -> None:
         """Make the model's buffers views of this client's."""
@@ -78,7 +80,7 @@ class BoundClient:
         """Make the model's parameters of one role views of this client's flat tensor."""
         device = next(iter(named.values())).device
         key, size = f"parameters/{role}", sum(p.numel() for p in named.values())
-        if key not in self.state and role in POOLED:
+        if key not in self.state and role in POOL_ROLES:
             self.state[key] = torch.zeros(size)
         elif key not in self.state:
             initial = self.model.initial(role, initial_seed(self.seed, role, self.id))
@@ -116,7 +118,7 @@ class BoundClient:
         """The same as a tensor, (): what a server weighs by."""
         return torch.tensor(self.windows)
 
-    def again(self, purpose: str) -> Split:
+    def independent_stream(self, purpose: str) -> Split:
         """Return the training data in another order and with a cursor of its own, for batches
         beside those that train the client.
         """
@@ -160,7 +162,7 @@ class BoundClient:
         Args:
             tensors: By their own names; under a role's name all values of that role as one vector,
                 (d,); or as `expert/<number>`, (d,), all that belongs to one expert of a pool, for
-                the next place in the order of the numbers.
+                the next slot in the order of the numbers.
 
         Raises:
             TensorError: A name, shape or dtype that this client's model does not have, or a value
@@ -184,9 +186,9 @@ class BoundClient:
         found: dict[str, Tensor] = {
             name: p for role in roles for name, p in self._parameters[role].items()
         }
-        if EXPERT in roles and (places := self.model.places()):
-            found |= {name: t for place in places for name, t in place.items()} | {
-                NUMBERS: self.state[NUMBERS]
+        if EXPERT in roles and (slots := self.model.expert_slots()):
+            found |= {name: t for slot in slots for name, t in slot.items()} | {
+                EXPERT_IDS: self.state[EXPERT_IDS]
             }
         return found | (dict(self.model.buffers()) if self.model.statistics in roles else {})
 
@@ -194,22 +196,23 @@ class BoundClient:
         """Return the same tensors, those that came as one vector under their own names."""
         found = dict(tensors)
         for role in tensors.keys() & set(OWNED):
-            found |= self._parted(dict(self._parameters[Role(role)].items()), found.pop(role), role)
+            found |= self._unflatten(
+                dict(self._parameters[Role(role)].items()), found.pop(role), role
+            )
         if numbers := numbers_of_experts(tensors):
-            places = self.model.places()
-            if len(numbers) > len(places):
+            slots = self.model.expert_slots()
+            if len(numbers) > len(slots):
                 raise TensorError(
-                    f"{len(numbers)} experts for client {self.id!r}, which has {len(places)} "
-                    f"places",
+                    f"{len(numbers)} experts for client {self.id!r}, which has {len(slots)} slots",
                     "Send at most K.",
                 )
-            for number, place in zip(numbers, places, strict=False):
+            for number, slot in zip(numbers, slots, strict=False):
                 name = of_expert(number)
-                found |= self._parted(place, found.pop(name), name)
-            found[NUMBERS] = torch.tensor(numbers + [ABSENT] * (len(places) - len(numbers)))
+                found |= self._unflatten(slot, found.pop(name), name)
+            found[EXPERT_IDS] = torch.tensor(numbers + [ABSENT] * (len(slots) - len(numbers)))
         return found
 
-    def _parted(self, own: Named, flat: Tensor, what: str) -> Tensors:
+    def _unflatten(self, own: Named, flat: Tensor, what: str) -> Tensors:
         """One vector, (d,), as tensors of these names and shapes. Raises TensorError if its
         length is another.
         """
@@ -232,11 +235,11 @@ class BoundClient:
         """Return copies of the experts of a pool that the client has, as `expert/<number>`, (d,)
         each.
         """
-        numbers = [number for number in self.state[NUMBERS].tolist() if number != ABSENT]
-        places = zip(numbers, self.model.places(), strict=False)
+        numbers = [number for number in self.state[EXPERT_IDS].tolist() if number != ABSENT]
+        slots = zip(numbers, self.model.expert_slots(), strict=False)
         return {
-            of_expert(number): torch.cat([t.detach().flatten() for t in place.values()])
-            for number, place in places
+            of_expert(number): torch.cat([t.detach().flatten() for t in slot.values()])
+            for number, slot in slots
         }
 
     def flat(self, role: Role = GENERALIST, into: Tensor | None = None) -> Tensor:

@@ -166,24 +166,24 @@ def direction(metric: Mapping[str, Any]) -> str:
     return "lower is better" if metric["lower_is_better"] else "higher is better"
 
 
-def badness(value: float, metric: Mapping[str, Any]) -> float:
+def sort_key(value: float, metric: Mapping[str, Any]) -> float:
     """Return the value, with the sign that makes the least the best: what a ranking sorts by."""
     return value if metric["lower_is_better"] else -value
 
 
 def better(a: float, b: float, metric: Mapping[str, Any]) -> bool:
     """Whether a beats b by the metric of a result."""
-    return badness(a, metric) < badness(b, metric)
+    return sort_key(a, metric) < sort_key(b, metric)
 
 
 def best(values: Iterable[float], metric: Mapping[str, Any]) -> float:
     """Return the best of some values by the metric of a result."""
-    return min(values, key=lambda value: badness(value, metric))
+    return min(values, key=lambda value: sort_key(value, metric))
 
 
 def worst(values: Iterable[float], metric: Mapping[str, Any]) -> float:
     """Return the worst of some values by the metric of a result."""
-    return max(values, key=lambda value: badness(value, metric))
+    return max(values, key=lambda value: sort_key(value, metric))
 
 
 def change(value: float, reference: float, metric: Mapping[str, Any]) -> tuple[float, str]:

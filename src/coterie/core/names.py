@@ -18,9 +18,9 @@ LONGEST_FILE = 120
 # Beside letters and digits: a typographic apostrophe (U+2019), the middle dots of Catalan and
 # Japanese, and Hebrew's two abbreviation marks
 SIGNS = " -_.'&+@\u2019\u00b7\u30fb\u05f3\u05f4"
-POOL = "centralized"  # who holds the union of all clients' data, for the Centralized row
+CENTRALIZED = "centralized"  # who holds the union of all clients' data, for the Centralized row
 _TAKEN = {
-    POOL: "the union of all clients' data",
+    CENTRALIZED: "the union of all clients' data",
     "__metadata__": "what safetensors files say of themselves",
 }
 _JOINERS = "\u200c\u200d"  # which the spelling of some languages needs

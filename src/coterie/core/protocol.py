@@ -19,7 +19,7 @@ ClientId = str
 State = Tensors  # the server's state: named tensors, so that checkpoints fall out
 Replies = Mapping[ClientId, Tensors]  # in the order of `Ask.to`, without the clients that failed
 Task = Callable[..., Tensors]
-Form = Callable[
+ReplySpec = Callable[
     [Named], Named
 ]  # by what a client was sent: tensors of the names, shapes and dtypes that it must send back
 
@@ -133,12 +133,12 @@ def protects_examples(method: Any) -> bool:
     return "by_examples" in vars(type(method)) and bool(method.by_examples)
 
 
-def same(sent: Named) -> Named:
+def as_sent(sent: Named) -> Named:
     """Return the form of what was sent."""
     return sent
 
 
-def nothing(sent: Named) -> Named:
+def empty_reply(sent: Named) -> Named:
     """Return the form of an empty reply."""
     return {}
 
@@ -151,14 +151,14 @@ class Ask:
         task: A bound `@task` of the method that yields this.
         to: What each client gets; the clients asked are its keys, and replies come back in their
             order.
-        back: The form of what each client sends back. Integers are from 0 to those of the form; its
-            other values say nothing.
+        reply_spec: Names, shapes and dtypes of each client's reply. Integers are from 0 to those
+            of the specification; its other values do not matter.
         smaller: Whether tensors may come back smaller than their form says (truncated ranks).
     """
 
     task: Task
     to: Mapping[ClientId, Tensors]
-    back: Form = same
+    reply_spec: ReplySpec = as_sent
     smaller: bool = False
 
     def __post_init__(self) -> None:
@@ -181,17 +181,18 @@ class Ask:
             TensorError: A foreign, missing or misshapen tensor, a value that is not finite, or an
                 integer out of its range.
         """
-        form, what = dict(self.back(self.to[client])), f"reply of client {client!r} to {self.name}"
+        spec = dict(self.reply_spec(self.to[client]))
+        what = f"reply of client {client!r} to {self.name}"
         if self.smaller:
-            form = {name: _cut(t, reply[name]) if name in reply else t for name, t in form.items()}
-        check_alike(form, reply, what)
+            spec = {name: _cut(t, reply[name]) if name in reply else t for name, t in spec.items()}
+        check_alike(spec, reply, what)
         if not all_finite(reply):
             bad = next(name for name in sorted(reply) if not all_finite({name: reply[name]}))
             raise TensorError(
                 f"{what}: not all values of {bad!r} are finite",
                 "Training diverged there: lower the learning rate.",
             )
-        for name, tensor in form.items():
+        for name, tensor in spec.items():
             found = reply[name]
             if (
                 not found.dtype.is_floating_point
@@ -247,7 +248,7 @@ def drive(round: Generator[Ask, Replies, R], answer: Callable[[Ask, int], Replie
         return result
 
 
-def mix(seed: int, *parts: int | str) -> int:
+def derive_seed(seed: int, *parts: int | str) -> int:
     """Return a seed of 63 bits for one purpose, from the run's seed and what names the purpose:
     (round, phase, client id) for a client's task.
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
 from coterie.core.errors import DataError
-from coterie.core.protocol import ClientId, mix
+from coterie.core.protocol import ClientId, derive_seed
 from coterie.data.federation import ClientData, Federation
 from coterie.data.refusals import Refusals
 from coterie.data.splits import Numbers, TokenSplit
@@ -130,10 +130,10 @@ def plant(
         DataError: A window is too short for a canary, or there are fewer windows than places.
     """
     allowed = np.asarray(vocabulary, dtype=np.int64)
-    prefix = np.random.default_rng(mix(seed, "audit", audit.seed, "prefix")).choice(
+    prefix = np.random.default_rng(derive_seed(seed, "audit", audit.seed, "prefix")).choice(
         allowed, audit.prefix
     )
-    references = np.random.default_rng(mix(seed, "audit", audit.seed, "references")).choice(
+    references = np.random.default_rng(derive_seed(seed, "audit", audit.seed, "references")).choice(
         allowed, (audit.references, audit.length)
     )
     ends = [] if end is None else [end]
@@ -141,7 +141,7 @@ def plant(
     with Refusals() as refusals:
         for id, data in federation.clients.items():
             assert isinstance(data.train, TokenSplit)
-            rng = np.random.default_rng(mix(seed, "audit", audit.seed, "client", id))
+            rng = np.random.default_rng(derive_seed(seed, "audit", audit.seed, "client", id))
             tokens = rng.choice(allowed, (audit.canaries, audit.length))
             planted = rng.random(audit.canaries) < 0.5
             pieces = np.array([[*ends, *prefix, *own, *ends] for own in tokens], dtype=np.int64)

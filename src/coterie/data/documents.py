@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from coterie.core.errors import DataError
-from coterie.core.protocol import mix
+from coterie.core.protocol import derive_seed
 from coterie.data.refusals import Refusals
 
 CHUNK = 2000  # characters
@@ -199,7 +199,9 @@ def split(documents: Iterable[Document], fractions: Sequence[float], seed: int) 
     for document in documents:
         works.setdefault(document.key, []).append(document.text)
     trials = max(1, 1000 // max(1, len(works)))
-    assignments = (_assign(works, fractions, mix(seed, "split", trial)) for trial in range(trials))
+    assignments = (
+        _assign(works, fractions, derive_seed(seed, "split", trial)) for trial in range(trials)
+    )
     best = min(assignments, key=lambda assignment: _imbalance(assignment, fractions))
     return [[text for work in part for text in work] for part in best]
 
@@ -212,7 +214,7 @@ def _assign(
     """
     parts: list[list[list[str]]] = [[] for _ in fractions]
     filled = [0.0] * len(fractions)
-    for key in sorted(works, key=lambda key: mix(seed, key)):
+    for key in sorted(works, key=lambda key: derive_seed(seed, key)):
         least = filled.index(min(filled))
         parts[least].append(works[key])
         filled[least] += _characters(works[key]) / fractions[least]

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 from coterie.core import names
 from coterie.core.errors import DataError
-from coterie.core.protocol import ClientId, mix
+from coterie.core.protocol import ClientId, derive_seed
 from coterie.data.refusals import Refusals
-from coterie.data.splits import SPLITS, PooledSplit, Split, Tokens, TokenSplit
+from coterie.data.splits import SPLITS, Split, Tokens, TokenSplit, UnionSplit
 
-POOL: ClientId = names.POOL
+CENTRALIZED: ClientId = names.CENTRALIZED
 _SHOWN = 120  # characters of an id that a message shows
 
 
@@ -144,16 +144,16 @@ class Federation:
             for id, data in group.items()
         }
 
-    def pooled(self, id: ClientId = POOL) -> ClientData:
+    def centralized(self, id: ClientId = CENTRALIZED) -> ClientData:
         """Return the union of all clients' train, valid and test sets as one client's data."""
         members = list(self.clients.values())
-        seed = mix(
+        seed = derive_seed(
             0, "pool", *(split.seed for member in members for split in member.splits)
         )  # another one whenever theirs are
         return ClientData(
             id,
             *(
-                PooledSplit(name, [getattr(member, name) for member in members], seed)
+                UnionSplit(name, [getattr(member, name) for member in members], seed)
                 for name in SPLITS
             ),
         )
@@ -186,7 +186,7 @@ def federate(
             splits: list[Split] = []
             for name in SPLITS:
                 with refusals.gather(f"client {id!r}, "):
-                    splits.append(TokenSplit(name, streams[name], context, mix(seed, id)))
+                    splits.append(TokenSplit(name, streams[name], context, derive_seed(seed, id)))
             if len(splits) == len(SPLITS):
                 clients[id] = ClientData(id, *splits)
     return Federation(clients, description)

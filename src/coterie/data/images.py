@@ -23,7 +23,7 @@ from coterie.core.errors import DataError, SaveError
 from coterie.data.documents import decompressed
 from coterie.data.federation import Federation
 from coterie.data.hub import fetch, located
-from coterie.data.partition import Dealing, Labelled
+from coterie.data.partition import Labelled, Partitioner
 from coterie.data.section import stamps
 from coterie.data.splits import Numbers
 from coterie.data.store import default_cache, put_in_place
@@ -49,7 +49,7 @@ _THINGS = (  # of CIFAR-100
 )
 
 
-class Images(Dealing):
+class Images(Partitioner):
     """A `data` section of images. Subclasses say where they are."""
 
     things: ClassVar[str] = "images"

@@ -15,7 +15,7 @@ from coterie.core.errors import DataError
 from coterie.data.documents import read_rows
 from coterie.data.federation import Federation
 from coterie.data.hub import fetch, located
-from coterie.data.partition import Dealing, Labelled
+from coterie.data.partition import Labelled, Partitioner
 from coterie.data.schemes import Positive
 from coterie.data.section import stamps
 from coterie.data.splits import Numbers, Tokens
@@ -29,7 +29,7 @@ _TEXTS = 1000  # encoded at a time
 Rows = Sequence[Mapping[str, Any]]  # of a file, or of a data set of the Hub
 
 
-class LabelledTexts(Dealing, ABC):
+class LabelledTexts(Partitioner, ABC):
     """A `data` section of labelled texts: JSON lines below `root` or $COTERIE_DATA, otherwise on
     the Hub. They are encoded once.
     """
@@ -100,7 +100,7 @@ class LabelledTexts(Dealing, ABC):
     def _encoded(self, tokenizer: Any, length: int, cache: Path) -> Labelled:
         """Return the encoded texts of the cache; encoded first if they are not there."""
         fingerprint, read = self._found()
-        own = self.model_dump(mode="json", exclude={*Dealing.model_fields, "root"})
+        own = self.model_dump(mode="json", exclude={*Partitioner.model_fields, "root"})
         drawn = self.seed if self.examples or self.tests else None
         key = key_of(tokenizer, "labelled", FORMAT, own, drawn, length, fingerprint)
         found = stored(cache, key, np.uint32, lambda: self._streams(read(), tokenizer, length))

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coterie.core.errors import DataError
-from coterie.core.protocol import ClientId, mix
+from coterie.core.protocol import ClientId, derive_seed
 from coterie.data.examples import ExampleSplit
 from coterie.data.federation import ClientData, Federation, Standing
 from coterie.data.refusals import Refusals
@@ -36,7 +36,7 @@ class Labelled:
     test_labels: Numbers
 
 
-class Dealing(PartitionSchemes):
+class Partitioner(PartitionSchemes):
     """A `data` section of labelled examples. Subclasses say what and where they are; the fields say
     how they fall to clients.
 
@@ -106,7 +106,7 @@ class Dealing(PartitionSchemes):
                         (held.train, trains, valid),
                         (held.test, tests, part.test),
                     )
-                    seed = mix(order_seed, part.id)
+                    seed = derive_seed(order_seed, part.id)
                     splits = (
                         self._split(name, *source, seed)
                         for name, source in zip(SPLITS, sources, strict=True)
@@ -114,7 +114,11 @@ class Dealing(PartitionSchemes):
                     made[part.id] = ClientData(part.id, *splits)
         public = (
             self._split(
-                "public", held.train, held.train_labels, deal.public, mix(order_seed, "public")
+                "public",
+                held.train,
+                held.train_labels,
+                deal.public,
+                derive_seed(order_seed, "public"),
             )
             if self.public
             else None

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
 from coterie.core.errors import DataError
-from coterie.core.protocol import ClientId, mix
+from coterie.core.protocol import ClientId, derive_seed
 from coterie.data.section import Share
 from coterie.data.splits import Numbers
 
@@ -69,7 +69,7 @@ class Deal:
 
 class PartitionSchemes(BaseModel, ABC):
     """The fields of a `data` section of labelled examples, and whose examples are which by them;
-    see `Dealing`.
+    see `Partitioner`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -487,7 +487,7 @@ class PartitionSchemes(BaseModel, ABC):
         return [*_numbered("anchor", self.anchors, 1), *_numbered("client", self.clients)]
 
     def _random(self, *purpose: str | int) -> np.random.Generator:
-        return np.random.default_rng(mix(self.seed, *purpose))
+        return np.random.default_rng(derive_seed(self.seed, *purpose))
 
     def _check_classes(self, labels: Numbers) -> None:
         """Refuse classes without training examples where classes are dealt out. Raises

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from coterie.core.errors import DataError
-from coterie.core.protocol import mix
+from coterie.core.protocol import derive_seed
 
 SPLITS = ("train", "valid", "test")
 Tokens = npt.NDArray[np.unsignedinteger]
@@ -79,7 +79,7 @@ class Split(Protocol):
     # the data
 )
 def _order(seed: int, name: str, epoch: int, windows: int) -> Numbers:
-    order = np.random.default_rng(mix(seed, "order", name, epoch)).permutation(windows)
+    order = np.random.default_rng(derive_seed(seed, "order", name, epoch)).permutation(windows)
     order.flags.writeable = False
     return order
 
@@ -113,8 +113,8 @@ class Walk(ABC):
         """Return the numbers of rows start..start+size-1 of the walk, (size,).
 
         Row i belongs to epoch `i // windows`, whose permutation is seeded by
-        `mix(seed, "order", name, epoch)`. So a cursor is all that there is to remember, and the
-        walk is the same however it is cut into batches.
+        `derive_seed(seed, "order", name, epoch)`. So a cursor is all that there is to remember, and
+        the order is the same however it is cut into batches.
         """
         numbers, windows = np.arange(start, start + size), self.windows
         chosen = np.empty(size, dtype=np.int64)
@@ -191,7 +191,7 @@ class TokenSplit(Walk):
 
 
 @dataclass(frozen=True, eq=False)
-class PooledSplit(Walk):
+class UnionSplit(Walk):
     """The union of several clients' splits of one name: one walk over all of their rows, none of
     which crosses clients.
 

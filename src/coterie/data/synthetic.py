@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, ValidationInfo, field_validator
 
-from coterie.core.protocol import ClientId, mix
+from coterie.core.protocol import ClientId, derive_seed
 from coterie.data.section import Bound, Section, Source, Texts
 from coterie.data.splits import SPLITS
 from coterie.data.store import Tokenizer
@@ -257,13 +257,13 @@ class Synthetic(Section):
             product(_SYLLABLES, repeat=syllables) for syllables in range(3, 9)
         )
         return chain(
-            _shuffled(_CONTENT.split(), Random(mix(self.seed, "words"))), map("".join, made)
+            _shuffled(_CONTENT.split(), Random(derive_seed(self.seed, "words"))), map("".join, made)
         )
 
     def _chain(self, words: Sequence[str], *purpose: int | str) -> Chain:
         weights = [0.5**k for k in range(self.successors)]
         return Chain(
-            tuple(_shuffled(words, Random(mix(self.seed, *purpose)))),
+            tuple(_shuffled(words, Random(derive_seed(self.seed, *purpose)))),
             tuple(weight / sum(weights) for weight in weights),
         )
 
@@ -289,7 +289,7 @@ class Synthetic(Section):
         ]
         chains = [language.shared, language.private[client], *topics]
         weights = [self.shares[0], self.shares[2], *(self.shares[1] / len(topics) for _ in topics)]
-        random = Random(mix(self.seed, "text", client, split))
+        random = Random(derive_seed(self.seed, "text", client, split))
         for _ in range(-(-bound // self.document_words)):
             # A space in front of the first word too: many tokenizers know words by it.
             yield " " + " ".join(islice(self._words(chains, weights, random), self.document_words))

@@ -80,7 +80,7 @@ def serve(grid: Grid, config: Mapping[str, Any]) -> None:
 
     from coterie.reports.progress import Terminal
     from coterie.runs import run
-    from coterie.runs.backends import OnDevices
+    from coterie.runs.backends import DeviceBackend
 
     try:
         recipe = _recipe(config)
@@ -88,12 +88,12 @@ def serve(grid: Grid, config: Mapping[str, Any]) -> None:
         with Terminal(
             Console(force_terminal=False, width=160), 1 + len(recipe.compare_with)
         ) as reporter:
-            place = OnDevices.found(
+            place = DeviceBackend.found(
                 grid,
                 recipe,
                 int(config["clients"]),
                 float(config["patience"]),
-                run.Doorman(reporter),
+                run.JoinWarnings(reporter),
             )
             resume, changed = bool(config["resume"]), bool(config.get("changed", False))
             results = run.run(

@@ -83,7 +83,7 @@ class Engine(Protocol):
         ...
 
 
-class Here:
+class LocalEngine:
     """What engines have in common whose clients are all in this process."""
 
     distant: ClassVar[bool] = False

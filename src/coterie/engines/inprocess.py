@@ -13,14 +13,14 @@ from coterie.client.batch import ClientBatch
 from coterie.client.site import Site
 from coterie.core.protocol import Ask, ClientId, Replies, State, batched, find_task
 from coterie.core.tensors import nbytes
-from coterie.engines.engine import Here, Listener, Write
+from coterie.engines.engine import Listener, LocalEngine, Write
 from coterie.engines.states import States
 from coterie.methods import Method
 from coterie.models.layout import Layout
 
 
 @dataclass
-class InProcess(Here):
+class InProcess(LocalEngine):
     """States are dicts of tensors that stay where they are, and nothing is copied, as long as
     the keeper has room for them.
     """

@@ -12,12 +12,12 @@ from typing import Any
 from coterie.client.site import Site
 from coterie.core.protocol import Ask, ClientId, Replies, State
 from coterie.core.tensors import from_bytes, nbytes, to_bytes
-from coterie.engines.engine import Here, Listener, Write
+from coterie.engines.engine import Listener, LocalEngine, Write
 from coterie.methods import Method
 
 
 @dataclass
-class Loopback(Here):
+class Loopback(LocalEngine):
     """The client's half of the method is a copy, rebuilt from its hyperparameters for every
     task.
     """

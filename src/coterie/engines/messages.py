@@ -40,7 +40,7 @@ def _named(client: str) -> str:
     """Return a client's name if it is one, or that of the union of all clients' data, which a
     simulation has. Raises ValueError.
     """
-    if client != names.POOL and (mistake := names.mistake(client)):
+    if client != names.CENTRALIZED and (mistake := names.mistake(client)):
         raise ValueError(f"no client can have this name: {mistake}")
     return client
 

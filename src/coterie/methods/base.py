@@ -47,13 +47,13 @@ class Method(ABC):
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
-    pooled: ClassVar[bool] = False  # whether it trains on the union of all clients' data
+    centralized: ClassVar[bool] = False  # whether it trains on the union of all clients' data
     shared: ClassVar[tuple[Role, ...]] = (GENERALIST,)  # roles whose tensors may leave a client
     per_client: ClassVar[tuple[str, ...]] = ()  # fields that may be lists with one value per client
-    elastic: ClassVar[bool] = (
+    dynamic_membership: ClassVar[bool] = (
         False  # whether clients may join the federation and leave it, see `members`
     )
-    universal: ClassVar[bool] = (
+    serves_unseen_clients: ClassVar[bool] = (
         # whether the server alone can give a model to anyone, also to clients that it never saw
         False
     )
@@ -65,7 +65,7 @@ class Method(ABC):
     stateful: ClassVar[bool] = (
         False  # whether clients must keep what nobody else has of their model
     )
-    forgetful: ClassVar[bool] = (
+    stateless: ClassVar[bool] = (
         False  # whether clients keep nothing of the model between rounds, whatever the recipe says
     )
 
@@ -109,7 +109,7 @@ class Method(ABC):
 
     def members(self, state: State, clients: Sequence[ClientId]) -> State:
         """Return the state for a federation of these clients, where some have joined or left it
-        since; see `elastic`.
+        since; see `dynamic_membership`.
         """
         return state
 
@@ -135,7 +135,7 @@ class Method(ABC):
         """Refuse, before anything starts, a combination that cannot work. Raises RecipeError."""
 
     @property
-    def sums(self) -> bool:
+    def needs_only_mean(self) -> bool:
         """Whether all that the server ever needs of updates is their uniform mean."""
         return False
 
@@ -150,10 +150,8 @@ class Method(ABC):
         return False
 
     @property
-    def shares(self) -> bool:
-        """Whether each row of `collaboration` is shares of one; otherwise its weights lie in [0,
-        1] each.
-        """
+    def row_stochastic(self) -> bool:
+        """Whether each row of `collaboration` sums to 1; otherwise each weight lies in [0, 1]."""
         return True
 
     def collaboration(self, state: State, clients: Sequence[ClientId]) -> Tensor | None:
@@ -164,7 +162,7 @@ class Method(ABC):
 
     def adapt(self, state: State, clients: Sequence[ClientId]) -> Adaptation:
         """Give a model to clients that have none: new ones, unlabelled data and all. Returns
-        what each of them gets; see `universal`.
+        what each of them gets; see `serves_unseen_clients`.
         """
         yield from ()
         return self.download(state, clients)

@@ -12,7 +12,7 @@ from coterie.client.client import Client
 from coterie.core.protocol import Ask, ClientId, Round, Sends, State, task
 from coterie.core.roles import GENERALIST
 from coterie.core.tensors import Tensors
-from coterie.data.federation import POOL
+from coterie.data.federation import CENTRALIZED
 from coterie.methods.base import Reader
 from coterie.methods.templates import OneAdapter
 
@@ -23,7 +23,7 @@ class Centralized(OneAdapter):
     four clients).
     """
 
-    pooled: ClassVar[bool] = True
+    centralized: ClassVar[bool] = True
 
     def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
         return model.read(GENERALIST)
@@ -34,11 +34,11 @@ class Centralized(OneAdapter):
     personal = download  # the clients did not train: each one's model is the pooled one
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
-        replies = yield Ask(self.pooled_round, {POOL: state})
-        return dict(replies[POOL]) if replies else state
+        replies = yield Ask(self.centralized_round, {CENTRALIZED: state})
+        return dict(replies[CENTRALIZED]) if replies else state
 
     @task(Sends.UPDATE)
-    def pooled_round(self, client: Client, theta: Tensors) -> Tensors:
+    def centralized_round(self, client: Client, theta: Tensors) -> Tensors:
         client.load(theta)
         for _ in range(self.steps(client)):
             client.step(GENERALIST, on=client.train)

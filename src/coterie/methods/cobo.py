@@ -22,7 +22,7 @@ from coterie.client.client import Client
 from coterie.client.interfaces import AnyClient
 from coterie.client.settings import Training
 from coterie.core.errors import RecipeError
-from coterie.core.protocol import Ask, ClientId, Round, Sends, State, nothing, task
+from coterie.core.protocol import Ask, ClientId, Round, Sends, State, empty_reply, task
 from coterie.core.roles import GENERALIST
 from coterie.core.tensor_names import by_client, clients_with, of_client
 from coterie.core.tensors import Tensors
@@ -53,7 +53,7 @@ class CoBo(OneAdapter, SamplingPairs, Comparing):
     `<client>/output`; of a client that joined late `<client>/joined`, until it has its x_i.
     """
 
-    elastic: ClassVar[bool] = True
+    dynamic_membership: ClassVar[bool] = True
 
     local_steps: Annotated[
         int, Field(ge=1, description="L, local iterations per round; 1 is the paper's algorithm")
@@ -76,7 +76,7 @@ class CoBo(OneAdapter, SamplingPairs, Comparing):
     ] = "last"
 
     @property
-    def shares(self) -> bool:
+    def row_stochastic(self) -> bool:
         return self.projection == "simplex"
 
     def check(self, model: Reader, clients: Sequence[ClientId], training: Training) -> None:
@@ -84,7 +84,7 @@ class CoBo(OneAdapter, SamplingPairs, Comparing):
         n where all weights are 1 and 2 of a row-stochastic W, must stay below 2.
         """
         step = training.experts.lr if self.pull == "gradient" else 1.0
-        largest = 2.0 if self.shares else len(clients)
+        largest = 2.0 if self.row_stochastic else len(clients)
         if self.rho * step * largest >= 2:
             eta = f"{step:g} (the learning rate) x " if self.pull == "gradient" else ""
             what = f"method.rho: {self.rho:g} x {eta}{largest:g} (the pull's largest eigenvalue)"
@@ -96,17 +96,17 @@ class CoBo(OneAdapter, SamplingPairs, Comparing):
         state = by_client({i: x_0.clone() for i in sorted(clients)})
         if self.output == "uniform":
             state |= by_client({i: x_0.clone() for i in sorted(clients)}, "output")
-        weights = start_weights(len(clients), self.shares)
+        weights = start_weights(len(clients), self.row_stochastic)
         return state | {"weights": weights, "round": torch.tensor(0)}
 
     def members(self, state: State, clients: Sequence[ClientId]) -> State:
-        return rejoined(state, clients, self.shares)
+        return rejoined(state, clients, self.row_stochastic)
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
         known, here, t = clients_with(state), sorted(clients), int(state["round"])
         x, weights = {i: state[of_client(i)] for i in known}, state["weights"]
         if joined := [i for i in here if of_client(i, "joined") in state]:
-            started = yield Ask(self.start, {i: {GENERALIST: x[i]} for i in joined}, nothing)
+            started = yield Ask(self.start, {i: {GENERALIST: x[i]} for i in joined}, empty_reply)
             done = {of_client(i, "joined") for i in started}
             state = {name: tensor for name, tensor in state.items() if name not in done}
         if self.gamma:  # lines 9 to 17, Client-Selection
@@ -114,7 +114,7 @@ class CoBo(OneAdapter, SamplingPairs, Comparing):
             for pairs in self.exchanges(self.sample(t, here, rng), x):
                 gradients = yield Ask(self.midpoint_gradients, midpoints(x, pairs))
                 scores += agreement(known, gradients)
-            ascend = ascend_simplex if self.shares else ascend_box
+            ascend = ascend_simplex if self.row_stochastic else ascend_box
             weights = ascend(weights, scores, self.gamma)  # eq. 1
         pulled = pulls([x[i] for i in known], weights, [known.index(i) for i in here])
         pull = {i: {"pull": one} for i, one in zip(here, pulled, strict=True)}  # lines 3 to 5

@@ -38,7 +38,7 @@ class CoMiGS(Routed, Aggregating):
 
     per_client: ClassVar[tuple[str, ...]] = ("specialists",)
     shared: ClassVar[tuple[Role, ...]] = (GENERALIST,)  # all that leaves a client
-    universal: ClassVar[bool] = True
+    serves_unseen_clients: ClassVar[bool] = True
     stateful: ClassVar[bool] = True
     by_examples = True
 
@@ -49,8 +49,8 @@ class CoMiGS(Routed, Aggregating):
     router_data: Annotated[Literal["valid", "train"], Field(description="data of eq. 4")] = "valid"
 
     @property
-    def sums(self) -> bool:
-        return self.aggregation.sums
+    def needs_only_mean(self) -> bool:
+        return self.aggregation.needs_only_mean
 
     def layout(self, position: int, base: Layout) -> Layout:
         return self.mixture(base, self.generalists, value_of(self.specialists, position))
@@ -62,14 +62,15 @@ class CoMiGS(Routed, Aggregating):
         return dict.fromkeys(clients, state)
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
-        replies = yield Ask(self.local_round, self.download(state, clients), self.back)
+        replies = yield Ask(self.local_round, self.download(state, clients), self.reply_spec)
         return state | self.combine(replies, state)  # theta^G <- 1/N sum_i theta_i^G
 
     @task(Sends.UPDATE)
     def local_round(self, client: Client, theta_g: Tensors) -> Tensors:
         client.load(theta_g)
         self.local_iterations(client)
-        return client.read(GENERALIST) | self.size(client)  # specialists and routers never leave
+        # specialists and routers never leave
+        return client.read(GENERALIST) | self.sample_count(client)
 
     def iterate(self, client: Client) -> None:
         self.lower_step(client)  # eq. 3

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 
 from coterie.client.client import Client
-from coterie.core.protocol import Ask, ClientId, Round, Sends, State, nothing, task
+from coterie.core.protocol import Ask, ClientId, Round, Sends, State, empty_reply, task
 from coterie.core.tensors import Tensors
 from coterie.methods.base import Reader
 from coterie.methods.comigs import CoMiGS
@@ -24,11 +24,11 @@ class CoMiGSAlone(CoMiGS):
     tensor ever leaves a client.
     """
 
-    elastic: ClassVar[bool] = True
-    universal: ClassVar[bool] = False
+    dynamic_membership: ClassVar[bool] = True
+    serves_unseen_clients: ClassVar[bool] = False
 
     @property
-    def sums(self) -> bool:
+    def needs_only_mean(self) -> bool:
         return False
 
     def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
@@ -38,7 +38,7 @@ class CoMiGSAlone(CoMiGS):
         return {i: {} for i in clients}
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
-        yield Ask(self.local_round, {i: {} for i in clients}, nothing)
+        yield Ask(self.local_round, {i: {} for i in clients}, empty_reply)
         return state
 
     @task(Sends.NOTHING)

@@ -47,7 +47,7 @@ class CoMiGSCoBo(CoMiGS, Comparing):
     ] = 0.05
 
     @property
-    def sums(self) -> bool:
+    def needs_only_mean(self) -> bool:
         return False
 
     def check(self, model: Reader, clients: Sequence[ClientId], training: Training) -> None:
@@ -74,7 +74,7 @@ class CoMiGSCoBo(CoMiGS, Comparing):
         return {i: {GENERALIST: mean} for i in clients}  # a new client is equally near to all
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
-        replies = yield Ask(self.local_round, self.download(state, clients), self.back)
+        replies = yield Ask(self.local_round, self.download(state, clients), self.reply_spec)
         theta, order = {i: replies[i][GENERALIST] for i in sorted(replies)}, clients_with(state)
         gradients = yield Ask(self.midpoint_gradients, midpoints(theta, combinations(theta, 2)))
         weights = ascend_simplex(state["weights"], agreement(order, gradients), self.gamma)

@@ -12,9 +12,9 @@ from typing import Annotated, ClassVar
 import torch
 from pydantic import Field
 
-from coterie.aggregation import deal
+from coterie.aggregation import assign_experts
 from coterie.client.client import Client
-from coterie.client.state import NUMBERS
+from coterie.client.state import EXPERT_IDS
 from coterie.core.protocol import Adaptation, Ask, ClientId, Replies, Round, Sends, State, task
 from coterie.core.roles import EXPERT, GATE, GENERALIST, ROUTER, SPECIALIST, Role
 from coterie.core.tensor_names import of_expert
@@ -38,7 +38,8 @@ class CoMiGSPool(CoMiGS):
     Args:
         generalists: K, of the pool at a client.
         pool: M, generalists at the server.
-        load: How many clients a generalist of the pool may have while they train, see `deal`.
+        load: How many clients a generalist of the pool may have while they train, see
+            `assign_experts`.
 
     The server's state is the attention LoRAs by their names, `expert/<number>`, (d,), one
     generalist in all blocks; `gate`, (d_g,); and `chosen/<client>`, (K,).
@@ -60,7 +61,7 @@ class CoMiGSPool(CoMiGS):
     ] = 1
 
     @property
-    def sums(self) -> bool:
+    def needs_only_mean(self) -> bool:
         return False
 
     def layout(self, position: int, base: Layout) -> Layout:
@@ -101,7 +102,7 @@ class CoMiGSPool(CoMiGS):
         """Return `chosen/<client>` of those that sent their scores."""
         order = sorted(scores)
         found = (
-            deal(torch.stack([scores[i][SCORES] for i in order]), self.generalists, load)
+            assign_experts(torch.stack([scores[i][SCORES] for i in order]), self.generalists, load)
             if order
             else ()
         )
@@ -120,16 +121,16 @@ class CoMiGSPool(CoMiGS):
 
     @task(Sends.UPDATE)
     def local_round(self, client: Client, received: Tensors) -> Tensors:
-        held = client.state.get(NUMBERS, torch.empty(0)).tolist()
+        held = client.state.get(EXPERT_IDS, torch.empty(0)).tolist()
         client.load(received)
-        if client.state[NUMBERS].tolist() != held:
-            client.forget(EXPERT)  # the optimiser's moments are of other generalists
+        if client.state[EXPERT_IDS].tolist() != held:
+            client.reset_optimizer(EXPERT)  # the optimiser's moments are of other generalists
         self.local_iterations(client)
         return (
             client.read(GENERALIST)
             | client.experts()
             | {GATE: client.flat(GATE)}
-            | self.size(client)
+            | self.sample_count(client)
         )
 
     def lower_step(self, client: Client) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from coterie.client.client import Client
 from coterie.client.settings import Training
-from coterie.client.state import NUMBERS
+from coterie.client.state import EXPERT_IDS
 from coterie.core.errors import RecipeError
 from coterie.core.protocol import (
     Adaptation,
@@ -116,28 +116,31 @@ class DDOME(Pooling):
         normal = [s for s in clients if s not in own]
         scores = yield self.scoring(self.score_experts, state, normal)
         anchors = {
-            q: self.parcel(state, [m]) | {ANCHOR: torch.tensor(True)} for q, m in own.items()
+            q: self.download_for(state, [m]) | {ANCHOR: torch.tensor(True)} for q, m in own.items()
         }
-        replies = yield Ask(self.train, anchors | self.parcels(state, scores), self.back)
+        replies = yield Ask(
+            self.train, anchors | self.downloads_for(state, scores), self.reply_spec
+        )
         return state | self.combine(replies, state)  # what nobody had stays as it is
 
     def adapt(self, state: State, clients: Sequence[ClientId]) -> Adaptation:
         scores = yield self.scoring(self.score_experts_unlabelled, state, clients)
-        return self.parcels(state, scores)
+        return self.downloads_for(state, scores)
 
     def scoring(self, question: Task, state: State, clients: Sequence[ClientId]) -> Ask:
         """Return the question how much each client's data want each expert."""
         form = {SCORES: torch.empty(self.pool, dtype=torch.float64, device="meta")}
         return Ask(question, {i: {GATE: state[GATE]} for i in clients}, lambda sent: form)
 
-    def back(self, sent: Named) -> Named:
+    def reply_spec(self, sent: Named) -> Named:
         """As any pool's; an anchor does not repeat that it is one."""
-        return super().back({name: tensor for name, tensor in sent.items() if name != ANCHOR})
+        return super().reply_spec({name: tensor for name, tensor in sent.items() if name != ANCHOR})
 
-    def parcels(self, state: State, scores: Replies) -> dict[ClientId, Tensors]:
+    def downloads_for(self, state: State, scores: Replies) -> dict[ClientId, Tensors]:
         """Return the gate, and e_s = TopK(sum_i softmax g(x_i)) of each client."""
         return {
-            s: self.parcel(state, largest(reply[SCORES], self.top_k)) for s, reply in scores.items()
+            s: self.download_for(state, largest(reply[SCORES], self.top_k))
+            for s, reply in scores.items()
         }
 
     @task(Sends.SCORES)
@@ -163,7 +166,7 @@ class DDOME(Pooling):
             batch = cast(Examples, client.draw(client.train))
             if anchor:
                 assert batch.embedding is not None
-                client.step_on(Towards(batch.embedding, int(client.state[NUMBERS][0])), GATE)
+                client.step_on(Towards(batch.embedding, int(client.state[EXPERT_IDS][0])), GATE)
                 client.step_on(replace(batch, embedding=None), EXPERT)
             else:
                 client.step_on(batch, GATE, EXPERT)

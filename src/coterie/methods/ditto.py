@@ -32,7 +32,7 @@ class Ditto(OneAdapter, Aggregating):
         prox: lambda, the strength with which v_i is held near w.
     """
 
-    elastic: ClassVar[bool] = True
+    dynamic_membership: ClassVar[bool] = True
 
     prox: Annotated[
         float,
@@ -42,8 +42,8 @@ class Ditto(OneAdapter, Aggregating):
     ] = 1.0
 
     @property
-    def sums(self) -> bool:
-        return self.aggregation.sums
+    def needs_only_mean(self) -> bool:
+        return self.aggregation.needs_only_mean
 
     by_examples = True
 
@@ -51,7 +51,7 @@ class Ditto(OneAdapter, Aggregating):
         return {GENERALIST: model.flat(GENERALIST)}
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
-        replies = yield Ask(self.local_round, dict.fromkeys(clients, state), self.back)
+        replies = yield Ask(self.local_round, dict.fromkeys(clients, state), self.reply_spec)
         return state | self.combine(replies, state)
 
     @task(Sends.UPDATE)
@@ -68,7 +68,7 @@ class Ditto(OneAdapter, Aggregating):
                 batch, GENERALIST, extra=lambda: self._pull(client.read(GENERALIST), received)
             )
             client.training.experts.step(w_i, gradient, eta, client.state, "ditto/optimiser")
-        return {GENERALIST: w_i} | self.size(client)
+        return {GENERALIST: w_i} | self.sample_count(client)
 
     def _pull(self, v: Tensors, w: Tensors) -> Tensors:
         """Lambda (v - w), name by name."""

@@ -57,11 +57,11 @@ class Ensemble(WholePool):
         began = client.iteration
         for name in sorted(received):
             client.load({name: received[name]})
-            client.forget(EXPERT)
+            client.reset_optimizer(EXPERT)
             client.state["iteration"] = torch.tensor(
                 began
             )  # all models see the same learning rates
             for _ in range(self.steps(client)):
-                client.step(EXPERT, on=client.again(name))
+                client.step(EXPERT, on=client.independent_stream(name))
             reply |= self.trained(client)
         return reply

@@ -92,7 +92,7 @@ class FDLoRA(OneAdapter, Aggregating):
             replies = yield Ask(
                 self.local_round,
                 {i: {"send": torch.tensor(done == self.rounds_alone)} for i in clients},
-                lambda sent: self.back(theta) if sent["send"] else {},
+                lambda sent: self.reply_spec(theta) if sent["send"] else {},
             )
             theirs = {i: reply for i, reply in replies.items() if reply}
             theta = theta | self.combine(theirs, theta)
@@ -101,7 +101,7 @@ class FDLoRA(OneAdapter, Aggregating):
             replies = yield Ask(
                 self.federated_round,
                 dict.fromkeys(clients, theta | sync),
-                lambda sent: self.back(theta),
+                lambda sent: self.reply_spec(theta),
             )
             if replies:
                 gradient = axpy(-1.0, self.combine(replies, theta), theta)  # theta - mean theta_i
@@ -119,7 +119,7 @@ class FDLoRA(OneAdapter, Aggregating):
     def local_round(self, client: Client, asked: Tensors) -> Tensors:
         self._descend(client)
         client.state |= prefixed("personal", client.read(GENERALIST))
-        return client.read(GENERALIST) | self.size(client) if asked["send"] else {}
+        return client.read(GENERALIST) | self.sample_count(client) if asked["send"] else {}
 
     @task(Sends.UPDATE)
     def federated_round(self, client: Client, asked: Tensors) -> Tensors:
@@ -127,7 +127,7 @@ class FDLoRA(OneAdapter, Aggregating):
         self._descend(client)
         if asked["sync"]:
             client.state |= prefixed("personal", client.read(GENERALIST))
-        return client.read(GENERALIST) | self.size(client)
+        return client.read(GENERALIST) | self.sample_count(client)
 
     def _descend(self, client: Client) -> None:
         for _ in range(self.steps(client)):

@@ -40,7 +40,7 @@ class FedADG(Averaged, OneAdapter):
             hidden layers; in the authors' code 1,024 to 4,096, for 4,096 features.
     """
 
-    universal: ClassVar[bool] = True
+    serves_unseen_clients: ClassVar[bool] = True
 
     align: Annotated[
         float,
@@ -76,4 +76,4 @@ class FedADG(Averaged, OneAdapter):
         client.state[DISCRIMINATOR] = client.flat(
             SPECIALIST
         )  # also where clients keep nothing of the model
-        return client.read(GENERALIST) | self.size(client)
+        return client.read(GENERALIST) | self.sample_count(client)

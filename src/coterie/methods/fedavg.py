@@ -18,7 +18,7 @@ from coterie.methods.templates import Averaged, OneAdapter
 class FedAvg(Averaged, OneAdapter):
     """All LoRAs, or all of an image classifier, averaged every round."""
 
-    universal: ClassVar[bool] = True
+    serves_unseen_clients: ClassVar[bool] = True
 
     by_examples = True
 
@@ -27,7 +27,7 @@ class FedAvg(Averaged, OneAdapter):
         client.load(theta)
         for _ in range(self.steps(client)):
             self.iterate(client)
-        return client.read(GENERALIST) | self.size(client)
+        return client.read(GENERALIST) | self.sample_count(client)
 
     def iterate(self, client: AnyClient) -> None:
         client.step(GENERALIST, on=client.train)

@@ -26,4 +26,4 @@ class FedAvgMoE(Averaged, TwoExperts):
         client.load(theta)
         for _ in range(self.steps(client)):
             self.iterate(client)
-        return client.read(*self.shared) | self.size(client)
+        return client.read(*self.shared) | self.sample_count(client)

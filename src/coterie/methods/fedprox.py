@@ -26,7 +26,7 @@ class FedProx(Averaged, OneAdapter):
             0.001, 0.01, 0.1 and 1 on each data set.
     """
 
-    universal: ClassVar[bool] = True
+    serves_unseen_clients: ClassVar[bool] = True
 
     mu: Annotated[
         float,
@@ -45,7 +45,7 @@ class FedProx(Averaged, OneAdapter):
                 on=client.train,
                 extra=lambda: self._pull(client.read(GENERALIST), received),
             )
-        return client.read(GENERALIST) | self.size(client)
+        return client.read(GENERALIST) | self.sample_count(client)
 
     def _pull(self, w: Tensors, received: Tensors) -> Tensors:
         """Mu (w - w_t), name by name."""

@@ -31,7 +31,7 @@ class FedSALoRA(Averaged, OneAdapter):
         client.load(theta)
         for _ in range(self.steps(client)):
             self.iterate(client)
-        return client.read(GENERALIST) | self.size(client)
+        return client.read(GENERALIST) | self.sample_count(client)
 
     def iterate(self, client: Client) -> None:
         client.step(GENERALIST, SPECIALIST, on=client.train)

@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 
 from coterie.client.interfaces import AnyClient
-from coterie.core.protocol import Ask, ClientId, Round, Sends, State, nothing, task
+from coterie.core.protocol import Ask, ClientId, Round, Sends, State, empty_reply, task
 from coterie.core.roles import GENERALIST
 from coterie.core.tensor_names import of_client
 from coterie.core.tensors import Tensors, prefixed, under
@@ -34,7 +34,7 @@ class FinetunedFedAvg(FedAvg):
             our decision).
     """
 
-    universal: ClassVar[bool] = False
+    serves_unseen_clients: ClassVar[bool] = False
     joinable: ClassVar[bool] = True
 
     start: Annotated[
@@ -54,9 +54,9 @@ class FinetunedFedAvg(FedAvg):
         t, down = int(state["round"]), self.download(state, clients)
         then = state | {"round": torch.tensor(t + 1)}
         if t < self.start * self.rounds:
-            replies = yield Ask(self.local_round, down, self.back)
+            replies = yield Ask(self.local_round, down, self.reply_spec)
             return then | prefixed("mean", self.combine(replies, under("mean", state)))
-        replies = yield Ask(self.finetune, down, nothing)
+        replies = yield Ask(self.finetune, down, empty_reply)
         return then | {of_client(i, "alone"): torch.tensor(True) for i in replies}
 
     @task(Sends.NOTHING, batched=True)

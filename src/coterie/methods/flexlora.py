@@ -50,17 +50,17 @@ class FlexLoRA(Ranked):
         return {i: truncated(theta, ranks[i].tolist()) for i in clients}
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
-        replies = yield Ask(self.local_round, self.download(state, clients), self.back)
+        replies = yield Ask(self.local_round, self.download(state, clients), self.reply_spec)
         return state | redistribute(replies, state)
 
-    def back(self, sent: Named) -> Named:
+    def reply_spec(self, sent: Named) -> Named:
         """Return the form of a client's factors and of the number of its tokens."""
         return {**sent, TOKENS: torch.tensor(MOST_SAMPLES)}
 
     @task(Sends.UPDATE)
     def local_round(self, client: Client, theta: Tensors) -> Tensors:
         client.load(own_factors(client.loras, theta))
-        client.forget(GENERALIST)
+        client.reset_optimizer(GENERALIST)
         for _ in range(self.steps(client)):
             client.step(GENERALIST, on=client.train)
         return read_factors(client.loras) | {TOKENS: torch.tensor(len(client.train))}

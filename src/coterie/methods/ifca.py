@@ -40,7 +40,7 @@ class IFCA(OneAdapter, Aggregating):
         centres: K; None for the true number of clusters.
     """
 
-    elastic: ClassVar[bool] = True
+    dynamic_membership: ClassVar[bool] = True
 
     centres: Annotated[
         int | None,
@@ -70,7 +70,7 @@ class IFCA(OneAdapter, Aggregating):
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
         replies = yield Ask(
-            self.local_round, dict.fromkeys(clients, under(_CENTRE, state)), self.back
+            self.local_round, dict.fromkeys(clients, under(_CENTRE, state)), self.reply_spec
         )
         for k in sorted(
             {int(reply[_CHOICE]) for reply in replies.values()}
@@ -84,28 +84,28 @@ class IFCA(OneAdapter, Aggregating):
             state = state | {centre: self.combine(members, {GENERALIST: state[centre]})[GENERALIST]}
         return state | {f"{_CHOICE}/{i}": reply[_CHOICE] for i, reply in replies.items()}
 
-    def back(self, sent: Named) -> Named:
+    def reply_spec(self, sent: Named) -> Named:
         """Return the form of the centre that a client chose, trained, and of its number."""
-        return super().back({GENERALIST: sent["0"], _CHOICE: torch.tensor(len(sent) - 1)})
+        return super().reply_spec({GENERALIST: sent["0"], _CHOICE: torch.tensor(len(sent) - 1)})
 
     @task()
     def local_round(self, client: Client, centres: Tensors) -> Tensors:
         """L local iterations from the centre of least loss; all are compared on one batch beside
         those that train.
         """
-        batch = client.draw(client.again(_CHOICE))
+        batch = client.draw(client.independent_stream(_CHOICE))
         losses: dict[str, float] = {}
         for k in sorted(centres, key=int):
             with client.borrowing({GENERALIST: centres[k]}):
                 losses[k] = client.comparable_loss(batch)
         choice = torch.tensor(int(min(losses, key=losses.__getitem__)))
         if choice != client.state.get(f"ifca/{_CHOICE}", choice):
-            client.forget(GENERALIST)
+            client.reset_optimizer(GENERALIST)
         client.state[f"ifca/{_CHOICE}"] = choice
         client.load({GENERALIST: centres[str(int(choice))]})
         for _ in range(self.steps(client)):
             client.step(GENERALIST, on=client.train)
-        return {GENERALIST: client.flat(), _CHOICE: choice} | self.size(client)
+        return {GENERALIST: client.flat(), _CHOICE: choice} | self.sample_count(client)
 
     def collaboration(self, state: State, clients: Sequence[ClientId]) -> Tensor:
         chosen = torch.stack(

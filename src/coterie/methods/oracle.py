@@ -27,7 +27,7 @@ class Oracle(FedAvg):
     number of everybody's cluster.
     """
 
-    universal: ClassVar[bool] = False
+    serves_unseen_clients: ClassVar[bool] = False
 
     def check(self, model: Reader, clients: Sequence[ClientId], training: Training) -> None:
         if model.clusters is None:
@@ -46,7 +46,7 @@ class Oracle(FedAvg):
             self.aggregation.check(members)
 
     @property
-    def sums(self) -> bool:
+    def needs_only_mean(self) -> bool:
         return False  # but one mean for each cluster
 
     by_examples = True
@@ -63,7 +63,7 @@ class Oracle(FedAvg):
         return {i: means[_cluster(state, i)] for i in clients}
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
-        replies = yield Ask(self.local_round, self.download(state, clients), self.back)
+        replies = yield Ask(self.local_round, self.download(state, clients), self.reply_spec)
         for k in sorted({_cluster(state, i) for i in replies}):
             members = {i: theta for i, theta in replies.items() if _cluster(state, i) == k}
             state = state | prefixed(f"mean-{k}", self.combine(members, under(f"mean-{k}", state)))

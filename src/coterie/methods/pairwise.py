@@ -47,14 +47,14 @@ class Comparing(Method):
         return found
 
 
-def rejoined(state: State, clients: Sequence[ClientId], shares: bool) -> State:
+def rejoined(state: State, clients: Sequence[ClientId], row_stochastic: bool) -> State:
     """Return the state for these clients: who leaves takes its model and its row of W along; who
     joins starts from the mean of the others' models, and is marked `<client>/joined`.
 
     Args:
         state: Of a `Comparing` method.
         clients: Those that are there now.
-        shares: Whether each row of W is shares of one.
+        row_stochastic: Whether each row of W sums to 1.
     """
     known, order = clients_with(state), sorted(clients)
     if order == known:
@@ -65,7 +65,7 @@ def rejoined(state: State, clients: Sequence[ClientId], shares: bool) -> State:
     for i in sorted(set(order) - set(known)):
         kept |= {of_client(i): mean.clone(), of_client(i, "joined"): torch.tensor(True)}
     places = [known.index(i) if i in known else None for i in order]
-    return kept | {"weights": rearranged(state["weights"], places, shares)}
+    return kept | {"weights": rearranged(state["weights"], places, row_stochastic)}
 
 
 def drawn_output(

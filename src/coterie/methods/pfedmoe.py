@@ -33,7 +33,7 @@ class PFedMoE(Averaged, Routed):
         client.load(theta_g)
         for _ in range(self.steps(client)):
             self.iterate(client)
-        return client.read(GENERALIST) | self.size(client)
+        return client.read(GENERALIST) | self.sample_count(client)
 
     def iterate(self, client: Client) -> None:
         client.step(GENERALIST, SPECIALIST, ROUTER, on=client.train)

@@ -38,9 +38,9 @@ class Pooling(Aggregating):
             clients count by their samples.
     """
 
-    elastic: ClassVar[bool] = True
-    universal: ClassVar[bool] = True
-    forgetful: ClassVar[bool] = True
+    dynamic_membership: ClassVar[bool] = True
+    serves_unseen_clients: ClassVar[bool] = True
+    stateless: ClassVar[bool] = True
     shared: ClassVar[tuple[Role, ...]] = (EXPERT, GATE)
 
     initial: Annotated[
@@ -69,7 +69,7 @@ class Pooling(Aggregating):
         experts = {of_expert(m): model.flat(EXPERT, m) for m in range(self.size_of_pool)}
         return experts | ({GATE: model.flat(GATE)} if self.layout(0, Layout()).gated else {})
 
-    def parcel(self, state: State, experts: Iterable[int]) -> Tensors:
+    def download_for(self, state: State, experts: Iterable[int]) -> Tensors:
         """Return what a client gets: the gate, and these experts of the pool alone."""
         gate = {GATE: state[GATE]} if GATE in state else {}
         return gate | {of_expert(m): state[of_expert(m)] for m in experts}
@@ -79,7 +79,7 @@ class Pooling(Aggregating):
         counts.
         """
         gate = {GATE: client.flat(GATE)} if f"parameters/{GATE}" in client.state else {}
-        return client.experts() | gate | self.size(client)
+        return client.experts() | gate | self.sample_count(client)
 
     @task(Sends.SCORES)
     def score(self, client: Client, tensors: Tensors) -> Tensors:
@@ -95,7 +95,7 @@ class WholePool(Pooling):
     """All of the pool goes to everybody, who trains all of it."""
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
-        replies = yield Ask(self.train, dict.fromkeys(clients, state), self.back)
+        replies = yield Ask(self.train, dict.fromkeys(clients, state), self.reply_spec)
         return state | self.combine(replies, state)
 
     def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:

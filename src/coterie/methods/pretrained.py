@@ -16,8 +16,8 @@ from coterie.models.adapter import Layout
 class Pretrained(Method):
     """No rounds. The fresh adapter of each client changes nothing, since every B is zero."""
 
-    elastic: ClassVar[bool] = True
-    universal: ClassVar[bool] = True
+    dynamic_membership: ClassVar[bool] = True
+    serves_unseen_clients: ClassVar[bool] = True
 
     rounds: Annotated[int, Field(ge=0, le=0, description="always 0")] = 0
 

@@ -52,7 +52,7 @@ class Scaffold(Averaged, OneAdapter):
             to see what it does.
     """
 
-    universal: ClassVar[bool] = True
+    serves_unseen_clients: ClassVar[bool] = True
 
     server_lr: Annotated[
         float, Field(gt=0, le=1, description="eta_g, the server's learning rate")
@@ -65,7 +65,7 @@ class Scaffold(Averaged, OneAdapter):
     ] = False
 
     @property
-    def sums(self) -> bool:
+    def needs_only_mean(self) -> bool:
         return False  # the server takes steps of its own, and clients also send control variates
 
     def check(self, model: Reader, clients: Sequence[ClientId], training: Training) -> None:
@@ -90,7 +90,7 @@ class Scaffold(Averaged, OneAdapter):
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
         asked = {name: tensor for name, tensor in state.items() if name != CLIENTS}
-        replies = yield Ask(self.local_round, dict.fromkeys(clients, asked), self.back)
+        replies = yield Ask(self.local_round, dict.fromkeys(clients, asked), self.reply_spec)
         if not replies:
             return state
         mean = {
@@ -106,9 +106,9 @@ class Scaffold(Averaged, OneAdapter):
         x = {name: state[name] for name in y}
         return state | weighted_sum([(1 - self.server_lr, x), (self.server_lr, y)]) | control
 
-    def back(self, sent: Named) -> Named:
+    def reply_spec(self, sent: Named) -> Named:
         x = {name: sent[name] for name in under(CONTROL, sent)}
-        return super().back(x | prefixed(CHANGE, x))
+        return super().reply_spec(x | prefixed(CHANGE, x))
 
     @task(Sends.UPDATE)
     def local_round(self, client: Client, received: Tensors) -> Tensors:
@@ -137,7 +137,7 @@ class Scaffold(Averaged, OneAdapter):
         sent = {
             name: change.get(name, torch.zeros_like(tensor)) for name, tensor in y.items()
         }  # running statistics have no gradients
-        return y | prefixed(CHANGE, sent) | self.size(client)
+        return y | prefixed(CHANGE, sent) | self.sample_count(client)
 
 
 def plain(experts: Optimiser) -> SGD:

@@ -15,7 +15,7 @@ from coterie.aggregation.lowrank import own_factors
 from coterie.client.client import Client
 from coterie.client.interfaces import AnyClient
 from coterie.client.settings import Training
-from coterie.core.protocol import Ask, ClientId, Replies, Round, State, nothing
+from coterie.core.protocol import Ask, ClientId, Replies, Round, State, empty_reply
 from coterie.core.roles import GENERALIST, ROUTER, Role
 from coterie.core.tensors import Named, Tensors
 from coterie.methods.base import Method, Reader
@@ -51,16 +51,12 @@ class Aggregating(Method):
         """
         return by_holders(self.aggregation, replies, around)
 
-    def size(self, client: AnyClient) -> Tensors:
-        """Return how many training samples a client has, to be sent beside its tensors if the
-        rule weights by it.
-        """
+    def sample_count(self, client: AnyClient) -> Tensors:
+        """Return the number of training samples, sent if the rule weights by it."""
         return {SAMPLES: client.sample_count} if self.aggregation.counts else {}
 
-    def back(self, sent: Named) -> Named:
-        """Return the form of what a client sends back of what it was sent: the same, and its
-        `size`.
-        """
+    def reply_spec(self, sent: Named) -> Named:
+        """Return the specification of a reply: what was sent, and the client's `sample_count`."""
         return {**sent, SAMPLES: torch.tensor(MOST_SAMPLES)} if self.aggregation.counts else sent
 
 
@@ -70,11 +66,11 @@ class Averaged(Aggregating):
     roles in `shared`, every round.
     """
 
-    elastic: ClassVar[bool] = True
+    dynamic_membership: ClassVar[bool] = True
 
     @property
-    def sums(self) -> bool:
-        return self.aggregation.sums
+    def needs_only_mean(self) -> bool:
+        return self.aggregation.needs_only_mean
 
     def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
         return model.read(*self.shared)
@@ -83,13 +79,13 @@ class Averaged(Aggregating):
         return dict.fromkeys(clients, state)
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
-        replies = yield Ask(self.local_round, self.download(state, clients), self.back)
+        replies = yield Ask(self.local_round, self.download(state, clients), self.reply_spec)
         return state | self.combine(replies, state)
 
     @abstractmethod
     def local_round(self, client: Client, theta: Tensors) -> Tensors:
-        """Return the client's L local iterations from `theta`; what it sends back, with its `size`.
-        A @task.
+        """Do the client's L local iterations from `theta`. A @task that returns what it sends
+        back, with its `sample_count`.
         """
 
 
@@ -97,19 +93,19 @@ class Averaged(Aggregating):
 class Alone(Method):
     """A method of which nothing is ever sent."""
 
-    elastic: ClassVar[bool] = True
+    dynamic_membership: ClassVar[bool] = True
     shared: ClassVar[tuple[Role, ...]] = ()
 
     def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
         return {}
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
-        yield Ask(self.local_round, {i: {} for i in clients}, nothing)
+        yield Ask(self.local_round, {i: {} for i in clients}, empty_reply)
         return state
 
     @abstractmethod
     def local_round(self, client: Client, empty: Tensors) -> Tensors:
-        """Return the client's L local iterations. A @task that returns {}."""
+        """Do the client's L local iterations. A @task that returns {}."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from coterie.core.protocol import mix
+from coterie.core.protocol import derive_seed
 from coterie.core.roles import BACKBONE, EXPERT, Role, by_role
 from coterie.core.tensors import Tensors
 from coterie.models.architecture import Architecture, BlockShape
@@ -69,7 +69,7 @@ class Adapter(nn.Module):
         """Those of all blocks."""
         return [module for module in self.modules() if isinstance(module, Router)]
 
-    def places(self) -> list[dict[str, Tensor]]:
+    def expert_slots(self) -> list[dict[str, Tensor]]:
         """For generalists of a pool, each with its share of the stacks of all blocks; [] where
         they come from none.
         """
@@ -115,7 +115,7 @@ class Adapter(nn.Module):
         """
         own = self.parameters_by_role()[role]
         return {
-            name: _initial(name, p[:1] if role is EXPERT else p, mix(seed, role, name))
+            name: _initial(name, p[:1] if role is EXPERT else p, derive_seed(seed, role, name))
             for name, p in own.items()
         }
 

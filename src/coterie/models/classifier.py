@@ -138,11 +138,11 @@ class Classifier:
 
     embed = None
 
-    def places(self) -> list[dict[str, Tensor]]:
+    def expert_slots(self) -> list[dict[str, Tensor]]:
         """None for experts of a pool: it is one network."""
         return []
 
-    def hold(self, numbers: Tensor, embeddings: Callable[[], Tensor]) -> None:
+    def bind_experts(self, numbers: Tensor, embeddings: Callable[[], Tensor]) -> None:
         """Nothing: it has no places."""
 
     def loras(self) -> dict[str, LoRA]:
@@ -248,7 +248,7 @@ class Classifier:
             )
         points = torch.cat([p.detach().flatten() for p in named.values()]).expand(len(batch), -1)
         gradients, stats = self.vectorised(points, batch.x[:, None], batch.y[:, None])
-        own, names = parted(gradients, named), {id(p): name for name, p in named.items()}
+        own, names = unflatten(gradients, named), {id(p): name for name, p in named.items()}
         return [own[names[id(p)]] for p in wrt], {
             name: found.mean() for name, found in stats.items()
         }
@@ -339,9 +339,9 @@ class Classifier:
         """`vectorised` of so few points that they are computed at once; gradients are written
         `into` (m, d).
         """
-        own = parted(points.detach().to(self.device), self.parameters_by_role()[GENERALIST])
+        own = unflatten(points.detach().to(self.device), self.parameters_by_role()[GENERALIST])
         stacks = {name: stack.requires_grad_() for name, stack in own.items()}
-        parts = {} if running is None else parted(running, self.buffers())
+        parts = {} if running is None else unflatten(running, self.buffers())
         buffers = {
             name: t.clone(memory_format=torch.contiguous_format) for name, t in parts.items()
         }  # PyTorch changes no others in place
@@ -517,7 +517,7 @@ class Classifier:
                 norm.track_running_stats = True
 
 
-def parted(rows: Tensor, named: Named) -> Tensors:
+def unflatten(rows: Tensor, named: Named) -> Tensors:
     """(m, d) -> views (m, ...) of the values of each tensor, by name."""
     pieces = torch.split(rows, [tensor.numel() for tensor in named.values()], dim=1)
     return {

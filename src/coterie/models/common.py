@@ -19,7 +19,7 @@ from torch import Tensor
 
 from coterie.core.errors import CheckpointError, CoterieError, ModelError, SaveError
 from coterie.core.files import save
-from coterie.core.protocol import mix
+from coterie.core.protocol import derive_seed
 from coterie.core.tensors import Named, Tensors, all_finite, nbytes
 from coterie.data.examples import ExampleSplit
 from coterie.data.store import default_cache
@@ -192,7 +192,7 @@ def trained(
         CoterieError: It diverged, or did not reach `stop_at`.
         SaveError: The cache cannot be written.
     """
-    start = shape.initial(mix(settings.seed, "common expert"))
+    start = shape.initial(derive_seed(settings.seed, "common expert"))
     entry = (
         cache or default_cache()
     ) / f"common-{_key(shape, start, public, settings)}.safetensors"
@@ -201,7 +201,7 @@ def trained(
     except (CheckpointError, ModelError):  # missing or damaged
         device = torch.device(device)
         with torch.random.fork_rng([] if device.type == "cpu" else [device]):
-            torch.manual_seed(mix(settings.seed, "dropout"))
+            torch.manual_seed(derive_seed(settings.seed, "dropout"))
             tensors = _train(shape, start, public, settings, device)
         _write(entry, tensors)
     return CommonExpert(shape, tensors, device)
@@ -232,7 +232,7 @@ def _train(
     """Parameters and running statistics behind the last epoch, or as soon as the accuracy that
     was asked for is reached.
     """
-    rows = np.random.default_rng(mix(settings.seed, "held out")).permutation(public.rows)
+    rows = np.random.default_rng(derive_seed(settings.seed, "held out")).permutation(public.rows)
     held = max(1, len(rows) // 10)
     train, valid = (
         replace(public, name="train", rows=rows[held:], seed=settings.seed),

@@ -61,11 +61,11 @@ class LanguageModel:
     initial_buffers = buffers
     statistics = None
 
-    def places(self) -> list[dict[str, Tensor]]:
-        """See `Adapter.places`."""
-        return self.adapter.places()
+    def expert_slots(self) -> list[dict[str, Tensor]]:
+        """See `Adapter.expert_slots`."""
+        return self.adapter.expert_slots()
 
-    def hold(self, numbers: Tensor, embeddings: Callable[[], Tensor]) -> None:
+    def bind_experts(self, numbers: Tensor, embeddings: Callable[[], Tensor]) -> None:
         """Take over the numbers of a client's generalists, (K,) int64, and what gives the
         embeddings of its training text.
         """

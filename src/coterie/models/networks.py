@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from coterie.core.errors import ModelError, TensorError
 from coterie.core.files import load as load_tensors
-from coterie.core.protocol import mix
+from coterie.core.protocol import derive_seed
 from coterie.core.roles import GENERALIST, tag
 from coterie.core.tensors import Named, Tensors, all_finite, check_alike
 from coterie.models.layers import Block, Convolution, GlobalMax, Norm, Residual, _norm
@@ -324,7 +324,7 @@ def initial(network: nn.Module, seed: int) -> Tensors:
             name = f"{prefix}.{own}"
             if isinstance(owner, nn.Linear | nn.Conv2d):
                 bound = 1 / math.sqrt(owner.weight[0].numel())
-                generator = torch.Generator().manual_seed(mix(seed, GENERALIST, name))
+                generator = torch.Generator().manual_seed(derive_seed(seed, GENERALIST, name))
                 found[name] = torch.empty(parameter.shape).uniform_(
                     -bound, bound, generator=generator
                 )

@@ -176,14 +176,14 @@ class PoolClassifier:
             for name, buffer in expert.initial_buffers().items()
         }
 
-    def places(self) -> list[dict[str, Tensor]]:
+    def expert_slots(self) -> list[dict[str, Tensor]]:
         """All that travels with the expert in each place: its parameters, then its running
         statistics.
         """
-        return self._places
+        return self._expert_slots
 
     @cached_property
-    def _places(self) -> list[dict[str, Tensor]]:
+    def _expert_slots(self) -> list[dict[str, Tensor]]:
         return [
             {
                 f"{place}.{name}": t
@@ -192,7 +192,7 @@ class PoolClassifier:
             for place, expert in enumerate(self.experts)
         ]
 
-    def hold(self, numbers: Tensor, embeddings: Callable[[], Tensor]) -> None:
+    def bind_experts(self, numbers: Tensor, embeddings: Callable[[], Tensor]) -> None:
         """Take over the numbers of a client's experts, (K,) int64; batches bring their
         embeddings themselves.
         """

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie.core.errors import ModelError
-from coterie.core.protocol import mix
+from coterie.core.protocol import derive_seed
 from coterie.core.roles import GENERALIST, tag
 from coterie.core.tensors import Tensors
 from coterie.models.architecture import configuration, explained, locate, trusted
@@ -94,7 +94,7 @@ class TextShape:
             if name not in lacking:
                 found[name] = parameter.detach().clone()
             elif parameter.ndim > 1:
-                generator = torch.Generator().manual_seed(mix(seed, GENERALIST, name))
+                generator = torch.Generator().manual_seed(derive_seed(seed, GENERALIST, name))
                 found[name] = torch.empty(parameter.shape).normal_(
                     0, network.scale, generator=generator
                 )

@@ -90,7 +90,7 @@ def _better(statement: Better, cells: Mapping[str, Json], folder: Path) -> tuple
 def _near(statement: Near, cells: Mapping[str, Json], folder: Path) -> tuple[bool, str]:
     metric = _metric(cells)
     values = {r: _value(cells[r], statement) for r in (statement.row, *statement.best_of)}
-    best = min(statement.best_of, key=lambda r: metrics.badness(values[r], metric))
+    best = min(statement.best_of, key=lambda r: metrics.sort_key(values[r], metric))
     difference = values[statement.row] - values[best]
     form, far = ("+.2f", difference) if statement.points else ("+.1%", difference / values[best])
     limit = statement.within if metric["lower_is_better"] else -statement.within
@@ -102,7 +102,7 @@ def _near(statement: Near, cells: Mapping[str, Json], folder: Path) -> tuple[boo
         f"at {'most' if metric['lower_is_better'] else 'least'} "
         f"{limit:{'+g' if statement.points else '+.0%'}}"
     )
-    return metrics.badness(far, metric) <= statement.within, f"{told} ({bound})"
+    return metrics.sort_key(far, metric) <= statement.within, f"{told} ({bound})"
 
 
 def _metric(cells: Mapping[str, Json]) -> Mapping[str, Any]:

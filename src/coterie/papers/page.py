@@ -10,7 +10,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from coterie.core.files import write_atomically
-from coterie.core.metrics import badness, direction, label, metric_of, prediction
+from coterie.core.metrics import direction, label, metric_of, prediction, sort_key
 from coterie.papers.pictures import _name, _picture
 from coterie.papers.tables import Picture
 from coterie.reports.parts import bars, escape, figure, page, section, table, verdicts
@@ -288,7 +288,7 @@ def write_page(path: Path, found: Json, pictures: Sequence[Picture], runs: Path)
     for c, title in found["columns"].items():
         cells = _of(found, c)
         metric, what = _metric(found, c), prediction(_metric(found, c))
-        best = min(range(len(cells)), key=lambda k: badness(cells[k]["mean"], metric))
+        best = min(range(len(cells)), key=lambda k: sort_key(cells[k]["mean"], metric))
         columns = {
             "row": [_name(found, cell) for cell in cells],
             "measured": [_measured(found, cell) for cell in cells],

@@ -264,7 +264,7 @@ def _choose(job: Job, reporter: Callback) -> dict[tuple[str, str], dict[str, Any
             if key in sweep:
                 found = {value: read_json(tried[cell, value][1] / RESULT) for value in sweep[key]}
                 ranked = {
-                    value: metrics.badness(_valid(result), metrics.metric_of(result))
+                    value: metrics.sort_key(_valid(result), metrics.metric_of(result))
                     for value, result in found.items()
                 }
                 choices[cell][key] = min(ranked, key=ranked.__getitem__)

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from coterie.core.metrics import badness, better, change, label, mean, metric_of, prediction
 from coterie.core.metrics import best as best_of
+from coterie.core.metrics import better, change, label, mean, metric_of, prediction, sort_key
 from coterie.core.metrics import worst as worst_of
 from coterie.methods import METHODS
 from coterie.reports import marks
@@ -151,7 +151,7 @@ def _against(own: Json, others: Sequence[Json], group: str) -> tuple[str, str]:
         return float(row["groups"][group] if group else row["mean"])
 
     metric = metric_of(own)
-    other = min(others, key=lambda r: badness(value(r), metric))
+    other = min(others, key=lambda r: sort_key(value(r), metric))
     (far, counted), ours, theirs = (
         change(value(own), value(other), metric),
         value(own),

@@ -71,8 +71,8 @@ def foretold(console: Console, prepared: Any, estimate: Any, first: bool) -> Non
         first: Whether it is the first of several: clients and data, which all have, are said before
             it.
     """
-    federation, method = prepared.modality.federation, prepared.method
-    what = prediction(prepared.modality.metric.about)
+    federation, method = prepared.problem.federation, prepared.method
+    what = prediction(prepared.problem.metric.about)
     if first:
         _say(console, federation.description)
         for split in SPLITS:
@@ -88,7 +88,7 @@ def foretold(console: Console, prepared: Any, estimate: Any, first: bool) -> Non
             _say(console, f"  {split:<6} {sum(counts):,} {what}s, {each}")
     sizes = sorted(
         {
-            prepared.modality.trainable(layout).trainable_parameters
+            prepared.problem.trainable(layout).trainable_parameters
             for layout in prepared.site.layouts.values()
         }
     )

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from coterie.core.metrics import badness, better, metric_of
+from coterie.core.metrics import better, metric_of, sort_key
 from coterie.methods import METHODS
 from coterie.reports.comparison import ALONE, BOUNDS
 from coterie.reports.parts import figure, unseen
@@ -31,7 +31,7 @@ def verdict(rows: Sequence[Row], own: str) -> str:
     known = [row for row in rows if row["method"] not in BOUNDS]
     if not known:
         return ""
-    ranked = sorted(known, key=lambda row: badness(row["mean"], metric_of(row)))
+    ranked = sorted(known, key=lambda row: sort_key(row["mean"], metric_of(row)))
     mine = next((row for row in known if row["method"] == own), ranked[0])
     others = [row for row in ranked if row is not mine]
     if not others:

@@ -32,7 +32,7 @@ from coterie.personal.samples import read
 from coterie.reports import Callback
 from coterie.runs import files
 from coterie.runs import recipe as recipes
-from coterie.runs.backends import OnThisMachine
+from coterie.runs.backends import LocalBackend
 from coterie.runs.classification import Examples
 from coterie.runs.execution import Execution
 from coterie.runs.folder import check_apart
@@ -131,11 +131,11 @@ def adapt(
     if folder.exists():
         raise Refused(f"{folder} exists already", "Choose another --client, or another --out.")
     prepared = prepare(recipe)
-    if id in prepared.modality.federation.everyone:
+    if id in prepared.problem.federation.everyone:
         raise Refused(f"{id!r} is a client of the run itself", "Choose another --client.")
     Kept(run).check_bases(Inputs.of(prepared))
     joined = _joined(prepared, id, _data(prepared, id, data, training is not None))
-    execution = Execution(joined, run, Callback(), "", OnThisMachine("inprocess"))
+    execution = Execution(joined, run, Callback(), "", LocalBackend("inprocess"))
     if not execution.restore() and execution.method.rounds:
         remedy = (
             "Wait for the first one (checkpoint_every), or go on with the run: coterie run "
@@ -150,7 +150,7 @@ def adapt(
         affinity = owner.model.affinity(owner.embeddings(owner.data.train))
         scores = tuple((affinity / affinity.sum()).tolist())
     personalised = _keep(execution, owner, tensors[id], folder, training)
-    once = execution.modality.once_bytes if scores or not down[id] else 0
+    once = execution.problem.once_bytes if scores or not down[id] else 0
     experts = tuple(numbers_of_experts(tensors[id]))
     samples = owner.data.train.windows
     return Adapted(
@@ -173,12 +173,12 @@ def _keep(
     """Write the client's personal model, trained first if it is to be. Nothing is there before
     all of it is. Raises SaveError.
     """
-    modality, found = execution.modality, None
+    problem, found = execution.problem, None
     make_folder(folder.parent)
     try:
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as beside:
             new = Path(beside) / "model"
-            if isinstance(modality, Language):
+            if isinstance(problem, Language):
                 kept = shared_part(owner, execution.method)
                 if training is not None:
                     most = training.iterations or execution.method.rounds * execution.method.steps(
@@ -189,7 +189,7 @@ def _keep(
                 origin = personal.Origin(
                     recipe.method["name"], recipe.name, execution.round, recipe.seed
                 )
-                modality.write(new, owner.id, kept.layout, kept.tensors, origin)
+                problem.write(new, owner.id, kept.layout, kept.tensors, origin)
             else:
                 execution.keep(owner, tensors, new)
             if found is not None:
@@ -221,7 +221,7 @@ def _recipe(run: Path, trains: bool) -> Recipe:
         )
     if trains and not method.total_iterations:
         raise Refused(f"{run}: {name} trains nothing that a new client could begin with", _ALONE)
-    if method.universal or (trains and method.joinable):
+    if method.serves_unseen_clients or (trains and method.joinable):
         return recipe
     if method.joinable:
         remedy = "With --train it trains on from what the clients share."
@@ -232,13 +232,15 @@ def _recipe(run: Path, trains: bool) -> Recipe:
         able = ", ".join(
             known
             for known, entry in METHODS.items()
-            if entry.method.universal or entry.method.joinable
+            if entry.method.serves_unseen_clients or entry.method.joinable
         )
         raise Refused(
             f"{run}: {name} has nothing in common that a new client could begin with",
             f"{_ALONE} Methods that have: {able}.",
         )
-    able = ", ".join(known for known, entry in METHODS.items() if entry.method.universal)
+    able = ", ".join(
+        known for known, entry in METHODS.items() if entry.method.serves_unseen_clients
+    )
     raise Refused(
         f"{run}: {name} has no model for clients that bring none of their own",
         f"Methods that have: {able}.",
@@ -251,7 +253,7 @@ _ALONE = "Train on the text alone: coterie run folders --set method.name=local -
 def _joined(prepared: Prepared, id: ClientId, data: ClientData) -> Prepared:
     """Return a run with one client more, which has these data."""
     site = prepared.site
-    layouts = {**site.layouts, id: prepared.method.layout(0, prepared.modality.base)}
+    layouts = {**site.layouts, id: prepared.method.layout(0, prepared.problem.base)}
     return replace(prepared, site=replace(site, data={**site.data, id: data}, layouts=layouts))
 
 
@@ -259,26 +261,24 @@ def _data(prepared: Prepared, id: ClientId, data: Path, trains: bool) -> ClientD
     """Return what a client has: in splits if it trains, otherwise alike in all of them. Raises
     DataError.
     """
-    modality = prepared.modality
-    if isinstance(modality, Language):
-        return (
-            _text(prepared.recipe, modality, id, data) if trains else _all_text(modality, id, data)
-        )
-    assert isinstance(modality, Examples)
-    like = next(iter(modality.federation.clients.values())).test
+    problem = prepared.problem
+    if isinstance(problem, Language):
+        return _text(prepared.recipe, problem, id, data) if trains else _all_text(problem, id, data)
+    assert isinstance(problem, Examples)
+    like = next(iter(problem.federation.clients.values())).test
     assert isinstance(like, ExampleSplit)
-    found = read([data], modality.shape)
+    found = read([data], problem.shape)
     return ClientData(
         id, *(found.split(like.mean, like.std, like.classes, name) for name in SPLITS)
     )
 
 
-def _all_text(modality: Language, id: ClientId, data: Path) -> ClientData:
+def _all_text(problem: Language, id: ClientId, data: Path) -> ClientData:
     """All text of a client that trains nothing. Raises DataError."""
     texts = read_many(_files(data), "text")
-    tokens = np.concatenate(list(encode(modality.backbone.tokenizer, texts, None)))
+    tokens = np.concatenate(list(encode(problem.backbone.tokenizer, texts, None)))
     return ClientData(
-        id, *(TokenSplit(name, tokens, modality.section.context, 0) for name in SPLITS)
+        id, *(TokenSplit(name, tokens, problem.section.context, 0) for name in SPLITS)
     )
 
 
@@ -292,7 +292,7 @@ def _files(data: Path) -> list[Path]:
     return found
 
 
-def _text(recipe: Recipe, modality: Language, id: ClientId, data: Path) -> ClientData:
+def _text(recipe: Recipe, problem: Language, id: ClientId, data: Path) -> ClientData:
     """Return the text of a client that trains, as it would be split in a folder of clients. Raises
     DataError for too little of it.
     """
@@ -300,14 +300,13 @@ def _text(recipe: Recipe, modality: Language, id: ClientId, data: Path) -> Clien
     section = recipe.data if isinstance(recipe.data, Folders) else Folders()
     parts = dict(zip(SPLITS, section.read_one(data), strict=True))
     encoded = {
-        name: list(encode(modality.backbone.tokenizer, texts, None))
-        for name, texts in parts.items()
+        name: list(encode(problem.backbone.tokenizer, texts, None)) for name, texts in parts.items()
     }
     tokens = {
         name: np.concatenate(pieces) if pieces else np.empty(0, np.uint16)
         for name, pieces in encoded.items()
     }
-    needed = modality.section.context + 1
+    needed = problem.section.context + 1
     if any(len(own) < needed for own in tokens.values()):
         found = ", ".join(f"{len(own):,} for {name}" for name, own in tokens.items())
         raise DataError(
@@ -315,4 +314,4 @@ def _text(recipe: Recipe, modality: Language, id: ClientId, data: Path) -> Clien
             f"needs {needed:,}",
             "Give more text (with splits of one's own: to each of them), or leave --train out.",
         )
-    return federate({id: tokens}, modality.section.context, recipe.seed, str(data)).clients[id]
+    return federate({id: tokens}, problem.section.context, recipe.seed, str(data)).clients[id]

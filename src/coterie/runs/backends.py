@@ -21,7 +21,7 @@ from coterie.engines.messages import Member
 from coterie.engines.states import States, half_of_memory
 from coterie.runs.checkpoints import KEPT
 from coterie.runs.device import Device
-from coterie.runs.prepare import Prepared, check_member, prepare, seen_from_afar
+from coterie.runs.prepare import Prepared, check_member, prepare, prepare_remote
 from coterie.runs.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ PASS_S = (
 ARRIVAL_S = 60.0  # seconds for devices that were there a moment ago
 
 
-class Place(Protocol):
+class Backend(Protocol):
     """Where clients are: what a server can prepare, and who carries its messages."""
 
     devices: ClassVar[
@@ -54,7 +54,7 @@ class Place(Protocol):
 
 
 @dataclass(frozen=True)
-class OnThisMachine:
+class LocalBackend:
     """All clients on this machine: in this process, or under Flower's simulation.
 
     Args:
@@ -74,7 +74,7 @@ class OnThisMachine:
             kind, memory = ENGINES[name], prepared.recipe.memory
             if not issubclass(kind, InProcess):
                 return kind(prepared.site, prepared.method, listener)
-            most = half_of_memory(prepared.modality.device) if memory is None else memory * 2**30
+            most = half_of_memory(prepared.problem.device) if memory is None else memory * 2**30
             return kind(prepared.site, prepared.method, listener, States(folder, most))
         from coterie.engines.flower.engine import gathered
         from coterie.engines.flower.simulation import simulated
@@ -99,7 +99,7 @@ class OnThisMachine:
 
 def computing_threads(prepared: Prepared) -> int:
     """Return with how many threads a run on this machine computes."""
-    return prepared.threads or prepared.modality.threads or torch.get_num_threads()
+    return prepared.threads or prepared.problem.threads or torch.get_num_threads()
 
 
 @contextmanager
@@ -119,14 +119,14 @@ def choose_threads(prepared: Prepared) -> Chosen:
     It is tried only where nobody has decided it: models so small that one thread is best, and who
     sets OMP_NUM_THREADS, have.
     """
-    modality, most = prepared.modality, torch.get_num_threads()
+    problem, most = prepared.problem, torch.get_num_threads()
     if (
-        modality.threads
+        problem.threads
         or most == 1
-        or modality.device.type != "cpu"
+        or problem.device.type != "cpu"
         or any(name in os.environ for name in SAID)
     ):
-        return Chosen(modality.threads or most)
+        return Chosen(problem.threads or most)
     try:
         with torch.random.fork_rng(devices=[]):
             return choose(_passes(prepared), most)
@@ -172,7 +172,7 @@ def simulated_device(node: Mapping[str, Any], text: str, body: bytes) -> tuple[s
 
 
 @dataclass
-class OnDevices:
+class DeviceBackend:
     """Clients on devices of their own.
 
     Args:
@@ -187,7 +187,7 @@ class OnDevices:
     @classmethod
     def found(
         cls, grid: "Grid", recipe: Recipe, least: int, patience: float, listener: Listener
-    ) -> "OnDevices":
+    ) -> "DeviceBackend":
         """Return the place with the clients that are there, as soon as there are enough. Raises
         ClientError if there are not in time.
         """
@@ -201,7 +201,7 @@ class OnDevices:
         )
 
     def prepare(self, recipe: Recipe) -> Prepared:
-        return seen_from_afar(recipe, self.members)
+        return prepare_remote(recipe, self.members)
 
     def engine(self, prepared: Prepared, folder: Path, listener: Listener) -> Engine:
         engine = flower_engine(

@@ -13,13 +13,13 @@ from coterie.client.interfaces import Metrics
 from coterie.core.errors import ClientError, TensorError
 from coterie.core.metrics import check_scores
 from coterie.core.profiling import Profile
-from coterie.core.protocol import Ask, ClientId, Form, Replies
+from coterie.core.protocol import Ask, ClientId, Replies, ReplySpec
 from coterie.core.tensors import Tensors
 from coterie.core.threads import Watch
 from coterie.engines import Engine, Listener
 from coterie.models.layout import Layout
 from coterie.reports import Callback
-from coterie.runs.backends import OnThisMachine, Place, computing_threads
+from coterie.runs.backends import Backend, LocalBackend, computing_threads
 from coterie.runs.checkpoints import Checkpoints
 from coterie.runs.files import AUDIT, Json
 from coterie.runs.metrics import METRICS, MetricsFile, Released
@@ -41,12 +41,12 @@ class ExecutionBase(Listener):
     folder: Path
     reporter: Callback
     title: str
-    place: Place = field(default_factory=OnThisMachine)
+    place: Backend = field(default_factory=LocalBackend)
     profile: Profile = field(default_factory=Profile)
 
     def __post_init__(self) -> None:
         self.recipe, self.method = self.prepared.recipe, self.prepared.method
-        self.modality, self.metric = self.prepared.modality, self.prepared.modality.metric
+        self.problem, self.metric = self.prepared.problem, self.prepared.problem.metric
         self._take_in(self.prepared)
         self.threads = computing_threads(self.prepared)
         self.metrics: MetricsFile | None = None
@@ -55,7 +55,7 @@ class ExecutionBase(Listener):
             mode="json",
             exclude={"compare_with", "samples", "memory", "curve_every", "curve_windows"},
         )
-        decisive |= {"common_expert": known} if (known := self.modality.fingerprint) else {}
+        decisive |= {"common_expert": known} if (known := self.problem.fingerprint) else {}
         self.checkpoints = Checkpoints(self.folder / "checkpoints", decisive)
         self._sizes: dict[Layout, dict[str, int]] = {}
         self.answered: set[ClientId] = set()  # in this round
@@ -98,7 +98,7 @@ class ExecutionBase(Listener):
         self.prepared, self.clients, self.federation = (
             prepared,
             prepared.clients,
-            prepared.modality.federation,
+            prepared.problem.federation,
         )
         self.groups = {
             i: group for group, members in self.federation.unseen.items() for i in members
@@ -185,7 +185,7 @@ class ExecutionBase(Listener):
         """Tell the reporter, now and then, how many others compute while this process lacks
         cores, if it is this one that computes.
         """
-        if self.engine.distant or self.modality.device.type != "cpu":
+        if self.engine.distant or self.problem.device.type != "cpu":
             return
         now = time.monotonic()
         if now - self.sampled >= SAMPLED_S:
@@ -206,7 +206,7 @@ class ExecutionBase(Listener):
         self.reporter.client(self.round, client, metrics)
 
     def _ask(
-        self, task: Callable[..., Tensors], to: Mapping[ClientId, Tensors], back: Form
+        self, task: Callable[..., Tensors], to: Mapping[ClientId, Tensors], reply_spec: ReplySpec
     ) -> Replies:
         """Return a question outside of the rounds. Its phase is -1: no round has that."""
-        return self._answer(Ask(task, to, back), -1)
+        return self._answer(Ask(task, to, reply_spec), -1)

@@ -15,7 +15,7 @@ from coterie.core.metrics import ACCURACY
 from coterie.core.tensors import Tensors, to_bytes
 from coterie.data.examples import ExampleSplit
 from coterie.data.federation import Federation
-from coterie.data.partition import Dealing
+from coterie.data.partition import Partitioner
 from coterie.models.classifier import Classifier, NetworkShape, Shape
 from coterie.models.common import CommonExpert, Normalisation, pretrained, trained
 from coterie.models.generalising import (
@@ -29,12 +29,12 @@ from coterie.models.layout import CommonLayout, Layout
 from coterie.models.networks import statistics
 from coterie.models.pool import PoolClassifier, PoolLayout
 from coterie.models.text import TextShape
-from coterie.runs.problem import Modality
+from coterie.runs.problem import LearningProblem
 from coterie.runs.sections import ClassifierSection, CommonSection, TextClassifierSection
 
 
 @dataclass
-class Examples(Modality):
+class Examples(LearningProblem):
     """Classifiers of images or of texts: every client has a whole network, or a share of a pool of
     them.
 
@@ -184,7 +184,7 @@ def _common(
     section: CommonSection | None,
     shape: NetworkShape | TextShape,
     federation: Federation,
-    data: Dealing,
+    data: Partitioner,
     device: str,
 ) -> CommonExpert | None:
     """Return the common expert of a recipe. Raises Refused."""

@@ -29,7 +29,7 @@ from coterie.core.own import is_own
 from coterie.core.protocol import ClientId, Sends, State, declared, find_task
 from coterie.core.tensors import Tensors, from_bytes, nbytes, to_bytes
 from coterie.engines.messages import Member, Reply, Request, failed, parsed
-from coterie.runs import loading as modalities
+from coterie.runs import loading
 from coterie.runs import recipe as recipes
 from coterie.runs.account import ACCOUNT, Account, Cost, Leaving, Turn
 from coterie.runs.limits import EXCHANGES, Limits
@@ -169,7 +169,7 @@ def _loaded(section: str, data: str | None, base: str | None, alone: bool) -> Pr
         return prepare(recipes.validate(found, "of the server"))
     recipe = recipes.validate(_own(found, data, base), "of the server")
     method = recipe.build_method()
-    if method.pooled:
+    if method.centralized:
         raise Refused(
             f"{recipe.method['name']} trains on the data of all clients in one place",
             "The data of this device never leave it.",
@@ -179,20 +179,20 @@ def _loaded(section: str, data: str | None, base: str | None, alone: bool) -> Pr
             "audit: the recipe would plant canaries in this device's data",
             "They are for runs whose data are all on one machine.",
         )
-    modality = modalities.load(recipe)
+    problem = loading.load(recipe)
     leaving = outbound(
         recipe.model_copy(update={"attack": None}), (), secret=True
     )  # a device does not let itself be told to lie
     site = Site(
-        modality.build,
+        problem.build,
         {},
-        modality.federation.everyone,
+        problem.federation.everyone,
         recipe.training,
         recipe.seed,
         method.total_iterations,
         leaving,
     )
-    return Prepared(recipe, method, modality, site, tuple(modality.federation.clients))
+    return Prepared(recipe, method, problem, site, tuple(problem.federation.clients))
 
 
 def _own(section: dict[str, Any], data: str | None, base: str | None) -> dict[str, Any]:
@@ -265,7 +265,7 @@ class Device:
         folder, turn = self._folder(request), (request.round, request.number)
         memory = Memory(folder / "states" / names.encoded(client))
         tensors = from_bytes(body, f"request to {client!r}") if body else {}
-        with memory.alone(), _threads(request.threads or prepared.modality.threads):
+        with memory.alone(), _threads(request.threads or prepared.problem.threads):
             state, note = memory.before(turn, request.expects)
             found, metrics = prepared.site.answer(
                 prepared.method,
@@ -318,7 +318,7 @@ class Device:
                 section, None if self.data is None else str(self.data), self.base, alone=True
             )
             _check_run(prepared.recipe, self.limits)
-            layout = prepared.method.layout(request.position, prepared.modality.base)
+            layout = prepared.method.layout(request.position, prepared.problem.base)
             site = replace(prepared.site, layouts=dict.fromkeys(prepared.site.data, layout))
         if site.outbound is not None:
             key = self._key() if self.place is None and site.outbound.noise is not None else b""
@@ -504,12 +504,12 @@ def _keep(
     owner.load(prepared.method.loadable(owner, tensors))
     recipe = prepared.recipe
     origin = personal.Origin(recipe.method["name"], recipe.name, round, recipe.seed)
-    prepared.modality.keep(folder, owner, prepared.site.layouts[client], origin)
+    prepared.problem.keep(folder, owner, prepared.site.layouts[client], origin)
 
 
 def _member(prepared: Prepared, client: ClientId) -> Member:
     """Return what the server is told of a client."""
-    federation, data = prepared.modality.federation, prepared.site.data[client]
+    federation, data = prepared.problem.federation, prepared.site.data[client]
     group = next((name for name, members in federation.unseen.items() if client in members), "")
     train, valid, test = (split.windows for split in data.splits)
     return Member(

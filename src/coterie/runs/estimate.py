@@ -12,7 +12,7 @@ import torch
 
 from coterie.core.errors import CoterieError
 from coterie.core.metrics import peak_memory
-from coterie.core.protocol import Ask, ClientId, Replies, drive, mix
+from coterie.core.protocol import Ask, ClientId, Replies, derive_seed, drive
 from coterie.core.tensors import Tensors, nbytes
 from coterie.engines import InProcess, Listener
 from coterie.runs.prepare import Prepared
@@ -73,7 +73,7 @@ def _curve(prepared: Prepared) -> float:
     recipe = prepared.recipe
     if recipe.curve_every is None:
         return 0.0
-    found = list(prepared.modality.federation.everyone.values())
+    found = list(prepared.problem.federation.everyone.values())
     share = sum(min(recipe.curve_windows, data.test.windows) for data in found) / sum(
         d.valid.windows + d.test.windows for d in found
     )
@@ -84,7 +84,7 @@ def work(prepared: Prepared) -> float:
     """Rows that all clients train on, and a third of those that they are scored on: what methods
     on one base take about alike.
     """
-    federation, recipe = prepared.modality.federation, prepared.recipe
+    federation, recipe = prepared.problem.federation, prepared.recipe
     trained = (
         prepared.method.rounds
         * len(recipe.active(federation, 0))
@@ -134,7 +134,7 @@ def _iterations(prepared: Prepared) -> float:
     method, size = prepared.method, prepared.recipe.training.batch_size
     found = [
         method.steps_of(data.train.windows, size)
-        for data in prepared.modality.federation.clients.values()
+        for data in prepared.problem.federation.clients.values()
     ]
     return sum(found) / len(found)
 
@@ -166,7 +166,7 @@ class _Trial:
 
     def round(self, steps: int, few: int) -> None:
         """Measure a round."""
-        recipe, federation = self.prepared.recipe, self.prepared.modality.federation
+        recipe, federation = self.prepared.recipe, self.prepared.problem.federation
         method = replace(self.prepared.method, local_steps=steps, local_epochs=None)
         engine = InProcess(self.prepared.site, method, Listener())
         clients = recipe.active(federation, 0)
@@ -176,7 +176,7 @@ class _Trial:
             chosen = dict(islice(ask.to.items(), self.few))
             begun = time.monotonic()
             replies = engine.answer(replace(ask, to=chosen), 0, phase)
-            _synchronise(self.prepared.modality.device)
+            _synchronise(self.prepared.problem.device)
             if chosen:
                 share = len(ask.to) / len(chosen)
                 self.seconds += share * (time.monotonic() - begun)
@@ -190,7 +190,9 @@ class _Trial:
         ):  # a method that cannot do without the others: what was measured stays
             drive(
                 method.round(
-                    server, clients, torch.Generator().manual_seed(mix(recipe.seed, "round", 0))
+                    server,
+                    clients,
+                    torch.Generator().manual_seed(derive_seed(recipe.seed, "round", 0)),
                 ),
                 answer,
             )
@@ -198,8 +200,8 @@ class _Trial:
 
     def scoring(self) -> float:
         """Seconds that one evaluation of all clients takes."""
-        data = self.prepared.modality.federation.unseen or {
-            "": self.prepared.modality.federation.clients
+        data = self.prepared.problem.federation.unseen or {
+            "": self.prepared.problem.federation.clients
         }
         scored = [found for group in data.values() for found in group.values()]
         id = scored[0].id
@@ -217,7 +219,7 @@ class _Trial:
     def _download(self, client: ClientId) -> Tensors:
         """Return what a client gets before it is scored: of a pool it has nothing without that."""
         method, prepared = self.prepared.method, self.prepared
-        if not method.universal:
+        if not method.serves_unseen_clients:
             return {}
         server = method.init(prepared.blueprint, prepared.recipe.present(prepared.clients, 0))
         engine = InProcess(prepared.site, method, Listener())

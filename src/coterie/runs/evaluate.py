@@ -18,7 +18,7 @@ from coterie.core import metrics
 from coterie.core.errors import ClientError
 from coterie.core.files import write_atomically
 from coterie.core.names import encoded
-from coterie.core.protocol import Ask, ClientId, Form, Replies, State, drive, nothing
+from coterie.core.protocol import Ask, ClientId, Replies, ReplySpec, State, drive, empty_reply
 from coterie.core.tensor_names import numbers_of_experts
 from coterie.core.tensors import Tensors, nbytes
 from coterie.core.version import __version__
@@ -30,7 +30,7 @@ from coterie.runs.files import ROUTING, Json
 from coterie.runs.metrics import METRICS
 
 
-class Owners(Mapping[ClientId, Client]):
+class LazyClients(Mapping[ClientId, Client]):
     """Clients with their states, each made anew when it is asked for: together they may be too
     large.
 
@@ -82,13 +82,13 @@ class EvaluatedExecution(ExecutionBase):
     @property
     def _with_models(self) -> bool:
         """Whether those who are scored keep models of their own between rounds."""
-        return not (self.groups or self.recipe.training.stateless or self.method.forgetful)
+        return not (self.groups or self.recipe.training.stateless or self.method.stateless)
 
     def _absent(self) -> tuple[ClientId, ...]:
         """Return the clients that took part in no round so far: they have no model of their own,
         and are scored with what they would get.
         """
-        if not self.round or self.method.pooled or not self._with_models:
+        if not self.round or self.method.centralized or not self._with_models:
             return ()
         return tuple(i for i in self.clients if i not in self.progress["took_part"])
 
@@ -202,9 +202,9 @@ class EvaluatedExecution(ExecutionBase):
         ):
             return self.metric.of(client.score_part(client.test, self.recipe.curve_windows))
 
-    def _form(self, *names: str) -> Form:
+    def _form(self, *names: str) -> ReplySpec:
         """Return the form of what comes back from scoring: these of all that there may be."""
-        scores = self.modality.scores(self.prepared.site.layouts[self.scored[0]])
+        scores = self.problem.scores(self.prepared.site.layouts[self.scored[0]])
         return lambda sent: {name: tensor for name, tensor in scores.items() if name in names}
 
     def _synced(self) -> dict[ClientId, float]:
@@ -258,7 +258,7 @@ class EvaluatedExecution(ExecutionBase):
             "labels": {i: list(classes) for i, classes in self.federation.labels.items()} or None,
             "label_counts": self._label_counts(),
             "anchors": list(self.federation.anchors) or None,
-            "once_bytes": self.modality.once_bytes,
+            "once_bytes": self.problem.once_bytes,
             "clusters": self.federation.clusters,
             "weights_error": self._weights_error(last),
             "evaluations": self.progress["evaluations"],
@@ -278,9 +278,9 @@ class EvaluatedExecution(ExecutionBase):
             },
             "machine": {
                 "device": "elsewhere"
-                if self.modality.device.type == "meta"
-                else str(self.modality.device),
-                "dtype": str(self.modality.dtype).removeprefix("torch."),
+                if self.problem.device.type == "meta"
+                else str(self.problem.device),
+                "dtype": str(self.problem.dtype).removeprefix("torch."),
                 "threads": torch.get_num_threads(),
             },
         }
@@ -308,7 +308,7 @@ class EvaluatedExecution(ExecutionBase):
         if clusters is None or "weights" not in evaluated:
             return None
         return weights_error(
-            evaluated["weights"], [clusters[i] for i in self.clients], self.method.shares
+            evaluated["weights"], [clusters[i] for i in self.clients], self.method.row_stochastic
         )
 
     def _costs(self) -> dict[ClientId, Json]:
@@ -332,20 +332,20 @@ class EvaluatedExecution(ExecutionBase):
         """
         if layout not in self._sizes:
             trained = self.method.total_iterations > 0
-            model = self.modality.trainable(layout)
+            model = self.problem.trainable(layout)
             self._sizes[layout] = {
                 "trainable_parameters": model.trainable_parameters if trained else 0,
                 "active_parameters": model.active_parameters if trained else 0,
-                "flops_per_token": self.modality.flops(layout, trained),
+                "flops_per_token": self.problem.flops(layout, trained),
             }
         return self._sizes[layout]
 
     def _owners(self) -> Mapping[ClientId, Client]:
         """Every client that is scored with its state of now."""
-        return Owners(self.prepared.site, self.engine.states(), self.scored)
+        return LazyClients(self.prepared.site, self.engine.states(), self.scored)
 
     def _keep_personal_models(self) -> None:
-        ask = Ask(self.method.keep, self._personal(), nothing)
+        ask = Ask(self.method.keep, self._personal(), empty_reply)
         self.engine.keep(
             ask,
             self.round,
@@ -365,11 +365,11 @@ class EvaluatedExecution(ExecutionBase):
         origin = personal.Origin(
             self.recipe.method["name"], self.recipe.name, self.round, self.recipe.seed
         )
-        self.modality.keep(folder, client, self.prepared.site.layouts[client.id], origin)
+        self.problem.keep(folder, client, self.prepared.site.layouts[client.id], origin)
 
     def _look_at_routing(self) -> None:
         """Write `routing.json`: what every client's router does with the beginnings of all test
         texts, which are all on this machine.
         """
-        if self.recipe.samples and (found := self.modality.look(self._owners())) is not None:
+        if self.recipe.samples and (found := self.problem.look(self._owners())) is not None:
             write_atomically(self.folder / ROUTING, json.dumps(found, ensure_ascii=False).encode())

@@ -18,7 +18,7 @@ from coterie.aggregation.noise import Source, kept_key
 from coterie.aggregation.privacy import central
 from coterie.core.errors import Refused
 from coterie.core.files import write_json
-from coterie.core.protocol import Ask, ClientId, Replies, drive, mix, trains
+from coterie.core.protocol import Ask, ClientId, Replies, derive_seed, drive, trains
 from coterie.core.result import Result
 from coterie.core.tensors import nbytes, to_bytes
 from coterie.core.threads import Watch
@@ -100,7 +100,7 @@ class Execution(EvaluatedExecution):
             before.keys() - self.federation.everyone.keys(),
             self.federation.everyone.keys() - before.keys(),
         )
-        if self.method.elastic or not gone | new:
+        if self.method.dynamic_membership or not gone | new:
             return
         problem = f"{self.recipe.method['name']} needs the clients that it started with: "
         lacking = [f"{', '.join(sorted(gone))} not there"] if gone else []
@@ -185,7 +185,7 @@ class Execution(EvaluatedExecution):
             write_json(self.folder / AUDIT / CANARIES, about)
 
     def _one_round(self) -> None:
-        rng = torch.Generator().manual_seed(mix(self.recipe.seed, "round", self.round))
+        rng = torch.Generator().manual_seed(derive_seed(self.recipe.seed, "round", self.round))
         self._welcome()
         self.answered.clear()
         there = self.recipe.present(self.clients, self.round)

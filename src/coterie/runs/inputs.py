@@ -51,13 +51,13 @@ class Inputs(BaseModel):
         Raises:
             DataError: A file of a base cannot be read any more.
         """
-        modality, everyone = prepared.modality, prepared.modality.federation.everyone
+        problem, everyone = prepared.problem, prepared.problem.federation.everyone
         here = not any(
             isinstance(split, Elsewhere) for data in everyone.values() for split in data.splits
         )  # else only shapes are known
         files = {
             base: [path for path in files_of(base) if here or path.suffix == ".json"]
-            for base in modality.bases
+            for base in problem.bases
         }
         later = {base: {path.name: digest_later(path) for path in of} for base, of in files.items()}
         clients = (
@@ -77,7 +77,7 @@ class Inputs(BaseModel):
             raise DataError(
                 f"{error.filename}: cannot be read ({error.strerror})", "Check the base's folder."
             ) from None
-        return cls(bases=bases, clients=clients, files=dict(modality.federation.files))
+        return cls(bases=bases, clients=clients, files=dict(problem.federation.files))
 
     def changes(self, now: "Inputs") -> list[str]:
         """Return what is other now, in words: bases first, then clients."""

@@ -18,13 +18,13 @@ from coterie.models.adapter import Adapter
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
 from coterie.models.layout import Layout
-from coterie.runs.problem import Modality
+from coterie.runs.problem import LearningProblem
 from coterie.runs.routing import CLIENTS, look
 from coterie.runs.sections import LanguageSection
 
 
 @dataclass
-class Language(Modality):
+class Language(LearningProblem):
     """Causal language models: LoRA adapters on one frozen backbone."""
 
     section: LanguageSection

@@ -11,7 +11,7 @@ from coterie.models.architecture import tokenizer
 from coterie.models.backbone import Backbone
 from coterie.runs.classification import Examples, _common, _trained_here
 from coterie.runs.language import Language, load_backbone, pick_dtype
-from coterie.runs.problem import Modality
+from coterie.runs.problem import LearningProblem
 from coterie.runs.recipe import Recipe
 from coterie.runs.sections import ClassifierSection, LanguageSection, TextClassifierSection
 
@@ -31,7 +31,7 @@ def pick_device(device: str) -> str:
     return device
 
 
-def load(recipe: Recipe) -> Modality:
+def load(recipe: Recipe) -> LearningProblem:
     """Return the base and the data of a recipe.
 
     Raises:
@@ -79,7 +79,7 @@ def load(recipe: Recipe) -> Modality:
     raise AssertionError("the recipe checked that data and model fit")
 
 
-def distant(recipe: Recipe, federation: Federation) -> Modality:
+def distant(recipe: Recipe, federation: Federation) -> LearningProblem:
     """Return what a server knows of the base and the data of a recipe: shapes, from configurations,
     and who the clients are. No weights of a base.
 

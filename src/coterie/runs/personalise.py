@@ -11,7 +11,7 @@ import torch
 from coterie.client.client import Client
 from coterie.core.errors import ModelError
 from coterie.core.metrics import perplexity
-from coterie.core.protocol import mix
+from coterie.core.protocol import derive_seed
 from coterie.core.roles import ROUTER, SPECIALIST
 from coterie.core.tensors import Tensors
 from coterie.data.splits import Split
@@ -145,9 +145,9 @@ def train(
     every = min(method.steps(client), most)
     device = client.model.device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.default_generator.manual_seed(mix(client.seed, "personalise", client.id))
+        torch.default_generator.manual_seed(derive_seed(client.seed, "personalise", client.id))
         if device.type == "cuda":
-            torch.cuda.manual_seed(mix(client.seed, "personalise", client.id))
+            torch.cuda.manual_seed(derive_seed(client.seed, "personalise", client.id))
         while client.iteration < most and looked < PATIENCE:
             done = client.iteration
             for _ in range(min(every, most - done)):

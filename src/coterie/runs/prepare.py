@@ -14,15 +14,15 @@ from coterie.client.site import Site
 from coterie.core.errors import RecipeError, Refused
 from coterie.core.protocol import ClientId, protects_examples
 from coterie.data.canaries import Canaries, Ids, plant
-from coterie.data.federation import POOL, ClientData, Federation, check_id
+from coterie.data.federation import CENTRALIZED, ClientData, Federation, check_id
 from coterie.data.splits import SPLITS, Elsewhere
 from coterie.engines.messages import Member
 from coterie.methods import METHODS, Method
 from coterie.models.classifier import Classifier
 from coterie.models.layout import Layout
-from coterie.runs import loading as modalities
+from coterie.runs import loading
 from coterie.runs.language import Language
-from coterie.runs.problem import Modality
+from coterie.runs.problem import LearningProblem
 from coterie.runs.recipe import Recipe
 
 _MOST_CLIENTS, _MOST_WINDOWS = 1 << 20, 1 << 40  # more nobody has
@@ -46,7 +46,7 @@ class Prepared:
     Args:
         recipe: Resolved.
         method: Of the recipe.
-        modality: The base and the data.
+        problem: The base and the data.
         site: What clients of this process need.
         clients: That train, in the order of the data.
         planted: The canaries among the data; None without any.
@@ -56,7 +56,7 @@ class Prepared:
 
     recipe: Recipe
     method: Method
-    modality: Modality
+    problem: LearningProblem
     site: Site
     clients: tuple[ClientId, ...]
     planted: Planted | None = None
@@ -64,9 +64,9 @@ class Prepared:
 
     @property
     def blueprint(self) -> Blueprint:
-        federation = self.modality.federation
+        federation = self.problem.federation
         return Blueprint(
-            self.modality.trainable,
+            self.problem.trainable,
             self.site.layouts,
             self.recipe.seed,
             federation.clusters,
@@ -80,49 +80,49 @@ def prepare(recipe: Recipe) -> Prepared:
     Raises:
         Refused: The base, the data, or their combination with the method will not do.
     """
-    modality = modalities.load(recipe)
-    planted = _plant(recipe, modality)
-    return replace(assembled(recipe, modality), planted=planted)
+    problem = loading.load(recipe)
+    planted = _plant(recipe, problem)
+    return replace(assembled(recipe, problem), planted=planted)
 
 
-def _plant(recipe: Recipe, modality: Modality) -> Planted | None:
+def _plant(recipe: Recipe, problem: LearningProblem) -> Planted | None:
     """Plant the canaries of a recipe in the training text of its clients, if it has some:
     classifiers have no text. Raises DataError.
     """
-    if recipe.audit is None or not recipe.audit.canaries or not isinstance(modality, Language):
+    if recipe.audit is None or not recipe.audit.canaries or not isinstance(problem, Language):
         return None
-    tokenizer = modality.backbone.tokenizer
+    tokenizer = problem.backbone.tokenizer
     vocabulary = sorted(
-        set(range(min(len(tokenizer), modality.backbone.architecture.vocabulary)))
+        set(range(min(len(tokenizer), problem.backbone.architecture.vocabulary)))
         - set(tokenizer.all_special_ids)
     )
-    modality.federation, canaries, references = plant(
-        modality.federation, recipe.audit, recipe.seed, vocabulary, tokenizer.eos_token_id
+    problem.federation, canaries, references = plant(
+        problem.federation, recipe.audit, recipe.seed, vocabulary, tokenizer.eos_token_id
     )
     return Planted(canaries, references)
 
 
-def assembled(recipe: Recipe, modality: Modality) -> Prepared:
+def assembled(recipe: Recipe, problem: LearningProblem) -> Prepared:
     """Return a recipe with its base and data, checked to fit. Raises Refused."""
-    method, federation = recipe.build_method(), modality.federation
+    method, federation = recipe.build_method(), problem.federation
     data, clients = federation.everyone, tuple(federation.clients)
-    layouts = _layouts(recipe, method, modality, clients)
-    layouts |= dict.fromkeys(data.keys() - layouts.keys(), method.layout(0, modality.base))
+    layouts = _layouts(recipe, method, problem, clients)
+    layouts |= dict.fromkeys(data.keys() - layouts.keys(), method.layout(0, problem.base))
     _check_presence(recipe, method, federation)
     training = recipe.training
-    if method.pooled:
-        data[POOL] = federation.pooled()
-        layouts[POOL] = method.layout(0, modality.base)
+    if method.centralized:
+        data[CENTRALIZED] = federation.centralized()
+        layouts[CENTRALIZED] = method.layout(0, problem.base)
         training = training.model_copy(
             update={
                 "batch_size": training.batch_size * len(clients),
                 "micro_batch": training.micro_batch or training.batch_size,
             }
         )
-    _check_privacy(recipe, method, modality, layouts[clients[0]])
+    _check_privacy(recipe, method, problem, layouts[clients[0]])
     _check_secure(recipe, method, clients)
     site = Site(
-        modality.build,
+        problem.build,
         layouts,
         data,
         training,
@@ -130,13 +130,13 @@ def assembled(recipe: Recipe, modality: Modality) -> Prepared:
         method.total_iterations,
         outbound(recipe, clients),
     )
-    prepared = Prepared(recipe, method, modality, site, clients)
+    prepared = Prepared(recipe, method, problem, site, clients)
     method.check(prepared.blueprint, clients, training)
     return prepared
 
 
 def _layouts(
-    recipe: Recipe, method: Method, modality: Modality, clients: Sequence[ClientId]
+    recipe: Recipe, method: Method, problem: LearningProblem, clients: Sequence[ClientId]
 ) -> dict[ClientId, Layout]:
     """Return the adapter of each client. Raises RecipeError for a list of another length, or an
     impossible layout.
@@ -154,11 +154,11 @@ def _layouts(
     ]:
         raise RecipeError(f"recipe {recipe.name}", wrong)
     try:
-        layouts = {i: method.layout(position, modality.base) for position, i in enumerate(clients)}
+        layouts = {i: method.layout(position, problem.base) for position, i in enumerate(clients)}
     except ValueError as error:
         raise RecipeError(f"recipe {recipe.name}", [f"method: {error}"]) from None
     for layout in layouts.values():
-        modality.check(recipe.method["name"], layout)
+        problem.check(recipe.method["name"], layout)
     return layouts
 
 
@@ -174,9 +174,9 @@ def outbound(recipe: Recipe, clients: Sequence[ClientId], secret: bool = False) 
 
 def _beyond_sums(field: str, recipe: Recipe, method: Method) -> list[str]:
     """Return what is wrong with a field that is for methods whose server needs sums alone, by
-    `Method.sums`.
+    `Method.needs_only_mean`.
     """
-    if method.sums:
+    if method.needs_only_mean:
         return []
     able = "fedavg, comigs-1g1s and ditto with aggregation rule mean, weighting uniform"
     return [
@@ -202,11 +202,13 @@ def _beyond_examples(recipe: Recipe, method: Method, model: Trainable) -> list[s
     return []
 
 
-def _check_privacy(recipe: Recipe, method: Method, modality: Modality, layout: Layout) -> None:
+def _check_privacy(
+    recipe: Recipe, method: Method, problem: LearningProblem, layout: Layout
+) -> None:
     """Refuse privacy for what it would not protect. Raises RecipeError."""
     if recipe.privacy is None:
         return
-    model = modality.trainable(layout)
+    model = problem.trainable(layout)
     mistakes = (
         _beyond_sums("privacy", recipe, method)
         if recipe.privacy.unit == "client"
@@ -270,15 +272,15 @@ def _check_presence(recipe: Recipe, method: Method, federation: Federation) -> N
             f"participation.schedule: {part.schedule} goes by clusters, which these data do not "
             f"have; see data.partition"
         )
-    if recipe.presence and not method.elastic:
+    if recipe.presence and not method.dynamic_membership:
         mistakes.append(
             f"presence: {name} needs its clients from the start to the end; cobo, fedavg and "
             f"local do not"
         )
     lonely = {
-        "data.unseen": bool(federation.unseen) and not method.universal,
+        "data.unseen": bool(federation.unseen) and not method.serves_unseen_clients,
         "training.stateless": recipe.training.stateless
-        and (method.stateful or not method.universal),
+        and (method.stateful or not method.serves_unseen_clients),
     }
     mistakes += [
         f"{key}: {name} has no model for clients that bring none of their own; fedavg and ddome do"
@@ -337,7 +339,7 @@ def _labels_problem(labels: tuple[int, ...] | None, classes: int | None) -> str:
     return ""
 
 
-def seen_from_afar(recipe: Recipe, members: Sequence[Member]) -> Prepared:
+def prepare_remote(recipe: Recipe, members: Sequence[Member]) -> Prepared:
     """Return what a server has: the recipe, who the clients are, and the shapes of their models.
 
     Raises:
@@ -350,12 +352,12 @@ def seen_from_afar(recipe: Recipe, members: Sequence[Member]) -> Prepared:
             f"recipe {recipe.name}",
             [f"{problem}; run it where all data are on one machine, or leave audit out"],
         )
-    if recipe.build_method().pooled:
+    if recipe.build_method().centralized:
         problem = (
             f"method.name: {recipe.method['name']} trains on the data of all clients in one place"
         )
         raise RecipeError(f"recipe {recipe.name}", [f"{problem}; use engine: inprocess"])
-    return assembled(recipe, modalities.distant(recipe, federation))
+    return assembled(recipe, loading.distant(recipe, federation))
 
 
 def federated(members: Sequence[Member]) -> Federation:
@@ -397,8 +399,8 @@ def joined(prepared: Prepared, member: Member) -> Prepared:
         Refused: It does not fit, it is held out by its data, or the method needs all of its clients
             from the start.
     """
-    name, modality = prepared.recipe.method["name"], copy(prepared.modality)
-    if not prepared.method.elastic:
+    name, problem = prepared.recipe.method["name"], copy(prepared.problem)
+    if not prepared.method.dynamic_membership:
         raise Refused(f"came after the run began, and {name} needs all clients from the start", "")
     if member.group:
         raise Refused(
@@ -406,16 +408,16 @@ def joined(prepared: Prepared, member: Member) -> Prepared:
             f"from the start or not at all",
             "",
         )
-    more, federation = federated([member]), modality.federation
+    more, federation = federated([member]), problem.federation
     clusters = (
         None
         if federation.clusters is None or more.clusters is None
         else {**federation.clusters, **more.clusters}
     )
-    modality.federation = replace(
+    problem.federation = replace(
         federation,
         clients={**federation.clients, **more.clients},
         clusters=clusters,
         labels={**federation.labels, **more.labels},
     )
-    return assembled(prepared.recipe, modality)
+    return assembled(prepared.recipe, problem)

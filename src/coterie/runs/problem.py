@@ -19,7 +19,7 @@ from coterie.data.federation import Federation
 from coterie.models.layout import Layout
 
 
-class Modality(ABC):
+class LearningProblem(ABC):
     """A kind of model on the data of a recipe, loaded and checked."""
 
     metric: ClassVar[Metric]

@@ -17,7 +17,7 @@ from coterie.reports import Callback
 from coterie.reports import comparison as comparing
 from coterie.reports.html import write_comparison, write_report
 from coterie.runs import recipe as recipes
-from coterie.runs.backends import OnThisMachine, Place, choose_threads, computing
+from coterie.runs.backends import Backend, LocalBackend, choose_threads, computing
 from coterie.runs.estimate import Foresight
 from coterie.runs.execution import Execution
 from coterie.runs.files import COMPARISON, RECIPE, ROUTING, Json
@@ -28,7 +28,7 @@ from coterie.runs.recipe import Recipe
 
 
 @dataclass
-class Doorman(Listener):
+class JoinWarnings(Listener):
     """Says who was not let in while a server waits for its clients."""
 
     reporter: Callback
@@ -44,7 +44,7 @@ def run(
     resume: bool = False,
     changed: bool = False,
     reporter: Callback | None = None,
-    place: Place | None = None,
+    place: Backend | None = None,
     profile: Profile | None = None,
 ) -> list[Json]:
     """Run a recipe and the methods of its `compare_with` into a folder; what is there already is
@@ -86,7 +86,7 @@ def execute_all(
     rows: Sequence[tuple[Recipe, Path]],
     reporter: Callback,
     titles: Sequence[str] = (),
-    place: Place | None = None,
+    place: Backend | None = None,
     profile: Profile | None = None,
     changed: bool = False,
     within: Path | None = None,
@@ -106,7 +106,7 @@ def execute_all(
         within: The folder of all of them, in which nobody else works meanwhile; None where only
             each row's own must be left alone.
     """
-    place = place or OnThisMachine()
+    place = place or LocalBackend()
     if not place.devices:
         for recipe, folder in rows:
             _check_apart(recipe, within or folder)
@@ -153,7 +153,7 @@ class _Threads:
     """
 
     def __init__(
-        self, rows: Sequence[tuple[Recipe, Path]], place: Place, reporter: Callback
+        self, rows: Sequence[tuple[Recipe, Path]], place: Backend, reporter: Callback
     ) -> None:
         self._place, self._reporter = place, reporter
         self._kept = {folder: kept_threads(folder) for _, folder in rows}
@@ -163,7 +163,7 @@ class _Threads:
         """Return the same with a number of threads; as it is where others compute, or PyTorch's own
         number was good enough before.
         """
-        if self._place.devices or prepared.recipe.threads or prepared.modality.threads:
+        if self._place.devices or prepared.recipe.threads or prepared.problem.threads:
             return replace(prepared, threads=prepared.recipe.threads)
         kept = self._kept[folder]
         if kept is None and self._common is None:

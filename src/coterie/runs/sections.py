@@ -7,7 +7,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from coterie.aggregation.noise import Source
-from coterie.core.protocol import mix
+from coterie.core.protocol import derive_seed
 from coterie.models.common import Pretraining
 from coterie.models.layers import Norm
 from coterie.models.layout import Layout
@@ -272,7 +272,7 @@ class Participation(BaseModel):
 
 def _repeatable(seed: int, round: int) -> Callable[[Sequence[str], int], Sequence[str]]:
     """Return what draws some of several in a round, alike wherever the seed is known."""
-    random = np.random.default_rng(mix(seed, "participation", round))
+    random = np.random.default_rng(derive_seed(seed, "participation", round))
     return lambda found, most: cast(
         Sequence[str], random.choice(found, most, replace=False).tolist()
     )

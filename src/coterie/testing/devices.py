@@ -46,8 +46,8 @@ def devices_are_alike(method: Method, world: World) -> None:
     here = Run(method, world).rounds(method.rounds, draw=some)
     there = Run(method, world)
     recipe: Any = SimpleNamespace(secure=False)
-    modality: Any = SimpleNamespace(threads=1, base=BASE, federation=world.federation)
-    prepared = Prepared(recipe, method, modality, replace(there.site, models={}), there.clients)
+    problem: Any = SimpleNamespace(threads=1, base=BASE, federation=world.federation)
+    prepared = Prepared(recipe, method, problem, replace(there.site, models={}), there.clients)
 
     def handle(node: Mapping[str, Any], text: str, body: bytes) -> tuple[str, bytes]:
         return _Simulated(Path(), place=int(node["partition-id"]), of=prepared).answer(text, body)

@@ -74,7 +74,7 @@ def _in_exchanges(method: Method, world: World) -> list[Spoken]:
 def _at_the_end(method: Method, world: World) -> list[Spoken]:
     run, found = Run(method, world).rounds(method.rounds), []
     for function in (method.score, method.score_test, method.keep):
-        synced = function.__name__ == "score_test" and not method.forgetful
+        synced = function.__name__ == "score_test" and not method.stateless
         models = method.download(run.server, run.clients) if synced else run.models()
         ask = Ask(function, {i: models[i] for i in run.clients})
         sent = _copied(ask)
@@ -83,7 +83,7 @@ def _at_the_end(method: Method, world: World) -> list[Spoken]:
     return found
 
 
-@clause("`Ask.back` says which tensors a client sends back, and it sends those")
+@clause("`Ask.reply_spec` says which tensors a client sends back, and it sends those")
 def replies_have_the_form_asked_for(method: Method, world: World) -> None:
     """Check names, shapes, dtypes and values of all replies of honest clients."""
     for ask, replies, _ in _seen(method, world):

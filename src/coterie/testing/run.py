@@ -10,7 +10,7 @@ from coterie.client.settings import Training
 from coterie.client.site import Site
 from coterie.core.protocol import Ask, ClientId, Replies, drive
 from coterie.core.tensors import Tensors
-from coterie.data.federation import POOL
+from coterie.data.federation import CENTRALIZED
 from coterie.engines import ENGINES, Engine
 from coterie.methods import Method
 from coterie.testing.worlds import BASE, World
@@ -49,9 +49,9 @@ class Run:
         self.method, self.clients = method, tuple(federation.clients)
         data, ids = dict(federation.clients), sorted(federation.clients)
         layouts = {i: method.layout(position, BASE) for position, i in enumerate(ids)}
-        if method.pooled:
-            data[POOL] = federation.pooled()
-            layouts[POOL] = method.layout(0, BASE)
+        if method.centralized:
+            data[CENTRALIZED] = federation.centralized()
+            layouts[CENTRALIZED] = method.layout(0, BASE)
         training = Training(batch_size=4, micro_batch=None)
         total = method.total_iterations
         self.site = Site(world.build, layouts, data, training, seed=7, total_iterations=total)
@@ -98,7 +98,7 @@ class Run:
 
     def models(self) -> Mapping[ClientId, Tensors]:
         """Return what clients need to have a model: nothing, unless they keep none."""
-        if not self.method.forgetful:
+        if not self.method.stateless:
             return {i: {} for i in self.clients}
         adaptation = self.method.adapt(self.server, self.clients)
         return drive(adaptation, lambda ask, phase: self.engine.answer(ask, self.round, phase))

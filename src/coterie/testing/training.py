@@ -13,7 +13,7 @@ from coterie.client.state import OWNED
 from coterie.core.protocol import Ask, ClientId, Replies
 from coterie.core.roles import GATE
 from coterie.core.tensors import Tensors, all_finite
-from coterie.data.federation import POOL
+from coterie.data.federation import CENTRALIZED
 from coterie.data.splits import SPLITS
 from coterie.engines import ENGINES
 from coterie.methods import Method
@@ -95,20 +95,20 @@ def training_changes_the_clients(method: Method, world: World) -> None:
     if not method.rounds:
         raise NotApplicable("a method without rounds trains nothing")
     run = Run(method, world).rounds(method.rounds)
-    for i in [POOL] if method.pooled else run.clients:
+    for i in [CENTRALIZED] if method.centralized else run.clients:
         if method.local_epochs is None:
             done, due = run.client(i).iteration, method.total_iterations
             require(done == due, f"client {i!r} did {done} local iterations instead of {due}")
-        if method.forgetful:
+        if method.stateless:
             kept = run.engine.states()[i].keys() - _STATELESS
-            require(not kept, f"client {i!r} kept {sorted(kept)[:5]}, though `forgetful`")
+            require(not kept, f"client {i!r} kept {sorted(kept)[:5]}, though `stateless`")
             continue
         before = run.site.client(i, {}).read(*OWNED)
         now = run.client(i).read(*OWNED)
         changed = [name for name, t in now.items() if not torch.equal(t, before[name])]
         moved = any(name.endswith(("B", "weight")) for name in changed)
         require(moved, f"no weight of client {i!r} changed in {method.rounds} rounds")
-    if method.forgetful:
+    if method.stateless:
         moved = any(not torch.equal(t, run.initial[name]) for name, t in run.server.items())
         require(
             moved,
@@ -120,7 +120,7 @@ def training_changes_the_clients(method: Method, world: World) -> None:
 def only_shared_tensors_travel(method: Method, world: World) -> None:
     """Check the names and sizes of all tensors in all messages."""
     run = Run(method, world)
-    if method.forgetful or GATE in run.initial:
+    if method.stateless or GATE in run.initial:
         raise NotApplicable("a pool's experts travel under their numbers; engines check them")
     seen: list[Tensors] = []
 
@@ -157,7 +157,7 @@ def failing_clients_are_left_out(method: Method, world: World) -> None:
 
     run.rounds(min(1, method.rounds), without([run.clients[len(run.clients) // 2]]))
     before = dict(run.server)
-    run.rounds(min(1, method.rounds), without([*run.clients, POOL]))
+    run.rounds(min(1, method.rounds), without([*run.clients, CENTRALIZED]))
     stands = [name for name in run.server if name != "round"]  # a counter of rounds goes on
     now = {name: run.server[name] for name in stands}
     what = "the server's state after a round in which nobody answered, and before it"
@@ -193,7 +193,7 @@ def absent_client_keeps_everything(method: Method, world: World) -> None:
     """Check what there is of a client before and after a round in which it takes no part."""
     method = longer(method)
     run = Run(method, world.one_by_one)
-    if method.pooled:
+    if method.centralized:
         raise NotApplicable("it trains on all data, whoever is drawn")
     for round in range(max(method.rounds - 1, 0)):  # after the last round some ask everybody
         (absent,) = set(run.clients) - set(some(run.clients, round))
@@ -225,7 +225,7 @@ def some_clients_a_round(method: Method, world: World) -> None:
 def schedules_run_over_the_rounds(method: Method, world: World) -> None:
     """Check where the learning rates of clients stand at the end that missed a round."""
     method = longer(method)
-    if not method.rounds or method.pooled:
+    if not method.rounds or method.centralized:
         raise NotApplicable("nobody trains, or everybody")
     run = Run(method, world.one_by_one).rounds(method.rounds, draw=some)
     for i in run.clients:
@@ -250,7 +250,7 @@ def order_changes_nothing(method: Method, world: World) -> None:
     a = Run(method, world).rounds(method.rounds)
     reverse = world.among(dict(reversed(list(world.federation.clients.items()))))
     b = Run(method, reverse).rounds(method.rounds, order=tuple(reversed(a.clients)))
-    if method.pooled:
+    if method.centralized:
         raise NotApplicable("the union of the data is laid out in the order of the clients")
     require_same_run(a, b, "clients in one order and in the reverse")
 
@@ -260,13 +260,13 @@ def one_client_alone(method: Method, world: World) -> None:
     """Check that with one client downloading changes nothing: it trains as if it were alone."""
     if isinstance(method, FDLoRA):
         raise NotApplicable("its server takes an outer step, and its clients end with a fusion")
-    if method.forgetful:
+    if method.stateless:
         raise NotApplicable("its clients keep nothing that could be compared")
     (id,) = world.alone.federation.clients
     run = Run(method, world.alone)
     for _ in range(method.rounds):
         run.rounds(1)
-        client = run.client(POOL if method.pooled else id)
+        client = run.client(CENTRALIZED if method.centralized else id)
         own = client.read(*method.shared)
         down = method.download(run.server, [id])[id]
         if isinstance(method, Ranked):

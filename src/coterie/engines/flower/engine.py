@@ -241,7 +241,7 @@ class Flower:
 
         asked = self._reachable(ask, round, phase)
         for i in asked:
-            secure.check_form(ask.to[asked[0]], ask.to[i], ask.back(ask.to[i]))
+            secure.check_form(ask.to[asked[0]], ask.to[i], ask.reply_spec(ask.to[i]))
         self._begin(round)
         size = sum(tensor.numel() for tensor in ask.to[asked[0]].values()) if asked else 0
         requests = {
@@ -329,7 +329,7 @@ class Flower:
 
         if answered is None:
             raise TensorError(f"no reply within {self.deadline:g} s", "")
-        form = ask.back(ask.to[client])
+        form = ask.reply_spec(ask.to[client])
         reply, body = self._read(answered, nbytes(form) + _PER_TENSOR * len(form) + _SLACK)
         if reply.problem:
             raise TensorError(reply.problem, reply.remedy)
