@@ -83,7 +83,7 @@ def pictures(examples: int, device: str) -> problem.LearningProblem:
     }
     federation = Federation(clients, "random images", anchors=tuple(clients)[:5])
     common = CommonExpert(shape, shape.initial(3) | Classifier(shape).initial_buffers(), device)
-    return classification.Examples(shape, common, section, torch.device(device), federation)
+    return classification.Classification(shape, common, section, torch.device(device), federation)
 
 
 def measured(data: str, repeats: int, device: str, examples: int) -> list[dict[str, Any]]:

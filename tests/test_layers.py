@@ -24,6 +24,45 @@ ORDER = [
     # The suite for methods runs them as commands do, on every engine: nothing is built on it.
     {"cli", "testing"},
 ]
+# Names that this project once used and no other does, with what stands for them now. They may not
+# be defined again, as a class, a function, a field or a constant.
+RENAMED = {
+    "Doorman": "JoinWarnings",
+    "Owners": "LazyClients",
+    "Place": "Backend",
+    "OnThisMachine": "LocalBackend",
+    "OnDevices": "DeviceBackend",
+    "places": "expert_slots",
+    "hold": "bind_experts",
+    "NUMBERS": "EXPERT_IDS",
+    "forget": "reset_optimizer",
+    "forgetful": "stateless",
+    "elastic": "dynamic_membership",
+    "universal": "serves_unseen_clients",
+    "back": "reply_spec",
+    "same": "as_sent",
+    "nothing": "empty_reply",
+    "mix": "derive_seed",
+    "Cohort": "ClientBatch",
+    "Dealing": "Partitioner",
+    "Deal": "Partition",
+    "Part": "ClientShare",
+    "deal": "assign_experts",
+    "seen_from_afar": "prepare_remote",
+    "Modality": "LearningProblem",
+    "modality": "problem",
+    "pooled": "centralized",
+    "POOL": "CENTRALIZED",
+    "parcel": "download_for",
+    "again": "independent_stream",
+    "parted": "unflatten",
+    "Here": "LocalEngine",
+    "badness": "sort_key",
+    "front": "open_proxy",
+    "Front": "Proxy",
+}
+# The same of methods alone: elsewhere these are plain words.
+RENAMED_HOOKS = {"sums": "needs_only_mean", "shares": "row_stochastic", "size": "sample_count"}
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 FILES = [path for path in SOURCE.rglob("*.py") if path.parent != SOURCE]
 
@@ -111,3 +150,25 @@ def test_flower_stays_in_one_folder() -> None:
         path.parent for path in FILES if any(name.split(".")[0] == "flwr" for name in imports(path))
     }
     assert users == {SOURCE / "engines/flower"}
+
+
+def defined(tree: ast.Module) -> set[str]:
+    """Names of the classes and functions of a file, and of what its classes and itself assign."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        for part in node.body if isinstance(node, ast.Module | ast.ClassDef) else ():
+            if isinstance(part, ast.AnnAssign | ast.Assign):
+                targets = [part.target] if isinstance(part, ast.AnnAssign) else part.targets
+                found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+def test_names_that_were_replaced_do_not_return() -> None:
+    for path in FILES:
+        renamed = RENAMED | (RENAMED_HOOKS if room_of(path) == "methods" else {})
+        names = defined(ast.parse(path.read_text(encoding="utf-8")))
+        again = {f"{name}: say {renamed[name]}" for name in names & renamed.keys()}
+        assert not again, f"{path}: {sorted(again)}"
+        assert not [name for name in names if name.endswith("_together")], path

@@ -49,7 +49,7 @@ class Toy(Partitioner):
         return Labelled(inputs[: len(train)][shuffled], train[shuffled], inputs[len(train) :], test)
 
     def load(self, order_seed: int = 0) -> Federation:
-        return self.dealt(self.read, order_seed)
+        return self.federated(self.read, order_seed)
 
 
 def held(client: ClientData) -> list[int]:

@@ -144,8 +144,8 @@ def test_what_is_no_key_is_told_and_left_out(
         keys.make(tmp_path / "keys", [], ["cleo"])
         until(lambda: "The device of cleo is known now." in said, "cleo, in spite of all that")
         assert {client for client, _ in found.nodes.values()} == {"ann", "ben", "cleo"}
-        assert found.front is not None
-        assert len(found.front.keys or ()) == 3
+        assert found.proxy is not None
+        assert len(found.proxy.keys or ()) == 3
         until(lambda: sum(" was refused. " in line for line in said) == 10, "ten refusals")
         refusals = "\n".join(said)
         for name, why in {
@@ -248,11 +248,11 @@ def test_a_device_that_cannot_be_shut_out_now_is_shut_out_later_and_is_a_strange
     keys.make(tmp_path / "keys", [], ["ann"])
     failing.set()
     with serving(tmp_path, monkeypatch) as (found, said):
-        assert found.front is not None
-        until(lambda: found.nodes and found.front and found.front.keys, "ann")
+        assert found.proxy is not None
+        until(lambda: found.nodes and found.proxy and found.proxy.keys, "ann")
         (tmp_path / "keys/clients/ann.pub").unlink()
         until(lambda: any("could not be shut out" in line for line in said), "that it failed")
-        assert found.front.keys == {}
+        assert found.proxy.keys == {}
         assert found.nodes
         failing.clear()
         until(

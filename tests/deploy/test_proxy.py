@@ -32,9 +32,9 @@ from cryptography.hazmat.primitives.serialization import (
 
 from coterie.core.errors import Refused
 from coterie.deploy import keys
+from coterie.deploy.connection import Limits
 from coterie.deploy.link import Link, free_port, listening
-from coterie.deploy.proxy import Front, front
-from coterie.deploy.visit import Limits
+from coterie.deploy.proxy import Proxy, open_proxy
 
 LIMITS = Limits(
     strangers=40,
@@ -111,8 +111,8 @@ def seen() -> list[tuple[str, str, bytes]]:
 
 
 @contextmanager
-def opened(folder: Path, limits: Limits | None = None) -> Iterator[tuple[int, Front]]:
-    """A front with TLS, which knows ann's device, before `Behind`, with TLS too: its port, and
+def opened(folder: Path, limits: Limits | None = None) -> Iterator[tuple[int, Proxy]]:
+    """A proxy with TLS, which knows ann's device, before `Behind`, with TLS too: its port, and
     itself.
     """
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -121,7 +121,7 @@ def opened(folder: Path, limits: Limits | None = None) -> Iterator[tuple[int, Fr
         behind.socket = context.wrap_socket(behind.socket, server_side=True)
         threading.Thread(target=behind.serve_forever, daemon=True).start()
         found, own = free_port(), (folder / keys.CERTIFICATE, folder / keys.KEY, folder / keys.CA)
-        with front(
+        with open_proxy(
             ("127.0.0.1", found), ("127.0.0.1", behind.server_address[1]), *own, limits
         ) as door:
             door.keys = known(folder / "clients/ann")
@@ -136,11 +136,11 @@ def port(folder: Path) -> Iterator[int]:
 
 
 @pytest.fixture
-def door(folder: Path) -> Iterator[tuple[int, Front]]:
+def door(folder: Path) -> Iterator[tuple[int, Proxy]]:
     """With small limits; what went wrong there would be its own fault."""
-    with opened(folder, LIMITS) as (found, front):
-        yield found, front
-        assert not front.problems
+    with opened(folder, LIMITS) as (found, proxy):
+        yield found, proxy
+        assert not proxy.problems
 
 
 def connected(port: int, folder: Path) -> http.client.HTTPSConnection:
@@ -239,7 +239,7 @@ def test_a_server_that_is_another_one_is_refused_and_the_remedy_named(
 
 def test_a_front_without_encryption_and_a_superlink_that_is_gone(folder: Path) -> None:
     here, gone = free_port(), free_port()
-    with front(("127.0.0.1", here), ("127.0.0.1", gone), None, None, None):
+    with open_proxy(("127.0.0.1", here), ("127.0.0.1", gone), None, None, None):
         assert not Link(f"127.0.0.1:{here}", None).answers("fleet")
         with pytest.raises(Refused, match="speaks no TLS"):
             Link(f"127.0.0.1:{here}", folder / keys.CA).answers("fleet")
@@ -294,10 +294,10 @@ ALONE = """
 import json, resource, socket, sys
 from pathlib import Path
 resource.setrlimit(resource.RLIMIT_NOFILE, (400, 400))
-from coterie.deploy.proxy import front
+from coterie.deploy.proxy import open_proxy
 folder, here, behind = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 files = folder / "server.crt", folder / "server.key", folder / "ca.crt"
-with front(("127.0.0.1", here), ("127.0.0.1", behind), *files):
+with open_proxy(("127.0.0.1", here), ("127.0.0.1", behind), *files):
     print("ready", flush=True)
     sys.stdin.read()
 """
@@ -370,7 +370,7 @@ def usage(process: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("address", ["127.0.0.1", ""], ids=["one-address", "many-addresses"])
 def test_strangers_are_no_more_than_the_limit_and_a_device_is_heard_among_them(
-    door: tuple[int, Front], folder: Path, address: str
+    door: tuple[int, Proxy], folder: Path, address: str
 ) -> None:
     port, _ = door
     assert answered(port, folder) == 201  # it has begun
@@ -407,7 +407,7 @@ def until(true: Callable[[], bool], within: float = 10) -> bool:
     ids=["no handshake", "nothing", "half a header", "half a body"],
 )
 def test_who_says_half_of_something_is_cut_off(
-    door: tuple[int, Front], folder: Path, said: bytes | None
+    door: tuple[int, Proxy], folder: Path, said: bytes | None
 ) -> None:
     port, _ = door
     with socket.create_connection(("127.0.0.1", port)) as plain:
@@ -420,7 +420,7 @@ def test_who_says_half_of_something_is_cut_off(
 
 @pytest.mark.parametrize("what", ["handshake", "header", "body"])
 def test_who_trickles_is_cut_off_though_there_is_always_something_more(
-    door: tuple[int, Front], folder: Path, what: str
+    door: tuple[int, Proxy], folder: Path, what: str
 ) -> None:
     """A byte now and then: no wait for the next byte is long."""
     port, _ = door
@@ -453,7 +453,7 @@ def test_who_trickles_is_cut_off_though_there_is_always_something_more(
 
 def test_a_device_that_trickles_a_body_is_cut_off_too(folder: Path) -> None:
     limits = Limits(idle=1, slowest=1 << 20)
-    with opened(folder, limits) as (port, front), tls(port, folder) as link:
+    with opened(folder, limits) as (port, proxy), tls(port, folder) as link:
         headers = "".join(
             f"{name}: {value}\r\n" for name, value in signed(folder / "clients/ann").items()
         )
@@ -473,14 +473,14 @@ def test_a_device_that_trickles_a_body_is_cut_off_too(folder: Path) -> None:
                 closed = True
         assert closed
         assert time.monotonic() - started < 12
-        assert not front.problems
+        assert not proxy.problems
 
 
 @pytest.mark.parametrize("headers", ["", "Expect: 100-continue\r\n"])
 def test_a_large_body_of_a_stranger_is_refused_by_its_header(
-    door: tuple[int, Front], folder: Path, seen: list[object], headers: str
+    door: tuple[int, Proxy], folder: Path, seen: list[object], headers: str
 ) -> None:
-    """A gigabyte is announced; nothing of it reaches the SuperLink, and the front keeps nothing
+    """A gigabyte is announced; nothing of it reaches the SuperLink, and the proxy keeps nothing
     of it.
     """
     port, _ = door
@@ -508,10 +508,10 @@ def test_a_large_body_of_a_stranger_is_refused_by_its_header(
 
 
 def test_who_is_a_device_is_told_by_a_fresh_signature_of_a_known_key(
-    door: tuple[int, Front], folder: Path, seen: list[object]
+    door: tuple[int, Proxy], folder: Path, seen: list[object]
 ) -> None:
     """A public key is no secret: to show it is not enough."""
-    port, front = door
+    port, proxy = door
     body, ann = b"x" * 100_000, folder / "clients/ann"
     assert answered(port, folder, body) == 201
     for headers in (
@@ -528,7 +528,7 @@ def test_who_is_a_device_is_told_by_a_fresh_signature_of_a_known_key(
         assert answered(port, folder, body, **headers) == 413
     assert answered(port, folder, body, client="other/clients/eve") == 413
     assert len(seen) == 1
-    front.keys = {}  # she is shut out
+    proxy.keys = {}  # she is shut out
     assert answered(port, folder, body) == 413
     assert (
         answered(port, folder, b"x" * 100) == 201
@@ -581,21 +581,21 @@ def test_a_front_that_fails_goes_on_and_says_so(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failures = iter([RuntimeError("broken")])
-    admit = Front._admit
+    admit = Proxy._admit
 
-    def broken(front: Front, connection: socket.socket, address: str) -> None:
+    def broken(proxy: Proxy, connection: socket.socket, address: str) -> None:
         for failure in failures:
             connection.close()
             raise failure
-        admit(front, connection, address)
+        admit(proxy, connection, address)
 
-    monkeypatch.setattr(Front, "_admit", broken)
-    with opened(folder) as (port, front):
+    monkeypatch.setattr(Proxy, "_admit", broken)
+    with opened(folder) as (port, proxy):
         with suppress(OSError), tls(port, folder):
             pass
         assert Link(f"127.0.0.1:{port}", folder / keys.CA).answers("fleet")
-        assert list(front.problems) == [
-            "The front failed and is started again. RuntimeError: broken"
+        assert list(proxy.problems) == [
+            "The proxy failed and is started again. RuntimeError: broken"
         ]
 
 

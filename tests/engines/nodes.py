@@ -161,14 +161,14 @@ def simulated_nodes(count: int) -> Nodes:
     return grid
 
 
-def execution(place: Backend, recipe: Recipe, folder: Path) -> Execution:
+def execution(backend: Backend, recipe: Recipe, folder: Path) -> Execution:
     """A run on devices, about to start."""
     folder.mkdir(parents=True, exist_ok=True)
-    started = Execution(place.prepare(recipe), folder, Callback(), "", place)
+    started = Execution(backend.prepare(recipe), folder, Callback(), "", backend)
     Kept(folder).begin(Inputs.of(started.prepared))
     return started
 
 
-def finished(recipe: Recipe, folder: Path, place: Backend) -> Json:
+def finished(recipe: Recipe, folder: Path, backend: Backend) -> Json:
     """The result of a run, from where it stands to its end."""
-    return execute_all([(recipe, folder)], Callback(), place=place)[-1]
+    return execute_all([(recipe, folder)], Callback(), backend=backend)[-1]

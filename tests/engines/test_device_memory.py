@@ -385,7 +385,7 @@ def test_a_server_cannot_make_it_lie(
     assert asked(Device(tmp_path / "other", "c0-0"), told, pull) == honest
     simulated = told.model_copy(update={"folder": str(tmp_path / "sim")})
     reply, body = asked(
-        Device(Path(), place=0), simulated, pull
+        Device(Path(), index=0), simulated, pull
     )  # in a simulation it has an effect
     assert reply.problem == ""
     assert all(bool(torch.isnan(t).all()) for t in from_bytes(body).values())
@@ -415,11 +415,11 @@ def test_no_request_makes_it_fail_to_answer(data: st.DataObject) -> None:
 # Whole runs.
 
 
-def stopped_after(place: Any, recipe: Recipe, folder: Path, count: int) -> None:
+def stopped_after(backend: Any, recipe: Recipe, folder: Path, count: int) -> None:
     """A run whose server dies in the middle of the round after `count` rounds: when the first
     exchange of it was answered.
     """
-    started = execution(place, recipe, folder)
+    started = execution(backend, recipe, folder)
     started.started, started.metrics = 0.0, MetricsFile(folder)
     torch.set_num_threads(1)
     for _ in range(count):
@@ -450,12 +450,12 @@ def test_a_server_that_comes_back_ends_as_if_nothing_had_happened(
             found.add({"client": client, "home": str(tmp_path / name / client)})
         return found
 
-    whole = run.run(recipe, tmp_path / "whole", place=devices(grid("a"), recipe, 4))[-1]
+    whole = run.run(recipe, tmp_path / "whole", backend=devices(grid("a"), recipe, 4))[-1]
     nodes = grid("b")
     stopped_after(devices(nodes, recipe, 4), recipe, tmp_path / "part", rounds)
     (tmp_path / "part/recipe.yaml").write_text(run.recipes.dump(recipe))
     asked_before = len(nodes.of("c0-0").requests)
-    resumed = run.run(recipe, tmp_path / "part", resume=True, place=devices(nodes, recipe, 4))[-1]
+    resumed = run.run(recipe, tmp_path / "part", resume=True, backend=devices(nodes, recipe, 4))[-1]
     tasks = [r for r in nodes.of("c0-0").requests[asked_before:] if r.action == "task"]
     assert tasks[0].round == rounds // 2 * 2
     assert {r.run for r in tasks} == {
@@ -514,5 +514,5 @@ def test_thirty_rounds_leave_few_files(tmp_path: Path) -> None:
         most = max(most, len(list(tmp_path.glob("c0-0/*/states/c0-0/round-*"))))
 
     grid.before = look
-    run.run(recipe, tmp_path / "out", place=devices(grid, recipe, 2))
+    run.run(recipe, tmp_path / "out", backend=devices(grid, recipe, 2))
     assert 2 < most <= 10

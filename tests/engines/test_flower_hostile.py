@@ -394,9 +394,9 @@ def test_the_average_is_that_of_the_others(
     change: Callable[[Tensors], Tensors], grid: Nodes, tmp_path: Path
 ) -> None:
     recipe = recipe_of("method.aggregation={weighting: samples}")
-    place = devices(grid, recipe, 3)
+    backend = devices(grid, recipe, 3)
     grid.nodes[1007].spoil = spoiled(change)
-    started = execution(place, recipe, tmp_path / "out")
+    started = execution(backend, recipe, tmp_path / "out")
     taken: list[dict[str, Tensors]] = []
     answer = started._answer
 
@@ -433,12 +433,12 @@ def test_the_average_is_that_of_the_others(
 
 def test_scores_are_checked_too(grid: Nodes, tmp_path: Path) -> None:
     recipe = recipe_of()
-    place = devices(grid, recipe, 3)
+    backend = devices(grid, recipe, 3)
     grid.nodes[1007].spoil = altered(
         lambda said, body: (said, to_bytes(from_bytes(body) | {"test": torch.tensor([1.0])})),
         "score",
     )
-    result = finished(recipe, tmp_path / "out", place)
+    result = finished(recipe, tmp_path / "out", backend)
     assert set(result["clients"]) == {"c0-0", "c1-0"}
     assert result["lost"] == {"c0-1": 1}
     assert isinstance(recipe.build_method(), Method)

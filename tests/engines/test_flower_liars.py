@@ -97,8 +97,8 @@ def test_a_device_that_says_of_itself_what_cannot_be_is_not_let_in(
 ) -> None:
     claims, named = CLAIMS[claim]
     grid, told = grid_of(tmp_path, claiming(claims)), Notes()
-    place = devices(grid, recipe_of("fedavg"), 3, told)
-    assert sorted(member.client for member in place.members) == list(HONEST)
+    backend = devices(grid, recipe_of("fedavg"), 3, told)
+    assert sorted(member.client for member in backend.members) == list(HONEST)
     ((node, task, reason),) = told.losses
     assert (node, task) == ("node 1021", "hello")
     assert named in reason
@@ -121,8 +121,8 @@ MORE = [
 def test_the_run_goes_on_with_the_others(method: str, claim: str, tmp_path: Path) -> None:
     more = ["method.rounds=1", "evaluate_every=1"] + ["method.switch=0"] * (method == "cobo")
     recipe = recipe_of(method, *more)
-    place = devices(grid_of(tmp_path, claiming(CLAIMS[claim][0])), recipe, 3)
-    result = finished(recipe, tmp_path / "out", place)
+    backend = devices(grid_of(tmp_path, claiming(CLAIMS[claim][0])), recipe, 3)
+    result = finished(recipe, tmp_path / "out", backend)
     assert set(result["clients"]) == set(HONEST)
     assert result["groups"] is None
     assert result["clusters"] == {"c0-0": 0, "c0-1": 0, "c1-0": 1}
@@ -132,7 +132,7 @@ def test_a_liar_that_comes_later_is_not_let_in_either(tmp_path: Path) -> None:
     recipe, grid, folder = recipe_of("fedavg", "method.rounds=2"), Nodes(), tmp_path / "out"
     for client in HONEST:
         grid.add({"client": client, "home": str(tmp_path / client)})
-    place, came = devices(grid, recipe, 3), list[int]()
+    backend, came = devices(grid, recipe, 3), list[int]()
 
     def before(nodes: Nodes, request: Any, node: int) -> None:
         if request.action == "task" and request.round == 1 and not came:
@@ -143,7 +143,7 @@ def test_a_liar_that_comes_later_is_not_let_in_either(tmp_path: Path) -> None:
             )
 
     grid.before = before
-    result = finished(recipe, folder, place)
+    result = finished(recipe, folder, backend)
     assert set(result["clients"]) == set(HONEST)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [
@@ -188,8 +188,8 @@ def test_scores_that_cannot_be_are_refused(lie: str) -> None:
 @pytest.mark.parametrize("lie", ["no predictions"])
 def test_scores_that_cannot_be_are_dropped_and_named(lie: str, tmp_path: Path) -> None:
     recipe = recipe_of("fedavg", "method.rounds=1")
-    place = devices(grid_of(tmp_path, spoiled("score", **SCORES[lie])), recipe, 4)
-    result = finished(recipe, tmp_path / "out", place)
+    backend = devices(grid_of(tmp_path, spoiled("score", **SCORES[lie])), recipe, 4)
+    result = finished(recipe, tmp_path / "out", backend)
     assert set(result["clients"]) == set(HONEST)
     assert result["lost"] == {LIAR: 1}
     assert "cannot be sums" in (tmp_path / "out/metrics.jsonl").read_text()
@@ -285,9 +285,9 @@ def test_who_a_recipe_says_that_there_is(name: str) -> None:
     )
     assert isinstance(section, Partitioner)
     labels = np.random.default_rng(0).integers(0, section.classes, 5000)
-    deal = section.parts(labels, labels[:2000])
-    groups = {part.id: group for group, parts in deal.unseen.items() for part in parts}
-    for position, part in enumerate(deal.everyone):
+    partition = section.partitioned(labels, labels[:2000])
+    groups = {part.id: group for group, parts in partition.unseen.items() for part in parts}
+    for position, part in enumerate(partition.everyone):
         known = section.standing(part.id)
         assert known is not None
         anchor = position if position < section.anchors else None

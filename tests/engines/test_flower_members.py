@@ -84,14 +84,14 @@ def test_a_client_joins_between_rounds_and_another_leaves(
     method: str, grid: Nodes, tmp_path: Path
 ) -> None:
     recipe = recipe_of(method)
-    place = devices(grid, recipe, 3)
+    backend = devices(grid, recipe, 3)
 
     def change() -> None:
         grid.add({"client": "c1-1", "home": str(tmp_path / "c1-1")})
         grid.nodes[1000].alive = False  # c0-0, after its exchange of this round was sent to others
 
     at(grid, 1, change)
-    result = finished(recipe, tmp_path / "out", place)
+    result = finished(recipe, tmp_path / "out", backend)
     assert set(result["clients"]) == {"c0-1", "c1-0", "c1-1"}
     trained = {(line["round"], line["client"]) for line in lines(tmp_path / "out", "train")}
     assert {client for round, client in trained if round == 1} == set(CLIENTS[:3])
@@ -106,14 +106,14 @@ def test_a_client_joins_between_rounds_and_another_leaves(
 
 def test_a_client_that_comes_back_goes_on_from_its_state(grid: Nodes, tmp_path: Path) -> None:
     recipe = recipe_of("fedavg", "method.rounds=5")
-    place = devices(grid, recipe, 3)
+    backend = devices(grid, recipe, 3)
     one = grid.nodes[1000]
 
     def before(nodes: Nodes, request: Any, node: int) -> None:
         one.alive = request.round not in (1, 2) if request.action == "task" else one.alive
 
     grid.before = before
-    result = finished(recipe, tmp_path / "out", place)
+    result = finished(recipe, tmp_path / "out", backend)
     assert set(result["clients"]) == set(CLIENTS[:3])
     rounds = [
         line["round"] for line in lines(tmp_path / "out", "train") if line["client"] == "c0-0"
@@ -129,9 +129,9 @@ def test_a_latecomer_is_noted_where_all_are_needed_from_the_start(
 ) -> None:
     recipe = recipe_of("pcl")
     assert not recipe.build_method().dynamic_membership
-    place = devices(grid, recipe, 3)
+    backend = devices(grid, recipe, 3)
     at(grid, 1, lambda: grid.add({"client": "c1-1", "home": str(tmp_path / "c1-1")}))
-    result = finished(recipe, tmp_path / "out", place)
+    result = finished(recipe, tmp_path / "out", backend)
     assert set(result["clients"]) == set(CLIENTS[:3])
     assert [(line["client"], line["note"]) for line in lines(tmp_path / "out", "note")] == [
         ("c1-1", "came after the run began, and pcl needs all clients from the start")
@@ -173,9 +173,9 @@ def test_with_other_clients_it_is_resumed_where_that_can_be(grid: Nodes, tmp_pat
 
 def test_who_comes_while_a_run_starts_is_not_overlooked(grid: Nodes, tmp_path: Path) -> None:
     recipe = recipe_of("fedavg")
-    place = devices(grid, recipe, 3)
+    backend = devices(grid, recipe, 3)
     grid.add({"client": "c1-1", "home": str(tmp_path / "c1-1")})
-    result = finished(recipe, tmp_path / "out", place)
+    result = finished(recipe, tmp_path / "out", backend)
     assert set(result["clients"]) == set(CLIENTS)
 
 
@@ -431,7 +431,7 @@ def test_runs_on_one_grid_know_nothing_of_each_other(grid: Nodes, tmp_path: Path
     rows = [(recipe, tmp_path / "a"), (recipe_of("cobo"), tmp_path / "b"), (recipe, tmp_path / "c")]
     for _, folder in rows:
         folder.mkdir()
-    a, _, c = run.execute_all(rows, Callback(), place=devices(grid, recipe, 3))
+    a, _, c = run.execute_all(rows, Callback(), backend=devices(grid, recipe, 3))
     assert a["evaluations"] == c["evaluations"]
     runs = {request.run for request in grid.of("c0-0").requests if request.action == "task"}
     assert len(runs) == 3
@@ -443,17 +443,17 @@ def test_runs_on_one_grid_know_nothing_of_each_other(grid: Nodes, tmp_path: Path
 def test_a_silent_run_before_does_not_answer_for_the_one_after(grid: Nodes, tmp_path: Path) -> None:
     """Replies that come too late belong to messages that nobody waits for any more."""
     recipe = recipe_of("fedavg", "quorum.deadline=0.05")
-    place = devices(grid, recipe, 3)
+    backend = devices(grid, recipe, 3)
     held: list[Message] = []
     grid.nodes[1000].spoil = lambda request, reply: (
         held.append(reply) if parts(reply)[0].task else reply
     )  # type: ignore[func-returns-value]
-    first = finished(recipe, tmp_path / "first", place)
+    first = finished(recipe, tmp_path / "first", backend)
     assert first["lost"]["c0-0"] == len(held)
     assert "c0-0" not in first["clients"]
     grid.nodes[1000].spoil = silent("nothing")
     grid.waiting |= {message.metadata.reply_to_message_id: message for message in held}
-    second = finished(recipe, tmp_path / "second", place)
+    second = finished(recipe, tmp_path / "second", backend)
     assert second["lost"] == {}
     assert set(second["clients"]) == set(CLIENTS[:3])
-    assert isinstance(place, DeviceBackend)
+    assert isinstance(backend, DeviceBackend)

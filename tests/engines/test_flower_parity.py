@@ -124,7 +124,7 @@ def simulated(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "coterie.engines.flower.simulation.simulated",
         lambda clients, threads, handle: simulated_nodes(clients),
     )
-    run.run(recipe, folder, place=LocalBackend("flower"))
+    run.run(recipe, folder, backend=LocalBackend("flower"))
 
 
 @contextmanager
@@ -182,8 +182,8 @@ def test_texts_on_devices_of_a_server_that_has_neither_data_nor_weights(
         )
     recipe = text_recipe(Path("/nowhere/at/all"), tiny_base, "engine=flower")
     with only_devices_load(grid, monkeypatch) as done:
-        place = devices(grid, recipe, 3)
-        run.run(recipe, tmp_path / "there", place=place)
+        backend = devices(grid, recipe, 3)
+        run.run(recipe, tmp_path / "there", backend=backend)
     assert {"load", "load_backbone"} <= set(done)
     assert_same_run(tmp_path / "here", tmp_path / "there", differing=("machine",))
     run_name = next(iter(grid.nodes.values())).requests[-1].run
@@ -221,7 +221,7 @@ def test_cobo_with_its_exchanges(
     grid = Nodes()
     for client in ("c0-0", "c0-1", "c1-0", "c1-1"):
         grid.add({"home": str(tmp_path / client), "client": client})
-    run.run(recipe, tmp_path / "far", place=devices(grid, recipe, 4))
+    run.run(recipe, tmp_path / "far", backend=devices(grid, recipe, 4))
     assert_same_run(tmp_path / "here", tmp_path / "far")
     numbers = [(r.round, r.number) for r in grid.of("c0-0").requests if r.action != "hello"]
     assert len(set(numbers)) == len(numbers)
@@ -256,7 +256,7 @@ def test_ddome_with_anchors_participation_and_clients_never_seen(
     )
     for client in sorted({i for found in everyone for i in found}):
         grid.add({"home": str(tmp_path / client), "client": client})
-    run.run(recipe, tmp_path / "far", place=devices(grid, recipe, len(grid.nodes)))
+    run.run(recipe, tmp_path / "far", backend=devices(grid, recipe, len(grid.nodes)))
     assert_same_run(
         tmp_path / "here", tmp_path / "far", differing=("label_counts",)
     )  # that is in the data, which are elsewhere

@@ -64,8 +64,8 @@ def test_a_client_that_never_answers_is_left_out_of_everything(
     """Training, scores and personal models; the report is written all the same."""
     recipe = recipe_of(method, "deadline: 0.3")
     grid.nodes[1007].spoil = silent()
-    place = devices(grid, recipe, 3)
-    result = run.run(recipe, tmp_path / "out", place=place)[-1]
+    backend = devices(grid, recipe, 3)
+    result = run.run(recipe, tmp_path / "out", backend=backend)[-1]
     assert set(result["clients"]) == {"c0-0", "c1-0"}
     said = lines(tmp_path / "out", "lost")
     assert {line["client"] for line in said} == {"c0-1"}
@@ -96,11 +96,11 @@ def test_fewer_than_wanted_stop_the_run_which_can_go_on(grid: Nodes, tmp_path: P
     ]
     before_task(grid, lambda request: None)
     grid.nodes[1014].spoil = None
-    resumed = run.run(recipe, tmp_path / "out", resume=True, place=devices(grid, recipe, 3))[-1]
+    resumed = run.run(recipe, tmp_path / "out", resume=True, backend=devices(grid, recipe, 3))[-1]
     other = Nodes()
     for client in CLIENTS:
         other.add({"client": client, "home": str(tmp_path / "other" / client)})
-    whole = run.run(recipe, tmp_path / "whole", place=devices(other, recipe, 3))[-1]
+    whole = run.run(recipe, tmp_path / "whole", backend=devices(other, recipe, 3))[-1]
     assert resumed["evaluations"] == whole["evaluations"]
     assert lines(tmp_path / "out", "note") == []
 
@@ -208,8 +208,8 @@ def test_who_answered_is_not_asked_again_and_a_late_one_is_answered_alike(
 
 def test_a_deadline_is_kept(grid: Nodes, tmp_path: Path) -> None:
     recipe = recipe_of("fedavg", "deadline: 0.5")
-    place = devices(grid, recipe, 3)
-    started = execution(place, recipe, tmp_path / "out")
+    backend = devices(grid, recipe, 3)
+    started = execution(backend, recipe, tmp_path / "out")
     for node in grid.nodes.values():
         node.spoil = silent("local_round")
     before = time.monotonic()

@@ -120,13 +120,13 @@ def test_a_device_with_a_name_that_nobody_can_have_is_refused(
         {"client": "数学", "data": str(texts), "home": str(tmp_path / "homes/liar")}, spoil=lie
     )
     settings = recipe_of(texts, tiny_base, "fedavg", engine="flower")
-    place = devices(grid, settings, 2, told)
+    backend = devices(grid, settings, 2, told)
     ((node, task, reason),) = told.losses
     assert (node, task) == ("node 1014", "hello")
     assert HOSTILE[name] in reason
     assert len(reason) < 1000
     assert reason.isprintable() or reason.replace("\n", "").isprintable()
-    result = finished(settings, tmp_path / "run", place)
+    result = finished(settings, tmp_path / "run", backend)
     assert set(result["clients"]) == set(PEOPLE[:2])
     assert {path.name for path in tmp_path.iterdir()} == {"homes", "run"}
 

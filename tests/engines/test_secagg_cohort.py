@@ -314,8 +314,8 @@ def killed_in(round: int, stage: str) -> Callable[[int, str, Message], None]:
 
 
 def run_on(grid: Devices, recipe: Recipe, folder: Path, resume: bool = False) -> dict[str, Any]:
-    place = DeviceBackend.found(grid, recipe, len(IDS), 5.0, Ear())
-    return run.run(recipe, folder, resume=resume, reporter=Callback(), place=place)[-1]
+    backend = DeviceBackend.found(grid, recipe, len(IDS), 5.0, Ear())
+    return run.run(recipe, folder, resume=resume, reporter=Callback(), backend=backend)[-1]
 
 
 def notes(folder: Path) -> list[str]:

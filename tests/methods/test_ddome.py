@@ -29,7 +29,7 @@ from coterie.methods.fedmix import FedMix
 from coterie.models.common import CommonExpert
 from coterie.models.layout import Layout
 from coterie.models.networks import NetworkShape
-from coterie.runs.classification import Examples
+from coterie.runs.classification import Classification
 from coterie.runs.sections import ClassifierSection
 
 SHAPE = NetworkShape("mlp", (1, 4, 4), 10, (6,))
@@ -60,7 +60,7 @@ class Run:
     def __post_init__(self) -> None:
         self.common = Counted(SHAPE, SHAPE.initial(3))
         section = ClassifierSection(kind="classifier", gate_width=5, statistics="shared")
-        problem = Examples(SHAPE, self.common, section, torch.device("cpu"), self.federation)
+        problem = Classification(SHAPE, self.common, section, torch.device("cpu"), self.federation)
         data = self.federation.everyone
         layouts = {i: self.method.layout(0, Layout()) for i in data}
         training = Training(
@@ -403,7 +403,7 @@ def test_running_statistics_travel_with_their_expert(tiny_pictures: Federation) 
     shape = NetworkShape("cnn", (1, 4, 4), 10, norm="batch", width=2)
     section = ClassifierSection(kind="classifier", network="cnn", width=2, gate_width=5)
     federation = newcomer(tiny_pictures)
-    problem = Examples(
+    problem = Classification(
         shape, CommonExpert(SHAPE, SHAPE.initial(3)), section, torch.device("cpu"), federation
     )
     method = DDOME(rounds=1, local_steps=3, pool=1, top_k=1)

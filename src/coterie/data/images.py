@@ -77,7 +77,7 @@ class Images(Partitioner):
                 for so many clients; all mistakes that could be found.
             SaveError: The cache cannot be written.
         """
-        return self.dealt(lambda: self.images(cache or default_cache()), order_seed)
+        return self.federated(lambda: self.images(cache or default_cache()), order_seed)
 
 
 class Digits(Images):

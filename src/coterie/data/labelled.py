@@ -81,7 +81,7 @@ class LabelledTexts(Partitioner, ABC):
                 mistakes that could be found.
             SaveError: The cache cannot be written.
         """
-        return self.dealt(
+        return self.federated(
             lambda: self._encoded(tokenizer, length, cache or default_cache()), order_seed
         )
 

@@ -1,5 +1,5 @@
-"""A `data` section of labelled examples, dealt to anchors, to the others, to clients that are
-never trained with, and to the public.
+"""A `data` section of labelled examples, divided among anchors, other clients, clients that are
+never trained with, and a public set.
 """
 
 import math
@@ -15,7 +15,7 @@ from coterie.core.protocol import ClientId, derive_seed
 from coterie.data.examples import ExampleSplit
 from coterie.data.federation import ClientData, Federation, Standing
 from coterie.data.refusals import Refusals
-from coterie.data.schemes import Part, PartitionSchemes, _numbered
+from coterie.data.schemes import ClientShare, PartitionSchemes, _numbered
 from coterie.data.splits import SPLITS, Numbers
 
 
@@ -77,7 +77,7 @@ class Partitioner(PartitionSchemes):
         """What the data set's classes are called, if they have names."""
         return ()
 
-    def dealt(self, read: Callable[[], Labelled], order_seed: int) -> Federation:
+    def federated(self, read: Callable[[], Labelled], order_seed: int) -> Federation:
         """Return the federation. Its clients are views of the same arrays.
 
         Args:
@@ -94,10 +94,10 @@ class Partitioner(PartitionSchemes):
         dialects = [
             (calls[held.train_labels], calls[held.test_labels]) for calls in self._dialects()
         ]
-        deal = self.parts(held.train_labels, held.test_labels)
+        partition = self.partitioned(held.train_labels, held.test_labels)
         made: dict[ClientId, ClientData] = {}
         with Refusals() as refusals:
-            for part in deal.everyone:
+            for part in partition.everyone:
                 trains, tests = dialects[part.dialect]
                 with refusals.gather(f"client {part.id!r}: "):
                     train, valid = self._divide(part)
@@ -117,21 +117,22 @@ class Partitioner(PartitionSchemes):
                 "public",
                 held.train,
                 held.train_labels,
-                deal.public,
+                partition.public,
                 derive_seed(order_seed, "public"),
             )
             if self.public
             else None
         )
+        clusters = {p.id: p.cluster for p in partition.clients if p.cluster is not None}
         return Federation(
-            {part.id: made[part.id] for part in deal.clients},
-            self._described(len(deal.clients)),
-            {part.id: part.cluster for part in deal.clients if part.cluster is not None} or None,
-            tuple(part.id for part in deal.clients[: self.anchors]),
-            {part.id: part.labels for part in deal.everyone},
+            {part.id: made[part.id] for part in partition.clients},
+            self._described(len(partition.clients)),
+            clusters or None,
+            tuple(part.id for part in partition.clients[: self.anchors]),
+            {part.id: part.labels for part in partition.everyone},
             {
                 group: {part.id: made[part.id] for part in parts}
-                for group, parts in deal.unseen.items()
+                for group, parts in partition.unseen.items()
             },
             public,
         )
@@ -141,7 +142,7 @@ class Partitioner(PartitionSchemes):
         return self._standings().get(client)
 
     def _standings(self) -> dict[ClientId, Standing]:
-        """Everybody that there is, in their order, as in `parts`."""
+        """Everybody that there is, in their order, as in `partitioned`."""
         anchors, each = (
             _numbered("anchor", self.anchors, 1),
             max(self.anchors // len(self.sizes), 1),
@@ -170,7 +171,7 @@ class Partitioner(PartitionSchemes):
             for position, (id, group) in enumerate(everyone)
         }
 
-    def _divide(self, part: Part) -> tuple[Numbers, Numbers]:
+    def _divide(self, part: ClientShare) -> tuple[Numbers, Numbers]:
         """Rows for training and for validation. Raises DataError where there are too few."""
         held = len(part.train)
         valid = max(1, round(self.valid_fraction * (self.per_client or held)))

@@ -1,5 +1,5 @@
-"""Which examples fall to which client: one scheme for each partition, and clients that are never
-trained with.
+"""Partition schemes: which examples go to which client, and the clients that are never trained
+with.
 """
 
 from abc import ABC, abstractmethod
@@ -18,7 +18,7 @@ from coterie.data.section import Share
 from coterie.data.splits import Numbers
 
 Positive = Annotated[int, Field(ge=1)]
-Partition = Literal["permuted-clusters", "disjoint-classes", "iid", "dirichlet", "quantity"]
+Scheme = Literal["permuted-clusters", "disjoint-classes", "iid", "dirichlet", "quantity"]
 Unseen = Literal["aligned", "random"]
 Labels = tuple[int, ...]  # in rising order
 _ATTEMPTS = 100  # at a Dirichlet draw that leaves no client without examples
@@ -27,8 +27,8 @@ _HAD = 0.1  # of dirichlet: a client has the classes that make up such a share o
 
 
 @dataclass(frozen=True)
-class Part:
-    """What falls to one client.
+class ClientShare:
+    """The examples of one client.
 
     Args:
         id: Of the client.
@@ -48,28 +48,28 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Deal:
-    """What falls to whom.
+class Partition:
+    """The examples of all clients.
 
     Args:
-        clients: Who trains, anchors first.
-        unseen: Who never does, by group.
-        public: (public,) rows of the training examples that nobody of them has.
+        clients: Clients that train, anchors first.
+        unseen: Clients that never train, by group.
+        public: (public,) rows of the training examples that no client has.
     """
 
-    clients: list[Part]
-    unseen: dict[str, list[Part]]
+    clients: list[ClientShare]
+    unseen: dict[str, list[ClientShare]]
     public: Numbers
 
     @property
-    def everyone(self) -> list[Part]:
-        """Who trains, then who does not."""
+    def everyone(self) -> list[ClientShare]:
+        """The clients that train, then the unseen ones."""
         return [*self.clients, *chain(*self.unseen.values())]
 
 
 class PartitionSchemes(BaseModel, ABC):
-    """The fields of a `data` section of labelled examples, and whose examples are which by them;
-    see `Partitioner`.
+    """The fields of a `data` section of labelled examples, and the partition that follows from
+    them; see `Partitioner`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -77,7 +77,7 @@ class PartitionSchemes(BaseModel, ABC):
     seed: Annotated[
         int, Field(ge=0, description="fixes which example is whose; independent of the run's seed")
     ] = 0
-    partition: Annotated[Partition, Field(description="how the examples fall to clients")] = (
+    partition: Annotated[Scheme, Field(description="how the examples fall to clients")] = (
         "permuted-clusters"
     )
     clusters: Annotated[
@@ -195,7 +195,7 @@ class PartitionSchemes(BaseModel, ABC):
         """Clients of each cluster, anchors not counted."""
         return self.cluster_sizes or (self.clients_per_cluster,) * self.clusters
 
-    def parts(self, train: Numbers, test: Numbers) -> Deal:
+    def partitioned(self, train: Numbers, test: Numbers) -> Partition:
         """Whose examples are which.
 
         Args:
@@ -224,52 +224,53 @@ class PartitionSchemes(BaseModel, ABC):
         unseen = {
             group: list(self._newcomers(group, clients, labels, test)) for group in self.unseen
         }
-        return Deal(
+        return Partition(
             _among(left, clients),
             {group: _among(left, parts) for group, parts in unseen.items()},
             public,
         )
 
-    def _by_permutation(self, train: Numbers, test: Numbers) -> Iterator[Part]:
+    def _by_permutation(self, train: Numbers, test: Numbers) -> Iterator[ClientShare]:
         labels = tuple(range(self.classes))
         for cluster, size in enumerate(self.sizes):
             shares = self._share_out(np.arange(len(train)), size, cluster)
             tests = np.arange(len(test))
             yield from (
-                Part(f"c{cluster}-{i}", share, tests, labels, cluster, dialect=cluster)
+                ClientShare(f"c{cluster}-{i}", share, tests, labels, cluster, dialect=cluster)
                 for i, share in enumerate(shares)
             )
 
-    def _by_classes(self, train: Numbers, test: Numbers) -> Iterator[Part]:
+    def _by_classes(self, train: Numbers, test: Numbers) -> Iterator[ClientShare]:
         groups = np.array_split(self._random("classes").permutation(self.classes), len(self.sizes))
         each = self.anchors // len(self.sizes)
         ids = _numbered("anchor", self.anchors, 1)
-        anchors: list[Part] = []
-        others: list[Part] = []
+        anchors: list[ClientShare] = []
+        others: list[ClientShare] = []
         for cluster, (size, group) in enumerate(zip(self.sizes, groups, strict=True)):
             owned = self._anchor_sets(group, each)
             reserved = [_rows(train, labels) for labels in owned]
             shares = self._share_out(_rows(train, group), size, cluster, reserved)
             named = zip(ids[cluster * each :], shares, owned, strict=False)
             anchors += [
-                Part(id, share, _rows(test, labels), labels, cluster) for id, share, labels in named
+                ClientShare(id, share, _rows(test, labels), labels, cluster)
+                for id, share, labels in named
             ]
             tests, labels = _rows(test, group), _sorted(group)
             others += [
-                Part(f"c{cluster}-{i}", share, tests, labels, cluster)
+                ClientShare(f"c{cluster}-{i}", share, tests, labels, cluster)
                 for i, share in enumerate(shares[each:])
             ]
         yield from (*anchors, *others)
 
-    def _evenly(self, train: Numbers, test: Numbers) -> Iterator[Part]:
+    def _evenly(self, train: Numbers, test: Numbers) -> Iterator[ClientShare]:
         shares = self._share_out(np.arange(len(train)), self.clients, 0)
         labels = tuple(range(self.classes))
         return (
-            Part(id, share, np.arange(len(test)), labels)
+            ClientShare(id, share, np.arange(len(test)), labels)
             for id, share in zip(self._ids(), shares, strict=True)
         )
 
-    def _by_dirichlet(self, train: Numbers, test: Numbers) -> Iterator[Part]:
+    def _by_dirichlet(self, train: Numbers, test: Numbers) -> Iterator[ClientShare]:
         ids = self._ids()
         for attempt in range(_ATTEMPTS):
             random = self._random("dirichlet", attempt)
@@ -279,7 +280,7 @@ class PartitionSchemes(BaseModel, ABC):
             trains, tests = (self._cut(labels, ends, random) for labels in (train, test))
             if min(map(len, trains)) >= 2 and min(map(len, tests)) >= 1:
                 return (
-                    Part(id, of, tested, self._had(train[of]))
+                    ClientShare(id, of, tested, self._had(train[of]))
                     for id, of, tested in zip(ids, trains, tests, strict=True)
                 )
         raise DataError(
@@ -308,7 +309,7 @@ class PartitionSchemes(BaseModel, ABC):
         shares = np.bincount(own, minlength=self.classes) / len(own)
         return _sorted(np.flatnonzero(shares >= min(_HAD, shares.max())))
 
-    def _by_quantity(self, train: Numbers, test: Numbers) -> Iterator[Part]:
+    def _by_quantity(self, train: Numbers, test: Numbers) -> Iterator[ClientShare]:
         random = self._random("quantity")
         sets = self._label_sets(random)
         hands: list[list[Numbers]] = [[] for _ in sets]
@@ -329,7 +330,7 @@ class PartitionSchemes(BaseModel, ABC):
             for owner, piece in zip(owners, pieces, strict=False):
                 owner.append(piece)
         for id, hand, own in zip(self._ids(), hands, sets, strict=True):
-            yield Part(id, random.permutation(np.concatenate(hand)), _rows(test, own), own)
+            yield ClientShare(id, random.permutation(np.concatenate(hand)), _rows(test, own), own)
 
     def _label_sets(self, random: np.random.Generator) -> list[Labels]:
         """Return the classes of each client of quantity, anchors first."""
@@ -386,16 +387,16 @@ class PartitionSchemes(BaseModel, ABC):
         )
 
     def _newcomers(
-        self, group: Unseen, clients: Sequence[Part], train: Numbers, test: Numbers
-    ) -> Iterator[Part]:
+        self, group: Unseen, clients: Sequence[ClientShare], train: Numbers, test: Numbers
+    ) -> Iterator[ClientShare]:
         """Return the unseen clients of a group."""
         share = min(len(part.train) for part in clients)
         sets = self._unseen_sets(group, clients)
         for id, labels in zip(_numbered(group, len(sets)), sets, strict=True):
             rows = self._random("unseen", id).permutation(_rows(train, labels))
-            yield Part(id, rows[:share], self._bounded(_rows(test, labels), id), labels)
+            yield ClientShare(id, rows[:share], self._bounded(_rows(test, labels), id), labels)
 
-    def _unseen_sets(self, group: Unseen, clients: Sequence[Part]) -> list[Labels]:
+    def _unseen_sets(self, group: Unseen, clients: Sequence[ClientShare]) -> list[Labels]:
         """As many label sets as the group has clients, which nobody has yet. Raises DataError if
         there are not so many.
         """
@@ -490,15 +491,15 @@ class PartitionSchemes(BaseModel, ABC):
         return np.random.default_rng(derive_seed(self.seed, *purpose))
 
     def _check_classes(self, labels: Numbers) -> None:
-        """Refuse classes without training examples where classes are dealt out. Raises
+        """Refuse classes without training examples where classes are assigned. Raises
         DataError.
         """
         if len(empty := np.flatnonzero(np.bincount(labels, minlength=self.classes) == 0)):
             raise DataError(
                 f"{self.title}: no training {self.things} of class {', '.join(map(str, empty))}"
                 + f" once {self.public:,} are public" * bool(self.public),
-                "Classes are dealt out, so each needs some: use another data.partition, more "
-                "data, or a smaller data.public.",
+                "Clients share the classes, so each needs examples: use another data.partition, "
+                "more data, or a smaller data.public.",
             )
 
 
@@ -516,6 +517,6 @@ def _numbered(prefix: str, count: int, digits: int = 2) -> list[ClientId]:
     return [f"{prefix}-{i:0{digits}}" for i in range(count)]
 
 
-def _among(rows: Numbers, parts: Iterable[Part]) -> list[Part]:
+def _among(rows: Numbers, parts: Iterable[ClientShare]) -> list[ClientShare]:
     """Return the same parts, their training rows being counted among others."""
     return [replace(part, train=rows[part.train]) for part in parts]

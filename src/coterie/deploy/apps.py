@@ -54,7 +54,7 @@ def device(node: Mapping[str, Any]) -> "Device":
     client = None if client is None else names.normal(client)
     home = Path(str(node["home"])) if "home" in node else default_home()
     if client is None and "partition-id" in node:
-        return Device(home, place=int(node["partition-id"]))
+        return Device(home, index=int(node["partition-id"]))
     allowed = limits.read(Path(str(node["limits"]))) if "limits" in node else limits.Limits()
     return Device(
         home,
@@ -88,7 +88,7 @@ def serve(grid: Grid, config: Mapping[str, Any]) -> None:
         with Terminal(
             Console(force_terminal=False, width=160), 1 + len(recipe.compare_with)
         ) as reporter:
-            place = DeviceBackend.found(
+            backend = DeviceBackend.found(
                 grid,
                 recipe,
                 int(config["clients"]),
@@ -97,7 +97,7 @@ def serve(grid: Grid, config: Mapping[str, Any]) -> None:
             )
             resume, changed = bool(config["resume"]), bool(config.get("changed", False))
             results = run.run(
-                recipe, folder, resume=resume, changed=changed, reporter=reporter, place=place
+                recipe, folder, resume=resume, changed=changed, reporter=reporter, backend=backend
             )
         metric = results[-1]["metric"]["name"]
         print(

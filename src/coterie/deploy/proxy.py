@@ -1,4 +1,4 @@
-"""The only door that devices have to a SuperLink, and what keeps strangers from blocking it.
+"""Reverse proxy that exposes only Flower's Fleet API, and limits what unknown callers may use.
 
 A SuperLink has one port for devices, for whoever submits runs, and for its own programs. To submit
 a run no login is needed, and a run is any program, on the server and on every device. So the
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from coterie.core.errors import Refused, extra
-from coterie.deploy.visit import _HOP, Keys, Limits, _Rejected, _Visit
+from coterie.deploy.connection import _HOP, Keys, Limits, _Connection, _Rejected
 
 try:
     import h11
@@ -47,8 +47,8 @@ class _Device:
     large: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-class Front:
-    """Passes on what devices may ask; see `front`, which opens and closes it.
+class Proxy:
+    """A reverse proxy for Flower's Fleet API; `open_proxy` opens and closes it.
 
     Args:
         listener: A socket that listens.
@@ -87,7 +87,7 @@ class Front:
                 return
             except Exception as error:
                 self.problems.append(
-                    f"The front failed and is started again. {type(error).__name__}: {error}"
+                    f"The proxy failed and is started again. {type(error).__name__}: {error}"
                 )
                 self._closing.wait(_AGAIN_S)
 
@@ -163,22 +163,22 @@ class Front:
         protocol = asyncio.StreamReaderProtocol(reader)
         patience = None if self._outer is None else self.limits.handshake
         transport: asyncio.Transport | None = None
-        visit: _Visit | None = None
+        session: _Connection | None = None
         try:
             transport, _ = await loop.connect_accepted_socket(
                 lambda: protocol, connection, ssl=self._outer, ssl_handshake_timeout=patience
             )
             writer = asyncio.StreamWriter(transport, protocol, reader, loop)
-            visit = _Visit(self, reader, writer, address)
-            await visit.last()
+            session = _Connection(self, reader, writer, address)
+            await session.serve()
             writer.close()
             async with asyncio.timeout(self.limits.linger):
                 await writer.wait_closed()
         except (OSError, TimeoutError, h11.ProtocolError, httpx.HTTPError):
             pass
         finally:
-            if visit is not None:
-                visit.leave()
+            if session is not None:
+                session.leave()
             if transport is None:
                 connection.close()
             else:
@@ -234,15 +234,15 @@ class Front:
 
 
 @contextmanager
-def front(
+def open_proxy(
     address: tuple[str, int],
     behind: tuple[str, int],
     certificate: Path | None,
     key: Path | None,
     ca: Path | None,
     limits: Limits | None = None,
-) -> Iterator[Front]:
-    """Pass on what devices may ask, for as long as the block lasts.
+) -> Iterator[Proxy]:
+    """Open the proxy for as long as the block lasts.
 
     Args:
         address: To listen at.
@@ -253,7 +253,7 @@ def front(
         limits: For connections; default: those of `Limits`.
 
     Yields:
-        What passes it on. With a certificate it knows no device's key at first.
+        The proxy. With a certificate it knows no device's key at first.
 
     Raises:
         OSError: It cannot listen there.
@@ -266,10 +266,10 @@ def front(
     _raise_descriptors()
     with socket.create_server(address, backlog=512) as listener:
         listener.setblocking(False)
-        found = Front(
+        found = Proxy(
             listener, behind, outer, inner, None if certificate is None else {}, limits or Limits()
         )
-        thread = threading.Thread(target=found.run, name="front", daemon=True)
+        thread = threading.Thread(target=found.run, name="proxy", daemon=True)
         thread.start()
         try:
             yield found

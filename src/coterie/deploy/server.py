@@ -20,7 +20,7 @@ from coterie.deploy.process import _AGAIN_S, _TELL_AGAIN_S, Program, _Told, _wai
 from coterie.deploy.resident import private
 
 if TYPE_CHECKING:
-    from coterie.deploy.proxy import Front
+    from coterie.deploy.proxy import Proxy
 
 
 LOG, DATABASE, NODES = "superlink.log", "flwr.db", "nodes.json"
@@ -41,7 +41,7 @@ class Server:
         process: The SuperLink.
         nodes: Devices that it knows: client and number of the node, by their public keys.
         command: That starts the SuperLink.
-        front: Through which devices come.
+        proxy: The reverse proxy through which devices connect.
     """
 
     devices: Link
@@ -51,7 +51,7 @@ class Server:
     process: Program
     nodes: dict[str, tuple[str, str]]
     command: Sequence[str] = ()
-    front: "Front | None" = None
+    proxy: "Proxy | None" = None
     _refused: dict[str, float] = field(default_factory=dict)  # keys, and until when they are
     _starting: bool = False
     _ends: int = 0  # of the SuperLink, one soon after the other
@@ -109,13 +109,13 @@ class Server:
         return f"The device of {client} is shut out: its public key has gone."
 
     def _open(self, gone: Sequence[str] = ()) -> None:
-        """Have the front take for devices those that are known, but for these."""
-        if self.front is None or self.keys is None:
+        """Tell the proxy the keys of the known devices, without those in `gone`."""
+        if self.proxy is None or self.keys is None:
             return
         from coterie.deploy import keys
 
         known = [keys.public_key(key) for key in self.nodes if key not in gone]
-        self.front.keys = {keys.shown(key): key for key in known}
+        self.proxy.keys = {keys.shown(key): key for key in known}
 
     def _write(self) -> None:
         new = self.home / f"{NODES}.new"
@@ -138,7 +138,7 @@ class Server:
     def _outlived(self) -> Iterator[str]:
         """One look, of which nothing that can go wrong ends the server."""
         try:
-            yield from self._front_problems()
+            yield from self._proxy_problems()
             if self.process.poll() is not None:
                 yield from self._start_again()
             elif not self._starting or listening(self.runs.address):
@@ -147,9 +147,9 @@ class Server:
         except (OSError, CoterieError) as error:
             yield f"The server goes on, but: {error}"
 
-    def _front_problems(self) -> Iterator[str]:
-        while self.front is not None and self.front.problems:
-            yield self.front.problems.popleft()
+    def _proxy_problems(self) -> Iterator[str]:
+        while self.proxy is not None and self.proxy.problems:
+            yield self.proxy.problems.popleft()
 
     def _start_again(self) -> Iterator[str]:
         """Start the SuperLink again if it is time to."""
@@ -173,7 +173,7 @@ def server(
     keys: Path | None, home: Path, host: str, port: int, runs_port: int, largest: int = LARGEST
 ) -> Iterator[Server]:
     """Run a SuperLink, with the devices registered whose keys are known. It listens to this
-    machine; devices come by `front`.
+    machine; devices come by `open_proxy`.
 
     Args:
         keys: The folder that `keys.make` made; None: neither encryption nor keys.
@@ -188,9 +188,9 @@ def server(
         Refused: Keys are missing, a port is taken, or `home` cannot be had.
         ClientError: It did not come up.
     """
+    from coterie.deploy.connection import Limits
     from coterie.deploy.keys import CA, CERTIFICATE, KEY
-    from coterie.deploy.proxy import front
-    from coterie.deploy.visit import Limits
+    from coterie.deploy.proxy import open_proxy
 
     ca, certificate, key = (
         (None, None, None) if keys is None else (keys / CA, keys / CERTIFICATE, keys / KEY)
@@ -226,8 +226,8 @@ def server(
         configure(runs, home)
         try:
             limits = Limits(body=largest)
-            found.front = stack.enter_context(
-                front((host, port), ("127.0.0.1", runs_port), certificate, key, ca, limits)
+            found.proxy = stack.enter_context(
+                open_proxy((host, port), ("127.0.0.1", runs_port), certificate, key, ca, limits)
             )
         except OSError as error:
             raise Refused(

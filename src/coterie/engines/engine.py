@@ -84,7 +84,7 @@ class Engine(Protocol):
 
 
 class LocalEngine:
-    """What engines have in common whose clients are all in this process."""
+    """The common part of engines whose clients are all in this process."""
 
     distant: ClassVar[bool] = False
 

@@ -1,8 +1,8 @@
 """CoMiGS with a pool of generalists at the server, of which a gate picks a few for each client:
 beyond both papers.
 
-The gate is DDOME's; that it learns to choose by itself what was dealt is self-labelling (Asano et
-al. 2020), so that it can choose freely for clients that come later.
+The gate is DDOME's; that it learns to choose by itself what was assigned is self-labelling (Asano
+et al. 2020), so that it can choose freely for clients that come later.
 """
 
 from collections.abc import Mapping, Sequence
@@ -137,7 +137,7 @@ class CoMiGSPool(CoMiGS):
         client.step(GENERALIST, EXPERT, SPECIALIST, on=client.train)
 
     def upper_step(self, client: Client) -> None:
-        """Routers and gate descend on validation data; the gate also towards what was dealt, as
+        """Routers and gate descend on validation data; the gate also towards what was assigned, as
         that of an anchor in DDOME.
         """
         assert isinstance(client.model, LanguageModel)

@@ -33,7 +33,7 @@ from coterie.reports import Callback
 from coterie.runs import files
 from coterie.runs import recipe as recipes
 from coterie.runs.backends import LocalBackend
-from coterie.runs.classification import Examples
+from coterie.runs.classification import Classification
 from coterie.runs.execution import Execution
 from coterie.runs.folder import check_apart
 from coterie.runs.inputs import Inputs, Kept
@@ -264,7 +264,7 @@ def _data(prepared: Prepared, id: ClientId, data: Path, trains: bool) -> ClientD
     problem = prepared.problem
     if isinstance(problem, Language):
         return _text(prepared.recipe, problem, id, data) if trains else _all_text(problem, id, data)
-    assert isinstance(problem, Examples)
+    assert isinstance(problem, Classification)
     like = next(iter(problem.federation.clients.values())).test
     assert isinstance(like, ExampleSplit)
     found = read([data], problem.shape)

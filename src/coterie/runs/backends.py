@@ -36,7 +36,7 @@ ARRIVAL_S = 60.0  # seconds for devices that were there a moment ago
 
 
 class Backend(Protocol):
-    """Where clients are: what a server can prepare, and who carries its messages."""
+    """Where the clients of a run are: it prepares the recipe and builds the engine."""
 
     devices: ClassVar[
         bool
@@ -45,7 +45,7 @@ class Backend(Protocol):
     ]
 
     def prepare(self, recipe: Recipe) -> Prepared:
-        """All that can be checked before work starts. Raises Refused."""
+        """Check all that can be checked before work starts. Raises Refused."""
         ...
 
     def engine(self, prepared: Prepared, folder: Path, listener: Listener) -> Engine:
@@ -168,7 +168,7 @@ def simulated_device(node: Mapping[str, Any], text: str, body: bytes) -> tuple[s
     """Return what a simulated node does: its number is its place among the clients of the recipe's
     data.
     """
-    return Device(Path(), place=int(node["partition-id"])).answer(text, body)
+    return Device(Path(), index=int(node["partition-id"])).answer(text, body)
 
 
 @dataclass
@@ -188,7 +188,7 @@ class DeviceBackend:
     def found(
         cls, grid: "Grid", recipe: Recipe, least: int, patience: float, listener: Listener
     ) -> "DeviceBackend":
-        """Return the place with the clients that are there, as soon as there are enough. Raises
+        """Return the backend of the clients that are there, as soon as there are enough. Raises
         ClientError if there are not in time.
         """
         from coterie.engines.flower.engine import gathered

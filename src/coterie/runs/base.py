@@ -41,7 +41,7 @@ class ExecutionBase(Listener):
     folder: Path
     reporter: Callback
     title: str
-    place: Backend = field(default_factory=LocalBackend)
+    backend: Backend = field(default_factory=LocalBackend)
     profile: Profile = field(default_factory=Profile)
 
     def __post_init__(self) -> None:
@@ -80,17 +80,17 @@ class ExecutionBase(Listener):
             self.progress |= {"clip": privacy.clip, "spent": []}
         audit = self.recipe.audit
         self.seen = None if audit is None else Observations(self.folder / AUDIT, audit.exchanges)
-        self.engine: Engine = self.place.engine(self.prepared, self.folder, self)
+        self.engine: Engine = self.backend.engine(self.prepared, self.folder, self)
         self.cores, self.sampled = Watch(), 0.0
         self.left_out = range(0)  # rounds that were lost when the run was resumed
 
     def _accountant(self, privacy: Privacy) -> Accountant | ExampleAccountant:
         """Return what counts what clients, or their examples, spend."""
         if privacy.unit == "client":
-            return Accountant(privacy, len(self.clients), experiment=not self.place.devices)
+            return Accountant(privacy, len(self.clients), experiment=not self.backend.devices)
         largest = max(data.train.windows for data in self.federation.clients.values())
         return ExampleAccountant(
-            privacy, largest, self.recipe.training.batch_size, experiment=not self.place.devices
+            privacy, largest, self.recipe.training.batch_size, experiment=not self.backend.devices
         )
 
     def _take_in(self, prepared: Prepared) -> None:

@@ -34,7 +34,7 @@ from coterie.runs.sections import ClassifierSection, CommonSection, TextClassifi
 
 
 @dataclass
-class Examples(LearningProblem):
+class Classification(LearningProblem):
     """Classifiers of images or of texts: every client has a whole network, or a share of a pool of
     them.
 

@@ -215,7 +215,7 @@ class Device:
         data: Where its data are: what `data.path` or `data.root` is on this machine; None:
             $COTERIE_DATA.
         base: Where the base model is on this machine; None: where the recipe says.
-        place: In a simulation, in the place of `client`: its place among all clients of the
+        index: In a simulation, instead of `client`: its position among all clients of the
             recipe's data, which are all here.
         secure: Whether it lets nothing that was trained leave but by secure aggregation, whatever a
             recipe says.
@@ -226,7 +226,7 @@ class Device:
     client: ClientId | None = None
     data: Path | None = None
     base: str | None = None
-    place: int | None = None
+    index: int | None = None
     secure: bool = False
     limits: Limits = field(default_factory=Limits)
 
@@ -298,7 +298,7 @@ class Device:
         """Return what watches over a reply. In a simulation, where all are on one machine, it
         counts only what secure aggregation needs.
         """
-        if self.place is None:
+        if self.index is None:
             return _Door(prepared, request, self.limits, Account(self.home / ACCOUNT))
         account = (
             Account(self._folder(request) / "states" / names.encoded(client) / ACCOUNT)
@@ -309,7 +309,7 @@ class Device:
 
     def _prepared(self, request: Request) -> Prepared:
         section = json.dumps(request.recipe, sort_keys=True)
-        if self.place is not None:
+        if self.index is not None:
             prepared = _loaded(section, None, None, alone=False)
             site = replace(prepared.site)
         else:
@@ -321,7 +321,7 @@ class Device:
             layout = prepared.method.layout(request.position, prepared.problem.base)
             site = replace(prepared.site, layouts=dict.fromkeys(prepared.site.data, layout))
         if site.outbound is not None:
-            key = self._key() if self.place is None and site.outbound.noise is not None else b""
+            key = self._key() if self.index is None and site.outbound.noise is not None else b""
             closed = self.secure or self.limits.secure or prepared.recipe.secure
             noisy, by_examples, silent = (
                 self.limits.noisy,
@@ -342,8 +342,8 @@ class Device:
 
     def _client(self, known: Sequence[ClientId]) -> ClientId:
         """Which client this is. Raises DataError where the data do not tell, or do not have it."""
-        if self.place is not None:
-            return known[self.place]
+        if self.index is not None:
+            return known[self.index]
         if self.client is None and len(known) == 1:
             return known[0]
         if self.client is None or self.client not in known:
@@ -360,7 +360,7 @@ class Device:
         """Where everything of this run is. Raises Refused for a run with the name of something
         else of the device.
         """
-        if self.place is not None and request.folder:
+        if self.index is not None and request.folder:
             return Path(request.folder)
         folder = self.home / request.run
         if request.run in _OWN or (folder.exists() and not (folder / "states").is_dir()):

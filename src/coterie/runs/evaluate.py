@@ -31,13 +31,13 @@ from coterie.runs.metrics import METRICS
 
 
 class LazyClients(Mapping[ClientId, Client]):
-    """Clients with their states, each made anew when it is asked for: together they may be too
-    large.
+    """A mapping of clients, each built when it is looked up: together they may be too large for
+    memory.
 
     Args:
-        site: Makes them.
-        states: All there are, in order.
-        among: Whose count.
+        site: Builds them.
+        states: All states, in order.
+        among: The clients of the mapping.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ class Execution(EvaluatedExecution):
         folder: The run's folder.
         reporter: Is told of what happens.
         title: What the reporter calls it.
-        place: Where the clients are.
+        backend: Where the clients are.
         profile: Records one round of it, see `execute`.
     """
 
@@ -286,7 +286,7 @@ class Execution(EvaluatedExecution):
         """
         windows, steps = self._examples(ask.to)
         accountant.spend(windows, steps)
-        if self.place.devices:  # who is asked again draws other noise
+        if self.backend.devices:  # who is asked again draws other noise
             result = {
                 "round": self.round,
                 "phase": phase,
@@ -331,7 +331,7 @@ class Execution(EvaluatedExecution):
         privacy = self.recipe.privacy
         return (
             kept_key(self.folder / SECRET)
-            if self.place.devices and privacy is not None and privacy.where == "central"
+            if self.backend.devices and privacy is not None and privacy.where == "central"
             else None
         )
 

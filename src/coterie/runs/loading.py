@@ -9,7 +9,7 @@ from coterie.data.labelled import LabelledTexts
 from coterie.data.section import Section
 from coterie.models.architecture import tokenizer
 from coterie.models.backbone import Backbone
-from coterie.runs.classification import Examples, _common, _trained_here
+from coterie.runs.classification import Classification, _common, _trained_here
 from coterie.runs.language import Language, load_backbone, pick_dtype
 from coterie.runs.problem import LearningProblem
 from coterie.runs.recipe import Recipe
@@ -49,13 +49,15 @@ def load(recipe: Recipe) -> LearningProblem:
                 data,
                 device,
             )
-            return Examples(shape, common, section, torch.device(device), federation, data.names)
+            return Classification(
+                shape, common, section, torch.device(device), federation, data.names
+            )
         case TextClassifierSection() as section, LabelledTexts() as data:
             federation = data.load(tokenizer(section.base), section.length, order_seed=recipe.seed)
             common = _common(
                 section.common, section.common_shape(data.classes), federation, data, device
             )
-            return Examples(
+            return Classification(
                 section.shape(data.classes),
                 common,
                 section,
@@ -103,7 +105,7 @@ def distant(recipe: Recipe, federation: Federation) -> LearningProblem:
             public = (
                 data.load(order_seed=recipe.seed) if _trained_here(section.common) else federation
             )
-            return Examples(
+            return Classification(
                 shape,
                 _common(section.common, wanted, public, data, "cpu"),
                 section,
@@ -121,7 +123,7 @@ def distant(recipe: Recipe, federation: Federation) -> LearningProblem:
             common = _common(
                 section.common, section.common_shape(data.classes), public, data, "cpu"
             )
-            return Examples(
+            return Classification(
                 section.shape(data.classes),
                 common,
                 section,

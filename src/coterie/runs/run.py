@@ -29,7 +29,7 @@ from coterie.runs.recipe import Recipe
 
 @dataclass
 class JoinWarnings(Listener):
-    """Says who was not let in while a server waits for its clients."""
+    """A listener that warns of each client that is refused while a server waits for clients."""
 
     reporter: Callback
 
@@ -44,7 +44,7 @@ def run(
     resume: bool = False,
     changed: bool = False,
     reporter: Callback | None = None,
-    place: Backend | None = None,
+    backend: Backend | None = None,
     profile: Profile | None = None,
 ) -> list[Json]:
     """Run a recipe and the methods of its `compare_with` into a folder; what is there already is
@@ -56,7 +56,7 @@ def run(
         resume: Go on with the run that is in `folder`.
         changed: Go on with it even though base, data or clients have changed, or metrics were lost.
         reporter: Is told of what happens; default: nobody.
-        place: Where the clients are; default: on this machine.
+        backend: Where the clients are; default: on this machine.
         profile: Records a round of the recipe's own method; default: nothing.
 
     Returns:
@@ -76,7 +76,12 @@ def run(
     if resume or changed:
         _check_begun(folder, rows)
     results = execute_all(
-        rows, reporter or Callback(), place=place, profile=profile, changed=changed, within=folder
+        rows,
+        reporter or Callback(),
+        backend=backend,
+        profile=profile,
+        changed=changed,
+        within=folder,
     )
     write_report(folder, results, recipe.description)
     return results
@@ -86,7 +91,7 @@ def execute_all(
     rows: Sequence[tuple[Recipe, Path]],
     reporter: Callback,
     titles: Sequence[str] = (),
-    place: Backend | None = None,
+    backend: Backend | None = None,
     profile: Profile | None = None,
     changed: bool = False,
     within: Path | None = None,
@@ -99,26 +104,26 @@ def execute_all(
         rows: Recipes and the folders of their runs.
         reporter: Is told of what happens.
         titles: What the reporter calls each row; default: its method.
-        place: Where the clients are; default: on this machine.
+        backend: Where the clients are; default: on this machine.
         profile: Records a round of the last row; default: nothing.
         changed: Whether unfinished rows go on with what base, data, clients and metrics are now,
             whatever they were.
         within: The folder of all of them, in which nobody else works meanwhile; None where only
             each row's own must be left alone.
     """
-    place = place or LocalBackend()
-    if not place.devices:
+    backend = backend or LocalBackend()
+    if not backend.devices:
         for recipe, folder in rows:
             _check_apart(recipe, within or folder)
     reporter.preparing()
-    threads, foresight = _Threads(rows, place, reporter), Foresight()
+    threads, foresight = _Threads(rows, backend, reporter), Foresight()
     for recipe, folder in rows:
-        prepared = place.prepare(recipe)
+        prepared = backend.prepare(recipe)
         if (
             not changed and Kept(folder).begun() and _same(recipe, folder)
         ):  # of another recipe, `_executed` says more
             Kept(folder).check(Inputs.of(prepared))
-        if reporter.foretells and not place.devices and recipe.engine != "flower":
+        if reporter.foretells and not backend.devices and recipe.engine != "flower":
             with computing(threads.given(prepared, folder)):
                 foresight.add(prepared, (folder / RESULT).exists())
     reporter.expects(foresight.seconds())
@@ -133,10 +138,10 @@ def execute_all(
             title = titles[k] if titles else METHODS[recipe.method["name"]].title
             recorder = profile if profile is not None and k == len(rows) - 1 else Profile()
             with alone(folder):
-                prepared = threads.given(place.prepare(recipe), folder)
+                prepared = threads.given(backend.prepare(recipe), folder)
                 results.append(
                     _executed(
-                        Execution(prepared, folder, reporter, title, place, recorder), changed
+                        Execution(prepared, folder, reporter, title, backend, recorder), changed
                     )
                 )
     return results
@@ -153,9 +158,9 @@ class _Threads:
     """
 
     def __init__(
-        self, rows: Sequence[tuple[Recipe, Path]], place: Backend, reporter: Callback
+        self, rows: Sequence[tuple[Recipe, Path]], backend: Backend, reporter: Callback
     ) -> None:
-        self._place, self._reporter = place, reporter
+        self._backend, self._reporter = backend, reporter
         self._kept = {folder: kept_threads(folder) for _, folder in rows}
         self._common = next((number for number in self._kept.values() if number), None)
 
@@ -163,7 +168,7 @@ class _Threads:
         """Return the same with a number of threads; as it is where others compute, or PyTorch's own
         number was good enough before.
         """
-        if self._place.devices or prepared.recipe.threads or prepared.problem.threads:
+        if self._backend.devices or prepared.recipe.threads or prepared.problem.threads:
             return replace(prepared, threads=prepared.recipe.threads)
         kept = self._kept[folder]
         if kept is None and self._common is None:

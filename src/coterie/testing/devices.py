@@ -50,7 +50,7 @@ def devices_are_alike(method: Method, world: World) -> None:
     prepared = Prepared(recipe, method, problem, replace(there.site, models={}), there.clients)
 
     def handle(node: Mapping[str, Any], text: str, body: bytes) -> tuple[str, bytes]:
-        return _Simulated(Path(), place=int(node["partition-id"]), of=prepared).answer(text, body)
+        return _Simulated(Path(), index=int(node["partition-id"]), of=prepared).answer(text, body)
 
     grid, count = LocalGrid(), len(there.site.data)
     for k in range(count):

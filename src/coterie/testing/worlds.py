@@ -23,7 +23,7 @@ from coterie.models.classifier import Classifier, NetworkShape
 from coterie.models.common import CommonExpert
 from coterie.models.language import LanguageModel
 from coterie.models.pool import PoolClassifier
-from coterie.runs.classification import Examples
+from coterie.runs.classification import Classification
 from coterie.runs.language import Language
 from coterie.runs.sections import ClassifierSection, LanguageSection
 
@@ -164,7 +164,7 @@ def pictures_of(federation: Federation) -> World:
     shape = NetworkShape("mlp", (1, 4, 4), 10, (6,))
     section = ClassifierSection(kind="classifier", gate_width=5)
     common = CommonExpert(shape, shape.initial(3))
-    found = Examples(shape, common, section, torch.device("cpu"), federation)
+    found = Classification(shape, common, section, torch.device("cpu"), federation)
 
     def build(kind: type[Classifier], layout: Layout) -> Classifier | PoolClassifier:
         return kind(shape) if type(layout) is Layout else found.build(layout)

@@ -90,7 +90,7 @@ class Flower:
         self._greeted: dict[
             str, tuple[int, float]
         ] = {}  # hellos without an answer, and until when one is waited for
-        self._strangers: dict[int, _Stranger] = {}
+        self._strangers: dict[int, _RejectedNode] = {}
         self._state_bytes: dict[ClientId, int] = {}
         self._asked_last: tuple[int, int, str] | None = None
         self._number = 0
@@ -129,7 +129,7 @@ class Flower:
         new = [
             n
             for n in sorted(alive - waiting - set(self._nodes.values()))
-            if n not in self._strangers or self._strangers[n].again(now, alive)
+            if n not in self._strangers or self._strangers[n].due(now, alive)
         ]
         hello = Request(action="hello", run=self.run, recipe=dict(self.recipe), folder=self.folder)
         sent = self._send(dict.fromkeys(new, hello), {}, HELLO_S)
@@ -151,10 +151,10 @@ class Flower:
             member = self._introduced(node, answered, alive)
         except TensorError as error:
             problem, before = _told(error), self._strangers.get(node)
-            self._strangers[node] = _Stranger(
+            self._strangers[node] = _RejectedNode(
                 problem,
                 time.monotonic() + HELLO_S,
-                error.holder if isinstance(error, _Taken) else None,
+                error.holder if isinstance(error, _NameTaken) else None,
             )
             if before is None or before.problem != problem:  # it is asked again and again
                 self.listener.lost(f"node {node}", "hello", problem)
@@ -185,7 +185,7 @@ class Flower:
             )
         held = self._nodes.get(client)
         if held is not None and held != node and held in alive:
-            raise _Taken(client, held)
+            raise _NameTaken(client, held)
         return reply.member
 
     def answer(self, ask: "Ask", round: int, phase: int) -> "Replies":
@@ -487,8 +487,8 @@ class Flower:
 
 
 @dataclass(frozen=True)
-class _Stranger:
-    """A node that did not say who it is, or was not believed.
+class _RejectedNode:
+    """A node that gave no valid name.
 
     Args:
         problem: Why.
@@ -501,13 +501,13 @@ class _Stranger:
     until: float
     holder: int | None
 
-    def again(self, now: float, alive: Collection[int]) -> bool:
-        """Whether it is asked again."""
+    def due(self, now: float, alive: Collection[int]) -> bool:
+        """Whether it may be asked again now."""
         return now >= self.until or (self.holder is not None and self.holder not in alive)
 
 
-class _Taken(TensorError):
-    """A node claims the name of another one that is there."""
+class _NameTaken(TensorError):
+    """The error of a node that claims the name of another node."""
 
     def __init__(self, client: "ClientId", holder: int) -> None:
         self.holder = holder

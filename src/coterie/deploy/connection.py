@@ -1,4 +1,4 @@
-"""One connection to the proxy: who it is, and what of it is passed on. HTTP is parsed and
+"""One connection to the proxy: whose it is, and which requests are passed on. HTTP is parsed and
 written by h11.
 """
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from coterie.core.errors import Refused, extra
 
 if TYPE_CHECKING:
-    from coterie.deploy.proxy import Front
+    from coterie.deploy.proxy import Proxy
 
 try:
     import h11
@@ -95,19 +95,19 @@ class _Rejected(Exception):
         super().__init__(reason)
 
 
-class _Visit:
-    """One connection's requests, one after the other."""
+class _Connection:
+    """One connection to the proxy, which answers its requests one after the other."""
 
     def __init__(
         self,
-        front: "Front",
+        proxy: "Proxy",
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         address: str,
     ) -> None:
-        self.front, self.limits, self.reader, self.writer, self.address = (
-            front,
-            front.limits,
+        self.proxy, self.limits, self.reader, self.writer, self.address = (
+            proxy,
+            proxy.limits,
             reader,
             writer,
             address,
@@ -117,9 +117,9 @@ class _Visit:
 
     def leave(self) -> None:
         if self.device is not None:
-            self.front.leave(self.device)
+            self.proxy.leave(self.device)
 
-    async def last(self) -> None:
+    async def serve(self) -> None:
         """Answer requests until there are no more, or one is rejected."""
         try:
             while await self._one():
@@ -144,10 +144,10 @@ class _Visit:
         if self.device is None:
             async with asyncio.timeout(self.limits.request):
                 body = b"".join([part async for part in self._body()])
-            async with self.front.asked:
+            async with self.proxy.asked:
                 await self._pass_on(request, body, length)
         elif length > self.limits.large:
-            async with self.front.device(self.device).large:
+            async with self.proxy.device(self.device).large:
                 await self._pass_on(request, self._body(length), length)
         else:
             await self._pass_on(request, self._body(length), length)
@@ -174,15 +174,15 @@ class _Visit:
         device has too many.
         """
         key = (
-            _signer(request, self.front.keys)
-            if self.front.keys is not None
+            _signer(request, self.proxy.keys)
+            if self.proxy.keys is not None
             else self.address.encode()
         )
         if key != self.device:
             self.leave()
             self.device = None
             if key is not None:
-                self.front.enter(key)
+                self.proxy.enter(key)
                 self.device = key
 
     async def _body(self, length: int = 0) -> AsyncIterator[bytes]:
@@ -204,7 +204,7 @@ class _Visit:
         self, request: h11.Request, content: bytes | AsyncIterator[bytes], length: int
     ) -> None:
         try:
-            response = await self.front.forward(request, content, length)
+            response = await self.proxy.forward(request, content, length)
         except httpx.TransportError:
             raise _Rejected(503, "The SuperLink does not answer") from None
         try:
