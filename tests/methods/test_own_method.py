@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 import coterie
 from coterie.cli.base import app
 from coterie.core.errors import RecipeError
+from coterie.core.own import installed
 from coterie.engines.messages import Reply, Request, parsed
 from coterie.methods import METHODS, import_problem
 from coterie.runs.device import Device
@@ -122,7 +123,7 @@ def test_an_installed_package_adds_methods(package: Path) -> None:
     (info / "entry_points.txt").write_text(
         f"[{methods.GROUP}]\nhalf = mine.half:Half\nfedavg = mine.half:Half\n"
     )
-    methods._installed.cache_clear()
+    installed.cache_clear()
     try:
         assert METHODS["half"].paper == "half-steps 1.2"
         assert METHODS["fedavg"].title == "FedAvg"  # no package takes a shipped name
@@ -133,7 +134,7 @@ def test_an_installed_package_adds_methods(package: Path) -> None:
         )
         assert "half-steps 1.2" in CliRunner().invoke(app, ["methods"]).stdout
     finally:
-        methods._installed.cache_clear()
+        installed.cache_clear()
 
 
 def test_a_device_imports_no_module_that_a_server_names(package: Path) -> None:

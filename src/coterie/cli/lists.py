@@ -32,13 +32,20 @@ def list_recipes(
         with _stopping("stopped."):
             print(recipes.find(name).read_text(encoding="utf-8"), end="")
         return
-    found = {name: recipes.read(recipes.find(name)) for name in recipes.names()}
-    _list(
-        {
-            n: f"{s.get('description', '')}" + (f" [{s['paper']}]" if s.get("paper") else "")
-            for n, s in found.items()
-        }
-    )
+    _list({name: _about(name) for name in recipes.names()})
+
+
+def _about(name: str) -> str:
+    """Return what a recipe is, in a line; of one that cannot be read, why."""
+    from coterie.core.errors import Refused
+    from coterie.runs import recipes
+
+    try:
+        section = recipes.read(recipes.find(name))
+    except Refused as error:
+        return str(error).splitlines()[0]
+    paper = section.get("paper")
+    return f"{section.get('description', '')}" + (f" [{paper}]" if paper else "")
 
 
 def _list(items: Mapping[str, str]) -> None:

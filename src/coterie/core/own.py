@@ -1,15 +1,32 @@
-"""Classes that do not come with coterie, by the name of their module and class:
-`my_package.my_file:MyClass`.
+"""What does not come with coterie: classes by the name of their module,
+`my_package.my_file:MyClass`, and the entry points of installed packages.
 """
 
 import sys
 from functools import cache
 from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
 
 
 def is_own(name: object) -> bool:
     """Return whether a name is that of a module and a class in it."""
     return isinstance(name, str) and ":" in name
+
+
+def own_name(kind: type) -> str:
+    """Return the name of a class: its module and what it is called there."""
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+@cache
+def installed(group: str) -> dict[str, EntryPoint]:
+    """Return the entry points of a group that installed packages declare, by their names."""
+    return {point.name: point for point in entry_points(group=group)}
+
+
+def package_of(point: EntryPoint) -> str:
+    """Return the name and version of the package that declares an entry point."""
+    return point.value if point.dist is None else f"{point.dist.name} {point.dist.version}"
 
 
 @cache

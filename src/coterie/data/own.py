@@ -1,5 +1,5 @@
 """Kinds of data of one's own: `data.kind: my_package.my_file:MySection`, a class of texts, images
-or labelled texts in any module.
+or labelled texts in any module; or the name of an entry point of the group `coterie.data`.
 """
 
 from collections.abc import Mapping
@@ -9,27 +9,28 @@ from pydantic import (
     BaseModel,
     SerializationInfo,
     SerializerFunctionWrapHandler,
+    ValidationError,
     ValidatorFunctionWrapHandler,
 )
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from coterie.core.own import imported, is_own
+from coterie.core.own import imported, installed, is_own, own_name
 from coterie.data.images import Images
 from coterie.data.labelled import LabelledTexts
 from coterie.data.section import Section
 
+GROUP = "coterie.data"  # of the entry points
 BASES = (Section, Images, LabelledTexts)
 
 
 def kind_of(section: BaseModel) -> str:
     """Return what a recipe names a section's class by."""
-    return str(
-        getattr(section, "kind", None) or f"{type(section).__module__}:{type(section).__qualname__}"
-    )
+    return str(getattr(section, "kind", None) or own_name(type(section)))
 
 
 def validated(value: Any, shipped: ValidatorFunctionWrapHandler) -> Any:
     """Return the section of a mapping: of a class of one's own where `kind` names one, otherwise
-    one that comes with coterie.
+    one that comes with coterie, or else one that an installed package brings.
 
     Raises:
         ValueError: `kind` names no such class.
@@ -39,7 +40,12 @@ def validated(value: Any, shipped: ValidatorFunctionWrapHandler) -> Any:
         return value
     kind = value.get("kind") if isinstance(value, Mapping) else None
     if not is_own(kind):
-        return shipped(value)
+        try:
+            return shipped(value)
+        except ValidationError as error:
+            if error.errors()[0]["type"] != "union_tag_invalid" or kind not in installed(GROUP):
+                raise
+        kind = installed(GROUP)[str(kind)].value
     try:
         found = imported(str(kind))
     except ImportError as error:
@@ -47,7 +53,10 @@ def validated(value: Any, shipped: ValidatorFunctionWrapHandler) -> Any:
     if not (isinstance(found, type) and issubclass(found, BASES)):
         bases = ", ".join(base.__name__ for base in BASES)
         raise ValueError(f"kind {kind!r} is no class of coterie.data's {bases}")
-    return found.model_validate({name: given for name, given in value.items() if name != "kind"})
+    try:
+        return found.model_validate({key: given for key, given in value.items() if key != "kind"})
+    except ValidationError as error:
+        raise _located(error, str(kind)) from None
 
 
 def written(
@@ -57,3 +66,18 @@ def written(
     if "kind" in type(section).model_fields:
         return shipped(section)
     return {"kind": kind_of(section)} | section.model_dump(mode=info.mode)
+
+
+def _located(error: ValidationError, kind: str) -> ValidationError:
+    """Return an error whose locations begin with the kind, as those of shipped sections do."""
+    return ValidationError.from_exception_data(
+        error.title,
+        [
+            InitErrorDetails(
+                type=PydanticCustomError(e["type"], "{message}", {"message": e["msg"]}),
+                loc=(kind, *e["loc"]),
+                input=e["input"],
+            )
+            for e in error.errors()
+        ],
+    )

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from coterie.core.errors import DataError
 from coterie.core.files import digest_of
+from coterie.core.own import own_name
 from coterie.core.protocol import ClientId
 from coterie.data.federation import Federation, Standing, check_id, federate
 from coterie.data.origins import PART
@@ -146,7 +147,7 @@ class Section(BaseModel, ABC):
         source = self.source()
         about = self.model_dump(mode="json", exclude={"root", "path"})
         # Sections of one's own have no field for it, and two of them must not share an entry.
-        about.setdefault("kind", f"{type(self).__module__}:{type(self).__qualname__}")
+        about.setdefault("kind", own_name(type(self)))
         key = key_of(tokenizer, about, source.fingerprint)
         arrays = stored(
             cache or default_cache(),

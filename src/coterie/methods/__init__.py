@@ -10,10 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
-from coterie.core.own import imported, is_own
+from coterie.core.own import imported, installed, is_own, own_name, package_of
 
 if TYPE_CHECKING:
     from coterie.methods.base import Method
@@ -254,7 +253,7 @@ class _Methods(Mapping[str, Entry]):
 
     def __iter__(self) -> Iterator[str]:
         yield from _SHIPPED
-        yield from (name for name in _installed() if name not in _SHIPPED)
+        yield from (name for name in installed(GROUP) if name not in _SHIPPED)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -262,14 +261,9 @@ class _Methods(Mapping[str, Entry]):
     def __getitem__(self, name: str) -> Entry:
         if name in _SHIPPED:
             return _SHIPPED[name]
-        if name in _installed():
-            point = _installed()[name]
-            return _entry(
-                point.value,
-                f"{point.dist.name} {point.dist.version}"
-                if point.dist is not None
-                else point.value,
-            )
+        if name in installed(GROUP):
+            point = installed(GROUP)[name]
+            return _entry(point.value, package_of(point))
         if is_own(name) and import_problem(name) is None:
             return _entry(name, f"{name.partition(':')[0]}, a method of one's own")
         raise KeyError(name)
@@ -296,9 +290,9 @@ def import_problem(name: str) -> str | None:
     )
 
 
-@cache
-def _installed() -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=GROUP)}
+def name_of(method: "str | type[Method]") -> str:
+    """Return the name of a method that is given by its class, or by its name already."""
+    return method if isinstance(method, str) else own_name(method)
 
 
 @cache
@@ -306,7 +300,7 @@ def _entry(home: str, paper: str) -> Entry:
     return Entry(home, home.partition(":")[2], paper)
 
 
-__all__ = ["GROUP", "METHODS", "Entry", "Method", "import_problem", "is_own"]
+__all__ = ["GROUP", "METHODS", "Entry", "Method", "import_problem", "is_own", "name_of"]
 
 
 def __getattr__(name: str) -> Any:

@@ -25,10 +25,12 @@ from coterie.client.site import Site
 from coterie.core import names
 from coterie.core.errors import CoterieError, DataError, Refused, TensorError
 from coterie.core.files import load, save
-from coterie.core.own import is_own
+from coterie.core.own import installed, is_own
 from coterie.core.protocol import ClientId, Sends, State, declared, find_task
 from coterie.core.tensors import Tensors, from_bytes, nbytes, to_bytes
+from coterie.data.own import GROUP as DATA_GROUP
 from coterie.engines.messages import Member, Reply, Request, failed, parsed
+from coterie.methods import GROUP as METHODS_GROUP
 from coterie.runs import loading
 from coterie.runs import recipe as recipes
 from coterie.runs.account import ACCOUNT, Account, Cost, Leaving, Turn
@@ -466,11 +468,15 @@ def _check_code(section: Mapping[str, Any], limits: Limits) -> None:
     """Refuse a method or data that a server names by a module, before it is imported: a device
     runs only what its owner installed or allows.
     """
-    named = (("method", "name", "methods", limits.methods), ("data", "kind", "data", limits.data))
-    for part, key, limit, allowed in named:
+    named = (
+        ("method", "name", METHODS_GROUP, "methods", limits.methods),
+        ("data", "kind", DATA_GROUP, "data", limits.data),
+    )
+    for part, key, group, limit, allowed in named:
         found = section.get(part)
         name = found.get(key) if isinstance(found, Mapping) else None
-        if is_own(name) and name not in (allowed or ()):
+        here = {point.value for point in installed(group).values()}
+        if is_own(name) and name not in here | set(allowed or ()):
             raise Refused(
                 f"{part}.{key}: this device imports no module that a server names, {name!r}",
                 f"Its owner may allow it: limits.{limit}.",

@@ -1,13 +1,20 @@
-"""Shipped recipes: YAML files in this folder, found by their names."""
+"""Recipes by their names: YAML files in this folder, and those that installed packages bring.
 
+A package brings one by an entry point of the group `coterie.recipes`, `NAME = "my_package"`: it is
+the file `NAME.yaml` in that package.
+"""
+
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from coterie.core.errors import Refused
+from coterie.core.own import installed
 
 FOLDER = Path(__file__).parent
+GROUP = "coterie.recipes"  # of the entry points
 LARGEST = 1_000_000  # characters of a recipe
 _MOST, _DEEPEST = (
     100_000,
@@ -16,8 +23,9 @@ _MOST, _DEEPEST = (
 
 
 def names() -> list[str]:
-    """Return the names of the shipped recipes."""
-    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+    """Return the names of the shipped recipes, and then of those that installed packages bring."""
+    shipped = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+    return [*shipped, *sorted(set(installed(GROUP)) - set(shipped))]
 
 
 def find(recipe: str) -> Path:
@@ -39,7 +47,25 @@ def find(recipe: str) -> Path:
             f"recipe {recipe!r}: there is no shipped recipe of that name",
             "Choose one of: " + ", ".join(names()),
         )
-    return FOLDER / f"{recipe}.yaml"
+    own = FOLDER / f"{recipe}.yaml"
+    return own if own.is_file() else _brought(recipe)
+
+
+def _brought(recipe: str) -> Path:
+    """Return the file of a recipe that an installed package brings. Raises Refused."""
+    package = installed(GROUP)[recipe].value
+    try:
+        spec = find_spec(package)
+    except ImportError:
+        spec = None
+    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+    for folder in folders:
+        if (path := Path(folder) / f"{recipe}.yaml").is_file():
+            return path
+    raise Refused(
+        f"recipe {recipe!r}: the installed package {package} has no file {recipe}.yaml",
+        "Install the package again, or ask its authors.",
+    )
 
 
 def parse(text: str) -> Any:
