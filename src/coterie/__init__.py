@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from coterie.core.result import ClientResult, Comparison, Result, Row
     from coterie.personal import load, load_all, load_many
     from coterie.reports import Callback
-    from coterie.runs.api import Run, compare, run
+    from coterie.runs.api import Run, compare, dry_run, run
+    from coterie.runs.estimate import Estimate
     from coterie.runs.recipe import Recipe
 
 _HOMES = {
@@ -22,12 +23,14 @@ _HOMES = {
     "ClientResult": "coterie.core.result",
     "Comparison": "coterie.core.result",
     "CoterieError": "coterie.core.errors",
+    "Estimate": "coterie.runs.estimate",
     "Recipe": "coterie.runs.recipe",
     "Refused": "coterie.core.errors",
     "Result": "coterie.core.result",
     "Row": "coterie.core.result",
     "Run": "coterie.runs.api",
     "compare": "coterie.runs.api",
+    "dry_run": "coterie.runs.api",
     "load": "coterie.personal",
     "load_all": "coterie.personal",
     "load_many": "coterie.personal",
@@ -39,6 +42,7 @@ __all__ = [
     "ClientResult",
     "Comparison",
     "CoterieError",
+    "Estimate",
     "Recipe",
     "Refused",
     "Result",
@@ -46,6 +50,7 @@ __all__ = [
     "Run",
     "__version__",
     "compare",
+    "dry_run",
     "load",
     "load_all",
     "load_many",

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import coterie
 from coterie.cli.base import app
 from coterie.core.result import Result
+from coterie.methods.fedavg import FedAvg
 from coterie.reports import Callback
 from coterie.runs.recipe import load
 
@@ -152,6 +153,27 @@ def test_a_recipe_in_code_is_the_one_in_yaml(tmp_path: Path) -> None:
 def test_mistakes_in_code_are_named_as_in_yaml(changes: dict[str, Any], mistake: str) -> None:
     with pytest.raises(coterie.Refused, match=mistake):
         coterie.Recipe(name="mine", **DIGITS | changes)
+
+
+class OwnFedAvg(FedAvg):
+    """A method that is given as a class."""
+
+
+def test_a_method_is_given_by_its_class_or_its_name(tmp_path: Path) -> None:
+    name = f"{__name__}:OwnFedAvg"
+    recipe = coterie.Recipe(
+        name="own",
+        **DIGITS | {"method": {"name": OwnFedAvg, "rounds": 1}, "compare_with": [FedAvg]},
+    )
+    assert recipe.method["name"] == name
+    assert recipe.compare_with == ("coterie.methods.fedavg:FedAvg",)
+    assert coterie.Recipe.load("cobo-digits", method=OwnFedAvg).method["name"] == name
+    short = {"method": {"name": OwnFedAvg, "rounds": 1}, "compare_with": []}
+    assert coterie.run("cobo-digits", out=tmp_path / "run", **short).result.method == name
+    table = coterie.compare(
+        [OwnFedAvg, "fedavg"], "cobo-digits", seeds=1, out=tmp_path / "table", **short
+    )
+    assert table[name].mean == table["fedavg"].mean
 
 
 def test_changes_are_those_of_set() -> None:

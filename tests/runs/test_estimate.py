@@ -2,12 +2,15 @@
 nothing.
 """
 
+import time
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+import coterie
 from coterie.cli import app
+from coterie.runs import estimate as estimating
 from coterie.runs.estimate import estimate
 from coterie.runs.prepare import prepare
 from coterie.runs.recipe import load
@@ -38,3 +41,29 @@ def test_a_run_of_pools_goes_to_its_end_from_the_command_line(tmp_path: Path) ->
     done = CliRunner().invoke(app, ["run", "ddome-digits", *settings, "--out", str(tmp_path / "r")])
     assert done.exit_code == 0, done.output
     assert (tmp_path / "r/result.json").exists()
+
+
+def test_what_only_warms_up_is_not_taken_for_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step of its shape loads libraries: seconds that do not come again."""
+    true, seen = estimating._Trial.round, set[int]()
+
+    def round(trial: estimating._Trial, steps: int, few: int) -> None:
+        true(trial, steps, few)
+        if few not in seen:
+            seen.add(few)
+            time.sleep(0.5)
+            trial.seconds += 0.5
+
+    monkeypatch.setattr(estimating._Trial, "round", round)
+    found = coterie.dry_run("cobo-digits", compare_with=[], method={"name": "local"})
+    assert seen == {1, 2}
+    assert found["local"].seconds < 0.5 * coterie.Recipe.load("cobo-digits").method["rounds"]
+
+
+def test_a_dry_run_says_what_all_methods_take_together() -> None:
+    said = (
+        CliRunner()
+        .invoke(app, ["run", "cobo-digits", "--dry-run", "--set", "method.rounds=2"])
+        .stdout
+    )
+    assert "All 3 methods: about 0:0" in said

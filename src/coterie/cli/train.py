@@ -93,14 +93,16 @@ def _foretell(recipe: "Recipe") -> None:
     """Print what a recipe would take, a line for each of its methods; nothing is written."""
     from rich.console import Console
 
-    from coterie.reports.tables import foretold
+    from coterie.reports.tables import clock, foretold
     from coterie.runs.backends import LocalBackend
-    from coterie.runs.estimate import estimate
+    from coterie.runs.estimate import estimates
 
-    rows = [recipe.with_method(name) for name in recipe.compare_with] + [recipe]
-    for index, row in enumerate(rows):
-        prepared = LocalBackend().prepare(row)
-        foretold(Console(), prepared, estimate(prepared), first=index == 0)
+    console, seconds = Console(), list[float]()
+    for prepared, estimate in estimates(recipe, LocalBackend().prepare):
+        foretold(console, prepared, estimate, first=not seconds)
+        seconds.append(estimate.seconds)
+    if len(seconds) > 1:
+        print(f"All {len(seconds)} methods: about {clock(sum(seconds))}.")
     print("Estimates of this machine as busy as it is now, from a few steps.\nNothing was written.")
 
 

@@ -15,7 +15,7 @@ from coterie.core.metrics import metric_of, prediction
 from coterie.core.printing import printable
 from coterie.core.result import Result
 from coterie.reports.callback import Callback
-from coterie.reports.tables import _clock
+from coterie.reports.tables import clock
 
 EVERY = 2.0  # seconds between plain lines of progress of a kind
 # seconds after which a plain line says how far a round, the scoring or the preparation has come
@@ -158,9 +158,7 @@ class Stretch:
         return max(seconds - (time.monotonic() - made), 0.0)
 
     def __str__(self) -> str:
-        return (
-            f"{_clock(self.elapsed)} so far" if self.left is None else f"{_clock(self.left)} left"
-        )
+        return f"{clock(self.elapsed)} so far" if self.left is None else f"{clock(self.left)} left"
 
 
 class _Time(ProgressColumn):
@@ -172,7 +170,7 @@ class _Time(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         return Text(
-            f"in {_clock(task.finished_time or 0)}" if task.finished else task.fields["left"](),
+            f"in {clock(task.finished_time or 0)}" if task.finished else task.fields["left"](),
             style="cyan",
         )
 
@@ -266,7 +264,7 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
         self.expected = seconds
         if (whole := sum(seconds)) > 0:
             self.progress.console.print(
-                f"about {_clock(whole)} in all, by a few steps", markup=False, highlight=False
+                f"about {clock(whole)} in all, by a few steps", markup=False, highlight=False
             )
             self.spoke = time.monotonic()
 
@@ -279,7 +277,7 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
             return str(self.stretch)
         took, expected = (sum(found[k] for found in self.took) for k in (0, 1))
         slower = took / expected if expected else 1.0  # than was expected, so far
-        whole = _clock(self.stretch.left + rest * slower)
+        whole = clock(self.stretch.left + rest * slower)
         return f"{whole} left" if self.narrow else f"{self.stretch} (all: {whole})"
 
     def known(self, title: str) -> None:

@@ -22,7 +22,7 @@ W_ERROR = "W\u00a0error"  # which stays on one line
 FEW = 8  # clients that a table has a column for, if it has room for all of them
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
@@ -105,7 +105,7 @@ def foretold(console: Console, prepared: Any, estimate: Any, first: bool) -> Non
     )
     cost = (
         f"a round: {size(estimate.up)} up and {size(estimate.down)} down a client; about "
-        f"{_clock(estimate.seconds)} in all{memory}"
+        f"{clock(estimate.seconds)} in all{memory}"
     )
     console.print(Padding(Text(cost), (0, 0, 0, 2)))  # wrapped between words
 

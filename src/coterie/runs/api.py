@@ -13,10 +13,13 @@ from coterie import personal
 from coterie.core.files import read_json
 from coterie.core.profiling import Profile
 from coterie.core.result import Comparison, Result, Row
+from coterie.methods import Method, name_of
 from coterie.personal.loading import Personal
 from coterie.reports import Callback, Callbacks
 from coterie.reports import comparison as comparing
 from coterie.runs import run as runs
+from coterie.runs.backends import LocalBackend
+from coterie.runs.estimate import Estimate, estimates
 from coterie.runs.folder import latest_folder, new_folder
 from coterie.runs.inputs import RESULT
 from coterie.runs.recipe import Recipe, resolve
@@ -152,7 +155,7 @@ def run(
 
 
 def compare(
-    methods: Sequence[str],
+    methods: Sequence[str | type[Method]],
     recipe: Recipe | str | Path,
     *,
     seeds: int = 3,
@@ -175,7 +178,7 @@ def compare(
         (True, 'table')
 
     Args:
-        methods: Names (`coterie methods`), or `module:Class` of one's own.
+        methods: Names (`coterie methods`), or one's own as `module:Class` or as the class itself.
         recipe: A shipped name, the path of a YAML file, or a `Recipe`: the data, base and budget of
             all rows.
         seeds: Runs per method, with consecutive seeds.
@@ -191,14 +194,12 @@ def compare(
         Refused: As `run`.
         CoterieError: As `run`.
     """
-    methods, chosen = (
-        [methods] if isinstance(methods, str) else list(methods),
-        _recipe(recipe, changes),
-    )
+    given = [methods] if isinstance(methods, str | type) else methods
+    names, chosen = [name_of(method) for method in given], _recipe(recipe, changes)
     folder = _folder(out, f"compare-{chosen.name}", resume or resume_changed)
-    with _told(callbacks, progress, len(set(methods)) * seeds) as told:
+    with _told(callbacks, progress, len(set(names)) * seeds) as told:
         found = runs.compare(
-            methods,
+            names,
             chosen,
             folder,
             seeds=seeds,
@@ -207,6 +208,27 @@ def compare(
             reporter=told,
         )
     return Comparison.from_json(found, folder)
+
+
+def dry_run(recipe: Recipe | str | Path, **changes: Any) -> dict[str, Estimate]:
+    """Return what a recipe and the methods of its `compare_with` would take on this machine as it
+    is now, by a few measured steps; nothing is written.
+
+    Example:
+        >>> import coterie
+        >>> estimate = coterie.dry_run("cobo-digits", compare_with=[])["cobo"]
+        >>> estimate.seconds > 0, estimate.up > 0
+        (True, True)
+
+    Args:
+        recipe: A shipped name, the path of a YAML file, or a `Recipe`.
+        changes: Other values for fields of the recipe, see `Recipe.load`.
+
+    Raises:
+        Refused: As `run`.
+    """
+    found = estimates(_recipe(recipe, changes), LocalBackend().prepare)
+    return {prepared.recipe.method["name"]: estimate for prepared, estimate in found}
 
 
 def _recipe(recipe: Recipe | str | Path, changes: dict[str, Any]) -> Recipe:

@@ -4,6 +4,7 @@ counted, time and memory extrapolated.
 
 import math
 import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -16,16 +17,24 @@ from coterie.core.protocol import Ask, ClientId, Replies, derive_seed, drive
 from coterie.core.tensors import Tensors, nbytes
 from coterie.engines import InProcess, Listener
 from coterie.runs.prepare import Prepared
+from coterie.runs.recipe import Recipe
 
 FEW = 2  # clients that are measured
 STEPS = 2  # local iterations of each
-LONG_S = 2.0  # a first round that takes so long is not repeated: what warms up no longer matters
+LONG_S = 2.0  # where a round of one client takes longer, it is not measured with more
+LONGEST_S = 10.0  # a round that takes longer is not repeated: loading libraries matters no more
 BATCHES = 2  # of a test set that are scored
 
 
 @dataclass(frozen=True)
 class Estimate:
     """What one method will take on this machine as it is now.
+
+    Example:
+        >>> import coterie
+        >>> found = coterie.dry_run("cobo-digits", compare_with=["fedavg"])
+        >>> list(found), found["cobo"].seconds > 0, found["fedavg"].up > 0
+        (['fedavg', 'cobo'], True, True)
 
     Args:
         seconds: Of all rounds and evaluations.
@@ -50,10 +59,8 @@ def estimate(prepared: Prepared) -> Estimate:
     trial = _Trial(prepared, steps)
     seconds = 0.0
     if method.rounds:
-        begun = time.monotonic()
-        trial.round(min(1, steps), 1)
-        if time.monotonic() - begun < LONG_S:
-            trial.round(steps, FEW)
+        if trial.repeated(min(1, steps), 1) < LONG_S:
+            trial.repeated(steps, FEW)
         per_round = (
             trial.seconds * _iterations(prepared) / trial.steps * _router(prepared, trial.steps)
         )
@@ -95,6 +102,15 @@ def work(prepared: Prepared) -> float:
         trained
         + sum(data.valid.windows + data.test.windows for data in federation.everyone.values()) / 3
     )
+
+
+def estimates(
+    recipe: Recipe, prepare: Callable[[Recipe], Prepared]
+) -> Iterator[tuple[Prepared, Estimate]]:
+    """Yield what each method of a recipe will take, those of `compare_with` first."""
+    for row in (*map(recipe.with_method, recipe.compare_with), recipe):
+        prepared = prepare(row)
+        yield prepared, estimate(prepared)
 
 
 class Foresight:
@@ -163,6 +179,17 @@ class _Trial:
         self.prepared, self.steps = prepared, max(steps, 1)
         self.seconds = self.up = self.down = self.state_bytes = 0.0
         self.few = FEW
+
+    def repeated(self, steps: int, few: int) -> float:
+        """Measure a round twice, as the first of its shape also loads libraries; the second counts.
+        Return the seconds that it took.
+        """
+        for _ in range(2):
+            begun = time.monotonic()
+            self.round(steps, few)
+            if (took := time.monotonic() - begun) > LONGEST_S:
+                break
+        return took
 
     def round(self, steps: int, few: int) -> None:
         """Measure a round."""

@@ -33,7 +33,7 @@ from coterie.data.federation import Federation
 from coterie.data.images import Images
 from coterie.data.labelled import LabelledTexts
 from coterie.data.section import Section
-from coterie.methods import METHODS, Method, import_problem
+from coterie.methods import METHODS, Method, import_problem, name_of
 from coterie.runs import recipes
 from coterie.runs.sections import LanguageSection, ModelSection, Participation, Quorum, _Mistakes
 
@@ -184,8 +184,7 @@ class Recipe(BaseModel):
         Args:
             recipe: A shipped name (`coterie recipes`), the path of a YAML file, or a run's folder.
             changes: Values for its fields. A mapping changes fields of a section and leaves its
-                others, as `--set` does; `method` may be
-                a name alone.
+                others, as `--set` does; `method` may be a name or a class of `Method` alone.
 
         Raises:
             Refused: No such recipe, or not YAML.
@@ -204,6 +203,20 @@ class Recipe(BaseModel):
         RecipeError.
         """
         return _with(self.model_dump(mode="json"), _flat(changes), self.name)
+
+    @field_validator("method", mode="before")
+    @classmethod
+    def _name_class(cls, section: Any) -> Any:
+        if isinstance(section, Mapping) and isinstance(name := section.get("name"), type):
+            return {**section, "name": name_of(name)}
+        return section
+
+    @field_validator("compare_with", mode="before")
+    @classmethod
+    def _name_classes(cls, methods: Any) -> Any:
+        if isinstance(methods, list | tuple):
+            return tuple(name_of(m) if isinstance(m, type) else m for m in methods)
+        return methods
 
     @field_validator("method")
     @classmethod
@@ -385,8 +398,8 @@ def _with(section: dict[str, Any], settings: Mapping[str, Any], source: str) -> 
 
 
 def _flat(changes: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested mappings by dotted keys; a method by its name alone stands for
-    its section's `name`.
+    """Return the values of nested mappings by dotted keys; a method by its name or class alone
+    stands for its section's `name`.
     """
     found: dict[str, Any] = {}
     for key, value in sorted(
@@ -394,11 +407,18 @@ def _flat(changes: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     ):  # which drops what it has no fields for
         if isinstance(value, Mapping) and value:
             found |= _flat(value, f"{prefix}{key}.")
-        elif not prefix and key == "method" and isinstance(value, str):
-            found["method.name"] = value
+        elif not prefix and key == "method" and isinstance(value, str | type):
+            found["method.name"] = name_of(value)
         else:
-            found[f"{prefix}{key}"] = str(value) if isinstance(value, Path) else value
+            found[f"{prefix}{key}"] = _plain(value)
     return found
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as YAML has it: a path as text, a method's class by its name."""
+    if isinstance(value, Path):
+        return str(value)
+    return name_of(value) if isinstance(value, type) else value
 
 
 def overrides(settings: Mapping[str, Any]) -> list[str]:
