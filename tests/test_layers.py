@@ -126,7 +126,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 
 
 def test_methods_import_nothing_of_each_other_but_what_they_extend() -> None:
-    families = ("base", "templates", "pairwise")
+    families = ("base", "templates", "pairwise", "pairs", "scores")
     for path in (SOURCE / "methods").glob("*.py"):
         if path.stem in ("__init__", *families):
             continue
@@ -172,3 +172,15 @@ def test_names_that_were_replaced_do_not_return() -> None:
         again = {f"{name}: say {renamed[name]}" for name in names & renamed.keys()}
         assert not again, f"{path}: {sorted(again)}"
         assert not [name for name in names if name.endswith("_together")], path
+
+
+def test_a_method_is_no_longer_than_its_algorithm_needs() -> None:
+    """The contract, the families and the list of methods are no methods."""
+    others = {"__init__", "base", "templates"}
+    long = {
+        path.name: lines
+        for path in (SOURCE / "methods").glob("*.py")
+        if path.stem not in others
+        and (lines := len(path.read_text(encoding="utf-8").splitlines())) > 150
+    }
+    assert not long

@@ -15,6 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from coterie.aggregation.dual import fused, fusion_weights, nesterov
+from coterie.aggregation.heterogeneous import norm_weighted_mean
 from coterie.aggregation.lowrank import (
     factors,
     modules,
@@ -35,12 +37,12 @@ from coterie.core.tensors import Tensors, under
 from coterie.data.federation import Federation
 from coterie.engines import InProcess
 from coterie.methods import Method
-from coterie.methods.fdlora import FDLoRA, fused, fusion_weights, nesterov
+from coterie.methods.fdlora import FDLoRA
 from coterie.methods.fedavgmoe import FedAvgMoE
 from coterie.methods.fedsalora import FedSALoRA
 from coterie.methods.ffalora import FFALoRA
 from coterie.methods.flexlora import FlexLoRA, redistribute
-from coterie.methods.hetlora import HetLoRA, norm_weighted_mean
+from coterie.methods.hetlora import HetLoRA
 from coterie.methods.localmoe import LocalMoE
 from coterie.methods.pcl import PCL, collaboration_weights
 from coterie.methods.pfedmoe import PFedMoE

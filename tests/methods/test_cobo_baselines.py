@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from coterie.aggregation.clustering import threshold_clustering
 from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
 from coterie.client.optimizers import SGD
@@ -28,7 +29,7 @@ from coterie.data.images import Digits
 from coterie.engines import InProcess
 from coterie.methods import Method
 from coterie.methods.ditto import Ditto
-from coterie.methods.fc import FC, threshold_clustering
+from coterie.methods.fc import FC
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.finetunedfedavg import FinetunedFedAvg
 from coterie.methods.ifca import IFCA

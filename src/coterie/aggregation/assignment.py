@@ -12,6 +12,12 @@ def largest(scores: Tensor, count: int) -> Tensor:
     return scores.topk(count).indices.sort().values
 
 
+def first_largest(scores: Tensor, count: int) -> list[int]:
+    """Return the numbers of the largest scores, (M,), in rising order; of equal ones the first."""
+    falling = sorted(range(len(scores)), key=lambda m: -float(scores[m]))
+    return sorted(falling[:count])
+
+
 def assign_experts(scores: Tensor, count: int, load: float | None) -> Tensor:
     """As `largest`, so that the sum of all scores is largest, but no member has more clients than
     it should.

@@ -105,6 +105,15 @@ def pulls(models: Sequence[Tensor], weights: Tensor, rows: Sequence[int] | None 
     return found
 
 
+def pulls_on(
+    models: Mapping[ClientId, Tensor], weights: Tensor, clients: Sequence[ClientId]
+) -> dict[ClientId, Tensor]:
+    """Return sum_k w_ik (x_i - x_k), (d,), of each of these clients; `models` are all, in order."""
+    order = list(models)
+    found = pulls(list(models.values()), weights, [order.index(i) for i in clients])
+    return dict(zip(clients, found, strict=True))
+
+
 def _centred(rows: Sequence[Tensor]) -> Tensor:
     found = torch.stack(list(rows))
     return found.sub_(found.mean(dim=0))

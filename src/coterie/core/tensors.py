@@ -3,7 +3,8 @@ every file.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -15,6 +16,7 @@ from coterie.core.errors import TensorError
 
 Named = Mapping[str, Tensor]
 Tensors = dict[str, Tensor]
+T = TypeVar("T")
 
 
 def check_alike(expected: Named, found: Named, what: str = "tensors") -> None:
@@ -118,6 +120,13 @@ def under(prefix: str, named: Named) -> Tensors:
 def nbytes(named: Named) -> int:
     """Return the size of the values in bytes, without names and shapes."""
     return sum(tensor.numel() * tensor.element_size() for tensor in named.values())
+
+
+def parts_within(megabytes: float, items: Sequence[T], bytes_each: int) -> Iterator[Sequence[T]]:
+    """Yield the items in as few parts as memory allows, at least one item in each."""
+    size = max(1, math.floor(megabytes * 1e6 / bytes_each))
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
 
 
 def to_bytes(named: Named, metadata: Mapping[str, str] | None = None) -> bytes:

@@ -47,27 +47,22 @@ class Method(ABC):
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
-    centralized: ClassVar[bool] = False  # whether it trains on the union of all clients' data
-    shared: ClassVar[tuple[Role, ...]] = (GENERALIST,)  # roles whose tensors may leave a client
-    per_client: ClassVar[tuple[str, ...]] = ()  # fields that may be lists with one value per client
-    dynamic_membership: ClassVar[bool] = (
-        False  # whether clients may join the federation and leave it, see `members`
-    )
-    serves_unseen_clients: ClassVar[bool] = (
-        # whether the server alone can give a model to anyone, also to clients that it never saw
-        False
-    )
-    joinable: ClassVar[bool] = (
-        # whether new clients can train on from what the server has, though it is no model for them
-        # yet
-        False
-    )
-    stateful: ClassVar[bool] = (
-        False  # whether clients must keep what nobody else has of their model
-    )
-    stateless: ClassVar[bool] = (
-        False  # whether clients keep nothing of the model between rounds, whatever the recipe says
-    )
+    # Roles whose tensors may leave a client.
+    shared: ClassVar[tuple[Role, ...]] = (GENERALIST,)
+    # Fields that may be lists with one value per client.
+    per_client: ClassVar[tuple[str, ...]] = ()
+    # Whether it trains on the union of all clients' data.
+    centralized: ClassVar[bool] = False
+    # Whether clients may join the federation and leave it, see `members`.
+    dynamic_membership: ClassVar[bool] = False
+    # Whether the server alone can give a model to anyone, also to clients that it never saw.
+    serves_unseen_clients: ClassVar[bool] = False
+    # Whether new clients can train on from what the server has, though it is no model yet.
+    joinable: ClassVar[bool] = False
+    # Whether clients must keep what nobody else has of their model.
+    stateful: ClassVar[bool] = False
+    # Whether clients keep nothing of the model between rounds, whatever the recipe says.
+    stateless: ClassVar[bool] = False
 
     rounds: Annotated[int, Field(ge=0, description="T, communication rounds")] = 20
     local_steps: Annotated[int, Field(ge=1, description="L, local iterations per round")] = 10

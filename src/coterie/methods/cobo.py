@@ -3,36 +3,42 @@
 "CoBo: Collaborative Learning via Bilevel Optimization", NeurIPS 2024, Algorithm 1 (papers/cobo).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from coterie.aggregation import (
     agreement,
     ascend_box,
     ascend_simplex,
     midpoints,
-    pulls,
+    pulls_on,
     start_weights,
 )
-from coterie.client.client import Client
 from coterie.client.interfaces import AnyClient
 from coterie.client.settings import Training
-from coterie.core.errors import RecipeError
-from coterie.core.protocol import Ask, ClientId, Round, Sends, State, empty_reply, task
+from coterie.core.protocol import Ask, ClientId, Replies, Round, State, task
 from coterie.core.roles import GENERALIST
 from coterie.core.tensor_names import by_client, clients_with, of_client
 from coterie.core.tensors import Tensors
 from coterie.methods.base import Reader
-from coterie.methods.pairwise import Comparing, SamplingPairs, drawn_output, rejoined
+from coterie.methods.pairs import Pair, SamplingPairs
+from coterie.methods.pairwise import (
+    Comparing,
+    Joining,
+    check_pull,
+    drawn_output,
+    rejoined,
+)
 from coterie.methods.templates import OneAdapter
 
 
 @dataclass(frozen=True)
-class CoBo(OneAdapter, SamplingPairs, Comparing):
+class CoBo(OneAdapter, SamplingPairs, Joining, Comparing):
     """Pull clients towards those whose descent directions agree with theirs halfway between them.
 
     Outer problem: min_X sum_i f_i(x_i) + rho/2 sum_{i<j} w_ij |x_i - x_j|^2. Inner problem, one per
@@ -80,16 +86,8 @@ class CoBo(OneAdapter, SamplingPairs, Comparing):
         return self.projection == "simplex"
 
     def check(self, model: Reader, clients: Sequence[ClientId], training: Training) -> None:
-        """Refuse a rho with which the pull alone diverges: its step times L's largest eigenvalue,
-        n where all weights are 1 and 2 of a row-stochastic W, must stay below 2.
-        """
-        step = training.experts.lr if self.pull == "gradient" else 1.0
-        largest = 2.0 if self.row_stochastic else len(clients)
-        if self.rho * step * largest >= 2:
-            eta = f"{step:g} (the learning rate) x " if self.pull == "gradient" else ""
-            what = f"method.rho: {self.rho:g} x {eta}{largest:g} (the pull's largest eigenvalue)"
-            most = f"use a rho below {2 / (step * largest):.3g}"
-            raise RecipeError("method", [f"{what} is not below 2, so models would diverge; {most}"])
+        eta = training.experts.lr if self.pull == "gradient" else None
+        check_pull(self.rho, eta, len(clients), self.row_stochastic)
 
     def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
         x_0 = model.flat(GENERALIST)
@@ -103,34 +101,30 @@ class CoBo(OneAdapter, SamplingPairs, Comparing):
         return rejoined(state, clients, self.row_stochastic)
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
-        known, here, t = clients_with(state), sorted(clients), int(state["round"])
-        x, weights = {i: state[of_client(i)] for i in known}, state["weights"]
-        if joined := [i for i in here if of_client(i, "joined") in state]:
-            started = yield Ask(self.start, {i: {GENERALIST: x[i]} for i in joined}, empty_reply)
-            done = {of_client(i, "joined") for i in started}
-            state = {name: tensor for name, tensor in state.items() if name not in done}
-        if self.gamma:  # lines 9 to 17, Client-Selection
-            scores = torch.zeros_like(weights)
-            for pairs in self.exchanges(self.sample(t, here, rng), x):
-                gradients = yield Ask(self.midpoint_gradients, midpoints(x, pairs))
-                scores += agreement(known, gradients)
-            ascend = ascend_simplex if self.row_stochastic else ascend_box
-            weights = ascend(weights, scores, self.gamma)  # eq. 1
-        pulled = pulls([x[i] for i in known], weights, [known.index(i) for i in here])
-        pull = {i: {"pull": one} for i, one in zip(here, pulled, strict=True)}  # lines 3 to 5
-        replies = yield Ask(
-            self.descend, {i: pull[i] for i in clients}, lambda sent: {GENERALIST: sent["pull"]}
-        )
-        x |= {i: reply[GENERALIST] for i, reply in replies.items()}
-        if self.output == "uniform":
+        state = yield from self.started(state, clients)
+        t, x = int(state["round"]), {i: state[of_client(i)] for i in clients_with(state)}
+        weights = state["weights"]
+        if self.gamma:  # line 2
+            pairs = self.sample(t, sorted(clients), rng)
+            weights = yield from self.client_selection(x, weights, pairs)
+        pull = pulls_on(x, weights, sorted(clients))
+        asked = {i: {"pull": pull[i]} for i in clients}
+        replies = yield Ask(self.descend, asked, lambda sent: {GENERALIST: sent["pull"]})
+        x |= {i: reply[GENERALIST] for i, reply in replies.items()}  # lines 3 to 6
+        if self.output == "uniform":  # line 7
             state = state | drawn_output(state, t, x, rng)
         return state | by_client(x) | {"weights": weights, "round": torch.tensor(t + 1)}
 
-    @task(Sends.NOTHING)
-    def start(self, client: Client, x: Tensors) -> Tensors:
-        """Take over the mean of the others' models: of a client that joins."""
-        client.load(x)
-        return {}
+    def client_selection(
+        self, x: Mapping[ClientId, Tensor], weights: Tensor, pairs: Sequence[Pair]
+    ) -> Generator[Ask, Replies, Tensor]:
+        """Return W after the pairs were compared at their midpoints z_ij: lines 9 to 17."""
+        scores = torch.zeros_like(weights)
+        for part in self.exchanges(pairs, x):
+            gradients = yield Ask(self.midpoint_gradients, midpoints(x, part))
+            scores += agreement(list(x), gradients)
+        ascend = ascend_simplex if self.row_stochastic else ascend_box
+        return ascend(weights, scores, self.gamma)  # eq. 4
 
     @task(batched=True)
     def descend(self, client: AnyClient, pull: Tensors) -> Tensors:

@@ -15,17 +15,17 @@ from pydantic import Field
 from coterie.aggregation import assign_experts
 from coterie.client.client import Client
 from coterie.client.state import EXPERT_IDS
-from coterie.core.protocol import Adaptation, Ask, ClientId, Replies, Round, Sends, State, task
+from coterie.core.protocol import Adaptation, ClientId, Replies, Round, Sends, State, task
 from coterie.core.roles import EXPERT, GATE, GENERALIST, ROUTER, SPECIALIST, Role
 from coterie.core.tensor_names import of_expert
 from coterie.core.tensors import Tensors
 from coterie.methods.base import Reader
 from coterie.methods.comigs import CoMiGS
+from coterie.methods.scores import SCORES, ask_scores, own_scores
 from coterie.models.adapter import Layout
 from coterie.models.language import LanguageModel
 
 CHOSEN = "chosen"  # each client's generalists, in the server's state
-SCORES = "scores"  # how much a client's text wants each generalist of the pool
 
 
 @dataclass(frozen=True)
@@ -82,30 +82,20 @@ class CoMiGSPool(CoMiGS):
         return {i: common | {name: state[name] for name in names} for i, names in own.items()}
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
-        scores = yield self.ask_scores(state, clients)
-        return (
-            yield from super().round(state | self.assign(scores, self.load), tuple(scores), rng)
-        )
+        scores = yield ask_scores(self.score_generalists, state, clients, self.pool)
+        state = state | self.assign(scores, self.load)
+        return (yield from super().round(state, tuple(scores), rng))
 
     def adapt(self, state: State, clients: Sequence[ClientId]) -> Adaptation:
-        scores = yield self.ask_scores(state, clients)
+        scores = yield ask_scores(self.score_generalists, state, clients, self.pool)
         return self.download(state | self.assign(scores, None), tuple(scores))
-
-    def ask_scores(self, state: State, clients: Sequence[ClientId]) -> Ask:
-        """Return the question how much each client's text wants each generalist."""
-        form = {SCORES: torch.empty(self.pool, dtype=torch.float64, device="meta")}
-        return Ask(
-            self.score_generalists, {i: {GATE: state[GATE]} for i in clients}, lambda sent: form
-        )
 
     def assign(self, scores: Replies, load: float | None) -> State:
         """Return `chosen/<client>` of those that sent their scores."""
-        order = sorted(scores)
-        found = (
-            assign_experts(torch.stack([scores[i][SCORES] for i in order]), self.generalists, load)
-            if order
-            else ()
-        )
+        if not (order := sorted(scores)):
+            return {}
+        wanted = torch.stack([scores[i][SCORES] for i in order])
+        found = assign_experts(wanted, self.generalists, load)
         return {f"{CHOSEN}/{i}": own for i, own in zip(order, found, strict=True)}
 
     @task(Sends.SCORES)
@@ -113,11 +103,7 @@ class CoMiGSPool(CoMiGS):
         """Return how much the client's text wants each generalist, (M,): all that the server
         learns before it sends any.
         """
-        with client.borrowing(gate), torch.no_grad():
-            assert isinstance(client.model, LanguageModel)
-            return {
-                SCORES: client.model.affinity(client.embeddings(client.data.train)).double().cpu()
-            }
+        return own_scores(client, gate, client.data.train)
 
     @task(Sends.UPDATE)
     def local_round(self, client: Client, received: Tensors) -> Tensors:

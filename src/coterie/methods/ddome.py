@@ -11,34 +11,22 @@ from typing import Annotated, Literal, cast
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
+from coterie.aggregation.assignment import first_largest
 from coterie.client.client import Client
 from coterie.client.settings import Training
 from coterie.client.state import EXPERT_IDS
-from coterie.core.errors import RecipeError
-from coterie.core.protocol import (
-    Adaptation,
-    Ask,
-    ClientId,
-    Replies,
-    Round,
-    Sends,
-    State,
-    Task,
-    task,
-)
+from coterie.core.protocol import Adaptation, Ask, ClientId, Replies, Round, Sends, State, task
 from coterie.core.roles import EXPERT, GATE
 from coterie.core.tensors import Named, Tensors
 from coterie.data.examples import Examples
-from coterie.data.splits import Split
 from coterie.methods.base import Reader
 from coterie.methods.pools import Pooling
+from coterie.methods.scores import SCORES, ask_scores, own_scores
 from coterie.models.layout import Layout
-from coterie.models.pool import PoolClassifier, PoolLayout, Towards
+from coterie.models.pool import PoolLayout, Towards
 
 ANCHOR = "anchor"  # tells a client that it is the anchor of the one expert that it gets
-SCORES = "scores"  # how much a client's data want each expert of the pool
 
 
 @dataclass(frozen=True)
@@ -98,89 +86,64 @@ class DDOME(Pooling):
 
     def check(self, model: Reader, clients: Sequence[ClientId], training: Training) -> None:
         super().check(model, clients, training)
-        if self.anchors and len(model.anchors) > self.pool:
-            mistake = (
-                f"method.pool: {self.pool} experts for {len(model.anchors)} anchors "
-                f"(data.anchors), each of which has one of its own"
-            )
-            raise RecipeError("method", [f"{mistake}; use as many, or method.anchors: false"])
+        if self.anchors:
+            self.check_anchors(len(model.anchors))
 
     def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
         anchors = model.anchors if self.anchors else ()
-        return super().init(model, clients) | {
-            f"{ANCHOR}/{q}": torch.tensor(m) for m, q in enumerate(anchors)
-        }
+        tied = {f"{ANCHOR}/{q}": torch.tensor(m) for m, q in enumerate(anchors)}  # I_q
+        return super().init(model, clients) | tied
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
         own = {q: int(state[f"{ANCHOR}/{q}"]) for q in clients if f"{ANCHOR}/{q}" in state}
         normal = [s for s in clients if s not in own]
-        scores = yield self.scoring(self.score_experts, state, normal)
-        anchors = {
-            q: self.download_for(state, [m]) | {ANCHOR: torch.tensor(True)} for q, m in own.items()
-        }
-        replies = yield Ask(
-            self.train, anchors | self.downloads_for(state, scores), self.reply_spec
-        )
+        scores = yield ask_scores(self.score_experts, state, normal, self.pool)
+        sign = {ANCHOR: torch.tensor(True)}
+        asked = {q: self.download_for(state, [m]) | sign for q, m in own.items()}
+        asked |= self.downloads_for(state, scores)
+        replies = yield Ask(self.train, asked, self.reply_spec)
         return state | self.combine(replies, state)  # what nobody had stays as it is
 
     def adapt(self, state: State, clients: Sequence[ClientId]) -> Adaptation:
-        scores = yield self.scoring(self.score_experts_unlabelled, state, clients)
+        scores = yield ask_scores(self.score_experts_unlabelled, state, clients, self.pool)
         return self.downloads_for(state, scores)
 
-    def scoring(self, question: Task, state: State, clients: Sequence[ClientId]) -> Ask:
-        """Return the question how much each client's data want each expert."""
-        form = {SCORES: torch.empty(self.pool, dtype=torch.float64, device="meta")}
-        return Ask(question, {i: {GATE: state[GATE]} for i in clients}, lambda sent: form)
+    def downloads_for(self, state: State, scores: Replies) -> dict[ClientId, Tensors]:
+        """Return for each client the gate, and the experts e_s = TopK(sum_i softmax g(x_i))."""
+        chosen = {s: first_largest(reply[SCORES], self.top_k) for s, reply in scores.items()}
+        return {s: self.download_for(state, e_s) for s, e_s in chosen.items()}
 
     def reply_spec(self, sent: Named) -> Named:
         """As any pool's; an anchor does not repeat that it is one."""
         return super().reply_spec({name: tensor for name, tensor in sent.items() if name != ANCHOR})
 
-    def downloads_for(self, state: State, scores: Replies) -> dict[ClientId, Tensors]:
-        """Return the gate, and e_s = TopK(sum_i softmax g(x_i)) of each client."""
-        return {
-            s: self.download_for(state, largest(reply[SCORES], self.top_k))
-            for s, reply in scores.items()
-        }
-
     @task(Sends.SCORES)
     def score_experts(self, client: Client, gate: Tensors) -> Tensors:
-        """sum_i softmax g(x_i), (M,), over the client's training data: all that the server
+        """Return sum_i softmax g(x_i), (M,), over the client's training data: all that the server
         learns of them before it sends experts.
         """
-        return _scores(client, gate, client.train)
+        return own_scores(client, gate, client.train)
 
     @task(Sends.SCORES)
     def score_experts_unlabelled(self, client: Client, gate: Tensors) -> Tensors:
         """Return the same over the data that a new client wants classified."""
-        return _scores(client, gate, client.test)
+        return own_scores(client, gate, client.test)
 
     @task(Sends.UPDATE)
     def train(self, client: Client, received: Tensors) -> Tensors:
-        """Return the local iterations of an anchor, on two independent losses, or of a normal
-        client, on one.
-        """
-        anchor = ANCHOR in received
+        """Do the local iterations of an anchor or a normal client; return what it trained."""
+        step = self.anchor_step if ANCHOR in received else self.normal_step
         client.load({name: tensor for name, tensor in received.items() if name != ANCHOR})
         for _ in range(self.steps(client)):
-            batch = cast(Examples, client.draw(client.train))
-            if anchor:
-                assert batch.embedding is not None
-                client.step_on(Towards(batch.embedding, int(client.state[EXPERT_IDS][0])), GATE)
-                client.step_on(replace(batch, embedding=None), EXPERT)
-            else:
-                client.step_on(batch, GATE, EXPERT)
+            step(client, cast(Examples, client.draw(client.train)))
         return self.trained(client)
 
+    def anchor_step(self, client: Client, batch: Examples) -> None:
+        """Step on two independent losses: the gate's towards I_q, the expert's on the labels."""
+        assert batch.embedding is not None
+        client.step_on(Towards(batch.embedding, int(client.state[EXPERT_IDS][0])), GATE)
+        client.step_on(replace(batch, embedding=None), EXPERT)
 
-def largest(scores: Tensor, k: int) -> list[int]:
-    """Return the numbers of the k largest scores, (M,), in ascending order; of equal ones the
-    first.
-    """
-    return sorted(sorted(range(len(scores)), key=lambda m: -float(scores[m]))[:k])
-
-
-def _scores(client: Client, gate: Tensors, data: Split) -> Tensors:
-    with client.borrowing(gate):
-        assert isinstance(client.model, PoolClassifier)
-        return {SCORES: client.model.affinity(client.embeddings(data))}
+    def normal_step(self, client: Client, batch: Examples) -> None:
+        """Step on the one loss of the K experts' mixture."""
+        client.step_on(batch, GATE, EXPERT)

@@ -5,7 +5,6 @@ Werner et al., "Provably Personalized and Robust Federated Learning", TMLR 2023,
 Federated-Clustering with Threshold-Clustering.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -14,18 +13,18 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from coterie.aggregation.clustering import threshold_centre
 from coterie.client.interfaces import AnyClient
 from coterie.client.settings import Training
 from coterie.core.errors import RecipeError
 from coterie.core.protocol import Ask, ClientId, Replies, Round, State, task
 from coterie.core.roles import GENERALIST
-from coterie.core.tensor_names import clients_with, of_client
-from coterie.core.tensors import Tensors
+from coterie.core.tensor_names import by_client, clients_with, of_client
+from coterie.core.tensors import Tensors, parts_within
 from coterie.methods.base import Reader
-from coterie.methods.templates import OneAdapter
+from coterie.methods.templates import OneAdapter, value_of
 
 Size = Annotated[int, Field(ge=1)]
-_CHUNK = 1 << 16  # columns at a time
 
 
 @dataclass(frozen=True)
@@ -80,42 +79,48 @@ class FC(OneAdapter):
             raise RecipeError("method", [f"{mistake}; give a number, or one per client"])
 
     def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
-        x_0, order, sizes, state = (
-            model.flat(GENERALIST),
-            sorted(clients),
-            self._sizes(model, clients),
-            State(),
+        x_0, order, sizes = model.flat(GENERALIST), sorted(clients), self.sizes(model, clients)
+        alone = torch.eye(len(order), dtype=torch.float64)
+        return (
+            by_client({i: x_0.clone() for i in order})
+            | by_client({i: torch.tensor(sizes[i]) for i in order}, "size")
+            | by_client(dict(zip(order, alone, strict=True)), "weights")
         )
-        for i, alone in zip(order, torch.eye(len(order), dtype=torch.float64), strict=True):
-            state |= {
-                of_client(i): x_0.clone(),
-                of_client(i, "size"): torch.tensor(sizes[i]),
-                of_client(i, "weights"): alone,
-            }
-        return state
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
-        known = clients_with(state, "size")
         for _ in range(self.local_steps):
-            for part in self._exchanges(sorted(clients), state):
-                models = {i: state[of_client(i)] for i in part}
-                gradients = yield Ask(self.gradients, dict.fromkeys(clients, models))
-                found = {
-                    i: self._centre(i, state, gradients, known) for i in part if i in gradients
-                }
-                replies = yield Ask(
-                    self.descend,
-                    {i: {"direction": v} for i, (v, _) in found.items()},
-                    lambda sent: {GENERALIST: sent["direction"]},
-                )
-                state = state | {of_client(i): replies[i][GENERALIST] for i in replies}
-                state |= {of_client(i, "weights"): found[i][1] for i in replies}
+            for part in self.exchanges(sorted(clients), state):
+                x = {i: state[of_client(i)] for i in part}
+                gradients = yield Ask(self.gradients, dict.fromkeys(clients, x))
+                state = yield from self.step_along(gradients, part, state)
         return state
+
+    def step_along(self, gradients: Replies, part: Sequence[ClientId], state: State) -> Round:
+        """Let these clients descend along their centres v_i; return the state with their x_i."""
+        found = {i: self.centre(i, gradients, state) for i in part if i in gradients}
+        replies = yield Ask(
+            self.descend,
+            {i: {"direction": v} for i, (v, _) in found.items()},
+            lambda sent: {GENERALIST: sent["direction"]},
+        )
+        x = {i: reply[GENERALIST] for i, reply in replies.items()}
+        return state | by_client(x) | by_client({i: found[i][1] for i in replies}, "weights")
+
+    def centre(self, i: ClientId, gradients: Replies, state: State) -> tuple[Tensor, Tensor]:
+        """Return v_i, (d,), and the weights over all clients that make it of their gradients at
+        x_i, 0 for those that did not arrive.
+        """
+        known = clients_with(state, "size")
+        points = {j: gradients[j][i] for j in known if j in gradients}
+        # Of a cluster as many take part as of all.
+        share = round(int(state[of_client(i, "size")]) * len(points) / len(known))
+        v, weights = threshold_centre(points, i, max(1, share), self.clustering_rounds)
+        return v, torch.tensor([weights.get(j, 0.0) for j in known], dtype=torch.float64)
 
     @task(batched=True)
     def gradients(self, client: AnyClient, models: Tensors) -> Tensors:
-        """Grad f_j(x_i) at each model x_i that came, on fresh batches; at client j's own one on
-        the batch that trains it.
+        """Return grad f_j(x_i) at each model x_i that came, on fresh batches; at client j's own
+        one on the batch that trains it.
         """
         return client.gradients_at(models, "others")
 
@@ -126,78 +131,19 @@ class FC(OneAdapter):
         return {GENERALIST: client.flat(into=v["direction"])}  # the direction's memory is free now
 
     def collaboration(self, state: State, clients: Sequence[ClientId]) -> Tensor:
-        return torch.stack([state[of_client(i, "weights")] for i in clients])[
-            :, [sorted(clients).index(i) for i in clients]
-        ]
+        rows = torch.stack([state[of_client(i, "weights")] for i in clients])
+        return rows[:, [sorted(clients).index(i) for i in clients]]
 
-    def _sizes(self, model: Reader, clients: Sequence[ClientId]) -> dict[ClientId, int]:
-        """How many gradients count for each client."""
+    def sizes(self, model: Reader, clients: Sequence[ClientId]) -> dict[ClientId, int]:
+        """Return how many gradients count for each client."""
         if self.cluster_size is None:
             clusters = model.clusters or {}
             return {i: list(clusters.values()).count(clusters[i]) for i in clients}
-        given = (
-            self.cluster_size
-            if isinstance(self.cluster_size, tuple)
-            else (self.cluster_size,) * len(clients)
-        )
-        return dict(zip(clients, given, strict=True))
+        return {i: value_of(self.cluster_size, k) for k, i in enumerate(clients)}
 
-    def _exchanges(self, order: Sequence[ClientId], state: State) -> Iterator[Sequence[ClientId]]:
-        """Return the clients whose models are evaluated together, in as few parts as memory allows:
+    def exchanges(self, order: Sequence[ClientId], state: State) -> Iterator[Sequence[ClientId]]:
+        """Yield the clients whose models are evaluated together, in as few parts as memory allows:
         each needs one gradient of everybody.
         """
         bytes_each = 4 * state[of_client(order[0])].numel() * (len(order) + 1)
-        size = max(1, math.floor(self.exchange_mb * 1e6 / bytes_each))
-        for start in range(0, len(order), size):
-            yield order[start : start + size]
-
-    def _centre(
-        self, i: ClientId, state: State, gradients: Replies, order: Sequence[ClientId]
-    ) -> tuple[Tensor, Tensor]:
-        """v_i, (d,), and the weights over all clients that make it of their gradients, 0 for
-        those that did not arrive.
-        """
-        here = [j for j in order if j in gradients]
-        points = [gradients[j][i] for j in here]
-        size = max(
-            1, round(int(state[of_client(i, "size")]) * len(here) / len(order))
-        )  # of a cluster as many take part as of all
-        found = threshold_clustering(points, here.index(i), size, self.clustering_rounds)
-        row = torch.zeros(len(order), dtype=torch.float64)
-        row[[order.index(j) for j in here]] = found
-        v = torch.zeros_like(points[0])
-        for weight, point in zip(found.tolist(), points, strict=True):
-            if weight:
-                v.add_(point, alpha=weight)
-        return v, row
-
-
-def threshold_clustering(points: Sequence[Tensor], start: int, size: int, rounds: int) -> Tensor:
-    """One centre v of Threshold-Clustering, as the weights with which the points make it.
-
-    All is done with inner products of points relative to the first centre, so that a round takes no
-    time beside the n^2 products.
-
-    Args:
-        points: n vectors, (d,).
-        start: The point that is the first centre.
-        size: How many points the radius lets in, the nearest to the centre; at most all.
-        rounds: v <- 1/n sum_j (z_j if it is within the radius of v, otherwise v), so often.
-
-    Returns:
-        (n,) float64, the sum of which is 1.
-    """
-    products = torch.zeros(len(points), len(points), dtype=torch.float64)
-    for parts in zip(*(torch.split(z, _CHUNK) for z in points), strict=True):
-        relative = (torch.stack(list(parts)) - parts[start]).double()
-        products += (relative @ relative.T).cpu()
-    weights = torch.zeros(len(points), dtype=torch.float64)
-    weights[start] = 1.0
-    for _ in range(rounds):
-        distances = (
-            products.diagonal() - 2 * products @ weights + weights @ products @ weights
-        )  # squared
-        inside = distances.argsort(stable=True)[:size]
-        weights *= 1 - len(inside) / len(points)
-        weights[inside] += 1 / len(points)
-    return weights
+        return parts_within(self.exchange_mb, order, bytes_each)

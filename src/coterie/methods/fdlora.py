@@ -5,17 +5,18 @@ Qi et al., "FDLoRA: Personalized Federated Learning of Large Language Model via 
 2024 (arXiv:2406.07925), Algorithm 1.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 import torch
 from pydantic import Field
 
+from coterie.aggregation.dual import fused, fusion_weights, nesterov
 from coterie.client.client import Client
 from coterie.core.protocol import Ask, ClientId, Round, Sends, State, task
 from coterie.core.roles import GENERALIST
-from coterie.core.tensors import Named, Tensors, axpy, prefixed, under, weighted_sum
+from coterie.core.tensors import Tensors, axpy, prefixed, under
 from coterie.methods.base import Reader
 from coterie.methods.templates import Aggregating, OneAdapter
 
@@ -86,29 +87,31 @@ class FDLoRA(OneAdapter, Aggregating):
         return dict.fromkeys(clients, theta)
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
-        momentum, done = under("momentum", state), int(state["round"]) + 1
+        momentum, t = under("momentum", state), int(state["round"]) + 1
         theta = {name: state[name] for name in momentum}
-        if done <= self.rounds_alone:
-            replies = yield Ask(
-                self.local_round,
-                {i: {"send": torch.tensor(done == self.rounds_alone)} for i in clients},
-                lambda sent: self.reply_spec(theta) if sent["send"] else {},
-            )
-            theirs = {i: reply for i, reply in replies.items() if reply}
-            theta = theta | self.combine(theirs, theta)
+        if t <= self.rounds_alone:
+            theta = yield from self.first_stage(theta, clients, last=t == self.rounds_alone)
         else:
-            sync = {"sync": torch.tensor((done - self.rounds_alone) % self.sync_every == 0)}
-            replies = yield Ask(
-                self.federated_round,
-                dict.fromkeys(clients, theta | sync),
-                lambda sent: self.reply_spec(theta),
-            )
-            if replies:
-                gradient = axpy(-1.0, self.combine(replies, theta), theta)  # theta - mean theta_i
+            sync = {"sync": torch.tensor((t - self.rounds_alone) % self.sync_every == 0)}
+            sent = dict.fromkeys(clients, theta | sync)
+            replies = yield Ask(self.federated_round, sent, lambda sent: self.reply_spec(theta))
+            if replies:  # the outer step, on the mean of theta - theta_i
+                gradient = axpy(-1.0, self.combine(replies, theta), theta)
                 theta, momentum = nesterov(
                     theta, momentum, gradient, self.outer_lr, self.outer_momentum
                 )
-        return theta | prefixed("momentum", momentum) | {"round": torch.tensor(done)}
+        return theta | prefixed("momentum", momentum) | {"round": torch.tensor(t)}
+
+    def first_stage(self, theta: Tensors, clients: Sequence[ClientId], last: bool) -> Round:
+        """Let every client train its theta_p alone; return theta_s, the mean after the last of
+        these rounds.
+        """
+        replies = yield Ask(
+            self.local_round,
+            {i: {"send": torch.tensor(last)} for i in clients},
+            lambda sent: self.reply_spec(theta) if sent["send"] else {},
+        )
+        return theta | self.combine({i: reply for i, reply in replies.items() if reply}, theta)
 
     def finish(self, state: State, clients: Sequence[ClientId]) -> Round:
         weights = {"fusion": torch.empty(2, dtype=torch.float64, device="meta")}
@@ -117,26 +120,22 @@ class FDLoRA(OneAdapter, Aggregating):
 
     @task()
     def local_round(self, client: Client, asked: Tensors) -> Tensors:
-        self._descend(client)
+        self.local_iterations(client)
         client.state |= prefixed("personal", client.read(GENERALIST))
         return client.read(GENERALIST) | self.sample_count(client) if asked["send"] else {}
 
     @task(Sends.UPDATE)
     def federated_round(self, client: Client, asked: Tensors) -> Tensors:
         client.load({name: tensor for name, tensor in asked.items() if name != "sync"})
-        self._descend(client)
+        self.local_iterations(client)
         if asked["sync"]:
             client.state |= prefixed("personal", client.read(GENERALIST))
         return client.read(GENERALIST) | self.sample_count(client)
 
-    def _descend(self, client: Client) -> None:
-        for _ in range(self.steps(client)):
-            client.step(GENERALIST, on=client.train)
-
     @task(Sends.SCORES)
     def fuse(self, client: Client, theta_s: Tensors) -> Tensors:
-        """Return the client's model becomes the best fusion of its personal and the global LoRA;
-        returns its (w_1, w_2).
+        """Make the client's model the best fusion of its personal and the global LoRA; return its
+        (w_1, w_2).
         """
         theta_p = under("personal", client.state) or client.read(GENERALIST)
         samples = client.valid.batch(0, self.fusion_samples)
@@ -148,34 +147,3 @@ class FDLoRA(OneAdapter, Aggregating):
         weights = fusion_weights(objective, self.fusion_steps)
         client.load(fused(weights, theta_p, theta_s))
         return {"fusion": torch.tensor(weights, dtype=torch.float64)}
-
-
-def nesterov(
-    theta: Named, momentum: Named, gradient: Named, lr: float, decay: float
-) -> tuple[Tensors, Tensors]:
-    """One step of stochastic gradient descent with Nesterov momentum; returns the new parameters
-    and momentum.
-    """
-    momentum = weighted_sum([(decay, momentum), (1.0, gradient)])
-    return weighted_sum([(1.0, theta), (-lr, gradient), (-lr * decay, momentum)]), momentum
-
-
-def fused(weights: Sequence[float], theta_p: Named, theta_s: Named) -> Tensors:
-    """w_1 theta_p + w_2 theta_s, A and B separately: the update is (w_1 B_p + w_2 B_s)(w_1 A_p +
-    w_2 A_s).
-    """
-    return weighted_sum([(float(weights[0]), theta_p), (float(weights[1]), theta_s)])
-
-
-def fusion_weights(
-    objective: Callable[[Sequence[float]], float], steps: int
-) -> tuple[float, float]:
-    """(w_1, w_2) of the least objective that Nelder and Mead's method sees from the personal
-    model, the global one, and their sum.
-    """
-    from scipy.optimize import minimize
-
-    start = [[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]
-    options = {"initial_simplex": start, "maxfev": steps, "xatol": 1e-2, "fatol": 1e-4}
-    found = minimize(objective, start[0], method="Nelder-Mead", options=options)
-    return float(found.x[0]), float(found.x[1])

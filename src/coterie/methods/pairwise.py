@@ -1,26 +1,23 @@
-"""What CoBo and its relatives share: gradients halfway, weights W of pairs, and which pairs to ask.
+"""What CoBo and its relatives share: gradients halfway, weights W of pairs, and clients that join.
 
 "CoBo: Collaborative Learning via Bilevel Optimization", NeurIPS 2024 (papers/cobo).
 """
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
-from typing import Annotated, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from coterie.aggregation import rearranged
+from coterie.client.client import Client
 from coterie.client.interfaces import AnyClient
-from coterie.core.protocol import ClientId, State, task
+from coterie.core.errors import RecipeError
+from coterie.core.protocol import Ask, ClientId, Round, Sends, State, empty_reply, task
+from coterie.core.roles import GENERALIST
 from coterie.core.tensor_names import by_client, client_of, clients_with, of_client
 from coterie.core.tensors import Tensors
 from coterie.methods.base import Method
-
-Pair = tuple[ClientId, ClientId]
 
 
 @dataclass(frozen=True)
@@ -47,6 +44,29 @@ class Comparing(Method):
         return found
 
 
+@dataclass(frozen=True)
+class Joining(Method):
+    """A method whose clients may join late, from a model that the server makes; see `rejoined`."""
+
+    def started(self, state: State, clients: Sequence[ClientId]) -> Round:
+        """Let those of the clients that have joined take over their models; return the state in
+        which the ones that did are marked no more.
+        """
+        joined = [i for i in sorted(clients) if of_client(i, "joined") in state]
+        if not joined:
+            return state
+        given = {i: Tensors({GENERALIST: state[of_client(i)]}) for i in joined}
+        done = yield Ask(self.start, given, empty_reply)
+        marks = {of_client(i, "joined") for i in done}
+        return {name: tensor for name, tensor in state.items() if name not in marks}
+
+    @task(Sends.NOTHING)
+    def start(self, client: Client, x: Tensors) -> Tensors:
+        """Take over the mean of the others' models."""
+        client.load(x)
+        return {}
+
+
 def rejoined(state: State, clients: Sequence[ClientId], row_stochastic: bool) -> State:
     """Return the state for these clients: who leaves takes its model and its row of W along; who
     joins starts from the mean of the others' models, and is marked `<client>/joined`.
@@ -68,6 +88,27 @@ def rejoined(state: State, clients: Sequence[ClientId], row_stochastic: bool) ->
     return kept | {"weights": rearranged(state["weights"], places, row_stochastic)}
 
 
+def check_pull(rho: float, eta: float | None, n: int, row_stochastic: bool) -> None:
+    """Refuse a rho with which the pull alone diverges: its step times the Laplacian's largest
+    eigenvalue, n where all weights are 1 and 2 of a row-stochastic W, must stay below 2.
+
+    Args:
+        rho: Strength of the pull.
+        eta: The learning rate, if the pull is multiplied by it.
+        n: Clients.
+        row_stochastic: Whether each row of W sums to 1.
+
+    Raises:
+        RecipeError: It diverges.
+    """
+    step, largest = 1.0 if eta is None else eta, 2.0 if row_stochastic else n
+    if rho * step * largest >= 2:
+        by = "" if eta is None else f"{eta:g} (the learning rate) x "
+        what = f"method.rho: {rho:g} x {by}{largest:g} (the pull's largest eigenvalue)"
+        most = f"use a rho below {2 / (step * largest):.3g}"
+        raise RecipeError("method", [f"{what} is not below 2, so models would diverge; {most}"])
+
+
 def drawn_output(
     state: State, t: int, x: Mapping[ClientId, Tensor], rng: torch.Generator
 ) -> Tensors:
@@ -78,64 +119,3 @@ def drawn_output(
     before = {i: None if drawn else state.get(of_client(i, "output")) for i in x}
     kept = {i: x[i].clone() if old is None else old for i, old in before.items()}
     return by_client(kept, "output")
-
-
-@dataclass(frozen=True)
-class SamplingPairs(Method):
-    """A method whose rounds compare some pairs of clients (Section 3, and the authors' code).
-
-    Args:
-        pairs: Which: "all"; "constant": n - 1 on average; "time": each with probability
-            min(1, c / (t + 1)); "mixed": "constant" for the first part of the run, then "time".
-        pair_rate: c; None for 2 switch T / n, with which the probability of a pair falls from where
-            the constant one was. At the paper's 40,000 rounds of 8 clients a pair is then compared
-            about 980 times (authors' code: 544); with c = 1 it would be 204.
-        switch: The first part of "mixed", as a share of all rounds (authors' code: 800 of 40,000).
-        exchange_mb: Most megabytes of midpoints in flight at once: more pairs take more exchanges.
-    """
-
-    pairs: Annotated[
-        Literal["all", "constant", "time", "mixed"],
-        Field(description="which pairs a round compares"),
-    ] = "mixed"
-    pair_rate: Annotated[
-        float | None,
-        Field(
-            gt=0,
-            description="c of the probability c / (t + 1) of a pair; null: `mixed` goes on where "
-            "constant ended",
-        ),
-    ] = None
-    switch: Annotated[
-        float,
-        Field(
-            ge=0, le=1, description="share of the rounds before `mixed` turns from constant to time"
-        ),
-    ] = 0.02
-    exchange_mb: Annotated[
-        float, Field(gt=0, description="megabytes of midpoints and gradients in flight at once")
-    ] = 256.0
-
-    def sample(self, t: int, order: Sequence[ClientId], rng: torch.Generator) -> list[Pair]:
-        """Draw the pairs i < j, of those that take part, that round t compares."""
-        every = list(combinations(order, 2))
-        if self.pairs == "all":
-            return every
-        first = self.pairs == "mixed" and t < self.switch * self.rounds
-        # Both (i, j) and (j, i) are drawn with probability 1/n, which makes n - 1 pairs a round.
-        often = 2 / len(order)
-        rate = often * self.switch * self.rounds if self.pair_rate is None else self.pair_rate
-        constant = first or self.pairs == "constant"
-        probability = min(1.0, often if constant else rate / (t + 1))
-        drawn = torch.rand(len(every), generator=rng) < probability
-        return [pair for pair, is_drawn in zip(every, drawn.tolist(), strict=True) if is_drawn]
-
-    def exchanges(
-        self, pairs: Sequence[Pair], x: Mapping[ClientId, Tensor]
-    ) -> Iterator[Sequence[Pair]]:
-        """Yield the pairs in as few parts as memory allows: each has a midpoint, two gradients."""
-        if pairs:
-            bytes_each = 3 * 4 * next(iter(x.values())).numel()
-            size = max(1, math.floor(self.exchange_mb * 1e6 / bytes_each))
-            for start in range(0, len(pairs), size):
-                yield pairs[start : start + size]

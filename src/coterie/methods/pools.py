@@ -12,6 +12,7 @@ from pydantic import Field
 
 from coterie.aggregation import Mean, Rule
 from coterie.client.client import Client
+from coterie.core.errors import RecipeError
 from coterie.core.protocol import Ask, ClientId, Round, Sends, State, task
 from coterie.core.roles import EXPERT, GATE, Role
 from coterie.core.tensor_names import of_expert
@@ -88,6 +89,17 @@ class Pooling(Aggregating):
             assert isinstance(client.model, PoolClassifier)
             test, choices = client.model.judge(client.batches(client.test))
             return {"valid": client.score(client.valid), "test": test, "choices": choices}
+
+    def check_anchors(self, anchors: int) -> None:
+        """Refuse more anchors than experts, one of which each of them is tied to. Raises
+        RecipeError.
+        """
+        if anchors > self.size_of_pool:
+            mistake = (
+                f"method.pool: {self.size_of_pool} experts for {anchors} anchors (data.anchors), "
+                f"each of which has one of its own"
+            )
+            raise RecipeError("method", [f"{mistake}; use as many, or method.anchors: false"])
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,57 @@
+"""Threshold-Clustering: a centre among vectors of which some are far off (FC).
+
+Werner et al., "Provably Personalized and Robust Federated Learning", TMLR 2023.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from coterie.core.protocol import ClientId
+
+_CHUNK = 1 << 16  # columns at a time
+
+
+def threshold_centre(
+    points: Mapping[ClientId, Tensor], start: ClientId, size: int, rounds: int
+) -> tuple[Tensor, dict[ClientId, float]]:
+    """Return the centre v, (d,), and the weights of the clients' points that make it; see
+    `threshold_clustering`.
+    """
+    order, vectors = list(points), list(points.values())
+    found = threshold_clustering(vectors, order.index(start), size, rounds).tolist()
+    v = torch.zeros_like(vectors[0])
+    for weight, vector in zip(found, vectors, strict=True):
+        if weight:
+            v.add_(vector, alpha=weight)
+    return v, dict(zip(order, found, strict=True))
+
+
+def threshold_clustering(points: Sequence[Tensor], start: int, size: int, rounds: int) -> Tensor:
+    """Return one centre v of Threshold-Clustering, as the weights with which the points make it.
+
+    All is done with inner products of points relative to the first centre, so that a round takes no
+    time beside the n^2 products.
+
+    Args:
+        points: n vectors, (d,).
+        start: The point that is the first centre.
+        size: How many points the radius lets in, the nearest to the centre; at most all.
+        rounds: v <- 1/n sum_j (z_j if it is within the radius of v, otherwise v), so often.
+
+    Returns:
+        (n,) float64, the sum of which is 1.
+    """
+    products = torch.zeros(len(points), len(points), dtype=torch.float64)
+    for parts in zip(*(torch.split(z, _CHUNK) for z in points), strict=True):
+        relative = (torch.stack(list(parts)) - parts[start]).double()
+        products += (relative @ relative.T).cpu()
+    weights = torch.zeros(len(points), dtype=torch.float64)
+    weights[start] = 1.0
+    for _ in range(rounds):
+        squared = products.diagonal() - 2 * products @ weights + weights @ products @ weights
+        inside = squared.argsort(stable=True)[:size]
+        weights *= 1 - len(inside) / len(points)
+        weights[inside] += 1 / len(points)
+    return weights
