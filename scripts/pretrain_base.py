@@ -1,367 +1,382 @@
-"""Make the embedded base model again: a small Llama with its own tokenizer, pretrained on real
-text.
+r"""Make the embedded base model again: a small Llama with its own tokenizer, pretrained on English
+prose of open licences alone (`pretraining_sources.json`).
 
-    python scripts/pretrain_base.py --data ../shared/data --tokens 20_000_000
+    python scripts/pretrain_base.py --sources CLONES --prepared P --work W     # until interrupted
+    python scripts/pretrain_base.py --prepared P --work D --from W/checkpoint.pt \
+        --decay 3_000_000 --out MODEL                                          # finishes a model
+    python scripts/pretrain_base.py --prepared P --evaluate MODEL [MODEL ...]  # bits per byte
 
-Writes a Hugging Face model folder (bf16 weights, tokenizer, model card) to --out, which is what the
-package ships. Interrupted, it goes on from the last checkpoint in --work. The schedule is warm-up,
-constant, then a linear decay over the last part, so that a run in its constant phase may be resumed
-with another --tokens.
+The learning rate is warmed up and then constant, so that the first command may go on for ever: it
+writes --work/checkpoint.pt every few minutes and goes on from it. The second branches off: the
+learning rate falls to nothing over --decay tokens, in a work folder of its own, and a Hugging Face
+model folder is written; the constant checkpoint stays as it is. --tokens ends the first command;
+with --decay as well it does both in one go.
 """
 
 import argparse
-import gzip
 import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from pretraining_model import CONTEXT, Muon, build, encode, train_tokenizer, write
+from pretraining_text import clients, gather, sources
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from coterie.data.pretraining import seen_in_pretraining
-
-VOCABULARY, CONTEXT, END = 4096, 256, "<|endoftext|>"
-LANGUAGES = ("de", "fr", "it", "nl", "es", "ca")
-# Share of the training tokens: English and Python first, since most federations of the embedded
-# base speak them.
+# Share of the training tokens by kind of prose. Conversation is little: much of it is alike.
 WEIGHTS = {
-    "dbpedia": 0.18,
-    "books": 0.10,
-    "arxiv": 0.09,
-    "stackexchange": 0.10,
-    "code": 0.20,
-} | dict.fromkeys(LANGUAGES, 0.055)
+    "fiction": 0.36,
+    "essays": 0.17,
+    "textbooks": 0.23,
+    "encyclopedia": 0.08,
+    "public service": 0.10,
+    "conversation": 0.04,
+    "web": 0.02,
+}
+WARM_UP = 300_000  # tokens
+EVALUATED = 120_000  # bytes of each text on which models are compared
+RATES = {"muon": 0.02, "adam": 4e-3}
 
 
-def read(path: Path) -> Iterator[dict]:
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        yield from map(json.loads, lines)
+# ---- data ---------------------------------------------------------------------------------------
 
 
-def documents(data: Path) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """The texts by corpus: those for pretraining, and those kept back for clients (on which the
-    card's perplexities are taken).
-    """
-    seen: dict[str, list[str]] = {name: [] for name in WEIGHTS}
-    kept: dict[str, list[str]] = {name: [] for name in (*WEIGHTS, "ag_news")}
-    for row in read(data / "dbpedia14/train.jsonl.gz"):
-        seen["dbpedia"].append(row["text"])
-    for row in read(data / "topics/train.jsonl.gz"):
-        part = seen if seen_in_pretraining(f"topics/{row['topic']}", row["id"]) else kept
-        part[row["topic"]].append(row["text"])
-    for row in read(data / "multilingual/train.jsonl.gz"):
-        part = seen if seen_in_pretraining("multilingual", row["text"]) else kept
-        part[row["language"]].append(row["text"])
-    kept["dbpedia"] = [row["text"] for row in read(data / "dbpedia14/test.jsonl.gz")]
-    kept["ag_news"] = [row["text"] for row in read(data / "ag_news/test.jsonl.gz")]
-    return seen, kept
-
-
-def train_tokenizer(texts: dict[str, list[str]]) -> Tokenizer:
-    """Byte-level BPE, trained on at most 1.2 million characters of each corpus so that none
-    dominates the merges.
-    """
-
-    def sample() -> Iterator[str]:
-        for name in sorted(texts):
-            left = 1_200_000 if name not in LANGUAGES else 400_000
-            for text in texts[name]:
-                if left <= 0:
-                    break
-                left -= len(text)
-                yield text
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
+def prepare(folder: Path, clones: Path, data: Path) -> None:
+    """Write the tokenizer, the token streams, the texts held back and a summary, once."""
+    if (folder / "summary.json").exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    seen, held, rows = gather(sources(), clones, data)
+    tokenizer = train_tokenizer(seen)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    sizes = {}
+    for kind, texts in seen.items():
+        stream = encode(tokenizer, texts)
+        np.save(folder / f"{kind}.npy", stream)
+        sizes[kind] = len(stream)
+    (folder / "held.json").write_text(json.dumps(held), encoding="utf-8")
+    (folder / "summary.json").write_text(
+        json.dumps({"tokens": sizes, "sources": rows}, indent=1), encoding="utf-8"
     )
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)  # type: ignore[assignment]
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=[END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(sample(), trainer)
-    return tokenizer
-
-
-def encode(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
-    """One stream of token ids, (tokens,), documents separated by the end token, which is id 0."""
-    encoded = tokenizer.encode_batch(texts)
-    return np.concatenate([np.array([*e.ids, 0], dtype=np.uint16) for e in encoded])
+    print(json.dumps(sizes), flush=True)
 
 
 class Batches:
-    """Batches (rows, CONTEXT + 1) of windows; every corpus is walked in a new random order and
+    """Batches (rows, CONTEXT + 1) of windows; every kind is walked in a new random order and
     offset each epoch.
     """
 
     def __init__(self, streams: dict[str, np.ndarray], seed: int) -> None:
         self.streams, self.rng = streams, np.random.default_rng(seed)
         self.order: dict[str, list[int]] = {name: [] for name in streams}
+        weights = np.array([WEIGHTS[name] for name in streams])
+        self.shares = weights / weights.sum()
 
     def window(self, name: str) -> np.ndarray:
+        """The next window (CONTEXT + 1,) of one kind."""
         stream, order = self.streams[name], self.order[name]
         if not order:
             offset = int(self.rng.integers(CONTEXT))
             starts = np.arange(offset, len(stream) - CONTEXT - 1, CONTEXT)
             order.extend(self.rng.permutation(starts).tolist())
         start = order.pop()
-        return stream[start : start + CONTEXT + 1]
+        return np.asarray(stream[start : start + CONTEXT + 1])
 
     def next(self, rows: int) -> torch.Tensor:
+        """Token ids (rows, CONTEXT + 1)."""
         names = list(self.streams)
-        chosen = self.rng.choice(len(names), size=rows, p=[WEIGHTS[n] for n in names])
+        chosen = self.rng.choice(len(names), size=rows, p=self.shares)
         return torch.from_numpy(np.stack([self.window(names[c]) for c in chosen]).astype(np.int64))
 
 
-class Muon(torch.optim.Optimizer):
-    """Momentum orthogonalised by Newton-Schulz (Jordan et al., 2024), in fp32:
-    `torch.optim.Muon` uses bf16, slow on a CPU.
+# ---- training -----------------------------------------------------------------------------------
+
+
+def schedule(done: int, end: int | None, decay: int) -> float:
+    """Factor of the peak learning rate after `done` tokens: warm-up, constant, and a linear fall
+    over the last `decay` tokens before `end`, if there is one.
     """
+    falling = 1.0 if end is None or not decay else max(0.0, (end - done) / decay) + 0.01
+    return min(1.0, (done + 8192) / WARM_UP, falling)
+
+
+class Training:
+    """Model, optimisers and data, and where they are; `save` and `load` are exact."""
 
     def __init__(
-        self, params, lr: float, momentum: float = 0.95, weight_decay: float = 0.02
+        self, streams: dict[str, np.ndarray], seed: int, device: str, bf16: bool = False
     ) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        torch.manual_seed(seed)
+        self.model = build().to(device)
+        named = list(self.model.named_parameters())
+        matrices = [p for n, p in named if p.ndim == 2 and "embed" not in n]
+        others = [p for n, p in named if p.ndim != 2 or "embed" in n]
+        precision = torch.bfloat16 if bf16 else torch.float32
+        self.muon = Muon(matrices, lr=RATES["muon"], dtype=precision)
+        self.adam = torch.optim.AdamW(others, lr=RATES["adam"], betas=(0.9, 0.95), weight_decay=0.0)
+        self.batches = Batches(streams, seed)
+        self.done, self.loss, self.end = 0, float("nan"), None
+        self.device, self.bf16 = device, bf16
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                buffer = self.state[p].setdefault("momentum", torch.zeros_like(p))
-                buffer.lerp_(p.grad, 1 - group["momentum"])
-                x = p.grad.lerp(buffer, group["momentum"])
-                tall = x.shape[0] > x.shape[1]
-                x = x.T if tall else x
-                x = x / (x.norm() + 1e-7)
-                for _ in range(5):
-                    gram = x @ x.T
-                    x = torch.addmm(
-                        x, torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445
-                    )
-                x = x.T if tall else x
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_(x, alpha=-group["lr"] * math.sqrt(max(1.0, p.shape[0] / p.shape[1])))
+    def save(self, path: Path) -> None:
+        """Write everything to `path`, which is whole at every moment."""
+        state = {
+            "model": self.model.state_dict(),
+            "muon": self.muon.state_dict(),
+            "adam": self.adam.state_dict(),
+            "rng": self.batches.rng,
+            "order": self.batches.order,
+            "done": self.done,
+            "loss": self.loss,
+            "end": self.end,
+        }
+        with open(path.with_suffix(".new"), "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(path.with_suffix(".new"), path)
+
+    def load(self, path: Path) -> None:
+        """Go on from what `save` wrote (a pickle: only from one's own runs)."""
+        state = torch.load(path, map_location=self.device, weights_only=False)
+        self.model.load_state_dict(state["model"])
+        self.muon.load_state_dict(state["muon"])
+        self.adam.load_state_dict(state["adam"])
+        self.batches.rng, self.batches.order = state["rng"], state["order"]
+        self.done, self.loss, self.end = state["done"], state["loss"], state["end"]
+        print(f"goes on from {path} at {self.done:,} tokens", flush=True)
+
+    def objective(self, compiled: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Mean cross-entropy in nats of a batch (rows, CONTEXT + 1)."""
+
+        def loss(ids: torch.Tensor) -> torch.Tensor:
+            logits = self.model(input_ids=ids[:, :-1], use_cache=False).logits
+            return F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+
+        function = torch.compile(loss) if compiled else loss
+
+        def autocast(ids: torch.Tensor) -> torch.Tensor:
+            with torch.autocast(torch.device(self.device).type, torch.bfloat16, enabled=self.bf16):
+                return function(ids)
+
+        return autocast
+
+    def step(self, objective: Callable[[torch.Tensor], torch.Tensor], rows: int, lr: float) -> None:
+        """One step of both optimisers at `lr` times their peak rates."""
+        self.muon.param_groups[0]["lr"] = RATES["muon"] * lr
+        self.adam.param_groups[0]["lr"] = RATES["adam"] * lr
+        loss = objective(self.batches.next(rows).to(self.device))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.muon.step()
+        self.adam.step()
+        self.model.zero_grad()
+        self.done += rows * CONTEXT
+        now = loss.item()
+        self.loss = now if math.isnan(self.loss) else 0.98 * self.loss + 0.02 * now
 
 
-def schedule(done: float, decay: float) -> float:
-    """Factor of the peak learning rate when the share `done` of the tokens is behind us."""
-    return min(1.0, done / 0.02 + 0.02, (1 - done) / decay + 0.01)
+def begin(training: Training, args: argparse.Namespace) -> Path:
+    """Bring a training to where it stands: at its own checkpoint, else at the one it branches off,
+    else at its beginning. Returns its checkpoint's path.
+    """
+    args.work.mkdir(parents=True, exist_ok=True)
+    checkpoint = args.work / "checkpoint.pt"
+    if args.branch is not None and args.branch.resolve() == checkpoint.resolve():
+        raise SystemExit("--from is --work's own checkpoint: a branch needs a folder of its own")
+    if checkpoint.exists():
+        training.load(checkpoint)
+    elif args.branch is not None:
+        training.load(args.branch)
+        training.end = training.done + args.decay
+    if args.tokens is not None:
+        training.end = args.tokens
+    if training.end is None and args.decay:
+        raise SystemExit("--decay needs --from (to branch off) or --tokens (when to end)")
+    return checkpoint
+
+
+def train(training: Training, args: argparse.Namespace) -> None:
+    """Train until the end, if there is one, with a checkpoint every --minutes."""
+    checkpoint = begin(training, args)
+    objective = training.objective(args.compile)
+    start = saved = time.time()
+    first, step = training.done, 0
+    while training.end is None or training.done < training.end:
+        lr = schedule(training.done, training.end, args.decay)
+        training.step(objective, args.rows, lr)
+        step += 1
+        if step % 20 == 0:
+            speed = (training.done - first) / (time.time() - start)
+            print(
+                f"{training.done:,} tokens  loss {training.loss:.4f}  lr x{lr:.3f}  "
+                f"{speed:,.0f} tokens/s",
+                flush=True,
+            )
+        if time.time() - saved > 60 * args.minutes:
+            training.save(checkpoint)
+            saved = time.time()
+    training.save(checkpoint)
+
+
+# ---- evaluation ---------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def perplexity(model: LlamaForCausalLM, stream: np.ndarray, limit: int = 40_000) -> float:
-    """exp(mean token NLL) over non-overlapping windows of CONTEXT tokens of at most `limit`
-    tokens.
+def bits_per_byte(model: torch.nn.Module, ids: list[int], size: int) -> float:
+    """Bits of all tokens but the first of each window (CONTEXT tokens after one of context), by
+    the text's bytes: comparable between tokenizers.
     """
-    model.eval()
-    total = count = 0
-    for start in range(0, min(len(stream), limit) - 1, CONTEXT * 8):
-        rows = [
-            stream[s : s + CONTEXT + 1].astype(np.int64)
-            for s in range(start, start + CONTEXT * 8, CONTEXT)
-        ]
-        for row in (r for r in rows if len(r) > 1):
-            ids = torch.from_numpy(row)[None].to(model.device)
-            logits = model(input_ids=ids[:, :-1], use_cache=False).logits[0].float()
-            total += F.cross_entropy(logits, ids[0, 1:], reduction="sum").item()
-            count += len(row) - 1
-    model.train()
-    return math.exp(total / count)
+    device = next(model.parameters()).device
+    total = 0.0
+    for start in range(0, len(ids) - 1, CONTEXT):
+        row = torch.tensor(ids[start : start + CONTEXT + 1], device=device)[None]
+        logits = model(input_ids=row[:, :-1]).logits[0].float()
+        total += F.cross_entropy(logits, row[0, 1:], reduction="sum").item()
+    return total / math.log(2) / size
 
 
-def card(
-    numbers: dict[str, tuple[float, float]],
-    tokens: int,
-    loss: float,
-    sizes: dict[str, int],
-    parameters: int,
-) -> str:
-    rows = "\n".join(f"| {name} | {a:.1f} | {b:.2f} |" for name, (a, b) in numbers.items())
-    data = "\n".join(f"| {name} | {sizes[name]:,} | {WEIGHTS[name]:.3f} |" for name in WEIGHTS)
+def evaluate(folder: Path, texts: dict[str, str], device: str) -> dict[str, float]:
+    """Bits per byte of a model folder on each text; a text begins after the end token."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+    numbers = {}
+    for name, text in texts.items():
+        ids = [tokenizer.eos_token_id, *tokenizer(text, add_special_tokens=False)["input_ids"]]
+        numbers[name] = bits_per_byte(model, ids, len(text.encode()))
+    return numbers
+
+
+def evaluation_texts(prepared: Path, data: Path) -> dict[str, str]:
+    """`EVALUATED` bytes, about, of each kind of prose held back, and of each corpus of clients;
+    of every document its beginning, so that many are in it.
+    """
+    held = json.loads((prepared / "held.json").read_text(encoding="utf-8"))
+    texts = {}
+    for name, documents in {**held, **clients(data, kept_back=True)}.items():
+        share = max(1_000, EVALUATED // max(1, len(documents)))
+        chosen = documents[:: max(1, len(documents) * share // EVALUATED)]
+        texts[name] = "\n".join(text[:share] for text in chosen)
+    return texts
+
+
+def table(results: dict[str, dict[str, float]]) -> str:
+    """Bits per byte as a Markdown table: a row a text, a column a model."""
+    names = list(results)
+    lines = [f"| text | {' | '.join(names)} |", "| --- |" + " --- |" * len(names)]
+    for text in next(iter(results.values())):
+        cells = " | ".join(f"{results[name][text]:.3f}" for name in names)
+        lines.append(f"| {text} | {cells} |")
+    return "\n".join(lines)
+
+
+def card(training: Training, summary: dict, figures: str) -> str:
+    """The model card: what it is, what it has read under which licence, how well it reads."""
+    sizes = summary["tokens"]
+    total = sum(WEIGHTS[kind] for kind in sizes)
+    shares = "\n".join(f"| {k} | {n:,} | {WEIGHTS[k] / total:.2f} |" for k, n in sizes.items())
+    rows = sorted(summary["sources"], key=lambda row: (row["kind"], row["repository"]))
+    listed = "\n".join(
+        f"| {r['repository']} | {r['kind']} | {r['licence']} | {r['bytes'] / 1e6:.2f} |"
+        for r in rows
+        if r["bytes"]
+    )
+    parameters = sum(p.numel() for p in training.model.parameters())
     return f"""---
 license: cc-by-sa-4.0
+language: en
 library_name: transformers
 pipeline_tag: text-generation
 ---
 # coterie-mini
 
 The embedded base model of coterie: a Llama of {parameters / 1e6:.1f} million parameters (4 blocks,
-width 256, context {CONTEXT}, tied embeddings) with its own byte-level BPE tokenizer of
-{VOCABULARY:,} tokens. It exists so that personal language models can be fine-tuned anywhere,
-without a download, in minutes on two CPU cores. It is far too small to be useful as an assistant.
+width 256, context {CONTEXT}, tied embeddings) with its own byte-level BPE tokenizer of English. It
+exists so that personal language models can be fine-tuned anywhere, without a download, in minutes
+on two CPU cores. It is far too small to be useful as an assistant.
 
-Pretrained from nothing by `scripts/pretrain_base.py` on {tokens / 1e6:.1f} million tokens (last
-training loss {loss:.3f}), bf16 weights.
+Pretrained from nothing by `scripts/pretrain_base.py` on {training.done / 1e6:.1f} million tokens of
+English prose (last training loss {training.loss:.3f}), bf16 weights. It has not read what clients
+of the shipped recipes hold: no other language, program text, mathematics, question pages, AG News,
+nor any work of an author of their novels; paragraphs that share thirteen words in a row with a
+client's text are left out.
 
-| corpus | distinct training tokens | share of a batch |
+| kind | distinct training tokens | share of a batch |
 | --- | --- | --- |
-{data}
+{shares}
 
-dbpedia: DBpedia abstracts (CC BY-SA). books: ELTeC novels (public domain). arxiv: the Stacks
-project (GFDL). stackexchange: Quantum Computing Stack Exchange (CC BY-SA). code: CPython's standard
-library (PSF). de, fr, it, nl, es: Wikipedia sentences (CC BY-SA). ca: Softcatala articles (CC
-BY-SA) and Common Voice prompts (CC0).
+Bits per byte (they do not depend on the tokenizer; windows of {CONTEXT} tokens). Above: works of
+each kind that were held back; below: what clients hold.
 
-About 40 % of the documents of every corpus but dbpedia were kept back for clients, and so were all
-the standard-library modules that the quickstart's clients hold and the whole of AG News
-(`coterie.data.pretraining.seen_in_pretraining` is the rule). Perplexity on text that was kept back
-(at most 40,000 tokens each, windows of {CONTEXT} tokens), per token and as bits per byte, which
-does not depend on the tokenizer:
+{figures}
 
-| text | perplexity | bits per byte |
-| --- | --- | --- |
-{rows}
+| source | kind | licence | MB |
+| --- | --- | --- | --- |
+{listed}
 """
 
 
-def main() -> None:  # noqa: PLR0915 - a script reads best from top to bottom
+def finish(training: Training, args: argparse.Namespace) -> None:
+    """Write the model folder and its card, with the figures of the base before it beside."""
+    write(training.model, Tokenizer.from_file(str(args.prepared / "tokenizer.json")), args.out)
+    texts = evaluation_texts(args.prepared, args.data)
+    compared = {"this model": args.out} | {str(p): p for p in args.compare}
+    results = {name: evaluate(p, texts, args.device) for name, p in compared.items()}
+    summary = json.loads((args.prepared / "summary.json").read_text(encoding="utf-8"))
+    (args.out / "README.md").write_text(card(training, summary, table(results)), encoding="utf-8")
+    print(table(results), flush=True)
+
+
+def arguments() -> argparse.ArgumentParser:
+    """What the command line takes."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--data", type=Path, default=os.environ.get("COTERIE_DATA", "../shared/data")
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parents[1] / "src/coterie/models/mini"
-    )
-    parser.add_argument("--work", type=Path, default=Path(".pretraining"), help="checkpoint folder")
-    parser.add_argument("--tokens", type=int, default=20_000_000)
-    parser.add_argument("--rows", type=int, default=32, help="windows per optimiser step")
-    parser.add_argument(
-        "--decay",
-        type=float,
-        default=0.35,
-        help="share of the tokens over which the learning rate decays",
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--no-compile", dest="compile", action="store_false")
-    args = parser.parse_args()
-    args.work.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(args.seed)
+    add = parser.add_argument
+    add("--data", type=Path, default=os.environ.get("COTERIE_DATA", "../shared/data"))
+    add("--sources", type=Path, default=Path(".pretraining/sources"), help="folder of clones")
+    add("--prepared", type=Path, default=Path(".pretraining/prepared"), help="tokens and texts")
+    add("--work", type=Path, default=Path(".pretraining/work"), help="folder of the checkpoint")
+    add("--from", dest="branch", type=Path, help="checkpoint to branch off, which stays as it is")
+    add("--tokens", type=int, help="end after so many tokens (default: never)")
+    add("--decay", type=int, default=0, help="tokens over which the learning rate falls at the end")
+    add("--out", type=Path, help="folder for the finished model")
+    add("--compare", type=Path, nargs="*", default=[], help="models beside it on its card")
+    add("--evaluate", type=Path, nargs="+", help="only print bits per byte of these model folders")
+    add("--rows", type=int, default=32, help="windows per optimiser step")
+    add("--minutes", type=float, default=3.0, help="between checkpoints")
+    add("--seed", type=int, default=0)
+    add("--threads", type=int, help="of the CPU (default: PyTorch's choice)")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--bf16", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available(),
+        help="bf16 autocast; on a CPU only where it has bf16 instructions")  # fmt: skip
+    add("--compile", action=argparse.BooleanOptionalAction, default=True)
+    return parser
 
-    seen, kept = documents(args.data)
-    tokenizer_file = args.work / "tokenizer.json"
-    if not tokenizer_file.exists():
-        train_tokenizer(seen).save(str(tokenizer_file))
-    tokenizer = Tokenizer.from_file(str(tokenizer_file))
-    streams = {name: encode(tokenizer, texts) for name, texts in seen.items()}
-    sizes = {name: len(stream) for name, stream in streams.items()}
-    held = {name: encode(tokenizer, texts[:400]) for name, texts in kept.items() if texts}
-    print(
-        {name: f"{n:,}" for name, n in sizes.items()},
-        {name: f"{len(s):,}" for name, s in held.items()},
-        flush=True,
-    )
 
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=688, num_hidden_layers=4,
-        num_attention_heads=4, max_position_embeddings=1024, tie_word_embeddings=True,
-        bos_token_id=0, eos_token_id=0, initializer_range=0.02,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).to(args.device)
-    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
-    others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
-    muon, adam = (
-        Muon(matrices, lr=0.02),
-        torch.optim.AdamW(others, lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0),
-    )
-    batches, done, loss_mean = Batches(streams, args.seed), 0, float("nan")
-    checkpoint = args.work / "checkpoint.pt"
-    if checkpoint.exists():
-        state = torch.load(checkpoint, map_location=args.device, weights_only=False)
-        model.load_state_dict(state["model"])
-        muon.load_state_dict(state["muon"])
-        adam.load_state_dict(state["adam"])
-        done, loss_mean, batches.rng, batches.order = (
-            state["done"],
-            state["loss"],
-            state["rng"],
-            state["order"],
-        )
-        print(f"resumed at {done:,} tokens", flush=True)
-
-    def objective(ids: torch.Tensor) -> torch.Tensor:
-        logits = model(input_ids=ids[:, :-1], use_cache=False).logits
-        return F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
-
-    step_loss = torch.compile(objective) if args.compile else objective
-    start, first, step = time.time(), done, 0
-    while done < args.tokens:
-        factor = schedule(done / args.tokens, args.decay)
-        muon.param_groups[0]["lr"], adam.param_groups[0]["lr"] = 0.02 * factor, 4e-3 * factor
-        loss = step_loss(batches.next(args.rows).to(args.device))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        muon.step()
-        adam.step()
-        model.zero_grad()
-        done, step = done + args.rows * CONTEXT, step + 1
-        loss_mean = loss.item() if math.isnan(loss_mean) else 0.97 * loss_mean + 0.03 * loss.item()
-        if step % 20 == 0:
-            speed = (done - first) / (time.time() - start)
-            print(
-                f"{done:,} tokens  loss {loss_mean:.4f}  lr x{factor:.3f}  {speed:,.0f} tokens/s",
-                flush=True,
-            )
-        if step % 60 == 0 or done >= args.tokens:
-            state = {
-                "model": model.state_dict(),
-                "muon": muon.state_dict(),
-                "adam": adam.state_dict(),
-                "done": done,
-                "loss": loss_mean,
-            }
-            torch.save(
-                state | {"rng": batches.rng, "order": batches.order}, checkpoint.with_suffix(".new")
-            )
-            os.replace(checkpoint.with_suffix(".new"), checkpoint)
-
-    model.to(torch.bfloat16).to(
-        torch.float32
-    )  # the perplexities are those of the weights that are shipped
-    numbers = {}
-    for name, stream in held.items():
-        ppl = perplexity(model, stream)
-        size = len(tokenizer.decode(stream.tolist(), skip_special_tokens=True).encode())
-        numbers[name] = (ppl, math.log2(ppl) * len(stream) / size)
-        print(f"{name}: perplexity {ppl:.1f}, {numbers[name][1]:.2f} bits per byte", flush=True)
-    args.out.mkdir(parents=True, exist_ok=True)
-    model.to(torch.bfloat16)
-    weights = {
-        name: tensor.contiguous().cpu()
-        for name, tensor in model.state_dict().items()
-        if name != "lm_head.weight"
-    }
-    save_file(weights, args.out / "model.safetensors", metadata={"format": "pt"})
-    model.config.architectures, model.config.dtype = ["LlamaForCausalLM"], "bfloat16"
-    model.config.save_pretrained(args.out)
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=END,
-        eos_token=END,
-        unk_token=None,
-        model_max_length=1024,
-    )
-    fast.save_pretrained(args.out)
-    parameters = sum(p.numel() for p in model.parameters())
-    (args.out / "README.md").write_text(
-        card(numbers, done, loss_mean, sizes, parameters), encoding="utf-8"
-    )
+def main() -> None:
+    """Prepare, train and finish, or only evaluate."""
+    args = arguments().parse_args()
+    args.data = Path(args.data)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    if args.evaluate:
+        texts = evaluation_texts(args.prepared, args.data)
+        print(table({str(p): evaluate(p, texts, args.device) for p in args.evaluate}))
+        return
+    prepare(args.prepared, args.sources, args.data)
+    kinds = json.loads((args.prepared / "summary.json").read_text(encoding="utf-8"))["tokens"]
+    streams = {kind: np.load(args.prepared / f"{kind}.npy") for kind in kinds}
+    training = Training(streams, args.seed, args.device, args.bf16)
+    train(training, args)
+    if args.out is not None:
+        finish(training, args)
 
 
 if __name__ == "__main__":
