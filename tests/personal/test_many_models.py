@@ -10,7 +10,7 @@ from coterie import personal
 from coterie.core.errors import CoterieError, ModelError, Refused
 from coterie.models.adapter import Layout
 from coterie.personal import ManyModels
-from coterie.personal.inference import batched
+from coterie.personal.inference import mixtures
 
 LAYOUTS = {
     "ann": Layout(rank=2),
@@ -91,7 +91,7 @@ def test_more_tokens_than_one_part_holds(make_run, monkeypatch):
     ids = windows(6, 30)
     whole = together(ids, IN_ORDER).logits
     for part in (7, 30, 64):  # within a row; a row; two rows
-        monkeypatch.setattr(batched, "MANY", part)
+        monkeypatch.setattr(mixtures, "MANY", part)
         torch.testing.assert_close(together(ids, IN_ORDER).logits, whole, rtol=1e-4, atol=1e-4)
 
 

@@ -2,6 +2,7 @@
 balancing.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,11 @@ class Routing:
     probabilities: Tensor
     selected: Tensor | None
 
+    @classmethod
+    def of(cls, logits: Tensor, weights: Tensor, selected: Tensor | None) -> "Routing":
+        """Return the decision for (T, n) logits, given what `top_k_weights` makes of them."""
+        return cls(weights, weights if selected is None else logits.softmax(dim=-1), selected)
+
     def users(self) -> Tensor:
         """(n,) how many tokens have each expert in their top-k: T f_j."""
         if self.selected is None:
@@ -39,6 +45,29 @@ class Routing:
         return Routing(
             self.weights.chunk(parts)[number], self.probabilities.chunk(parts)[number], selected
         )
+
+
+def top_k_weights(
+    logits: Tensor, active: int, unused: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the weights of the experts and the experts themselves that each token uses.
+
+    Args:
+        logits: (..., n).
+        active: k.
+        unused: (..., k) which of the k largest logits do not count after all, where some tokens use
+            fewer experts than others; None: all count.
+
+    Returns:
+        (..., n) the softmax over the k selected logits, 0 elsewhere; and (..., k) int64 which those
+        are, None where it is all n.
+    """
+    if active == logits.shape[-1] and unused is None:
+        return logits.softmax(dim=-1), None
+    top, selected = logits.topk(active, dim=-1)
+    if unused is not None:
+        top = top.masked_fill(unused, -math.inf)
+    return torch.zeros_like(logits).scatter(-1, selected, top.softmax(dim=-1)), selected
 
 
 class Router(nn.Module):
@@ -66,12 +95,7 @@ class Router(nn.Module):
 
     def decide(self, logits: Tensor) -> Routing:
         """(T, n) logits -> the decision for T tokens."""
-        probabilities = logits.softmax(dim=-1)
-        if self.active == logits.shape[-1]:
-            return Routing(probabilities, probabilities, None)
-        top, selected = logits.topk(self.active, dim=-1)
-        weights = torch.zeros_like(logits).scatter(1, selected, top.softmax(dim=-1))
-        return Routing(weights, probabilities, selected)
+        return Routing.of(logits, *top_k_weights(logits, self.active))
 
 
 def by_experts(selected: Tensor) -> tuple[Tensor, list[tuple[list[int], int, int]]]:

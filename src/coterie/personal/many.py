@@ -17,7 +17,7 @@ from torch import Tensor
 
 from coterie.core.errors import ModelError
 from coterie.models.backbone import Attachable
-from coterie.personal.inference.batched import _Stacks
+from coterie.personal.inference.stacks import Stacks
 from coterie.personal.model import PersonalModel, continued, continued_texts, moved
 from coterie.personal.words import Word, Words
 
@@ -49,7 +49,7 @@ class ManyModels:
             )
         (self.backbone,) = backbones.values()
         self._places = {client: place for place, client in enumerate(self.models)}
-        self._stacks = _Stacks.of(list(self.models.values()))
+        self._stacks = Stacks.of([model.adapter for model in self.models.values()], self.backbone)
         self._chosen: tuple[tuple[str, ...], Attachable] = (tuple(self.models), self._stacks)
         self._words: Words | None = None
 

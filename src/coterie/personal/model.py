@@ -23,7 +23,7 @@ from coterie.personal.artifact import (
     read_about,
     save,
 )
-from coterie.personal.inference.single import FastAdapter
+from coterie.personal.inference.stacks import Stacks
 from coterie.personal.words import Word, Words, left_padded
 
 
@@ -121,11 +121,11 @@ class PersonalModel:
         return tuple(name for names in expert_names(self.layout).values() for name in names)
 
     @cached_property
-    def fast(self) -> FastAdapter:
+    def fast(self) -> Stacks:
         """The adapter as `Backbone.using` takes it here: a second copy of its values, made when
         the model is first asked by itself.
         """
-        return FastAdapter(self.adapter, self.backbone, self._merged)
+        return Stacks.of([self.adapter], self.backbone, self._merged)
 
     def speaker(self, word: Word) -> str:
         """Return the name of the expert with the largest weight where a word was chosen; "" without

@@ -1,1 +1,1 @@
-"""How a personal model, or several of them, predict fast."""
+"""How a personal model, or several of them, predict fast: one model is a batch of one."""

@@ -1,0 +1,175 @@
+"""The low-rank updates of attention layers, of one model or of several in one batch.
+
+Rows of a batch that follow each other, equally many for each, belong to one model. Of one model few
+tokens at once are a matter of how many operations are started, so its products are plain ones, and
+layers with the same input are computed as one.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from coterie.core.errors import ModelError
+from coterie.models.lora import SingleLoRA
+from coterie.personal.inference.packing import FEW, base_layer, padded, side_by_side
+
+# layers of an attention that are called in this order with the same tensor
+SAME_INPUT = ("q_proj", "k_proj", "v_proj")
+
+
+@dataclass(frozen=True)
+class Updates:
+    """The updates of one layer, called as a `SingleLoRA` is. Of several models each matrix is read
+    in the order in which it lies in memory.
+
+    Args:
+        A: (models, in, r).
+        B: (models, r, out), scaled by gamma.
+    """
+
+    A: Tensor
+    B: Tensor
+
+    @classmethod
+    def of(cls, loras: Sequence[SingleLoRA], dtype: torch.dtype) -> "Updates":
+        """Those of one layer in every model."""
+        A = [lora.A.detach()[0].T.to(dtype) for lora in loras]
+        B = [(lora.gamma * lora.B.detach()[0].T).to(dtype).contiguous() for lora in loras]
+        if len(loras) == 1:
+            return cls(A[0][None], B[0][None])
+        return cls(padded(A), padded(B))
+
+    def select(self, places: Tensor) -> "Updates":
+        """Return copies for other models in another order, (groups,) int64."""
+        return Updates(self.A.index_select(0, places), self.B.index_select(0, places))
+
+    @cached_property
+    def alone(self) -> tuple[Tensor, Tensor] | None:
+        """(r, in) and (r, out) of one model; None for several."""
+        return (self.A[0].T, self.B[0]) if len(self.A) == 1 else None
+
+    def __call__(self, x: Tensor, base: nn.Module) -> Tensor:
+        """(..., in) -> (..., out)."""
+        tokens = x.reshape(-1, x.shape[-1])
+        y = base_layer(base, tokens)
+        if self.alone is None:
+            codes = torch.bmm(tokens.view(len(self.A), -1, x.shape[-1]), self.A)
+            y.view(*codes.shape[:2], -1).baddbmm_(codes, self.B)
+        else:  # few rows of long codes are the quicker product
+            y.addmm_((self.alone[0] @ tokens.T).T, self.alone[1])
+        return y.view(*x.shape[:-1], -1)
+
+
+class Merged:
+    """A layer that has taken up its update, called as a `SingleLoRA` is."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+
+    def __call__(self, x: Tensor, base: nn.Module) -> Tensor:
+        """(..., in) -> (..., out)."""
+        return base_layer(self.layer, x.view(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+
+
+class _Joined:
+    """Layers of one model that are called one after the other with the same input, with their
+    updates: the first call computes all of them.
+    """
+
+    def __init__(
+        self, loras: Sequence[SingleLoRA], layer: tuple[Tensor, Tensor | None], merged: bool
+    ) -> None:
+        self.weight, self.bias = layer
+        dtype = self.weight.dtype
+        self.merged = merged
+        self.sizes = [lora.B.shape[1] for lora in loras]
+        self.A = torch.cat([lora.A.detach()[0] for lora in loras]).to(dtype)  # (layers r, in)
+        B = torch.block_diag(*(lora.gamma * lora.B.detach()[0].T for lora in loras))  # type: ignore[no-untyped-call]
+        self.B = B.to(dtype)  # (layers r, all out)
+        self.x: Tensor | None = None
+        self.parts: list[Tensor | None] = []
+
+    def part(self, index: int, x: Tensor) -> Tensor:
+        """(..., in) -> (..., out) of one of the layers."""
+        if self.x is not x or self.parts[index] is None:
+            tokens = x.view(-1, x.shape[-1])
+            y = functional.linear(tokens, self.weight, self.bias)
+            if not self.merged:
+                y.addmm_(functional.linear(tokens, self.A), self.B)
+            self.x, self.parts = x, list(torch.split(y.view(*x.shape[:-1], -1), self.sizes, dim=-1))
+        found = cast(Tensor, self.parts[index])
+        self.parts[index] = None
+        if index == len(self.sizes) - 1:  # nothing is kept between passes
+            self.x, self.parts = None, []
+        return found
+
+
+class _Part:
+    """One layer of `_Joined`, called as a `SingleLoRA` is. Many tokens go through the layer alone:
+    zeros would cost more than calls.
+    """
+
+    def __init__(self, joined: _Joined, index: int, alone: "Attended") -> None:
+        self.joined, self.index, self.alone = joined, index, alone
+
+    def __call__(self, x: Tensor, base: nn.Module) -> Tensor:
+        """(..., in) -> (..., out)."""
+        if x.numel() <= FEW * x.shape[-1]:
+            return self.joined.part(self.index, x)
+        return self.alone(x, base)
+
+
+Attended = Updates | Merged | _Part
+
+
+def attended(
+    blocks: Sequence[Mapping[str, SingleLoRA]],
+    layers: Mapping[str, nn.Module],
+    dtype: torch.dtype,
+    merged: bool,
+) -> dict[str, Attended]:
+    """Return what is called for each layer of an attention, by its name.
+
+    Args:
+        blocks: The updates of each model.
+        layers: The base's.
+        dtype: Of the computation.
+        merged: Whether copies of the layers take up the updates, of one model only.
+
+    Raises:
+        ModelError: A layer cannot take up an update.
+    """
+    first = blocks[0]
+    if merged:
+        layers = {name: _merged(layer, first[name]) for name, layer in layers.items()}
+    found: dict[str, Attended] = {
+        name: Merged(layer) if merged else Updates.of([block[name] for block in blocks], dtype)
+        for name, layer in layers.items()
+    }
+    together = [name for name in first if name in SAME_INPUT]
+    layer = side_by_side([layers[name] for name in together]) if len(blocks) == 1 else None
+    if layer is not None:
+        joined = _Joined([first[name] for name in together], layer, merged)
+        found |= {name: _Part(joined, i, found[name]) for i, name in enumerate(together)}
+    return found
+
+
+def _merged(layer: nn.Module, lora: SingleLoRA) -> nn.Module:
+    """Return a copy of a layer with its update added. Raises ModelError where it has no plain
+    weight.
+    """
+    if type(layer) is not nn.Linear and not hasattr(layer, "nf"):
+        raise ModelError(
+            f"a {type(layer).__name__} cannot take up an update", "Leave out merged=True."
+        )
+    found = copy.deepcopy(layer)
+    weight = cast(nn.Parameter, found.weight)
+    update = lora.gamma * lora.B.detach()[0] @ lora.A.detach()[0]  # (out, in)
+    weight.data = (weight.data + (update.T if hasattr(layer, "nf") else update)).to(weight.dtype)
+    return found

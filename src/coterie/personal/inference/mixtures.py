@@ -1,0 +1,401 @@
+"""The mixtures of one MLP, of one model or of several in one batch, without a backward pass.
+
+One token through a small base is a matter of how many operations are started and how much is read,
+not of arithmetic: all codes and router logits are one product, and all experts are computed
+together, also those with weight 0. Many tokens are computed in parts that stay in a cache, whose
+experts take turns. Those of one model are sorted by the set of experts that they use: each set is
+then a block of rows, on which its experts follow each other without selecting rows of wide tensors.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from coterie.models.mixture import Mixture
+from coterie.models.mixture_kernel import Activation, FrozenMLP
+from coterie.models.routing import Routing, by_experts, top_k_weights
+from coterie.personal.inference.packing import (
+    FEW,
+    base_layer,
+    experts_of,
+    padded,
+    routers,
+    side_by_side,
+    unused_of,
+)
+
+# tokens at once on a CPU: more would gain nothing in the products, and large tensors that are made
+# anew are slow
+MANY = 256
+
+
+@dataclass(frozen=True)
+class Mixtures:
+    """The mixtures of one MLP, with n experts, the most that any has, called as a `Mixture` is.
+
+    Where one has a router, a model without has one of zeros: equal weights. A model with fewer
+    experts has a bias of -inf for those that it lacks.
+
+    Args:
+        A: (models, d, linears n r), and n router logits behind them where `together`. Of several
+            models it is read in the order in which it lies in memory.
+        B1: (linears, n, models, r, f), scaled by gamma.
+        A2: (n, models, f, r).
+        B2: (models, n r, d), scaled by gamma.
+        router: (models, d, n), at least fp32; None where no model has one.
+        bias: (models, 1, n) of the router; None where it is 0.
+        active: k, of the model that uses most.
+        unused: (models, 1, k) which of the k largest logits a model does not use; None where each
+            uses all of them.
+        bases: The base's first layers as one, where they are plain.
+        original: Of a single model, for tokens with more sets of experts than it pays to tell
+            apart.
+    """
+
+    A: Tensor
+    B1: Tensor
+    A2: Tensor
+    B2: Tensor
+    router: Tensor | None
+    bias: Tensor | None
+    active: int
+    unused: Tensor | None
+    bases: tuple[Tensor, Tensor | None] | None
+    original: Mixture | None
+
+    @classmethod
+    def of(cls, mixtures: Sequence[Mixture], base: FrozenMLP, dtype: torch.dtype) -> "Mixtures":
+        """Those of models on one backbone, in their order."""
+        first = mixtures[0].first
+        A = padded(
+            [torch.stack([experts_of(m, name)[0] for name in first]).to(dtype) for m in mixtures]
+        ).flatten(1, 3)  # (models, linears n r, d)
+        B1 = [
+            padded([(m.gamma * experts_of(m, name)[1].mT).to(dtype) for m in mixtures])
+            for name in first
+        ]  # (models, n, r, f)
+        A2 = padded([experts_of(m, "down")[0].mT.to(dtype) for m in mixtures])  # (models, n, f, r)
+        B2 = padded(
+            [(m.gamma * experts_of(m, "down")[1].mT).to(dtype) for m in mixtures]
+        )  # (models, n, r, d)
+        router, bias = routers(mixtures)
+        if router is not None and router.dtype == dtype:
+            A = torch.cat([A, router.mT], dim=1)
+        several = len(mixtures) > 1
+        return cls(
+            A.mT.contiguous() if several else A.mT,
+            torch.stack([B.transpose(0, 1) for B in B1]).contiguous(),
+            A2.transpose(0, 1).contiguous(),
+            B2.flatten(1, 2).contiguous(),
+            router if several or router is None else router.mT.contiguous().mT,
+            bias,
+            max(mixture.layout.active for mixture in mixtures),
+            unused_of(mixtures),
+            side_by_side(base.first),
+            None if several else mixtures[0],
+        )
+
+    def select(self, places: Tensor) -> "Mixtures":
+        """Return copies for other models in another order, (groups,) int64."""
+        router, bias, unused = (
+            None if stack is None else stack.index_select(0, places)
+            for stack in (self.router, self.bias, self.unused)
+        )
+        return replace(
+            self,
+            A=self.A.index_select(0, places),
+            B1=self.B1.index_select(2, places),
+            A2=self.A2.index_select(1, places),
+            B2=self.B2.index_select(0, places),
+            router=router,
+            bias=bias,
+            unused=unused,
+        )
+
+    @cached_property
+    def shape(self) -> tuple[int, int, int, int]:
+        """How many linears, experts and models there are, and r."""
+        linears, experts, models, rank, _ = self.B1.shape
+        return linears, experts, models, rank
+
+    @cached_property
+    def updates(self) -> int:
+        """How many codes a token has: linears n r."""
+        linears, experts, _, rank = self.shape
+        return linears * experts * rank
+
+    @cached_property
+    def together(self) -> bool:
+        """Whether one product gives codes and logits; otherwise the router is more precise."""
+        return self.A.shape[2] > self.updates
+
+    @cached_property
+    def plain(self) -> bool:
+        """Whether the weights are the softmax of the logits that come with the codes."""
+        every = self.active == self.shape[1] and self.unused is None
+        return self.together and self.bias is None and every
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """(linears, n models, r) where the rows of B1 are."""
+        linears, experts, models, rank = self.shape
+        rows = torch.arange(self.B1[..., 0].numel(), device=self.B1.device)
+        return rows.view(linears, experts * models, rank)
+
+    def __call__(self, x: Tensor, base: FrozenMLP, record: list[Routing] | None = None) -> Tensor:
+        """(..., d_model) -> (..., d_model), as `Mixture.forward`."""
+        models = self.shape[2]
+        if models == 1 and x.numel() == x.shape[-1]:
+            return self._one(x.view(1, -1), base, record).view_as(x)
+        tokens = x.reshape(models, -1, x.shape[-1])  # (models, t, d)
+        count = tokens.shape[1]
+        if count == 1 if models > 1 and not x.is_cuda else count <= FEW and models == 1:
+            return self._few(tokens, base, record).view_as(x)
+        if self.original is not None and not self._sorts(count):
+            found: Tensor = self.original(x, base, record)
+            return found
+        return self._many(tokens, base, record).view_as(x)
+
+    def _sorts(self, count: int) -> bool:
+        """Whether so many tokens are worth sorting by the set of experts that they use."""
+        experts = self.shape[1]  # a set of them is an int64
+        return experts < 63 and math.comb(experts, self.active) * FEW <= count
+
+    def _one(self, token: Tensor, base: FrozenMLP, record: list[Routing] | None) -> Tensor:
+        """(1, d_model) -> (1, d_model) by one model: `_few` with as few calls as can be, since here
+        each of them counts.
+        """
+        linears, experts, _, rank = self.shape
+        codes = functional.linear(token, self._alone[0].T)
+        z = codes[:, : self.updates].view(-1, 1, rank)
+        p = torch.bmm(z, self._flat[0]).view(linears, experts, -1)
+        first, *second = p.add_(self._bases(token, base).view(linears, 1, -1)).unbind()
+        h = base.activation.forward(first)
+        if second:
+            h.mul_(second[0])
+        if experts > 1:
+            logits = codes[:, self.updates :]
+            weights = (
+                logits.softmax(dim=-1)
+                if self.plain and record is None
+                else self._weights(token[None], logits[None], record)[0][0]
+            )
+            h.mul_(weights.T)
+        c = torch.bmm(h.unsqueeze(1), self._flat[1]).view(1, -1)
+        return base_layer(base.down, h.sum(dim=0, keepdim=True)).addmm_(c, self._alone[3])
+
+    @cached_property
+    def _equal(self) -> Tensor:
+        """(models, 1, n) the weights without a router."""
+        _, experts, models, _ = self.shape
+        bias = self.B1.new_zeros(models, 1, experts) if self.bias is None else self.bias
+        return bias.softmax(dim=-1).to(self.B1.dtype)
+
+    @cached_property
+    def _flat(self) -> tuple[Tensor, Tensor]:
+        """(linears n models, r, f) and (n models, f, r): B1 and A2 as for one batched product."""
+        return self.B1.flatten(0, 2), self.A2.flatten(0, 1)
+
+    @cached_property
+    def _alone(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(d, linears n r), (linears, n, r, f), (n, f, r), (n r, d): `_part_of` a single model,
+        without a dimension for models.
+        """
+        return self.A[0], self.B1[:, :, 0], self.A2[:, 0], self.B2[0]
+
+    def _part_of(self, models: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return A, B1, A2, and B2 of some models."""
+        return self.A[models], self.B1[:, :, models], self.A2[:, models], self.B2[models]
+
+    def _few(self, x: Tensor, base: FrozenMLP, record: list[Routing] | None) -> Tensor:
+        """(models, t, d_model) -> (models, t, d_model), all experts at once: a few tokens of one
+        model, or one of each of several.
+        """
+        linears, experts, models, rank = self.shape
+        count, tokens = x.shape[1], x.flatten(0, 1)
+        codes = torch.bmm(x, self.A) if models > 1 else functional.linear(tokens, self._alone[0].T)
+        codes = codes.view(models, count, -1)
+        weights, selected = self._weights(x, codes[..., self.updates :], record)
+        z = codes[..., : self.updates].view(models, count, linears, experts, rank)
+        z, w, chosen = z.permute(2, 3, 0, 1, 4), weights.permute(2, 0, 1), None
+        if models > 1:
+            p, w, chosen = self._selected(z, w, selected)
+        else:
+            p = torch.bmm(z.reshape(-1, count, rank), self._flat[0])
+        p = p.view(linears, -1, len(tokens), p.shape[-1])  # (linears, k, models t, f)
+        bases = self._bases(tokens, base).view(len(tokens), linears, 1, -1)
+        p.add_(bases.permute(1, 2, 0, 3))
+        h = base.activation.forward(p[0])
+        if linears == 2:
+            h.mul_(p[1])
+        if experts > 1:
+            h.mul_(w.reshape(len(h), -1, 1))
+        y = base_layer(base.down, h.sum(dim=0) if experts > 1 else h[0])
+        if chosen is not None:  # zeros for the others are less than copies of A2 would be
+            h = h.new_zeros(experts * models, h.shape[-1]).index_copy_(0, chosen, h.flatten(0, 1))
+        c = torch.bmm(h.view(experts * models, count, -1), self._flat[1])
+        if models == 1:
+            return y.addmm_(c.transpose(0, 1).reshape(count, -1), self._alone[3])
+        return y.unsqueeze(1).baddbmm_(
+            c.view(experts, models, -1).transpose(0, 1).reshape(models, 1, -1), self.B2
+        )
+
+    def _selected(
+        self, codes: Tensor, weights: Tensor, selected: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Of B1 of several models, most of what there is, read only the selected experts.
+
+        Args:
+            codes: (linears, n, models, 1, r), one token of each model.
+            weights: (n, models, 1).
+            selected: (models, 1, k); None: all.
+
+        Returns:
+            (linears k models, f) what the experts add to the base's first layers, (k models, 1)
+            their weights, and (k models,) which of all they are.
+        """
+        _, _, models, rank = self.shape
+        z, w, rows, chosen = codes.flatten(1, 3), weights.flatten(0, 1), self.rows, None
+        if selected is not None:
+            models_in_order = torch.arange(models, device=codes.device)
+            chosen = torch.add(models_in_order, selected[:, 0].T, alpha=models).flatten()
+            z, w, rows = z.index_select(1, chosen), w.index_select(0, chosen), rows[:, chosen]
+        p = functional.embedding_bag(
+            rows.flatten(0, 1),
+            self._flat[0].flatten(0, 1),
+            per_sample_weights=z.reshape(-1, rank),
+            mode="sum",
+        )
+        return p, w, chosen
+
+    def _many(self, x: Tensor, base: FrozenMLP, record: list[Routing] | None) -> Tensor:
+        """(models, t, d_model) -> (models, t, d_model), part by part."""
+        models, count = x.shape[:2]
+        weights, selected = self._weights(x, None, record)
+        order, sets = None, [(list(range(self.shape[1])), 0, count)]
+        if models == 1:
+            x, weights = x[0], weights[0]
+            if selected is not None:
+                order, sets = by_experts(selected[0])
+                x, weights = x.index_select(0, order), weights.index_select(0, order)
+        groups, size = max(MANY // count, 1), min(count, MANY)
+        if x.is_cuda:
+            groups, size = models, count
+        y = torch.empty_like(x)
+        for first in range(0, models, groups):
+            stacks = self._alone if models == 1 else self._part_of(slice(first, first + groups))
+            for begin in range(0, count, size):
+                some = (slice(first, first + groups), slice(begin, begin + size))[1 - x.ndim :]
+                inside = [
+                    (experts, max(start - begin, 0), min(end - begin, size))
+                    for experts, start, end in sets
+                    if start < begin + size and end > begin
+                ]
+                y[some] = self._part(stacks, x[some], weights[some], inside, base)
+        return y if order is None else y.index_select(0, order.argsort())
+
+    def _part(
+        self,
+        stacks: tuple[Tensor, Tensor, Tensor, Tensor],
+        x: Tensor,
+        weights: Tensor,
+        sets: Sequence[tuple[Sequence[int], int, int]],
+        base: FrozenMLP,
+    ) -> Tensor:
+        """([g,] t, d_model) -> ([g,] t, d_model) for some models, or a single one: the tokens of
+        each set use the same experts, which take turns.
+        """
+        A, B1, A2, B2 = stacks
+        tokens, shape = x.view(-1, x.shape[-1]), (*x.shape[:-1], -1)
+        bases = [base_layer(layer, tokens).view(shape) for layer in base.first]
+        codes = _product(A.mT, x.mT)  # ([g,] linears n r, t)
+        c = x.new_zeros(
+            (*x.shape[:-2], B2.shape[-2], x.shape[-2])
+        )  # ([g,] n r, t), 0 where a token does not use the expert
+        for experts, start, end in sets:
+            rows = slice(start, end)
+            self._turns(
+                experts,
+                (B1, A2),
+                codes[..., rows],
+                weights[..., rows, :],
+                [b[..., rows, :] for b in bases],
+                c[..., rows],
+                base.activation,
+            )
+        y = base_layer(base.down, bases[0].view(len(tokens), -1)).view(shape)
+        return _add_product(y, c.mT, B2)
+
+    def _turns(
+        self,
+        experts: Sequence[int],
+        stacks: tuple[Tensor, Tensor],
+        codes: Tensor,
+        weights: Tensor,
+        bases: Sequence[Tensor],
+        c: Tensor,
+        activation: Activation,
+    ) -> None:
+        """For t tokens that use the same experts: bases ([g,] t, f) -> their weighted hidden layers
+        in the place of the first, and the experts' rows of c ([g,] n r, t).
+        """
+        _, count, _, rank = self.shape
+        B1, A2 = stacks
+        m: Tensor | None = None
+        for j in experts:
+            p = []
+            for i, b in enumerate(bases):
+                row = (i * count + j) * rank
+                z = codes[..., row : row + rank, :].mT
+                p.append(_add_product(b, z, B1[i, j], keep=j != experts[-1]))
+            h = activation.forward(p[0])
+            if len(p) == 2:
+                h.mul_(p[1])
+            if count > 1:
+                h.mul_(weights[..., j : j + 1])
+            _product(A2[j].mT, h.mT, out=c[..., j * rank : (j + 1) * rank, :])
+            m = h if m is None else m.add_(h)
+        bases[0].copy_(cast(Tensor, m))
+
+    def _bases(self, tokens: Tensor, base: FrozenMLP) -> Tensor:
+        """(T, linears f) the first layers of the base."""
+        if self.bases is not None:
+            return functional.linear(tokens, *self.bases)
+        first = [base_layer(layer, tokens) for layer in base.first]
+        return torch.cat(first, dim=-1) if len(first) > 1 else first[0]
+
+    def _weights(
+        self, x: Tensor, logits: Tensor | None, record: list[Routing] | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """(models, t, n) in the dtype of x, and the selected experts (models, t, k) unless it is
+        all; the decision is appended to `record`. The logits are those that came with the codes.
+        """
+        if self.router is None:
+            return self._equal.expand(-1, x.shape[1], -1), None
+        if logits is None or not self.together:
+            logits = _product(x.to(self.router.dtype), self.router)
+        if self.bias is not None:
+            logits = logits + self.bias
+        weights, selected = top_k_weights(logits, self.active, self.unused)
+        if record is not None:
+            flat = None if selected is None else selected.flatten(0, 1)
+            record.append(Routing.of(logits.flatten(0, 1), weights.flatten(0, 1), flat))
+        return weights.to(x.dtype), selected
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return a b, of matrices or batches of them: `torch.matmul`, without what it costs more."""
+    return torch.mm(a, b, out=out) if a.ndim == 2 else torch.bmm(a, b, out=out)
+
+
+def _add_product(y: Tensor, a: Tensor, b: Tensor, keep: bool = False) -> Tensor:
+    """Return y + a b, of matrices or batches of them, in the place of y unless that is kept."""
+    if y.ndim == 2:
+        return (y.addmm if keep else y.addmm_)(a, b)
+    return (y.baddbmm if keep else y.baddbmm_)(a, b)

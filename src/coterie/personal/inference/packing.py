@@ -1,0 +1,104 @@
+"""How values of a base and of several adapters are laid out for inference."""
+
+import math
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from coterie.models.lora import LoRA, project
+from coterie.models.mixture import Mixture
+
+# tokens at once, up to which all experts, or all layers with the same input, are one product
+FEW = 8
+
+
+def base_layer(base: nn.Module, x: Tensor) -> Tensor:
+    """`project`, without what calling a module costs where it is a plain layer."""
+    if type(base) is nn.Linear:
+        return functional.linear(x, base.weight, base.bias)
+    return project(base, x)
+
+
+def padded(values: Sequence[Tensor]) -> Tensor:
+    """(models, ...) of tensors of different sizes, with zeros behind their values."""
+    sizes = [max(size) for size in zip(*(value.shape for value in values), strict=True)]
+    found = values[0].new_zeros((len(values), *sizes))
+    for place, value in zip(found, values, strict=True):
+        place[tuple(slice(size) for size in value.shape)] = value
+    return found
+
+
+def side_by_side(layers: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None] | None:
+    """Weight and bias of several plain layers as of one, without a second copy: their own become
+    parts of it. None for other layers.
+    """
+    if len(layers) < 2 or any(type(layer) is not nn.Linear for layer in layers):
+        return None
+    linears = cast(Sequence[nn.Linear], layers)
+    if len({layer.bias is None for layer in linears}) > 1:
+        return None
+    ends = [layer.weight.data_ptr() + layer.weight.nbytes for layer in linears]
+    whole = linears[0].weight.untyped_storage().data_ptr()
+    if any(
+        layer.weight.data_ptr() != end or layer.weight.untyped_storage().data_ptr() != whole
+        for end, layer in zip(ends, linears[1:], strict=False)
+    ):
+        joined = torch.cat([layer.weight.detach() for layer in linears])
+        for layer, part in zip(
+            linears, torch.split(joined, [layer.out_features for layer in linears]), strict=True
+        ):
+            layer.weight.data = part
+    first = linears[0].weight.detach()
+    weight = first.as_strided(
+        (sum(layer.out_features for layer in linears), linears[0].in_features), first.stride()
+    )
+    return weight, None if linears[0].bias is None else torch.cat(
+        [layer.bias.detach() for layer in linears]
+    )
+
+
+def experts_of(mixture: Mixture, linear: str) -> tuple[Tensor, Tensor]:
+    """Return A (n, r, in) and B (n, out, r) of one layer of all experts, generalists first."""
+    found = [
+        cast(LoRA, getattr(mixture, role)[linear])
+        for role in ("generalist", "specialist")
+        if hasattr(mixture, role)
+    ]
+    return torch.cat([lora.A.detach() for lora in found]), torch.cat(
+        [lora.B.detach() for lora in found]
+    )
+
+
+def routers(mixtures: Sequence[Mixture]) -> tuple[Tensor | None, Tensor | None]:
+    """Return weights (models, d, n) and biases (models, 1, n) of routers, at least fp32.
+
+    A model without a router has one of zeros, and a bias of -inf for experts that it lacks. None
+    where no model has a router, or all biases are 0.
+    """
+    experts = max(mixture.layout.experts for mixture in mixtures)
+    like = experts_of(mixtures[0], "down")[1]  # (n, d, r)
+    router = like.new_zeros((len(mixtures), like.shape[1], experts))
+    bias = router.new_full((len(mixtures), 1, experts), -math.inf)
+    for weight, constant, mixture in zip(router, bias, mixtures, strict=True):
+        constant[:, : mixture.layout.experts] = 0.0
+        if mixture.router is not None:
+            weight[:, : mixture.layout.experts] = mixture.router.weight.detach().T
+            if mixture.router.bias is not None:
+                constant[:, : mixture.layout.experts] = mixture.router.bias.detach()
+    routed = any(mixture.router is not None for mixture in mixtures)
+    return router if routed else None, bias if bias.any() else None
+
+
+def unused_of(mixtures: Sequence[Mixture]) -> Tensor | None:
+    """(models, 1, k) which of the k largest logits a model does not use, k being the most that one
+    uses; None where each uses k, or all experts that it has.
+    """
+    active = [mixture.layout.active for mixture in mixtures]
+    if min(active) == max(active) or all(m.layout.active == m.layout.experts for m in mixtures):
+        return None
+    device = next(mixtures[0].parameters()).device
+    place = torch.arange(max(active), device=device)
+    return place[None, None] >= torch.tensor(active, device=device)[:, None, None]

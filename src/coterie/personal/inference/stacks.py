@@ -1,0 +1,77 @@
+"""Adapters made ready for inference: their matrices stacked, scaled and cast once, and nothing kept
+for a backward pass.
+
+One model is a batch of one. Many take each row of a batch through the updates of its own model, as
+S-LoRA (Sheng et al. 2024) and Punica (Chen et al. 2024) do it for single LoRAs.
+"""
+
+from collections.abc import Sequence
+from typing import cast
+
+from torch import Tensor, nn
+
+from coterie.models.adapter import Adapter, AdapterBlock
+from coterie.models.architecture import Architecture, family_of
+from coterie.models.backbone import Backbone
+from coterie.models.lora import SingleLoRA
+from coterie.personal.inference.attention import Attended, Updates, attended
+from coterie.personal.inference.mixtures import Mixtures
+
+
+class _Block:
+    """One transformer block, called as an `AdapterBlock` is."""
+
+    def __init__(self, attention: dict[str, Attended], mlp: Mixtures) -> None:
+        self.attention, self.mlp = attention, mlp
+
+    def select(self, places: Tensor) -> "_Block":
+        """See `Stacks.select`."""
+        attention: dict[str, Attended] = {
+            name: cast(Updates, layer).select(places) for name, layer in self.attention.items()
+        }
+        return _Block(attention, self.mlp.select(places))
+
+
+class Stacks:
+    """The adapters of one or several models as one, what `Backbone.using` takes: consecutive rows,
+    equally many for each, belong to one model.
+
+    Args:
+        architecture: What all were made for.
+        blocks: From the input to the output.
+    """
+
+    def __init__(self, architecture: Architecture, blocks: Sequence[_Block]) -> None:
+        self.architecture, self.blocks = architecture, blocks
+
+    @classmethod
+    def of(cls, adapters: Sequence[Adapter], backbone: Backbone, merged: bool = False) -> "Stacks":
+        """Those of adapters whose values no longer change, in their order.
+
+        Args:
+            adapters: On the backbone's device.
+            backbone: The base that they will be used with. Layers of it that have the same input
+                come to lie side by side in memory.
+            merged: Of one adapter: whether the attention's updates are added to a copy of the
+                base's weights, see `PersonalModel`.
+        """
+        family = family_of(backbone.model)
+        bases = cast(nn.ModuleList, backbone.model.get_submodule(family.blocks))
+        blocks = []
+        for base, *own in zip(bases, *(adapter.blocks for adapter in adapters), strict=True):
+            each = cast(Sequence[AdapterBlock], own)
+            loras = [
+                {name: cast(SingleLoRA, lora) for name, lora in block.attention.items()}
+                for block in each
+            ]
+            slots = base.get_submodule(family.attention)
+            layers = {name: cast(nn.Module, getattr(slots, name).base) for name in loras[0]}
+            mixtures = Mixtures.of([block.mlp for block in each], base.mlp.frozen, backbone.dtype)
+            blocks.append(_Block(attended(loras, layers, backbone.dtype, merged), mixtures))
+        return cls(adapters[0].architecture, blocks)
+
+    def select(self, places: Tensor) -> "Stacks":
+        """Return copies for other models in another order, (groups,) int64, of several; they may
+        repeat.
+        """
+        return Stacks(self.architecture, [block.select(places) for block in self.blocks])
