@@ -1,5 +1,6 @@
-"""The programs on the page about methods run as they are printed there."""
+"""The programs on the pages about methods and about Python run as they are printed there."""
 
+import importlib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +16,15 @@ from coterie.methods.fedavg import FedAvg
 from coterie.testing import Run, check_method, worlds
 from coterie.testing.contract import require_same_run
 
-PAGE = Path(__file__).parents[1] / "docs/write-a-method.md"
-PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def programs(page: str) -> list[str]:
+    """The programs that are printed on a page."""
+    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text("utf-8"), re.DOTALL)
+
+
+PROGRAMS = programs("write-a-method.md")
 SMALL = ("method.rounds=2", "method.local_steps=2", "compare_with=[]", "samples=false")
 
 
@@ -151,3 +159,15 @@ def test_a_method_is_tried_without_an_engine(folder: Path) -> None:
     exec(compile("".join(PROGRAMS[:2]), "my_methods.py", "exec"), names)
     exec(compile(PROGRAMS[3], "the last program", "exec"), names)
     assert names["ask"].to["ann"]["a"].shape == (2,)  # type: ignore[attr-defined]
+
+
+def test_the_page_about_python_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "page.py").write_text("\n".join(programs("python.md")), encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    page = importlib.import_module("page")  # a module: a method is found by its module and class
+    said = capsys.readouterr().out
+    assert "fedavg: about" in said
+    assert [row.method for row in page.table.rows] == ["page:MyFedAvg", "local"]
