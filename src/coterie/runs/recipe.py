@@ -6,6 +6,7 @@ import json
 import math
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -341,7 +342,22 @@ def build_method(section: Mapping[str, Any]) -> Method:
                 f"method.{key}: {name} fixes it to {value!r}, found {given[key]!r}; use name: "
                 f"comigs to choose it"
             )
-    return TypeAdapter(entry.method).validate_python(given | dict(entry.fixed))
+    fields = given | dict(entry.fixed)
+    return _built(entry.method, _Fields(repr(sorted(fields.items())), fields))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fields:
+    """A method's fields, alike where they are written alike."""
+
+    written: str
+    values: Mapping[str, Any] = dataclasses.field(compare=False)
+
+
+@lru_cache(maxsize=64)
+def _built(kind: type[Method], fields: _Fields) -> Method:
+    """Return the method with these fields: one object for all that ask, as it is frozen."""
+    return TypeAdapter(kind).validate_python(fields.values)
 
 
 def _moved(method: Mapping[str, Any]) -> Iterator[str]:

@@ -98,7 +98,9 @@ def execute_all(
 ) -> list[Json]:
     """Every row in its folder, from where it stands; returns their results.
 
-    All are prepared before the first one starts, so that what is refused is refused at once.
+    All are prepared before the first one starts, so that what is refused is refused at once. The
+    first one then has its data; a later row prepares its own again when it starts, so that memory
+    never holds the data and bases of all rows.
 
     Args:
         rows: Recipes and the folders of their runs.
@@ -117,8 +119,10 @@ def execute_all(
             _check_apart(recipe, within or folder)
     reporter.preparing()
     threads, foresight = _Threads(rows, backend, reporter), Foresight()
+    first: list[Prepared] = []
     for recipe, folder in rows:
         prepared = backend.prepare(recipe)
+        first = first or [prepared]
         if (
             not changed and Kept(folder).begun() and _same(recipe, folder)
         ):  # of another recipe, `_executed` says more
@@ -138,7 +142,8 @@ def execute_all(
             title = titles[k] if titles else METHODS[recipe.method["name"]].title
             recorder = profile if profile is not None and k == len(rows) - 1 else Profile()
             with alone(folder):
-                prepared = threads.given(backend.prepare(recipe), folder)
+                prepared = first.pop() if first else backend.prepare(recipe)
+                prepared = threads.given(prepared, folder)
                 results.append(
                     _executed(
                         Execution(prepared, folder, reporter, title, backend, recorder), changed
