@@ -26,7 +26,7 @@ import torch
 import coterie
 from coterie.core.errors import ClientError
 from coterie.core.files import read_json, write_json
-from coterie.runs.inputs import RESULT
+from coterie.core.result import RESULT
 from coterie.runs.metrics import METRICS
 from coterie.runs.recipe import Recipe, load
 from coterie.runs.run import run
@@ -91,7 +91,7 @@ def cell(recipe: Recipe, folder: Path, liars: Sequence[str]) -> Json:
         result = (
             read_json(folder / RESULT)
             if (folder / RESULT).exists()
-            else run(recipe, folder, resume=True)[-1]
+            else run(recipe, folder, resume=True)[-1].to_json()
         )
     except ClientError as error:
         cause = f"{error} {error.__cause__ or ''}"

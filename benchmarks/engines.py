@@ -144,7 +144,7 @@ def beside_the_bare_loop(chosen: Recipe, folder: Path) -> dict[str, Any]:
 def whole(chosen: Recipe, folder: Path) -> dict[str, Any]:
     """Seconds of a round in a whole run, and bytes on the wire beside those of the tensors."""
     watch = Stopwatch()
-    result = run.run(chosen, folder, reporter=watch)[-1]
+    result = run.run(chosen, folder, reporter=watch)[-1].to_json()
     return {f"{chosen.engine}_s": statistics.median(watch.seconds)} | wire(folder, result)
 
 

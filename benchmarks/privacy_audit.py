@@ -24,7 +24,7 @@ import coterie
 from coterie.audit import Settings, audit
 from coterie.core.errors import ClientError
 from coterie.core.files import read_json, write_json
-from coterie.runs.inputs import RESULT
+from coterie.core.result import RESULT
 from coterie.runs.recipe import load
 from coterie.runs.run import run
 
@@ -77,7 +77,7 @@ def one(folder: Path, method: str, seed: int, changes: Sequence[str], secure: bo
         result = (
             read_json(folder / RESULT)
             if (folder / RESULT).exists()
-            else run(recipe, folder, resume=True)[-1]
+            else run(recipe, folder, resume=True)[-1].to_json()
         )
     except ClientError as error:
         return {"failed": error.problem}

@@ -33,9 +33,9 @@ from coterie.aggregation.accountant import Ledger, epsilon_of
 from coterie.aggregation.dpsgd import rate_of, rdp_of_steps
 from coterie.client.client import Client
 from coterie.core.files import read_json, write_json
+from coterie.core.result import RESULT
 from coterie.core.roles import GENERALIST, SPECIALIST
 from coterie.methods.comigs import CoMiGS
-from coterie.runs.inputs import RESULT
 from coterie.runs.prepare import prepare
 from coterie.runs.recipe import Recipe, load, validate
 from coterie.runs.run import run
@@ -134,7 +134,7 @@ def done(recipe: Recipe, folder: Path) -> Json:
     result: Json = (
         read_json(folder / RESULT)
         if (folder / RESULT).exists()
-        else run(recipe, folder, resume=True)[-1]
+        else run(recipe, folder, resume=True)[-1].to_json()
     )
     found = {
         "test": result["mean"],

@@ -189,7 +189,7 @@ def test_divergences_are_known_where_they_are_used_and_never_fall_with_the_order
 
 def test_each_client_spends_by_its_own_rate_and_steps() -> None:
     found = ExampleAccountant(privacy(noise=1.0, delta=1e-5), largest=1000, expected=10)
-    assert found.summary()["epsilon"] == 0.0
+    assert found.summary().epsilon == 0.0
     for _ in range(3):
         found.spend({"few": 100, "many": 1000}, {"few": 20, "many": 20})
     found.spend({"many": 1000}, {"many": 20})
@@ -199,11 +199,11 @@ def test_each_client_spends_by_its_own_rate_and_steps() -> None:
     again = ExampleAccountant(found.privacy, 1000, 10, json.loads(json.dumps(found.runs)))
     assert again == found
     summary = again.summary()
-    json.dumps(summary, allow_nan=False)
-    assert summary["epsilon"] == summary["clients"]["few"] > summary["clients"]["many"]
+    json.dumps(summary.to_json(), allow_nan=False)
+    assert summary.epsilon == summary.clients["few"] > summary.clients["many"]
     assert (
         "at most 80 steps, each on every example of a client with probability 0.01 to 0.1"
-        in summary["sampling"]
+        in summary.sampling
     )
 
 
@@ -211,8 +211,8 @@ def test_without_noise_nobody_is_protected() -> None:
     found = ExampleAccountant(privacy(noise=0.0), largest=100, expected=10)
     found.spend({"ann": 100}, {"ann": 1})
     assert found.epsilon(1e-5) == math.inf
-    assert found.summary()["epsilon"] is None
-    assert found.summary()["clients"] == {"ann": None}
+    assert found.summary().epsilon is None
+    assert found.summary().clients == {"ann": None}
     assert found.delta == pytest.approx(100**-1.1)
 
 

@@ -479,7 +479,7 @@ def test_nothing_spent_and_no_noise() -> None:
     for exchange in ((5, 5), (2, 5)):
         none = accountant(exchange, z=0.0)
         assert none.epsilon(1e-5) == math.inf
-        assert none.summary()["epsilon"] is None
+        assert none.summary().epsilon is None
     assert accountant(*[(100, 100)] * 1000, z=0.5).epsilon(1e-5) == math.inf
     for exchange in ((100, 100), (5, 100)):
         assert accountant(exchange, z=100.0).epsilon(0.5) == 0
@@ -493,7 +493,7 @@ def test_the_summary_names_what_was_assumed() -> None:
         accountant((5, 100)),
         accountant((5, 100), where="local", delta=1e-6),
     )
-    assert full.summary().keys() == {
+    assert full.summary().to_json().keys() == {
         "epsilon",
         "delta",
         "where",
@@ -504,25 +504,25 @@ def test_the_summary_names_what_was_assumed() -> None:
         "assumes",
         "covers",
     }
-    assert full.summary()["delta"] == pytest.approx(100**-1.1)
-    assert full.summary()["epsilon"] == full.epsilon(100**-1.1)
-    assert own.summary()["delta"] == 1e-6
+    assert full.summary().delta == pytest.approx(100**-1.1)
+    assert full.summary().epsilon == full.epsilon(100**-1.1)
+    assert own.summary().delta == 1e-6
     for found, words in (
         (full, "added or removed"),
         (drawn, "without replacement"),
         (own, "took part in all"),
     ):
-        assert words in found.summary()["sampling"]
-    assert "the server too" in own.summary()["covers"]
-    assert "the server too" not in full.summary()["covers"]
-    assert ["who was drawn" in found.summary()["assumes"] for found in (full, drawn, own)] == [
+        assert words in found.summary().sampling
+    assert "the server too" in own.summary().covers
+    assert "the server too" not in full.summary().covers
+    assert ["who was drawn" in found.summary().assumes for found in (full, drawn, own)] == [
         False,
         True,
         False,
     ]
     drawn.experiment = True
-    assert "an experiment: whoever has the recipe's seed" in drawn.summary()["assumes"]
-    json.dumps([full.summary(), drawn.summary()], allow_nan=False)
+    assert "an experiment: whoever has the recipe's seed" in drawn.summary().assumes
+    json.dumps([full.summary().to_json(), drawn.summary().to_json()], allow_nan=False)
 
 
 def test_one_client_needs_a_delta() -> None:
@@ -558,7 +558,7 @@ def test_the_figures_on_the_page_are_the_accountants() -> None:
             clients=int(clients),
             delta=1e-5,
         )
-        assert found.summary()["epsilon"] == pytest.approx(float(epsilon), abs=0.051), (
+        assert found.summary().epsilon == pytest.approx(float(epsilon), abs=0.051), (
             where,
             participants,
             z,

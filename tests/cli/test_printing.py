@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from figures import typed
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -114,7 +115,7 @@ def row() -> dict[str, Any]:
 @pytest.mark.parametrize("groups", [None, {"ann": 1.0, EVIL: 2.0}, {EVIL: 1.0}])
 def test_tables_of_clients_and_groups(row: dict[str, Any], groups: dict[str, float] | None) -> None:
     console = Console(file=io.StringIO(), width=2000, force_terminal=True, color_system=None)
-    for table in tables([row | {"groups": groups}], {"fedavg": "FedAvg"}, 2000):
+    for table in tables(typed([row | {"groups": groups}]), {"fedavg": "FedAvg"}, 2000):
         console.print(table)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert clean(re.sub(r"\x1b\[[0-9;]*m", "", text))  # Rich's own bold and italic
@@ -200,7 +201,7 @@ def report(folder: Path) -> str:
     write_metrics(folder)
     write_report(
         folder,
-        [result("local", 4, 5.0, clients), result("comigs-1g1s", 4, 0.0, clients)],
+        typed([result("local", 4, 5.0, clients), result("comigs-1g1s", 4, 0.0, clients)]),
         f"about {EVIL}</title><script>",
     )
     return (folder / "report.html").read_text()

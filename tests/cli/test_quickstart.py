@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
+from figures import as_json
 
 from coterie.core import metrics
 from coterie.runs.recipe import load
@@ -22,7 +23,7 @@ def test_two_rounds_already_help_every_client(tmp_path: Path) -> None:
             "data.valid_tokens=500",
         ],
     )
-    results = run(recipe, tmp_path)
+    results = as_json(run(recipe, tmp_path))
     pretrained, local, fedavg, ours = results
     assert [r["method"] for r in results] == ["pretrained", "local", "fedavg", "comigs-1g1s"]
     assert list(ours["clients"]) == ["reference", "network", "numbers", "introspection"]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from figures import as_json
 from rich.console import Console
 
 from coterie.core import profiling
@@ -62,8 +63,8 @@ def test_a_trace_has_the_second_round_by_name_and_changes_nothing(
     recipe: Recipe, tmp_path: Path
 ) -> None:
     profile = Profile(tmp_path / "a" / "profile" / "trace.json.gz")
-    (with_trace,) = run(recipe, tmp_path / "a", profile=profile)
-    (without,) = run(recipe, tmp_path / "b")
+    (with_trace,) = as_json(run(recipe, tmp_path / "a", profile=profile))
+    (without,) = as_json(run(recipe, tmp_path / "b"))
     assert profile.written
     step, router = "step generalist+specialist", "step router"
     training = [name for i in ("ann", "ben") for name in (f"local_round {i}", step, step, router)]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from figures import as_json
 from rich.console import Console
 
 from coterie.core import threads
@@ -214,10 +215,12 @@ def test_rows_of_a_command_compute_alike_and_a_loaded_machine_is_told_of(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, reporter = tried(monkeypatch, 1, others=3), Stopping()
-    found = runs.run(
-        recipe.model_copy(update={"compare_with": ("pretrained", "local")}),
-        tmp_path,
-        reporter=reporter,
+    found = as_json(
+        runs.run(
+            recipe.model_copy(update={"compare_with": ("pretrained", "local")}),
+            tmp_path,
+            reporter=reporter,
+        )
     )
     assert made == [2]
     assert [row["machine"]["threads"] for row in found] == [1, 1, 1]
@@ -230,7 +233,7 @@ def test_whoever_says_a_number_has_it(
 ) -> None:
     made = tried(monkeypatch, 2)
     fixed = recipe.model_copy(update={"threads": 1})
-    assert runs.run(fixed, tmp_path / "recipe")[-1]["machine"]["threads"] == 1
+    assert as_json(runs.run(fixed, tmp_path / "recipe"))[-1]["machine"]["threads"] == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     prepared = backends.LocalBackend().prepare(recipe)
     assert backends.choose_threads(prepared) == Chosen(2)
@@ -243,8 +246,8 @@ def test_the_trial_changes_no_figure(
 ) -> None:
     recipe = recipes.changed(recipe, {"model.dropout": 0.1})
     made = tried(monkeypatch, 2)
-    (own,) = runs.run(recipe, tmp_path / "tried")
-    (fixed,) = runs.run(recipe.model_copy(update={"threads": 2}), tmp_path / "fixed")
+    (own,) = as_json(runs.run(recipe, tmp_path / "tried"))
+    (fixed,) = as_json(runs.run(recipe.model_copy(update={"threads": 2}), tmp_path / "fixed"))
     assert made == [2]
     assert own["clients"] == fixed["clients"]
 

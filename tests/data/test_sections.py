@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import datasets
 import pytest
+from figures import as_json
 from pydantic import TypeAdapter, ValidationError
 
 from coterie import personal
@@ -691,7 +692,7 @@ def test_clients_with_unlike_data_and_experts_train_together(
         (prepared.site.layouts[i].generalists, prepared.site.layouts[i].specialists)
         for i in prepared.clients
     ] == [(1, count) for count in specialists]
-    [result] = run(recipe, tmp_path / "run")
+    [result] = as_json(run(recipe, tmp_path / "run"))
     clients = result["clients"]
     assert list(clients) == ["de", "fr", "it", "nl"]
     by_experts = sorted(clients.values(), key=lambda client: client["trainable_parameters"])

@@ -9,6 +9,7 @@ import unicodedata
 from pathlib import Path
 
 import pytest
+from figures import as_json
 from terminals import MINUTE, OWN, demonstration, left, loaded, terminals, texts, written
 
 import coterie
@@ -18,7 +19,7 @@ from coterie.runs.run import run
 
 def test_devices_come_to_the_same_as_one_process_and_nothing_is_left(tmp_path: Path) -> None:
     data, recipe = texts(tmp_path / "texts", "ann", "ben"), written(tmp_path)
-    (expected,) = run(loaded(recipe, data), tmp_path / "one")
+    (expected,) = as_json(run(loaded(recipe, data), tmp_path / "one"))
     with terminals(tmp_path) as terminal:
         demo = terminal("demo", *demonstration(recipe, data))
         assert demo.ends(400) == 0, demo.text

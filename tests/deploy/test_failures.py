@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from figures import as_json
 from terminals import MINUTE, OWN, Terminal, kill, left, loaded, terminals, texts, until, written
 
 from coterie.deploy.link import Link, free_port
@@ -207,7 +208,9 @@ def test_a_server_that_is_killed_goes_on_from_its_checkpoint_to_the_same_result(
     tmp_path: Path,
 ) -> None:
     recipe = written(tmp_path, method__rounds=6)
-    (expected,) = run(loaded(recipe, texts(tmp_path / "texts", "ann", "ben")), tmp_path / "one")
+    (expected,) = as_json(
+        run(loaded(recipe, texts(tmp_path / "texts", "ann", "ben")), tmp_path / "one")
+    )
     with terminals(tmp_path) as open:
         site = Site(tmp_path, open, "ann", "ben")
         server = site.server("ann", "ben")

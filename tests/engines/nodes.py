@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import flwr.app as flower_app
+from figures import as_json
 from flwr.app import Error, Message, RecordDict
 from flwr.common.serde import message_to_proto
 
+from coterie.core.result import Json
 from coterie.deploy import apps
 from coterie.engines import Listener
 from coterie.engines.flower.localgrid import Handle, LocalGrid, LocalNode, delivered
@@ -18,7 +20,6 @@ from coterie.engines.messages import Reply, Request
 from coterie.reports import Callback
 from coterie.runs.backends import Backend, DeviceBackend, simulated_device
 from coterie.runs.execution import Execution
-from coterie.runs.files import Json
 from coterie.runs.inputs import Inputs, Kept
 from coterie.runs.recipe import Recipe
 from coterie.runs.run import execute_all
@@ -171,4 +172,4 @@ def execution(backend: Backend, recipe: Recipe, folder: Path) -> Execution:
 
 def finished(recipe: Recipe, folder: Path, backend: Backend) -> Json:
     """The result of a run, from where it stands to its end."""
-    return execute_all([(recipe, folder)], Callback(), backend=backend)[-1]
+    return as_json(execute_all([(recipe, folder)], Callback(), backend=backend))[-1]

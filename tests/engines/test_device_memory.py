@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from figures import as_json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nodes import Nodes, devices, execution, simulated_nodes
@@ -450,12 +451,14 @@ def test_a_server_that_comes_back_ends_as_if_nothing_had_happened(
             found.add({"client": client, "home": str(tmp_path / name / client)})
         return found
 
-    whole = run.run(recipe, tmp_path / "whole", backend=devices(grid("a"), recipe, 4))[-1]
+    whole = as_json(run.run(recipe, tmp_path / "whole", backend=devices(grid("a"), recipe, 4)))[-1]
     nodes = grid("b")
     stopped_after(devices(nodes, recipe, 4), recipe, tmp_path / "part", rounds)
     (tmp_path / "part/recipe.yaml").write_text(run.recipes.dump(recipe))
     asked_before = len(nodes.of("c0-0").requests)
-    resumed = run.run(recipe, tmp_path / "part", resume=True, backend=devices(nodes, recipe, 4))[-1]
+    resumed = as_json(
+        run.run(recipe, tmp_path / "part", resume=True, backend=devices(nodes, recipe, 4))
+    )[-1]
     tasks = [r for r in nodes.of("c0-0").requests[asked_before:] if r.action == "task"]
     assert tasks[0].round == rounds // 2 * 2
     assert {r.run for r in tasks} == {
@@ -486,10 +489,10 @@ def test_a_simulation_that_died_before_its_first_checkpoint_starts_again(
         "coterie.engines.flower.simulation.simulated",
         lambda clients, threads, handle: simulated_nodes(clients),
     )
-    whole = run.run(recipe, tmp_path / "whole")[-1]
+    whole = as_json(run.run(recipe, tmp_path / "whole"))[-1]
     stopped_after(LocalBackend(), recipe, tmp_path / "part", 1)
     (tmp_path / "part/recipe.yaml").write_text(run.recipes.dump(recipe))
-    resumed = run.run(recipe, tmp_path / "part", resume=True)[-1]
+    resumed = as_json(run.run(recipe, tmp_path / "part", resume=True))[-1]
     assert resumed["evaluations"] == whole["evaluations"]
     assert resumed["lost"] == {}
 

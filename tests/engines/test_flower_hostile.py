@@ -15,11 +15,11 @@ from nodes import Nodes, Notes, altered, content, devices, execution, finished
 
 from coterie.core.errors import TensorError
 from coterie.core.protocol import Ask
+from coterie.core.result import RESULT
 from coterie.core.tensors import Tensors, from_bytes, to_bytes
 from coterie.engines.flower.engine import Flower
 from coterie.engines.messages import MOST_HEADER, Reply, Request, parsed
 from coterie.methods import Method
-from coterie.runs.inputs import RESULT
 from coterie.runs.recipe import Recipe, build_method, load
 
 SETTINGS = [

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from figures import as_json
 from flwr.app import Message
 from nodes import (
     Nodes,
@@ -431,7 +432,7 @@ def test_runs_on_one_grid_know_nothing_of_each_other(grid: Nodes, tmp_path: Path
     rows = [(recipe, tmp_path / "a"), (recipe_of("cobo"), tmp_path / "b"), (recipe, tmp_path / "c")]
     for _, folder in rows:
         folder.mkdir()
-    a, _, c = run.execute_all(rows, Callback(), backend=devices(grid, recipe, 3))
+    a, _, c = as_json(run.execute_all(rows, Callback(), backend=devices(grid, recipe, 3)))
     assert a["evaluations"] == c["evaluations"]
     runs = {request.run for request in grid.of("c0-0").requests if request.action == "task"}
     assert len(runs) == 3

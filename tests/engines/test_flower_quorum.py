@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from figures import as_json
 from nodes import Nodes, devices, execution, finished, silent
 
 from coterie.core.errors import ClientError
@@ -65,7 +66,7 @@ def test_a_client_that_never_answers_is_left_out_of_everything(
     recipe = recipe_of(method, "deadline: 0.3")
     grid.nodes[1007].spoil = silent()
     backend = devices(grid, recipe, 3)
-    result = run.run(recipe, tmp_path / "out", backend=backend)[-1]
+    result = as_json(run.run(recipe, tmp_path / "out", backend=backend))[-1]
     assert set(result["clients"]) == {"c0-0", "c1-0"}
     said = lines(tmp_path / "out", "lost")
     assert {line["client"] for line in said} == {"c0-1"}
@@ -96,11 +97,13 @@ def test_fewer_than_wanted_stop_the_run_which_can_go_on(grid: Nodes, tmp_path: P
     ]
     before_task(grid, lambda request: None)
     grid.nodes[1014].spoil = None
-    resumed = run.run(recipe, tmp_path / "out", resume=True, backend=devices(grid, recipe, 3))[-1]
+    resumed = as_json(
+        run.run(recipe, tmp_path / "out", resume=True, backend=devices(grid, recipe, 3))
+    )[-1]
     other = Nodes()
     for client in CLIENTS:
         other.add({"client": client, "home": str(tmp_path / "other" / client)})
-    whole = run.run(recipe, tmp_path / "whole", backend=devices(other, recipe, 3))[-1]
+    whole = as_json(run.run(recipe, tmp_path / "whole", backend=devices(other, recipe, 3)))[-1]
     assert resumed["evaluations"] == whole["evaluations"]
     assert lines(tmp_path / "out", "note") == []
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from figures import as_json
 from flwr.app import Message
 from nodes import Nodes, Notes, content, devices, finished, parts
 from people import DECOMPOSED, folders_of_text
@@ -68,7 +69,9 @@ def test_devices_come_to_what_one_process_comes_to(
         )
     settings = recipe_of(texts, tiny_base, method, engine="flower")
     result = finished(settings, tmp_path / "there", devices(grid, settings, len(PEOPLE)))
-    (expected,) = run.run(settings.model_copy(update={"engine": "loopback"}), tmp_path / "here")
+    (expected,) = as_json(
+        run.run(settings.model_copy(update={"engine": "loopback"}), tmp_path / "here")
+    )
     assert result["lost"] == {}
     assert {i: own["flops_per_token"] for i, own in result["clients"].items()} == {
         i: own["flops_per_token"] for i, own in expected["clients"].items()

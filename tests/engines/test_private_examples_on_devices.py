@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from figures import as_json
 from nodes import Nodes, devices, finished
 
 from coterie.aggregation.accountant import epsilon_of
@@ -51,7 +52,8 @@ def spent(steps: int) -> float:
 
 def test_over_bytes_a_simulation_is_the_same(tmp_path: Path) -> None:
     here, there = (
-        run(private(f"engine={name}"), tmp_path / name)[-1] for name in ("inprocess", "loopback")
+        as_json(run(private(f"engine={name}"), tmp_path / name))[-1]
+        for name in ("inprocess", "loopback")
     )
     assert here["evaluations"] == there["evaluations"]
     assert here["privacy"] == there["privacy"]

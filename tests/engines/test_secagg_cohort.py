@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from figures import as_json
 from flwr.app import ConfigRecord, Message
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Stage
 from test_secagg import SENT, Ear, InProcess, Pair, as_in_a_run, assert_is_mean, engine, stage_of  # noqa: F401 - the fixture
@@ -315,7 +316,7 @@ def killed_in(round: int, stage: str) -> Callable[[int, str, Message], None]:
 
 def run_on(grid: Devices, recipe: Recipe, folder: Path, resume: bool = False) -> dict[str, Any]:
     backend = DeviceBackend.found(grid, recipe, len(IDS), 5.0, Ear())
-    return run.run(recipe, folder, resume=resume, reporter=Callback(), backend=backend)[-1]
+    return as_json(run.run(recipe, folder, resume=resume, reporter=Callback(), backend=backend))[-1]
 
 
 def notes(folder: Path) -> list[str]:

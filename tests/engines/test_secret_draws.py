@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from figures import as_json
 from nodes import Nodes, devices, execution, finished
 
 from coterie.aggregation.accountant import Accountant
@@ -99,16 +100,16 @@ def test_where_draws_follow_from_the_seed_the_epsilon_is_said_to_be_of_an_experi
     tmp_path: Path,
 ) -> None:
     recipe = drawing("engine=inprocess", "method.rounds=2")
-    (result,) = run.run(recipe, tmp_path / "run")
+    (result,) = as_json(run.run(recipe, tmp_path / "run"))
     assert result["privacy"]["experiment"]
     assert "can draw the same noise, and the same clients" in result["privacy"]["assumes"]
     assert not (tmp_path / "run" / files.SECRET).exists()
-    again = run.run(recipe, tmp_path / "again")[-1]
+    again = as_json(run.run(recipe, tmp_path / "again"))[-1]
     assert again["mean"] == result["mean"]
     many = Accountant(recipe.privacy, 10_000, experiment=True)
     for _ in range(30):
         many.spend(500, 10_000)
-    assert many.summary()["experiment"]
+    assert many.summary().experiment
 
 
 def test_all_methods_of_a_comparison_see_the_same_draws(tmp_path: Path) -> None:

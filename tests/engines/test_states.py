@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from figures import as_json
 
 from coterie.client.blueprint import Blueprint
 from coterie.client.settings import Training
@@ -413,7 +414,7 @@ SHORT = [
 
 
 def test_a_run_in_files_resumed_in_memory_ends_as_one_in_memory(tmp_path: Path) -> None:
-    whole = run.run(load("cobo-digits", SHORT), tmp_path / "whole")[-1]
+    whole = as_json(run.run(load("cobo-digits", SHORT), tmp_path / "whole"))[-1]
     part = execution.Execution(
         prepare(load("cobo-digits", [*SHORT, "memory=0"])), tmp_path / "part", Callback(), ""
     )
@@ -426,7 +427,7 @@ def test_a_run_in_files_resumed_in_memory_ends_as_one_in_memory(tmp_path: Path) 
     kept = part.engine.states()
     assert isinstance(kept, Stored)
     assert in_files(kept) == set(part.clients)
-    again = run.run(load("cobo-digits", SHORT), tmp_path / "part", resume=True)[-1]
+    again = as_json(run.run(load("cobo-digits", SHORT), tmp_path / "part", resume=True))[-1]
     assert again["evaluations"] == whole["evaluations"]
     for i, found in whole["clients"].items():
         assert found["state_bytes"] == again["clients"][i]["state_bytes"] > 0

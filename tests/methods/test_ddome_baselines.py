@@ -10,6 +10,7 @@ from typing import Literal
 
 import pytest
 import torch
+from figures import as_json
 from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 from torch.nn.functional import cross_entropy, leaky_relu, softplus
@@ -703,6 +704,6 @@ def test_they_run_by_name(name: str, tmp_path: Path) -> None:
         "compare_with=[]",
         f"method={{name: {name}, rounds: 8, local_steps: 5}}",
     ]
-    found = run.run(load("cobo-digits", settings), tmp_path / name)[-1]
+    found = as_json(run.run(load("cobo-digits", settings), tmp_path / name))[-1]
     assert found["mean_loss"] < 1.5  # 2.3 is chance
     assert found["mean"] > 50

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from figures import as_json
 from typer.testing import CliRunner
 
 import coterie
@@ -66,16 +67,18 @@ def test_a_method_in_a_file_of_ones_own_runs_by_its_name(package: Path, tiny_bas
             "method.step=0.25",
         ],
     )
-    (result,) = run(recipe, package / "run")
+    (result,) = as_json(run(recipe, package / "run"))
     assert result["method"] == "mine.half:Half"
     assert METHODS["mine.half:Half"].title == "Half"
     assert "Half" in (package / "run/report.html").read_text()
-    (row,) = run(
-        load(
-            "quickstart",
-            [f"model.base={tiny_base}", "model.context=16", "method.name=fedavg", *SMALL],
-        ),
-        package / "fedavg",
+    (row,) = as_json(
+        run(
+            load(
+                "quickstart",
+                [f"model.base={tiny_base}", "model.context=16", "method.name=fedavg", *SMALL],
+            ),
+            package / "fedavg",
+        )
     )
     assert row["mean"] != result["mean"]
 
@@ -88,7 +91,7 @@ def test_it_stands_beside_others_in_a_comparison(package: Path, tiny_base: Path)
         *SMALL,
         "compare_with=['mine.half:Half']",
     ]
-    rows = run(load("quickstart", settings), package / "run")
+    rows = as_json(run(load("quickstart", settings), package / "run"))
     assert sorted(row["method"] for row in rows) == ["local", "mine.half:Half"]
 
 

@@ -8,15 +8,19 @@ import re
 from pathlib import Path
 
 import pytest
-from reports.samples import classified
+from figures import as_json, typed
+from reports.samples import classified, result
 from rich.console import Console
 
 from coterie.core.errors import Refused
 from coterie.core.metrics import ACCURACY, PERPLEXITY
+from coterie.core.result import RESULT
 from coterie.papers import tables
 from coterie.papers.checks import _verdicts
+from coterie.papers.job import Job
 from coterie.papers.page import markdown, terminal, write_page
-from coterie.papers.reproduce import Job, _effort, _shown, reproduce
+from coterie.papers.remarks import effort
+from coterie.papers.reproduce import _shown, reproduce
 from coterie.papers.tables import (
     Better,
     Gate,
@@ -30,7 +34,6 @@ from coterie.papers.tables import (
     Weights,
 )
 from coterie.reports import comparison
-from coterie.runs.inputs import RESULT
 from coterie.runs.prepare import prepare
 from coterie.runs.recipe import Recipe, load
 
@@ -116,7 +119,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> tuple[Job,
         ("pretrained", "local", "comigs-1g1s"),
         overrides,
     )
-    return job, reproduce(job)
+    return job, as_json(reproduce(job))
 
 
 def test_a_table_holds_measured_beside_published(toy: tuple[Job, dict]) -> None:
@@ -170,10 +173,10 @@ def test_the_page_says_how_many_settings_each_row_tried(toy: tuple[Job, dict]) -
         page = Path(f"{job.folder / 'comigs-table2'}.{ending}").read_text()
         assert "Settings that a row tried on validation at the first seed" in page
         assert "every row 2." in page  # two learning rates; what is not trained has nothing to try
-    assert "every other row 1" in _effort(
+    assert "every other row 1" in effort(
         Job("cobo/table2", "small", job.folder, columns=("digits",))
     )
-    assert "Ditto 4" in _effort(Job("cobo/table2", "small", job.folder, columns=("digits",)))
+    assert "Ditto 4" in effort(Job("cobo/table2", "small", job.folder, columns=("digits",)))
 
 
 @pytest.mark.parametrize(("name", "scale"), [(n, s) for n in tables.names() for s in tables.SCALES])
@@ -217,7 +220,9 @@ def test_the_pull_between_languages_is_as_long_as_the_papers() -> None:
 def test_what_was_run_is_not_run_again(toy: tuple[Job, dict]) -> None:
     job, found = toy
     stamps = {path: path.stat().st_mtime_ns for path in job.folder.rglob(RESULT)}
-    again = reproduce(Job(job.name, job.scale, job.folder, 2, job.columns, job.rows, job.overrides))
+    again = as_json(
+        reproduce(Job(job.name, job.scale, job.folder, 2, job.columns, job.rows, job.overrides))
+    )
     assert {path: path.stat().st_mtime_ns for path in job.folder.rglob(RESULT)} == stamps
     assert again == found
 
@@ -234,8 +239,8 @@ def cell(row: str, mean: float, std: float = 0.0, **clients: float) -> dict:
 
 
 def verdict(statement: Statement, *cells: dict) -> tuple[bool, str] | None:
-    found = list(_verdicts(statement, list(cells), Path()))
-    return (found[0]["holds"], found[0]["detail"]) if found else None
+    found = list(_verdicts(statement, typed(cells), Path()))
+    return (found[0].holds, found[0].detail) if found else None
 
 
 def test_lower_means_every_row_below_every_other() -> None:
@@ -341,9 +346,7 @@ def test_router_statements_read_the_metrics(
 ) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    (run / RESULT).write_text(
-        json.dumps({"clients": {"ann": {"generalists": 1, "specialists": 1}}})
-    )
+    (run / RESULT).write_text(json.dumps(result("comigs-1g1s", 2, 0.0)))
     lines = [
         {
             "kind": "train",
@@ -357,7 +360,7 @@ def test_router_statements_read_the_metrics(
     own = [{"row": "a", "column": "c", "folders": ["run"]}]
     for kind, expected in (("falls", falls), ("below half at the end", below)):
         s = Routers(kind="routers", says="", source="", columns=("c",), row="a", generalist=kind)  # type: ignore[arg-type]
-        assert next(_verdicts(s, own, tmp_path))["holds"] is expected
+        assert next(_verdicts(s, typed(own), tmp_path)).holds is expected
 
 
 def test_mistakes_are_refused_before_anything_runs(tmp_path: Path) -> None:
@@ -388,7 +391,7 @@ def mixed(tmp_path: Path) -> dict:
     """A table with accuracy in its first column and perplexity in its second, and the runs of
     it.
     """
-    kinds = {"digits": ACCURACY.about, "language": PERPLEXITY.about}
+    kinds = {"digits": ACCURACY.about.to_json(), "language": PERPLEXITY.about.to_json()}
     cells = []
     for column, metric in kinds.items():
         for k, method in enumerate(("local", "cobo")):
@@ -411,7 +414,12 @@ def mixed(tmp_path: Path) -> dict:
             }
             about["evaluations"] = found["evaluations"]
             cells.append(
-                comparison.row(method, [found], [classified("local", metric=metric)]) | about
+                as_json(
+                    comparison.row(
+                        method, typed([found]), typed([classified("local", metric=metric)])
+                    )
+                )
+                | about
             )
     return {
         "title": "T",
@@ -435,7 +443,7 @@ def mixed(tmp_path: Path) -> dict:
 
 
 def test_each_column_has_its_own_metric(mixed: dict, tmp_path: Path) -> None:
-    text = markdown(mixed)
+    text = markdown(typed(mixed))
     digits, language = text.split("## Language")
     assert "Mean test accuracy, % over clients; higher is better." in digits
     assert "MFLOPs/example" in digits
@@ -444,11 +452,11 @@ def test_each_column_has_its_own_metric(mixed: dict, tmp_path: Path) -> None:
     assert "| COBO | 81.50 | 65.90 | 81.50 | 100 | 100 | 0.500 |" in digits
     assert "| COBO | 81.50 | 65.90 | 81.50 | 0 | 100 | 0.500 |" in language
     assert "- 1 statement of the paper is not judged" in text
-    write_page(tmp_path / "t.html", mixed, (), tmp_path)
+    write_page(tmp_path / "t.html", typed(mixed), (), tmp_path)
     page = (tmp_path / "t.html").read_text()
     assert re.findall(r"<tr class=best><th[^>]*>(\w+)", page) == ["COBO", "LOCAL"]
     console = Console(file=io.StringIO(), width=80)
-    for table in terminal(mixed):
+    for table in terminal(typed(mixed)):
         console.print(table)
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "Digits: test accuracy, %, higher is better" in shown
@@ -464,7 +472,7 @@ def test_every_kind_of_picture_is_drawn(mixed: dict, tmp_path: Path) -> None:
         Picture(kind="bars", title="By column", rows=("local", "cobo")),
         Picture(kind="bars", title="Elsewhere", columns=("digits",), rows=()),
     )
-    write_page(tmp_path / "t.html", mixed, pictures, tmp_path)
+    write_page(tmp_path / "t.html", typed(mixed), pictures, tmp_path)
     page = (tmp_path / "t.html").read_text()
     curves, weights, domains, bars = (
         page[page.index(f'id="picture-{k}"') : page.index(f'id="picture-{k + 1}"')]
@@ -487,8 +495,10 @@ def test_every_kind_of_picture_is_drawn(mixed: dict, tmp_path: Path) -> None:
 
 def test_a_figure_is_drawn(tmp_path: Path, data_root: Path) -> None:
     """Figure 4 at toy size: router scores of two methods, and a verdict read off the metrics."""
-    found = reproduce(
-        Job("comigs/figure4", "small", tmp_path, overrides=(*TOY, f"data.root={data_root}"))
+    found = as_json(
+        reproduce(
+            Job("comigs/figure4", "small", tmp_path, overrides=(*TOY, f"data.root={data_root}"))
+        )
     )
     page = (tmp_path / "comigs-figure4.html").read_text()
     assert page.count("generalist, block 1") >= 8  # two methods, four clients
@@ -502,8 +512,18 @@ def pooled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
     """
     folder = tmp_path_factory.mktemp("pooled")
     overrides = ("method.rounds=4", "evaluate_every=2", "model.common.pretraining.epochs=5")
-    return folder, reproduce(
-        Job("ddome/table6", "small", folder, 1, ("digits",), ("common-expert", "ddome"), overrides)
+    return folder, as_json(
+        reproduce(
+            Job(
+                "ddome/table6",
+                "small",
+                folder,
+                1,
+                ("digits",),
+                ("common-expert", "ddome"),
+                overrides,
+            )
+        )
     )
 
 
@@ -534,11 +554,11 @@ def test_a_table_may_show_another_figure_than_the_last(
         for cell in found["cells"]
         if cell["row"] == "ddome"
     ]
-    shown = _shown(results, figure)  # type: ignore[arg-type]
+    shown = _shown(typed(results), figure)  # type: ignore[arg-type]
     tests = [e["groups"]["aligned"] for e in results[0]["evaluations"]]
     right = results[0]["evaluations"][-1]["choices"]["aligned"]["gate_accuracy"]
     assert shown["mean"] == pytest.approx(100 - right if figure == "gate_error" else max(tests))
-    assert shown["metric"]["lower_is_better"] is (figure == "gate_error")
+    assert shown["metric"].lower_is_better is (figure == "gate_error")
 
 
 def test_every_kind_of_picture_of_a_pool_is_drawn(
@@ -546,7 +566,7 @@ def test_every_kind_of_picture_of_a_pool_is_drawn(
 ) -> None:
     folder, found = pooled
     kinds = ("labels", "k-means", "experts", "gate")
-    write_page(tmp_path / "t.html", found, [Picture(kind=kind) for kind in kinds], folder)  # type: ignore[arg-type]
+    write_page(tmp_path / "t.html", typed(found), [Picture(kind=kind) for kind in kinds], folder)  # type: ignore[arg-type]
     page = (tmp_path / "t.html").read_text()
     labels, means, experts, gate = (
         page[page.index(f'id="picture-{k}"') :].partition("</section>")[0] for k in range(4)

@@ -22,6 +22,9 @@ def result(
         }
         for r in range(0 if rounds == 0 else 1, rounds + 1)
     ]
+    for entry in evaluations:
+        own = entry["clients"].values()
+        entry |= {split: sum(c[split] for c in own) / len(own) for split in ("valid", "test")}
     last = evaluations[-1]["clients"]
     costs = {"trainable_parameters": 1000, "active_parameters": 900, "flops_per_token": 2_500_000}
     costs |= {"bytes_up": 4000, "bytes_down": 4000, "state_bytes": 12_000}

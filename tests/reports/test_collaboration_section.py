@@ -7,6 +7,7 @@ import re
 from html import unescape
 
 import pytest
+from figures import typed
 from reports.samples import PAIRED, classified
 
 from coterie.reports.collaboration import (
@@ -21,7 +22,7 @@ from coterie.reports.heat import LEVELS
 
 
 def weights(**figures: object) -> Weights:
-    found = Weights.of("CoBo", classified("cobo", **figures))
+    found = Weights.of("CoBo", typed(classified("cobo", **figures)))
     assert found is not None
     return found
 
@@ -134,10 +135,10 @@ def test_results_without_weights_have_no_pictures() -> None:
     old = classified("local")
     for entry in old["evaluations"]:
         del entry["weights"]
-    assert collaboration({"Local": old}) == ()
+    assert collaboration(typed({"Local": old})) == ()
     shown = "".join(
         collaboration(
-            {"Local": old, "CoBo": classified("cobo"), "FC": classified("fc", clusters=None)}
+            typed({"Local": old, "CoBo": classified("cobo"), "FC": classified("fc", clusters=None)})
         )
     )
     assert shown.count('class="heat moving"') == 2
@@ -147,10 +148,7 @@ def test_results_without_weights_have_no_pictures() -> None:
 
 
 def test_weights_of_one_client_are_nothing_to_look_at() -> None:
-    assert (
-        Weights.of(
-            "t", {"clients": {"ann": {}}, "evaluations": [{"iteration": 1, "weights": [[0.0]]}]}
-        )
-        is None
-    )
+    alone = classified("cobo", clusters={"ann": 0})
+    assert len(alone["evaluations"][0]["weights"]) == 1
+    assert Weights.of("t", typed(alone)) is None
     assert PAIRED.keys() == set(weights().clients)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from figures import as_json, typed
 
 from coterie.core.metrics import (
     ACCURACY,
@@ -13,7 +14,6 @@ from coterie.core.metrics import (
     better,
     change,
     deviation,
-    label,
     perplexity,
     prediction,
     worst,
@@ -43,7 +43,9 @@ def line(method: str, trainable: int, active: int | None = None, flops: int = 10
 def test_rows_of_one_budget_need_no_note() -> None:
     assert (
         comparability(
-            [line("pretrained", 0, flops=50), line("fedavg", 980), line("comigs-1g1s", 1000)],
+            typed(
+                [line("pretrained", 0, flops=50), line("fedavg", 980), line("comigs-1g1s", 1000)]
+            ),
             "comigs-1g1s",
         )
         == []
@@ -52,7 +54,7 @@ def test_rows_of_one_budget_need_no_note() -> None:
 
 def test_rows_of_another_budget_are_named_with_what_differs() -> None:
     rows = [line("ffa-lora", 500), line("comigs-1gxs", 2000, 1000, 125), line("comigs-1g1s", 1000)]
-    first, second = comparability(rows, "comigs-1g1s")
+    first, second = comparability(typed(rows), "comigs-1g1s")
     assert (
         first
         == "ffa-lora: -50% trainable parameters, -50% active parameters against comigs-1g1s: not "
@@ -66,14 +68,14 @@ def test_rows_of_another_budget_are_named_with_what_differs() -> None:
 
 
 def test_a_bound_that_sees_all_data_is_called_one() -> None:
-    (note,) = comparability([line("local", 1000), line("centralized", 1000)], "local")
+    (note,) = comparability(typed([line("local", 1000), line("centralized", 1000)]), "local")
     assert "centralized" in note
     assert "bound" in note
 
 
 def test_without_the_recipes_method_rows_are_held_against_the_first_that_trains() -> None:
     (note,) = comparability(
-        [line("pretrained", 0), line("local", 1000), line("ffa-lora", 500)], "comigs-1g1s"
+        typed([line("pretrained", 0), line("local", 1000), line("ffa-lora", 500)]), "comigs-1g1s"
     )
     assert "against local" in note
 
@@ -96,7 +98,7 @@ def test_a_row_sums_up_its_seeds() -> None:
             "clients": {"ann": client},
         }
 
-    found = row("local", [result(1.0), result(3.0)])
+    found = as_json(row("local", typed([result(1.0), result(3.0)])))
     assert (found["mean"], found["mean_synced"], found["clients"]) == (2.0, 3.0, {"ann": 2.0})
     assert (found["bytes_up_per_round"], found["bytes_down_per_round"]) == (10, 5)
     assert found["state_bytes"] is None  # an older result does not know it
@@ -108,7 +110,7 @@ def test_each_metric_has_its_direction_unit_and_predictions() -> None:
     assert (best([1, 2, 3], high), worst([1, 2, 3], high), better(1, 2, high)) == (3, 1, False)
     assert not better(2, 2, low)
     assert not better(2, 2, high)
-    assert (label(low), label(high)) == ("test perplexity", "test accuracy, %")
+    assert (str(low), str(high)) == ("test perplexity", "test accuracy, %")
     assert (prediction(low), prediction(high)) == ("token", "example")
     assert change(90, 100, low) == (pytest.approx(-10), "%")
     assert change(70.5, 72, high) == (-1.5, "points")
@@ -133,40 +135,45 @@ def test_improved_is_the_share_of_clients_and_seeds_that_beat_their_own_local_ru
     high = ACCURACY.about
     alone = [scored("local", 0, high, ann=50, ben=60), scored("local", 1, high, ann=70, ben=60)]
     own = [scored("cobo", 0, high, ann=51, ben=60), scored("cobo", 1, high, ann=69, ben=61)]
-    assert improved(own, alone) == 50
-    assert improved(own, alone[:1]) is None  # Local lacks a seed
-    assert improved(alone, alone) is None
+    assert improved(typed(own), typed(alone)) == 50
+    assert improved(typed(own), typed(alone[:1])) is None  # Local lacks a seed
+    assert improved(typed(alone), typed(alone)) is None
     low = [scored("local", 0, None, ann=50, ben=60)], [scored("cobo", 0, None, ann=51, ben=59)]
-    assert improved(low[1], low[0]) == 50
+    assert improved(typed(low[1]), typed(low[0])) == 50
 
 
 def test_rows_hold_every_method_against_local() -> None:
     high = ACCURACY.about
-    found = rows(
-        [
-            scored(m, s, high, ann=50 + k, ben=60 + k)
-            for k, m in enumerate(("local", "cobo"))
-            for s in (0, 1)
-        ]
+    found = as_json(
+        rows(
+            typed(
+                [
+                    scored(m, s, high, ann=50 + k, ben=60 + k)
+                    for k, m in enumerate(("local", "cobo"))
+                    for s in (0, 1)
+                ]
+            )
+        )
     )
     assert [(r["method"], len(r["per_seed"]), r["improved"]) for r in found] == [
         ("local", 2, None),
         ("cobo", 2, 100),
     ]
     assert found[0]["between_clients"] == 5
-    assert found[0]["metric"] == high
+    assert found[0]["metric"] == high.to_json()
     assert found[0]["weights_error"] is None
 
 
 def test_an_unequal_number_of_iterations_is_said() -> None:
     (note,) = comparability(
-        [line("local", 10) | {"iterations": 6000}, line("cobo", 10) | {"iterations": 600}], "cobo"
+        typed([line("local", 10) | {"iterations": 6000}, line("cobo", 10) | {"iterations": 600}]),
+        "cobo",
     )
     assert note == "local: +900% local iterations against cobo: not an equal budget."
 
 
 def test_the_oracle_is_called_a_bound() -> None:
-    assert comparability([line("oracle", 10), line("cobo", 10)], "cobo") == [
+    assert comparability(typed([line("oracle", 10), line("cobo", 10)]), "cobo") == [
         "oracle: is told the true clusters, which nobody knows: a bound."
     ]
 
@@ -176,13 +183,13 @@ def test_lost_replies_are_counted_over_seeds_and_told_by_client() -> None:
         scored("fedavg", k, None, ann=1, ben=1) | {"lost": own}
         for k, own in enumerate(({"ben": 2}, {}, {"ann": 1, "ben": 3}))
     ]
-    found = row("fedavg", results)
+    found = as_json(row("fedavg", typed(results)))
     assert found["lost"] == {"ann": 1, "ben": 5}
     assert (
-        row("local", [scored("local", 0, None, ann=1)])["lost"] == {}
+        as_json(row("local", typed([scored("local", 0, None, ann=1)])))["lost"] == {}
     )  # an older result does not say
     assert comparability(
-        [line("local", 10) | {"lost": {}}, line("fedavg", 10) | {"lost": found["lost"]}]
+        typed([line("local", 10) | {"lost": {}}, line("fedavg", 10) | {"lost": found["lost"]}])
     ) == [
         "fedavg: 6 replies were lost, dropped as unfit or missing (ben 5, ann 1); why is in "
         "metrics.jsonl, lines of kind lost."
@@ -210,7 +217,7 @@ def test_what_privacy_was_spent_is_said_once_of_rows_that_spent_alike() -> None:
     }
     rows = [line("pretrained", 0), *(line(m, 10) | {"privacy": spent} for m in ("fedavg", "ditto"))]
     rows.append(line("comigs-1g1s", 10) | {"privacy": spent | {"epsilon": None, "noise": 0.0}})
-    assert comparability(rows, titles={"ditto": "Ditto"}) == [
+    assert comparability(typed(rows), titles={"ditto": "Ditto"}) == [
         "fedavg, Ditto: epsilon 3.91, delta 1e-05 (central, noise z = 6, clip C = 8): 30 "
         "exchanges. It covers this; not that.",
         "comigs-1g1s: no finite epsilon, nobody is protected, delta 1e-05 (central, noise z = 0, "
@@ -218,5 +225,8 @@ def test_what_privacy_was_spent_is_said_once_of_rows_that_spent_alike() -> None:
         "It covers this; not that.",
     ]
     assert (
-        row("fedavg", [scored("fedavg", 0, None, ann=1) | {"privacy": spent}])["privacy"] == spent
+        as_json(row("fedavg", typed([scored("fedavg", 0, None, ann=1) | {"privacy": spent}])))[
+            "privacy"
+        ]
+        == spent
     )

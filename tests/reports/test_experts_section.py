@@ -11,6 +11,7 @@ from statistics import fmean
 
 import pytest
 from browser import opened
+from figures import as_json, typed
 from reports.samples import ANCHORS, UNSEEN, classified, pooled
 from rich.console import Console
 
@@ -42,7 +43,7 @@ PAGE = [
 
 
 def choices(**figures: object) -> Choices:
-    found = Choices.of("DDOME", pooled("ddome", **figures))
+    found = Choices.of("DDOME", typed(pooled("ddome", **figures)))
     assert found is not None
     return found
 
@@ -114,7 +115,7 @@ def test_experts_without_anchors_have_neither_outlines_nor_gate_accuracy() -> No
     drawn = choice_maps([found])
     assert drawn.count("<svg") == 2  # of either group
     assert "own anchor" not in drawn
-    assert Choices.of("FedAvg", pooled("fedavg", gate=False)) is None
+    assert Choices.of("FedAvg", typed(pooled("fedavg", gate=False))) is None
 
 
 def test_the_accuracy_of_an_expert_is_that_of_what_it_was_given() -> None:
@@ -141,7 +142,7 @@ def test_ten_experts_look_unlike() -> None:
 
 
 def test_gate_accuracy_has_a_panel_for_each_group_and_a_line_for_each_method() -> None:
-    other = Choices.of("FedMix", pooled("fedmix"))
+    other = Choices.of("FedMix", typed(pooled("fedmix")))
     assert other is not None
     drawn = gate_curves([choices(), other])
     assert re.findall(r"<figcaption>([^<]*)", drawn) == ["aligned (unseen)", "random (unseen)"]
@@ -151,19 +152,19 @@ def test_gate_accuracy_has_a_panel_for_each_group_and_a_line_for_each_method() -
 def test_decisions_are_counted_and_averaged_as_in_table_5() -> None:
     result = pooled("ddome")
     result["clients"]["u1"]["gate_accuracy"] = 90.0
-    shown = decisions("DDOME", result)
+    shown = decisions("DDOME", typed(result))
     assert re.findall(r"<td>([^<]*)</td>", shown[: shown.index("<details>")]) == [
         *("0, 2", "15", "45", "25.0 %"),
         *("0, 2", "6", "54", "10.0 %"),
         *("", "", "", "17.5 %"),
     ]
     assert "<summary>random (unseen)</summary>" in shown
-    assert decisions("FedAvg", pooled("fedavg", gate=False)) == ""
-    assert decisions("DDOME", pooled("ddome", label_counts=None)) == ""
+    assert decisions("FedAvg", typed(pooled("fedavg", gate=False))) == ""
+    assert decisions("DDOME", typed(pooled("ddome", label_counts=None))) == ""
 
 
 def test_every_kind_of_client_has_its_label_shares() -> None:
-    drawn = distribution(pooled("ddome"))
+    drawn = distribution(typed(pooled("ddome")))
     assert re.findall(r"<figcaption>([^<]*)", drawn) == [
         "3 anchors",
         "8 normal clients",
@@ -200,13 +201,13 @@ def test_the_sentence_on_k_means_is_what_was_found() -> None:
         grouped([(a, b) for a in range(6) for b in range(a)], 2),
     )
     for result, clients, verdict in ((apart, 15, "groups"), (mixed, 30, "no clear groups")):
-        drawn = clustering(result)
+        drawn = clustering(typed(result))
         clusters = dict(re.findall(r"<title>(\S+): cluster (\d), main classes \d·\d<", drawn))
         assert len(clusters) == clients
         assert f"finds {verdict}</h3>" in drawn
         assert f"silhouette is {silhouette(result['label_counts'], clusters):.2f}:" in drawn
-    assert "n0-0: cluster" in clustering(apart)
-    assert "main classes 0·1" in clustering(apart)
+    assert "n0-0: cluster" in clustering(typed(apart))
+    assert "main classes 0·1" in clustering(typed(apart))
 
 
 def silhouette(counts: dict, clusters: dict[str, str]) -> float:
@@ -230,13 +231,13 @@ def silhouette(counts: dict, clusters: dict[str, str]) -> float:
     "figures", [{"anchors": ["a0"]}, {"label_counts": {"a0": [1, 2], "n0": [3, 4], "u0": [1, 1]}}]
 )
 def test_too_few_clients_or_clusters_have_no_k_means(figures: dict) -> None:
-    assert clustering(pooled("ddome", **figures)) == ""
+    assert clustering(typed(pooled("ddome", **figures))) == ""
 
 
 def test_runs_without_pools_or_unseen_clients_have_none_of_it(tmp_path: Path) -> None:
     plain = classified("cobo")
-    assert experts({"CoBo": plain}) == classes(plain) == ()
-    write_report(tmp_path, [plain], "digits")
+    assert experts(typed({"CoBo": plain})) == classes(typed(plain)) == ()
+    write_report(tmp_path, typed([plain]), "digits")
     page = (tmp_path / "report.html").read_text()
     for absent in (
         "unseen",
@@ -252,7 +253,7 @@ def test_runs_without_pools_or_unseen_clients_have_none_of_it(tmp_path: Path) ->
 
 @pytest.fixture
 def page(tmp_path: Path) -> str:
-    write_report(tmp_path, PAGE, "d")
+    write_report(tmp_path, typed(PAGE), "d")
     return (tmp_path / "report.html").read_text()
 
 
@@ -321,7 +322,11 @@ def test_a_comparison_spreads_the_clients_of_every_group(tmp_path: Path) -> None
         folder.mkdir(parents=True)
         (folder / "result.json").write_text(json.dumps(found))
     about = {key: seeds[0][key] for key in ("recipe", "versions", "machine")}
-    write_comparison(tmp_path, about | {"rows": rows(seeds), "seeds": [0, 1], "notes": []}, "d")
+    write_comparison(
+        tmp_path,
+        typed(about | {"rows": as_json(rows(typed(seeds))), "seeds": [0, 1], "notes": []}),
+        "d",
+    )
     page = (tmp_path / "report.html").read_text()
     aligned, random = page[page.index('id="clients"') :].split("<h3>random (unseen)</h3>")[:2]
     assert (aligned.count('class="dot"'), random.count('class="dot"')) == (2 * 2, 2 * 1)
@@ -339,8 +344,11 @@ def test_terminal_tables_of_unseen_clients_fit_80_columns(long: bool) -> None:
         {"trainable_parameters": 106_000_000, "bytes_down_per_round": 1.7e8},
     )
     results = [*PAGE, *(r | {"seed": 1} for r in PAGE if long)]
-    found = [row | {"once_bytes": 85_000_000} | (large if long else {}) for row in rows(results)]
-    for table in tables(found, {name: entry.title for name, entry in METHODS.items()}, 80):
+    found = [
+        row | {"once_bytes": 85_000_000} | (large if long else {})
+        for row in as_json(rows(typed(results)))
+    ]
+    for table in tables(typed(found), {name: entry.title for name, entry in METHODS.items()}, 80):
         console.print(table)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "…" not in text
@@ -369,7 +377,7 @@ def test_a_map_leaves_out_names_for_which_it_has_no_room() -> None:
 
 
 def test_pointer_keys_and_slider_tell_of_maps_that_are_not_square(tmp_path: Path) -> None:
-    write_report(tmp_path, PAGE, "d")
+    write_report(tmp_path, typed(PAGE), "d")
     for width in (1200, 390):
         with opened(width=width) as page:
             page.on("console", lambda message: pytest.fail(message.text))
@@ -407,7 +415,7 @@ def test_a_run_counts_the_labels_that_its_clients_have(tmp_path: Path) -> None:
         "data.unseen={aligned: 2, random: 1}",
         "model.common.pretraining.epochs=1",
     ]
-    (result,) = runs.run(recipes.load("ddome-digits", small), tmp_path / "run")
+    (result,) = as_json(runs.run(recipes.load("ddome-digits", small), tmp_path / "run"))
     counts = result["label_counts"]
     assert counts.keys() == result["labels"].keys()
     assert {i: [c for c, n in enumerate(own) if n] for i, own in counts.items()} == result["labels"]

@@ -6,8 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
+from figures import as_json, typed
 from reports.samples import ACCURACY, CLIENTS, TEXT, classified, result, routing, write_metrics
 
+from coterie.core.result import Mixture
 from coterie.reports import chart, tokens
 from coterie.reports.chart import Axes, Line, Style
 from coterie.reports.comparison import row, rows
@@ -21,7 +23,7 @@ def routed(tmp_path: Path) -> str:
     """The report of a method with routers."""
     (tmp_path / "routing.json").write_text(json.dumps(routing()))
     write_metrics(tmp_path)
-    write_report(tmp_path, ROWS, "four <i>unlike</i> clients")
+    write_report(tmp_path, typed(ROWS), "four <i>unlike</i> clients")
     return (tmp_path / "report.html").read_text()
 
 
@@ -52,7 +54,7 @@ def test_sections_are_there_only_where_there_is_something_to_show(
     routed: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "unrouted"
-    write_report(folder, [result("fedavg", 4, 0.0)], "")
+    write_report(folder, typed([result("fedavg", 4, 0.0)]), "")
     plain = (folder / "report.html").read_text()
     for section in ("texts", "routers"):
         assert f'<section id="{section}">' in routed
@@ -72,7 +74,7 @@ def test_router_scores_have_a_line_for_each_block_and_kind(routed: str) -> None:
 
 
 def test_known_routing_has_the_known_colours() -> None:
-    page = tokens.routing(routing(["ann"]))
+    page = tokens.routing(typed(routing(["ann"])))
     classes = re.findall(r'<span class="t ([^"]*)" style="[^"]*" data-w="([^"]*)">', page)
     assert len(classes) == len(TEXT)
     assert classes[0] == ("fg0 ms0 ls0", "900,100;400,600;250,750")
@@ -88,14 +90,14 @@ def test_known_routing_has_the_known_colours() -> None:
 
 
 def test_each_expert_has_a_colour_and_a_second_cue() -> None:
-    mixture = tokens.experts({"generalists": 2, "specialists": 4})
+    mixture = tokens.experts(Mixture(2, 4))
     assert [e.name for e in mixture] == [
         "generalist 1",
         "generalist 2",
         *(f"specialist {k}" for k in range(1, 5)),
     ]
     assert len({e.cue for e in mixture}) == 6
-    assert [e.name for e in tokens.experts({"generalists": 1, "specialists": 1})] == [
+    assert [e.name for e in tokens.experts(Mixture(1, 1))] == [
         "generalist",
         "specialist",
     ]
@@ -104,7 +106,7 @@ def test_each_expert_has_a_colour_and_a_second_cue() -> None:
 def test_a_client_with_one_expert_has_a_text_but_no_picture_of_its_own() -> None:
     found = routing(["ann", "ben"])
     del found["weights"]["ben"], found["experts"]["ben"]
-    page = tokens.routing(found)
+    page = tokens.routing(typed(found))
     assert "text of <b>ben</b>" in page
     assert "model of <b>ben</b>" not in page
 
@@ -118,7 +120,7 @@ def test_shallow_bases_have_fewer_blocks_to_choose_from(
 ) -> None:
     found = routing(["ann"]) | {"blocks": blocks, "depth": blocks[-1] + 1}
     found["weights"]["ann"]["ann"] = found["weights"]["ann"]["ann"][: len(blocks)]
-    assert re.findall(r'id="block-(\w+)"', tokens.routing(found)) == names
+    assert re.findall(r'id="block-(\w+)"', tokens.routing(typed(found))) == names
 
 
 def test_points_lie_where_their_values_say() -> None:
@@ -135,7 +137,7 @@ def test_points_lie_where_their_values_say() -> None:
 
 def test_a_diverged_method_does_not_break_the_page(tmp_path: Path) -> None:
     worst = result("local", 2, math.inf)
-    write_report(tmp_path, [worst, result("comigs-1g1s", 2, 0.0)], "")
+    write_report(tmp_path, typed([worst, result("comigs-1g1s", 2, 0.0)]), "")
     page = (tmp_path / "report.html").read_text()
     assert "∞" in page
     assert "nan" not in page
@@ -143,7 +145,7 @@ def test_a_diverged_method_does_not_break_the_page(tmp_path: Path) -> None:
 
 def test_of_many_clients_the_table_shows_the_ends_and_folds_the_rest(tmp_path: Path) -> None:
     clients = {f"client-{k}": 10.0 + k for k in range(20)}
-    write_report(tmp_path, [result("local", 2, 0.0, clients)], "")
+    write_report(tmp_path, typed([result("local", 2, 0.0, clients)]), "")
     page = (tmp_path / "report.html").read_text()
     assert "best client" in page
     assert "<summary>All 20 clients</summary>" in page
@@ -151,7 +153,7 @@ def test_of_many_clients_the_table_shows_the_ends_and_folds_the_rest(tmp_path: P
 
 
 def test_it_says_when_texts_are_of_a_few_clients_only(routed: str, tmp_path: Path) -> None:
-    write_report(tmp_path, [result("comigs-1g1s", 4, 0.0, CLIENTS | {"cleo": 9.0})], "")
+    write_report(tmp_path, typed([result("comigs-1g1s", 4, 0.0, CLIENTS | {"cleo": 9.0})]), "")
     assert "The first 2 of 3 clients." in (tmp_path / "report.html").read_text()
     assert "The first" not in routed
 
@@ -160,8 +162,8 @@ def test_figures_that_a_result_lacks_are_a_dash_not_a_zero(tmp_path: Path) -> No
     older = result("local", 2, 0.0, peak_memory_bytes=None)
     for client in older["clients"].values():
         del client["state_bytes"]
-    assert row("local", [older])["state_bytes"] is None
-    write_report(tmp_path, [older], "")
+    assert as_json(row("local", typed([older])))["state_bytes"] is None
+    write_report(tmp_path, typed([older]), "")
     assert (tmp_path / "report.html").read_text().count("<td>-</td>") == 2
 
 
@@ -169,7 +171,7 @@ def test_unequal_budgets_are_said(tmp_path: Path) -> None:
     larger = result("local", 2, 0.0)
     for client in larger["clients"].values():
         client["trainable_parameters"] = 1500
-    write_report(tmp_path, [larger, result("comigs-1g1s", 2, 0.0)], "")
+    write_report(tmp_path, typed([larger, result("comigs-1g1s", 2, 0.0)]), "")
     assert (
         "local: +50% trainable parameters against comigs-1g1s"
         in (tmp_path / "report.html").read_text()
@@ -178,13 +180,13 @@ def test_unequal_budgets_are_said(tmp_path: Path) -> None:
 
 def test_a_comparison_has_deviations_and_the_spread_between_clients(tmp_path: Path) -> None:
     rows = [
-        row(m, [result(m, 4, shift), result(m, 4, shift + 1)])
+        as_json(row(m, typed([result(m, 4, shift), result(m, 4, shift + 1)])))
         for m, shift in (("local", 5.0), ("comigs-1g1s", 0.0))
     ]
     about = {key: ROWS[0][key] for key in ("recipe", "versions", "machine")}
     write_comparison(
         tmp_path,
-        about | {"rows": rows, "seeds": [0, 1], "notes": ["local: <b>unlike</b>"]},
+        typed(about | {"rows": rows, "seeds": [0, 1], "notes": ["local: <b>unlike</b>"]}),
         "<i>d</i>",
     )
     page = (tmp_path / "report.html").read_text()
@@ -201,7 +203,7 @@ def test_a_classifier_is_told_in_its_own_metric(tmp_path: Path) -> None:
     results = [
         classified(m, shift) for m, shift in (("local", -4.0), ("oracle", 2.0), ("cobo", 0.0))
     ]
-    write_report(tmp_path, results, "digits")
+    write_report(tmp_path, typed(results), "digits")
     page = (tmp_path / "report.html").read_text()
     for expected in (
         "<h2>Test accuracy, %</h2>",
@@ -239,7 +241,9 @@ def test_a_classifier_is_told_in_its_own_metric(tmp_path: Path) -> None:
 
 def test_the_best_of_many_clients_is_the_one_with_the_highest_accuracy(tmp_path: Path) -> None:
     write_report(
-        tmp_path, [classified("cobo", clusters={f"client-{k}": k // 2 for k in range(12)})], ""
+        tmp_path,
+        typed([classified("cobo", clusters={f"client-{k}": k // 2 for k in range(12)})]),
+        "",
     )
     page = (tmp_path / "report.html").read_text()
     assert re.findall(r"<td[^>]*>([\d.]+)</td><td[^>]*>([\d.]+)</td></tr>", page)[0] == (
@@ -259,7 +263,11 @@ def test_a_comparison_shows_weights_error_curves_and_collaboration(tmp_path: Pat
         folder.mkdir(parents=True)
         (folder / "result.json").write_text(json.dumps(found))
     about = {key: results[0][key] for key in ("recipe", "versions", "machine")}
-    write_comparison(tmp_path, about | {"rows": rows(results), "seeds": [0, 1], "notes": []}, "d")
+    write_comparison(
+        tmp_path,
+        typed(about | {"rows": as_json(rows(typed(results))), "seeds": [0, 1], "notes": []}),
+        "d",
+    )
     page = (tmp_path / "report.html").read_text()
     assert ">W error</th>" in page
     assert ">Imp.%</th>" in page

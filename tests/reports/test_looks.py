@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from browser import opened
+from figures import as_json, typed
 from reports.samples import CLIENTS, TEXT, classified, pooled, result, routing, write_metrics
 
 from coterie.reports import chart, marks, tokens
@@ -51,11 +52,11 @@ def kinds(tmp_path: Path) -> list[str]:
     write_metrics(tmp_path / "a")
     write_report(
         tmp_path / "a",
-        [result(m, 4, shift) for m, shift in (("local", 5.0), ("comigs-1g1s", 0.0))],
+        typed([result(m, 4, shift) for m, shift in (("local", 5.0), ("comigs-1g1s", 0.0))]),
         "",
     )
-    write_report(tmp_path / "b", [classified("local", -5.0), classified("cobo")], "")
-    write_report(tmp_path / "c", [pooled("fedavg", -5.0, gate=False), pooled("ddome")], "")
+    write_report(tmp_path / "b", typed([classified("local", -5.0), classified("cobo")]), "")
+    write_report(tmp_path / "c", typed([pooled("fedavg", -5.0, gate=False), pooled("ddome")]), "")
     seeds = [
         pooled(m, shift + seed, gate=m == "ddome", seed=seed)
         for m, shift in (("fedavg", -5.0), ("ddome", 0.0))
@@ -63,7 +64,9 @@ def kinds(tmp_path: Path) -> list[str]:
     ]
     about = {key: seeds[0][key] for key in ("recipe", "versions", "machine")}
     write_comparison(
-        tmp_path / "d", about | {"rows": rows(seeds), "seeds": [0, 1], "notes": []}, ""
+        tmp_path / "d",
+        typed(about | {"rows": as_json(rows(typed(seeds))), "seeds": [0, 1], "notes": []}),
+        "",
     )
     row = Interval(5, 4, 6, "told", "#000")
     drawn = marks.bars({"one": [Bar(3, 1, "a", "#000")]}, "y") + marks.intervals(
@@ -90,7 +93,7 @@ def test_letters_have_one_size_in_all_charts_and_windows_and_rows_are_full(
 def test_rows_are_full_however_many_clients_there_are(tmp_path: Path) -> None:
     with opened(width=1280) as page:
         for count in (1, 3, 5, 7, 14):
-            write_report(tmp_path, [result("local", 2, 0.0, unlike(count))], "")
+            write_report(tmp_path, typed([result("local", 2, 0.0, unlike(count))]), "")
             page.goto((tmp_path / "report.html").as_uri())
             page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
             assert max(page.locator(".tiles, .panels").evaluate_all(GAPS), default=0) < 3, count
@@ -106,7 +109,7 @@ def test_figures_are_dealt_to_rows_of_about_as_many(count: int, least: int) -> N
 def test_clients_are_compared_on_one_range(tmp_path: Path) -> None:
     write_report(
         tmp_path,
-        [result(m, 4, shift, unlike(4)) for m, shift in (("local", 5.0), ("fedavg", 0.0))],
+        typed([result(m, 4, shift, unlike(4)) for m, shift in (("local", 5.0), ("fedavg", 0.0))]),
         "",
     )
     page = (tmp_path / "report.html").read_text()
@@ -159,7 +162,7 @@ def test_only_panels_of_one_kind_share_a_range() -> None:
 
 
 def test_charts_of_many_clients_are_folded_away_and_all_of_them_on_a_phone(tmp_path: Path) -> None:
-    write_report(tmp_path, [result("local", 4, 0.0, unlike(30))], "")
+    write_report(tmp_path, typed([result("local", 4, 0.0, unlike(30))]), "")
     visible = "all => all.filter(figure => figure.checkVisibility()).length"
     with opened() as page:
         for width, shown in ((1280, 4), (390, 0)):
@@ -170,14 +173,14 @@ def test_charts_of_many_clients_are_folded_away_and_all_of_them_on_a_phone(tmp_p
             assert figures.evaluate_all(visible) == shown
             page.get_by_text("20 more").click()
             assert figures.evaluate_all(visible) == shown + 20
-    write_report(tmp_path, [result("local", 4, 0.0, unlike(6))], "")
+    write_report(tmp_path, typed([result("local", 4, 0.0, unlike(6))]), "")
     assert "The first" not in (tmp_path / "report.html").read_text()
 
 
 def test_every_group_of_unseen_clients_is_in_cards_table_verdict_curves_and_maps(
     tmp_path: Path,
 ) -> None:
-    write_report(tmp_path, [pooled("fedavg", -5.0, gate=False), pooled("ddome")], "")
+    write_report(tmp_path, typed([pooled("fedavg", -5.0, gate=False), pooled("ddome")]), "")
     page = (tmp_path / "report.html").read_text()
     cards = page[page.index('<ul class="tiles"') : page.index('id="scores"')]
     scores = page[page.index('id="scores"') : page.index('id="training"')]
@@ -212,7 +215,8 @@ def test_a_token_is_as_full_of_colour_as_its_largest_weight_is_large() -> None:
     given = [[0.9, 0.1], [1.0, 0.0], [0.5, 0.5], [0.1, 0.9], *[[0.0, 1.0]] * (len(TEXT) - 4)]
     found["weights"]["ann"]["ann"] = [given] * 3
     fullness = re.findall(
-        r'<span class="t (f[gs]0) [^"]*" style="--f:(\d+);--m:\d+;--l:\d+"', tokens.routing(found)
+        r'<span class="t (f[gs]0) [^"]*" style="--f:(\d+);--m:\d+;--l:\d+"',
+        tokens.routing(typed(found)),
     )
     assert fullness[:5] == [
         ("fg0", "80"),
@@ -231,7 +235,7 @@ def test_ninety_to_ten_does_not_look_like_all_to_one(tmp_path: Path, dark: bool)
     given = [[0.9, 0.1], [1.0, 0.0], *[[0.5, 0.5]] * (len(TEXT) - 2)]
     found["weights"]["ann"]["ann"] = [given] * 3
     (tmp_path / "routing.json").write_text(json.dumps(found))
-    write_report(tmp_path, [result("comigs-1g1s", 4, 0.0)], "")
+    write_report(tmp_path, typed([result("comigs-1g1s", 4, 0.0)]), "")
     with opened(dark) as page:
         page.goto((tmp_path / "report.html").as_uri())
         shades = (

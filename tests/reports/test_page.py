@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from browser import opened
+from figures import as_json, typed
 from reports.samples import TEXT, classified, result, routing, write_metrics
 
 from coterie.reports.comparison import row
@@ -30,7 +31,7 @@ def report(tmp_path: Path) -> Make:
         (tmp_path / "routing.json").write_text(json.dumps(routing(tuple(clients))))
         write_metrics(tmp_path, tuple(clients))
         rows = [result(m, 4, shift, clients) for m, shift in (("local", 5.0), ("comigs-1g1s", 0.0))]
-        write_report(tmp_path, rows, "a description that goes on for a while")
+        write_report(tmp_path, typed(rows), "a description that goes on for a while")
         return (tmp_path / "report.html").as_uri()
 
     return make
@@ -201,12 +202,14 @@ def test_the_essentials_need_no_script(report: Make) -> None:
 
 def test_a_comparison_fits_a_narrow_window(tmp_path: Path) -> None:
     rows = [
-        row(m, [result(m, 4, shift), result(m, 4, shift + 1)])
+        as_json(row(m, typed([result(m, 4, shift), result(m, 4, shift + 1)])))
         for m, shift in (("local", 5.0), ("comigs-1g1s", 0.0))
     ]
     about = {key: result("local", 4, 0.0)[key] for key in ("recipe", "versions", "machine")}
     write_comparison(
-        tmp_path, about | {"rows": rows, "seeds": [0, 1], "notes": ["local: <b>unlike</b>"]}, "d"
+        tmp_path,
+        typed(about | {"rows": rows, "seeds": [0, 1], "notes": ["local: <b>unlike</b>"]}),
+        "d",
     )
     with opened(width=390) as page:
         page.goto((tmp_path / "report.html").as_uri())
@@ -218,7 +221,7 @@ def test_a_comparison_fits_a_narrow_window(tmp_path: Path) -> None:
 @pytest.fixture
 def weighted(tmp_path: Path) -> str:
     """The address of the report of a classifier with collaboration weights."""
-    write_report(tmp_path, [classified("local", -5.0), classified("cobo")], "digits")
+    write_report(tmp_path, typed([classified("local", -5.0), classified("cobo")]), "digits")
     return (tmp_path / "report.html").as_uri()
 
 

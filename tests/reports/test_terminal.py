@@ -4,6 +4,7 @@ import io
 from collections.abc import Sequence
 
 import pytest
+from figures import typed
 from reports.samples import result
 from rich.console import Console
 
@@ -46,7 +47,7 @@ def test_the_table_shows_deviations_only_over_seeds() -> None:
 
 def shown(rows: list[dict], width: int) -> str:
     console = Console(file=io.StringIO(), width=width)
-    for table in tables(rows, {name: entry.title for name, entry in METHODS.items()}, width):
+    for table in tables(typed(rows), {name: entry.title for name, entry in METHODS.items()}, width):
         console.print(table)
     return console.file.getvalue()  # type: ignore[attr-defined]
 

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from figures import as_json, typed
 from reports.samples import result
 
 from coterie.reports import chart
@@ -28,7 +29,7 @@ PRIVACY = {
 def report(folder: Path, lines: list[dict], **figures: object) -> str:
     """The page of a run of four rounds with these lines of metrics.jsonl."""
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    write_report(folder, [result("fedavg", 4, 0.0, **figures)], "")
+    write_report(folder, typed([result("fedavg", 4, 0.0, **figures)]), "")
     return (folder / "report.html").read_text()
 
 
@@ -100,10 +101,12 @@ def test_what_stays_as_it_is_or_is_infinite_has_no_curve(tmp_path: Path) -> None
 
 def test_a_comparison_tells_both(tmp_path: Path) -> None:
     results = [result(m, 4, 0.0, lost={"ann": 2}, privacy=PRIVACY) for m in ("fedavg", "ditto")]
-    table = rows(results)
+    table = as_json(rows(typed(results)))
     about = {key: results[0][key] for key in ("recipe", "versions", "machine")}
     write_comparison(
-        tmp_path, about | {"rows": table, "seeds": [0], "notes": comparability(table)}, ""
+        tmp_path,
+        typed(about | {"rows": table, "seeds": [0], "notes": comparability(typed(table))}),
+        "",
     )
     page = (tmp_path / "report.html").read_text()
     assert page.count("2 replies were lost") == 2

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from figures import as_json, typed
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -66,12 +67,16 @@ def result(
 
 def line(method: str, *per_client: float, seeds: tuple[float, ...] = (0.0,)) -> dict:
     """A row over seeds, each of which moves all clients alike."""
-    return row(
-        method,
-        [
-            result(method, {f"c{k}": x + shift for k, x in enumerate(per_client)}, n)
-            for n, shift in enumerate(seeds)
-        ],
+    return as_json(
+        row(
+            method,
+            typed(
+                [
+                    result(method, {f"c{k}": x + shift for k, x in enumerate(per_client)}, n)
+                    for n, shift in enumerate(seeds)
+                ]
+            ),
+        )
     )
 
 
@@ -80,7 +85,8 @@ OURS = "comigs-1g1s"
 
 def test_a_loss_is_called_one_and_something_is_advised() -> None:
     said = verdict(
-        [line("pretrained", 50, 50, 50), line("local", 20, 21, 22), line(OURS, 30, 31, 32)], OURS
+        typed([line("pretrained", 50, 50, 50), line("local", 20, 21, 22), line(OURS, 30, 31, 32)]),
+        OURS,
     )
     assert said.startswith(
         "On these data Local is better than CoMiGS-1G1S for all 3 clients (21.00 against 31.00)"
@@ -91,7 +97,7 @@ def test_a_loss_is_called_one_and_something_is_advised() -> None:
 
 def test_a_win_names_whom_it_beats() -> None:
     said = verdict(
-        [line("local", 20, 21, 22), line("fedavg", 19, 30, 30), line(OURS, 10, 11, 12)], OURS
+        typed([line("local", 20, 21, 22), line("fedavg", 19, 30, 30), line(OURS, 10, 11, 12)]), OURS
     )
     assert said.startswith(
         "On these data CoMiGS-1G1S is better than Local, the best other row, for all 3 clients "
@@ -100,34 +106,42 @@ def test_a_win_names_whom_it_beats() -> None:
 
 
 def test_a_win_on_average_says_for_how_many() -> None:
-    said = verdict([line("local", 20, 21, 22), line(OURS, 10, 11, 23)], OURS)
+    said = verdict(typed([line("local", 20, 21, 22), line(OURS, 10, 11, 23)]), OURS)
     assert "on average, for 2 of 3 clients" in said
 
 
 def test_training_that_did_not_help() -> None:
-    said = verdict([line("pretrained", 10, 10), line("local", 20, 20), line(OURS, 30, 30)], OURS)
+    said = verdict(
+        typed([line("pretrained", 10, 10), line("local", 20, 20), line(OURS, 30, 30)]), OURS
+    )
     assert "Pretrained is better than CoMiGS-1G1S for all 2 clients" in said
     assert "training did not help" in said
 
 
 def test_a_bound_is_nobodys_rival() -> None:
-    said = verdict([line("centralized", 1, 1), line("local", 20, 20), line(OURS, 10, 10)], OURS)
+    said = verdict(
+        typed([line("centralized", 1, 1), line("local", 20, 20), line(OURS, 10, 10)]), OURS
+    )
     assert "Centralized" not in said
     assert "CoMiGS-1G1S is better than Local" in said
 
 
 def test_a_difference_within_its_deviation_is_none() -> None:
     seeds = (-2.0, 0.0, 2.0)
-    said = verdict([line("local", 20, 20, seeds=seeds), line(OURS, 19, 19, seeds=seeds)], OURS)
+    said = verdict(
+        typed([line("local", 20, 20, seeds=seeds), line(OURS, 19, 19, seeds=seeds)]), OURS
+    )
     assert "alike" in said
     assert "within the deviation over 3 seeds" in said
-    far = verdict([line("local", 40, 40, seeds=seeds), line(OURS, 19, 19, seeds=seeds)], OURS)
+    far = verdict(
+        typed([line("local", 40, 40, seeds=seeds), line(OURS, 19, 19, seeds=seeds)]), OURS
+    )
     assert "beyond the deviation over 3 seeds" in far
     assert "One seed" not in far
 
 
 def test_one_row_alone_says_nothing_of_sharing() -> None:
-    assert "says whether sharing helps" in verdict([line(OURS, 10, 11)], OURS)
+    assert "says whether sharing helps" in verdict(typed([line(OURS, 10, 11)]), OURS)
 
 
 def unseen_rows() -> list[dict]:
@@ -141,8 +155,8 @@ def unseen_rows() -> list[dict]:
 
 
 def test_every_group_of_unseen_clients_counts() -> None:
-    rows = [row(found["method"], [found]) for found in unseen_rows()]
-    said = verdict(rows, "ddome")
+    rows = [as_json(row(found["method"], typed([found]))) for found in unseen_rows()]
+    said = verdict(typed(rows), "ddome")
     assert (
         "for aligned (unseen) (70.00 % against 60.00 %), not for random (unseen) (40.00 % "
         "against 55.00 %)" in said
@@ -158,7 +172,7 @@ def loss(tmp_path: Path) -> list[dict]:
 
 
 def test_the_page_sets_off_the_best_of_each_column_and_says_worse(tmp_path: Path) -> None:
-    write_report(tmp_path, loss(tmp_path), "")
+    write_report(tmp_path, typed(loss(tmp_path)), "")
     page = (tmp_path / "report.html").read_text()
     table = re.search(r"<h2>Test perplexity</h2>.*?</table>", page, re.DOTALL)
     assert table is not None
@@ -173,9 +187,9 @@ def test_the_page_sets_off_the_best_of_each_column_and_says_worse(tmp_path: Path
 @pytest.mark.parametrize("unseen", [False, True])
 def test_a_terminal_of_80_by_24_ends_with_scores_and_verdict(tmp_path: Path, unseen: bool) -> None:
     found = unseen_rows() if unseen else loss(tmp_path)
-    rows = [row(r["method"], [r]) for r in found]
+    rows = [as_json(row(r["method"], typed([r]))) for r in found]
     console = Console(width=80, record=True, force_terminal=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    _show(console, rows, "folders", found[-1]["method"])
+    _show(console, typed(rows), "folders", found[-1]["method"])
     lines = console.export_text().splitlines()
     assert all(len(text) <= 80 for text in lines)
     last = "\n".join(lines[-22:])  # two lines more say where everything is

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from figures import as_json
 from rich.console import Console
 
 from coterie.core.metrics import perplexity
@@ -57,7 +58,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, tiny_base: Path) -> Recipe:
 @pytest.fixture(scope="module")
 def whole(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
     out = tmp_path_factory.mktemp("whole") / "run"
-    return out, runs.run(recipe, out)
+    return out, as_json(runs.run(recipe, out))
 
 
 def without(result: dict) -> dict:
@@ -90,7 +91,7 @@ def test_there_is_a_point_before_the_first_round_every_other_round_and_after_the
 def test_points_change_no_figure(
     recipe: Recipe, whole: tuple[Path, list[dict]], tmp_path: Path
 ) -> None:
-    plain = runs.run(recipe.model_copy(update={"curve_every": None}), tmp_path)
+    plain = as_json(runs.run(recipe.model_copy(update={"curve_every": None}), tmp_path))
     assert [without(result) for result in plain] == [without(result) for result in whole[1]]
     assert all(result["curve"] is None for result in plain)
     for path in sorted(whole[0].glob("clients/*/adapter.safetensors")):
@@ -136,7 +137,7 @@ def test_after_an_interruption_the_curve_goes_on(
     alone = recipe.model_copy(update={"compare_with": ()})
     with pytest.raises(Stop):
         runs.run(alone, tmp_path, reporter=Stopping())
-    (resumed,) = runs.run(alone, tmp_path, resume=True)
+    (resumed,) = as_json(runs.run(alone, tmp_path, resume=True))
     assert resumed["curve"] == whole[1][-1]["curve"]
 
 
@@ -148,8 +149,10 @@ def test_any_kind_of_model_has_points(tmp_path: Path) -> None:
         "curve_every=2",
         "compare_with=[]",
     )
-    (result,) = runs.run(
-        recipes.load("ddome-digits", [*small, "engine=loopback", "evaluate_every=2"]), tmp_path
+    (result,) = as_json(
+        runs.run(
+            recipes.load("ddome-digits", [*small, "engine=loopback", "evaluate_every=2"]), tmp_path
+        )
     )
     assert rounds(result) == [0, 2]
     assert result["curve"]["points"][0]["groups"].keys() == result["groups"].keys()
@@ -177,7 +180,7 @@ def test_how_long_it_takes_is_said_before_it_begins_and_changes_no_figure(
 ) -> None:
     out = io.StringIO()
     with Terminal(Console(file=out, width=160), rows=3) as terminal:
-        found = runs.run(recipe, tmp_path, reporter=terminal)
+        found = as_json(runs.run(recipe, tmp_path, reporter=terminal))
     assert [result["clients"] for result in found] == [result["clients"] for result in whole[1]]
     assert [result["curve"] for result in found] == [result["curve"] for result in whole[1]]
     first = out.getvalue().splitlines()[0]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from figures import as_json, typed
 from people import DECOMPOSED, folders_of_text
 from rich.console import Console
 from typer.testing import CliRunner
@@ -199,8 +200,11 @@ def test_methods_name_tensors_by_clients_of_any_name(
     settings = METHODS[method] | {"method__name": method, "method__rounds": 2}
     results = {}
     for engine in ("inprocess", "loopback"):
-        (results[engine],) = run.run(
-            recipe_of(tmp_path / "texts", tiny_base, engine=engine, **settings), tmp_path / engine
+        (results[engine],) = as_json(
+            run.run(
+                recipe_of(tmp_path / "texts", tiny_base, engine=engine, **settings),
+                tmp_path / engine,
+            )
         )
     assert set(results["loopback"]["clients"]) == {*PEOPLE, "chosen", "generalist"}
     assert results["loopback"]["evaluations"] == results["inprocess"]["evaluations"]
@@ -227,7 +231,7 @@ def test_recipes_may_name_clients_as_keyboards_write_them(
     present = recipe_of(
         texts, tiny_base, method__name="fedavg", presence={DECOMPOSED: [1, None]}, method__rounds=2
     )
-    (result,) = run.run(present, tmp_path / "run")
+    (result,) = as_json(run.run(present, tmp_path / "run"))
     assert result["rounds_taken_part"] == {
         "Ayşe Yılmaz": 2,
         "Zoë & Co.": 2,
@@ -241,7 +245,7 @@ def test_recipes_may_name_clients_as_keyboards_write_them(
         attack={"kind": "nan", "clients": [DECOMPOSED]},
         method__rounds=1,
     )
-    (result,) = run.run(lied, tmp_path / "attacked")
+    (result,) = as_json(run.run(lied, tmp_path / "attacked"))
     assert result["lost"].keys() == {"ünï code"}
 
 
@@ -249,15 +253,21 @@ def test_columns_of_a_terminal_are_as_wide_as_their_names(finished: Path) -> Non
     from coterie.methods import METHODS as ENTRIES
     from coterie.reports.comparison import rows
 
-    found = rows(
-        [
-            json.loads((finished / part / "result.json").read_text())
-            for part in ("baselines/local", "")
-        ]
+    found = as_json(
+        rows(
+            typed(
+                [
+                    json.loads((finished / part / "result.json").read_text())
+                    for part in ("baselines/local", "")
+                ]
+            )
+        )
     )
     console = Console(width=80, color_system=None)
     with console.capture() as capture:
-        console.print(tables(found, {name: entry.title for name, entry in ENTRIES.items()}, 80)[-1])
+        console.print(
+            tables(typed(found), {name: entry.title for name, entry in ENTRIES.items()}, 80)[-1]
+        )
     from rich.cells import cell_len
 
     header, *_ = [line for line in capture.get().splitlines() if "数学" in line]

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from figures import as_json
 from torch import Tensor
 
 from coterie.aggregation.accountant import epsilon_of
@@ -314,10 +315,10 @@ def test_a_run_that_was_interrupted_is_the_same_to_the_bit(tiny_base: Path, tmp_
                 raise KeyboardInterrupt
 
     own = recipe(tiny_base, PRIVATE)
-    (whole,) = run(own, tmp_path / "whole")
+    (whole,) = as_json(run(own, tmp_path / "whole"))
     with pytest.raises(KeyboardInterrupt):
         run(own, tmp_path / "parts", reporter=Stopping())
-    (again,) = run(own, tmp_path / "parts", resume=True)
+    (again,) = as_json(run(own, tmp_path / "parts", resume=True))
     assert again["evaluations"] == whole["evaluations"]
     assert again["privacy"] == whole["privacy"]
     names = [
@@ -331,7 +332,7 @@ def test_a_run_that_was_interrupted_is_the_same_to_the_bit(tiny_base: Path, tmp_
 
 def test_a_result_says_what_each_client_spent(tiny_base: Path, tmp_path: Path) -> None:
     own = recipe(tiny_base, PRIVATE, "method.name=fedavg")
-    (result,) = run(own, tmp_path / "run")
+    (result,) = as_json(run(own, tmp_path / "run"))
     privacy = result["privacy"]
     windows = {i: data.train.windows for i, data in prepare(own).problem.federation.clients.items()}
     assert privacy["clients"].keys() == windows.keys()
@@ -351,7 +352,7 @@ def test_who_shares_nothing_spends_nothing_and_trains_as_ever(
     tiny_base: Path, tmp_path: Path
 ) -> None:
     private, plain = (
-        run(recipe(tiny_base, "method.name=local", *more), tmp_path / str(len(more)))[0]
+        as_json(run(recipe(tiny_base, "method.name=local", *more), tmp_path / str(len(more))))[0]
         for more in ([PRIVATE], [])
     )
     assert private["privacy"]["epsilon"] == 0.0
@@ -408,7 +409,7 @@ def test_images_are_protected_one_by_one(tmp_path: Path) -> None:
         "method.local_steps=2",
         "model.network=mlp",
     ]
-    (result,) = run(load("cobo-digits", [PRIVATE, *settings]), tmp_path / "run")
+    (result,) = as_json(run(load("cobo-digits", [PRIVATE, *settings]), tmp_path / "run"))
     assert 0 < result["privacy"]["epsilon"] < 50
 
 

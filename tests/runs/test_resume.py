@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from figures import as_json
 from typer.testing import CliRunner
 
 from coterie.cli.base import app
@@ -63,7 +64,9 @@ def cut(whole: Path, tmp_path: Path) -> Path:
 
 
 def resumed(out: Path, **options: bool) -> dict:
-    return runs.run(recipes.load("cobo-digits", DIGITS), out, **({"resume": True} | options))[-1]
+    return as_json(
+        runs.run(recipes.load("cobo-digits", DIGITS), out, **({"resume": True} | options))
+    )[-1]
 
 
 def is_whole(out: Path, whole: Path, ours: dict) -> None:
@@ -463,13 +466,13 @@ def test_what_changed_outside_is_named(name: str, stopped: tuple[Path, Path, Pat
 def test_who_means_it_goes_on(name: str, stopped: tuple[Path, Path, Path]) -> None:
     out, texts, base = stopped
     OUTSIDE[name][0](texts, base)
-    found = runs.run(language(texts, base), out, changed=True)[-1]
+    found = as_json(runs.run(language(texts, base), out, changed=True))[-1]
     assert found["rounds"] == 3
     assert set(found["clients"]) == {path.name for path in texts.iterdir()}
     told = json.loads((out / "inputs.json").read_text())["changed"]
     assert re.search(OUTSIDE[name][1], "\n".join(told))
     (out / "result.json").unlink()
-    again = runs.run(language(texts, base), out, resume=True)[
+    again = as_json(runs.run(language(texts, base), out, resume=True))[
         -1
     ]  # which compares with what it went on with
     assert clean(again) == clean(found)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from figures import as_json
 
 from coterie.core.roles import ROUTER
 from coterie.models.backbone import Backbone
@@ -61,11 +62,13 @@ def test_weights_are_those_of_the_model(backbone: Backbone, tiny_federation) -> 
     for router in routed.parameters_by_role()[ROUTER].values():
         torch.nn.init.normal_(router, generator=torch.Generator().manual_seed(0))
     tests = {i: data.test for i, data in tiny_federation.clients.items()}
-    found = look(
-        list(tests),
-        {"ann": routed, "ben": single, "cleo": routed}.__getitem__,
-        tests,
-        backbone.tokenizer,
+    found = as_json(
+        look(
+            list(tests),
+            {"ann": routed, "ben": single, "cleo": routed}.__getitem__,
+            tests,
+            backbone.tokenizer,
+        )
     )
     assert found["blocks"] == [0, 1]
     assert found["depth"] == 2
@@ -81,7 +84,7 @@ def test_weights_are_those_of_the_model(backbone: Backbone, tiny_federation) -> 
 def test_of_many_clients_the_first_few_are_looked_at(backbone: Backbone, tiny_federation) -> None:
     tests = {f"client-{k}": tiny_federation.clients["ann"].test for k in range(CLIENTS + 2)}
     model = LanguageModel(backbone, Layout())
-    assert len(look(list(tests), lambda _: model, tests, backbone.tokenizer)["texts"]) == CLIENTS
+    assert len(look(list(tests), lambda _: model, tests, backbone.tokenizer).texts) == CLIENTS
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +110,7 @@ def recipe(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> recipes
 
 
 def test_a_run_keeps_what_its_routers_did(recipe: recipes.Recipe, tmp_path: Path) -> None:
-    result = runs.run(recipe, tmp_path)[-1]
+    result = as_json(runs.run(recipe, tmp_path))[-1]
     found = json.loads((tmp_path / "routing.json").read_text())
     assert list(found["weights"]) == ["ann", "ben", "cleo"]
     assert "".join(found["texts"]["ann"]).startswith("ann says")

@@ -10,6 +10,7 @@ import statistics
 from pathlib import Path
 
 import pytest
+from figures import as_json, typed
 from rich.console import Console
 
 from coterie.reports import comparison
@@ -57,7 +58,7 @@ def test_a_reply_without_numbers_is_dropped_counted_and_told(
 ) -> None:
     console = Console(file=io.StringIO(), width=200)
     with Terminal(console, rows=1) as terminal:
-        (result,) = run(recipe, tmp_path / "run", reporter=terminal)
+        (result,) = as_json(run(recipe, tmp_path / "run", reporter=terminal))
     assert result["lost"] == {"ann": 2}
     assert all(math.isfinite(client["test"]) for client in result["clients"].values())
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
@@ -69,7 +70,7 @@ def test_a_reply_without_numbers_is_dropped_counted_and_told(
     assert all(line["reason"].startswith("not all values of ") for line in lost)
     warnings = [line for line in console.file.getvalue().splitlines() if "ann" in line]  # type: ignore[attr-defined]
     assert warnings == [f"  round {line['round']}, ann: {line['reason']}" for line in lost]
-    (note,) = comparison.comparability(comparison.rows([result]))
+    (note,) = comparison.comparability(as_json(comparison.rows(typed([result]))))
     assert note.startswith("fedavg: 2 replies were lost, dropped as unfit or missing (ann 2)")
     assert note in (tmp_path / "run/report.html").read_text()
 
@@ -85,7 +86,7 @@ def honest_losses(settings: list[str], folder: Path) -> float:
     """The mean test loss, in nats, of the clients other than the first, which is the one that
     lies.
     """
-    (result,) = run(load("attacked", [*SHORT, *settings]), folder)
+    (result,) = as_json(run(load("attacked", [*SHORT, *settings]), folder))
     return statistics.fmean(
         client["test_loss"] for i, client in result["clients"].items() if i != "de-1"
     )

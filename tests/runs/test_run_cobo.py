@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+from figures import as_json
 from typer.testing import CliRunner
 
 from coterie import personal
@@ -35,7 +36,7 @@ def settings(*pairs: str) -> list[str]:
 
 
 def test_a_run_on_digits_says_accuracy_weights_and_clusters(tmp_path: Path) -> None:
-    result = run.run(load("cobo-digits", SHORT), tmp_path / "run")[-1]
+    result = as_json(run.run(load("cobo-digits", SHORT), tmp_path / "run"))[-1]
     assert result["metric"] == {"name": "test accuracy", "unit": "%", "lower_is_better": False}
     assert 0 < result["mean"] <= 100
     assert result["clusters"] == {
@@ -57,7 +58,7 @@ def test_a_run_on_digits_says_accuracy_weights_and_clusters(tmp_path: Path) -> N
 def test_it_goes_on_where_it_was_stopped_and_loopback_changes_nothing_but_rounding(
     tmp_path: Path,
 ) -> None:
-    whole = run.run(load("cobo-digits", SHORT), tmp_path / "whole")[-1]
+    whole = as_json(run.run(load("cobo-digits", SHORT), tmp_path / "whole"))[-1]
     recipe = load("cobo-digits", SHORT)
     execution = Execution(prepare(recipe), tmp_path / "part", Callback(), "CoBo")
     (tmp_path / "part").mkdir()
@@ -67,16 +68,21 @@ def test_it_goes_on_where_it_was_stopped_and_loopback_changes_nothing_but_roundi
     for _ in range(4):
         execution._one_round()
     execution.metrics.close()
-    resumed = run.run(recipe, tmp_path / "part", resume=True)[-1]
+    resumed = as_json(run.run(recipe, tmp_path / "part", resume=True))[-1]
     assert resumed["mean"] == whole["mean"]
     assert resumed["evaluations"][-1]["weights"] == whole["evaluations"][-1]["weights"]
-    loopback = run.run(load("cobo-digits", [*SHORT, "engine=loopback"]), tmp_path / "loopback")[-1]
+    loopback = as_json(
+        run.run(load("cobo-digits", [*SHORT, "engine=loopback"]), tmp_path / "loopback")
+    )[-1]
     assert loopback["mean_loss"] == pytest.approx(whole["mean_loss"], rel=1e-4)
 
 
 def test_clients_come_and_go_by_the_recipe(tmp_path: Path) -> None:
-    result = run.run(
-        load("cobo-digits", [*SHORT, "presence={c0-0: [2, null], c3-1: [0, 3]}"]), tmp_path / "run"
+    result = as_json(
+        run.run(
+            load("cobo-digits", [*SHORT, "presence={c0-0: [2, null], c3-1: [0, 3]}"]),
+            tmp_path / "run",
+        )
     )[-1]
     place = {i: k for k, i in enumerate(result["clients"])}
     by_round = {evaluated["round"]: evaluated["weights"] for evaluated in result["evaluations"]}
@@ -124,9 +130,11 @@ def test_collaborators_are_found_and_help(pairs: list[str], tmp_path: Path) -> N
     def mean(name: str, *more: str) -> list[dict[str, Any]]:
         common = ["compare_with=[]", "evaluate_every=0", f"method.name={name}", *more]
         return [
-            run.run(
-                load("cobo-digits", [*common, f"seed={k}", f"data.seed={k}"]),
-                tmp_path / f"{name}-{k}",
+            as_json(
+                run.run(
+                    load("cobo-digits", [*common, f"seed={k}", f"data.seed={k}"]),
+                    tmp_path / f"{name}-{k}",
+                )
             )[-1]
             for k in range(3)
         ]

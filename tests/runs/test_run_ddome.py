@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+from figures import as_json
 
 from coterie.core.errors import Refused
 from coterie.core.files import load as load_tensors
@@ -24,7 +25,7 @@ CLIENTS, ANCHORS = [f"client-{k}" for k in range(6)], ["a", "b"]
 
 
 def test_a_run_scores_clients_that_were_never_seen(tmp_path: Path) -> None:
-    result = run.run(load("ddome-digits", SHORT), tmp_path)[-1]
+    result = as_json(run.run(load("ddome-digits", SHORT), tmp_path))[-1]
     assert json.loads((tmp_path / "result.json").read_text()) == result
     groups = {i: found["group"] for i, found in result["clients"].items()}
     assert sorted(set(groups.values())) == ["aligned", "random"]
@@ -57,7 +58,7 @@ def test_a_run_scores_clients_that_were_never_seen(tmp_path: Path) -> None:
 
 
 def test_it_goes_on_where_it_was_stopped_and_loopback_is_the_same(tmp_path: Path) -> None:
-    whole = run.run(load("ddome-digits", SHORT), tmp_path / "whole")[-1]
+    whole = as_json(run.run(load("ddome-digits", SHORT), tmp_path / "whole"))[-1]
     part = execution.Execution(
         prepare(load("ddome-digits", SHORT)), tmp_path / "part", Callback(), ""
     )
@@ -70,8 +71,10 @@ def test_it_goes_on_where_it_was_stopped_and_loopback_is_the_same(tmp_path: Path
     )
     assert resumed.restore()
     assert resumed.round == 2
-    again = resumed.execute()
-    loopback = run.run(load("ddome-digits", [*SHORT, "engine=loopback"]), tmp_path / "loopback")[-1]
+    again = as_json(resumed.execute())
+    loopback = as_json(
+        run.run(load("ddome-digits", [*SHORT, "engine=loopback"]), tmp_path / "loopback")
+    )[-1]
     for other in (again, loopback):
         assert other["evaluations"] == whole["evaluations"]
         assert {i: c["bytes_down"] for i, c in other["training"].items()} == {
@@ -170,7 +173,7 @@ def test_clusters_arrive_or_take_turns() -> None:
 
 def test_a_method_that_compares_everybody_does_with_those_that_take_part(tmp_path: Path) -> None:
     settings = ["method.name=fc", "method.rounds=3", "participation.clients=2", "compare_with=[]"]
-    result = run.run(load("cobo-digits", settings), tmp_path / "run")[-1]
+    result = as_json(run.run(load("cobo-digits", settings), tmp_path / "run"))[-1]
     assert sum(result["rounds_taken_part"].values()) == 6
 
 
@@ -190,7 +193,7 @@ def test_the_specifications_small_real_run(tmp_path: Path) -> None:
             recipe = load(
                 "ddome-digits", [*settings, f"seed={seed}", f"data.seed={seed}", "compare_with=[]"]
             )
-            found[name] += run.run(recipe, tmp_path / f"{name}-{seed}")
+            found[name] += as_json(run.run(recipe, tmp_path / f"{name}-{seed}"))
     gate = {
         n: fmean(r["evaluations"][-1]["choices"]["aligned"]["gate_accuracy"] for r in found[n])
         for n in ("ddome", "without anchors")

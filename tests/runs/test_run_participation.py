@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
+from figures import as_json, typed
 
 from coterie.reports.comparison import comparability, rows
 from coterie.runs import files, run
@@ -13,9 +14,11 @@ from coterie.runs.recipe import load
 
 
 def result(tmp_path: Path, recipe: str, *settings: str) -> files.Json:
-    return run.run(
-        load(recipe, ["compare_with=[]", *settings]),
-        tmp_path / "-".join(map(str, (recipe, *settings))).replace("/", ""),
+    return as_json(
+        run.run(
+            load(recipe, ["compare_with=[]", *settings]),
+            tmp_path / "-".join(map(str, (recipe, *settings))).replace("/", ""),
+        )
     )[-1]
 
 
@@ -30,7 +33,9 @@ def test_who_never_took_part_counts_with_what_the_server_would_give(tmp_path: Pa
         assert found["clients"][i]["test"] == found["clients"][i]["test_synced"]
         assert found["clients"][i]["bytes_up"] == 0
     sentence = f"fedavg: {len(found['never_took_part'])} clients never took part"
-    assert any(note.startswith(sentence) for note in comparability(rows([found])))
+    assert any(
+        note.startswith(sentence) for note in comparability(typed(as_json(rows(typed([found])))))
+    )
 
 
 @pytest.mark.slow

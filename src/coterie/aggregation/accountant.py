@@ -5,13 +5,13 @@ them.
 import math
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 
 from coterie.aggregation.noise import check_installed
 from coterie.aggregation.privacy import Privacy
 from coterie.core.errors import Refused, extra
+from coterie.core.result import PrivacySpent
 
 ORDERS = np.union1d(
     1 + np.geomspace(1e-3, 1e4, 300), np.arange(2, 100)
@@ -178,20 +178,20 @@ class Accountant:
         """Return the smallest epsilon that is known for a delta; infinite beyond 500."""
         return Ledger([(count, rate, self.multiplier) for count, rate in self.runs]).epsilon(delta)
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> PrivacySpent:
         """Return what a result says of it; an epsilon that is infinite is null."""
         epsilon = self.epsilon(self.delta)
-        return {
-            "epsilon": epsilon if math.isfinite(epsilon) else None,
-            "delta": self.delta,
-            "where": self.privacy.where,
-            "noise": self.privacy.noise,
-            "clip": self.privacy.clip,
-            "sampling": f"{self.exchanges} exchanges, {self._sampling()}",
-            "experiment": self.experiment,
-            "assumes": self._assumed(),
-            "covers": f"the shared tensors {_SEEN[str(self.privacy.where)]}; {_BESIDE}",
-        }
+        return PrivacySpent(
+            epsilon=epsilon if math.isfinite(epsilon) else None,
+            delta=self.delta,
+            where=str(self.privacy.where),
+            noise=self.privacy.noise,
+            clip=self.privacy.clip,
+            sampling=f"{self.exchanges} exchanges, {self._sampling()}",
+            experiment=self.experiment,
+            assumes=self._assumed(),
+            covers=f"the shared tensors {_SEEN[str(self.privacy.where)]}; {_BESIDE}",
+        )
 
     def _assumed(self) -> str:
         """Return what must be so for epsilon to hold."""

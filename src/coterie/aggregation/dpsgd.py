@@ -17,7 +17,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +28,7 @@ from coterie.aggregation.noise import Source, grid, on_grid
 from coterie.aggregation.privacy import Privacy
 from coterie.core.errors import Refused
 from coterie.core.protocol import ClientId
+from coterie.core.result import PrivacySpent
 from coterie.core.roles import Role
 
 _HIGHEST = 500  # the largest order that is tried: opacus sums as many terms
@@ -223,26 +223,26 @@ class ExampleAccountant:
         """Those that have been asked."""
         return list(dict.fromkeys(client for client, _, _ in self.runs))
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> PrivacySpent:
         """Return what a result says of it; an epsilon that is infinite is null."""
         epsilons = {client: self.of_client(client, self.delta) for client in self.clients}
         rates = [rate_of(size, self.expected) for _, size, _ in self.runs] or [1.0]
         most = max((steps for _, _, steps in self.runs), default=0)
-        return {
-            "epsilon": _json(max(epsilons.values(), default=0.0)),
-            "delta": self.delta,
-            "where": "examples",
-            "noise": self.privacy.noise,
-            "clip": self.privacy.clip,
-            "sampling": f"at most {most} steps, each on every example of a client with probability "
+        return PrivacySpent(
+            epsilon=_json(max(epsilons.values(), default=0.0)),
+            delta=self.delta,
+            where="examples",
+            noise=self.privacy.noise,
+            clip=self.privacy.clip,
+            sampling=f"at most {most} steps, each on every example of a client with probability "
             f"{_span(rates)}; neighbours: what one example adds is there or not, with their "
             f"number public (sensitivity C); epsilon is that "
             f"of the client with the largest one",
-            "experiment": self.experiment,
-            "assumes": _EXPERIMENT if self.experiment else _DEVICES,
-            "covers": _COVERS,
-            "clients": {i: _json(epsilon) for i, epsilon in epsilons.items()},
-        }
+            experiment=self.experiment,
+            assumes=_EXPERIMENT if self.experiment else _DEVICES,
+            covers=_COVERS,
+            clients={i: _json(epsilon) for i, epsilon in epsilons.items()},
+        )
 
 
 def _json(epsilon: float) -> float | None:

@@ -15,6 +15,7 @@ from coterie.audit.statistics import Values
 from coterie.core.errors import CheckpointError, Refused
 from coterie.core.files import read_json, write_json
 from coterie.core.protocol import ClientId, derive_seed
+from coterie.core.result import RESULT
 from coterie.core.roles import GENERALIST
 from coterie.core.tensors import Tensors, weighted_sum
 from coterie.data.canaries import Canaries
@@ -28,7 +29,6 @@ from coterie.runs import loading as modalities
 from coterie.runs import recipe as recipes
 from coterie.runs.backends import LocalBackend
 from coterie.runs.execution import Execution
-from coterie.runs.inputs import RESULT
 from coterie.runs.language import Language
 from coterie.runs.observations import Exchange
 from coterie.runs.prepare import Planted, prepare

@@ -87,21 +87,22 @@ def reproduce(
             )
             return
         from coterie.papers import reproduce as reproducing
+        from coterie.papers.job import Job
         from coterie.papers.page import notes, said, terminal
         from coterie.reports.progress import Terminal
         from coterie.reports.tables import verdicts
 
-        job = reproducing.Job(
+        job = Job(
             name, scale, folder, seeds, _parts(columns), _parts(rows), set_ or (), resume_changed
         )
         with Terminal(console, job.most) as reporter:
             found = reproducing.reproduce(job, reporter)
-        changed = f", with {', '.join(found['overrides'])}" if found["overrides"] else ""
-        heading = f"\n{found['title']}, scale {scale}, seeds {found['seeds']}{changed}"
+        changed = f", with {', '.join(found.overrides)}" if found.overrides else ""
+        heading = f"\n{found.title}, scale {scale}, seeds {found.seeds}{changed}"
         console.print(heading, style="bold", markup=False, highlight=False)
         for table in terminal(found):
             console.print(table)
-        if found["statements"]:
+        if found.statements:
             console.print("what the paper says", style="italic")
             verdicts(console, said(found))
         for note in notes(found):

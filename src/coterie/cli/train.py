@@ -1,7 +1,7 @@
 """Commands that train: run, compare."""
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,6 +23,7 @@ from coterie.core.printing import printable
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from coterie.core.result import Row
     from coterie.runs.recipe import Recipe
 
 
@@ -77,7 +78,7 @@ def run(
             progress=True,
             profile=trace,
         )
-        _show(console, [row.to_json() for row in done.rows], loaded.name, loaded.method["name"])
+        _show(console, done.rows, loaded.name, loaded.method["name"])
         if profile:
             profiled(console, trace, elsewhere=loaded.engine == "flower")
         console.print(
@@ -144,7 +145,7 @@ def compare(
         )
         folder, console = found.folder, Console()
         title = f"{loaded.name}, {seeds} seed{'s' * (seeds > 1)}"
-        _show(console, [row.to_json() for row in found.rows], title, loaded.method["name"])
+        _show(console, found.rows, title, loaded.method["name"])
         console.print(
             f"Everything is in {folder}; open {folder}/report.html.",
             markup=False,
@@ -153,15 +154,15 @@ def compare(
         )
 
 
-def _show(console: "Console", rows: Sequence[Mapping[str, Any]], title: str, own: str) -> None:
-    from coterie.core.metrics import direction, metric_of
+def _show(console: "Console", rows: "Sequence[Row]", title: str, own: str) -> None:
+    from coterie.core.metrics import direction
     from coterie.methods import METHODS
     from coterie.reports.comparison import comparability
     from coterie.reports.tables import tables
     from coterie.reports.verdict import verdict
 
     *beside, scores = tables(
-        rows, {row["method"]: METHODS[row["method"]].title for row in rows}, console.width
+        rows, {row.method: METHODS[row.method].title for row in rows}, console.width
     )
     for table in beside:
         console.print(table)
@@ -173,10 +174,10 @@ def _show(console: "Console", rows: Sequence[Mapping[str, Any]], title: str, own
         "Each client's model right after its last local iteration; synced: after one more "
         "synchronisation."
     )
-    if rows[0].get("groups"):
+    if rows[0].groups:
         scored = "Clients that never took part, with the model that the server gives them."
     console.print(
-        f"{direction(metric_of(rows[0])).capitalize()}, best in bold. {scored}", highlight=False
+        f"{direction(rows[0].metric).capitalize()}, best in bold. {scored}", highlight=False
     )
     if said := verdict(rows, own):
         console.print(f"\n{said}", markup=False, highlight=False)

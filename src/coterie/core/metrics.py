@@ -5,12 +5,12 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from coterie.core.errors import TensorError
+from coterie.core.result import Choices, MetricInfo
 
 
 def perplexity(score: Tensor) -> float:
@@ -55,13 +55,9 @@ class Metric:
     totals: int
 
     @property
-    def about(self) -> dict[str, Any]:
-        """What result.json says of it."""
-        return {
-            "name": f"test {self.name}",
-            "unit": self.unit,
-            "lower_is_better": self.lower_is_better,
-        }
+    def about(self) -> MetricInfo:
+        """What results say of it."""
+        return MetricInfo(f"test {self.name}", self.unit, self.lower_is_better)
 
     def scores(self, score: Mapping[str, Tensor]) -> dict[str, float]:
         """Return the metric and the loss of each split that was scored: `valid`, `test`,
@@ -118,7 +114,7 @@ PERPLEXITY = Metric("perplexity", "per token", True, perplexity, 2)
 ACCURACY = Metric("accuracy", "%", False, accuracy, 3)
 
 
-def choices(found: Sequence[Tensor], anchored: Sequence[Sequence[int]]) -> dict[str, Any]:
+def choices(found: Sequence[Tensor], anchored: Sequence[Sequence[int]]) -> Choices:
     """Which experts of a pool a gate gave samples to (DDOME, Table 5 and Figure 7).
 
     Args:
@@ -127,83 +123,55 @@ def choices(found: Sequence[Tensor], anchored: Sequence[Sequence[int]]) -> dict[
         anchored: The classes of each expert's anchor; empty where there are none.
 
     Returns:
-        `given` and `right`, (classes, M) sums over the clients; and `gate_accuracy`, percent of the
-        samples whose expert's anchor has their class; None where the experts have no anchors.
+        Sums over the clients.
     """
     given, right = (total.long() for total in torch.stack(list(found)).sum(dim=0))
     gate = None
     if len(anchored) == given.shape[1]:
         fitting = sum(int(given[list(classes), m].sum()) for m, classes in enumerate(anchored))
         gate = 100 * fitting / int(given.sum())
-    return {"given": given.tolist(), "right": right.tolist(), "gate_accuracy": gate}
+    return Choices(given.tolist(), right.tolist(), gate)
 
 
-def metric_of(found: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the metric of a result or a row; results from before there were several are of
-    perplexity.
-    """
-    return found.get("metric") or PERPLEXITY.about
-
-
-def label(metric: Mapping[str, Any]) -> str:
-    """Return what axes and headings call a metric: its name, and its unit unless that is what it is
-    counted per.
-    """
-    return (
-        str(metric["name"])
-        if metric["unit"].startswith("per ")
-        else f"{metric['name']}, {metric['unit']}"
-    )
-
-
-def prediction(metric: Mapping[str, Any]) -> str:
+def prediction(metric: MetricInfo) -> str:
     """Return what a model predicts one of at a time: a token, or an example."""
-    return "token" if metric["unit"] == PERPLEXITY.unit else "example"
+    return "token" if metric.unit == PERPLEXITY.unit else "example"
 
 
-def direction(metric: Mapping[str, Any]) -> str:
+def direction(metric: MetricInfo) -> str:
     """Return a sentence's beginning: which way is better."""
-    return "lower is better" if metric["lower_is_better"] else "higher is better"
+    return "lower is better" if metric.lower_is_better else "higher is better"
 
 
-def sort_key(value: float, metric: Mapping[str, Any]) -> float:
+def sort_key(value: float, metric: MetricInfo) -> float:
     """Return the value, with the sign that makes the least the best: what a ranking sorts by."""
-    return value if metric["lower_is_better"] else -value
+    return value if metric.lower_is_better else -value
 
 
-def better(a: float, b: float, metric: Mapping[str, Any]) -> bool:
+def better(a: float, b: float, metric: MetricInfo) -> bool:
     """Whether a beats b by the metric of a result."""
     return sort_key(a, metric) < sort_key(b, metric)
 
 
-def best(values: Iterable[float], metric: Mapping[str, Any]) -> float:
+def best(values: Iterable[float], metric: MetricInfo) -> float:
     """Return the best of some values by the metric of a result."""
     return min(values, key=lambda value: sort_key(value, metric))
 
 
-def worst(values: Iterable[float], metric: Mapping[str, Any]) -> float:
+def worst(values: Iterable[float], metric: MetricInfo) -> float:
     """Return the worst of some values by the metric of a result."""
     return max(values, key=lambda value: sort_key(value, metric))
 
 
-def change(value: float, reference: float, metric: Mapping[str, Any]) -> tuple[float, str]:
+def change(value: float, reference: float, metric: MetricInfo) -> tuple[float, str]:
     """How far a value is from another, with its sign and unit: points of a percentage, otherwise
     percent.
     """
     return (
         (value - reference, "points")
-        if metric["unit"] == "%"
+        if metric.unit == "%"
         else (100 * (value / reference - 1), "%")
     )
-
-
-def gate_accuracy(result: Mapping[str, Any]) -> float | None:
-    """Percent of the test samples of the headline group that went to an expert whose anchor has
-    their class; None without a gate.
-    """
-    found = (result.get("evaluations") or [{}])[-1].get("choices") or {}
-    first: dict[str, Any] = next(iter(found.values()), {})
-    return first.get("gate_accuracy")
 
 
 def mean(values: Iterable[float]) -> float:

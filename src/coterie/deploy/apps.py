@@ -99,10 +99,9 @@ def serve(grid: Grid, config: Mapping[str, Any]) -> None:
             results = run.run(
                 recipe, folder, resume=resume, changed=changed, reporter=reporter, backend=backend
             )
-        metric = results[-1]["metric"]["name"]
-        print(
-            f"{metric} {results[-1]['mean']:.2f}; everything is in {folder.resolve()}", flush=True
-        )
+        own = results[-1]
+        where = f"everything is in {folder.resolve()}"
+        print(f"{own.metric.name} {own.mean:.2f}; {where}", flush=True)
     except CoterieError as error:
         print(f"coterie: {printable(str(error), lines=True)}", file=sys.stderr, flush=True)
         raise

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from coterie.core import metrics
-from coterie.core.files import read_json
+from coterie.core.result import MetricInfo, Result
+from coterie.papers.found import Cell, Verdict
 from coterie.papers.tables import (
     Better,
     Gate,
@@ -18,38 +18,29 @@ from coterie.papers.tables import (
     spoken_of,
 )
 from coterie.reports.curves import router_series
-from coterie.runs.inputs import RESULT
 from coterie.runs.metrics import METRICS
 
-Json = dict[str, Any]
 
-
-def _verdicts(statement: Statement, cells: Sequence[Json], folder: Path) -> Iterator[Json]:
+def _verdicts(statement: Statement, cells: Sequence[Cell], folder: Path) -> Iterator[Verdict]:
     """Yield a verdict for each of the statement's columns in which all its rows were run."""
     for c in statement.columns:
-        own = {cell["row"]: cell for cell in cells if cell["column"] == c}
+        own = {cell.row: cell for cell in cells if cell.column == c}
         if not {*spoken_of(statement)} <= own.keys():
             continue
         if (verdict := _CHECKS[type(statement)](statement, own, folder)) is None:
             continue
         holds, detail = verdict
-        yield {
-            "says": statement.says,
-            "source": statement.source,
-            "column": c,
-            "holds": holds,
-            "detail": detail,
-        }
+        yield Verdict(statement.says, statement.source, c, holds, detail)
 
 
-def _value(cell: Json, statement: Lower | Better | Near) -> float:
+def _value(cell: Cell, statement: Lower | Better | Near) -> float:
     if statement.clients:
-        return metrics.mean(cell["clients"][i] for i in statement.clients)
-    return float(cell["mean"] if statement.group is None else cell["groups"][statement.group])
+        return metrics.mean(cell.clients[i] for i in statement.clients)
+    return cell.mean_of(statement.group or "")
 
 
 def _against(
-    cells: Mapping[str, Json],
+    cells: Mapping[str, Cell],
     lower: Mapping[str, float],
     higher: Mapping[str, float],
     by: float = 0,
@@ -58,27 +49,27 @@ def _against(
     values, in the words of a table.
     """
     top, bottom = max(lower, key=lambda r: lower[r]), min(higher, key=lambda r: higher[r])
-    gap, noise = higher[bottom] - lower[top], max(cells[top]["std"], cells[bottom]["std"])
+    gap, noise = higher[bottom] - lower[top], max(cells[top].std, cells[bottom].std)
     return gap > 0 and gap >= by, ", closer than a standard deviation" if abs(gap) < noise else ""
 
 
-def _told(cells: Mapping[str, Json], *sides: Mapping[str, float]) -> str:
+def _told(cells: Mapping[str, Cell], *sides: Mapping[str, float]) -> str:
     return " against ".join(
-        ", ".join(f"{cells[r]['title']} {value:.2f}" for r, value in side.items()) for side in sides
+        ", ".join(f"{cells[r].title} {value:.2f}" for r, value in side.items()) for side in sides
     )
 
 
-def _lower(statement: Lower, cells: Mapping[str, Json], folder: Path) -> tuple[bool, str]:
+def _lower(statement: Lower, cells: Mapping[str, Cell], folder: Path) -> tuple[bool, str]:
     low = {r: _value(cells[r], statement) for r in statement.lower}
     high = {r: _value(cells[r], statement) for r in statement.than}
     holds, close = _against(cells, low, high)
     return holds, _told(cells, low, high) + close
 
 
-def _better(statement: Better, cells: Mapping[str, Json], folder: Path) -> tuple[bool, str]:
+def _better(statement: Better, cells: Mapping[str, Cell], folder: Path) -> tuple[bool, str]:
     good = {r: _value(cells[r], statement) for r in statement.better}
     bad = {r: _value(cells[r], statement) for r in statement.than}
-    lower_is_better = _metric(cells)["lower_is_better"]
+    lower_is_better = _metric(cells).lower_is_better
     holds, close = _against(
         cells, *((good, bad) if lower_is_better else (bad, good)), by=statement.by
     )
@@ -87,70 +78,70 @@ def _better(statement: Better, cells: Mapping[str, Json], folder: Path) -> tuple
     ) + close
 
 
-def _near(statement: Near, cells: Mapping[str, Json], folder: Path) -> tuple[bool, str]:
+def _near(statement: Near, cells: Mapping[str, Cell], folder: Path) -> tuple[bool, str]:
     metric = _metric(cells)
     values = {r: _value(cells[r], statement) for r in (statement.row, *statement.best_of)}
     best = min(statement.best_of, key=lambda r: metrics.sort_key(values[r], metric))
     difference = values[statement.row] - values[best]
     form, far = ("+.2f", difference) if statement.points else ("+.1%", difference / values[best])
-    limit = statement.within if metric["lower_is_better"] else -statement.within
+    limit = statement.within if metric.lower_is_better else -statement.within
     told = (
-        f"{cells[statement.row]['title']} {values[statement.row]:.2f}, {far:{form}} against "
-        f"{cells[best]['title']}"
+        f"{cells[statement.row].title} {values[statement.row]:.2f}, {far:{form}} against "
+        f"{cells[best].title}"
     )
     bound = (
-        f"at {'most' if metric['lower_is_better'] else 'least'} "
+        f"at {'most' if metric.lower_is_better else 'least'} "
         f"{limit:{'+g' if statement.points else '+.0%'}}"
     )
     return metrics.sort_key(far, metric) <= statement.within, f"{told} ({bound})"
 
 
-def _metric(cells: Mapping[str, Json]) -> Mapping[str, Any]:
-    return metrics.metric_of(next(iter(cells.values())))
+def _metric(cells: Mapping[str, Cell]) -> MetricInfo:
+    return next(iter(cells.values())).metric
 
 
 def _weights(
-    statement: Weights, cells: Mapping[str, Json], folder: Path
+    statement: Weights, cells: Mapping[str, Cell], folder: Path
 ) -> tuple[bool, str] | None:
-    error = cells[statement.row]["weights_error"]
+    error = cells[statement.row].weights_error
     if error is None:
         return None
     return (
         error <= statement.at_most,
-        f"W error of {cells[statement.row]['title']} {error:.3f} (at most {statement.at_most:g})",
+        f"W error of {cells[statement.row].title} {error:.3f} (at most {statement.at_most:g})",
     )
 
 
 def _improved(
-    statement: Improved, cells: Mapping[str, Json], folder: Path
+    statement: Improved, cells: Mapping[str, Cell], folder: Path
 ) -> tuple[bool, str] | None:
-    share = cells[statement.row]["improved"]
+    share = cells[statement.row].improved
     if share is None:
         return None
     return (
         share >= statement.at_least,
-        f"Imp.% of {cells[statement.row]['title']} {share:.0f} (at least {statement.at_least:g})",
+        f"Imp.% of {cells[statement.row].title} {share:.0f} (at least {statement.at_least:g})",
     )
 
 
-def _gate(statement: Gate, cells: Mapping[str, Json], folder: Path) -> tuple[bool, str] | None:
-    right = cells[statement.row]["gate_accuracy"]
+def _gate(statement: Gate, cells: Mapping[str, Cell], folder: Path) -> tuple[bool, str] | None:
+    right = cells[statement.row].gate_accuracy
     if right is None:
         return None
     return (
         right >= statement.at_least,
-        f"gate accuracy of {cells[statement.row]['title']} {right:.1f} (at least "
+        f"gate accuracy of {cells[statement.row].title} {right:.1f} (at least "
         f"{statement.at_least:g})",
     )
 
 
-def _routers(statement: Routers, cells: Mapping[str, Json], folder: Path) -> tuple[bool, str]:
+def _routers(statement: Routers, cells: Mapping[str, Cell], folder: Path) -> tuple[bool, str]:
     cell = cells[statement.row]
-    clients = read_json(folder / cell["folders"][0] / RESULT)["clients"]
-    series = router_series(folder / cell["folders"][0] / METRICS)
+    clients = Result.read(folder / cell.folders[0]).clients
+    series = router_series(folder / cell.folders[0] / METRICS)
     generalist = [
         metrics.mean(
-            sum(weights[: clients[i]["generalists"]])
+            sum(weights[: clients[i].generalists])
             for i, rounds in series.items()
             for weights in rounds[at][1]
         )

@@ -2,20 +2,20 @@
 paper's pictures.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.box import SIMPLE
 from rich.table import Table
 
 from coterie.core.files import write_atomically
-from coterie.core.metrics import direction, label, metric_of, prediction, sort_key
+from coterie.core.metrics import direction, prediction, sort_key
+from coterie.core.result import MetricInfo
+from coterie.papers.found import Cell, Reproduced, Verdict
 from coterie.papers.pictures import _name, _picture
 from coterie.papers.tables import Picture
 from coterie.reports.parts import bars, escape, figure, page, section, table, verdicts
 
-Json = Mapping[str, Any]
 _BEST = "chosen by the test data themselves, as in the paper, of the mean"
 _LEADS = {
     "mean": "Mean",
@@ -32,121 +32,101 @@ def plus_minus(mean: float | None, std: float | None, digits: int = 2) -> str:
     return figure(mean, digits) + (f" ± {figure(std, digits)}" if std else "")
 
 
-def _measured(found: Json, cell: Json) -> str:
-    return plus_minus(cell["mean"], cell["std"] if len(found["seeds"]) > 1 else None)
+def _measured(found: Reproduced, cell: Cell) -> str:
+    return plus_minus(cell.mean, cell.std if len(found.seeds) > 1 else None)
 
 
-def _of(found: Json, column: str) -> list[Json]:
-    """Return the cells of a column, in the order of the rows."""
-    own = {cell["row"]: cell for cell in found["cells"] if cell["column"] == column}
-    return [own[r] for r in found["rows"] if r in own]
+def _verdict(statement: Verdict) -> str:
+    return "holds" if statement.holds else "does not hold"
 
 
-def _verdict(statement: Json) -> str:
-    return "holds" if statement["holds"] else "does not hold"
-
-
-def notes(found: Json) -> list[str]:
+def notes(found: Reproduced) -> list[str]:
     """Return what a reader must know to compare, and what could not be judged."""
-    count = found["unjudged"]
+    count = found.unjudged
     one, many = (
         "statement of the paper is not judged: not all that it speaks",
         "statements of the paper are not judged: not all that they speak",
     )
     return [
-        *found["notes"],
+        *found.notes,
         *([f"{count} {one if count == 1 else many} of was run."] if count else []),
     ]
 
 
-def said(found: Json) -> Iterator[tuple[bool, str, str]]:
+def said(found: Reproduced) -> Iterator[tuple[bool, str, str]]:
     """Return the paper's statements: whether each holds, the statement with its place in the paper,
     and the measured numbers.
     """
-    for s in found["statements"]:
+    for s in found.statements:
         yield (
-            s["holds"],
-            f"{found['columns'][s['column']]}: {s['says']} ({s['source']})",
-            s["detail"],
+            s.holds,
+            f"{found.columns[s.column]}: {s.says} ({s.source})",
+            s.detail,
         )
 
 
-def _metric(found: Json, column: str) -> Json:
-    return metric_of(_of(found, column)[0])
+def _metric(found: Reproduced, column: str) -> MetricInfo:
+    return found.metrics[column]
 
 
-def _has_published(cells: Sequence[Json]) -> bool:
-    return any(cell["published"] is not None for cell in cells)
+def _has_published(cells: Sequence[Cell]) -> bool:
+    return any(cell.published is not None for cell in cells)
 
 
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{value:.0f}"
+def _percent(value: float) -> str:
+    return f"{value:.0f}"
 
 
-def _optional(value: float | None) -> str:
-    return "" if value is None else figure(value)
-
-
-def _synced(cells: Sequence[Json]) -> dict[str, list[str]]:
+def _synced(cells: Sequence[Cell]) -> dict[str, list[str]]:
     """Return the metric after one more synchronisation; unseen clients have nothing but what the
     server sent.
     """
-    return (
-        {}
-        if cells[0].get("groups")
-        else {"synced": [figure(cell["mean_synced"]) for cell in cells]}
-    )
+    return {} if cells[0].groups else {"synced": [figure(cell.mean_synced) for cell in cells]}
 
 
-def _lead(found: Json, column: str) -> str:
+def _lead(found: Reproduced, column: str) -> str:
     metric = _metric(found, column)
-    return f"{_LEADS[found['shows']]} {label(metric)} over clients; {direction(metric)}."
+    return f"{_LEADS[found.shows]} {metric} over clients; {direction(metric)}."
 
 
-def _beside(cells: Sequence[Json]) -> dict[str, list[str]]:
+def _beside(cells: Sequence[Cell]) -> dict[str, list[str]]:
     """Return what is known of the cells of a column beside the metric: Imp.%, measured and the
     paper's, loss, spread, W error, unseen clients.
     """
-    kinds = {
-        "Imp.%": ("improved", _percent),
-        "Imp.%, paper": ("published_improved", _percent),
-        "loss": ("loss", lambda value: "" if value is None else figure(value, 3)),
-        "± between clients": ("between_clients", figure),
-        "W error": ("weights_error", _optional),
-        "best": ("best", _optional),
-        "best of ten": ("best_of_last_ten", _optional),
-        "gate, %": ("gate_accuracy", _optional),
+    kinds: dict[str, tuple[Callable[[Cell], float | None], Callable[[float], str]]] = {
+        "Imp.%": (lambda cell: cell.improved, _percent),
+        "Imp.%, paper": (lambda cell: cell.published_improved, _percent),
+        "loss": (lambda cell: cell.loss, lambda value: figure(value, 3)),
+        "± between clients": (lambda cell: cell.between_clients, figure),
+        "W error": (lambda cell: cell.weights_error, figure),
+        "best": (lambda cell: cell.best, figure),
+        "best of ten": (lambda cell: cell.best_of_last_ten, figure),
+        "gate, %": (lambda cell: cell.gate_accuracy, figure),
     }
-    if groups := cells[0].get("groups"):  # the spread would mix them
+    if groups := cells[0].groups:  # the spread would mix them
         del kinds["± between clients"]
     else:
         del kinds["best"], kinds["best of ten"]
-    known = {
-        name: (key, form)
-        for name, (key, form) in kinds.items()
-        if any(cell.get(key) is not None for cell in cells)
-    }
     found = {
-        group: [
-            plus_minus(cell["groups"][group], (cell.get("groups_std") or {}).get(group))
-            for cell in cells
-        ]
+        group: [plus_minus(cell.mean_of(group), cell.std_of(group)) for cell in cells]
         for group in groups or ()
     }
-    return found | {
-        name: [form(cell.get(key)) for cell in cells] for name, (key, form) in known.items()
-    }
+    for name, (of, form) in kinds.items():
+        values = [of(cell) for cell in cells]
+        if any(value is not None for value in values):
+            found[name] = ["" if value is None else form(value) for value in values]
+    return found
 
 
-def terminal(found: Json) -> list[Table]:
+def terminal(found: Reproduced) -> list[Table]:
     """Tables that fit 80 columns, one for each column, and a second one for classifiers and
     where the paper tells more than the metric.
     """
     shown = []
-    for c, title in found["columns"].items():
-        cells = _of(found, c)
+    for c, title in found.columns.items():
+        cells = found.of(c)
         paper, beside = _has_published(cells), _beside(cells)
-        metric = f"{title}: {label(_metric(found, c))}, {direction(_metric(found, c))}"
+        metric = f"{title}: {_metric(found, c)}, {direction(_metric(found, c))}"
         one = _plain(
             metric,
             (
@@ -161,13 +141,14 @@ def terminal(found: Json) -> list[Table]:
         )
         for cell in cells:
             traffic = ", ".join(
-                f"{cell[key] / 1000:,.0f}" for key in ("bytes_up_per_round", "bytes_down_per_round")
+                f"{count / 1000:,.0f}"
+                for count in (cell.bytes_up_per_round, cell.bytes_down_per_round)
             )
             work, size = (
-                f"{cell['flops_per_token'] / 1e6:.2f}",
-                f"{cell['trainable_parameters'] / 1000:,.0f} k",
+                f"{cell.flops_per_token / 1e6:.2f}",
+                f"{cell.trainable_parameters / 1000:,.0f} k",
             )
-            published = (plus_minus(cell["published"], cell["published_std"]),) if paper else ()
+            published = (plus_minus(cell.published, cell.published_std),) if paper else ()
             one.add_row(
                 _name(found, cell),
                 _measured(found, cell),
@@ -175,12 +156,12 @@ def terminal(found: Json) -> list[Table]:
                 size,
                 work,
                 traffic,
-                f"{cell['wall_s']:.0f}",
+                f"{cell.wall_s:.0f}",
             )
         shown.append(one)
         if (
             beside.keys() & {"Imp.%, paper", "W error", "gate, %"}
-            or not _metric(found, c)["lower_is_better"]
+            or not _metric(found, c).lower_is_better
         ):
             two = _plain(f"{title}, beside the mean", ("row", *beside))
             for cell, *values in zip(cells, *beside.values(), strict=True):
@@ -196,80 +177,81 @@ def _plain(title: str, header: Sequence[str]) -> Table:
     return shown
 
 
-def markdown(found: Json) -> str:
+def markdown(found: Reproduced) -> str:
     """Return the whole reproduction as one Markdown page."""
-    lines = [f"# {found['title']}", "", _about(found), ""]
-    for c, title in found["columns"].items():
-        cells = _of(found, c)
+    lines = [f"# {found.title}", "", _about(found), ""]
+    for c, title in found.columns.items():
+        cells = found.of(c)
         columns = {
             "row": [_name(found, cell) for cell in cells],
             "measured": [_measured(found, cell) for cell in cells],
-            "paper": [plus_minus(cell["published"], cell["published_std"]) for cell in cells],
+            "paper": [plus_minus(cell.published, cell.published_std) for cell in cells],
             **_synced(cells),
             **_beside(cells),
-            "parameters": [f"{cell['trainable_parameters']:,}" for cell in cells],
+            "parameters": [f"{cell.trainable_parameters:,}" for cell in cells],
             "active": [
-                "" if cell["active_parameters"] is None else f"{cell['active_parameters']:,}"
+                "" if cell.active_parameters is None else f"{cell.active_parameters:,}"
                 for cell in cells
             ],
             f"MFLOPs/{prediction(_metric(found, c))}": [
-                f"{cell['flops_per_token'] / 1e6:.2f}" for cell in cells
+                f"{cell.flops_per_token / 1e6:.2f}" for cell in cells
             ],
-            "kB up": [f"{cell['bytes_up_per_round'] / 1000:,.0f}" for cell in cells],
-            "kB down": [f"{cell['bytes_down_per_round'] / 1000:,.0f}" for cell in cells],
-            "s": [f"{cell['wall_s']:.0f}" for cell in cells],
+            "kB up": [f"{cell.bytes_up_per_round / 1000:,.0f}" for cell in cells],
+            "kB down": [f"{cell.bytes_down_per_round / 1000:,.0f}" for cell in cells],
+            "s": [f"{cell.wall_s:.0f}" for cell in cells],
         }
         lines += [f"## {title}", "", _lead(found, c), ""]
         lines += [f"| {' | '.join(columns)} |", "| --- |" + " ---: |" * (len(columns) - 1)]
         lines += [f"| {' | '.join(cells_)} |" for cells_ in zip(*columns.values(), strict=True)]
-        if c in found["order"]:
+        if c in found.order:
             lines += [
                 "",
-                f"Order of the rows against the paper's: Kendall's tau {found['order'][c]:.2f}.",
+                f"Order of the rows against the paper's: Kendall's tau {found.order[c]:.2f}.",
             ]
         lines.append("")
-    if found["statements"]:
+    if found.statements:
         lines += [
             "## What the paper says",
             "",
             "| verdict | statement | on | measured |",
             "| --- | --- | --- | --- |",
         ]
-        for s in found["statements"]:
+        for s in found.statements:
             lines.append(
-                f"| {_verdict(s)} | {s['says']} ({s['source']}) | "
-                f"{found['columns'][s['column']]} | {s['detail']} |"
+                f"| {_verdict(s)} | {s.says} ({s.source}) | "
+                f"{found.columns[s.column]} | {s.detail} |"
             )
         lines.append("")
     lines += [f"- {note}" for note in notes(found)]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _about(found: Json) -> str:
-    machine, versions = found["machine"], found["versions"]
-    threads = f"{machine['threads']} thread" + "s" * (machine["threads"] > 1)
-    changed = f", with {', '.join(found['overrides'])}" if found["overrides"] else ""
+def _about(found: Reproduced) -> str:
+    machine, versions = found.machine, found.versions
+    where = ""
+    if machine is not None:
+        threads = f"{machine.threads} thread" + "s" * (machine.threads > 1)
+        where = f"{machine.device}, {machine.dtype}, {threads}, "
+    changed = f", with {', '.join(found.overrides)}" if found.overrides else ""
     command = " ".join(
         [
-            f"coterie reproduce {found['name']} --scale {found['scale']} --seeds "
-            f"{len(found['seeds'])}",
-            *found["part"],
+            f"coterie reproduce {found.name} --scale {found.scale} --seeds {len(found.seeds)}",
+            *found.part,
         ]
     )
     metrics = dict.fromkeys(
-        f"{label(_metric(found, c))} ({direction(_metric(found, c))})" for c in found["columns"]
+        f"{_metric(found, c)} ({direction(_metric(found, c))})" for c in found.columns
     )
     return (
         f"`{command}`{changed}. Mean {' or '.join(metrics)} "
-        f"over clients, mean ± deviation over seeds {found['seeds']}; {found['scored']}. Bytes "
+        f"over clients, mean ± deviation over seeds {found.seeds}; {found.scored}. Bytes "
         f"are per client and round, "
-        f"seconds those of a run with all clients. {machine['device']}, {machine['dtype']}, "
-        f"{threads}, "
-        f"coterie {versions['coterie']}, torch {versions['torch']}."
+        f"seconds those of a run with all clients. {where}"
+        f"coterie {versions.coterie}, torch {versions.torch}."
     )
 
 
-def write_page(path: Path, found: Json, pictures: Sequence[Picture], runs: Path) -> None:
+def write_page(path: Path, found: Reproduced, pictures: Sequence[Picture], runs: Path) -> None:
     """Write the reproduction as one self-contained HTML file.
 
     Args:
@@ -285,32 +267,30 @@ def write_page(path: Path, found: Json, pictures: Sequence[Picture], runs: Path)
         section(f"picture-{k}", *_picture(picture, found, runs))
         for k, picture in enumerate(pictures)
     ]
-    for c, title in found["columns"].items():
-        cells = _of(found, c)
+    for c, title in found.columns.items():
+        cells = found.of(c)
         metric, what = _metric(found, c), prediction(_metric(found, c))
-        best = min(range(len(cells)), key=lambda k: sort_key(cells[k]["mean"], metric))
+        best = min(range(len(cells)), key=lambda k: sort_key(cells[k].mean, metric))
         columns = {
             "row": [_name(found, cell) for cell in cells],
             "measured": [_measured(found, cell) for cell in cells],
             **(
-                {"paper": [plus_minus(cell["published"], cell["published_std"]) for cell in cells]}
+                {"paper": [plus_minus(cell.published, cell.published_std) for cell in cells]}
                 if _has_published(cells)
                 else {}
             ),
             **_synced(cells),
             **_beside(cells),
-            "trainable parameters": bars([cell["trainable_parameters"] for cell in cells], ",.0f"),
-            f"MFLOPs per {what}": bars([cell["flops_per_token"] for cell in cells], ",.2f", 1e6),
-            "kB up per round": bars([cell["bytes_up_per_round"] for cell in cells], ",.1f", 1000),
-            "kB down per round": bars(
-                [cell["bytes_down_per_round"] for cell in cells], ",.1f", 1000
-            ),
-            "seconds": bars([cell["wall_s"] for cell in cells], ",.0f"),
+            "trainable parameters": bars([cell.trainable_parameters for cell in cells], ",.0f"),
+            f"MFLOPs per {what}": bars([cell.flops_per_token for cell in cells], ",.2f", 1e6),
+            "kB up per round": bars([cell.bytes_up_per_round for cell in cells], ",.1f", 1000),
+            "kB down per round": bars([cell.bytes_down_per_round for cell in cells], ",.1f", 1000),
+            "seconds": bars([cell.wall_s for cell in cells], ",.0f"),
         }
         about = f"<p>{escape(_lead(found, c))}</p>"
         order = (
-            f"<p>Order against the paper's: Kendall's tau {found['order'][c]:.2f}.</p>"
-            if c in found["order"]
+            f"<p>Order against the paper's: Kendall's tau {found.order[c]:.2f}.</p>"
+            if c in found.order
             else ""
         )
         parts.append(
@@ -322,12 +302,12 @@ def write_page(path: Path, found: Json, pictures: Sequence[Picture], runs: Path)
                 order,
             )
         )
-    if found["statements"]:
+    if found.statements:
         parts.append(section("statements", "What the paper says", verdicts(said(found))))
     told = "".join(f"<p class=note>{escape(note)}</p>" for note in notes(found))
     about = escape(_about(found).replace("`", ""))
     body = (
-        f"<header><h1>{escape(found['title'])}</h1><p "
+        f"<header><h1>{escape(found.title)}</h1><p "
         f"class=about>{about}</p>{told}</header><main>{''.join(parts)}</main>"
     )
-    write_atomically(path, page(found["title"], body))
+    write_atomically(path, page(found.title, body))

@@ -2,38 +2,37 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from coterie.core.files import read_json
-from coterie.core.metrics import label, metric_of
+from coterie.core.result import Result
+from coterie.papers.found import Cell, Reproduced
 from coterie.papers.tables import Picture
 from coterie.reports import chart, collaboration, experts, marks
 from coterie.reports.chart import Line, Style
 from coterie.reports.collaboration import Weights
-from coterie.reports.curves import router_panels, test_of
+from coterie.reports.curves import Value, group_test, of_iteration, of_round, router_panels, test_of
 from coterie.reports.experts import Choices
 from coterie.reports.parts import COLOURS, escape, legend, thinned, unseen
 
-Json = Mapping[str, Any]
 POINTS = 120  # of a curve, at most
+Parts = tuple[str, ...]  # of a picture: its title, and HTML
 
 
-def _choice(cell: Json) -> str:
-    return ", ".join(f"{key.rpartition('.')[2]} {value:g}" for key, value in cell["choice"].items())
+def _choice(cell: Cell) -> str:
+    return ", ".join(f"{key.rpartition('.')[2]} {value:g}" for key, value in cell.choice.items())
 
 
-def _name(found: Json, cell: Json) -> str:
+def _name(found: Reproduced, cell: Cell) -> str:
     chosen = _choice(cell)
-    return str(found["rows"][cell["row"]]) + (f" ({chosen})" if chosen else "")
+    return str(found.rows[cell.row]) + (f" ({chosen})" if chosen else "")
 
 
-def _picture(picture: Picture, found: Json, runs: Path) -> tuple[str, ...]:
+def _picture(picture: Picture, found: Reproduced, runs: Path) -> Parts:
     """Title and parts of one picture."""
     cells = [
         cell
-        for cell in found["cells"]
-        if (not picture.rows or cell["row"] in picture.rows)
-        and (not picture.columns or cell["column"] in picture.columns)
+        for cell in found.cells
+        if (not picture.rows or cell.row in picture.rows)
+        and (not picture.columns or cell.column in picture.columns)
     ]
     if not cells:
         return ("",)
@@ -41,29 +40,27 @@ def _picture(picture: Picture, found: Json, runs: Path) -> tuple[str, ...]:
     return (picture.title or title, *parts)
 
 
-def _headed(found: Json, cell: Json, *parts: str) -> list[str]:
+def _headed(found: Reproduced, cell: Cell, *parts: str) -> list[str]:
     """Parts of one cell under its name; nothing without parts."""
-    heading = (
-        f"<h3>{escape(found['rows'][cell['row']])}, {escape(found['columns'][cell['column']])}</h3>"
-    )
+    heading = f"<h3>{escape(found.rows[cell.row])}, {escape(found.columns[cell.column])}</h3>"
     return [heading, *parts] if any(parts) else []
 
 
-def _routers(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) -> tuple[str, ...]:
+def _routers(picture: Picture, cells: Sequence[Cell], found: Reproduced, runs: Path) -> Parts:
     parts: list[str] = []
     for cell in cells:
-        clients = read_json(runs / cell["folders"][0] / "result.json")["clients"]
+        clients = Result.read(runs / cell.folders[0]).clients
         parts += _headed(
-            found, cell, *router_panels(runs / cell["folders"][0] / "metrics.jsonl", clients)
+            found, cell, *router_panels(runs / cell.folders[0] / "metrics.jsonl", clients)
         )
     return ("Router scores over training", *parts)
 
 
-def _weights_of(cell: Json, runs: Path) -> Weights | None:
-    return Weights.of(cell["title"], read_json(runs / cell["folders"][0] / "result.json"))
+def _weights_of(cell: Cell, runs: Path) -> Weights | None:
+    return Weights.of(cell.title, Result.read(runs / cell.folders[0]))
 
 
-def _weights(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) -> tuple[str, ...]:
+def _weights(picture: Picture, cells: Sequence[Cell], found: Reproduced, runs: Path) -> Parts:
     """W of each row at some iterations."""
     parts: list[str] = []
     for cell in cells:
@@ -77,7 +74,7 @@ def _weights(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) -
     return ("Collaboration weights at stages of training, first seed", *parts)
 
 
-def _domains(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) -> tuple[str, ...]:
+def _domains(picture: Picture, cells: Sequence[Cell], found: Reproduced, runs: Path) -> Parts:
     """Return a client's weights for each other one."""
     parts: list[str] = []
     for cell in cells:
@@ -87,30 +84,30 @@ def _domains(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) -
     return (f"Collaboration weights{whose} over training, first seed", *parts)
 
 
-def _labels(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) -> tuple[str, ...]:
+def _labels(picture: Picture, cells: Sequence[Cell], found: Reproduced, runs: Path) -> Parts:
     return (
         "Who has which classes",
         *_each(cells, found, runs, lambda title, result: experts.distribution(result)),
     )
 
 
-def _k_means(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) -> tuple[str, ...]:
+def _k_means(picture: Picture, cells: Sequence[Cell], found: Reproduced, runs: Path) -> Parts:
     return (
         "Clients clustered by their classes",
         *_each(cells, found, runs, lambda title, result: experts.clustering(result)),
     )
 
 
-def _experts(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) -> tuple[str, ...]:
-    def curves(title: str, result: Json) -> str:
+def _experts(picture: Picture, cells: Sequence[Cell], found: Reproduced, runs: Path) -> Parts:
+    def curves(title: str, result: Result) -> str:
         choices = Choices.of(title, result)
         return experts.expert_curves(choices) if choices else ""
 
     return ("Accuracy of each expert over rounds, first seed", *_each(cells, found, runs, curves))
 
 
-def _gate(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) -> tuple[str, ...]:
-    def decided(title: str, result: Json) -> str:
+def _gate(picture: Picture, cells: Sequence[Cell], found: Reproduced, runs: Path) -> Parts:
+    def decided(title: str, result: Result) -> str:
         choices = Choices.of(title, result)
         return experts.choice_maps([choices]) + experts.decisions(title, result) if choices else ""
 
@@ -118,29 +115,26 @@ def _gate(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) -> t
 
 
 def _each(
-    cells: Sequence[Json], found: Json, runs: Path, draw: Callable[[str, Json], str]
+    cells: Sequence[Cell], found: Reproduced, runs: Path, draw: Callable[[str, Result], str]
 ) -> list[str]:
     """Return what is drawn of the result of each cell's first seed, by the title of its row, under
     the cell's name.
     """
-    drawn = (
-        (cell, draw(cell["title"], read_json(runs / cell["folders"][0] / "result.json")))
-        for cell in cells
-    )
+    drawn = ((cell, draw(cell.title, Result.read(runs / cell.folders[0]))) for cell in cells)
     return [part for cell, shown in drawn for part in _headed(found, cell, shown)]
 
 
-def _styles(cells: Sequence[Json]) -> dict[str, Style]:
+def _styles(cells: Sequence[Cell]) -> dict[str, Style]:
     """Return a look for each row; without markers where there are many points."""
-    points = max(len(cell["evaluations"]) for cell in cells)
-    rows = dict.fromkeys(cell["row"] for cell in cells)
+    points = max(len(cell.evaluations) for cell in cells)
+    rows = dict.fromkeys(cell.row for cell in cells)
     return {
         r: Style(COLOURS[k % len(COLOURS)], k, marked=points <= chart.MARKED)
         for k, r in enumerate(rows)
     }
 
 
-def _curves(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) -> tuple[str, ...]:
+def _curves(picture: Picture, cells: Sequence[Cell], found: Reproduced, runs: Path) -> Parts:
     """Return the test metric of each client, or its mean over clients, over training; a row that
     trains nothing is a level line.
 
@@ -150,95 +144,80 @@ def _curves(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) ->
     styles = _styles(cells)
     charts: dict[str, list[Line]] = {}
     kinds: dict[str, str] = {}  # the column of each panel: only within one are panels compared
-    count, axis = (
-        ("round", "rounds") if cells[0].get("groups") else ("iteration", "local iterations")
-    )
+    count, axis = (of_round, "rounds") if cells[0].groups else (of_iteration, "local iterations")
     ends = {
-        cell["column"]: max(
-            c["evaluations"][-1][count] for c in cells if c["column"] == cell["column"]
-        )
+        cell.column: max(count(c.evaluations[-1]) for c in cells if c.column == cell.column)
         for cell in cells
     }
 
-    def line(cell: Json, value: Callable[[Json], float]) -> Line:
-        points = [(e[count], value(e)) for e in thinned(cell["evaluations"], POINTS)]
-        level = [(0, points[0][1]), (ends[cell["column"]], points[0][1])]
-        return Line(
-            points if points[-1][0] else level, found["rows"][cell["row"]], styles[cell["row"]]
-        )
+    def line(cell: Cell, value: Value) -> Line:
+        points = [(count(e), value(e)) for e in thinned(cell.evaluations, POINTS)]
+        level = [(0, points[0][1]), (ends[cell.column], points[0][1])]
+        return Line(points if points[-1][0] else level, found.rows[cell.row], styles[cell.row])
 
     for cell in cells:
-        title = found["columns"][cell["column"]]
+        title = found.columns[cell.column]
         if picture.kind in ("mean", "curves"):
             values = {
-                f"{title}, {unseen(group)}": _of_group(group) for group in cell.get("groups") or ()
-            } or {title: _test}
+                f"{title}, {unseen(group)}": group_test(group) for group in cell.groups or ()
+            } or {title: group_test("")}
             for panel, value in values.items():
                 kinds[panel] = title
                 charts.setdefault(panel, []).append(line(cell, value))
             continue
-        for i in picture.clients or cell["clients"]:
+        for i in picture.clients or cell.clients:
             kinds[f"{title}: {i}"] = title
             charts.setdefault(f"{title}: {i}", []).append(line(cell, test_of(i)))
-    samples = legend((styles[r].sample, found["rows"][r]) for r in styles)
-    names = {label(metric_of(cell)): None for cell in cells}
+    samples = legend((styles[r].sample, found.rows[r]) for r in styles)
+    names = {str(cell.metric): None for cell in cells}
     name = ", ".join(names)
     whose = f" of {', '.join(picture.clients)}" if picture.clients else ""
     drawn = chart.panels(charts, axis, name, broad=picture.kind == "curves", kinds=kinds)
     return (f"{name.capitalize()}{whose} over training, first seed", samples, drawn)
 
 
-def _test(evaluation: Json) -> float:
-    return float(evaluation["test"])
-
-
-def _of_group(group: str) -> Callable[[Json], float]:
-    """Return what gives the mean of a group of unseen clients in an evaluation."""
-    return lambda evaluation: float(evaluation["groups"][group])
-
-
-def _bars(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) -> tuple[str, ...]:
+def _bars(picture: Picture, cells: Sequence[Cell], found: Reproduced, runs: Path) -> Parts:
     """Return the mean of each row, a group of bars for each column."""
-    rows = list(dict.fromkeys(cell["row"] for cell in cells))
+    rows = list(dict.fromkeys(cell.row for cell in cells))
     colours = {r: COLOURS[k % len(COLOURS)] for k, r in enumerate(rows)}
     groups = {
-        found["columns"][c]: [
-            marks.Bar(cell["mean"], cell["std"], found["rows"][cell["row"]], colours[cell["row"]])
+        found.columns[c]: [
+            marks.Bar(cell.mean, cell.std, found.rows[cell.row], colours[cell.row])
             for cell in cells
-            if cell["column"] == c
+            if cell.column == c
         ]
-        for c in dict.fromkeys(cell["column"] for cell in cells)
+        for c in dict.fromkeys(cell.column for cell in cells)
     }
     samples = legend(
-        (f'<i class="swatch" style="background:{colours[r]}"></i>', found["rows"][r]) for r in rows
+        (f'<i class="swatch" style="background:{colours[r]}"></i>', found.rows[r]) for r in rows
     )
-    name = label(metric_of(cells[0]))
+    name = str(cells[0].metric)
     return (f"Mean {name}", samples, marks.bars(groups, name))
 
 
-def _sweep(picture: Picture, cells: Sequence[Json], found: Json, runs: Path) -> tuple[str, ...]:
+def _sweep(picture: Picture, cells: Sequence[Cell], found: Reproduced, runs: Path) -> Parts:
     """One line for each tau, over s."""
     lines: dict[int, list[tuple[float, float]]] = {}
     for cell in cells:
-        lines.setdefault(cell["settings"]["router_every"], []).append(
-            (cell["settings"]["router_steps"], cell["mean"])
+        lines.setdefault(cell.settings["router_every"], []).append(
+            (cell.settings["router_steps"], cell.mean)
         )
     styles = {tau: Style(COLOURS[k % len(COLOURS)], k) for k, tau in enumerate(sorted(lines))}
     drawn = [Line(sorted(points), f"tau {tau}", styles[tau]) for tau, points in lines.items()]
     samples = legend((styles[tau].sample, f"tau {tau}") for tau in sorted(lines))
     panel = chart.panels(
-        {next(iter(found["columns"].values())): drawn},
+        {next(iter(found.columns.values())): drawn},
         "s, router steps per update",
-        f"mean {label(metric_of(cells[0]))}",
+        f"mean {cells[0].metric}",
     )
     return (
-        f"Mean {label(metric_of(cells[0]))} by how often and how long routers learn",
+        f"Mean {cells[0].metric} by how often and how long routers learn",
         samples,
         panel,
     )
 
 
-_KINDS: Mapping[str, Callable[[Picture, Sequence[Json], Json, Path], tuple[str, ...]]] = {
+_KINDS: Mapping[str, Callable[[Picture, Sequence[Cell], Reproduced, Path], Parts]] = {
     "clients": _curves,
     "mean": _curves,
     "curves": _curves,

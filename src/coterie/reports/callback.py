@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.core.errors import CallbackError, CoterieError
-from coterie.core.result import Result
+from coterie.core.result import MetricInfo, Result
 
 
 class Callback:
@@ -54,7 +54,7 @@ class Callback:
         rounds: int,
         done: int,
         clients: Sequence[str],
-        metric: Mapping[str, Any] | None = None,
+        metric: MetricInfo | None = None,
     ) -> None:
         """Hear that a method starts; `done` of its `rounds` were done before. `metric` is that of
         its result, by default perplexity.
@@ -102,7 +102,7 @@ class Callback:
         """Hear that a checkpoint after so many rounds was written, to this folder."""
 
     def end(self, result: Result) -> None:
-        """Hear that a method is done; `result` is what is in result.json."""
+        """Hear that a method is done; `result` is what result.json says."""
 
 
 class Callbacks(Callback):

@@ -5,14 +5,13 @@ and weights over time (CoBo, Fig. 3 to 5).
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
+from coterie.core.result import Result
 from coterie.reports import chart, heat
 from coterie.reports.chart import Line, Style
 from coterie.reports.heat import Heat, Matrix
 from coterie.reports.parts import COLOURS, GREY, captioned, escape, legend, thinned
 
-Json = Mapping[str, Any]
 CLIENTS = 8  # that have a panel, and that a panel has lines to, at most
 FAINT = 0.45  # the strength of lines to clients of other clusters
 
@@ -36,16 +35,12 @@ class Weights:
     error: float | None = None
 
     @classmethod
-    def of(cls, title: str, result: Json) -> "Weights | None":
+    def of(cls, title: str, result: Result) -> "Weights | None":
         """Those of a result, or None if its method has none."""
-        found = [
-            (e["iteration"], e["weights"])
-            for e in result["evaluations"]
-            if e.get("weights") is not None
-        ]
+        found = [(e.iteration, e.weights) for e in result.evaluations if e.weights is not None]
         if not found or len(found[0][1]) < 2:
             return None
-        clients, known = list(result["clients"]), result.get("clusters")
+        clients, known = list(result.clients), result.clusters
         order = (
             sorted(range(len(clients)), key=lambda k: known[clients[k]])
             if known
@@ -56,9 +51,7 @@ class Weights:
             for at, w in thinned(found, heat.room(len(clients) ** 2))
         ]
         clusters = [known[clients[k]] for k in order] if known else None
-        return cls(
-            title, [clients[k] for k in order], clusters, stages, result.get("weights_error")
-        )
+        return cls(title, [clients[k] for k in order], clusters, stages, result.weights_error)
 
     @cached_property
     def top(self) -> float:
@@ -105,12 +98,12 @@ class Weights:
         return [self.stages[k] for k in sorted(found)]
 
 
-def collaboration(results: Mapping[str, Json]) -> tuple[str, ...]:
+def collaboration(results: Mapping[str, Result]) -> tuple[str, ...]:
     """Return the parts of the section: heat maps with a slider, the share of weight within true
     clusters, and weights over time.
 
     Args:
-        results: What is in result.json, by title; the first with weights has its weights over time
+        results: By title; the first with weights has its weights over time
             shown at once.
 
     Returns:

@@ -4,10 +4,11 @@ unlike.
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from coterie.core.metrics import better, deviation, gate_accuracy, mean, metric_of, prediction
+from coterie.core.metrics import better, deviation, mean, prediction
+from coterie.core.result import PrivacySpent, Result, Row
 
 BOUNDS = {
     "centralized": "one model that sees the data of all clients: a bound, not a method that "
@@ -18,9 +19,70 @@ ALONE = "local"  # the method that Imp.% compares with
 NAMED = 8  # clients in a sentence, at most
 
 
-def improved(
-    results: Sequence[Mapping[str, Any]], alone: Sequence[Mapping[str, Any]]
-) -> float | None:
+@dataclass(frozen=True)
+class Beside:
+    """A figure of a row that a table has beside the metric.
+
+    Args:
+        name: Of its column.
+        of: The figure of a row; None where it is not known.
+        digits: Behind the point.
+        lower_is_better: Which way is better.
+        about: What it is, in a few words.
+        told: The same in a sentence, as HTML.
+    """
+
+    name: str
+    of: Callable[[Row], float | None]
+    digits: int
+    lower_is_better: bool
+    about: str
+    told: str
+
+    def known(self, rows: Sequence[Row]) -> bool:
+        """Whether any row has it."""
+        return any(self.of(row) is not None for row in rows)
+
+
+BESIDE = (
+    Beside(
+        "loss",
+        lambda row: row.loss,
+        3,
+        True,
+        "mean test loss in nats",
+        "<em>loss</em> is the mean test loss in nats",
+    ),
+    Beside(
+        "± between clients",
+        lambda row: row.between_clients,
+        2,
+        True,
+        "standard deviation over clients",
+        "<em>± between clients</em> the standard deviation over clients",
+    ),
+    Beside(
+        "Imp.%",
+        lambda row: row.improved,
+        0,
+        False,
+        "Imp.%: clients that do better than alone",
+        "<em>Imp.%</em> the share of clients that do better than their own Local run of the same "
+        "seed",
+    ),
+    Beside(
+        "W error",
+        lambda row: row.weights_error,
+        2,
+        True,
+        "W error: wrong collaboration weights",
+        "<em>W error</em> the share of collaboration weights on the wrong side of a threshold in "
+        "the end",
+    ),
+)
+
+
+def improved(results: Sequence[Result], alone: Sequence[Result]) -> float | None:
     """Imp.%: the share of clients that do better than in their own Local run of the same seed
     (CoBo, Table 2).
 
@@ -31,130 +93,108 @@ def improved(
     Returns:
         Percent over clients and seeds; None where Local lacks a seed, and for Local itself.
     """
-    local = {result["seed"]: result["clients"] for result in alone}
-    if any(result["seed"] not in local or result["method"] == ALONE for result in results):
+    local = {result.seed: result.clients for result in alone}
+    if any(result.seed not in local or result.method == ALONE for result in results):
         return None
     pairs = [
-        (own["test"], local[r["seed"]].get(i), metric_of(r))
-        for r in results
-        for i, own in r["clients"].items()
+        (own.test, local[r.seed].get(i), r.metric) for r in results for i, own in r.clients.items()
     ]
-    wins = [better(own, other["test"], metric) for own, other, metric in pairs if other is not None]
+    wins = [better(own, other.test, metric) for own, other, metric in pairs if other is not None]
     return 100 * mean(wins)
 
 
-def headline(result: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    """Return the clients whom the mean of a result is about: all that are scored, or the first
-    group of those that were never seen.
-    """
-    first = next(iter(result.get("groups") or ()), None)
-    return {i: client for i, client in result["clients"].items() if client.get("group") == first}
-
-
-def between(result: Mapping[str, Any]) -> float:
+def between(result: Result) -> float:
     """How unlike the clients of a result fare: the standard deviation of the test metric over
     them, who are all there are.
     """
-    values = [client["test"] for client in headline(result).values()]
+    values = [client.test for client in result.headline.values()]
     return statistics.pstdev(values) if all(map(math.isfinite, values)) else math.inf
 
 
-def row(
-    name: str, results: Sequence[Mapping[str, Any]], alone: Sequence[Mapping[str, Any]] = ()
-) -> dict[str, Any]:
+def row(name: str, results: Sequence[Result], alone: Sequence[Result] = ()) -> Row:
     """One method's line of a comparison: mean and standard deviation over seeds, and what it cost.
 
     Args:
         name: Of the method.
-        results: What is in its result.json, one for each seed. Figures that one of them lacks (it
-            is from an older version) are None.
+        results: One for each seed. Figures that one of them lacks (it is from an older version) are
+            None.
         alone: The results of Local, where there are any: what Imp.% compares with.
     """
-    per_seed = [r["mean"] for r in results]
-    clients = [c for r in results for c in (r.get("training") or r["clients"]).values()]
-    rounds = max(results[0]["rounds"], 1)
-    return {
-        "method": name,
-        "metric": dict(metric_of(results[0])),
-        "mean": mean(per_seed),
-        "std": deviation(per_seed),
-        "per_seed": per_seed,
-        "mean_synced": mean(r["mean_synced"] for r in results),
-        "groups": {
-            group: mean(r["groups"][group] for r in results)
-            for group in results[0].get("groups") or {}
-        }
-        or None,
-        "groups_std": {
-            group: deviation([r["groups"][group] for r in results])
-            for group in results[0].get("groups") or {}
-        }
-        or None,
-        "best": _average([r.get("best") for r in results]),
-        "best_of_last_ten": _average([r.get("best_of_last_ten") for r in results]),
-        "gate_accuracy": _average([gate_accuracy(r) for r in results]),
-        "loss": _average([r.get("mean_loss") for r in results]),
-        "between_clients": mean(map(between, results)),
-        "improved": improved(results, alone) if alone else None,
-        "weights_error": _average([r.get("weights_error") for r in results]),
-        "iterations": results[0]["evaluations"][-1]["iteration"]
-        if results[0].get("evaluations")
-        else None,
-        "clients": {
-            i: mean(r["clients"][i]["test"] for r in results if i in r["clients"])
-            for i in results[0]["clients"]
+    first, per_seed = results[0], [r.mean for r in results]
+    of_groups = {g: [(r.groups or {})[g] for r in results] for g in first.groups or {}}
+    costs = [c for r in results for c in (r.training or r.clients).values()]
+    rounds = max(first.rounds, 1)
+    return Row(
+        method=name,
+        metric=first.metric,
+        mean=mean(per_seed),
+        std=deviation(per_seed),
+        per_seed=per_seed,
+        mean_synced=mean(r.mean_synced for r in results),
+        groups={group: mean(values) for group, values in of_groups.items()} or None,
+        groups_std={group: deviation(values) for group, values in of_groups.items()} or None,
+        best=_average([r.best for r in results]),
+        best_of_last_ten=_average([r.best_of_last_ten for r in results]),
+        gate_accuracy=_average([r.gate_accuracy for r in results]),
+        loss=_average([r.mean_loss for r in results]),
+        between_clients=mean(map(between, results)),
+        improved=improved(results, alone) if alone else None,
+        weights_error=_average([r.weights_error for r in results]),
+        iterations=first.evaluations[-1].iteration if first.evaluations else None,
+        clients={
+            i: mean(r.clients[i].test for r in results if i in r.clients) for i in first.clients
         },
-        "trainable_parameters": round(mean(c["trainable_parameters"] for c in clients)),
-        "active_parameters": _known([c.get("active_parameters") for c in clients]),
-        "flops_per_token": round(mean(c["flops_per_token"] for c in clients)),
-        "bytes_up_per_round": round(mean(c["bytes_up"] for c in clients) / rounds),
-        "bytes_down_per_round": round(mean(c["bytes_down"] for c in clients) / rounds),
-        "state_bytes": _known([c.get("state_bytes") for c in clients]),
-        "once_bytes": _known([r.get("once_bytes") for r in results]),
-        "peak_memory_bytes": _known([r.get("peak_memory_bytes") for r in results]),
-        "wall_s": mean(r["wall_s"] for r in results),
-        "lost": _lost(results),
-        "never_took_part": _known(
-            [None if (absent := r.get("never_took_part")) is None else len(absent) for r in results]
+        trainable_parameters=round(mean(c.trainable_parameters for c in costs)),
+        active_parameters=_known([c.active_parameters for c in costs]),
+        flops_per_token=round(mean(c.flops_per_token for c in costs)),
+        bytes_up_per_round=round(mean(c.bytes_up for c in costs) / rounds),
+        bytes_down_per_round=round(mean(c.bytes_down for c in costs) / rounds),
+        state_bytes=_known([c.state_bytes for c in costs]),
+        once_bytes=_known([r.once_bytes for r in results]),
+        peak_memory_bytes=_known([r.peak_memory_bytes for r in results]),
+        wall_s=mean(r.wall_s for r in results),
+        lost=_lost(results),
+        never_took_part=_known(
+            [None if r.never_took_part is None else len(r.never_took_part) for r in results]
         ),
-        "privacy": results[0].get("privacy"),
-    }
+        privacy=first.privacy,
+    )
 
 
-def _lost(results: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+def _lost(results: Sequence[Result]) -> dict[str, int]:
     """Return replies by client that were dropped or did not come, over all seeds; of clients that
     lost any.
     """
     found: dict[str, int] = {}
     for result in results:
-        for client, count in (result.get("lost") or {}).items():
+        for client, count in (result.lost or {}).items():
             found[client] = found.get(client, 0) + count
     return dict(sorted(found.items()))
 
 
-def rows(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def rows(results: Sequence[Result]) -> list[Row]:
     """Return the lines of several methods, in the order of their first results: each over its
     seeds, with Imp.% where Local is among them.
 
     A client that some run could not reach to score it has no column.
     """
     common = (
-        [i for i in results[0]["clients"] if all(i in result["clients"] for result in results)]
+        [i for i in results[0].clients if all(i in result.clients for result in results)]
         if results
         else []
     )
-    by_method: dict[str, list[Mapping[str, Any]]] = {}
+    by_method: dict[str, list[Result]] = {}
     for result in results:
-        by_method.setdefault(result["method"], []).append(result)
+        by_method.setdefault(result.method, []).append(result)
     lines = [row(name, found, by_method.get(ALONE, ())) for name, found in by_method.items()]
     return [
-        line | {"clients": {i: line["clients"][i] for i in common if i in line["clients"]}}
+        replace(line, clients={i: line.clients[i] for i in common if i in line.clients})
         for line in lines
     ]
 
 
 def comparability(
-    rows: Sequence[Mapping[str, Any]],
+    rows: Sequence[Row],
     own: str | None = None,
     titles: Mapping[str, str] | None = None,
 ) -> list[str]:
@@ -169,45 +209,36 @@ def comparability(
             first row that trains anything.
         titles: What to call a method; default: its name.
     """
-    called = {r["method"]: r["method"] for r in rows} | dict(titles or {})
-    trained = [r for r in rows if r["trainable_parameters"]]
-    references = [r for r in trained if r["method"] == own] + trained
+    called = {r.method: r.method for r in rows} | dict(titles or {})
+    trained = [r for r in rows if r.trainable_parameters]
+    references = [r for r in trained if r.method == own] + trained
     found = [sentence for r in trained for sentence in _budget(r, references[0], called)]
-    found += [f"{called[r['method']]}: {lost(r['lost'])}" for r in rows if r.get("lost")]
-    found += [
-        f"{called[r['method']]}: {absent(r['never_took_part'])}"
-        for r in rows
-        if r.get("never_took_part")
-    ]
+    found += [f"{called[r.method]}: {lost(r.lost)}" for r in rows if r.lost]
+    found += [f"{called[r.method]}: {absent(r.never_took_part)}" for r in rows if r.never_took_part]
     spent: dict[str, list[str]] = {}  # rows that spend alike share a sentence
     for r in rows:
-        if r.get("privacy"):
-            spent.setdefault(protected(r["privacy"]), []).append(called[r["method"]])
+        if r.privacy:
+            spent.setdefault(protected(r.privacy), []).append(called[r.method])
     return found + [f"{', '.join(names)}: {sentence}" for sentence, names in spent.items()]
 
 
-def _budget(
-    row: Mapping[str, Any], reference: Mapping[str, Any], called: Mapping[str, str]
-) -> list[str]:
+def _budget(row: Row, reference: Row, called: Mapping[str, str]) -> list[str]:
     """How a row's budget differs from another's, and whether it is a bound."""
-    kinds = (
-        ("trainable_parameters", "trainable parameters", 0.05),
-        ("active_parameters", "active parameters", 0.05),
-        ("flops_per_token", f"work per {prediction(metric_of(row))}", 0.1),
-        ("iterations", "local iterations", 0.1),
+    kinds: Sequence[tuple[Callable[[Row], int | None], str, float]] = (
+        (lambda r: r.trainable_parameters, "trainable parameters", 0.05),
+        (lambda r: r.active_parameters, "active parameters", 0.05),
+        (lambda r: r.flops_per_token, f"work per {prediction(row.metric)}", 0.1),
+        (lambda r: r.iterations, "local iterations", 0.1),
     )
-    name, other, unlike, found = called[row["method"]], called[reference["method"]], [], []
-    for key, what, limit in kinds:
-        if (
-            row.get(key)
-            and reference.get(key)
-            and abs(share := row[key] / reference[key] - 1) > limit
-        ):
+    name, other, unlike, found = called[row.method], called[reference.method], [], []
+    for value, what, limit in kinds:
+        ours, theirs = value(row), value(reference)
+        if ours and theirs and abs(share := ours / theirs - 1) > limit:
             unlike.append(f"{share:+.0%} {what}")
     if unlike:
         found.append(f"{name}: {', '.join(unlike)} against {other}: not an equal budget.")
-    if row["method"] in BOUNDS:
-        found.append(f"{name}: {BOUNDS[row['method']]}.")
+    if row.method in BOUNDS:
+        found.append(f"{name}: {BOUNDS[row.method]}.")
     return found
 
 
@@ -237,20 +268,19 @@ def absent(clients: int) -> str:
     )
 
 
-def protected(privacy: Mapping[str, Any]) -> str:
-    """Return a sentence on the privacy that a result has spent, from its `privacy`: how much, by
-    what reckoning, and what it is for.
+def protected(privacy: PrivacySpent) -> str:
+    """Return a sentence on the privacy that a result has spent: how much, by what reckoning, and
+    what it is for.
     """
     epsilon = (
         "no finite epsilon, nobody is protected"
-        if privacy["epsilon"] is None
-        else f"epsilon {privacy['epsilon']:.2f}"
+        if privacy.epsilon is None
+        else f"epsilon {privacy.epsilon:.2f}"
     )
     return (
-        f"{epsilon}, delta {privacy['delta']:.2g} ({privacy['where']}, noise z = "
-        f"{privacy['noise']:g}, clip C = {privacy['clip']:g}): "
-        f"{privacy['sampling']}. It covers {privacy['covers']}."
-        + (f" It assumes: {privacy['assumes']}." if "assumes" in privacy else "")
+        f"{epsilon}, delta {privacy.delta:.2g} ({privacy.where}, noise z = {privacy.noise:g}, clip "
+        f"C = {privacy.clip:g}): {privacy.sampling}. It covers {privacy.covers}."
+        + (f" It assumes: {privacy.assumes}." if privacy.assumes is not None else "")
     )
 
 

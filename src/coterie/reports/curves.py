@@ -6,14 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coterie.core.metrics import label, mean, metric_of, prediction
+from coterie.core.metrics import mean, prediction
+from coterie.core.result import ClientResult, Evaluation, Result
 from coterie.methods import METHODS
 from coterie.reports import chart, tokens
 from coterie.reports.chart import Line, Style
 from coterie.reports.parts import BLUE, COLOURS, captioned, folded, legend, thinned, unseen
 from coterie.reports.tokens import Expert
 
-Json = Mapping[str, Any]
+Value = Callable[[Evaluation], float]  # of a curve at a point
 FAINT = 0.4  # the colour of the first of several blocks; the last has all of it
 PANELS = 24  # clients with curves of their own, at most
 POINTS = 60  # of a client's curve, at most
@@ -28,52 +29,50 @@ SPENT = (
 )
 
 
-def _curves(results: Sequence[Json]) -> str:
+def _curves(results: Sequence[Result]) -> str:
     """Return the mean over clients, and a panel per client: the test metric against local
     iterations, one line per method.
 
     A method without training is a level line.
     """
-    own, metric = results[-1], metric_of(results[-1])
+    own, metric = results[-1], results[-1].metric
     looks = [*range(1, len(results)), 0]  # the run's own method has the first
-    groups = own.get("groups") or {}
-    unit, count = ("round", "rounds") if groups else ("iteration", "local iterations")
+    groups = own.groups or {}
+    at, count = (of_round, "rounds") if groups else (of_iteration, "local iterations")
     windows, series = _series(results)
-    last = max((e[unit] for points in series for e in points), default=0)
+    last = max((at(e) for points in series for e in points), default=0)
     styles = [
         Style(COLOURS[k % len(COLOURS)], k, marked=_marked(r, p))
         for k, r, p in zip(looks, results, series, strict=True)
     ]
     # Every method starts from the base, so that all curves begin where it stands.
-    base = next((r for r in results if r["method"] == "pretrained"), None)
+    base = next((r for r in results if r.method == "pretrained"), None)
 
-    def line(
-        result: Json, found: Sequence[Json], style: Style, value: Callable[[Json], float]
-    ) -> Line:
-        points = [(e[unit], value(e)) for e in thinned(found, POINTS)]
-        start = [(0, value(base["evaluations"][0]))] if base and not windows else []
+    def line(result: Result, found: Sequence[Evaluation], style: Style, value: Value) -> Line:
+        points = [(at(e), value(e)) for e in thinned(found, POINTS)]
+        start = [(0, value(base.evaluations[0]))] if base and not windows else []
         level = [(0, points[0][1]), (last, points[0][1])]
         return Line(
-            level if result["rounds"] == 0 else start + points,
-            METHODS[result["method"]].title,
+            level if result.rounds == 0 else start + points,
+            METHODS[result.method].title,
             style,
         )
 
-    def lines(value: Callable[[Json], float]) -> list[Line]:
+    def lines(value: Value) -> list[Line]:
         return [
             line(r, points, style, value)
             for r, points, style in zip(results, series, styles, strict=True)
         ]
 
     means = {f"Mean of {unseen(g)}": lines(group_test(g)) for g in groups}
-    means = means or {f"Mean over {len(own['clients'])} clients": lines(mean_test)}
+    means = means or {f"Mean over {len(own.clients)} clients": lines(mean_test)}
     samples = legend(
-        (style.sample, METHODS[r["method"]].title) for r, style in zip(results, styles, strict=True)
+        (style.sample, METHODS[r.method].title) for r, style in zip(results, styles, strict=True)
     )
-    axes, ratios = (count, label(metric)), metric["lower_is_better"]
+    axes, ratios = (count, str(metric)), metric.lower_is_better
     whole = chart.panels(means, *axes, broad=True, ratios=ratios)
     members = {
-        g: [i for i, client in own["clients"].items() if client.get("group", "") == g]
+        g: [i for i, client in own.clients.items() if (client.group or "") == g]
         for g in groups or [""]
     }
     charts = {
@@ -106,34 +105,46 @@ def _curves(results: Sequence[Json]) -> str:
     return f"{samples}{part if windows else ''}{whole}<h3>Client by client</h3>{''.join(parts)}"
 
 
-def mean_test(evaluation: Json) -> float:
-    return mean(own["test"] for own in evaluation["clients"].values())
+def of_round(evaluation: Evaluation) -> int:
+    """Return the rounds that were done."""
+    return evaluation.round
 
 
-def group_test(group: str) -> Callable[[Json], float]:
+def of_iteration(evaluation: Evaluation) -> int:
+    """Return the local iterations that were done."""
+    return evaluation.iteration
+
+
+def mean_test(evaluation: Evaluation) -> float:
+    return mean(own.test for own in evaluation.clients.values())
+
+
+def group_test(group: str) -> Value:
     """Return what gives the mean test metric of a group of unseen clients in an evaluation."""
-    return lambda evaluation: float(evaluation["groups"][group])
+    return lambda evaluation: evaluation.mean_of(group)
 
 
-def test_of(client: str) -> Callable[[Json], float]:
+def test_of(client: str) -> Value:
     """What gives the test metric of a client in an evaluation; NaN where it was not there."""
-    return lambda evaluation: float(evaluation["clients"].get(client, {"test": math.nan})["test"])
+    return lambda evaluation: (
+        evaluation.clients[client].test if client in evaluation.clients else math.nan
+    )
 
 
-def _series(results: Sequence[Json]) -> tuple[int | None, list[Sequence[Json]]]:
+def _series(results: Sequence[Result]) -> tuple[int | None, list[Sequence[Evaluation]]]:
     """Return the points of each method's curve: of as large a part of the test sets, if all have
     such points, and how large; else of all.
     """
-    parts = {r["curve"]["windows"] if r.get("curve") else None for r in results}
+    parts = {r.curve.windows if r.curve else None for r in results}
     windows: int | None = parts.pop() if len(parts) == 1 else None
-    return windows, [r["curve"]["points"] if windows else r["evaluations"] for r in results]
+    return windows, [r.curve.points if windows and r.curve else r.evaluations for r in results]
 
 
-def _marked(result: Json, points: Sequence[Json]) -> bool:
-    return result["rounds"] > 0 and len(points) <= chart.MARKED
+def _marked(result: Result, points: Sequence[Evaluation]) -> bool:
+    return result.rounds > 0 and len(points) <= chart.MARKED
 
 
-def router_panels(path: Path, clients: Mapping[str, Json]) -> tuple[str, ...]:
+def router_panels(path: Path, clients: Mapping[str, ClientResult]) -> tuple[str, ...]:
     """Mean routing weights over training, from metrics.jsonl; nothing where no client has a
     router.
     """
@@ -159,20 +170,20 @@ def router_panels(path: Path, clients: Mapping[str, Json]) -> tuple[str, ...]:
     return ROUTERS, samples, chart.panels(charts, "local iterations", "mean routing weight", (0, 1))
 
 
-def _privacy(path: Path, own: Json) -> tuple[str, ...]:
+def _privacy(path: Path, own: Result) -> tuple[str, ...]:
     """Return what was spent by each round, and the norm C if it adapts, from metrics.jsonl; nothing
     of a run without privacy.
     """
-    if not own.get("privacy"):
+    if (privacy := own.privacy) is None:
         return ()
     lines, style, drawn = (
         _of_kind(path, "privacy"),
-        Style(BLUE, marked=own["rounds"] <= chart.MARKED),
+        Style(BLUE, marked=own.rounds <= chart.MARKED),
         [],
     )
     curves = {
-        "epsilon": ("epsilon", f"Epsilon at delta {own['privacy']['delta']:.2g}", 0.0),
-        "clip": ("C", "Clipping norm C", own["privacy"]["clip"]),
+        "epsilon": ("epsilon", f"Epsilon at delta {privacy.delta:.2g}", 0.0),
+        "clip": ("C", "Clipping norm C", privacy.clip),
     }
     for key, (axis, title, start) in curves.items():
         values = {0: start} | {
@@ -208,7 +219,7 @@ def router_series(path: Path) -> dict[str, list[tuple[int, list[list[float]]]]]:
     return found
 
 
-def _of_kind(path: Path, kind: str) -> list[Json]:
+def _of_kind(path: Path, kind: str) -> list[dict[str, Any]]:
     """Return the lines of one kind in metrics.jsonl; none where there is no such file."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return [line for line in map(json.loads, lines) if line["kind"] == kind]

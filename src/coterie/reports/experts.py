@@ -8,15 +8,15 @@ from functools import cached_property
 from itertools import groupby
 from math import nan
 from statistics import fmean
-from typing import Any
 
+from coterie.core.result import Choices as Chosen
+from coterie.core.result import Result
 from coterie.reports import chart, marks
 from coterie.reports.chart import Line, Style
 from coterie.reports.heat import Heat, Matrix, heat_map, room, scale, slider
 from coterie.reports.marks import Dot
 from coterie.reports.parts import COLOURS, captioned, escape, folded, legend, table, thinned, unseen
 
-Json = Mapping[str, Any]
 CLUSTERS = 5  # of K-means where there are no anchors
 SUBSTANTIAL = {
     "no clear groups": 0.25,
@@ -41,22 +41,18 @@ ABOUT_GATE = (
 )
 
 
-def classes(result: Json) -> tuple[str, ...]:
+def classes(result: Result) -> tuple[str, ...]:
     """Return the parts of the section on labels: who has which, and what K-means makes of them;
     nothing where nobody knows.
     """
-    return (
-        (ABOUT_CLASSES, distribution(result), clustering(result))
-        if result.get("label_counts")
-        else ()
-    )
+    return (ABOUT_CLASSES, distribution(result), clustering(result)) if result.label_counts else ()
 
 
-def distribution(result: Json) -> str:
+def distribution(result: Result) -> str:
     """Return a heat map of the share of each class for each kind of client: anchors, normal
     clients, and the groups of unseen ones (Fig. 2).
     """
-    shares = {i: _percent(counts) for i, counts in result["label_counts"].items()}
+    shares = {i: _percent(counts) for i, counts in (result.label_counts or {}).items()}
     order = _order(len(next(iter(shares.values()))), _anchored(result))
     top = max(map(max, shares.values()))
     figures = []
@@ -75,25 +71,24 @@ def distribution(result: Json) -> str:
     return f'{scale("0 % of a client", f"{top:.0f} %")}<div class="kinds">{"".join(figures)}</div>'
 
 
-def _kinds(result: Json) -> dict[str, list[str]]:
+def _kinds(result: Result) -> dict[str, list[str]]:
     """Who holds examples: anchors, then normal clients, then unseen ones by group; titled by how
     many they are.
     """
-    kinds: dict[str, list[str]] = {"anchors": list(result["anchors"] or ()), "normal clients": []}
-    for i in result["label_counts"]:
+    kinds: dict[str, list[str]] = {"anchors": list(result.anchors or ()), "normal clients": []}
+    for i in result.label_counts or ():
         if i not in kinds["anchors"]:
             kinds.setdefault(
-                unseen(result["clients"][i]["group"])
-                if i in result["clients"]
-                else "normal clients",
+                unseen(result.clients[i].group or "") if i in result.clients else "normal clients",
                 [],
             ).append(i)
     return {f"{len(members)} {kind}": members for kind, members in kinds.items() if members}
 
 
-def _anchored(result: Json) -> list[Sequence[int]]:
+def _anchored(result: Result) -> list[Sequence[int]]:
     """Return the classes of each anchor."""
-    return [result["labels"][q] for q in result.get("anchors") or ()]
+    labels = result.labels or {}
+    return [labels[q] for q in result.anchors or ()]
 
 
 def _order(count: int, anchored: Sequence[Sequence[int]]) -> list[int]:
@@ -107,7 +102,7 @@ def _percent(counts: Iterable[int]) -> list[float]:
     return [100 * count / (sum(held) or 1) for count in held]
 
 
-def clustering(result: Json) -> str:
+def clustering(result: Result) -> str:
     """K-means on the label shares of the normal clients, in their two principal components (Fig.
     11); nothing where they are too few.
     """
@@ -115,13 +110,10 @@ def clustering(result: Json) -> str:
     from sklearn.decomposition import PCA
     from sklearn.metrics import silhouette_score
 
-    trains = [
-        i
-        for i in result["label_counts"]
-        if i not in result["clients"] and i not in (result["anchors"] or ())
-    ]
-    shares = [_percent(result["label_counts"][i]) for i in trains]
-    k = len(result["anchors"] or ()) or CLUSTERS
+    counts, anchors = result.label_counts or {}, result.anchors or ()
+    trains = [i for i in counts if i not in result.clients and i not in anchors]
+    shares = [_percent(counts[i]) for i in trains]
+    k = len(anchors) or CLUSTERS
     if not 1 < k < len(set(map(tuple, shares))):
         return ""
     found = KMeans(k, n_init=10, random_state=0).fit_predict(shares)
@@ -164,27 +156,25 @@ class Choices:
         title: Of the method.
         anchors: The anchor of each expert; () where experts have none.
         anchored: The classes of each anchor.
-        stages: Rounds, and by group of clients, the headline first, what `evaluation.choices`
-            found.
+        stages: Rounds, and by group of clients, the headline first, what the gate chose.
     """
 
     title: str
     anchors: Sequence[str]
     anchored: Sequence[Sequence[int]]
-    stages: Sequence[tuple[int, Mapping[str, Json]]]
+    stages: Sequence[tuple[int, Mapping[str, Chosen]]]
 
     @classmethod
-    def of(cls, title: str, result: Json) -> "Choices | None":
+    def of(cls, title: str, result: Result) -> "Choices | None":
         """Those of a result, or None if its method has no gate."""
-        found = [(e["round"], e["choices"]) for e in result["evaluations"] if e.get("choices")]
+        found = [(e.round, e.choices) for e in result.evaluations if e.choices]
         if not found:
             return None
-        given = next(iter(found[0][1].values()))["given"]
+        given = next(iter(found[0][1].values())).given
         stages = thinned(found, room(len(given) * len(given[0])))
-        tied = len(result.get("anchors") or ()) == len(given[0])
-        return cls(
-            title, result["anchors"] if tied else (), _anchored(result) if tied else (), stages
-        )
+        anchors = result.anchors or ()
+        tied = len(anchors) == len(given[0])
+        return cls(title, anchors if tied else (), _anchored(result) if tied else (), stages)
 
     @cached_property
     def groups(self) -> list[str]:
@@ -194,7 +184,7 @@ class Choices:
     @cached_property
     def size(self) -> tuple[int, int]:
         """Classes, and experts M."""
-        given = self.stages[-1][1][self.groups[0]]["given"]
+        given = self.stages[-1][1][self.groups[0]].given
         return len(given), len(given[0])
 
     @cached_property
@@ -242,7 +232,7 @@ class Choices:
     def _heat(
         self, group: str, rows: Mapping[str, Sequence[int]], what: str, told: str, frames: str
     ) -> Heat:
-        stages = [(at, _summed(found[group]["given"], rows.values())) for at, found in self.stages]
+        stages = [(at, _summed(found[group].given, rows.values())) for at, found in self.stages]
         experts = [str(m) for m in range(self.size[1])]
         return Heat(
             list(rows), experts, stages, 100, f"{self.title}: {what}", told, digits=0, frames=frames
@@ -264,7 +254,9 @@ class Choices:
         anchors.
         """
         return Line(
-            [(at, found[group]["gate_accuracy"]) for at, found in self.stages], self.title, style
+            [(at, _known(found[group].gate_accuracy)) for at, found in self.stages],
+            self.title,
+            style,
         )
 
 
@@ -283,18 +275,22 @@ def _summed(given: Sequence[Sequence[int]], rows: Iterable[Sequence[int]]) -> Ma
     return [_percent(map(sum, zip(*(given[c] for c in own), strict=True))) for own in rows]
 
 
-def _rate(found: Json, expert: int) -> float:
+def _rate(found: Chosen, expert: int) -> float:
     """Percent of an expert's samples that it got right; nan where it got none."""
-    given, right = (sum(row[expert] for row in found[key]) for key in ("given", "right"))
+    given, right = (sum(row[expert] for row in matrix) for matrix in (found.given, found.right))
     return 100 * right / given if given else nan
 
 
-def experts(results: Mapping[str, Json]) -> tuple[str, ...]:
+def _known(value: float | None) -> float:
+    return nan if value is None else value
+
+
+def experts(results: Mapping[str, Result]) -> tuple[str, ...]:
     """Return the parts of the section on a pool: choices over training, accuracy of experts and
     gate, and the gate's decisions by client.
 
     Args:
-        results: What is in result.json, by title; of the first with a gate decisions are shown by
+        results: By title; of the first with a gate decisions are shown by
             client.
 
     Returns:
@@ -376,27 +372,24 @@ def expert_curves(found: Choices) -> str:
     )
 
 
-def decisions(title: str, result: Json) -> str:
+def decisions(title: str, result: Result) -> str:
     """Return the gate's decisions for each unseen client, a table for each group, all but the first
     folded away (Table 5).
 
     Nothing where experts have no anchors, or nobody is unseen.
     """
-    counts, groups = result.get("label_counts"), result.get("groups")
-    if (
-        not counts
-        or not groups
-        or any(c.get("gate_accuracy") is None for c in result["clients"].values())
-    ):
+    counts, groups = result.label_counts, result.groups
+    right = {i: c.gate_accuracy for i, c in result.clients.items()}
+    if not counts or not groups or None in right.values():
         return ""
     tables = []
     for group in groups:
-        own = {i: c for i, c in result["clients"].items() if c["group"] == group}
-        wrong = {i: 1 - c["gate_accuracy"] / 100 for i, c in own.items()}
+        own = {i: c.experts or () for i, c in result.clients.items() if c.group == group}
+        wrong = {i: 1 - _known(right[i]) / 100 for i in own}
         rows = [
             [
                 i,
-                ", ".join(map(str, own[i]["experts"])),
+                ", ".join(map(str, own[i])),
                 f"{sum(counts[i]) * w:.0f}",
                 f"{sum(counts[i]) * (1 - w):.0f}",
                 f"{100 * w:.1f} %",

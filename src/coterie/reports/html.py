@@ -6,17 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from coterie.core.files import read_json, write_atomically
-from coterie.core.metrics import direction, label, metric_of
+from coterie.core.metrics import direction
+from coterie.core.result import RESULT, Comparison, MetricInfo, Result, Routing, Row
 from coterie.methods import METHODS
 from coterie.reports import tokens
 from coterie.reports.audit import audited
 from coterie.reports.collaboration import collaboration
-from coterie.reports.comparison import comparability
+from coterie.reports.comparison import BESIDE, comparability
 from coterie.reports.comparison import rows as rows_of
 from coterie.reports.curves import _curves, _privacy, router_panels
 from coterie.reports.experts import classes, experts
 from coterie.reports.parts import escape, page, section, size
-from coterie.reports.scores import COSTS, PEAK, _costs, _headline, _known, _scores, _spread
+from coterie.reports.scores import COSTS, PEAK, _costs, _headline, _scores, _spread
 from coterie.reports.verdict import verdict
 
 Json = Mapping[str, Any]
@@ -36,33 +37,33 @@ TEXTS = (
 )
 
 
-def write_report(folder: Path, results: Sequence[Json], description: str) -> None:
+def write_report(folder: Path, results: Sequence[Result], description: str) -> None:
     """Write `report.html` into a run's folder, from `results` and from the `metrics.jsonl` and
     `routing.json` that are there.
 
     Args:
         folder: The run's folder.
-        results: What is in result.json of each method, the run's own last.
+        results: Of each method, the run's own last.
         description: Of the recipe.
 
     Raises:
         SaveError: It could not be written.
     """
     own, rows = results[-1], rows_of(results)
-    metric = metric_of(own)
-    routing = read_json(folder / "routing.json") if (folder / "routing.json").exists() else None
-    about = f"seed {own['seed']}, {own['rounds']} rounds, {_made_with(own)}"
+    metric = own.metric
+    routing = Routing.read(folder)
+    about = f"seed {own.seed}, {own.rounds} rounds, {_made_with(own)}"
     sections = {
         "scores": section(
             "scores",
             _heading(metric),
             _scored(rows),
             _scores(rows),
-            _verdict(rows, own["method"]),
-            _notes(comparability(rows, own["method"])),
+            _verdict(rows, own.method),
+            _notes(comparability(rows, own.method)),
         ),
         "training": section(
-            "training", f"{metric['name'].capitalize()} over training", _curves(results)
+            "training", f"{metric.name.capitalize()} over training", _curves(results)
         ),
         "weights": _collaboration(results),
         "labels": _labels(results),
@@ -70,7 +71,7 @@ def write_report(folder: Path, results: Sequence[Json], description: str) -> Non
         "routers": section(
             "routers",
             "Router scores over training",
-            *router_panels(folder / "metrics.jsonl", own["clients"]),
+            *router_panels(folder / "metrics.jsonl", own.clients),
         ),
         "privacy": section(
             "privacy", "Privacy over training", *_privacy(folder / "metrics.jsonl", own)
@@ -91,28 +92,28 @@ def write_report(folder: Path, results: Sequence[Json], description: str) -> Non
             "costs", "What it cost", COSTS, _once(results), _costs(rows, results), PEAK
         ),
     }
-    title = f"{own['recipe']}: {METHODS[own['method']].title}"
+    title = f"{own.recipe}: {METHODS[own.method].title}"
     write_atomically(
         folder / "report.html",
         page(title, _body(title, description, about, _headline(rows, own), sections)),
     )
 
 
-def write_comparison(folder: Path, comparison: Json, description: str) -> None:
+def write_comparison(folder: Path, comparison: Comparison, description: str) -> None:
     """Write `report.html` into a comparison's folder.
 
     Args:
         folder: The comparison's folder.
-        comparison: What is in comparison.json.
+        comparison: The table.
         description: Of the recipe.
 
     Raises:
         SaveError: It could not be written.
     """
-    rows, seeds = comparison["rows"], comparison["seeds"]
-    metric = metric_of(rows[0])
-    firsts = [folder / r["method"] / f"seed-{seeds[0]}" / "result.json" for r in rows]
-    results = [read_json(path) for path in firsts if path.exists()]
+    rows, seeds = comparison.rows, comparison.seeds
+    metric = rows[0].metric
+    firsts = [folder / r.method / f"seed-{seeds[0]}" for r in rows]
+    results = [Result.read(path) for path in firsts if (path / RESULT).exists()]
     about = (
         f"{len(seeds)} {'seed' if len(seeds) == 1 else 'seeds'} ({', '.join(map(str, seeds))}), "
         f"{_made_with(comparison)}"
@@ -130,12 +131,12 @@ def write_comparison(folder: Path, comparison: Json, description: str) -> None:
             _scored(rows),
             deviation,
             _scores(rows),
-            _verdict(rows, comparison.get("own", "")),
-            _notes(comparison["notes"]),
+            _verdict(rows, comparison.own),
+            _notes(comparison.notes),
         ),
         "clients": section("clients", "Spread between clients", *_spread(rows, results)),
         "training": section(
-            "training", f"{metric['name'].capitalize()} over training", first, _curves(results)
+            "training", f"{metric.name.capitalize()} over training", first, _curves(results)
         )
         if results
         else "",
@@ -146,7 +147,7 @@ def write_comparison(folder: Path, comparison: Json, description: str) -> None:
             "costs", "What it cost", COSTS, _once(results), _costs(rows, results), PEAK
         ),
     }
-    title = f"{comparison['recipe']}: {len(rows)} methods"
+    title = f"{comparison.recipe}: {len(rows)} methods"
     write_atomically(
         folder / "report.html", page(title, _body(title, description, about, "", sections))
     )
@@ -157,23 +158,15 @@ def _known_audit(folder: Path) -> Json | None:
     return read_json(folder / AUDITED) if (folder / AUDITED).exists() else None
 
 
-def _heading(metric: Json) -> str:
-    return label(metric).capitalize()
+def _heading(metric: MetricInfo) -> str:
+    return str(metric).capitalize()
 
 
-def _scored(rows: Sequence[Json]) -> str:
+def _scored(rows: Sequence[Row]) -> str:
     """Return what the columns of the scores are."""
-    told = {
-        "loss": "<em>loss</em> is the mean test loss in nats, ",
-        "between_clients": "<em>± between clients</em> the standard deviation over clients, ",
-        "improved": "<em>Imp.%</em> the share of clients that do better than their own Local run "
-        "of the same seed, ",
-        "weights_error": "<em>W error</em> the share of collaboration weights on the wrong side "
-        "of a threshold in the end, ",
-    }
-    beside = "".join(text for key, text in told.items() if _known(rows, key)).removesuffix(", ")
-    which = direction(metric_of(rows[0]))
-    if _known(rows, "groups"):
+    beside = ", ".join(figure.told for figure in BESIDE if figure.known(rows))
+    which = direction(rows[0].metric)
+    if any(row.groups is not None for row in rows):
         return (
             f"<p>Over the whole test sets of clients that never take part in training and bring "
             f"no labels; {which}. A column of means for "
@@ -192,31 +185,31 @@ def _scored(rows: Sequence[Json]) -> str:
     )
 
 
-def _collaboration(results: Sequence[Json], note: str = "") -> str:
+def _collaboration(results: Sequence[Result], note: str = "") -> str:
     """Return the section of collaboration weights, the last method first; nothing where no method
     has any.
     """
-    parts = collaboration({METHODS[r["method"]].title: r for r in [*results[-1:], *results[:-1]]})
+    parts = collaboration({METHODS[r.method].title: r for r in [*results[-1:], *results[:-1]]})
     return section("weights", "Collaboration", note, *parts) if parts else ""
 
 
-def _labels(results: Sequence[Json], note: str = "") -> str:
+def _labels(results: Sequence[Result], note: str = "") -> str:
     """Return the section of labels; all methods have the same."""
     parts = classes(results[-1]) if results else ()
     return section("labels", "Who has which classes", note, *parts) if parts else ""
 
 
-def _experts(results: Sequence[Json], note: str = "") -> str:
+def _experts(results: Sequence[Result], note: str = "") -> str:
     """Return the section of pools, the last method first; nothing where no method has any."""
-    parts = experts({METHODS[r["method"]].title: r for r in [*results[-1:], *results[:-1]]})
+    parts = experts({METHODS[r.method].title: r for r in [*results[-1:], *results[:-1]]})
     return (
         section("experts", "Which expert is chosen for which class", note, *parts) if parts else ""
     )
 
 
-def _once(results: Sequence[Json]) -> str:
+def _once(results: Sequence[Result]) -> str:
     """Return what the common expert costs."""
-    once = max((r.get("once_bytes") or 0 for r in results), default=0)
+    once = max((r.once_bytes or 0 for r in results), default=0)
     return (
         f"<p>Beside all this, the common expert is sent once to everybody who embeds data by it: "
         f"{size(once)}.</p>"
@@ -225,17 +218,16 @@ def _once(results: Sequence[Json]) -> str:
     )
 
 
-def _of_how_many(routing: Json, own: Json) -> str:
-    shown, clients = len(routing["texts"]), len(own["clients"])
+def _of_how_many(routing: Routing, own: Result) -> str:
+    shown, clients = len(routing.texts), len(own.clients)
     return f"<p class=note>The first {shown} of {clients} clients.</p>" if shown < clients else ""
 
 
-def _made_with(found: Json) -> str:
-    machine, versions = found["machine"], found["versions"]
-    return (
-        f"{machine['device']}, {machine['dtype']}, coterie {versions['coterie']}, torch "
-        f"{versions['torch']}"
-    )
+def _made_with(found: Result | Comparison) -> str:
+    machine, versions = found.machine, found.versions
+    parts = [machine.device, machine.dtype] if machine else []
+    parts += [f"coterie {versions.coterie}", f"torch {versions.torch}"] if versions else []
+    return ", ".join(parts)
 
 
 def _body(title: str, description: str, about: str, tiles: str, sections: Mapping[str, str]) -> str:
@@ -260,7 +252,7 @@ def _body(title: str, description: str, about: str, tiles: str, sections: Mappin
     )
 
 
-def _verdict(rows: Sequence[Json], own: str) -> str:
+def _verdict(rows: Sequence[Row], own: str) -> str:
     said = verdict(rows, own)
     shown = re.sub("`(.*?)`", r"<code>\1</code>", escape(said))
     return f'<p class="verdict">{shown}</p>' if said else ""

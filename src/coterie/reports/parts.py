@@ -3,14 +3,15 @@ marked as HTML by its type.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape as html_escape
 from importlib.resources import files
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from coterie.core.metrics import best
 from coterie.core.printing import printable
+from coterie.core.result import MetricInfo
 
 # Okabe and Ito's colours, which colour-blind people tell apart, and two more; they hold on a light
 # and on a dark ground.
@@ -111,7 +112,7 @@ def bars(values: Sequence[float | None], form: str, unit: float = 1) -> list[Cel
 
 def ranked(
     values: Sequence[float | None],
-    metric: Mapping[str, Any],
+    metric: MetricInfo,
     digits: int = 2,
     texts: Sequence[str] = (),
 ) -> list[Cell]:

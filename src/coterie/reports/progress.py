@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
 from rich.text import Text
 
-from coterie.core.metrics import metric_of, prediction
+from coterie.core.metrics import prediction
 from coterie.core.printing import printable
-from coterie.core.result import Result
+from coterie.core.result import MetricInfo, Result
 from coterie.reports.callback import Callback
 from coterie.reports.tables import clock
 
@@ -209,7 +209,7 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
             tuple[float, float]
         ] = []  # of those that are done in this session: seconds, and what was expected
         self.losses: dict[str, float] = {}
-        self.metric, self.privacy, self.lack = metric_of({"metric": None}), "", 0
+        self.metric, self.privacy, self.lack = MetricInfo.from_json(None), "", 0
         self.spoke = time.monotonic()  # when the last plain line was
         self._closing = threading.Event()
         self._watch = threading.Thread(target=self._keep_talking, daemon=True)
@@ -295,13 +295,13 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
         rounds: int,
         done: int,
         clients: Sequence[str],
-        metric: Mapping[str, Any] | None = None,
+        metric: MetricInfo | None = None,
     ) -> None:
         self._prepared()
         self._next(title)
         expected = self.expected[self.row - 1] if self.row <= len(self.expected) else None
         self.metric, self.stretch, self.pace = (
-            metric_of({"metric": metric}),
+            metric or MetricInfo.from_json(None),
             Stretch(rounds, done, expected),
             Pace(),
         )
@@ -396,7 +396,7 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
         )
         self.stretch.ask(0, training=False)
         if self._speaks("score", round):
-            name = self.metric["name"].removeprefix("test ")
+            name = self.metric.name.removeprefix("test ")
             scores = ", ".join(
                 f"{split} {name} {value:.2f}{self._unit}" for split, value in means.items()
             )
@@ -407,7 +407,7 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
         if self._speaks("point", round):
             what = "windows" if prediction(self.metric) == "token" else "examples"
             self._line(
-                f"  after round {round}: {self.metric['name']} {test:.2f}{self._unit} on "
+                f"  after round {round}: {self.metric.name} {test:.2f}{self._unit} on "
                 f"{windows} {what} of each client"
             )
 
@@ -436,13 +436,13 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
 
     @property
     def _unit(self) -> str:
-        return " %" if self.metric["unit"] == "%" else ""
+        return " %" if self.metric.unit == "%" else ""
 
     def end(self, result: Result) -> None:
         self.stage = ""
         if self.stretch.expected and not self.stretch.resumed:
             self.took.append((self.stretch.elapsed, self.stretch.expected))
-        status = f"{self.metric['name']} {result.mean:.2f}{self._unit}"
+        status = f"{self.metric.name} {result.mean:.2f}{self._unit}"
         if self.task is not None:
             self.progress.update(
                 self.task, completed=self.stretch.rounds + 1, status=status, refresh=True

@@ -1,14 +1,15 @@
 """Scores and costs on a page."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
 from coterie.core.metrics import best as best_of
-from coterie.core.metrics import better, change, label, mean, metric_of, prediction, sort_key
+from coterie.core.metrics import better, change, mean, prediction, sort_key
 from coterie.core.metrics import worst as worst_of
+from coterie.core.result import Result, Row
 from coterie.methods import METHODS
 from coterie.reports import marks
-from coterie.reports.comparison import BOUNDS
+from coterie.reports.comparison import BESIDE, BOUNDS
 from coterie.reports.parts import (
     FEW,
     Cell,
@@ -22,14 +23,6 @@ from coterie.reports.parts import (
     unseen,
 )
 
-Json = Mapping[str, Any]
-LOWER = {
-    "loss": True,
-    "between_clients": True,
-    "improved": False,
-    "weights_error": True,
-    "gate_accuracy": False,
-}  # which way is better
 COSTS = (
     "<p>Per client. Bytes are those of the tensors in training messages. A client's state is "
     "what it must remember between rounds: its "
@@ -44,20 +37,19 @@ PEAK = (
 )
 
 
-def _spread(rows: Sequence[Json], results: Sequence[Json]) -> list[str]:
+def _spread(rows: Sequence[Row], results: Sequence[Result]) -> list[str]:
     """Return what a dot is, and a strip of all clients or, where some are unseen, one for each
     group of them, all of one range.
     """
     of_group = (
-        {i: client.get("group", "") for i, client in results[-1]["clients"].items()}
-        if results
-        else {}
+        {i: client.group or "" for i, client in results[-1].clients.items()} if results else {}
     )
     strips: dict[str, marks.Strip] = {}
-    for group in rows[0].get("groups") or [""]:
-        shown = [i for i in rows[0]["clients"] if of_group.get(i, "") == group]
+    for group in rows[0].groups or [""]:
+        shown = [i for i in rows[0].clients if of_group.get(i, "") == group]
         strips[group] = {
-            _title(r): ({i: r["clients"][i] for i in shown}, *_mean(r, group)) for r in rows
+            _title(r): ({i: r.clients[i] for i in shown}, r.mean_of(group), r.std_of(group))
+            for r in rows
         }
     limits = marks.reach(strips.values())
     parts = [
@@ -66,48 +58,33 @@ def _spread(rows: Sequence[Json], results: Sequence[Json]) -> list[str]:
     ]
     for group, strip in strips.items():
         parts += [f"<h3>{escape(unseen(group))}</h3>"] * bool(group)
-        parts.append(marks.strip(strip, label(metric_of(rows[0])), limits))
+        parts.append(marks.strip(strip, str(rows[0].metric), limits))
     return parts
 
 
-def _mean(row: Json, group: str) -> tuple[float, float]:
-    """Return the mean of a group of clients, "" for all, and its deviation over seeds; 0 in rows
-    from before that was known.
-    """
-    return (
-        (row["groups"][group], (row.get("groups_std") or {}).get(group, 0.0))
-        if group
-        else (row["mean"], row["std"])
-    )
+def _title(row: Row) -> str:
+    return METHODS[row.method].title
 
 
-def _known(rows: Sequence[Json], key: str) -> bool:
-    return any(r.get(key) is not None for r in rows)
-
-
-def _title(row: Json) -> str:
-    return METHODS[row["method"]].title
-
-
-def _headline(rows: Sequence[Json], result: Json) -> str:
+def _headline(rows: Sequence[Row], result: Result) -> str:
     """Return the figures that people look for first, of the run's own method, whose result is given
     too.
     """
-    own, metric = rows[-1], metric_of(rows[-1])
-    unit = " %" if metric["unit"] == "%" else ""
-    groups = own.get("groups") or {"": own["mean"]}
+    own, metric = rows[-1], rows[-1].metric
+    unit = " %" if metric.unit == "%" else ""
+    groups = own.groups or {"": own.mean}
     found = [
-        (f"{figure(x)}{unit}", f"mean {metric['name']}{f' of {unseen(g)}' if g else ''}, one seed")
+        (f"{figure(x)}{unit}", f"mean {metric.name}{f' of {unseen(g)}' if g else ''}, one seed")
         for g, x in groups.items()
     ]
-    others = [r for r in rows[:-1] if r["method"] not in BOUNDS]
+    others = [r for r in rows[:-1] if r.method not in BOUNDS]
     found += [_against(own, others, group) for group in groups] if others else []
-    if (privacy := own["privacy"]) and privacy["epsilon"] is not None:
-        of = ", of an experiment," if privacy.get("experiment") else ""
+    if (privacy := own.privacy) and privacy.epsilon is not None:
+        of = ", of an experiment," if privacy.experiment else ""
         found.append(
             (
-                f"{privacy['epsilon']:.2f}",
-                f"epsilon{of} at delta {privacy['delta']:.2g}, {privacy['where']}",
+                f"{privacy.epsilon:.2f}",
+                f"epsilon{of} at delta {privacy.delta:.2g}, {privacy.where}",
             )
         )
     for group, gate in _gates(result).items():
@@ -118,39 +95,36 @@ def _headline(rows: Sequence[Json], result: Json) -> str:
                 f"their class",
             )
         )
-    if own["improved"] is not None:
-        found.append((f"{own['improved']:.0f} %", "of clients do better than alone"))
-    if own["weights_error"] is not None:
-        found.append(
-            (f"{own['weights_error']:.2f}", "W error: share of wrong collaboration weights")
-        )
-    found.append((size(own["bytes_up_per_round"]), "up per client and round"))
-    if own["state_bytes"] is not None:
-        found.append((size(own["state_bytes"]), "state of a client"))
+    if own.improved is not None:
+        found.append((f"{own.improved:.0f} %", "of clients do better than alone"))
+    if own.weights_error is not None:
+        found.append((f"{own.weights_error:.2f}", "W error: share of wrong collaboration weights"))
+    found.append((size(own.bytes_up_per_round), "up per client and round"))
+    if own.state_bytes is not None:
+        found.append((size(own.state_bytes), "state of a client"))
     return tiles(found)
 
 
-def _gates(result: Json) -> dict[str, float]:
+def _gates(result: Result) -> dict[str, float]:
     """Gate accuracy of each group of unseen clients at the end; nothing where there is no gate,
     or it has no anchors.
     """
-    choices = result["evaluations"][-1].get("choices") or {}
     return {
-        group: found["gate_accuracy"]
-        for group, found in choices.items()
-        if found["gate_accuracy"] is not None
+        group: found.gate_accuracy
+        for group, found in result.gates.items()
+        if found.gate_accuracy is not None
     }
 
 
-def _against(own: Json, others: Sequence[Json], group: str) -> tuple[str, str]:
+def _against(own: Row, others: Sequence[Row], group: str) -> tuple[str, str]:
     """How far a row is from the best other one, for a group of unseen clients or, "", for all;
     with a word that says which is better.
     """
 
-    def value(row: Json) -> float:
-        return float(row["groups"][group] if group else row["mean"])
+    def value(row: Row) -> float:
+        return row.mean_of(group)
 
-    metric = metric_of(own)
+    metric = own.metric
     other = min(others, key=lambda r: sort_key(value(r), metric))
     (far, counted), ours, theirs = (
         change(value(own), value(other), metric),
@@ -158,7 +132,7 @@ def _against(own: Json, others: Sequence[Json], group: str) -> tuple[str, str]:
         value(other),
     )
     way = "better than" if better(ours, theirs, metric) else "WORSE than" if far else "from"
-    whose, unit = f" of {unseen(group)}" if group else "", " %" if metric["unit"] == "%" else ""
+    whose, unit = f" of {unseen(group)}" if group else "", " %" if metric.unit == "%" else ""
     return (
         f"{abs(far):.1f} {counted}",
         f"{way} {_title(other)}, the best other row{whose}: from {figure(theirs)} to "
@@ -166,51 +140,38 @@ def _against(own: Json, others: Sequence[Json], group: str) -> tuple[str, str]:
     )
 
 
-def _scores(rows: Sequence[Json]) -> str:
+def _scores(rows: Sequence[Row]) -> str:
     """Figures over all clients, then a column per client; of many, the best and the worst, and a
     table of all folded away.
     """
-    clients, metric = list(rows[-1]["clients"]), metric_of(rows[0])
-    first, *others = rows[0].get("groups") or [""]
-    means = [
-        figure(r["mean"]) + (f" ± {figure(r['std'])}" if len(r["per_seed"]) > 1 else "")
-        for r in rows
-    ]
+    clients, metric = list(rows[-1].clients), rows[0].metric
+    first, *others = rows[0].groups or [""]
+    means = [figure(r.mean) + (f" ± {figure(r.std)}" if len(r.per_seed) > 1 else "") for r in rows]
     columns: dict[str, Sequence[Cell | str]] = {
         "method": [_title(r) for r in rows],
-        unseen(first) if first else "mean": ranked([r["mean"] for r in rows], metric, texts=means),
+        unseen(first) if first else "mean": ranked([r.mean for r in rows], metric, texts=means),
     }
     for group in others:
-        found = [(*_mean(r, group), len(r["per_seed"]) > 1) for r in rows]
+        found = [(r.mean_of(group), r.std_of(group), len(r.per_seed) > 1) for r in rows]
         texts = [
             figure(mean) + (f" ± {figure(std)}" if several else "") for mean, std, several in found
         ]
         columns[unseen(group)] = ranked([mean for mean, _, _ in found], metric, texts=texts)
-    beside = {
-        "loss": ("loss", 3),
-        "between_clients": ("± between clients", 2),
-        "improved": ("Imp.%", 0),
-        "weights_error": ("W error", 2),
-    }
     if first:
-        beside = {
-            "best": ("best", 2),
-            "best_of_last_ten": ("best of last ten", 2),
-            "gate_accuracy": ("gate, %", 1),
-        } | beside
+        columns |= _of_unseen(rows)
     else:
-        columns["synced"] = ranked([r["mean_synced"] for r in rows], metric)
-    for key, (name, digits) in beside.items():
-        if _known(rows, key):
-            way = {"lower_is_better": LOWER[key]} if key in LOWER else metric
-            columns[name] = ranked([r.get(key) for r in rows], way, digits)
+        columns["synced"] = ranked([r.mean_synced for r in rows], metric)
+    for beside in BESIDE:
+        if beside.known(rows):
+            way = replace(metric, lower_is_better=beside.lower_is_better)
+            columns[beside.name] = ranked(list(map(beside.of, rows)), way, beside.digits)
     few = len(columns) - 3 + len(clients) <= FEW
     if few:
-        columns |= {i: ranked([r["clients"][i] for r in rows], metric) for i in clients}
+        columns |= {i: ranked([r.clients[i] for r in rows], metric) for i in clients}
     else:
         ends = {"best client": best_of, "worst client": worst_of}
         columns |= {
-            name: ranked([end(r["clients"].values(), metric) for r in rows], metric)
+            name: ranked([end(r.clients.values(), metric) for r in rows], metric)
             for name, end in ends.items()
         }
     shown = table(list(columns), list(zip(*columns.values(), strict=True)))
@@ -218,37 +179,45 @@ def _scores(rows: Sequence[Json]) -> str:
         return shown
     everyone = table(
         ["client", *map(_title, rows)],
-        [[i, *(figure(r["clients"][i]) for r in rows)] for i in clients],
+        [[i, *(figure(r.clients[i]) for r in rows)] for i in clients],
     )
     return f"{shown}<details><summary>All {len(clients)} clients</summary>{everyone}</details>"
 
 
-def _costs(rows: Sequence[Json], results: Sequence[Json]) -> str:
-    what = prediction(metric_of(rows[0]))
-    served = {
-        r["method"]: mean(c["bytes_down"] for c in r["clients"].values())
-        for r in results
-        if r.get("groups")
+def _of_unseen(rows: Sequence[Row]) -> dict[str, Sequence[Cell | str]]:
+    """Return the columns on the first group of unseen clients."""
+    metric = rows[0].metric
+    share = replace(metric, lower_is_better=False)
+    found = {
+        "best": ([r.best for r in rows], metric, 2),
+        "best of last ten": ([r.best_of_last_ten for r in rows], metric, 2),
+        "gate, %": ([r.gate_accuracy for r in rows], share, 1),
     }
+    return {
+        name: ranked(values, way, digits)
+        for name, (values, way, digits) in found.items()
+        if any(value is not None for value in values)
+    }
+
+
+def _costs(rows: Sequence[Row], results: Sequence[Result]) -> str:
+    what = prediction(rows[0].metric)
+    served = {r.method: mean(c.bytes_down for c in r.clients.values()) for r in results if r.groups}
     unseen_clients = (
-        {
-            "kB to an unseen client, once": bars(
-                [served.get(r["method"]) for r in rows], ",.1f", 1000
-            )
-        }
+        {"kB to an unseen client, once": bars([served.get(r.method) for r in rows], ",.1f", 1000)}
         if served
         else {}
     )
     columns = {
         "method": [_title(r) for r in rows],
-        "trainable parameters": bars([r["trainable_parameters"] for r in rows], ",.0f"),
-        f"of these active per {what}": bars([r["active_parameters"] for r in rows], ",.0f"),
-        f"MFLOPs per {what}, forward": bars([r["flops_per_token"] for r in rows], ",.2f", 1e6),
-        "kB up per round": bars([r["bytes_up_per_round"] for r in rows], ",.1f", 1000),
-        "kB down per round": bars([r["bytes_down_per_round"] for r in rows], ",.1f", 1000),
+        "trainable parameters": bars([r.trainable_parameters for r in rows], ",.0f"),
+        f"of these active per {what}": bars([r.active_parameters for r in rows], ",.0f"),
+        f"MFLOPs per {what}, forward": bars([r.flops_per_token for r in rows], ",.2f", 1e6),
+        "kB up per round": bars([r.bytes_up_per_round for r in rows], ",.1f", 1000),
+        "kB down per round": bars([r.bytes_down_per_round for r in rows], ",.1f", 1000),
         **unseen_clients,
-        "kB state of a client": bars([r["state_bytes"] for r in rows], ",.1f", 1000),
-        "MB peak of the process": bars([r["peak_memory_bytes"] for r in rows], ",.0f", 1e6),
-        "seconds, all clients": bars([r["wall_s"] for r in rows], ",.0f"),
+        "kB state of a client": bars([r.state_bytes for r in rows], ",.1f", 1000),
+        "MB peak of the process": bars([r.peak_memory_bytes for r in rows], ",.0f", 1e6),
+        "seconds, all clients": bars([r.wall_s for r in rows], ",.0f"),
     }
     return table(list(columns), list(zip(*columns.values(), strict=True)))

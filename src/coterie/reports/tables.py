@@ -1,5 +1,6 @@
 """Tables in a terminal: scores, groups, costs, what was measured, and what a recipe would take."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,14 +12,16 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from coterie.core.metrics import best, label, metric_of, prediction, worst
+from coterie.core.metrics import best, prediction, worst
 from coterie.core.printing import printable
 from coterie.core.profiling import Profile
+from coterie.core.result import MetricInfo, Row
 from coterie.data.splits import SPLITS
 from coterie.methods import METHODS
+from coterie.reports.comparison import BESIDE
 from coterie.reports.parts import rounded, size, unseen
 
-W_ERROR = "W\u00a0error"  # which stays on one line
+W_ERROR = "W error", "W\u00a0error"  # which stays on one line
 FEW = 8  # clients that a table has a column for, if it has room for all of them
 
 
@@ -127,9 +130,7 @@ def verdicts(console: Console, items: Iterable[tuple[bool, str, str]]) -> None:
         console.print(Padding(Text(detail, style="dim"), (0, 0, 0, 4)))
 
 
-def tables(
-    rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str], width: int = 80
-) -> list[Table]:
+def tables(rows: Sequence[Row], titles: Mapping[str, str], width: int = 80) -> list[Table]:
     """Return what fits a terminal: the test metric by method and client, what is known beside it,
     and what each method cost.
 
@@ -138,36 +139,34 @@ def tables(
     their columns the best is bold.
 
     Args:
-        rows: As in comparison.json.
+        rows: Of a comparison.
         titles: Of the methods.
         width: Of the terminal, in characters.
     """
-    scores = _groups(rows, titles) if rows[0].get("groups") else _scores(rows, titles, width)
+    scores = _groups(rows, titles) if rows[0].groups else _scores(rows, titles, width)
     return [_costs(rows, titles), _beside(rows, titles), scores]
 
 
-def _scores(rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str], width: int) -> Table:
-    metric, clients = metric_of(rows[0]), list(rows[0]["clients"])
-    lines = []
+def _scores(rows: Sequence[Row], titles: Mapping[str, str], width: int) -> Table:
+    metric, clients = rows[0].metric, list(rows[0].clients)
+    lines: list[list[Any]] = []
     for row in rows:
-        spread = f" ± {row['std']:.2f}" if len(row["per_seed"]) > 1 else ""
-        values = [row["clients"][i] for i in clients]
+        spread = f" ± {row.std:.2f}" if len(row.per_seed) > 1 else ""
+        values = [row.clients[i] for i in clients]
         ends = best(values, metric), worst(values, metric)
         lines.append(
             [
-                [titles[row["method"]], f"{row['mean']:.2f}{spread}"],
+                [titles[row.method], f"{row.mean:.2f}{spread}"],
                 values,
                 ends,
-                [f"{row['mean_synced']:.2f}"],
+                [f"{row.mean_synced:.2f}"],
             ]
         )
     few = len(clients) <= FEW and _needed(_lines(lines, 1)) <= width
-    shown = _plain(
-        label(metric),
-        ("method", "mean", *(clients if few else ("best client", "worst client")), "synced"),
-    )
+    columns = clients if few else ["best client", "worst client"]
+    shown = _plain(str(metric), ["method", "mean", *columns, "synced"])
     numbers = [
-        [row["mean"], *line[1 if few else 2], row["mean_synced"]]
+        [row.mean, *line[1 if few else 2], row.mean_synced]
         for row, line in zip(rows, lines, strict=True)
     ]
     for line, bold in zip(_lines(lines, 1 if few else 2), _bold(numbers, metric), strict=True):
@@ -178,42 +177,40 @@ def _scores(rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str], width:
     return shown
 
 
-def _groups(rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> Table:
+def _groups(rows: Sequence[Row], titles: Mapping[str, str]) -> Table:
     """Return the test metric of each group of unseen clients, and what was best of the first one
     during training.
     """
-    metric, (first, *others) = metric_of(rows[0]), rows[0]["groups"]
-    gated = any(row.get("gate_accuracy") is not None for row in rows)
+    metric, (first, *others) = rows[0].metric, list(rows[0].groups or ())
+    gated = any(row.gate_accuracy is not None for row in rows)
     title = (
-        f"{label(metric)}; best and best of last ten evaluations: of {first}, chosen on the test "
+        f"{metric}; best and best of last ten evaluations: of {first}, chosen on the test "
         f"set" + "; gate accuracy" * gated
     )
     names = *(unseen(g).replace(" ", "\n") for g in (first, *others)), "best", "best of\nlast ten"
     shown = _plain(title, ("method", *names, *("gate %",) * gated))
     numbers = [
-        [row["mean"], *(row["groups"][g] for g in others), row["best"], row["best_of_last_ten"]]
+        [row.mean, *map(row.mean_of, others), _figure(row.best), _figure(row.best_of_last_ten)]
         for row in rows
     ]
-    for row, bold in zip(rows, _bold(numbers, metric), strict=True):
-        spread = f" ± {row['std']:.2f}" if len(row["per_seed"]) > 1 else ""
-        values = [f"{row[key]:.2f}" for key in ("best", "best_of_last_ten")]
-        gate = ["" if row["gate_accuracy"] is None else f"{row['gate_accuracy']:.1f}"] * gated
-        cells = [
-            f"{row['mean']:.2f}{spread}",
-            *(f"{row['groups'][g]:.2f}" for g in others),
-            *values,
-            *gate,
-        ]
+    for row, values, bold in zip(rows, numbers, _bold(numbers, metric), strict=True):
+        spread = f" ± {row.std:.2f}" if len(row.per_seed) > 1 else ""
+        gate = ["" if row.gate_accuracy is None else f"{row.gate_accuracy:.1f}"] * gated
+        cells = [f"{row.mean:.2f}{spread}", *(f"{value:.2f}" for value in values[1:]), *gate]
         tops = [*bold, *(False,) * gated]
         shown.add_row(
-            titles[row["method"]],
+            titles[row.method],
             *(Text(cell, "bold" * top) for cell, top in zip(cells, tops, strict=True)),
         )
     _keep_whole(shown)
     return shown
 
 
-def _bold(rows: Sequence[Sequence[float]], metric: Mapping[str, Any]) -> list[list[bool]]:
+def _figure(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _bold(rows: Sequence[Sequence[float]], metric: MetricInfo) -> list[list[bool]]:
     """Which figures of a table are the best of their columns."""
     tops = [best(column, metric) for column in zip(*rows, strict=True)]
     return [[value == top for value, top in zip(row, tops, strict=True)] for row in rows]
@@ -238,42 +235,24 @@ def _keep_whole(table: Table) -> None:
         )
 
 
-def _beside(rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> Table:
+def _beside(rows: Sequence[Row], titles: Mapping[str, str]) -> Table:
     """Return what the metric does not tell: loss, how unlike the clients fare, how many gain, and
     how wrong collaboration weights are.
     """
-    kinds = {
-        "loss": ("loss", ".3f"),
-        "between_clients": ("± between clients", ".2f"),
-        "improved": ("Imp.%", ".0f"),
-        "weights_error": (W_ERROR, ".2f"),
-    }
-    known = {
-        key: kind for key, kind in kinds.items() if any(row.get(key) is not None for row in rows)
-    }
-    about = {
-        "loss": "mean test loss in nats",
-        "between_clients": "standard deviation over clients",
-        "improved": "Imp.%: clients that do better than alone",
-        "weights_error": f"{W_ERROR}: wrong collaboration weights",
-    }
-    shown = _plain(
-        "; ".join(about[key] for key in known), ("method", *(name for name, _ in known.values()))
-    )
+    known = [figure for figure in BESIDE if figure.known(rows)]
+    about = "; ".join(figure.about for figure in known)
+    names = (figure.name for figure in known)
+    shown = _plain(about.replace(*W_ERROR), ("method", *(name.replace(*W_ERROR) for name in names)))
     for row in rows:
-        cells = (
-            "" if row.get(key) is None else format(row[key], form)
-            for key, (_, form) in known.items()
-        )
-        shown.add_row(titles[row["method"]], *cells)
+        values = ((figure.of(row), figure.digits) for figure in known)
+        cells = ("" if value is None else f"{value:.{digits}f}" for value, digits in values)
+        shown.add_row(titles[row.method], *cells)
     return shown
 
 
-def _costs(rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> Table:
-    what = prediction(metric_of(rows[0]))
-    once = (
-        f"; common expert, once: {size(rows[0]['once_bytes'])}" if rows[0].get("once_bytes") else ""
-    )
+def _costs(rows: Sequence[Row], titles: Mapping[str, str]) -> Table:
+    what = prediction(rows[0].metric)
+    once = f"; common expert, once: {size(rows[0].once_bytes)}" if rows[0].once_bytes else ""
     shown = _plain(
         f"cost per client: parameters trained, and active per {what}; work of a forward pass; "
         f"seconds of all clients{once}",
@@ -289,17 +268,15 @@ def _costs(rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> Tabl
     )
     for row in rows:
         kilobytes = (
-            rounded(row[key] / 1000, ",.0f")
-            for key in ("bytes_up_per_round", "bytes_down_per_round")
+            rounded(count / 1000, ",.0f")
+            for count in (row.bytes_up_per_round, row.bytes_down_per_round)
         )
         parameters, work = (
-            f"{row['trainable_parameters']:,}",
-            rounded(row["flops_per_token"] / 1e6, ",.2f"),
+            f"{row.trainable_parameters:,}",
+            rounded(row.flops_per_token / 1e6, ",.2f"),
         )
-        active = "" if row["active_parameters"] is None else f"{row['active_parameters']:,}"
-        shown.add_row(
-            titles[row["method"]], parameters, active, work, *kilobytes, f"{row['wall_s']:.0f}"
-        )
+        active = "" if row.active_parameters is None else f"{row.active_parameters:,}"
+        shown.add_row(titles[row.method], parameters, active, work, *kilobytes, f"{row.wall_s:.0f}")
     return shown
 
 

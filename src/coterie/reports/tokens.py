@@ -5,11 +5,11 @@ A token has the colour of the expert with the largest weight, the fuller the lar
 none where all experts weigh alike, all of it where one has all weight.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
+from coterie.core.result import ClientResult, Mixture, Routing
 from coterie.reports.parts import BLUE, GREEN, ORANGE, PINK, SKY, VERMILION, escape
 
 GRID = 4  # clients whose texts all fit side by side; of more, two are chosen
@@ -56,38 +56,39 @@ class Expert:
         return looks[int(self.key[1:]) % len(looks)]
 
 
-def experts(counts: Mapping[str, int]) -> list[Expert]:
+def experts(counts: Mixture | ClientResult) -> list[Expert]:
     """Return the experts of a model in the order of its routing weights, generalists first; numbers
     only where there are several of a kind.
     """
+    kinds = {"generalist": counts.generalists, "specialist": counts.specialists}
     return [
-        Expert(f"{kind[0]}{k}", kind if counts[f"{kind}s"] == 1 else f"{kind} {k + 1}")
-        for kind in ("generalist", "specialist")
-        for k in range(counts[f"{kind}s"])
+        Expert(f"{kind[0]}{k}", kind if count == 1 else f"{kind} {k + 1}")
+        for kind, count in kinds.items()
+        for k in range(count)
     ]
 
 
-def routing(found: Mapping[str, Any]) -> str:
-    """Return the selector, the legend and the pictures, from what is in routing.json; nothing where
+def routing(found: Routing) -> str:
+    """Return the selector, the legend and the pictures; nothing where
     no model has a router.
     """
-    if not found["weights"]:
+    if not found.weights:
         return ""
-    slots = _slots(found["blocks"])
-    mixtures = {i: experts(counts) for i, counts in found["experts"].items()}
+    slots = _slots(found.blocks or ())
+    mixtures = {i: experts(own) for i, own in found.experts.items()}
     known = {expert.key: expert for mixture in mixtures.values() for expert in mixture}
     kinds = [known[key] for key in sorted(known)]
-    cells = "".join(_row(i, found, mixtures[i], slots) for i in found["weights"])
+    cells = "".join(_row(i, found, mixtures[i], slots) for i in found.weights)
     heads = "".join(
-        f'<div class="head">text of <b>{escape(text)}</b></div>' for text in found["texts"]
+        f'<div class="head">text of <b>{escape(text)}</b></div>' for text in found.texts
     )
-    many = " many" if max(len(found["texts"]), len(found["weights"])) > GRID else ""
+    many = " many" if max(len(found.texts), len(found.weights)) > GRID else ""
     return (
         f"<style>{_rules(kinds, slots)}</style>"
         f'<div class="routing{many}" data-slots="{",".join(slots)}"><div '
         f'class="controls">{_selector(slots, found)}{_legend(kinds)}</div>'
         f'{_choices(found)}<div class="wide"><div class="grid" '
-        f'style="--texts:{len(found["texts"])}">'
+        f'style="--texts:{len(found.texts)}">'
         f'<div class="head"></div>{heads}{cells}</div></div></div>'
     )
 
@@ -114,13 +115,13 @@ def _rules(kinds: Sequence[Expert], slots: Sequence[str]) -> str:
     return looks + chosen + fullness + shares
 
 
-def _selector(slots: Sequence[str], found: Mapping[str, Any]) -> str:
+def _selector(slots: Sequence[str], found: Routing) -> str:
     """Radio buttons; the last block is chosen at first, where experts differ most."""
     buttons = "".join(
         f'<input type="radio" name="block" '
         f'id="block-{slot}"{" checked" if slot == slots[-1] else ""}>'
-        f'<label for="block-{slot}">{slot} <small>({block + 1} of {found["depth"]})</small></label>'
-        for slot, block in zip(slots, found["blocks"], strict=True)
+        f'<label for="block-{slot}">{slot} <small>({block + 1} of {found.depth})</small></label>'
+        for slot, block in zip(slots, found.blocks or (), strict=True)
     )
     return f'<fieldset class="blocks"><legend>block</legend>{buttons}</fieldset>'
 
@@ -134,13 +135,13 @@ def _legend(kinds: Sequence[Expert]) -> str:
     )
 
 
-def _choices(found: Mapping[str, Any]) -> str:
+def _choices(found: Routing) -> str:
     """Selectors of one model and one text, for many clients or a narrow window; a script shows
     them.
     """
     models, texts = (
-        "".join(f'<option value="{escape(i)}">{escape(i)}</option>' for i in found[key])
-        for key in ("weights", "texts")
+        "".join(f'<option value="{escape(i)}">{escape(i)}</option>' for i in clients)
+        for clients in (found.weights, found.texts)
     )
     return (
         f'<div class="choices" hidden><label>model of <select '
@@ -150,20 +151,18 @@ def _choices(found: Mapping[str, Any]) -> str:
     )
 
 
-def _row(
-    model: str, found: Mapping[str, Any], mixture: Sequence[Expert], slots: Sequence[str]
-) -> str:
-    cells = "".join(_picture(model, text, found, mixture, slots) for text in found["texts"])
+def _row(model: str, found: Routing, mixture: Sequence[Expert], slots: Sequence[str]) -> str:
+    cells = "".join(_picture(model, text, found, mixture, slots) for text in found.texts)
     return f'<div class="side"><span>model of <b>{escape(model)}</b></span></div>{cells}'
 
 
 def _picture(
-    model: str, text: str, found: Mapping[str, Any], mixture: Sequence[Expert], slots: Sequence[str]
+    model: str, text: str, found: Routing, mixture: Sequence[Expert], slots: Sequence[str]
 ) -> str:
-    weights: list[list[list[float]]] = found["weights"][model][text]
+    weights = found.weights[model][text]
     spans = "".join(
         _token(piece, [block[k] for block in weights], mixture, slots)
-        for k, piece in enumerate(found["texts"][text])
+        for k, piece in enumerate(found.texts[text])
     )
     shares = "".join(
         _shares(block, mixture, slot) for slot, block in zip(slots, weights, strict=True)

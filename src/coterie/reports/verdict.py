@@ -4,12 +4,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from coterie.core.metrics import better, metric_of, sort_key
+from coterie.core.metrics import better, sort_key
+from coterie.core.result import MetricInfo, Row
 from coterie.methods import METHODS
 from coterie.reports.comparison import ALONE, BOUNDS
 from coterie.reports.parts import figure, unseen
 
-Row = Mapping[str, Any]
 BASE = "pretrained"
 SEEDS = "One seed: differences may be chance; `coterie compare METHOD ... --seeds 3` tells."
 
@@ -22,21 +22,21 @@ def verdict(rows: Sequence[Row], own: str) -> str:
     larger than its deviation.
 
     Args:
-        rows: As in comparison.json.
+        rows: Of a comparison.
         own: The method that was tried; where it is no row, the best one is spoken of.
 
     Returns:
         A few sentences, without markup.
     """
-    known = [row for row in rows if row["method"] not in BOUNDS]
+    known = [row for row in rows if row.method not in BOUNDS]
     if not known:
         return ""
-    ranked = sorted(known, key=lambda row: sort_key(row["mean"], metric_of(row)))
-    mine = next((row for row in known if row["method"] == own), ranked[0])
+    ranked = sorted(known, key=lambda row: sort_key(row.mean, row.metric))
+    mine = next((row for row in known if row.method == own), ranked[0])
     others = [row for row in ranked if row is not mine]
     if not others:
         return (
-            f"Only {_title(mine)} was run: `coterie compare {mine['method']} local fedavg "
+            f"Only {_title(mine)} was run: `coterie compare {mine.method} local fedavg "
             f"--recipe RECIPE` says whether sharing helps."
         )
     rival = others[0]
@@ -45,27 +45,26 @@ def verdict(rows: Sequence[Row], own: str) -> str:
 
 def _compared(mine: Row, rival: Row) -> str:
     """Return the two sentences on a method and the best of the others."""
-    metric, ours, theirs = metric_of(mine), _title(mine), _title(rival)
-    figures = f"{_value(mine['mean'], metric)} against {_value(rival['mean'], metric)}"
+    metric, ours, theirs = mine.metric, _title(mine), _title(rival)
+    figures = f"{_value(mine.mean, metric)} against {_value(rival.mean, metric)}"
     if _tied(mine, rival):
         return f"On these data {ours} and {theirs} are alike ({figures}): take the simpler one."
-    won = better(mine["mean"], rival["mean"], metric)
+    won = better(mine.mean, rival.mean, metric)
     first, second = (mine, rival) if won else (rival, mine)
+    theirs_of = second.groups or {}
     groups = {
-        unseen(g): (first["groups"][g], second["groups"][g])
-        for g in first.get("groups") or {}
-        if g in (second.get("groups") or {})
+        unseen(g): (x, theirs_of[g]) for g, x in (first.groups or {}).items() if g in theirs_of
     }
     pairs = groups or {
-        i: (x, second["clients"][i]) for i, x in first["clients"].items() if i in second["clients"]
+        i: (x, second.clients[i]) for i, x in first.clients.items() if i in second.clients
     }
     ahead = [name for name, (x, y) in pairs.items() if better(x, y, metric)]
     if groups:
         whom = _which(ahead, groups, metric)
     else:
         whom = (
-            f"{_whom(ahead, pairs)} ({_value(first['mean'], metric)} against "
-            f"{_value(second['mean'], metric)})"
+            f"{_whom(ahead, pairs)} ({_value(first.mean, metric)} against "
+            f"{_value(second.mean, metric)})"
         )
     if won:
         return (
@@ -76,7 +75,7 @@ def _compared(mine: Row, rival: Row) -> str:
 
 
 def _which(
-    ahead: Sequence[str], groups: Mapping[str, tuple[float, float]], metric: Mapping[str, Any]
+    ahead: Sequence[str], groups: Mapping[str, tuple[float, float]], metric: MetricInfo
 ) -> str:
     """For which groups the better one is better and for which not, each with the two figures."""
     told = {
@@ -103,19 +102,19 @@ def _advice_won(ahead: Sequence[str], pairs: Mapping[str, Any]) -> str:
 
 
 def _advice_lost(rival: Row) -> str:
-    if rival["method"] == ALONE:
+    if rival.method == ALONE:
         return "share less, or keep the local models."
-    if rival["method"] == BASE:
+    if rival.method == BASE:
         return (
             "training did not help; lower the learning rates, train on more text, or keep the "
             "base as it is."
         )
-    return f"use it: --set method.name={rival['method']}."
+    return f"use it: --set method.name={rival.method}."
 
 
 def _tied(mine: Row, rival: Row) -> bool:
     """Whether a difference is none, or within its deviation over seeds."""
-    far = abs(mine["mean"] - rival["mean"])
+    far = abs(mine.mean - rival.mean)
     return far == 0 or (_seeds(mine, rival) > 1 and far <= _deviation(mine, rival))
 
 
@@ -131,18 +130,18 @@ def _certainty(mine: Row, rival: Row) -> str:
 
 
 def _seeds(mine: Row, rival: Row) -> int:
-    return min(len(mine["per_seed"]), len(rival["per_seed"]))
+    return min(len(mine.per_seed), len(rival.per_seed))
 
 
 def _deviation(mine: Row, rival: Row) -> float:
     """Of the difference of two means over seeds, each seed's own."""
-    found = math.hypot(mine["std"], rival["std"])
+    found = math.hypot(mine.std, rival.std)
     return found if math.isfinite(found) else math.inf
 
 
 def _title(row: Row) -> str:
-    return METHODS[row["method"]].title if row["method"] in METHODS else str(row["method"])
+    return METHODS[row.method].title if row.method in METHODS else row.method
 
 
-def _value(value: float, metric: Mapping[str, Any]) -> str:
-    return figure(value) + (" %" if metric["unit"] == "%" else "")
+def _value(value: float, metric: MetricInfo) -> str:
+    return figure(value) + (" %" if metric.unit == "%" else "")

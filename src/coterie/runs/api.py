@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from coterie import personal
-from coterie.core.files import read_json
 from coterie.core.profiling import Profile
 from coterie.core.result import Comparison, Result, Row
 from coterie.methods import Method, name_of
@@ -21,7 +20,6 @@ from coterie.runs import run as runs
 from coterie.runs.backends import LocalBackend
 from coterie.runs.estimate import Estimate, estimates
 from coterie.runs.folder import latest_folder, new_folder
-from coterie.runs.inputs import RESULT
 from coterie.runs.recipe import Recipe, resolve
 
 
@@ -61,21 +59,19 @@ class Run:
         """The figures of the recipe's own method. Raises CheckpointError where the run has not
         ended.
         """
-        return Result.from_json(read_json(self.folder / RESULT))
+        return Result.read(self.folder)
 
     @cached_property
     def baselines(self) -> dict[str, Result]:
         """The figures of the methods in `compare_with`, by their names. Raises CheckpointError."""
-        folders = {name: self.folder / "baselines" / name for name in self.recipe.compare_with}
         return {
-            name: Result.from_json(read_json(folder / RESULT)) for name, folder in folders.items()
+            name: Result.read(self.folder / "baselines" / name) for name in self.recipe.compare_with
         }
 
     @property
     def rows(self) -> tuple[Row, ...]:
         """The table of the run: a line for each method, its own last."""
-        results = [result.to_json() for result in (*self.baselines.values(), self.result)]
-        return tuple(Row.from_json(row) for row in comparing.rows(results))
+        return tuple(comparing.rows([*self.baselines.values(), self.result]))
 
     @property
     def report(self) -> Path:
@@ -198,7 +194,7 @@ def compare(
     names, chosen = [name_of(method) for method in given], _recipe(recipe, changes)
     folder = _folder(out, f"compare-{chosen.name}", resume or resume_changed)
     with _told(callbacks, progress, len(set(names)) * seeds) as told:
-        found = runs.compare(
+        return runs.compare(
             names,
             chosen,
             folder,
@@ -207,7 +203,6 @@ def compare(
             changed=resume_changed,
             reporter=told,
         )
-    return Comparison.from_json(found, folder)
 
 
 def dry_run(recipe: Recipe | str | Path, **changes: Any) -> dict[str, Estimate]:

@@ -14,6 +14,7 @@ from coterie.core.errors import ClientError, TensorError
 from coterie.core.metrics import check_scores
 from coterie.core.profiling import Profile
 from coterie.core.protocol import Ask, ClientId, Replies, ReplySpec
+from coterie.core.result import Evaluation, Json
 from coterie.core.tensors import Tensors
 from coterie.core.threads import Watch
 from coterie.engines import Engine, Listener
@@ -21,7 +22,7 @@ from coterie.models.layout import Layout
 from coterie.reports import Callback
 from coterie.runs.backends import Backend, LocalBackend, computing_threads
 from coterie.runs.checkpoints import Checkpoints
-from coterie.runs.files import AUDIT, Json
+from coterie.runs.files import AUDIT
 from coterie.runs.metrics import METRICS, MetricsFile, Released
 from coterie.runs.observations import Observations
 from coterie.runs.prepare import Prepared
@@ -63,11 +64,11 @@ class ExecutionBase(Listener):
             0,
             self.method.init(self.prepared.blueprint, self.recipe.present(self.clients, 0)),
         )
+        self.evaluations: list[Evaluation] = []
+        self.points: list[Evaluation] = []  # of the curve
         self.progress: Json = {
             "up": dict.fromkeys(self.federation.everyone, 0),
             "down": dict.fromkeys(self.federation.everyone, 0),
-            "evaluations": [],
-            "curve": [],
             "seconds": 0.0,
             "position": 0,
             "lost": {},

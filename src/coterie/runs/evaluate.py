@@ -3,7 +3,7 @@
 import json
 import platform
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,14 +19,26 @@ from coterie.core.errors import ClientError
 from coterie.core.files import write_atomically
 from coterie.core.names import encoded
 from coterie.core.protocol import Ask, ClientId, Replies, ReplySpec, State, drive, empty_reply
+from coterie.core.result import (
+    ROUTING,
+    BestByValid,
+    Choices,
+    ClientResult,
+    Costs,
+    Curve,
+    Evaluation,
+    Machine,
+    Result,
+    Scores,
+    Versions,
+    headline,
+)
 from coterie.core.tensor_names import numbers_of_experts
 from coterie.core.tensors import Tensors, nbytes
 from coterie.core.version import __version__
 from coterie.data.examples import ExampleSplit
 from coterie.models.layout import Layout
-from coterie.reports import comparison
 from coterie.runs.base import ExecutionBase
-from coterie.runs.files import ROUTING, Json
 from coterie.runs.metrics import METRICS
 
 
@@ -114,15 +126,10 @@ class EvaluatedExecution(ExecutionBase):
         self.reporter.evaluating(self.round)
         tensors = self._personal()
         scores = self._ask(self.method.score, tensors, self._form("valid", "test", "choices"))
-        found: dict[ClientId, Json] = {
-            i: dict(self.metric.scores(score)) for i, score in scores.items()
-        }
+        found = {i: self.metric.scores(score) for i, score in scores.items()}
         for i, values in found.items():
             self._write("score", self.round, self.iteration, i, values)
-        everyone = {group: tuple(of) for group, of in self.federation.unseen.items()} or {
-            "": self.clients
-        }
-        members = {group: [i for i in of if i in found] for group, of in everyone.items()}
+        members = {group: [i for i in of if i in found] for group, of in self._everyone.items()}
         if silent := [group for group, of in members.items() if not of]:
             raise ClientError(
                 f"after round {self.round}: nobody of {silent[0] or 'the clients'} could be scored",
@@ -132,25 +139,47 @@ class EvaluatedExecution(ExecutionBase):
             g: {s: metrics.mean(found[i][s] for i in of) for s in ("valid", "test")}
             for g, of in members.items()
         }
-        means = next(iter(groups.values()))
-        entry = {"round": self.round, "iteration": self.iteration, **means, "clients": found}
-        if self.groups:
-            entry["groups"] = {group: values["test"] for group, values in groups.items()}
-        if (weights := self.method.collaboration(self.server, self.clients)) is not None:
-            entry["weights"] = [[round(w, 5) for w in row] for row in weights.tolist()]
-        if all("choices" in score for score in scores.values()):
-            anchored = [self.federation.labels[q] for q in self.federation.anchors]
-            entry["choices"] = {
-                g: metrics.choices([scores[i]["choices"] for i in of], anchored)
-                for g, of in members.items()
-            }
-            for i, score in scores.items():
-                found[i]["gate_accuracy"] = metrics.choices([score["choices"]], anchored)[
-                    "gate_accuracy"
-                ]
-                found[i]["experts"] = numbers_of_experts(tensors[i])
-        self.progress["evaluations"].append(entry)
+        means, weights = (
+            next(iter(groups.values())),
+            self.method.collaboration(self.server, self.clients),
+        )
+        gated = all("choices" in score for score in scores.values())
+        anchored = [self.federation.labels[q] for q in self.federation.anchors] if gated else []
+
+        def chosen(clients: Iterable[ClientId]) -> Choices:
+            return metrics.choices([scores[i]["choices"] for i in clients], anchored)
+
+        clients = {
+            i: Scores(
+                valid=values["valid"],
+                test=values["test"],
+                valid_loss=values["valid_loss"],
+                test_loss=values["test_loss"],
+                gate_accuracy=chosen([i]).gate_accuracy if gated else None,
+                experts=numbers_of_experts(tensors[i]) if gated else None,
+            )
+            for i, values in found.items()
+        }
+        self.evaluations.append(
+            Evaluation(
+                round=self.round,
+                iteration=self.iteration,
+                **means,
+                clients=clients,
+                groups={g: values["test"] for g, values in groups.items()} if self.groups else None,
+                weights=None
+                if weights is None
+                else [[round(w, 5) for w in row] for row in weights.tolist()],
+                choices={g: chosen(of) for g, of in members.items()} if gated else None,
+            )
+        )
         self.reporter.evaluated(self.round, means)
+
+    @property
+    def _everyone(self) -> dict[str, tuple[ClientId, ...]]:
+        """The clients of each group of unseen ones; of "" all, where none is unseen."""
+        unseen = {group: tuple(of) for group, of in self.federation.unseen.items()}
+        return unseen or {"": self.clients}
 
     def _add_to_curve(self) -> None:
         """Score a part of each test set: a point of the curves, which says how training goes, and
@@ -169,27 +198,25 @@ class EvaluatedExecution(ExecutionBase):
             start = self.method.download(self.server, self.clients)
             tensors = {i: own or start.get(i, {}) for i, own in tensors.items()}
         found = {
-            i: {"test": self._of_part(i, states.get(i, {}), tensors[i])}
-            for i in self.scored
-            if i in tensors
-        }
-        everyone = {group: tuple(of) for group, of in self.federation.unseen.items()} or {
-            "": self.clients
+            i: self._of_part(i, states.get(i, {}), tensors[i]) for i in self.scored if i in tensors
         }
         means = {
-            group: metrics.mean(found[i]["test"] for i in of if i in found)
-            for group, of in everyone.items()
+            group: metrics.mean(found[i] for i in of if i in found)
+            for group, of in self._everyone.items()
         }
-        point: Json = {
-            "round": self.round,
-            "iteration": self.iteration,
-            "test": next(iter(means.values())),
-            "clients": found,
-        }
-        self.progress["curve"].append(point | ({"groups": means} if self.groups else {}))
-        for i, values in found.items():
-            self._write("curve", self.round, self.iteration, i, values)
-        self.reporter.point(self.round, point["test"], self.recipe.curve_windows)
+        test = next(iter(means.values()))
+        self.points.append(
+            Evaluation(
+                round=self.round,
+                iteration=self.iteration,
+                test=test,
+                clients={i: Scores(test=own) for i, own in found.items()},
+                groups=means if self.groups else None,
+            )
+        )
+        for i, own in found.items():
+            self._write("curve", self.round, self.iteration, i, {"test": own})
+        self.reporter.point(self.round, test, self.recipe.curve_windows)
 
     def _of_part(self, id: ClientId, state: State, tensors: Tensors) -> float:
         """Return the metric of a client on a part of its test set; of what it remembers nothing
@@ -211,7 +238,7 @@ class EvaluatedExecution(ExecutionBase):
         """Return the test metric of each client after one more synchronisation; nothing is computed
         where that changes nothing.
         """
-        own = self.progress["evaluations"][-1]["clients"]
+        own = self.evaluations[-1].clients
         down = (
             {}
             if self.groups
@@ -220,70 +247,73 @@ class EvaluatedExecution(ExecutionBase):
             }
         )
         if not any(down.values()):
-            return {i: scores["test"] for i, scores in own.items()}
+            return {i: scores.test for i, scores in own.items()}
         scores = self._ask(self.method.score_test, down, self._form("test"))
         return {i: self.metric.of(score["test"]) for i, score in scores.items()}
 
-    def _result(self) -> Json:
-        last, synced = self.progress["evaluations"][-1], self._synced()
-        about = self.metric.about
-        valid = metrics.best((e["valid"] for e in self.progress["evaluations"]), about)
-        best = next(e for e in self.progress["evaluations"] if e["valid"] == valid)
-        about_groups = {i: {"group": group} for i, group in self.groups.items()}
+    def _result(self) -> Result:
+        last, synced = self.evaluations[-1], self._synced()
+        about, tests = self.metric.about, [e.test for e in self.evaluations]
         costs = self._costs()
         clients = {
-            i: {**scores, "test_synced": synced.get(i), **costs[i], **about_groups.get(i, {})}
-            for i, scores in last["clients"].items()
+            i: ClientResult(
+                **vars(scores),
+                test_synced=synced.get(i),
+                **vars(costs[i]),
+                group=self.groups.get(i),
+            )
+            for i, scores in last.clients.items()
             if i in costs  # one that was scored before a resumption may not be there now
         }
-        headline = comparison.headline({"clients": clients, "groups": last.get("groups")}).values()
-        tests = [e["test"] for e in self.progress["evaluations"]]
-        return {
-            "method": self.recipe.method["name"],
-            "recipe": self.recipe.name,
-            "seed": self.recipe.seed,
-            "rounds": self.round,
-            "metric": about,
-            "mean": last["test"],
-            "mean_loss": metrics.mean(found["test_loss"] for found in headline),
-            "mean_synced": metrics.mean(
-                found["test_synced"] for found in headline if found["test_synced"] is not None
+        first = headline(clients, last.groups).values()
+        return Result(
+            method=self.recipe.method["name"],
+            recipe=self.recipe.name,
+            seed=self.recipe.seed,
+            rounds=self.round,
+            metric=about,
+            mean=last.test,
+            mean_loss=metrics.mean(own.test_loss for own in first if own.test_loss is not None),
+            mean_synced=metrics.mean(
+                own.test_synced for own in first if own.test_synced is not None
             ),
-            "best": metrics.best(tests, about),
-            "best_of_last_ten": metrics.best(tests[-10:], about),
-            "best_by_valid": {"round": best["round"], "valid": best["valid"], "test": best["test"]},
-            "clients": clients,
-            "training": {i: costs[i] for i in self.clients} if self.groups else None,
-            "groups": last.get("groups"),
-            "labels": {i: list(classes) for i, classes in self.federation.labels.items()} or None,
-            "label_counts": self._label_counts(),
-            "anchors": list(self.federation.anchors) or None,
-            "once_bytes": self.problem.once_bytes,
-            "clusters": self.federation.clusters,
-            "weights_error": self._weights_error(last),
-            "evaluations": self.progress["evaluations"],
-            "curve": {"windows": self.recipe.curve_windows, "points": self.progress["curve"]}
-            if self.progress["curve"]
-            else None,
-            "lost": self.progress["lost"],
-            "rounds_taken_part": {i: self.progress["took_part"].get(i, 0) for i in self.clients},
-            "never_took_part": list(self._absent()),
-            "privacy": None if self.accountant is None else self.accountant.summary(),
-            "wall_s": time.monotonic() - self.started,
-            "peak_memory_bytes": metrics.peak_memory(),
-            "versions": {
-                "coterie": __version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
-            "machine": {
-                "device": "elsewhere"
-                if self.problem.device.type == "meta"
-                else str(self.problem.device),
-                "dtype": str(self.problem.dtype).removeprefix("torch."),
-                "threads": torch.get_num_threads(),
-            },
-        }
+            best=metrics.best(tests, about),
+            best_of_last_ten=metrics.best(tests[-10:], about),
+            best_by_valid=self._best_by_valid(),
+            clients=clients,
+            training={i: costs[i] for i in self.clients} if self.groups else None,
+            groups=last.groups,
+            labels={i: list(classes) for i, classes in self.federation.labels.items()} or None,
+            label_counts=self._label_counts(),
+            anchors=list(self.federation.anchors) or None,
+            once_bytes=self.problem.once_bytes,
+            clusters=self.federation.clusters,
+            weights_error=self._weights_error(last),
+            evaluations=tuple(self.evaluations),
+            curve=Curve(self.recipe.curve_windows, tuple(self.points)) if self.points else None,
+            lost=self.progress["lost"],
+            rounds_taken_part={i: self.progress["took_part"].get(i, 0) for i in self.clients},
+            never_took_part=list(self._absent()),
+            privacy=None if self.accountant is None else self.accountant.summary(),
+            wall_s=time.monotonic() - self.started,
+            peak_memory_bytes=metrics.peak_memory(),
+            versions=Versions(__version__, torch.__version__, platform.python_version()),
+            machine=self._machine(),
+        )
+
+    def _best_by_valid(self) -> BestByValid:
+        known = [(e.valid, e) for e in self.evaluations if e.valid is not None]
+        valid = metrics.best((value for value, _ in known), self.metric.about)
+        best = next(e for value, e in known if value == valid)
+        return BestByValid(best.round, valid, best.test)
+
+    def _machine(self) -> Machine:
+        device = self.problem.device
+        return Machine(
+            device="elsewhere" if device.type == "meta" else str(device),
+            dtype=str(self.problem.dtype).removeprefix("torch."),
+            threads=torch.get_num_threads(),
+        )
 
     def _label_counts(self) -> dict[ClientId, list[int]] | None:
         """Examples of each class that each client trains on or, if it is unseen, is tested on;
@@ -303,26 +333,26 @@ class EvaluatedExecution(ExecutionBase):
             for i, s in labelled.items()
         } or None
 
-    def _weights_error(self, evaluated: Json) -> float | None:
+    def _weights_error(self, evaluated: Evaluation) -> float | None:
         clusters = self.federation.clusters
-        if clusters is None or "weights" not in evaluated:
+        if clusters is None or evaluated.weights is None:
             return None
         return weights_error(
-            evaluated["weights"], [clusters[i] for i in self.clients], self.method.row_stochastic
+            evaluated.weights, [clusters[i] for i in self.clients], self.method.row_stochastic
         )
 
-    def _costs(self) -> dict[ClientId, Json]:
+    def _costs(self) -> dict[ClientId, Costs]:
         """Return what each client sends, gets, trains and remembers."""
         remembered, layouts = self.engine.state_bytes(), self.prepared.site.layouts
         return {
-            i: {
+            i: Costs(
                 **self._size(layouts[i]),
-                "bytes_up": self.progress["up"][i],
-                "bytes_down": self.progress["down"][i],
-                "state_bytes": remembered.get(i, 0) if self.method.total_iterations else 0,
-                "generalists": layouts[i].generalists,
-                "specialists": layouts[i].specialists,
-            }
+                bytes_up=self.progress["up"][i],
+                bytes_down=self.progress["down"][i],
+                state_bytes=remembered.get(i, 0) if self.method.total_iterations else 0,
+                generalists=layouts[i].generalists,
+                specialists=layouts[i].specialists,
+            )
             for i in self.federation.everyone
         }
 
@@ -372,4 +402,5 @@ class EvaluatedExecution(ExecutionBase):
         texts, which are all on this machine.
         """
         if self.recipe.samples and (found := self.problem.look(self._owners())) is not None:
-            write_atomically(self.folder / ROUTING, json.dumps(found, ensure_ascii=False).encode())
+            text = json.dumps(found.to_json(), ensure_ascii=False)
+            write_atomically(self.folder / ROUTING, text.encode())

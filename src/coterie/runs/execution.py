@@ -19,14 +19,14 @@ from coterie.aggregation.privacy import central
 from coterie.core.errors import Refused
 from coterie.core.files import write_json
 from coterie.core.protocol import Ask, ClientId, Replies, derive_seed, drive, trains
-from coterie.core.result import Result
+from coterie.core.result import RESULT, Evaluation, Result
 from coterie.core.tensors import nbytes, to_bytes
 from coterie.core.threads import Watch
 from coterie.runs.backends import kept
 from coterie.runs.checkpoints import Checkpoint
 from coterie.runs.evaluate import EvaluatedExecution
-from coterie.runs.files import AUDIT, CANARIES, SECRET, Json
-from coterie.runs.inputs import RESULT, Kept
+from coterie.runs.files import AUDIT, CANARIES, SECRET
+from coterie.runs.inputs import Kept
 from coterie.runs.metrics import MetricsFile, check_metrics
 from coterie.runs.prepare import joined
 
@@ -56,10 +56,10 @@ class Execution(EvaluatedExecution):
             self._count_released()
             self._leave_out()
             return False
-        self.round, self.server, self.progress = (
-            found.round,
-            found.server,
-            {"curve": []} | found.progress,
+        self.round, self.server, self.progress = found.round, found.server, found.progress
+        self.evaluations, self.points = (
+            [Evaluation.from_json(own) for own in self.progress.pop(name, ())]
+            for name in ("evaluations", "curve")
         )
         if self.accountant is not None:
             self.accountant = replace(self.accountant, runs=self.progress["spent"])
@@ -122,8 +122,8 @@ class Execution(EvaluatedExecution):
             self.progress["up"].setdefault(i, 0)
             self.progress["down"].setdefault(i, 0)
 
-    def execute(self) -> Json:
-        """Run the rounds that are left; returns what is in result.json.
+    def execute(self) -> Result:
+        """Run the rounds that are left; returns their result.
 
         What is profiled is the second of them, as the first one warms up; else the only one; else
         the scoring of a method without rounds.
@@ -154,10 +154,7 @@ class Execution(EvaluatedExecution):
             while self.round < self.method.rounds:
                 self.profile.begin(self.round == recorded)
                 self._one_round()
-            if (
-                not self.progress["evaluations"]
-                or self.progress["evaluations"][-1]["round"] != self.round
-            ):
+            if not self.evaluations or self.evaluations[-1].round != self.round:
                 self.profile.begin(True)
                 self._evaluate()
                 self.profile.end()
@@ -168,9 +165,9 @@ class Execution(EvaluatedExecution):
             self.profile.leave()
             self.metrics.close()
             torch.set_num_threads(threads)
-        write_json(self.folder / RESULT, result)
+        write_json(self.folder / RESULT, result.to_json())
         Kept(self.folder).end()
-        self.reporter.end(Result.from_json(result))
+        self.reporter.end(result)
         return result
 
     def _keep_canaries(self) -> None:
@@ -211,7 +208,12 @@ class Execution(EvaluatedExecution):
                 "position": position,
                 "metrics": digest,
             }
-            progress = self.progress | {"engine": self.engine.memo(), "threads": self.threads}
+            progress = self.progress | {
+                "evaluations": [evaluation.to_json() for evaluation in self.evaluations],
+                "curve": [point.to_json() for point in self.points],
+                "engine": self.engine.memo(),
+                "threads": self.threads,
+            }
             saved = self.checkpoints.save(
                 Checkpoint(self.round, self.server, self.engine.states(), progress)
             )

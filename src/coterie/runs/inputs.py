@@ -10,12 +10,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from coterie.core.errors import CheckpointError, DataError
 from coterie.core.files import digest_later, digest_of, read_json, write_json
 from coterie.core.protocol import ClientId
+from coterie.core.result import RESULT
 from coterie.data.splits import Elsewhere
 from coterie.models.architecture import files_of
 from coterie.runs.folder import check_sums, read_sums, write_sums
 from coterie.runs.prepare import Prepared
 
-INPUTS, RESULT = "inputs.json", "result.json"
+INPUTS = "inputs.json"
 _MEANT = (
     "If that is meant: --resume-changed goes on, from here on with what there is now. Otherwise "
     "put back what was there, or choose "

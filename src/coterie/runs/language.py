@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from coterie import personal
 from coterie.client.client import Client
 from coterie.core.errors import ModelError
 from coterie.core.metrics import PERPLEXITY
 from coterie.core.protocol import ClientId
+from coterie.core.result import Routing
 from coterie.core.tensors import Tensors
 from coterie.data.federation import Federation
 from coterie.models.adapter import Adapter
@@ -79,7 +80,7 @@ class Language(LearningProblem):
             tensors,
         )
 
-    def look(self, clients: Mapping[ClientId, Client]) -> Any | None:
+    def look(self, clients: Mapping[ClientId, Client]) -> Routing | None:
         shown = {i: clients[i] for i in islice(clients, CLIENTS)}
         if not any(
             isinstance(c.model, LanguageModel) and c.model.layout.routed for c in shown.values()

@@ -5,7 +5,7 @@ surface.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -14,6 +14,7 @@ from coterie.client.client import Client
 from coterie.client.interfaces import Model, Trainable
 from coterie.core.metrics import Metric
 from coterie.core.protocol import ClientId
+from coterie.core.result import Routing
 from coterie.core.tensors import Tensors
 from coterie.data.federation import Federation
 from coterie.models.layout import Layout
@@ -85,7 +86,7 @@ class LearningProblem(ABC):
     def keep(self, folder: Path, client: Client, layout: Layout, origin: personal.Origin) -> None:
         """Write the client's personal model to a folder of its own."""
 
-    def look(self, clients: Mapping[ClientId, Client]) -> Any | None:
+    def look(self, clients: Mapping[ClientId, Client]) -> Routing | None:
         """Return what every client's router does with the beginnings of all test texts; None where
         there is no router.
         """

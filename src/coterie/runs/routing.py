@@ -3,6 +3,7 @@ and 12-17).
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from coterie.core.protocol import ClientId
+from coterie.core.result import Mixture, Routing
 from coterie.data.splits import Split
 from coterie.models.language import LanguageModel
 
@@ -23,43 +25,34 @@ def look(
     model: Callable[[ClientId], LanguageModel],
     splits: Mapping[ClientId, Split],
     tokenizer: Any,
-) -> dict[str, Any]:
-    """Return what is in `routing.json`.
+) -> Routing:
+    """Return what every model does with every text.
 
     Args:
         clients: Whose models and texts; the first `CLIENTS` of them count.
         model: The personal model of a client, good until the next call.
         splits: Each client's test split.
         tokenizer: Of the base.
-
-    Returns:
-        `texts`: the tokens of each client's text as people read them; `blocks`: the indices of the
-            first, middle and last of `depth`
-        blocks; `experts`: how many generalists and specialists each model with a router has;
-        `weights`: by model, then by text, (blocks, tokens, experts).
     """
     clients = clients[:CLIENTS]
     windows = {i: beginning(splits[i]) for i in clients}
-    found: dict[str, Any] = {
-        "texts": {
-            i: pieces(tokenizer, rows.flatten().tolist()[:TOKENS]) for i, rows in windows.items()
-        },
-        "experts": {},
-        "weights": {},
-    }
+    texts = {i: pieces(tokenizer, rows.flatten().tolist()[:TOKENS]) for i, rows in windows.items()}
+    found = Routing(texts, {}, {})
     for i in clients:
         reader = model(i)
         if not reader.layout.routed:
             continue
         depth = len(reader.backbone.architecture.blocks)
-        found |= {"depth": depth, "blocks": sorted({0, (depth - 1) // 2, depth - 1})}
-        found["experts"][i] = {
-            "generalists": reader.layout.generalists,
-            "specialists": reader.layout.specialists,
-        }
-        found["weights"][i] = {
-            text: _weights(reader, rows, found["blocks"]) for text, rows in windows.items()
-        }
+        blocks = sorted({0, (depth - 1) // 2, depth - 1})
+        own = Mixture(reader.layout.generalists, reader.layout.specialists)
+        weights = {text: _weights(reader, rows, blocks) for text, rows in windows.items()}
+        found = replace(
+            found,
+            experts={**found.experts, i: own},
+            weights={**found.weights, i: weights},
+            depth=depth,
+            blocks=blocks,
+        )
     return found
 
 

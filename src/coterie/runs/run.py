@@ -10,6 +10,7 @@ from coterie.core.errors import CheckpointError, Refused
 from coterie.core.files import read_json, write_atomically, write_json
 from coterie.core.profiling import Profile
 from coterie.core.protocol import ClientId
+from coterie.core.result import RESULT, ROUTING, Comparison, Result
 from coterie.core.threads import Chosen
 from coterie.engines import Listener
 from coterie.methods import METHODS
@@ -20,9 +21,9 @@ from coterie.runs import recipe as recipes
 from coterie.runs.backends import Backend, LocalBackend, choose_threads, computing
 from coterie.runs.estimate import Foresight
 from coterie.runs.execution import Execution
-from coterie.runs.files import COMPARISON, RECIPE, ROUTING, Json
+from coterie.runs.files import COMPARISON, RECIPE
 from coterie.runs.folder import alone, check_apart
-from coterie.runs.inputs import RESULT, Inputs, Kept
+from coterie.runs.inputs import Inputs, Kept
 from coterie.runs.prepare import Prepared
 from coterie.runs.recipe import Recipe
 
@@ -46,7 +47,7 @@ def run(
     reporter: Callback | None = None,
     backend: Backend | None = None,
     profile: Profile | None = None,
-) -> list[Json]:
+) -> list[Result]:
     """Run a recipe and the methods of its `compare_with` into a folder; what is there already is
     not done again.
 
@@ -95,7 +96,7 @@ def execute_all(
     profile: Profile | None = None,
     changed: bool = False,
     within: Path | None = None,
-) -> list[Json]:
+) -> list[Result]:
     """Every row in its folder, from where it stands; returns their results.
 
     All are prepared before the first one starts, so that what is refused is refused at once. The
@@ -227,7 +228,7 @@ def _check_begun(folder: Path, rows: Sequence[tuple[Recipe, Path]]) -> None:
         )
 
 
-def _executed(execution: Execution, changed: bool) -> Json:
+def _executed(execution: Execution, changed: bool) -> Result:
     """Return a row from where it stands to its result."""
     folder, kept = execution.folder, Kept(execution.folder)
     execution.restore()
@@ -244,8 +245,7 @@ def _executed(execution: Execution, changed: bool) -> Json:
         (folder / ROUTING).unlink(missing_ok=True)
     if kept.done():
         execution.reporter.known(execution.title)
-        found: Json = read_json(folder / RESULT)
-        return found
+        return Result.read(folder)
     write_atomically(folder / RECIPE, recipes.dump(execution.recipe).encode())
     return execution.execute()
 
@@ -267,14 +267,11 @@ def compare(
     resume: bool = False,
     changed: bool = False,
     reporter: Callback | None = None,
-) -> Json:
+) -> Comparison:
     """One table: every method on the same data, base and budget, over seeds `recipe.seed`,
     `recipe.seed + 1`, ...
 
     `resume` and `changed` are those of `run`.
-
-    Returns:
-        What is in comparison.json.
 
     Raises:
         Refused: As `run`.
@@ -303,18 +300,19 @@ def compare(
     ]
     results = execute_all(rows, reporter or Callback(), titles, changed=changed, within=folder)
     table = comparing.rows(results)
-    comparison = {
-        "recipe": recipe.name,
-        "own": recipe.method["name"],
-        "seeds": [recipe.seed + k for k in range(seeds)],
-        "metric": results[0]["metric"],
-        "scored": "each client's model right after its last local iteration; mean_synced: after "
-        "one more synchronisation",
-        "rows": table,
-        "notes": comparing.comparability(table, recipe.method["name"]),
-        "versions": results[0]["versions"],
-        "machine": results[0]["machine"],
-    }
-    write_json(folder / COMPARISON, comparison)
+    comparison = Comparison(
+        recipe=recipe.name,
+        own=recipe.method["name"],
+        seeds=[recipe.seed + k for k in range(seeds)],
+        metric=results[0].metric,
+        scored="each client's model right after its last local iteration; mean_synced: after one "
+        "more synchronisation",
+        rows=table,
+        notes=comparing.comparability(table, recipe.method["name"]),
+        versions=results[0].versions,
+        machine=results[0].machine,
+        folder=folder,
+    )
+    write_json(folder / COMPARISON, comparison.to_json())
     write_comparison(folder, comparison, recipe.description)
     return comparison

@@ -1,0 +1,204 @@
+"""A table of several methods, as in `comparison.json`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from coterie.core.result.parsing import (
+    Json,
+    Machine,
+    MetricInfo,
+    PrivacySpent,
+    Versions,
+    given,
+    mapping,
+    sequence,
+)
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Row:
+    """One method's line of a comparison: mean and deviation over seeds, and what it cost a client
+    in the mean.
+
+    Example:
+        >>> import coterie
+        >>> short = {"name": "fedavg", "rounds": 1}
+        >>> table = coterie.compare(
+        ...     ["local", "fedavg"], "cobo-digits", method=short, seeds=2, out="table"
+        ... )
+        >>> row = table["fedavg"]
+        >>> len(row.per_seed), min(row.per_seed) <= row.mean <= max(row.per_seed)
+        (2, True)
+
+    Args:
+        method: Its name.
+        metric: What the scores are of.
+        mean: Of `Result.mean` over seeds.
+        std: Sample standard deviation of it over seeds.
+        per_seed: `Result.mean` of each seed.
+        mean_synced: As `mean`, after one more synchronisation.
+        groups: Mean of each group of clients that never trained.
+        groups_std: Sample standard deviation of those over seeds.
+        best: Mean of `Result.best`.
+        best_of_last_ten: Mean of `Result.best_of_last_ten`.
+        gate_accuracy: Percent; None without a gate.
+        loss: Mean test loss, nats.
+        between_clients: Standard deviation of the test metric over clients.
+        improved: Percent of clients that do better than alone; None without `local` among the
+            methods.
+        weights_error: Mean of `Result.weights_error`.
+        iterations: Local iterations of a run.
+        clients: Mean test metric of each client.
+        trainable_parameters: Of a client.
+        active_parameters: That one prediction uses.
+        flops_per_token: Of one prediction's forward pass.
+        bytes_up_per_round: Of a client.
+        bytes_down_per_round: Of a client.
+        state_bytes: That a client remembers between rounds.
+        once_bytes: Of what everybody gets once.
+        peak_memory_bytes: Of the process.
+        wall_s: Seconds of a run.
+        lost: Replies by client that were dropped or did not come.
+        never_took_part: How many clients took part in no round.
+        privacy: What was spent; None without differential privacy.
+    """
+
+    method: str
+    metric: MetricInfo
+    mean: float
+    std: float
+    per_seed: Sequence[float]
+    mean_synced: float
+    groups: Mapping[str, float] | None = None
+    groups_std: Mapping[str, float] | None = None
+    best: float | None = None
+    best_of_last_ten: float | None = None
+    gate_accuracy: float | None = None
+    loss: float | None = None
+    between_clients: float | None = None
+    improved: float | None = None
+    weights_error: float | None = None
+    iterations: int | None = None
+    clients: Mapping[str, float]
+    trainable_parameters: int
+    active_parameters: int | None = None
+    flops_per_token: int
+    bytes_up_per_round: int
+    bytes_down_per_round: int
+    state_bytes: int | None = None
+    once_bytes: int | None = None
+    peak_memory_bytes: int | None = None
+    wall_s: float
+    lost: Mapping[str, int] | None = None
+    never_took_part: int | None = None
+    privacy: PrivacySpent | None = None
+
+    @classmethod
+    def from_json(cls, found: Any) -> Self:
+        """Return what an entry of `rows` in comparison.json says. Raises CheckpointError."""
+        values = given(cls, {"metric": None} | dict(mapping(found, "a row")))
+        values["metric"] = MetricInfo.from_json(values["metric"])
+        if values.get("privacy") is not None:
+            values["privacy"] = PrivacySpent.from_json(values["privacy"])
+        return cls(**values)
+
+    def to_json(self) -> Json:
+        """Return the JSON object."""
+        privacy = None if self.privacy is None else self.privacy.to_json()
+        return {**vars(self), "metric": self.metric.to_json(), "privacy": privacy}
+
+    def mean_of(self, group: str) -> float:
+        """Return the mean of a group of unseen clients, or with "" that of the row."""
+        return (self.groups or {})[group] if group else self.mean
+
+    def std_of(self, group: str) -> float:
+        """Return the deviation of `mean_of` over seeds; 0 in rows from before that was known."""
+        return (self.groups_std or {}).get(group, 0.0) if group else self.std
+
+    def __repr__(self) -> str:
+        return f"Row({self.method}: {self.metric} {self.mean:.2f} ± {self.std:.2f})"
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Comparison:
+    """Methods on the same data, base and budget, as in `comparison.json`.
+
+    Example:
+        >>> import coterie
+        >>> short = {"name": "fedavg", "rounds": 1}
+        >>> table = coterie.compare(
+        ...     ["local", "fedavg"], "cobo-digits", method=short, seeds=2, out="table"
+        ... )
+        >>> [row.method for row in table.rows]
+        ['local', 'fedavg']
+        >>> table.best in table.rows
+        True
+
+    Args:
+        recipe: The recipe's name.
+        own: The recipe's own method.
+        seeds: Of the runs of each method.
+        metric: What the rows are scored by.
+        scored: Which models `mean` and `mean_synced` are of.
+        rows: One for each method.
+        notes: What a reader of the table must know: budgets that are unlike, bounds, replies that
+            were lost, privacy.
+        versions: Of coterie, torch and Python.
+        machine: What it was computed on.
+        folder: Where the runs, their models and `report.html` are; None for one that was read from
+            JSON alone.
+    """
+
+    recipe: str
+    own: str
+    seeds: Sequence[int]
+    metric: MetricInfo
+    scored: str
+    rows: Sequence[Row]
+    notes: Sequence[str] = ()
+    versions: Versions | None = None
+    machine: Machine | None = None
+    folder: Path | None = None
+
+    @classmethod
+    def from_json(cls, found: Any, folder: Path | None = None) -> Self:
+        """Return what is in comparison.json. Raises CheckpointError."""
+        values = given(cls, {"metric": None} | dict(mapping(found, "a comparison")))
+        values["metric"] = MetricInfo.from_json(values["metric"])
+        values["rows"] = tuple(map(Row.from_json, sequence(values["rows"], "rows")))
+        kinds: Mapping[str, type[Versions | Machine]] = {"versions": Versions, "machine": Machine}
+        values |= {
+            name: kind.from_json(values[name])
+            for name, kind in kinds.items()
+            if values.get(name) is not None
+        }
+        return cls(**values | {"folder": folder})
+
+    def to_json(self) -> Json:
+        """Return what is in comparison.json."""
+        found = {name: value for name, value in vars(self).items() if name != "folder"}
+        return found | {
+            "metric": self.metric.to_json(),
+            "rows": [row.to_json() for row in self.rows],
+            "versions": None if self.versions is None else self.versions.to_json(),
+            "machine": None if self.machine is None else self.machine.to_json(),
+        }
+
+    def __getitem__(self, method: str) -> Row:
+        for row in self.rows:
+            if row.method == method:
+                return row
+        raise KeyError(method)
+
+    @property
+    def best(self) -> Row:
+        """The row with the best mean."""
+        return min(
+            self.rows, key=lambda row: row.mean if self.metric.lower_is_better else -row.mean
+        )
+
+    def __repr__(self) -> str:
+        rows = ", ".join(f"{row.method} {row.mean:.2f} ± {row.std:.2f}" for row in self.rows)
+        return f"Comparison({self.metric} of {self.recipe}, {len(self.seeds)} seeds: {rows})"

@@ -1,0 +1,145 @@
+"""What one evaluation of a run found, and the curves that several of them make."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
+
+from coterie.core.result.parsing import Json, Record, given, mapping, sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores(Record):
+    """The scores of one client's model.
+
+    Args:
+        valid: The metric on its validation set; None at a point of a curve.
+        test: The metric on its test set, or at a point of a curve on a part of it.
+        valid_loss: Mean negative log-likelihood of the validation set, nats.
+        test_loss: Mean negative log-likelihood of the test set, nats.
+        gate_accuracy: Percent of its samples that the gate gave to an expert of their class; None
+            without a gate, and where experts have no anchors.
+        experts: The numbers of a pool's experts that the client has; None without a pool.
+    """
+
+    rare: ClassVar[Collection[str]] = ("valid", "valid_loss", "test_loss", "experts")
+
+    valid: float | None = None
+    test: float
+    valid_loss: float | None = None
+    test_loss: float | None = None
+    gate_accuracy: float | None = None
+    experts: Sequence[int] | None = None
+
+    def to_json(self) -> Json:
+        """Return the JSON object: of a client with a gate also that its accuracy is unknown."""
+        found = super().to_json()
+        if self.experts is None and self.gate_accuracy is None:
+            del found["gate_accuracy"]
+        return found
+
+
+@dataclass(frozen=True)
+class Choices(Record):
+    """Which experts of a pool a gate gave the samples of a group of clients to.
+
+    Args:
+        given: (classes, M) samples of each class that each expert got.
+        right: (classes, M) of these, those that it got right.
+        gate_accuracy: Percent of the samples whose expert's anchor has their class; None where
+            experts have no anchors.
+    """
+
+    given: Sequence[Sequence[int]]
+    right: Sequence[Sequence[int]]
+    gate_accuracy: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The scores of all clients after a round.
+
+    Args:
+        round: Rounds done.
+        iteration: Local iterations done.
+        valid: The mean of the clients' validation scores, of unseen clients that of the first
+            group; None at a point of a curve.
+        test: Likewise of the test scores.
+        clients: By client; empty where curves are of groups alone.
+        groups: The mean test metric of each group of unseen clients; None without such.
+        weights: (clients, clients) collaboration weights; None of a method without.
+        choices: By group of clients, "" for all; None without a gate.
+    """
+
+    round: int
+    iteration: int
+    valid: float | None = None
+    test: float
+    clients: Mapping[str, Scores] = field(default_factory=dict)
+    groups: Mapping[str, float] | None = None
+    weights: Sequence[Sequence[float]] | None = None
+    choices: Mapping[str, Choices] | None = None
+
+    @classmethod
+    def from_json(cls, found: Any) -> Self:
+        """Return what an entry of `evaluations` or a point of a curve says. Raises
+        CheckpointError.
+        """
+        values = given(cls, found)
+        clients = mapping(values.get("clients", {}), "clients of an evaluation")
+        values["clients"] = {i: Scores.from_json(own) for i, own in clients.items()}
+        if values.get("choices") is not None:
+            choices = mapping(values["choices"], "choices of an evaluation")
+            values["choices"] = {g: Choices.from_json(own) for g, own in choices.items()}
+        return cls(**values)
+
+    def to_json(self) -> Json:
+        """Return the JSON object, without what was not found."""
+        found = {name: value for name, value in vars(self).items() if value is not None}
+        found["clients"] = {i: own.to_json() for i, own in self.clients.items()}
+        if self.choices is not None:
+            found["choices"] = {g: own.to_json() for g, own in self.choices.items()}
+        return found if self.clients else {k: v for k, v in found.items() if k != "clients"}
+
+    def mean_of(self, group: str) -> float:
+        """Return the mean test metric of a group of unseen clients, or with "" `test`."""
+        return (self.groups or {})[group] if group else self.test
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Scores on a part of each test set, between evaluations: how training goes, and no part of
+    the figures.
+
+    Args:
+        windows: Of each client's test set that are scored.
+        points: In order.
+    """
+
+    windows: int
+    points: Sequence[Evaluation]
+
+    @classmethod
+    def from_json(cls, found: Any) -> Self:
+        """Return what `curve` in result.json says. Raises CheckpointError."""
+        values = given(cls, found)
+        points = sequence(values["points"], "points of a curve")
+        return cls(values["windows"], tuple(map(Evaluation.from_json, points)))
+
+    def to_json(self) -> Json:
+        """Return the JSON object."""
+        return {"windows": self.windows, "points": [point.to_json() for point in self.points]}
+
+
+@dataclass(frozen=True)
+class BestByValid(Record):
+    """The evaluation with the best validation score.
+
+    Args:
+        round: When it was.
+        valid: Its mean validation score.
+        test: Its mean test score.
+    """
+
+    round: int
+    valid: float
+    test: float

@@ -1,0 +1,65 @@
+"""What trained routers do with real text, token by token, as in `routing.json`."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from coterie.core.files import read_json
+from coterie.core.result.parsing import Json, Record, given, mapping
+
+ROUTING = "routing.json"
+
+
+@dataclass(frozen=True)
+class Mixture(Record):
+    """How many experts a model with a router has.
+
+    Args:
+        generalists: That are shared.
+        specialists: That stay with the client.
+    """
+
+    generalists: int
+    specialists: int
+
+
+@dataclass(frozen=True)
+class Routing(Record):
+    """Each client's text as every model with a router reads it.
+
+    Args:
+        texts: The tokens of each client's text as people read them.
+        experts: Of each model with a router.
+        weights: By model, then by text, (blocks, tokens, experts).
+        depth: How many blocks a model has; None where none has a router.
+        blocks: The indices of its first, middle and last one.
+    """
+
+    rare: ClassVar[Collection[str]] = ("depth", "blocks")
+
+    texts: Mapping[str, Sequence[str]]
+    experts: Mapping[str, Mixture]
+    weights: Mapping[str, Mapping[str, Sequence[Sequence[Sequence[float]]]]]
+    depth: int | None = None
+    blocks: Sequence[int] | None = None
+
+    @classmethod
+    def read(cls, folder: Path) -> Self | None:
+        """Return what is in the routing.json of a folder; None without one. Raises
+        CheckpointError.
+        """
+        return cls.from_json(read_json(folder / ROUTING)) if (folder / ROUTING).exists() else None
+
+    @classmethod
+    def from_json(cls, found: Any) -> Self:
+        """Return what is in routing.json. Raises CheckpointError."""
+        values = given(cls, found)
+        experts = mapping(values["experts"], "experts of routing.json")
+        values["experts"] = {i: Mixture.from_json(own) for i, own in experts.items()}
+        return cls(**values)
+
+    def to_json(self) -> Json:
+        """Return what is in routing.json."""
+        found = super().to_json()
+        return found | {"experts": {i: own.to_json() for i, own in self.experts.items()}}

@@ -1,0 +1,268 @@
+"""The figures of one method's run, as in `result.json`."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from coterie.core.files import read_json
+from coterie.core.result.evaluation import BestByValid, Choices, Curve, Evaluation
+from coterie.core.result.parsing import (
+    Json,
+    Machine,
+    MetricInfo,
+    PrivacySpent,
+    Record,
+    Versions,
+    given,
+    mapping,
+    sequence,
+)
+
+RESULT = "result.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs(Record):
+    """What a run cost one client.
+
+    Args:
+        trainable_parameters: That the client trains.
+        active_parameters: That one prediction uses.
+        flops_per_token: Of one prediction's forward pass.
+        bytes_up: Sent over the whole run.
+        bytes_down: Received over the whole run.
+        state_bytes: That the client remembers between rounds.
+        generalists: Experts of its model that are shared.
+        specialists: Experts of its model that stay with it.
+    """
+
+    trainable_parameters: int = 0
+    active_parameters: int | None = None
+    flops_per_token: int = 0
+    bytes_up: int = 0
+    bytes_down: int = 0
+    state_bytes: int | None = None
+    generalists: int = 0
+    specialists: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientResult(Record):
+    """What one client got from a run, and what that cost it.
+
+    Example:
+        >>> import coterie
+        >>> run = coterie.run("cobo-digits", out="digits", method={"rounds": 1}, compare_with=[])
+        >>> client = run.result.clients["c0-0"]
+        >>> client.trainable_parameters, client.bytes_up > 0, 0 <= client.test <= 100
+        (4810, True, True)
+
+    Args:
+        valid: The metric on its validation set.
+        test: The metric on its test set, right after its last local iteration.
+        valid_loss: Mean negative log-likelihood of the validation set, nats.
+        test_loss: Mean negative log-likelihood of the test set, nats.
+        gate_accuracy: Percent of its samples that the gate gave to an expert of their class; None
+            without a gate, and where experts have no anchors.
+        experts: The numbers of a pool's experts that the client has; None without a pool.
+        test_synced: As `test`, after one more synchronisation; None if the client could not be
+            reached for it.
+        trainable_parameters: As in `Costs`, and so are those below.
+        active_parameters: That one prediction uses.
+        flops_per_token: Of one prediction's forward pass.
+        bytes_up: Sent over the whole run.
+        bytes_down: Received over the whole run.
+        state_bytes: That the client remembers between rounds.
+        generalists: Experts of its model that are shared.
+        specialists: Experts of its model that stay with it.
+        group: Of a client that never trained, which group; None for one that trains.
+    """
+
+    rare: ClassVar[Collection[str]] = ("experts", "group")
+
+    valid: float
+    test: float
+    valid_loss: float | None = None
+    test_loss: float | None = None
+    gate_accuracy: float | None = None
+    experts: Sequence[int] | None = None
+    test_synced: float | None = None
+    trainable_parameters: int = 0
+    active_parameters: int | None = None
+    flops_per_token: int = 0
+    bytes_up: int = 0
+    bytes_down: int = 0
+    state_bytes: int | None = None
+    generalists: int = 0
+    specialists: int = 0
+    group: str | None = None
+
+    def to_json(self) -> Json:
+        """Return the JSON object: of a client with a gate also that its accuracy is unknown."""
+        found = super().to_json()
+        if self.experts is None and self.gate_accuracy is None:
+            del found["gate_accuracy"]
+        return found
+
+
+def headline(
+    clients: Mapping[str, ClientResult], groups: Mapping[str, float] | None
+) -> dict[str, ClientResult]:
+    """Return the clients whom the mean of a result is about: all that are scored, or the first
+    group of those that were never seen.
+    """
+    first = next(iter(groups or ()), None)
+    return {i: client for i, client in clients.items() if client.group == first}
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Result:
+    """The figures of one method's run, as in its `result.json`.
+
+    Example:
+        >>> import coterie
+        >>> run = coterie.run("cobo-digits", out="digits", method={"rounds": 1}, compare_with=[])
+        >>> result = run.result
+        >>> result.method, result.rounds, result.metric.unit
+        ('cobo', 1, '%')
+        >>> 0 <= result.mean <= 100
+        True
+
+    Args:
+        method: Its name.
+        recipe: The recipe's name.
+        seed: Of the run.
+        rounds: That were done.
+        metric: What `mean` and the clients' scores are of.
+        mean: The test metric, averaged over clients right after their last local iteration.
+        mean_loss: Mean test loss over clients, nats.
+        mean_synced: As `mean`, after one more synchronisation.
+        best: The best mean of all evaluations.
+        best_of_last_ten: The best mean of the last ten evaluations.
+        best_by_valid: The evaluation with the best validation score.
+        clients: By client, what each got and what it cost.
+        training: What training cost each client that trains, where others are scored; None
+            otherwise.
+        groups: The mean of each group of clients that never trained; None without such.
+        labels: The classes that each client has; None of texts.
+        label_counts: Examples of each class, by client, where some clients never train; None
+            otherwise.
+        anchors: The clients that experts of a pool start from; None without.
+        once_bytes: Of what everybody gets once, before the first round.
+        clusters: The true cluster of each client where it is known.
+        weights_error: How far the found collaboration weights are from the true clusters; None
+            where either is unknown.
+        evaluations: What each evaluation found, in order.
+        curve: Scores on parts of the test sets between evaluations; None without.
+        lost: Replies by client that were dropped or did not come.
+        rounds_taken_part: By client.
+        never_took_part: The clients that took part in no round.
+        privacy: What was spent, and by what reckoning; None without differential privacy.
+        wall_s: Seconds that the run took.
+        peak_memory_bytes: Of this process.
+        versions: Of coterie, torch and Python.
+        machine: What it was computed on.
+    """
+
+    method: str
+    recipe: str
+    seed: int
+    rounds: int
+    metric: MetricInfo
+    mean: float
+    mean_loss: float | None = None
+    mean_synced: float
+    best: float | None = None
+    best_of_last_ten: float | None = None
+    best_by_valid: BestByValid | None = None
+    clients: Mapping[str, ClientResult]
+    training: Mapping[str, Costs] | None = None
+    groups: Mapping[str, float] | None = None
+    labels: Mapping[str, Sequence[int]] | None = None
+    label_counts: Mapping[str, Sequence[int]] | None = None
+    anchors: Sequence[str] | None = None
+    once_bytes: int | None = None
+    clusters: Mapping[str, int] | None = None
+    weights_error: float | None = None
+    evaluations: Sequence[Evaluation] = ()
+    curve: Curve | None = None
+    lost: Mapping[str, int] | None = None
+    rounds_taken_part: Mapping[str, int] | None = None
+    never_took_part: Sequence[str] | None = None
+    privacy: PrivacySpent | None = None
+    wall_s: float
+    peak_memory_bytes: int | None = None
+    versions: Versions | None = None
+    machine: Machine | None = None
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Return what is in the result.json of a folder. Raises CheckpointError where there is
+        none, or where it lacks something.
+        """
+        return cls.from_json(read_json(folder / RESULT))
+
+    @classmethod
+    def from_json(cls, found: Any) -> Self:
+        """Return what is in result.json; figures that an older version did not write are None.
+        Raises CheckpointError.
+        """
+        values = given(cls, {"metric": None} | dict(mapping(found, "a result")))
+        values["metric"] = MetricInfo.from_json(values["metric"])
+        clients = mapping(values["clients"], "clients of a result")
+        values["clients"] = {i: ClientResult.from_json(own) for i, own in clients.items()}
+        evaluations = sequence(values.get("evaluations", ()), "evaluations of a result")
+        values["evaluations"] = tuple(map(Evaluation.from_json, evaluations))
+        if (training := values.get("training")) is not None:
+            known = mapping(training, "training of a result")
+            values["training"] = {i: Costs.from_json(own) for i, own in known.items()}
+        values |= {
+            name: kind.from_json(values[name])
+            for name, kind in _PARTS.items()
+            if values.get(name) is not None
+        }
+        return cls(**values)
+
+    def to_json(self) -> Json:
+        """Return what is in result.json."""
+        found = dict(vars(self))
+        found["clients"] = {i: client.to_json() for i, client in self.clients.items()}
+        found["evaluations"] = [evaluation.to_json() for evaluation in self.evaluations]
+        if self.training is not None:
+            found["training"] = {i: costs.to_json() for i, costs in self.training.items()}
+        for name in ("metric", *_PARTS):
+            part = getattr(self, name)
+            found[name] = None if part is None else part.to_json()
+        return found
+
+    @property
+    def headline(self) -> dict[str, ClientResult]:
+        """The clients whom the mean is about, see `headline`."""
+        return headline(self.clients, self.groups)
+
+    @property
+    def gates(self) -> dict[str, Choices]:
+        """What the gate chose at the end, by group of clients; empty without a gate."""
+        return dict((self.evaluations[-1].choices if self.evaluations else None) or {})
+
+    @property
+    def gate_accuracy(self) -> float | None:
+        """Percent of the test samples of the headline group that went to an expert whose anchor
+        has their class; None without a gate.
+        """
+        return next((found.gate_accuracy for found in self.gates.values()), None)
+
+    def __repr__(self) -> str:
+        score = f"{self.metric} {self.mean:.2f}"
+        about = f"{self.method} on {self.recipe}, seed {self.seed}, {self.rounds} rounds"
+        return f"Result({about}: {score})"
+
+
+_PARTS: Mapping[str, type[BestByValid | Curve | PrivacySpent | Versions | Machine]] = {
+    "best_by_valid": BestByValid,
+    "curve": Curve,
+    "privacy": PrivacySpent,
+    "versions": Versions,
+    "machine": Machine,
+}

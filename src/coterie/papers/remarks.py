@@ -1,0 +1,73 @@
+"""What a reader of a reproduction must know to compare: the order of rows, how many settings each
+tried, and whose budgets are unlike.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import mode
+
+from coterie.papers.found import Cell
+from coterie.papers.job import Job
+from coterie.reports import comparison
+
+
+def orders(cells: Sequence[Cell]) -> dict[str, float]:
+    """By column: Kendall's tau between the measured and the published order of the rows, 1 for the
+    same order and -1 for the reverse.
+
+    Which way is better does not matter to it.
+    """
+    from scipy.stats import kendalltau
+
+    found = {}
+    for c in dict.fromkeys(cell.column for cell in cells):
+        pairs = [
+            (cell.mean, mean) for cell in cells if cell.column == c and (mean := cell.published)
+        ]
+        measured, published = {m for m, _ in pairs}, {p for _, p in pairs}
+        if (
+            len(pairs) > 2 and min(len(measured), len(published)) > 1
+        ):  # rows that are all alike have no order
+            found[c] = float(kendalltau(*zip(*pairs, strict=True)).statistic)
+    return found
+
+
+def effort(job: Job) -> str:
+    """Say how many settings each row tried, so that a reader sees whether one was held down;
+    columns that are alike together.
+    """
+    alike: dict[str, list[str]] = {}
+    for c in dict.fromkeys(c for _, c in job.cells):
+        counts = {
+            job.reproduction.rows[r].title: count
+            for r, column in job.cells
+            if column == c and (count := job.tried(r, c))
+        }
+        usual = mode(counts.values()) if counts else 0
+        others = [f"{title} {count}" for title, count in counts.items() if count != usual]
+        text = ", ".join([*others, f"every {'other ' if others else ''}row {usual}"])
+        alike.setdefault(text, []).append(job.reproduction.columns[c].title)
+    found = "; ".join(
+        f"{text} ({', '.join(titles)})" if len(alike) > 1 else text
+        for text, titles in alike.items()
+    )
+    return (
+        f"Settings that a row tried on validation at the first seed (1: those of the recipe, "
+        f"which all rows share): {found}."
+    )
+
+
+def unlike(cells: Sequence[Cell]) -> list[str]:
+    """Return what makes the rows of a column unlike in budget; a sentence that holds of several
+    columns once.
+    """
+    found: dict[str, None] = {}
+    for c in dict.fromkeys(cell.column for cell in cells):
+        own = [replace(cell, method=cell.row) for cell in cells if cell.column == c]
+        titles = {cell.row: cell.title for cell in own}
+        ours = [
+            row for row in titles if row.startswith(("comigs", "ddome"))
+        ]  # 1G1S where it is among them, otherwise the first
+        reference = "comigs-1g1s" if "comigs-1g1s" in ours else next(iter(ours), None)
+        found |= dict.fromkeys(comparison.comparability(own, reference, titles))
+    return list(found)
