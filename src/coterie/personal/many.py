@@ -18,8 +18,9 @@ from torch import Tensor
 from coterie.core.errors import ModelError
 from coterie.models.backbone import Attachable
 from coterie.personal.inference.stacks import Stacks
-from coterie.personal.model import PersonalModel, continued, continued_texts, moved
-from coterie.personal.words import Word, Words
+from coterie.personal.model import PersonalModel
+from coterie.personal.text_inference import TextInference
+from coterie.personal.words import Word
 
 
 class ManyModels:
@@ -51,7 +52,7 @@ class ManyModels:
         self._places = {client: place for place, client in enumerate(self.models)}
         self._stacks = Stacks.of([model.adapter for model in self.models.values()], self.backbone)
         self._chosen: tuple[tuple[str, ...], Attachable] = (tuple(self.models), self._stacks)
-        self._words: Words | None = None
+        self._inference = TextInference(self.backbone)
 
     def __repr__(self) -> str:
         return f"ManyModels({', '.join(self.models)})"
@@ -76,10 +77,7 @@ class ManyModels:
             ModelError: A client is unknown, or there is not one for each row.
         """
         adapter = self._of(clients, len(input_ids))
-        with self.backbone.using(adapter):
-            return self.backbone.model(
-                input_ids.to(self.backbone.device), **moved(inputs, self.backbone.device)
-            )
+        return self._inference.forward(adapter, input_ids, inputs)
 
     @overload
     def generate(
@@ -118,9 +116,9 @@ class ManyModels:
         """
         if isinstance(prompts, Tensor):
             adapter = self._of(clients or (), len(prompts))
-            return continued(self.backbone, adapter, {"input_ids": prompts} | settings)
+            return self._inference.generate(adapter, {"input_ids": prompts} | settings)
         adapter = self._of(tuple(prompts), len(prompts))
-        texts = continued_texts(self.backbone, adapter, list(prompts.values()), settings)
+        texts = self._inference.generate_texts(adapter, list(prompts.values()), settings)
         return dict(zip(prompts, texts, strict=True))
 
     def next_words(self, texts: str | Mapping[str, str], k: int = 3) -> dict[str, list[Word]]:
@@ -136,9 +134,7 @@ class ManyModels:
         """
         texts = dict.fromkeys(self.models, texts) if isinstance(texts, str) else texts
         adapter = self._of(tuple(texts), len(texts))
-        if self._words is None:
-            self._words = Words(self.backbone)
-        found = self._words.of(adapter, list(texts.values()), k)
+        found = self._inference.next_words(adapter, list(texts.values()), k)
         return {
             client: _own(self.models[client], words)
             for client, words in zip(texts, found, strict=True)

@@ -2,7 +2,7 @@
 like a transformers model.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, cast, overload
@@ -10,9 +10,8 @@ from typing import Any, Literal, cast, overload
 import torch
 from torch import Tensor
 
-from coterie.core.errors import ModelError
 from coterie.core.files import load as load_tensors
-from coterie.models.backbone import Attachable, Backbone
+from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
 from coterie.personal.artifact import (
     WEIGHTS,
@@ -24,7 +23,8 @@ from coterie.personal.artifact import (
     save,
 )
 from coterie.personal.inference.stacks import Stacks
-from coterie.personal.words import Word, Words, left_padded
+from coterie.personal.text_inference import TextInference
+from coterie.personal.words import Word
 
 
 class PersonalModel:
@@ -45,7 +45,7 @@ class PersonalModel:
         self.language, self.about, self._merged = language, about, merged
         self.backbone, self.layout = language.backbone, language.layout
         self.adapter = language.adapter.requires_grad_(False)
-        self._words: Words | None = None
+        self._inference = TextInference(self.backbone)
 
     def __repr__(self) -> str:
         return (
@@ -99,7 +99,7 @@ class PersonalModel:
             self.backbone.model.to(device)
             self.adapter.to(device)
             self.__dict__.pop("fast", None)  # made of tensors on the other device
-            self._words = None
+            self._inference = TextInference(self.backbone)
         return self
 
     def eval(self) -> "PersonalModel":
@@ -142,8 +142,7 @@ class PersonalModel:
         """One forward pass, with the arguments and the result of the base's own (attention_mask,
         past_key_values, use_cache, ...).
         """
-        with self.backbone.using(self.fast):
-            return self.backbone.model(input_ids.to(self.device), **moved(inputs, self.device))
+        return self._inference.forward(self.fast, input_ids, inputs)
 
     @overload
     def generate(self, prompt: str, **settings: Any) -> str: ...
@@ -178,19 +177,13 @@ class PersonalModel:
                 asked for each text of a list.
         """
         if isinstance(prompt, list):
-            return continued_texts(self.backbone, self.fast, prompt, settings)
+            return self._inference.generate_texts(self.fast, prompt, settings)
         if isinstance(prompt, str):
-            found = continued(
-                self.backbone,
-                self.fast,
-                self.tokenizer(prompt or self.tokenizer.eos_token, return_tensors="pt") | settings,
-            )
+            given = self.tokenizer(prompt or self.tokenizer.eos_token, return_tensors="pt")
+            found = self._inference.generate(self.fast, given | settings)
             return cast(str, self.tokenizer.decode(found[0], skip_special_tokens=True))
-        return continued(
-            self.backbone,
-            self.fast,
-            settings if prompt is None else {"input_ids": prompt} | settings,
-        )
+        given = settings if prompt is None else {"input_ids": prompt} | settings
+        return self._inference.generate(self.fast, given)
 
     @overload
     def next_words(self, text: str, k: int = 3) -> list[Word]: ...
@@ -207,11 +200,9 @@ class PersonalModel:
                 counts.
             k: How many words at most.
         """
-        if self._words is None:
-            self._words = Words(self.backbone)
-        if isinstance(text, str):
-            return self._words.of(self.fast, [text], k)[0]
-        return self._words.of(self.fast, text, k) if text else []
+        texts = [text] if isinstance(text, str) else text
+        found = self._inference.next_words(self.fast, texts, k)
+        return found[0] if isinstance(text, str) else found
 
     def routing(self, ids: Tensor) -> Tensor:
         """(B, C) int64 -> (blocks, B, C, n): the weight that each token gives each of `experts`,
@@ -247,60 +238,3 @@ class PersonalModel:
         language = LanguageModel(backbone, about.layout)
         fill(dict(language.adapter.named_parameters()), tensors, str(folder / WEIGHTS))
         return cls(language, about, merged)
-
-
-def continued(backbone: Backbone, adapter: Attachable, settings: dict[str, Any]) -> Tensor:
-    """Return Transformers' `generate` with an adapter: (B, C) ids among the settings -> (B, ...)
-    ids.
-
-    Raises:
-        ModelError: The text would grow longer than the base's context.
-    """
-    generation = backbone.model.generation_config
-    ids, new = settings.get("input_ids", settings.get("inputs")), settings.get("max_new_tokens", 0)
-    if ids is not None and ids.shape[-1] + new > backbone.context_limit:
-        raise ModelError(
-            f"{ids.shape[-1]} tokens of prompt and {new} more exceed the base's context of "
-            f"{backbone.context_limit}",
-            "Shorten the prompt, or ask for fewer tokens.",
-        )
-    # otherwise transformers says at every call that it takes eos
-    padding = {"pad_token_id": generation.eos_token_id} if generation.pad_token_id is None else {}
-    with backbone.using(adapter):
-        return cast(Tensor, backbone.model.generate(**moved(padding | settings, backbone.device)))
-
-
-def continued_texts(
-    backbone: Backbone, adapter: Attachable, texts: Sequence[str], settings: Mapping[str, Any]
-) -> list[str]:
-    """Continue several texts in one batch by transformers' `generate` with an adapter.
-
-    Raises:
-        ModelError: A text would grow longer than the base's context, or several sequences are asked
-            for each.
-    """
-    if settings.get("num_return_sequences", 1) > 1:
-        raise ModelError("several sequences for one text", "Give token ids instead, and get ids.")
-    if not texts:
-        return []
-    tokenizer = backbone.tokenizer
-    ids = [tokenizer(text or tokenizer.eos_token)["input_ids"] for text in texts]
-    filling = (
-        tokenizer.eos_token_id or 0
-    )  # a special token, which is not decoded, also behind texts that end before others
-    inputs, mask = left_padded(ids, filling)
-    given = {"input_ids": inputs, "attention_mask": mask, "pad_token_id": filling}
-    found = continued(backbone, adapter, given | dict(settings))
-    width = inputs.shape[1]
-    return [
-        tokenizer.decode(row[width - len(own) :], skip_special_tokens=True)
-        for row, own in zip(found, ids, strict=True)
-    ]
-
-
-def moved(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Arguments with their tensors on a device."""
-    return {
-        name: value.to(device) if isinstance(value, Tensor) else value
-        for name, value in inputs.items()
-    }

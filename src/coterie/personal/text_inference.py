@@ -1,0 +1,97 @@
+"""What is asked of one personal language model or of many at once: forward passes, continued text,
+and next words.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from coterie.core.errors import ModelError
+from coterie.models.backbone import Attachable, Backbone
+from coterie.personal.words import Word, Words, left_padded
+
+
+class TextInference:
+    """A base in use with adapters: of one model, which computes all rows of a batch, or of several,
+    each of which computes rows of its own.
+
+    Args:
+        backbone: The base.
+    """
+
+    def __init__(self, backbone: Backbone) -> None:
+        self.backbone = backbone
+
+    @cached_property
+    def _words(self) -> Words:
+        return Words(self.backbone)
+
+    def forward(self, adapter: Attachable, ids: Tensor, inputs: Mapping[str, Any]) -> Any:
+        """Return the base's own output for (B, C) ids and what else it takes."""
+        with self.backbone.using(adapter):
+            return self.backbone.model(ids.to(self.backbone.device), **self._moved(inputs))
+
+    @torch.no_grad()
+    def generate(self, adapter: Attachable, settings: Mapping[str, Any]) -> Tensor:
+        """Return what transformers' `generate` makes of (B, C) ids among its settings: (B, ...)
+        ids.
+
+        Raises:
+            ModelError: The text would grow longer than the base's context.
+        """
+        generation, limit = self.backbone.model.generation_config, self.backbone.context_limit
+        ids = settings.get("input_ids", settings.get("inputs"))
+        new = settings.get("max_new_tokens", 0)
+        if ids is not None and ids.shape[-1] + new > limit:
+            raise ModelError(
+                f"{ids.shape[-1]} tokens of prompt and {new} more exceed the base's context of "
+                f"{limit}",
+                "Shorten the prompt, or ask for fewer tokens.",
+            )
+        given = dict(settings)
+        if generation.pad_token_id is None:  # otherwise transformers says each time that it is eos
+            given = {"pad_token_id": generation.eos_token_id} | given
+        with self.backbone.using(adapter):
+            return cast(Tensor, self.backbone.model.generate(**self._moved(given)))
+
+    def generate_texts(
+        self, adapter: Attachable, texts: Sequence[str], settings: Mapping[str, Any]
+    ) -> list[str]:
+        """Continue several texts in one batch by transformers' `generate`.
+
+        Raises:
+            ModelError: A text would grow longer than the base's context, or several sequences are
+                asked for each.
+        """
+        if settings.get("num_return_sequences", 1) > 1:
+            raise ModelError(
+                "several sequences for one text", "Give token ids instead, and get ids."
+            )
+        if not texts:
+            return []
+        tokenizer = self.backbone.tokenizer
+        ids = [tokenizer(text or tokenizer.eos_token)["input_ids"] for text in texts]
+        # a special token, which is not decoded, also behind texts that end before others
+        filling = tokenizer.eos_token_id or 0
+        inputs, mask = left_padded(ids, filling)
+        given = {"input_ids": inputs, "attention_mask": mask, "pad_token_id": filling}
+        found = self.generate(adapter, given | dict(settings))
+        width = inputs.shape[1]
+        return [
+            tokenizer.decode(row[width - len(own) :], skip_special_tokens=True)
+            for row, own in zip(found, ids, strict=True)
+        ]
+
+    def next_words(self, adapter: Attachable, texts: Sequence[str], k: int) -> list[list[Word]]:
+        """Return the k most likely next words of each text, best first; see `personal.words`."""
+        return self._words.of(adapter, texts, k) if texts else []
+
+    def _moved(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return arguments with their tensors on the base's device."""
+        return {
+            name: value.to(self.backbone.device) if isinstance(value, Tensor) else value
+            for name, value in inputs.items()
+        }
