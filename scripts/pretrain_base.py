@@ -31,12 +31,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 # Share of the training tokens by kind of prose. Conversation is little: much of it is alike.
 WEIGHTS = {
-    "fiction": 0.36,
-    "essays": 0.17,
-    "textbooks": 0.23,
-    "encyclopedia": 0.08,
+    "fiction": 0.34,
+    "essays": 0.15,
+    "textbooks": 0.22,
+    "encyclopedia": 0.14,
     "public service": 0.10,
-    "conversation": 0.04,
+    "conversation": 0.03,
     "web": 0.02,
 }
 WARM_UP = 300_000  # tokens
@@ -326,7 +326,9 @@ def finish(training: Training, args: argparse.Namespace) -> None:
     """Write the model folder and its card, with the figures of the base before it beside."""
     write(training.model, Tokenizer.from_file(str(args.prepared / "tokenizer.json")), args.out)
     texts = evaluation_texts(args.prepared, args.data)
-    compared = {"this model": args.out} | {str(p): p for p in args.compare}
+    compared = {"this model": args.out}
+    if args.compare is not None:
+        compared["the base before it"] = args.compare
     results = {name: evaluate(p, texts, args.device) for name, p in compared.items()}
     summary = json.loads((args.prepared / "summary.json").read_text(encoding="utf-8"))
     (args.out / "README.md").write_text(card(training, summary, table(results)), encoding="utf-8")
@@ -347,7 +349,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--tokens", type=int, help="end after so many tokens (default: never)")
     add("--decay", type=int, default=0, help="tokens over which the learning rate falls at the end")
     add("--out", type=Path, help="folder for the finished model")
-    add("--compare", type=Path, nargs="*", default=[], help="models beside it on its card")
+    add("--compare", type=Path, help="model folder of the base before it, for the card")
     add("--evaluate", type=Path, nargs="+", help="only print bits per byte of these model folders")
     add("--rows", type=int, default=32, help="windows per optimiser step")
     add("--minutes", type=float, default=3.0, help="between checkpoints")

@@ -108,6 +108,7 @@ def write(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
         if name != "lm_head.weight"
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)
     model.config.architectures, model.config.dtype = ["LlamaForCausalLM"], "bfloat16"
     model.config.save_pretrained(folder)
     fast = PreTrainedTokenizerFast(
