@@ -16,14 +16,12 @@ from reports.samples import ANCHORS, UNSEEN, classified, pooled
 from rich.console import Console
 
 from coterie.methods import METHODS
+from coterie.reports.classes import classes, clustering, distribution
 from coterie.reports.comparison import rows
 from coterie.reports.experts import (
     Choices,
     choice_maps,
-    classes,
-    clustering,
     decisions,
-    distribution,
     expert_curves,
     experts,
     gate_curves,

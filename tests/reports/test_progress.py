@@ -10,7 +10,8 @@ from rich.console import Console
 
 from coterie.core.result import Result
 from coterie.reports import progress as terminals
-from coterie.reports.progress import SILENCE, WINDOW, Pace, Stretch, Terminal
+from coterie.reports.pace import WINDOW, Pace, Stretch
+from coterie.reports.progress import SILENCE, Terminal
 
 
 def ended(mean: float) -> Result:

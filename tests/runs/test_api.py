@@ -69,8 +69,9 @@ def by_message(tmp_path_factory: pytest.TempPathFactory) -> coterie.Run:
 
 
 def test_a_result_is_what_is_in_the_file(undisturbed: coterie.Run) -> None:
-    said = json.loads((undisturbed.folder / "result.json").read_text())
-    assert undisturbed.result.to_json() == said
+    text = (undisturbed.folder / "result.json").read_text()
+    said = json.loads(text)
+    assert json.dumps(undisturbed.result.to_json(), indent=2, ensure_ascii=False) + "\n" == text
     assert undisturbed.result.mean == said["mean"]
     assert undisturbed.result.clients["c1-0"].bytes_up == said["clients"]["c1-0"]["bytes_up"] > 0
     assert undisturbed.recipe.method["rounds"] == 3

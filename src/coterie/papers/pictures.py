@@ -6,7 +6,7 @@ from pathlib import Path
 from coterie.core.result import Result
 from coterie.papers.found import Cell, Reproduced
 from coterie.papers.tables import Picture
-from coterie.reports import chart, collaboration, experts, marks
+from coterie.reports import chart, classes, collaboration, experts, marks
 from coterie.reports.chart import Line, Style
 from coterie.reports.collaboration import Weights
 from coterie.reports.curves import Value, group_test, of_iteration, of_round, router_panels, test_of
@@ -87,14 +87,14 @@ def _domains(picture: Picture, cells: Sequence[Cell], found: Reproduced, runs: P
 def _labels(picture: Picture, cells: Sequence[Cell], found: Reproduced, runs: Path) -> Parts:
     return (
         "Who has which classes",
-        *_each(cells, found, runs, lambda title, result: experts.distribution(result)),
+        *_each(cells, found, runs, lambda title, result: classes.distribution(result)),
     )
 
 
 def _k_means(picture: Picture, cells: Sequence[Cell], found: Reproduced, runs: Path) -> Parts:
     return (
         "Clients clustered by their classes",
-        *_each(cells, found, runs, lambda title, result: experts.clustering(result)),
+        *_each(cells, found, runs, lambda title, result: classes.clustering(result)),
     )
 
 

@@ -1,5 +1,5 @@
-"""A pool of experts as pictures: who has which classes, and which expert a gate gives them to
-(DDOME, Fig. 2, 7, 11, Table 5).
+"""A pool of experts as pictures: which expert a gate gives which class to (DDOME, Fig. 7,
+Table 5).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,24 +11,12 @@ from statistics import fmean
 
 from coterie.core.result import Choices as Chosen
 from coterie.core.result import Result
-from coterie.reports import chart, marks
+from coterie.reports import chart
 from coterie.reports.chart import Line, Style
+from coterie.reports.classes import anchored_classes, class_order, look_of, percentages
 from coterie.reports.heat import Heat, Matrix, heat_map, room, scale, slider
-from coterie.reports.marks import Dot
-from coterie.reports.parts import COLOURS, captioned, escape, folded, legend, table, thinned, unseen
+from coterie.reports.parts import captioned, escape, folded, legend, table, thinned, unseen
 
-CLUSTERS = 5  # of K-means where there are no anchors
-SUBSTANTIAL = {
-    "no clear groups": 0.25,
-    "weak groups": 0.5,
-    "groups": 1.0,
-}  # mean silhouettes up to: Kaufman and Rousseeuw, 1990
-
-ABOUT_CLASSES = (
-    "<p>Every column is a client, every row a class, every field the class's share of the "
-    "client's examples: those that it trains on "
-    "or, of unseen clients, those that it is tested on. Classes of one anchor stand together.</p>"
-)
 ABOUT_CHOICES = (
     "<p>Test samples, {whose}: of each row, the share that the gate gave to each expert "
     "(columns).{outlined} Move the slider, or use the "
@@ -39,113 +27,6 @@ ABOUT_GATE = (
     "<p>Gate accuracy: the share of samples that went to an expert whose anchor has their "
     "class.</p>"
 )
-
-
-def classes(result: Result) -> tuple[str, ...]:
-    """Return the parts of the section on labels: who has which, and what K-means makes of them;
-    nothing where nobody knows.
-    """
-    return (ABOUT_CLASSES, distribution(result), clustering(result)) if result.label_counts else ()
-
-
-def distribution(result: Result) -> str:
-    """Return a heat map of the share of each class for each kind of client: anchors, normal
-    clients, and the groups of unseen ones (Fig. 2).
-    """
-    shares = {i: _percent(counts) for i, counts in (result.label_counts or {}).items()}
-    order = _order(len(next(iter(shares.values()))), _anchored(result))
-    top = max(map(max, shares.values()))
-    figures = []
-    for kind, members in _kinds(result).items():
-        matrix = [[shares[i][c] for i in members] for c in order]
-        heat = Heat(
-            list(map(str, order)),
-            members,
-            [(0, matrix)],
-            top,
-            f"Shares of classes of {kind}",
-            "{column}: {value} % of class {row}",
-            digits=0,
-        )
-        figures.append(captioned(kind, "", heat_map(heat, 900, 450, field=16)))
-    return f'{scale("0 % of a client", f"{top:.0f} %")}<div class="kinds">{"".join(figures)}</div>'
-
-
-def _kinds(result: Result) -> dict[str, list[str]]:
-    """Who holds examples: anchors, then normal clients, then unseen ones by group; titled by how
-    many they are.
-    """
-    kinds: dict[str, list[str]] = {"anchors": list(result.anchors or ()), "normal clients": []}
-    for i in result.label_counts or ():
-        if i not in kinds["anchors"]:
-            kinds.setdefault(
-                unseen(result.clients[i].group or "") if i in result.clients else "normal clients",
-                [],
-            ).append(i)
-    return {f"{len(members)} {kind}": members for kind, members in kinds.items() if members}
-
-
-def _anchored(result: Result) -> list[Sequence[int]]:
-    """Return the classes of each anchor."""
-    labels = result.labels or {}
-    return [labels[q] for q in result.anchors or ()]
-
-
-def _order(count: int, anchored: Sequence[Sequence[int]]) -> list[int]:
-    """Classes, those of an anchor beside each other; behind them those that no anchor has."""
-    return list(dict.fromkeys(c for own in (*anchored, range(count)) for c in own))
-
-
-def _percent(counts: Iterable[int]) -> list[float]:
-    """Shares of their sum; of nothing, nothing."""
-    held = list(counts)
-    return [100 * count / (sum(held) or 1) for count in held]
-
-
-def clustering(result: Result) -> str:
-    """K-means on the label shares of the normal clients, in their two principal components (Fig.
-    11); nothing where they are too few.
-    """
-    from sklearn.cluster import KMeans
-    from sklearn.decomposition import PCA
-    from sklearn.metrics import silhouette_score
-
-    counts, anchors = result.label_counts or {}, result.anchors or ()
-    trains = [i for i in counts if i not in result.clients and i not in anchors]
-    shares = [_percent(counts[i]) for i in trains]
-    k = len(anchors) or CLUSTERS
-    if not 1 < k < len(set(map(tuple, shares))):
-        return ""
-    found = KMeans(k, n_init=10, random_state=0).fit_predict(shares)
-    silhouette = float(silhouette_score(shares, found))
-    components = PCA(2).fit(shares)
-    dots = []
-    for i, own, cluster, (x, y) in zip(
-        trains, shares, found.tolist(), components.transform(shares).tolist(), strict=True
-    ):
-        two = sorted(sorted(range(len(own)), key=lambda c: -own[c])[:2])
-        main = "·".join(map(str, two))
-        dots.append(
-            Dot(x, y, main, f"{i}: cluster {cluster + 1}, main classes {main}", _look(cluster))
-        )
-    parts = zip(("first", "second"), components.explained_variance_ratio_.tolist(), strict=True)
-    axes = (
-        f"{name} principal component ({100 * part:.0f} % of the variance)" for name, part in parts
-    )
-    verdict = next(says for says, limit in SUBSTANTIAL.items() if silhouette <= limit)
-    return (
-        f"<h3>K-means on these shares finds {verdict}</h3><p>Each of the {len(trains)} normal "
-        f"clients with its two main classes; colour "
-        f"and shape tell which of {k} clusters it is in. The mean silhouette is "
-        f"{silhouette:.2f}: 1 stands for groups far apart, 0 for "
-        f"groups that touch, and up to 0.25 for no substantial "
-        f"structure.</p>{marks.plane(dots, *axes)}"
-    )
-
-
-def _look(number: int, marked: bool = True) -> Style:
-    """One of many looks: colours repeat after eight, with other dashes and markers."""
-    return Style(COLOURS[number % len(COLOURS)], number + number // len(COLOURS), marked=marked)
 
 
 @dataclass(frozen=True)
@@ -174,7 +55,7 @@ class Choices:
         stages = thinned(found, room(len(given) * len(given[0])))
         anchors = result.anchors or ()
         tied = len(anchors) == len(given[0])
-        return cls(title, anchors if tied else (), _anchored(result) if tied else (), stages)
+        return cls(title, anchors if tied else (), anchored_classes(result) if tied else (), stages)
 
     @cached_property
     def groups(self) -> list[str]:
@@ -195,7 +76,7 @@ class Choices:
     @cached_property
     def order(self) -> list[int]:
         """Classes, from above."""
-        return _order(self.size[0], self.anchored)
+        return class_order(self.size[0], self.anchored)
 
     def shares(self, group: str) -> Heat:
         """(classes, M): percent of each class that each expert was given."""
@@ -244,7 +125,7 @@ class Choices:
             Line(
                 [(at, _rate(found[group], m)) for at, found in self.stages],
                 f"expert {m}",
-                _look(m, self.marked),
+                look_of(m, self.marked),
             )
             for m in range(self.size[1])
         ]
@@ -272,7 +153,7 @@ def _runs(there: Sequence[bool]) -> Iterator[tuple[int, int]]:
 
 def _summed(given: Sequence[Sequence[int]], rows: Iterable[Sequence[int]]) -> Matrix:
     """Percent of the samples of each row's classes, together, that each expert was given."""
-    return [_percent(map(sum, zip(*(given[c] for c in own), strict=True))) for own in rows]
+    return [percentages(map(sum, zip(*(given[c] for c in own), strict=True))) for own in rows]
 
 
 def _rate(found: Chosen, expert: int) -> float:
@@ -347,7 +228,7 @@ def gate_curves(found: Sequence[Choices]) -> str:
     """Return a panel for each group of clients: gate accuracy over rounds, a line for each method;
     nothing without anchors.
     """
-    tied = [(own, _look(k, own.marked)) for k, own in enumerate(found) if own.anchors]
+    tied = [(own, look_of(k, own.marked)) for k, own in enumerate(found) if own.anchors]
     if not tied:
         return ""
     charts = {

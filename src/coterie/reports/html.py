@@ -11,11 +11,12 @@ from coterie.core.result import RESULT, Comparison, MetricInfo, Result, Routing,
 from coterie.methods import METHODS
 from coterie.reports import tokens
 from coterie.reports.audit import audited
+from coterie.reports.classes import classes
 from coterie.reports.collaboration import collaboration
 from coterie.reports.comparison import BESIDE, comparability
 from coterie.reports.comparison import rows as rows_of
 from coterie.reports.curves import _curves, _privacy, router_panels
-from coterie.reports.experts import classes, experts
+from coterie.reports.experts import experts
 from coterie.reports.parts import escape, page, section, size
 from coterie.reports.scores import COSTS, PEAK, _costs, _headline, _scores, _spread
 from coterie.reports.verdict import verdict

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from coterie.papers.theory import THEOREMS, Experiment
 from coterie.papers.theory import cobo as module
-from coterie.papers.theory.cobo import Run, Setting, measure
 from coterie.papers.theory.cobo_problem import Clusters, CoBo, polygon, safe_step, surrounding
+from coterie.papers.theory.cobo_runs import Run, Setting, measure
 from coterie.papers.theory.cobo_search import search
 from coterie.reports.mathematics import plain
 from theory.typeset import check_page

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from scipy.stats import chi2
 from torch import Generator, Tensor
 
-from coterie.papers.theory import THEOREMS, Experiment, ddome, ddome_model
-from coterie.papers.theory.ddome import Size, train_disjointly
+from coterie.papers.theory import THEOREMS, Experiment, ddome, ddome_model, ddome_training
 from coterie.papers.theory.ddome_model import (
     DRAWS,
     Mixture,
@@ -29,6 +28,7 @@ from coterie.papers.theory.ddome_model import (
     fit_gate,
     likelihood,
 )
+from coterie.papers.theory.ddome_training import Size, train_disjointly
 from coterie.reports.mathematics import plain
 from theory.typeset import check_page
 
@@ -109,7 +109,7 @@ def test_claims_fail_where_training_is_not_what_they_say(
 
 
 def test_a_run_is_a_function_of_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ddome, "FITTED", 2000)
+    monkeypatch.setattr(ddome_training, "FITTED", 2000)
     monkeypatch.setattr(ddome, "DRAWS", 1)
     monkeypatch.setattr(ddome_model, "DRAWS", 1)
     first, second, other = (train_disjointly(9, 3, rng(seed)) for seed in (1, 1, 2))

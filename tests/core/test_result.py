@@ -1,0 +1,56 @@
+"""Results with types are what is on disk, also where an older version wrote it, or are refused."""
+
+import json
+from collections.abc import Callable
+
+import pytest
+from reports.samples import classified, pooled, result, routing
+
+from coterie.core.errors import CheckpointError
+from coterie.core.result import Result, Routing
+
+LATER = ("metric", "best", "curve", "privacy", "lost", "never_took_part", "peak_memory_bytes")
+
+
+@pytest.mark.parametrize("made", [lambda: classified("cobo"), lambda: pooled("ddome")])
+def test_evaluations_and_clients_are_what_was_written(made: Callable[[], dict]) -> None:
+    written = made()
+    read = Result.from_json(written).to_json()
+    assert read["evaluations"] == written["evaluations"]
+    assert read["clients"].keys() == written["clients"].keys()
+    for i, client in written["clients"].items():
+        assert {name: read["clients"][i][name] for name in client} == client
+    assert json.dumps(Result.from_json(read).to_json()) == json.dumps(read)
+
+
+def test_routing_is_what_was_written() -> None:
+    assert json.dumps(Routing.from_json(routing()).to_json(), sort_keys=True) == json.dumps(
+        routing(), sort_keys=True
+    )
+
+
+def test_a_result_of_an_older_version_is_read_without_what_it_lacks() -> None:
+    older = {name: value for name, value in result("local", 2, 0.0).items() if name not in LATER}
+    read = Result.from_json(older)
+    assert (read.metric.unit, read.metric.lower_is_better) == ("per token", True)
+    assert (read.best, read.curve, read.privacy, read.lost) == (None, None, None, None)
+    assert read.evaluations[-1].clients["ann"].test == older["clients"]["ann"]["test"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("evaluations", [{"round": 1}], "no Evaluation: it has no iteration, test"),
+        ("evaluations", {}, "evaluations of a result: a JSON array was expected"),
+        ("curve", {"windows": 2}, "no Curve: it has no points"),
+        ("privacy", {"epsilon": 1.0}, "no PrivacySpent: it has no delta"),
+        ("clients", [], "clients of a result: a JSON object was expected"),
+        ("machine", "cpu", "no Machine: a JSON object was expected"),
+    ],
+)
+def test_what_is_no_result_is_refused_with_what_to_do(
+    name: str, value: object, problem: str
+) -> None:
+    with pytest.raises(CheckpointError, match=problem) as refused:
+        Result.from_json(result("local", 2, 0.0) | {name: value})
+    assert "run the recipe again" in str(refused.value)
