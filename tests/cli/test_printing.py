@@ -321,7 +321,7 @@ def test_answers_and_errors_of_the_local_page_of_classifiers(
 
 def test_suggestions_of_the_local_keyboard() -> None:
     from coterie.personal.ui.keyboard import _label
-    from coterie.personal.words import Word
+    from coterie.personal.word_search import Word
 
     speaker = type("Speaker", (), {"speaker": lambda self, word: ""})()
     label = _label(speaker, Word(EVIL, EVIL, 0.5, ()))

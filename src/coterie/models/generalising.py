@@ -5,17 +5,17 @@ aligns features to a distribution.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, one_hot, softplus
+from torch.nn.functional import cross_entropy
 
-from coterie.core.roles import BACKBONE, GENERALIST, SPECIALIST, Role, tag
+from coterie.core.roles import BACKBONE, GENERALIST, Role
 from coterie.core.tensors import Tensors
 from coterie.models.classifier import Classifier, Shape
+from coterie.models.generalising_networks import Adversarial, Extended, Stochastic
 from coterie.models.layout import Balance, Layout
-from coterie.models.networks import initial, statistics
 
 
 @dataclass(frozen=True)
@@ -49,165 +49,6 @@ class AdversarialLayout(Layout):
     balance: Balance = "none"
     align: float = 0.15
     hidden: int = 128
-
-
-class Extended(nn.Module):
-    """A plain network, as `base`, and what is trained beside it.
-
-    A linear `head` classifies features: the plain network's own, or of a network for texts, whose
-    own sees other features, a new one.
-
-    Args:
-        base: See `networks` and `text`.
-        width: e, of its features.
-        classes: Width of the output.
-    """
-
-    def __init__(self, base: Any, width: int, classes: int) -> None:
-        super().__init__()
-        self.base, self.width, self.classes = base, width, classes
-        if not hasattr(base, "head"):
-            self.outer = nn.Linear(width, classes)
-
-    @property
-    def head(self) -> nn.Linear:
-        """(B, e) -> (B, classes)."""
-        found: nn.Linear = self.outer if hasattr(self, "outer") else self.base.head
-        return found
-
-    @property
-    def beside(self) -> nn.ModuleDict:
-        """All but the plain network."""
-        return nn.ModuleDict(
-            {name: module for name, module in self.named_children() if name != "base"}
-        )
-
-    def initial(self, seed: int) -> Tensors:
-        """Return initial values of what is beside the plain network; see `networks.initial`."""
-        return initial(self.beside, seed)
-
-    def plain(self) -> Tensors:
-        """Parameters and running statistics of a plain network that predicts alike, if the head
-        is its own.
-        """
-        return dict(self.base.named_parameters()) | statistics(self.base)
-
-    def features(self, x: Tensor) -> Tensor:
-        """Return inputs -> (B, e)."""
-        found: Tensor = self.base.features(x)
-        return found
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return inputs -> (B, classes)."""
-        logits: Tensor = self.head(self.features(x))
-        return logits
-
-
-class Reference(nn.Module):
-    """R(z|y) = N(mu_y, sigma_y^2) for each class: at first N(0, (log 2)^2).
-
-    Args:
-        classes: How many.
-        width: e, of z.
-    """
-
-    def __init__(self, classes: int, width: int) -> None:
-        super().__init__()
-        self.mean = nn.Parameter(torch.empty(classes, width))
-        self.spread = nn.Parameter(torch.empty(classes, width))  # before the softplus
-
-    def forward(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """(B,) -> mu_y and sigma_y, (B, e) each."""
-        return self.mean[y], softplus(self.spread[y])
-
-
-class Stochastic(Extended):
-    """A network whose head sees z ~ N(mu(x), sigma(x)^2), as wide as its features: mu and
-    softplus^-1(sigma) are linear in these.
-
-    At first mu(x) is the features themselves, so that with mu(x) for z it predicts as the plain
-    network does.
-    """
-
-    def __init__(self, base: Any, width: int, classes: int) -> None:
-        super().__init__(base, width, classes)
-        self.mean, self.spread = nn.Linear(width, width), nn.Linear(width, width)
-        self.reference = Reference(classes, width)
-        tag(self, GENERALIST)
-
-    def initial(self, seed: int) -> Tensors:
-        return super().initial(seed) | {
-            "mean.weight": torch.eye(self.width),
-            "mean.bias": torch.zeros(self.width),
-        }
-
-    def plain(self) -> Tensors:
-        name = next(name for name, module in self.base.named_modules() if module is self.head)
-        weight, bias = (
-            self.head.weight @ self.mean.weight,
-            self.head.weight @ self.mean.bias + self.head.bias,
-        )
-        return super().plain() | {f"{name}.weight": weight, f"{name}.bias": bias}
-
-    def represent(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return inputs -> mu(x) and sigma(x), (B, e) each."""
-        features = self.features(x)
-        return self.mean(features), softplus(self.spread(features))
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.mean(self.features(x)))
-        return logits
-
-
-class Adversarial(Extended):
-    """A network, a generator of features for a class, and a discriminator of the two behind a
-    random projection, which stays as it is.
-
-    The discriminator is local; the projection is the same for all.
-
-    Args:
-        base: See `Extended`.
-        width: See `Extended`.
-        classes: See `Extended`.
-        hidden: Width of the noise, the projection, and both hidden layers.
-    """
-
-    def __init__(self, base: Any, width: int, classes: int, hidden: int) -> None:
-        super().__init__(base, width, classes)
-        self.noise = hidden
-        self.generator = nn.Sequential(
-            nn.Linear(hidden + classes, hidden), nn.LeakyReLU(), nn.Linear(hidden, width), nn.ReLU()
-        )
-        self.projection = nn.Linear(width, hidden, bias=False)
-        self.discriminator = nn.Sequential(
-            nn.Linear(hidden + classes, hidden), nn.LeakyReLU(), nn.Linear(hidden, 1), nn.Sigmoid()
-        )
-        for module, role in (
-            (self, GENERALIST),
-            (self.projection, BACKBONE),
-            (self.discriminator, SPECIALIST),
-        ):
-            tag(module, role)
-
-    def generate(self, y: Tensor) -> Tensor:
-        """(B,) labels -> (B, e): features drawn from the distribution of each one's class, from
-        uniform noise.
-        """
-        noise = torch.rand(len(y), self.noise, device=y.device)
-        drawn: Tensor = self.generator(torch.cat([noise, self._coded(y)], dim=1))
-        return drawn
-
-    def judge(self, features: Tensor, y: Tensor) -> Tensor:
-        """(B, e) and their labels -> (B, 1) in [0, 1]: how much the features look like generated
-        ones.
-        """
-        judged: Tensor = self.discriminator(
-            torch.cat([self.projection(features), self._coded(y)], dim=1)
-        )
-        return judged
-
-    def _coded(self, y: Tensor) -> Tensor:
-        return one_hot(y, self.classes).float()
 
 
 Objective = tuple[Tensor, set[nn.Parameter]]  # a mean loss, and who follows its gradient

@@ -5,7 +5,7 @@ from coterie.personal.classifier import PersonalClassifier, Prediction, save_cla
 from coterie.personal.loading import clients_of, folder_of, load, load_all, load_many
 from coterie.personal.many import ManyModels
 from coterie.personal.model import PersonalModel
-from coterie.personal.words import Word
+from coterie.personal.word_search import Word
 
 __all__ = [
     "About",

@@ -20,7 +20,7 @@ from coterie.models.backbone import Attachable
 from coterie.personal.inference.stacks import Stacks
 from coterie.personal.model import PersonalModel
 from coterie.personal.text_inference import TextInference
-from coterie.personal.words import Word
+from coterie.personal.word_search import Word
 
 
 class ManyModels:

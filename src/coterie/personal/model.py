@@ -24,7 +24,7 @@ from coterie.personal.artifact import (
 )
 from coterie.personal.inference.stacks import Stacks
 from coterie.personal.text_inference import TextInference
-from coterie.personal.words import Word
+from coterie.personal.word_search import Word
 
 
 class PersonalModel:

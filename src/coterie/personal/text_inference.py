@@ -11,7 +11,8 @@ from torch import Tensor
 
 from coterie.core.errors import ModelError
 from coterie.models.backbone import Attachable, Backbone
-from coterie.personal.words import Word, Words, left_padded
+from coterie.personal.word_search import Word
+from coterie.personal.words import Words, left_padded
 
 
 class TextInference:

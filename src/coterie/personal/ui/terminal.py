@@ -10,7 +10,7 @@ from rich.text import Text
 from coterie.core.printing import printable
 from coterie.personal.classifier import Prediction
 from coterie.personal.model import PersonalModel
-from coterie.personal.words import Word
+from coterie.personal.word_search import Word
 
 
 def show(
