@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from coterie.audit.canaries import Scored, chance
-from coterie.audit.membership import Told, drawn, measured
+from coterie.audit.canaries import CanaryScores, chance
+from coterie.audit.membership import MembershipScores, drawn, measured
 from coterie.core.errors import DataError
 from coterie.data.canaries import Audit, Canaries, plant
 from coterie.data.federation import ClientData, Federation
@@ -128,19 +128,23 @@ def test_what_does_not_fit_is_refused_by_client(
 
 
 def test_the_likeliest_of_all_has_the_largest_exposure_and_the_unlikeliest_none() -> None:
-    own = Scored(np.array([9.0, -9.0, 0.0]), np.array([True, True, False]), np.arange(14.0) / 14)
+    own = CanaryScores(
+        np.array([9.0, -9.0, 0.0]), np.array([True, True, False]), np.arange(14.0) / 14
+    )
     assert own.ranked_among == 16
     assert own.exposures.tolist() == [4.0, 0.0]
 
 
 def test_equal_scores_are_no_exposure() -> None:
-    assert Scored(np.zeros(2), np.array([True, False]), np.zeros(6)).exposures.tolist() == [0.0]
+    assert CanaryScores(np.zeros(2), np.array([True, False]), np.zeros(6)).exposures.tolist() == [
+        0.0
+    ]
 
 
 def test_the_exposure_of_chance_is_that_of_ranks_that_are_all_as_likely() -> None:
     rng = np.random.default_rng(5)
     exposures = [
-        Scored(rng.normal(size=40), np.arange(40) < 20, rng.normal(size=107)).exposures.mean()
+        CanaryScores(rng.normal(size=40), np.arange(40) < 20, rng.normal(size=107)).exposures.mean()
         for _ in range(200)
     ]
     assert np.mean(exposures) == pytest.approx(chance(128), abs=0.05)
@@ -161,7 +165,7 @@ def test_clients_of_another_level_share_one_threshold() -> None:
     """Each client's members are likelier by one; what differs between clients says nothing."""
     rng = np.random.default_rng(0)
     told = {
-        i: Told(rng.normal(5 * k + 6, 0.1, 50), rng.normal(5 * k + 5, 0.1, 50))
+        i: MembershipScores(rng.normal(5 * k + 6, 0.1, 50), rng.normal(5 * k + 5, 0.1, 50))
         for k, i in enumerate(("ann", "ben"))
     }
     found = measured(told, 0, "rows")

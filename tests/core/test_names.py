@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from coterie.core import names
 from coterie.core.errors import DataError
 from coterie.data.federation import CENTRALIZED, ClientData, Federation, check_id
-from coterie.data.splits import SPLITS, Elsewhere
+from coterie.data.splits import SPLITS, RemoteSplit
 from coterie.engines.messages import Member, Reply, Request
 
 GOOD = [
@@ -162,7 +162,7 @@ def test_the_nearest_name_is_one(text: str) -> None:
 
 
 def data(*clients: str) -> dict[str, ClientData]:
-    return {i: ClientData(i, *map(Elsewhere, SPLITS, (1, 1, 1))) for i in clients}
+    return {i: ClientData(i, *map(RemoteSplit, SPLITS, (1, 1, 1))) for i in clients}
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from figures import as_json
 from rich.console import Console
 
 from coterie.core import threads
-from coterie.core.threads import Chosen, Usage, Watch, choose
+from coterie.core.threads import ThreadChoice, Usage, Watch, choose
 from coterie.reports.callback import Callback
 from coterie.reports.progress import Terminal
 from coterie.runs import backends
@@ -75,24 +75,29 @@ class Simulated:
 @pytest.mark.parametrize(
     ("passes", "others", "share", "chosen"),
     [
-        ({1: 0.050, 2: 0.028}, 0.0, 1.0, Chosen(2)),  # a quiet machine
-        ({1: 0.050, 2: 0.047}, 0.0, 1.0, Chosen(1)),  # about as fast
-        ({1: 0.050, 2: 0.400}, 0.0, 1.0, Chosen(1)),  # slower, and seen after a single pass
+        ({1: 0.050, 2: 0.028}, 0.0, 1.0, ThreadChoice(2)),  # a quiet machine
+        ({1: 0.050, 2: 0.047}, 0.0, 1.0, ThreadChoice(1)),  # about as fast
+        ({1: 0.050, 2: 0.400}, 0.0, 1.0, ThreadChoice(1)),  # slower, and seen after a single pass
         (
             {1: 0.090, 2: 0.050},
             1.0,
             0.5,
-            Chosen(1, 1),
+            ThreadChoice(1, 1),
         ),  # others have the cores: one, though two seem faster at this moment
-        ({1: 2.000, 2: 1.100}, 0.0, 1.0, Chosen(2)),  # a large model: it is not tried for long
-        ({1: 2.000, 2: 1.100}, 2.0, 0.4, Chosen(1, 2)),
+        (
+            {1: 2.000, 2: 1.100},
+            0.0,
+            1.0,
+            ThreadChoice(2),
+        ),  # a large model: it is not tried for long
+        ({1: 2.000, 2: 1.100}, 2.0, 0.4, ThreadChoice(1, 2)),
     ],
 )
 def test_the_choice(
     passes: dict[int, float],
     others: float,
     share: float,
-    chosen: Chosen,
+    chosen: ThreadChoice,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     machine = Simulated(monkeypatch, passes, others, share)
@@ -158,10 +163,10 @@ def tried(monkeypatch: pytest.MonkeyPatch, number: int, others: int = 0) -> list
     """Have the trial come to a number, and count how often it is made."""
     made: list[int] = []
 
-    def trial(work: Callable[[int], object], most: int) -> Chosen:
+    def trial(work: Callable[[int], object], most: int) -> ThreadChoice:
         work(1)  # it is real work, of any model
         made.append(most)
-        return Chosen(number, others)
+        return ThreadChoice(number, others)
 
     monkeypatch.setattr(backends, "choose", trial)
     return made
@@ -236,7 +241,7 @@ def test_whoever_says_a_number_has_it(
     assert as_json(runs.run(fixed, tmp_path / "recipe"))[-1]["machine"]["threads"] == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     prepared = backends.LocalBackend().prepare(recipe)
-    assert backends.choose_threads(prepared) == Chosen(2)
+    assert backends.choose_threads(prepared) == ThreadChoice(2)
     assert made == []
 
 

@@ -20,7 +20,7 @@ from coterie.engines.messages import Reply, Request
 from coterie.reports import Callback
 from coterie.runs.backends import Backend, DeviceBackend, simulated_device
 from coterie.runs.execution import Execution
-from coterie.runs.inputs import Inputs, Kept
+from coterie.runs.inputs import Inputs, RecordedInputs
 from coterie.runs.recipe import Recipe
 from coterie.runs.run import execute_all
 
@@ -166,7 +166,7 @@ def execution(backend: Backend, recipe: Recipe, folder: Path) -> Execution:
     """A run on devices, about to start."""
     folder.mkdir(parents=True, exist_ok=True)
     started = Execution(backend.prepare(recipe), folder, Callback(), "", backend)
-    Kept(folder).begin(Inputs.of(started.prepared))
+    RecordedInputs(folder).begin(Inputs.of(started.prepared))
     return started
 
 

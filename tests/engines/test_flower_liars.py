@@ -288,7 +288,7 @@ def test_who_a_recipe_says_that_there_is(name: str) -> None:
     partition = section.partitioned(labels, labels[:2000])
     groups = {part.id: group for group, parts in partition.unseen.items() for part in parts}
     for position, part in enumerate(partition.everyone):
-        known = section.standing(part.id)
+        known = section.client_info(part.id)
         assert known is not None
         anchor = position if position < section.anchors else None
         assert (known.position, known.group, known.cluster, known.anchor) == (
@@ -298,7 +298,7 @@ def test_who_a_recipe_says_that_there_is(name: str) -> None:
             anchor,
         )
         assert set(part.labels) <= set(range(known.classes or 0))
-    assert section.standing("somebody") is None
+    assert section.client_info("somebody") is None
 
 
 @pytest.mark.parametrize("recipe", ["cobo-digits", "quickstart", "ddome-digits"])

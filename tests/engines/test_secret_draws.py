@@ -15,7 +15,7 @@ from nodes import Nodes, devices, execution, finished
 from coterie.aggregation.accountant import Accountant
 from coterie.core.errors import CheckpointError
 from coterie.data.federation import ClientData, Federation
-from coterie.data.splits import SPLITS, Elsewhere
+from coterie.data.splits import SPLITS, RemoteSplit
 from coterie.engines.messages import Request
 from coterie.runs import files, run
 from coterie.runs import recipe as recipes
@@ -64,7 +64,7 @@ def predicted(seen: list[Request], rounds: int) -> dict[int, set[str]]:
     """Who a device thinks takes part, from the recipe in what it was sent: the attack."""
     recipe = recipes.validate(seen[0].recipe, "seen by a device")
     everyone = Federation(
-        {i: ClientData(i, *(Elsewhere(split, 1) for split in SPLITS)) for i in IDS}, ""
+        {i: ClientData(i, *(RemoteSplit(split, 1) for split in SPLITS)) for i in IDS}, ""
     )
     return {round: set(recipe.active(everyone, round)) for round in range(rounds)}
 

@@ -35,7 +35,7 @@ from coterie.models.networks import NetworkShape
 from coterie.reports import Callback
 from coterie.runs import evaluate, execution, run
 from coterie.runs.checkpoints import Checkpoint, Checkpoints
-from coterie.runs.inputs import Inputs, Kept
+from coterie.runs.inputs import Inputs, RecordedInputs
 from coterie.runs.metrics import MetricsFile
 from coterie.runs.prepare import prepare
 from coterie.runs.recipe import load
@@ -419,7 +419,7 @@ def test_a_run_in_files_resumed_in_memory_ends_as_one_in_memory(tmp_path: Path) 
         prepare(load("cobo-digits", [*SHORT, "memory=0"])), tmp_path / "part", Callback(), ""
     )
     make_folder(tmp_path / "part")
-    Kept(tmp_path / "part").begin(Inputs.of(part.prepared))
+    RecordedInputs(tmp_path / "part").begin(Inputs.of(part.prepared))
     part.started, part.metrics = 0.0, MetricsFile(tmp_path / "part", 0, 0)
     part._one_round()
     part._one_round()

@@ -470,7 +470,7 @@ def test_every_kind_of_picture_is_drawn(mixed: dict, tmp_path: Path) -> None:
         Picture(kind="weights", rows=("cobo",), columns=("digits",), iterations=(10, 30)),
         Picture(kind="domains", rows=("cobo",), columns=("language",), clients=("dan",)),
         Picture(kind="bars", title="By column", rows=("local", "cobo")),
-        Picture(kind="bars", title="Elsewhere", columns=("digits",), rows=()),
+        Picture(kind="bars", title="RemoteSplit", columns=("digits",), rows=()),
     )
     write_page(tmp_path / "t.html", typed(mixed), pictures, tmp_path)
     page = (tmp_path / "t.html").read_text()

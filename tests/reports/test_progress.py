@@ -10,7 +10,7 @@ from rich.console import Console
 
 from coterie.core.result import Result
 from coterie.reports import progress as terminals
-from coterie.reports.pace import WINDOW, Pace, Stretch
+from coterie.reports.pace import WINDOW, RoundTimer, Throughput
 from coterie.reports.progress import SILENCE, Terminal
 
 
@@ -145,7 +145,7 @@ def test_a_terminal_that_shows_rounds_live_says_no_such_lines(clock: Clock) -> N
 
 
 def test_pace_is_of_the_last_minute_of_training(clock: Clock) -> None:
-    pace = Pace()
+    pace = Throughput()
     assert not pace.known
     for _ in range(100):
         pace.add(5.0, 50)
@@ -168,7 +168,7 @@ def test_scoring_and_checkpoints_do_not_dilute_the_pace(clock: Clock) -> None:
 
 
 def test_time_left_is_of_this_session(clock: Clock) -> None:
-    stretch = Stretch(10, 6)
+    stretch = RoundTimer(10, 6)
     assert stretch.left is None
     stretch.ask(2, training=True)
     clock.now = 10.0
@@ -188,7 +188,7 @@ def test_time_left_is_of_this_session(clock: Clock) -> None:
 def test_no_estimate_is_wild_however_long_the_first_step_takes(
     clock: Clock, expected: float | None
 ) -> None:
-    stretch, found = Stretch(10, 0, expected), []
+    stretch, found = RoundTimer(10, 0, expected), []
     ends = [
         30.0 + reply for reply in range(40)
     ]  # the first reply comes after half a minute, the others a second apart
@@ -206,7 +206,7 @@ def test_no_estimate_is_wild_however_long_the_first_step_takes(
 
 
 def test_with_an_expectation_there_is_time_left_from_the_start(clock: Clock) -> None:
-    stretch = Stretch(10, 5, 60.0)
+    stretch = RoundTimer(10, 5, 60.0)
     assert stretch.left == 30.0  # half of the rounds were done before
     clock.now = 10.0
     assert stretch.left == 20.0
@@ -250,7 +250,7 @@ def test_time_left_over_all_methods(clock: Clock) -> None:
 
 
 def test_a_round_with_several_exchanges_is_as_long_as_the_one_before(clock: Clock) -> None:
-    stretch = Stretch(4, 0)
+    stretch = RoundTimer(4, 0)
     for done in (1, 2):
         for _ in range(3):
             stretch.ask(2, training=True)

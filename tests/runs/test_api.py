@@ -24,7 +24,7 @@ DIGITS = {
     "model": {"kind": "classifier", "network": "mlp", "hidden": [8]},
     "method": {"name": "fedavg", "rounds": 2, "local_steps": 1},
 }
-EVENTS = [name for name in vars(Callback) if not name.startswith("_") and name != "foretells"]
+EVENTS = [name for name in vars(Callback) if not name.startswith("_") and name != "shows_estimate"]
 
 
 def figures(folder: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from coterie.reports.progress import Terminal
 from coterie.runs import recipe as recipes
 from coterie.runs import run as runs
 from coterie.runs.backends import LocalBackend
-from coterie.runs.estimate import Estimate, Foresight, work
+from coterie.runs.estimate import Estimate, RunEstimator, work
 from coterie.runs.recipe import Recipe
 
 SETTINGS = (
@@ -207,7 +207,7 @@ def test_what_is_not_measured_is_expected_by_how_much_it_trains(
         LocalBackend().prepare(recipe.with_method(name))
         for name in ("local", "fedavg", "pretrained")
     ]
-    foresight = Foresight(most=0.0)
+    foresight = RunEstimator(most=0.0)
     foresight._left = 1e-9  # the first is measured, and uses that up
     for row in rows:
         foresight.add(row, done=False)

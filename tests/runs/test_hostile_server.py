@@ -21,7 +21,7 @@ from coterie.deploy import apps, link, supernode
 from coterie.engines.messages import Reply, Request, parsed
 from coterie.methods import METHODS
 from coterie.runs import limits as limiting
-from coterie.runs.account import ACCOUNT, Account, Cost, Leaving
+from coterie.runs.account import ACCOUNT, Account, Cost, OutgoingReply
 from coterie.runs.device import Device
 from coterie.runs.limits import Limits, LocalPrivacy
 from coterie.runs.prepare import prepare
@@ -380,8 +380,8 @@ def test_epsilon_is_counted_over_all_runs_and_no_run_exceeds_it(
     assert Account(tmp_path / ACCOUNT).epsilon(1e-5) == pytest.approx(spent(3))
 
 
-def leaving(contents: str, cost: Cost, run: str = "run") -> Leaving:
-    return Leaving(run, "recipe", (0, 0), contents, cost)
+def leaving(contents: str, cost: Cost, run: str = "run") -> OutgoingReply:
+    return OutgoingReply(run, "recipe", (0, 0), contents, cost)
 
 
 def test_unlike_mechanisms_add_up(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ SHORT = ["method.name=fedavg", "method.rounds=1", "method.local_steps=1"]
 class Foretelling(Callback):
     """Wants to be told how long a run takes, as a person at a terminal does."""
 
-    foretells = True
+    shows_estimate = True
 
 
 def test_a_run_prepares_its_data_and_builds_its_method_once(

@@ -17,7 +17,7 @@ from coterie.core.files import load as load_tensors
 from coterie.reports import Callback
 from coterie.runs import run
 from coterie.runs.execution import Execution
-from coterie.runs.inputs import Inputs, Kept
+from coterie.runs.inputs import Inputs, RecordedInputs
 from coterie.runs.metrics import MetricsFile
 from coterie.runs.prepare import prepare
 from coterie.runs.recipe import load
@@ -63,7 +63,7 @@ def test_it_goes_on_where_it_was_stopped_and_loopback_changes_nothing_but_roundi
     execution = Execution(prepare(recipe), tmp_path / "part", Callback(), "CoBo")
     (tmp_path / "part").mkdir()
     (tmp_path / "part/recipe.yaml").write_text(run.recipes.dump(recipe))
-    Kept(tmp_path / "part").begin(Inputs.of(execution.prepared))
+    RecordedInputs(tmp_path / "part").begin(Inputs.of(execution.prepared))
     execution.started, execution.metrics = 0.0, MetricsFile(tmp_path / "part")
     for _ in range(4):
         execution._one_round()

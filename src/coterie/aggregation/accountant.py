@@ -29,7 +29,7 @@ _BESIDE = (
 
 @dataclass
 class Ledger:
-    """What Gaussian mechanisms of unlike noise have spent together, for one client, or for all of
+    """The privacy spent by Gaussian mechanisms of different noise, for one client or for all of
     them.
 
     Args:
@@ -96,7 +96,7 @@ class Ledger:
 
 @dataclass
 class Accountant:
-    """How much privacy a run has spent.
+    """The privacy that a run has spent.
 
     Central: one guarantee for every client, against whoever sees all models that the server sends.
     If all clients are asked in every exchange, it is a composition of Gaussian mechanisms, exactly,

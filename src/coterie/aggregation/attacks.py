@@ -16,7 +16,7 @@ from coterie.core.tensors import norm as length
 
 
 class Attack(BaseModel):
-    """Who lies, and how: instead of its update u, what an attacker sends is made of it. For
+    """An attack on the aggregation: the attackers, and what each sends instead of its update u. For
     experiments with `method.aggregation`.
     """
 

@@ -49,7 +49,7 @@ _COVERS = (
 
 @dataclass
 class Sanitizer:
-    """How a client makes gradients that may be shared, during one task.
+    """The clipping and noise of the gradients that a client shares, during one task.
 
     Args:
         privacy: C and z.
@@ -163,8 +163,8 @@ def rdp_of_steps(rate: float, noise: float, steps: int) -> npt.NDArray[np.float6
 
 @dataclass
 class ExampleAccountant:
-    """How much of the privacy of its examples each client has spent, over the steps of all training
-    tasks that it was asked for.
+    """The privacy of its examples that each client has spent, over the steps of all training tasks
+    that it was asked for.
 
     One epsilon for each client, as each has a rate and a number of steps of its own. Clients that
     were asked and did not answer have trained nevertheless, and count.

@@ -200,8 +200,8 @@ class GeometricMedian(Combining):
 
 
 class ClippedMean(Combining):
-    """What was sent + 1/n sum_i u_i min(1, tau / |u_i|), u_i the update of client i (Sun et al.
-    2019).
+    """The mean of clipped updates: what was sent + 1/n sum_i u_i min(1, tau / |u_i|), u_i the
+    update of client i (Sun et al. 2019).
 
     It is one iteration of centred clipping around what was sent (Karimireddy et al. 2021). A client
     moves it by tau / n at most: with a tau that is given, no number of attackers moves it further

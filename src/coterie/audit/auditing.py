@@ -19,7 +19,7 @@ from coterie.core.result import RESULT
 from coterie.core.roles import GENERALIST
 from coterie.core.tensors import Tensors, weighted_sum
 from coterie.data.canaries import Canaries
-from coterie.data.splits import TokenSplit, Walk
+from coterie.data.splits import SplitBase, TokenSplit
 from coterie.personal import PersonalModel
 from coterie.personal.words import Words
 from coterie.reports import Callback
@@ -31,7 +31,7 @@ from coterie.runs.backends import LocalBackend
 from coterie.runs.execution import Execution
 from coterie.runs.language import Language
 from coterie.runs.observations import Exchange
-from coterie.runs.prepare import Planted, prepare
+from coterie.runs.prepare import PlantedCanaries, prepare
 
 DELTA = 1e-5  # of the bound on epsilon, where the recipe has none
 SERVER, OTHERS = "server", "others"
@@ -41,7 +41,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Settings:
-    """How much is measured.
+    """The extent of an audit.
 
     Args:
         clients: Whose data it is about; (): everybody's.
@@ -89,7 +89,7 @@ def audit(
 
 
 class _Auditor:
-    """One run, opened.
+    """The audit of one run.
 
     Args:
         run: Its folder.
@@ -130,7 +130,7 @@ class _Auditor:
         ):
             raise Refused(f"audit: {name} shares nothing that clients train", ABLE)
 
-    def _planted(self) -> Planted | None:
+    def _planted(self) -> PlantedCanaries | None:
         """Return the canaries as the run's folder lists them; None without any. Raises
         CheckpointError where the list is gone.
         """
@@ -138,7 +138,7 @@ class _Auditor:
             return None
         found = read_json(self.run / files.AUDIT / files.CANARIES)
         canaries = {i: Canaries.from_json(own) for i, own in found["clients"].items()}
-        return Planted(canaries, np.array(found["references"], dtype=np.int64))
+        return PlantedCanaries(canaries, np.array(found["references"], dtype=np.int64))
 
     def _views(self) -> dict[str, dict[ClientId, View]]:
         """Return what each observer saw, by the client that it asks about."""
@@ -183,8 +183,8 @@ class _Auditor:
     def _rows(self, client: ClientId) -> tuple[Any, Any]:
         """As many rows that a client was trained on as of its test split."""
         data = self.prepared.site.data[client]
-        assert isinstance(data.train, Walk)
-        assert isinstance(data.test, Walk)
+        assert isinstance(data.train, SplitBase)
+        assert isinstance(data.test, SplitBase)
         rng = np.random.default_rng(derive_seed(self.settings.seed, "audit", "rows", client))
         state = self.execution.engine.states().get(client, {})
         method, batch = self.prepared.method, self.recipe.training.batch_size
@@ -300,15 +300,17 @@ class _Auditor:
 
     def _told(
         self, model: Shared, rows: tuple[Any, Any], score: Callable[[Shared, Any], Values]
-    ) -> membership.Told:
-        return membership.Told(*(score(model, some) for some in rows))
+    ) -> membership.MembershipScores:
+        return membership.MembershipScores(*(score(model, some) for some in rows))
 
-    def _min_k(self, model: SharedText, view: View, rows: tuple[Any, Any]) -> membership.Told:
+    def _min_k(
+        self, model: SharedText, view: View, rows: tuple[Any, Any]
+    ) -> membership.MembershipScores:
         """Min-K%++ of the last model that was seen."""
         initial = model.client.read(GENERALIST)
         model.load(view.pairs[-1][0])
         try:
-            return membership.Told(*(model.min_k(some) for some in rows))
+            return membership.MembershipScores(*(model.min_k(some) for some in rows))
         finally:
             model.load(initial)
 

@@ -16,8 +16,8 @@ from coterie.data.canaries import Canaries, Ids
 
 
 @dataclass(frozen=True)
-class Scored:
-    """How much likelier an observer finds the canaries of one client than before.
+class CanaryScores:
+    """Scores of the canaries of one client: how much likelier an observer finds them than before.
 
     Args:
         candidates: (n,) each of the client's.
@@ -62,7 +62,7 @@ def chance(ranked_among: int) -> float:
 
 def scored(
     model: SharedText, view: View, canaries: Canaries, references: Ids, end: int | None
-) -> Scored:
+) -> CanaryScores:
     """Score a client's canaries by what an observer saw of it.
 
     Args:
@@ -79,10 +79,10 @@ def scored(
     rows = torch.cat([start, tokens], dim=1)
     length = min(length, rows.shape[1] - 1)
     found = calibrated(model, view, lambda shared: model.of_ends(rows, length))
-    return Scored(found[:count], canaries.planted, found[count:])
+    return CanaryScores(found[:count], canaries.planted, found[count:])
 
 
-def measured(clients: Mapping[ClientId, Scored], delta: float, seed: int) -> dict[str, Any]:
+def measured(clients: Mapping[ClientId, CanaryScores], delta: float, seed: int) -> dict[str, Any]:
     """Return exposure, the AUC of planted against left out, and a lower bound on epsilon, over
     the canaries of all clients.
     """

@@ -10,13 +10,13 @@ import numpy as np
 
 from coterie.audit.statistics import Values, auc, bootstrapped, tpr_at
 from coterie.core.protocol import ClientId
-from coterie.data.splits import Numbers, Walk
+from coterie.data.splits import Numbers, SplitBase
 
 RATE = 0.01  # of false alarms
 
 
 @dataclass(frozen=True)
-class Told:
+class MembershipScores:
     """Scores of one client's rows, the higher the likelier trained on.
 
     Args:
@@ -28,16 +28,16 @@ class Told:
     others: Values
 
     @property
-    def centred(self) -> "Told":
+    def centred(self) -> "MembershipScores":
         """The scores less the median of both together, which needs no knowledge of who is a
         member: so clients can be compared.
         """
         middle = float(np.median(np.concatenate([self.members, self.others])))
-        return Told(self.members - middle, self.others - middle)
+        return MembershipScores(self.members - middle, self.others - middle)
 
 
 def drawn(
-    train: Walk, cursor: int, without: Numbers, most: int, rng: np.random.Generator
+    train: SplitBase, cursor: int, without: Numbers, most: int, rng: np.random.Generator
 ) -> Numbers:
     """Return the numbers of some training rows that a client has trained on, in rising order.
 
@@ -52,7 +52,7 @@ def drawn(
     return np.sort(rng.permutation(seen)[:most])
 
 
-def measured(clients: Mapping[ClientId, Told], seed: int, what: str) -> dict[str, Any]:
+def measured(clients: Mapping[ClientId, MembershipScores], seed: int, what: str) -> dict[str, Any]:
     """Return the AUC, and the share of members found at 1 % of false alarms, with one threshold
     for all clients.
     """

@@ -60,8 +60,8 @@ class Shared(ABC):
 
 
 class SharedText(Shared):
-    """Of a language model. Where a client mixes several experts of its own, an observer takes
-    the generalists with equal weights.
+    """The shared part of a language model. Where a client mixes several experts of its own, an
+    observer takes the generalists with equal weights.
     """
 
     def __init__(self, prepared: Prepared, client: ClientId) -> None:
@@ -134,7 +134,7 @@ class SharedText(Shared):
 
 
 class SharedClassifier(Shared):
-    """Of a classifier that is one network."""
+    """The shared part of a classifier that is one network."""
 
     def __init__(self, prepared: Prepared, client: ClientId) -> None:
         model, site = prepared.problem.build(prepared.site.layouts[client]), prepared.site
@@ -169,8 +169,8 @@ def shared(prepared: Prepared, client: ClientId) -> Shared:
 
 @dataclass(frozen=True)
 class View:
-    """What somebody saw who wants to know of one client: pairs of models, the second without what
-    the first was trained on just before.
+    """The observations of an attacker who targets one client: pairs of models, the second without
+    what the first was trained on just before.
 
     The server has, of each exchange, what it received of the client and what it had sent it.
     Another client has the model that everybody gets in the end, and the one from which all began.

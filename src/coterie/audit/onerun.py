@@ -25,7 +25,7 @@ LARGEST = 50.0  # epsilon beyond which nothing is told apart
 
 @dataclass(frozen=True)
 class Bound:
-    """What guessing showed.
+    """The lower bound on epsilon that the guesses show.
 
     Args:
         epsilon: Smaller ones are refuted, at the confidence asked for; 0: none is.

@@ -94,13 +94,13 @@ def _foretell(recipe: "Recipe") -> None:
     """Print what a recipe would take, a line for each of its methods; nothing is written."""
     from rich.console import Console
 
-    from coterie.reports.tables import clock, foretold
+    from coterie.reports.tables import clock, estimate_table
     from coterie.runs.backends import LocalBackend
     from coterie.runs.estimate import estimates
 
     console, seconds = Console(), list[float]()
     for prepared, estimate in estimates(recipe, LocalBackend().prepare):
-        foretold(console, prepared, estimate, first=not seconds)
+        estimate_table(console, prepared, estimate, first=not seconds)
         seconds.append(estimate.seconds)
     if len(seconds) > 1:
         print(f"All {len(seconds)} methods: about {clock(sum(seconds))}.")

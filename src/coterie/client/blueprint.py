@@ -23,8 +23,8 @@ def initial_seed(seed: int, role: Role, client: ClientId) -> int:
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What the server knows of the model: its shapes, from the configuration, and the run's seed.
-    Never backbone weights.
+    """The server's view of the model: its shapes, from the configuration, and the run's seed. Never
+    backbone weights.
 
     Args:
         trainable: Makes the trainable part of a model of some layout.

@@ -29,7 +29,7 @@ class Trainable(Protocol):
 
 
 class Model(Protocol):
-    """What a client needs of a model. Its parameters and buffers are bound to the client's state
+    """The interface of a client's model. Its parameters and buffers are bound to the client's state
     while a task runs.
     """
 
@@ -68,8 +68,8 @@ class Model(Protocol):
 
 
 class AnyClient(Protocol):
-    """What a `Client` and a `ClientBatch` both have: all that a task may use that is to serve
-    either, see `protocol.task`.
+    """The common interface of `Client` and `ClientBatch`: all that a task that serves both may use,
+    see `protocol.task`.
 
     The tensors that a batch takes and gives have a first dimension more, its clients.
     """

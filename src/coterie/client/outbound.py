@@ -29,7 +29,7 @@ _MOST_MEASURED = 16  # numbers that a device which protects its owner measures a
 
 @dataclass(frozen=True)
 class Outbound:
-    """What becomes of a reply before it leaves a client.
+    """The processing of a reply before it leaves a client.
 
     Where its owner is protected (by local privacy, by secure aggregation, by limits of the owner)
     nothing leaves but what its task is declared to send, see `Sends`. What is asked with which

@@ -11,7 +11,9 @@ UPPER = {ROUTER, GATE}  # what chooses experts
 
 
 class Training(BaseModel):
-    """How a client trains: batches, and one optimiser for each level of the bilevel problem."""
+    """The training settings of a client: batches, and one optimiser for each level of the bilevel
+    problem.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -47,8 +47,8 @@ def _seed(seed: int, device: torch.device) -> None:
 
 @dataclass
 class Site:
-    """What a process needs to be any client of a run: how models are built (on one backbone for
-    all), their data, and how they train.
+    """The models, data and training settings with which a process runs the tasks of any client of a
+    run; all models are on one backbone.
 
     Args:
         build: Makes a model of some layout.

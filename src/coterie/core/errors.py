@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 class CoterieError(Exception):
-    """Something that stops a command. `str(error)` is the whole message: the problem, then the
+    """An error that stops a command. `str(error)` is the whole message: the problem, then the
     remedy on a line of its own.
 
     Example:

@@ -38,7 +38,7 @@ def loss(score: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Metric:
-    """What the tables of a kind of model show.
+    """A metric that the tables of a kind of model show.
 
     Args:
         name: As in tables.

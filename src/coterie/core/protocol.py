@@ -32,8 +32,8 @@ R = TypeVar("R")
 
 
 class Sends(Enum):
-    """What the reply of a task consists of: nothing else of it leaves a device that protects its
-    owner, see `check_declared`.
+    """The declared content of the reply of a task: nothing else of it leaves a device that protects
+    its owner, see `check_declared`.
     """
 
     PRIVATE = "private"  # anything at all, which leaves only a device that protects nothing

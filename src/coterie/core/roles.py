@@ -17,7 +17,7 @@ from coterie.core.errors import TensorError
 
 
 class Role(StrEnum):
-    """What a tensor is for."""
+    """The role of a tensor in a model."""
 
     GENERALIST = "generalist"  # shared: averaged across clients
     SPECIALIST = "specialist"  # local

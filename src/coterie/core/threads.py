@@ -38,7 +38,7 @@ def wait_briefly() -> None:
 
 @dataclass(frozen=True)
 class Usage:
-    """Who computed on this machine over a while.
+    """The use of the processors of this machine over a period.
 
     Args:
         own: Cores that this process kept busy: its CPU seconds per second.
@@ -73,7 +73,7 @@ class Usage:
 
 
 class Watch:
-    """Measures a `Usage`, from when it is made or looked at last."""
+    """A meter of `Usage` since it was made or last read."""
 
     def __init__(self) -> None:
         self._running: list[float] = []
@@ -128,7 +128,7 @@ def _machine() -> tuple[float | None, int | None]:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ThreadChoice:
     """A number of threads.
 
     Args:
@@ -141,7 +141,7 @@ class Chosen:
     others: int = 0
 
 
-def choose(work: Callable[[int], object], most: int) -> Chosen:
+def choose(work: Callable[[int], object], most: int) -> ThreadChoice:
     """Return with how many threads work of a kind is done best on this machine as it is now: one,
     or all.
 
@@ -161,14 +161,14 @@ def choose(work: Callable[[int], object], most: int) -> Chosen:
         watch.sample(1)
     each, usage = watch.seconds / alone, watch.look()
     if usage.crowded:
-        return Chosen(1, max(round(usage.running or 0), round(usage.others or 0), 1))
+        return ThreadChoice(1, max(round(usage.running or 0), round(usage.others or 0), 1))
     if each >= _PROBE_S:
-        return Chosen(most)
+        return ThreadChoice(most)
     work(most)
     if watch.seconds >= _PROBE_S:
-        return Chosen(1)
+        return ThreadChoice(1)
     watch, together = Watch(), 0
     while watch.seconds < _PROBE_S:
         work(most)
         together += 1
-    return Chosen(most if watch.seconds / together < _GAIN * each else 1)
+    return ThreadChoice(most if watch.seconds / together < _GAIN * each else 1)

@@ -23,8 +23,8 @@ Ids = npt.NDArray[np.int64]
 
 
 class Audit(BaseModel):
-    """What a run plants and keeps so that `coterie audit` can measure what the shared part gives
-    away.
+    """The canaries and observations that a run keeps so that `coterie audit` can measure what the
+    shared part reveals.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from coterie.core.errors import DataError
-from coterie.data.splits import Numbers, Walk
+from coterie.data.splits import Numbers, SplitBase
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ _DIMENSIONS = {"uint8": 4, "float32": 4, "int64": 2}  # of inputs, by their kind
 
 
 @dataclass(frozen=True, eq=False)
-class ExampleSplit(Walk):
+class ExampleSplit(SplitBase):
     """One split of a client's examples; a row is one example.
 
     Args:

@@ -45,8 +45,8 @@ class ClientData:
 
 
 @dataclass(frozen=True)
-class Standing:
-    """What a data section by itself says of one of its clients.
+class ClientInfo:
+    """The facts about one client that a data section knows without its data.
 
     Args:
         position: Its place among all clients, the unseen ones behind the others; None where that
@@ -66,7 +66,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class Size:
-    """How much one split holds."""
+    """The size of one split."""
 
     tokens: int
     windows: int

@@ -133,7 +133,7 @@ class Hub(Section):
 
 
 class HubClient(BaseModel):
-    """Where one client's text comes from."""
+    """The source of one client's text."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from coterie.core.errors import DataError
 from coterie.core.protocol import ClientId, derive_seed
 from coterie.data.examples import ExampleSplit
-from coterie.data.federation import ClientData, Federation, Standing
+from coterie.data.federation import ClientData, ClientInfo, Federation
 from coterie.data.refusals import Refusals
 from coterie.data.schemes import ClientShare, PartitionSchemes, _numbered
 from coterie.data.splits import SPLITS, Numbers
@@ -137,11 +137,11 @@ class Partitioner(PartitionSchemes):
             public,
         )
 
-    def standing(self, client: ClientId) -> Standing | None:
+    def client_info(self, client: ClientId) -> ClientInfo | None:
         """Return what is known of a client without the examples; None for one that cannot be."""
-        return self._standings().get(client)
+        return self._client_infos().get(client)
 
-    def _standings(self) -> dict[ClientId, Standing]:
+    def _client_infos(self) -> dict[ClientId, ClientInfo]:
         """Everybody that there is, in their order, as in `partitioned`."""
         anchors, each = (
             _numbered("anchor", self.anchors, 1),
@@ -161,7 +161,7 @@ class Partitioner(PartitionSchemes):
             (id, group) for group, count in self.unseen.items() for id in _numbered(group, count)
         ]
         return {
-            id: Standing(
+            id: ClientInfo(
                 position,
                 group,
                 clusters.get(id),

@@ -8,7 +8,7 @@ from coterie.core.errors import DataError
 
 
 class Refusals:
-    """Gathers DataErrors, and raises them as one on leaving.
+    """A context that collects DataErrors and raises them as one at its end.
 
     with Refusals() as refusals:
         for client in clients:

@@ -14,7 +14,7 @@ from coterie.core.errors import DataError
 from coterie.core.files import digest_of
 from coterie.core.own import own_name
 from coterie.core.protocol import ClientId
-from coterie.data.federation import Federation, Standing, check_id, federate
+from coterie.data.federation import ClientInfo, Federation, check_id, federate
 from coterie.data.origins import PART
 from coterie.data.refusals import Refusals
 from coterie.data.splits import SPLITS
@@ -119,11 +119,11 @@ class Section(BaseModel, ABC):
         """Clients that never train and are only scored."""
         return ()
 
-    def standing(self, client: ClientId) -> Standing | None:
+    def client_info(self, client: ClientId) -> ClientInfo | None:
         """Return what is known of a client without the texts: nearly nothing, but whether it
         trains; None for one that cannot be.
         """
-        return Standing(group=NEW if client in self.newcomers else "")
+        return ClientInfo(group=NEW if client in self.newcomers else "")
 
     def load(
         self, tokenizer: Tokenizer, context: int, cache: Path | None = None, order_seed: int = 0

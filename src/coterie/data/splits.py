@@ -31,7 +31,7 @@ class Batch(Protocol):
 
 
 class Split(Protocol):
-    """What a client draws batches from, whatever the data are."""
+    """The interface of a split: batches for a client, whatever the data are."""
 
     @property
     def name(self) -> str:
@@ -84,8 +84,10 @@ def _order(seed: int, name: str, epoch: int, windows: int) -> Numbers:
     return order
 
 
-class Walk(ABC):
-    """The endless walk over rows: every epoch visits each row once, in an order of its own."""
+class SplitBase(ABC):
+    """The common part of splits: an endless sequence of rows, in which every epoch has each row
+    once, in an order of its own.
+    """
 
     name: str
     seed: int
@@ -125,7 +127,7 @@ class Walk(ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class TokenSplit(Walk):
+class TokenSplit(SplitBase):
     """One split of a client's text: token ids in a memory-mapped array, in windows.
 
     Args:
@@ -191,7 +193,7 @@ class TokenSplit(Walk):
 
 
 @dataclass(frozen=True, eq=False)
-class UnionSplit(Walk):
+class UnionSplit(SplitBase):
     """The union of several clients' splits of one name: one walk over all of their rows, none of
     which crosses clients.
 
@@ -243,8 +245,8 @@ class UnionSplit(Walk):
 
 
 @dataclass(frozen=True, eq=False)
-class Elsewhere(Walk):
-    """A split that is on its client's device: here only its size is known.
+class RemoteSplit(SplitBase):
+    """A split that is on its client's device: only its size is known here.
 
     Args:
         name: "train", "valid" or "test".

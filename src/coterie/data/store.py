@@ -25,7 +25,7 @@ LONGEST = 1_000_000
 
 
 class Tokenizer(Protocol):
-    """What is needed of a fast tokenizer of transformers."""
+    """The part of a fast tokenizer of transformers that is used."""
 
     eos_token_id: int | None
     backend_tokenizer: Any

@@ -84,7 +84,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class Language:
-    """What every client's text is made of.
+    """The word chains of which every client's text is made.
 
     Args:
         shared: The chain of all clients.

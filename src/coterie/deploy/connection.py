@@ -51,7 +51,7 @@ Keys = Mapping[bytes, ec.EllipticCurvePublicKey]  # by their PEM, as devices sho
 
 @dataclass(frozen=True)
 class Limits:
-    """What connections may take.
+    """The limits of connections to the proxy.
 
     Args:
         strangers: Connections that have shown no known key, in all. Whoever comes beyond that takes

@@ -14,7 +14,7 @@ _LAST_PORT = (1 << 16) - 1
 
 @dataclass(frozen=True)
 class Link:
-    """How a server is reached.
+    """The address and certificate of a server.
 
     Args:
         address: `host:port`.

@@ -126,8 +126,8 @@ def running(arguments: Sequence[str], home: Path, log: Path) -> Iterator[Program
         process.stop()
 
 
-class _Told:
-    """What was said lately: each thing is said once in ten minutes, for some happen every few
+class _RateLimit:
+    """A filter of repeated messages: each is passed once in ten minutes, for some come every few
     seconds.
     """
 

@@ -41,7 +41,7 @@ _OF_AN_ADDRESS = (
 
 @dataclass
 class _Device:
-    """What is open of one device."""
+    """The open connections of one device."""
 
     connections: int = 0
     large: asyncio.Lock = field(default_factory=asyncio.Lock)

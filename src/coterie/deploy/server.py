@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from coterie.core.errors import ClientError, CoterieError, Refused
 from coterie.deploy.command import NAME, configure, flwr, register
 from coterie.deploy.link import _LAST_PORT, Link, _there, listening
-from coterie.deploy.process import _AGAIN_S, _TELL_AGAIN_S, Program, _Told, _wait_for, program
+from coterie.deploy.process import _AGAIN_S, _TELL_AGAIN_S, Program, _RateLimit, _wait_for, program
 from coterie.deploy.resident import private
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ _AGAIN_MOST_S = 60.0  # seconds before one that ends again and again is
 
 @dataclass
 class Server:
-    """A server that runs.
+    """A running server.
 
     Args:
         devices: How devices on this machine reach it; others by its name, at the same port.
@@ -130,7 +130,7 @@ class Server:
         """Look again and again, and start the SuperLink again whenever it ends, whatever
         happens; yields what is to be told.
         """
-        told = _Told()
+        told = _RateLimit()
         while True:
             yield from told.new(self._outlived())
             time.sleep(_LOOK_S)

@@ -13,7 +13,7 @@ from coterie.core import names
 from coterie.core.errors import CoterieError, Refused
 from coterie.deploy.command import _toml
 from coterie.deploy.link import Link, _there, free_port
-from coterie.deploy.process import _AGAIN_S, Program, _last_lines, _Told, program
+from coterie.deploy.process import _AGAIN_S, Program, _last_lines, _RateLimit, program
 from coterie.deploy.resident import private
 from coterie.runs import limits
 
@@ -112,7 +112,7 @@ def device(node: Node) -> Iterator["Supervisor"]:
 
 @dataclass
 class Supervisor:
-    """Starts the programs of a device, and again whenever one has ended."""
+    """A supervisor that starts the programs of a device, and restarts each that ends."""
 
     node: Node
     processes: dict[str, Program]
@@ -138,7 +138,7 @@ class Supervisor:
 
     def watch(self) -> Iterator[str]:
         """Look again and again, whatever happens; yields what is to be told."""
-        told = _Told()
+        told = _RateLimit()
         while True:
             time.sleep(_AGAIN_S)
             yield from told.new(self._outlived())

@@ -15,8 +15,8 @@ Write = Callable[
 
 
 class Listener:
-    """Is told of what happens between server and clients, and looks away: the base of those that
-    listen.
+    """A listener to events between server and clients that ignores them all: the base of those that
+    do not.
     """
 
     def measured(self, client: ClientId, metrics: Metrics) -> None:
@@ -30,7 +30,7 @@ class Listener:
 
 
 class Engine(Protocol):
-    """Carries Asks to clients and replies back."""
+    """The interface of an engine: it carries Asks to clients and replies back."""
 
     distant: ClassVar[
         bool

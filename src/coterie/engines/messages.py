@@ -58,16 +58,16 @@ def _is_matrix(value: Measured) -> bool:
     return len(lengths) == 1 and lengths != {0}
 
 
-class Said(BaseModel):
-    """What both directions have in common."""
+class BaseMessage(BaseModel):
+    """The fields of messages in both directions."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     version: Annotated[str, Field(max_length=50)] = __version__
 
 
-class Request(Said):
-    """What a device is asked.
+class Request(BaseMessage):
+    """A message to a device.
 
     Args:
         action: "hello": who it is; "task": one task of the recipe's method; "keep": a last task,
@@ -108,8 +108,8 @@ class Request(Said):
 
 
 class Member(BaseModel):
-    """What a server knows of a client: who it is, and how much data it has. Of the data themselves
-    nothing.
+    """A client as the server knows it: its name, and how much data it has, but nothing of the data
+    themselves.
 
     Args:
         client: Its id.
@@ -133,8 +133,8 @@ class Member(BaseModel):
     labels: tuple[Count, ...] | None = None
 
 
-class Reply(Said):
-    """What a device answers.
+class Reply(BaseMessage):
+    """A message from a device.
 
     Args:
         client: Who it is.

@@ -24,7 +24,7 @@ from coterie.methods.base import Reader
 from coterie.methods.pools import Pooling
 from coterie.methods.scores import SCORES, ask_scores, own_scores
 from coterie.models.layout import Layout
-from coterie.models.pool import PoolLayout, Towards
+from coterie.models.pool import GateTarget, PoolLayout
 
 ANCHOR = "anchor"  # tells a client that it is the anchor of the one expert that it gets
 
@@ -141,7 +141,7 @@ class DDOME(Pooling):
     def anchor_step(self, client: Client, batch: Examples) -> None:
         """Step on two independent losses: the gate's towards I_q, the expert's on the labels."""
         assert batch.embedding is not None
-        client.step_on(Towards(batch.embedding, int(client.state[EXPERT_IDS][0])), GATE)
+        client.step_on(GateTarget(batch.embedding, int(client.state[EXPERT_IDS][0])), GATE)
         client.step_on(replace(batch, embedding=None), EXPERT)
 
     def normal_step(self, client: Client, batch: Examples) -> None:

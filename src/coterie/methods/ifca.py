@@ -26,8 +26,8 @@ _CENTRE, _CHOICE, _UNDECIDED = "centre", "choice", -1
 
 @dataclass(frozen=True)
 class IFCA(OneAdapter, Aggregating):
-    """Of K models, the centres, each client trains the one that has the least loss on its data; a
-    centre becomes its members' mean.
+    """Clustered training with K models, the centres: each client trains the one that has the least
+    loss on its data; a centre becomes its members' mean.
 
     Centres start at different random values of one distribution. On a language model the B of every
     LoRA starts at zero, so that centres differ in A only and are the same function: all clients

@@ -45,8 +45,8 @@ class Attachable(Protocol):
 
 @dataclass
 class _Attached:
-    """What all slots of a backbone look at: the adapter in use, and where to note its routing
-    decisions.
+    """The state that all slots of a backbone share: the adapter in use, and where to note its
+    routing decisions.
     """
 
     adapter: Attachable | None = None

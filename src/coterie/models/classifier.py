@@ -21,7 +21,7 @@ __all__ = ["Classifier", "NetworkShape", "Shape"]
 
 
 class Bounds(NamedTuple):
-    """What many networks at once may take on a device, in bytes.
+    """The memory that many networks at once may take on a device, in bytes.
 
     Args:
         map: What a layer puts out for one batch, averaged over a network's layers: where it is

@@ -35,8 +35,8 @@ _ROWS = 512  # scored at a time
 
 
 class Normalisation(NamedTuple):
-    """How inputs are normalised: of each channel, what is subtracted and what the rest is
-    divided by.
+    """The normalisation of inputs: of each channel, what is subtracted and what the rest is divided
+    by.
     """
 
     mean: tuple[float, ...]
@@ -44,8 +44,8 @@ class Normalisation(NamedTuple):
 
 
 class Pretraining(BaseModel):
-    """How a common expert is trained: by gradient descent with momentum, v <- beta v + g and x
-    <- x - lr v.
+    """The training of a common expert: gradient descent with momentum, v <- beta v + g and x <- x -
+    lr v.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -20,7 +20,7 @@ from coterie.models.layout import Balance, Layout
 
 @dataclass(frozen=True)
 class StochasticLayout(Layout):
-    """What FedSR's objective has beside the cross-entropy.
+    """The terms of FedSR's objective beside the cross-entropy.
 
     Args:
         l2: alpha_L2R.

@@ -36,7 +36,7 @@ def copies(parameters: Sequence[nn.Parameter], rows: int) -> dict[nn.Parameter, 
 
 @dataclass(frozen=True)
 class CopiedAdapter:
-    """What stands for an adapter whose rows have copies of some parameters; without dropout.
+    """An adapter whose rows have copies of some parameters; without dropout.
 
     Args:
         adapter: Whose values it computes with.

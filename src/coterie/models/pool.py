@@ -29,7 +29,8 @@ ABSENT = -1  # the number of an expert in a place where there is none
 
 @dataclass(frozen=True)
 class PoolLayout(Layout):
-    """How many experts there are, how many of them a client has, and how their outputs become one.
+    """The size of a pool, the number of experts that a client has, and how their outputs become
+    one.
 
     Args:
         specialists: None: a member of the pool is a whole network.
@@ -72,7 +73,7 @@ class PoolLayout(Layout):
 
 
 @dataclass(frozen=True)
-class Towards:
+class GateTarget:
     """A batch that teaches the gate to recognise an anchor's data.
 
     Args:
@@ -86,9 +87,11 @@ class Towards:
     def __len__(self) -> int:
         return len(self.embedding)
 
-    def split(self, rows: int) -> "list[Towards]":
+    def split(self, rows: int) -> "list[GateTarget]":
         """In order, at most `rows` examples each."""
-        return [Towards(embedding, self.expert) for embedding in torch.split(self.embedding, rows)]
+        return [
+            GateTarget(embedding, self.expert) for embedding in torch.split(self.embedding, rows)
+        ]
 
 
 class PoolClassifier:
@@ -268,10 +271,13 @@ class PoolClassifier:
         return self._logits(embeddings).softmax(dim=1).double().sum(dim=0).cpu()
 
     def gradient(
-        self, batch: Examples | Towards, wrt: Sequence[nn.Parameter], micro_batch: int | None = None
+        self,
+        batch: Examples | GateTarget,
+        wrt: Sequence[nn.Parameter],
+        micro_batch: int | None = None,
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Return the gradient of the mean cross-entropy of the mixture; or, of a batch `Towards` an
-        expert, of the gate's.
+        """Return the gradient of the mean cross-entropy of the mixture; of a `GateTarget`, that of
+        the gate.
 
         Args:
             batch: B examples with embeddings, or without any for a client that has one expert,
@@ -287,7 +293,7 @@ class PoolClassifier:
             ModelError: There is no expert, the batch does not fit, or it would be cut where every
                 example counts for its statistics.
         """
-        if isinstance(batch, Towards):
+        if isinstance(batch, GateTarget):
             logits, target = (
                 self._logits(batch.embedding),
                 torch.full((len(batch),), batch.expert, device=self.device),

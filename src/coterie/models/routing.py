@@ -111,8 +111,8 @@ def by_experts(selected: Tensor) -> tuple[Tensor, list[tuple[list[int], int, int
 
 
 class Gate(nn.Module):
-    """How much a text wants each member of a pool: a two-layer perceptron on its embedding (DDOME,
-    Section 4).
+    """The gate, which scores each member of a pool for a text: a two-layer perceptron on its
+    embedding (DDOME, Section 4).
 
     Args:
         width: e.

@@ -23,7 +23,7 @@ from coterie.papers.page import markdown, write_page
 from coterie.papers.remarks import effort, orders, unlike
 from coterie.papers.tables import Figure, Settings
 from coterie.reports import Callback, comparison
-from coterie.runs.inputs import Kept
+from coterie.runs.inputs import RecordedInputs
 from coterie.runs.recipe import Recipe
 from coterie.runs.run import execute_all
 
@@ -119,7 +119,7 @@ def _execute(runs: Sequence[tuple[Recipe, Path]], reporter: Callback, changed: b
     missing = [
         (recipe, path)
         for path, recipe in {path: recipe for recipe, path in runs}.items()
-        if not Kept(path).done()
+        if not RecordedInputs(path).done()
     ]
     titles = [f"{recipe.name}, {path.parent.name}, seed {recipe.seed}" for recipe, path in missing]
     execute_all(missing, reporter, titles, changed=changed)

@@ -26,8 +26,8 @@ FOREIGN = "It was changed by hand, or written by another version of coterie."
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a personal model comes from: the names of its method and recipe, the rounds done,
-    and the run's seed.
+    """The origin of a personal model: the names of its method and recipe, the rounds done, and the
+    run's seed.
     """
 
     method: str
@@ -38,7 +38,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class About:
-    """What `client.json` says.
+    """The content of `client.json`.
 
     Args:
         client: The client's id.

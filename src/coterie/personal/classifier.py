@@ -40,7 +40,7 @@ _ROWS = 32  # samples at a time
 
 @dataclass(frozen=True)
 class Share:
-    """What a client has of a pool.
+    """A client's share of a pool.
 
     Args:
         size: M, experts in the pool.
@@ -83,7 +83,7 @@ class Share:
 
 @dataclass(frozen=True)
 class AboutClassifier:
-    """What `client.json` says of a classifier.
+    """The content of `client.json` of a classifier.
 
     Args:
         client: The client's id.
@@ -133,7 +133,7 @@ class AboutClassifier:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a sample is said to be.
+    """The prediction for one sample.
 
     Args:
         label: Number of the likeliest class.

@@ -9,7 +9,7 @@ from coterie.reports.parts import figure
 
 
 class Personalised(Protocol):
-    """See `coterie.runs.personalise.Personalised`, which is above reports."""
+    """The interface of `coterie.runs.personalise.Personalised`, which is in a later package."""
 
     @property
     def own(self) -> bool: ...

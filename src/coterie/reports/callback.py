@@ -10,8 +10,8 @@ from coterie.core.result import MetricInfo, Result
 
 
 class Callback:
-    """Is told of what happens in a run. Subclasses override what they want to hear of; all else
-    does nothing.
+    """A callback for the events of a run. Subclasses override the methods that they need; the
+    others do nothing.
 
     A run tells of each method `begin`, then of each round `client`, `evaluated`, `round` and
     `checkpoint`, and at last `end`. A callback listens: what it is given is its own copy, and the
@@ -35,7 +35,7 @@ class Callback:
 
     # whether it wants to be told beforehand how long things will take, which costs a few steps of
     # training
-    foretells = False
+    shows_estimate = False
 
     def expects(self, seconds: Sequence[float]) -> None:
         """Hear about how long each method will take, before the first one begins; 0 for one that is
@@ -106,7 +106,7 @@ class Callback:
 
 
 class Callbacks(Callback):
-    """Several callbacks, told one after the other in their order.
+    """Several callbacks, called one after the other in their order.
 
     Args:
         callbacks: Of a user. What one of them raises stops the run, see `Callback`.
@@ -114,7 +114,7 @@ class Callbacks(Callback):
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self.callbacks = tuple(callbacks)
-        self.foretells = any(callback.foretells for callback in self.callbacks)
+        self.shows_estimate = any(callback.shows_estimate for callback in self.callbacks)
 
     def tell(self, event: str, *told: Any, **named: Any) -> None:
         """Tell everybody of an event. Raises CallbackError."""

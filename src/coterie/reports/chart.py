@@ -22,7 +22,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Style:
-    """How a line looks.
+    """The style of a line.
 
     Args:
         colour: Of line and markers.
@@ -65,7 +65,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Axes:
-    """What the axes of a panel are.
+    """The axes of a panel.
 
     Args:
         x: What the horizontal axis counts; it starts at 0.

@@ -9,7 +9,7 @@ from itertools import groupby
 from math import nan
 from statistics import fmean
 
-from coterie.core.result import Choices as Chosen
+from coterie.core.result import Choices as ThreadChoice
 from coterie.core.result import Result
 from coterie.reports import chart
 from coterie.reports.chart import Line, Style
@@ -43,7 +43,7 @@ class Choices:
     title: str
     anchors: Sequence[str]
     anchored: Sequence[Sequence[int]]
-    stages: Sequence[tuple[int, Mapping[str, Chosen]]]
+    stages: Sequence[tuple[int, Mapping[str, ThreadChoice]]]
 
     @classmethod
     def of(cls, title: str, result: Result) -> "Choices | None":
@@ -156,7 +156,7 @@ def _summed(given: Sequence[Sequence[int]], rows: Iterable[Sequence[int]]) -> Ma
     return [percentages(map(sum, zip(*(given[c] for c in own), strict=True))) for own in rows]
 
 
-def _rate(found: Chosen, expert: int) -> float:
+def _rate(found: ThreadChoice, expert: int) -> float:
     """Percent of an expert's samples that it got right; nan where it got none."""
     given, right = (sum(row[expert] for row in matrix) for matrix in (found.given, found.right))
     return 100 * right / given if given else nan

@@ -8,7 +8,7 @@ from coterie.reports.tables import clock
 WINDOW = 60.0  # seconds of training that predictions per second are of
 
 
-class Pace:
+class Throughput:
     """Predictions per second while clients train, over the last `WINDOW` seconds of that:
     scoring and checkpoints are no part of it.
     """
@@ -36,7 +36,7 @@ class Pace:
         return self._predictions / max(self._seconds, 1e-9)
 
 
-class Stretch:
+class RoundTimer:
     """How far the rounds of one method have come in this session, and how long the rest will take.
 
     A round is as far as the share of its clients' replies that are there, of as many as the round

@@ -14,7 +14,7 @@ from coterie.core.metrics import prediction
 from coterie.core.printing import printable
 from coterie.core.result import MetricInfo, Result
 from coterie.reports.callback import Callback
-from coterie.reports.pace import Pace, Stretch
+from coterie.reports.pace import RoundTimer, Throughput
 from coterie.reports.tables import clock
 
 EVERY = 2.0  # seconds between plain lines of progress of a kind
@@ -53,8 +53,8 @@ class _Time(ProgressColumn):
 
 
 class Terminal(Callback, AbstractContextManager["Terminal"]):
-    """Rounds, clients, loss, predictions per second (see `Pace`) and time left (see `Stretch`): a
-    live display, or plain lines.
+    """A live display, or plain lines, of rounds, clients, loss, predictions per second (see
+    `Throughput`) and time left (see `RoundTimer`).
 
     There is a plain line a round, but one every `EVERY` seconds; and after `SILENCE` seconds
     without one, another says what goes on.
@@ -80,7 +80,7 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
             disable=not self.live,
         )
         self.task: TaskID | None = None
-        self.stage, self.stretch, self.pace = "", Stretch(0, 0), Pace()
+        self.stage, self.stretch, self.pace = "", RoundTimer(0, 0), Throughput()
         self.expected: Sequence[float] = ()  # seconds of each method, by a trial before the first
         self.took: list[
             tuple[float, float]
@@ -123,7 +123,7 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
         self.console.print(text, markup=False, highlight=False)
 
     def preparing(self) -> None:
-        self.stage, self.stretch = PREPARING, Stretch(0, 0)
+        self.stage, self.stretch = PREPARING, RoundTimer(0, 0)
         if self.live:
             self.task = self.progress.add_task(
                 self.stage, total=None, where="", status="", left=self._left
@@ -135,7 +135,7 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
             self.progress.remove_task(self.task)
         self.stage = ""
 
-    foretells = True
+    shows_estimate = True
 
     def expects(self, seconds: Sequence[float]) -> None:
         self.expected = seconds
@@ -179,8 +179,8 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
         expected = self.expected[self.row - 1] if self.row <= len(self.expected) else None
         self.metric, self.stretch, self.pace = (
             metric or MetricInfo.from_json(None),
-            Stretch(rounds, done, expected),
-            Pace(),
+            RoundTimer(rounds, done, expected),
+            Throughput(),
         )
         self.stage, self.training_since = (
             "training" if done < rounds else "finishing",

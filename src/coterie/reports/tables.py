@@ -64,7 +64,7 @@ def profiled(console: Console, profile: Profile, elsewhere: bool, most: int = 10
     )
 
 
-def foretold(console: Console, prepared: Any, estimate: Any, first: bool) -> None:
+def estimate_table(console: Console, prepared: Any, estimate: Any, first: bool) -> None:
     """Print what one method would take.
 
     Args:

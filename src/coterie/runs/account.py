@@ -42,7 +42,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Leaving:
+class OutgoingReply:
     """A reply that is about to leave.
 
     Args:
@@ -63,7 +63,7 @@ class Leaving:
 
 
 class _Run(BaseModel):
-    """What is known of a run."""
+    """The account of one run."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -73,7 +73,7 @@ class _Run(BaseModel):
 
 
 class _Ledger(BaseModel):
-    """What is in the file."""
+    """The content of the file."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -126,12 +126,12 @@ class Account:
         with self._locked():
             return self._read().epsilon(delta)
 
-    def check(self, leaving: Leaving, limits: Limits) -> None:
+    def check(self, leaving: OutgoingReply, limits: Limits) -> None:
         """Refuse, before any work, what could not leave. Raises Refused."""
         with self._locked():
             _check(self._read(), leaving, limits)
 
-    def record(self, leaving: Leaving, limits: Limits, exchanges: int | None) -> None:
+    def record(self, leaving: OutgoingReply, limits: Limits, exchanges: int | None) -> None:
         """Write down a reply before it leaves. What left already, in the same words, leaves again
         for nothing; but never under masks.
 
@@ -221,7 +221,7 @@ def described(home: Path, limits: Limits) -> str:
     )
 
 
-def _check(ledger: _Ledger, leaving: Leaving, limits: Limits) -> None:
+def _check(ledger: _Ledger, leaving: OutgoingReply, limits: Limits) -> None:
     """Refuse what the account alone forbids. Raises Refused."""
     run = ledger.runs.get(leaving.run)
     if run is None and limits.runs is not None and len(ledger.runs) >= limits.runs:
@@ -249,7 +249,7 @@ def _check(ledger: _Ledger, leaving: Leaving, limits: Limits) -> None:
         )
 
 
-def _count(run: _Run, leaving: Leaving, exchanges: int | None) -> None:
+def _count(run: _Run, leaving: OutgoingReply, exchanges: int | None) -> None:
     """Count the answers of a round. Raises Refused: there are too many."""
     if exchanges is None:
         return
@@ -265,7 +265,7 @@ def _count(run: _Run, leaving: Leaving, exchanges: int | None) -> None:
     left.append(leaving.contents)
 
 
-def _sum(ledger: _Ledger, run: _Run, leaving: Leaving) -> None:
+def _sum(ledger: _Ledger, run: _Run, leaving: OutgoingReply) -> None:
     """Note an answer under masks. Raises Refused: the same update was in another sum."""
     if leaving.contents in ledger.summed:
         problem = (
@@ -277,7 +277,7 @@ def _sum(ledger: _Ledger, run: _Run, leaving: Leaving) -> None:
     run.masked = leaving.turn
 
 
-def _charge(ledger: _Ledger, leaving: Leaving, cost: Cost, limits: Limits) -> None:
+def _charge(ledger: _Ledger, leaving: OutgoingReply, cost: Cost, limits: Limits) -> None:
     """Add what a reply with noise spends. Raises Refused: it would be more than the owner
     allows.
     """

@@ -36,7 +36,7 @@ from coterie.runs.backends import LocalBackend
 from coterie.runs.classification import Classification
 from coterie.runs.execution import Execution
 from coterie.runs.folder import check_apart
-from coterie.runs.inputs import Inputs, Kept
+from coterie.runs.inputs import Inputs, RecordedInputs
 from coterie.runs.language import Language
 from coterie.runs.personalise import Personalised, shared_part, train
 from coterie.runs.prepare import Prepared, prepare
@@ -47,7 +47,7 @@ TRAINED = "training.json"  # in the folder of a personal model: what its client'
 
 @dataclass(frozen=True)
 class Training:
-    """How a new client of a run of language models trains on its own text.
+    """The training of a new client of language models on its own text.
 
     Args:
         iterations: Local iterations at most; None for as many as a client of the run does.
@@ -60,7 +60,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Adapted:
-    """What it took, and what came of it.
+    """The result and the costs of an adaptation.
 
     Args:
         model: The personal model.
@@ -133,7 +133,7 @@ def adapt(
     prepared = prepare(recipe)
     if id in prepared.problem.federation.everyone:
         raise Refused(f"{id!r} is a client of the run itself", "Choose another --client.")
-    Kept(run).check_bases(Inputs.of(prepared))
+    RecordedInputs(run).check_bases(Inputs.of(prepared))
     joined = _joined(prepared, id, _data(prepared, id, data, training is not None))
     execution = Execution(joined, run, Callback(), "", LocalBackend("inprocess"))
     if not execution.restore() and execution.method.rounds:

@@ -15,7 +15,7 @@ from uuid import uuid4
 import torch
 
 from coterie.core.protocol import ClientId
-from coterie.core.threads import SAID, Chosen, choose
+from coterie.core.threads import SAID, ThreadChoice, choose
 from coterie.engines import ENGINES, Engine, InProcess, Listener
 from coterie.engines.messages import Member
 from coterie.engines.states import States, half_of_memory
@@ -113,7 +113,7 @@ def computing(prepared: Prepared) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def choose_threads(prepared: Prepared) -> Chosen:
+def choose_threads(prepared: Prepared) -> ThreadChoice:
     """Return with how many threads a run on this machine had best compute, see `threads.choose`.
 
     It is tried only where nobody has decided it: models so small that one thread is best, and who
@@ -126,7 +126,7 @@ def choose_threads(prepared: Prepared) -> Chosen:
         or problem.device.type != "cpu"
         or any(name in os.environ for name in SAID)
     ):
-        return Chosen(problem.threads or most)
+        return ThreadChoice(problem.threads or most)
     try:
         with torch.random.fork_rng(devices=[]):
             return choose(_passes(prepared), most)

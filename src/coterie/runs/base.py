@@ -36,7 +36,7 @@ AGAIN_S = 10.0  # seconds until clients are asked again, where a quorum is waite
 
 @dataclass
 class ExecutionBase(Listener):
-    """What a run asks of its clients, and what it writes down; see `Execution`."""
+    """The requests of a run to its clients, and the files that it writes; see `Execution`."""
 
     prepared: Prepared
     folder: Path

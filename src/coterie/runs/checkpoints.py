@@ -23,7 +23,7 @@ KEPT = 2  # checkpoints: the newest, and the one before it
 
 
 class _About(BaseModel):
-    """What checkpoint.json says."""
+    """The content of checkpoint.json."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

@@ -33,7 +33,7 @@ from coterie.engines.messages import Member, Reply, Request, failed, parsed
 from coterie.methods import GROUP as METHODS_GROUP
 from coterie.runs import loading
 from coterie.runs import recipe as recipes
-from coterie.runs.account import ACCOUNT, Account, Cost, Leaving, Turn
+from coterie.runs.account import ACCOUNT, Account, Cost, OutgoingReply, Turn
 from coterie.runs.limits import EXCHANGES, Limits
 from coterie.runs.prepare import Prepared, outbound, prepare
 from coterie.runs.recipe import Recipe
@@ -208,7 +208,7 @@ def _own(section: dict[str, Any], data: str | None, base: str | None) -> dict[st
 
 @dataclass(frozen=True)
 class Device:
-    """One client's side of runs.
+    """A device: one client's side of runs.
 
     Args:
         home: Its folder: `<run>/states/<client>/` and `<run>/clients/<client>/`, the personal
@@ -262,7 +262,7 @@ class Device:
             return Reply(client=client, member=_member(prepared, client)), b""
         if request.client != client:
             raise Refused(f"asked for client {request.client!r}, this device is {client!r}", "")
-        door = self._door(prepared, request, client)
+        door = self._outbound_check(prepared, request, client)
         door.check()
         folder, turn = self._folder(request), (request.round, request.number)
         memory = Memory(folder / "states" / names.encoded(client))
@@ -296,18 +296,20 @@ class Device:
             client=client, metrics=metrics, state_bytes=nbytes(state), note=note, **done
         ), encoded
 
-    def _door(self, prepared: Prepared, request: Request, client: ClientId) -> "_Door":
+    def _outbound_check(
+        self, prepared: Prepared, request: Request, client: ClientId
+    ) -> "_OutboundCheck":
         """Return what watches over a reply. In a simulation, where all are on one machine, it
         counts only what secure aggregation needs.
         """
         if self.index is None:
-            return _Door(prepared, request, self.limits, Account(self.home / ACCOUNT))
+            return _OutboundCheck(prepared, request, self.limits, Account(self.home / ACCOUNT))
         account = (
             Account(self._folder(request) / "states" / names.encoded(client) / ACCOUNT)
             if prepared.recipe.secure
             else None
         )
-        return _Door(prepared, request, self.limits, account)
+        return _OutboundCheck(prepared, request, self.limits, account)
 
     def _prepared(self, request: Request) -> Prepared:
         section = json.dumps(request.recipe, sort_keys=True)
@@ -373,8 +375,8 @@ class Device:
 
 
 @dataclass(frozen=True)
-class _Door:
-    """The last place before a reply leaves: what the owner allows, and what was let out before.
+class _OutboundCheck:
+    """The last check before a reply leaves: the owner's limits, and the account of earlier replies.
 
     Args:
         prepared: What the reply is made with; its `Outbound` has the last word on the tensors
@@ -418,9 +420,9 @@ class _Door:
         contents = blake2b(said + encoded, digest_size=16).hexdigest()
         self.account.record(self._leaving(contents, self._cost), self.limits, self._exchanges)
 
-    def _leaving(self, contents: str, cost: Cost | None) -> Leaving:
+    def _leaving(self, contents: str, cost: Cost | None) -> OutgoingReply:
         request = self.request
-        return Leaving(
+        return OutgoingReply(
             request.run,
             _same_recipe(request.recipe),
             (request.round, request.number),

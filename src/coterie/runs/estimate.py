@@ -28,7 +28,7 @@ BATCHES = 2  # of a test set that are scored
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one method will take on this machine as it is now.
+    """The time and memory that one method will take on this machine as it is now.
 
     Example:
         >>> import coterie
@@ -113,9 +113,9 @@ def estimates(
         yield prepared, estimate(prepared)
 
 
-class Foresight:
-    """How long several methods will take, by measuring as many of them as a few seconds allow; the
-    others by how much they train.
+class RunEstimator:
+    """An estimator of the time of several methods: it measures as many as a few seconds allow, and
+    estimates the others by how much they train.
 
     Args:
         most: Seconds after which nothing more is measured.

@@ -26,7 +26,7 @@ from coterie.runs.backends import kept
 from coterie.runs.checkpoints import Checkpoint
 from coterie.runs.evaluate import EvaluatedExecution
 from coterie.runs.files import AUDIT, CANARIES, SECRET
-from coterie.runs.inputs import Kept
+from coterie.runs.inputs import RecordedInputs
 from coterie.runs.metrics import MetricsFile, check_metrics
 from coterie.runs.prepare import joined
 
@@ -166,7 +166,7 @@ class Execution(EvaluatedExecution):
             self.metrics.close()
             torch.set_num_threads(threads)
         write_json(self.folder / RESULT, result.to_json())
-        Kept(self.folder).end()
+        RecordedInputs(self.folder).end()
         self.reporter.end(result)
         return result
 

@@ -11,7 +11,7 @@ from coterie.core.errors import CheckpointError, DataError
 from coterie.core.files import digest_later, digest_of, read_json, write_json
 from coterie.core.protocol import ClientId
 from coterie.core.result import RESULT
-from coterie.data.splits import Elsewhere
+from coterie.data.splits import RemoteSplit
 from coterie.models.architecture import files_of
 from coterie.runs.folder import check_sums, read_sums, write_sums
 from coterie.runs.prepare import Prepared
@@ -54,7 +54,7 @@ class Inputs(BaseModel):
         """
         problem, everyone = prepared.problem, prepared.problem.federation.everyone
         here = not any(
-            isinstance(split, Elsewhere) for data in everyone.values() for split in data.splits
+            isinstance(split, RemoteSplit) for data in everyone.values() for split in data.splits
         )  # else only shapes are known
         files = {
             base: [path for path in files_of(base) if here or path.suffix == ".json"]
@@ -118,9 +118,8 @@ def _clients(
     return found
 
 
-class Kept:
-    """What a run's folder says of its inputs and its result, by files that have checksums beside
-    them.
+class RecordedInputs:
+    """The record of the inputs and the result in a run's folder, with checksums.
 
     Args:
         folder: The run's.

@@ -32,7 +32,9 @@ class LocalPrivacy(BaseModel):
 
 
 class Limits(BaseModel):
-    """What a device allows whatever a run says. Without a file everything is allowed."""
+    """The limits that the owner of a device sets, whatever a run says. Without a file everything is
+    allowed.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

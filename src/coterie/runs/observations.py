@@ -13,7 +13,7 @@ from coterie.core.tensors import Named, Tensors, prefixed, under
 
 @dataclass(frozen=True)
 class Exchange:
-    """What an observer saw of one training exchange.
+    """The observations of one training exchange.
 
     Args:
         round: Counted from 0.

@@ -26,7 +26,7 @@ _ROWS = 32  # windows that are scored at a time
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A personal model at some time: what is written of it.
+    """A personal model at one time, as it is written.
 
     Args:
         layout: Without a pool.
@@ -39,7 +39,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Personalised:
-    """What training on a new client's own text gave. Perplexities are per token.
+    """The effect of training on a new client's own text. Perplexities are per token.
 
     Args:
         own: Whether parts of the client's own were trained (specialists, router), and the shared

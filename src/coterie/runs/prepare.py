@@ -15,7 +15,7 @@ from coterie.core.errors import RecipeError, Refused
 from coterie.core.protocol import ClientId, protects_examples
 from coterie.data.canaries import Canaries, Ids, plant
 from coterie.data.federation import CENTRALIZED, ClientData, Federation, check_id
-from coterie.data.splits import SPLITS, Elsewhere
+from coterie.data.splits import SPLITS, RemoteSplit
 from coterie.engines.messages import Member
 from coterie.methods import METHODS, Method
 from coterie.models.classifier import Classifier
@@ -30,9 +30,9 @@ _MOST_SAID = 1000  # characters of what is wrong with what a device says
 
 
 @dataclass
-class Planted:
-    """What `data.canaries.plant` drew: the candidates of each client, and (references, k) random
-    parts that nobody has.
+class PlantedCanaries:
+    """The canaries that `data.canaries.plant` drew: the candidates of each client, and (references,
+    k) random parts that no client has.
     """
 
     canaries: Mapping[ClientId, Canaries]
@@ -59,7 +59,7 @@ class Prepared:
     problem: LearningProblem
     site: Site
     clients: tuple[ClientId, ...]
-    planted: Planted | None = None
+    planted: PlantedCanaries | None = None
     threads: int | None = None
 
     @property
@@ -85,7 +85,7 @@ def prepare(recipe: Recipe) -> Prepared:
     return replace(assembled(recipe, problem), planted=planted)
 
 
-def _plant(recipe: Recipe, problem: LearningProblem) -> Planted | None:
+def _plant(recipe: Recipe, problem: LearningProblem) -> PlantedCanaries | None:
     """Plant the canaries of a recipe in the training text of its clients, if it has some:
     classifiers have no text. Raises DataError.
     """
@@ -99,7 +99,7 @@ def _plant(recipe: Recipe, problem: LearningProblem) -> Planted | None:
     problem.federation, canaries, references = plant(
         problem.federation, recipe.audit, recipe.seed, vocabulary, tokenizer.eos_token_id
     )
-    return Planted(canaries, references)
+    return PlantedCanaries(canaries, references)
 
 
 def assembled(recipe: Recipe, problem: LearningProblem) -> Prepared:
@@ -299,7 +299,7 @@ def check_member(recipe: Recipe, member: Member) -> None:
         Refused: Naming the field.
     """
     check_id(member.client)
-    known = recipe.data.standing(member.client)
+    known = recipe.data.client_info(member.client)
     if known is None:
         raise Refused(
             f"client: the recipe's data have no {member.client!r}",
@@ -370,7 +370,7 @@ def federated(members: Sequence[Member]) -> Federation:
     for member in members:
         check_id(member.client)
     ordered = sorted(members, key=lambda m: (m.position, m.client))
-    data = {m.client: ClientData(m.client, *map(Elsewhere, SPLITS, m.windows)) for m in ordered}
+    data = {m.client: ClientData(m.client, *map(RemoteSplit, SPLITS, m.windows)) for m in ordered}
     training = [m for m in ordered if not m.group]
     if not training:
         raise Refused(

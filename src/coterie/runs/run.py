@@ -11,7 +11,7 @@ from coterie.core.files import read_json, write_atomically, write_json
 from coterie.core.profiling import Profile
 from coterie.core.protocol import ClientId
 from coterie.core.result import RESULT, ROUTING, Comparison, Result
-from coterie.core.threads import Chosen
+from coterie.core.threads import ThreadChoice
 from coterie.engines import Listener
 from coterie.methods import METHODS
 from coterie.reports import Callback
@@ -19,11 +19,11 @@ from coterie.reports import comparison as comparing
 from coterie.reports.html import write_comparison, write_report
 from coterie.runs import recipe as recipes
 from coterie.runs.backends import Backend, LocalBackend, choose_threads, computing
-from coterie.runs.estimate import Foresight
+from coterie.runs.estimate import RunEstimator
 from coterie.runs.execution import Execution
 from coterie.runs.files import COMPARISON, RECIPE
 from coterie.runs.folder import alone, check_apart
-from coterie.runs.inputs import Inputs, Kept
+from coterie.runs.inputs import Inputs, RecordedInputs
 from coterie.runs.prepare import Prepared
 from coterie.runs.recipe import Recipe
 
@@ -119,16 +119,16 @@ def execute_all(
         for recipe, folder in rows:
             _check_apart(recipe, within or folder)
     reporter.preparing()
-    threads, foresight = _Threads(rows, backend, reporter), Foresight()
+    threads, foresight = _Threads(rows, backend, reporter), RunEstimator()
     first: list[Prepared] = []
     for recipe, folder in rows:
         prepared = backend.prepare(recipe)
         first = first or [prepared]
         if (
-            not changed and Kept(folder).begun() and _same(recipe, folder)
+            not changed and RecordedInputs(folder).begun() and _same(recipe, folder)
         ):  # of another recipe, `_executed` says more
-            Kept(folder).check(Inputs.of(prepared))
-        if reporter.foretells and not backend.devices and recipe.engine != "flower":
+            RecordedInputs(folder).check(Inputs.of(prepared))
+        if reporter.shows_estimate and not backend.devices and recipe.engine != "flower":
             with computing(threads.given(prepared, folder)):
                 foresight.add(prepared, (folder / RESULT).exists())
     reporter.expects(foresight.seconds())
@@ -154,8 +154,8 @@ def execute_all(
 
 
 class _Threads:
-    """With how many threads the rows of a command compute: all alike, so that what differs between
-    them is no matter of arithmetic.
+    """The number of threads for the rows of a command: the same for all, so that what differs
+    between them is no matter of arithmetic.
 
     A row that has begun goes on with its own number, because sums of floating-point numbers depend
     on how many threads share them: with another one it would not end bit-equal to the same run
@@ -181,7 +181,7 @@ class _Threads:
             self._common = self._found(choose_threads(prepared))
         return replace(prepared, threads=self._common if kept is None else kept or None)
 
-    def _found(self, chosen: Chosen) -> int:
+    def _found(self, chosen: ThreadChoice) -> int:
         if chosen.others:
             self._reporter.cores(chosen.others)
         return chosen.threads
@@ -215,7 +215,11 @@ def _check_apart(recipe: Recipe, folder: Path) -> None:
 
 def _begun(folder: Path) -> bool:
     """Whether a run has written anything that it could go on from."""
-    return (folder / RECIPE).exists() or (folder / "checkpoints").exists() or Kept(folder).begun()
+    return (
+        (folder / RECIPE).exists()
+        or (folder / "checkpoints").exists()
+        or RecordedInputs(folder).begun()
+    )
 
 
 def _check_begun(folder: Path, rows: Sequence[tuple[Recipe, Path]]) -> None:
@@ -230,7 +234,7 @@ def _check_begun(folder: Path, rows: Sequence[tuple[Recipe, Path]]) -> None:
 
 def _executed(execution: Execution, changed: bool) -> Result:
     """Return a row from where it stands to its result."""
-    folder, kept = execution.folder, Kept(execution.folder)
+    folder, kept = execution.folder, RecordedInputs(execution.folder)
     execution.restore()
     execution.checkpoints.tidy()
     inputs = Inputs.of(execution.prepared)

@@ -133,7 +133,7 @@ class CommonSection(BaseModel):
 
 
 class _Classifying(BaseModel):
-    """What classifiers of images and of texts have in common."""
+    """The common fields of classifiers of images and of texts."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -201,8 +201,8 @@ class TextClassifierSection(_Classifying):
 
 
 class Participation(BaseModel):
-    """Who takes part in a round. It depends on the run's seed and the round alone, so that all
-    methods of a comparison see the same.
+    """The clients that take part in a round. They depend on the run's seed and the round alone, so
+    that all methods of a comparison see the same.
 
     With central privacy on devices it depends on the server's secret in the place of the seed,
     which every device knows.
@@ -279,8 +279,8 @@ def _repeatable(seed: int, round: int) -> Callable[[Sequence[str], int], Sequenc
 
 
 class Quorum(BaseModel):
-    """When a server goes on without some of the clients that it asked: they did not answer in
-    time, or not what they were asked for.
+    """The conditions under which a server goes on without some of the clients that it asked: they
+    did not answer in time, or not what they were asked for.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

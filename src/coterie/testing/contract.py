@@ -15,7 +15,7 @@ Check = Callable[[Method, World], None]
 
 
 class NotApplicable(Exception):
-    """Says that a check has nothing to look at in a method, and why."""
+    """Raised by a check that does not apply to a method, with the reason."""
 
 
 def clause(text: str) -> Callable[[Check], Check]:

@@ -43,7 +43,7 @@ SMALL = {"rounds": 2, "local_steps": 2, "router_every": 1, "router_steps": 1}
 
 @dataclass(frozen=True)
 class Checked:
-    """What was checked of a method; `str` of it is a short summary.
+    """The result of checking a method; `str` of it is a short summary.
 
     Args:
         method: The method, with its settings.

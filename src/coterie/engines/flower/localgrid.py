@@ -36,7 +36,7 @@ def delivered(message: Message) -> Message:
 
 @dataclass
 class LocalNode:
-    """One node.
+    """A node of a local grid.
 
     Args:
         config: Its own configuration.

@@ -57,7 +57,7 @@ _DIGEST = 32  # bytes
 
 @dataclass(frozen=True)
 class _Bound:
-    """What an exchange is bound to, digests all.
+    """The digests that an exchange is bound to.
 
     Args:
         cohort: Of the exchange, and of the clients in it with their public keys, see `_digest_of`.

@@ -46,7 +46,7 @@ _REPLY = {f"{_FITRES}.metrics", f"{_FITRES}.status", RECORD_KEY_CONFIGS}
 
 @dataclass
 class Sum:
-    """What a server learns of one exchange.
+    """The result of one exchange under masks.
 
     Args:
         mean: Of the updates, (d,) float64; None where there is none.
@@ -171,7 +171,7 @@ class _Workflow(SecAggPlusWorkflow):
 
 
 class _Plan(FedAvg):
-    """Whom the workflow asks what, and what it came to."""
+    """The instructions of the workflow for each device, and its result."""
 
     def __init__(self, requests: Mapping[int, Request], bodies: Mapping[int, bytes]) -> None:
         super().__init__()

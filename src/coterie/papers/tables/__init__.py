@@ -131,7 +131,7 @@ class Gate(_Strict):
 
 
 class Routers(_Strict):
-    """How the mean routing weight of the generalist moves over training, averaged over clients
+    """The change of the mean routing weight of the generalist over training, averaged over clients
     and blocks.
     """
 
@@ -147,7 +147,7 @@ Statement = Lower | Better | Near | Weights | Improved | Gate | Routers
 
 
 class Picture(_Strict):
-    """What a figure draws, of the first seed but for `sweep` and `bars`.
+    """The content of a figure, of the first seed but for `sweep` and `bars`.
 
     `clients`: test metric over iterations by client; `mean`: the same averaged over clients;
     `curves`: like `mean`, one broad panel for each column; `routers`: router scores; `sweep`: the

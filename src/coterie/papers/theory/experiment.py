@@ -51,7 +51,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A theorem, run."""
+    """An experiment on a theorem."""
 
     title: str
     source: str  # paper, theorem
