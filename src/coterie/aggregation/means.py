@@ -138,9 +138,9 @@ def by_holders(rule: Combining, replies: Replies, around: Named) -> Tensors:
         TensorError: The clients' tensors differ in shapes or dtypes.
     """
     groups: dict[tuple[ClientId, ...], list[str]] = {}
-    for name in dict.fromkeys(
-        name for reply in replies.values() for name in reply if name != SAMPLES
-    ):
+    names_sent = dict.fromkeys(name for reply in replies.values() for name in reply)
+    names_sent.pop(SAMPLES, None)
+    for name in names_sent:
         groups.setdefault(tuple(i for i in replies if name in replies[i]), []).append(name)
     found: Tensors = {}
     for holders, names in groups.items():

@@ -88,12 +88,10 @@ def measured(clients: Mapping[ClientId, CanaryScores], delta: float, seed: int) 
     """
     found = list(clients.values())
     exposures = [own.exposures for own in found if own.planted.any()]
-    groups = [
-        part
-        for own in found
-        for part in (own.standardised[own.planted], own.standardised[~own.planted])
-        if len(part)
-    ]
+    groups = []
+    for own in found:
+        parts = own.standardised[own.planted], own.standardised[~own.planted]
+        groups += [part for part in parts if len(part)]
     split = [own.planted.any() and (~own.planted).any() for own in found]
     bound = audited(
         np.concatenate([own.standardised for own in found]),

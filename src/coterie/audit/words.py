@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -72,19 +73,12 @@ def rare(
         i: {split: vocabulary(found) for split, found in splits.items()}
         for i, splits in texts.items()
     }
-    taught = {
-        word for splits in own.values() for split in ("train", "valid") for word in splits[split]
-    }
+    taught = {word for splits in own.values() for word in (*splits["train"], *splits["valid"])}
     cases: list[Case] = []
     control: list[Case] = []
     for i, splits in own.items():
-        elsewhere = {
-            word
-            for j, others in own.items()
-            if j != i
-            for counts in others.values()
-            for word in counts
-        }
+        others = [splits.values() for j, splits in own.items() if j != i]
+        elsewhere = {word for counts in chain.from_iterable(others) for word in counts}
         alone = [
             word
             for word, count in splits["train"].items()

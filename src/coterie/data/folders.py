@@ -1,6 +1,7 @@
 """Data in folders: one folder of text per client."""
 
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -77,7 +78,8 @@ class Folders(Section):
                 with refusals.gather(f"client {id!r}: "):
                     files[id] = _find(folder)
         paths = {id: [str(path) for path in found] for id, found in files.items()}
-        every = [path for found in files.values() for part in found.values() for path in part]
+        parts = [part for found in files.values() for part in found.values()]
+        every = list(chain.from_iterable(parts))
         return Source([paths, stamps(every)], lambda: self._read(files))
 
     def _folders(self) -> list[Path]:
@@ -139,10 +141,10 @@ def _find(folder: Path) -> Files:
         for entry in sorted(folder.iterdir())
         if (found := text_files(entry, frozenset({folder.resolve()})))
     }
-    fixed = {
-        name: [path for entry, found in entries.items() if _stem(entry) == name for path in found]
-        for name in SPLITS
-    }
+    fixed: dict[str, list[Path]] = {name: [] for name in SPLITS}
+    for entry, found in entries.items():
+        if (name := _stem(entry)) in fixed:
+            fixed[name] += found
     present = [name for name in SPLITS if fixed[name]]
     every = [path for found in entries.values() for path in found]
     if not every:

@@ -1,6 +1,7 @@
 """The adapter: all trainable tensors of one client, and nothing else."""
 
 import math
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -83,12 +84,9 @@ class Adapter(nn.Module):
     @property
     def trainable_parameters(self) -> int:
         """Values that are trained: all but what is frozen at its initial value."""
-        return sum(
-            p.numel()
-            for role, named in self.parameters_by_role().items()
-            if role is not BACKBONE
-            for p in named.values()
-        )
+        by_role = self.parameters_by_role()
+        trained = [named for role, named in by_role.items() if role is not BACKBONE]
+        return sum(p.numel() for named in trained for p in named.values())
 
     @property
     def active_parameters(self) -> int:
@@ -96,9 +94,8 @@ class Adapter(nn.Module):
         gate sees whole texts.
         """
         mixtures = [module for module in self.modules() if isinstance(module, Mixture)]
-        loras = [
-            lora for mixture in mixtures for lora in mixture.modules() if isinstance(lora, LoRA)
-        ]
+        parts = chain.from_iterable(mixture.modules() for mixture in mixtures)
+        loras = [part for part in parts if isinstance(part, LoRA)]
         experts = sum(p.numel() for lora in loras for p in lora.parameters())
         unused = experts * (self.layout.experts - self.layout.active) // self.layout.experts
         return sum(p.numel() for p in self.blocks.parameters()) - unused

@@ -119,14 +119,9 @@ class ExtendedClassifier(Classifier, ABC):
     @property
     def trainable_parameters(self) -> int:
         """Values that are trained: all that is not frozen."""
-        return _size(
-            {
-                p
-                for role, named in self.parameters_by_role().items()
-                if role is not BACKBONE
-                for p in named.values()
-            }
-        )
+        by_role = self.parameters_by_role()
+        trained = [named for role, named in by_role.items() if role is not BACKBONE]
+        return _size({p for named in trained for p in named.values()})
 
     def plain(self) -> Classifier | None:
         """Return a plain classifier that predicts alike; None for texts, where no plain network has

@@ -90,13 +90,9 @@ class Job:
             raise Refused(f"{self.name} has no scale {self.scale}", f"Use --scale {other}.")
         _check_known("column", self.columns, columns)
         _check_known("row", self.rows, rows)
-        asked = (
-            (r, c)
-            for c in columns
-            if c in (self.columns or columns)
-            for r in rows
-            if r in (self.rows or rows)
-        )
+        asked_rows = [r for r in rows if r in (self.rows or rows)]
+        asked_columns = [c for c in columns if c in (self.columns or columns)]
+        asked = ((r, c) for c in asked_columns for r in asked_rows)
         return [(r, c) for r, c in asked if c in (self.reproduction.rows[r].columns or columns)]
 
     @cached_property

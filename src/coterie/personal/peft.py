@@ -3,6 +3,7 @@ that knows PEFT can load.
 """
 
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -121,9 +122,8 @@ def _config(about: About, family: Family) -> Any:
 
 def _left_out(about: About, label: str) -> list[str]:
     layout = about.layout
-    others = [
-        name for of_role in expert_names(layout).values() for name in of_role if name != label
-    ]
+    names = chain.from_iterable(expert_names(layout).values())
+    others = [name for name in names if name != label]
     if not others:
         return []
     found = [

@@ -1,8 +1,9 @@
 """Line charts as inline SVG, which follow the page's colours and need no library."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from coterie.reports.parts import escape, figure, folded, level
 
@@ -130,9 +131,7 @@ def _shared(
     x: str, y: str, charts: Iterable[Sequence[Line]], limits: Point | None, ratios: bool
 ) -> Axes:
     """Return the axes of panels that are compared."""
-    values = [
-        py for lines in charts for line in lines for _, py in line.points if math.isfinite(py)
-    ]
+    values = list(_finite_heights(charts))
     log = (
         ratios
         and limits is None
@@ -194,9 +193,13 @@ def panel(title: str, lines: Sequence[Line], axes: Axes, broad: bool = False) ->
 
 def around(charts: Iterable[Sequence[Line]]) -> Point:
     """Return the range that the points of several panels need, so that these can be compared."""
-    return _around(
-        [py for lines in charts for line in lines for _, py in line.points if math.isfinite(py)]
-    )
+    return _around(list(_finite_heights(charts)))
+
+
+def _finite_heights(charts: Iterable[Sequence[Line]]) -> Iterator[float]:
+    """Yield the y of all points of all lines that are drawn."""
+    for line in chain.from_iterable(charts):
+        yield from (y for _, y in line.points if math.isfinite(y))
 
 
 @dataclass(frozen=True)

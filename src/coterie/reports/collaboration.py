@@ -5,6 +5,7 @@ and weights over time (CoBo, Fig. 3 to 5).
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import permutations
 
 from coterie.core.result import Result
 from coterie.reports import chart, heat
@@ -62,7 +63,7 @@ class Weights:
     @staticmethod
     def between(matrix: Matrix) -> Iterator[float]:
         """All weights but those of a client for itself."""
-        return (w for i, row in enumerate(matrix) for j, w in enumerate(row) if i != j)
+        return (matrix[i][j] for i, j in permutations(range(len(matrix)), 2))
 
     @cached_property
     def truth(self) -> Matrix | None:
@@ -78,10 +79,9 @@ class Weights:
         assert self.clusters is not None
         total = sum(self.between(matrix))
         own = sum(
-            w
-            for i, row in enumerate(matrix)
-            for j, w in enumerate(row)
-            if i != j and self.clusters[i] == self.clusters[j]
+            matrix[i][j]
+            for i, j in permutations(range(len(matrix)), 2)
+            if self.clusters[i] == self.clusters[j]
         )
         return own / total if total else 0.0
 

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -160,12 +161,8 @@ def router_panels(path: Path, clients: Mapping[str, ClientResult]) -> tuple[str,
         charts |= {i: _depths(points, mixture)} if points else {}
     if not charts:
         return ()
-    ends = {
-        line.name: line.style
-        for lines in charts.values()
-        for line in lines
-        if line.style.strength in (FAINT, 1)
-    }
+    drawn = chain.from_iterable(charts.values())
+    ends = {line.name: line.style for line in drawn if line.style.strength in (FAINT, 1)}
     samples = legend((style.sample, name) for name, style in ends.items())
     return ROUTERS, samples, chart.panels(charts, "local iterations", "mean routing weight", (0, 1))
 

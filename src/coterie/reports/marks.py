@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from rich.cells import cell_len
 
@@ -51,14 +52,10 @@ Strip = Mapping[
 def reach(strips: Iterable[Strip]) -> Point:
     """Return the range that all values of some strips need, so that these can be compared."""
     rows = [row for strip in strips for row in strip.values()]
-    return _around(
-        [
-            v
-            for clients, mean, std in rows
-            for v in (*clients.values(), mean - std, mean + std)
-            if math.isfinite(v)
-        ]
+    values = chain.from_iterable(
+        (*clients.values(), mean - std, mean + std) for clients, mean, std in rows
     )
+    return _around([v for v in values if math.isfinite(v)])
 
 
 def strip(rows: Strip, unit: str, limits: Point) -> str:

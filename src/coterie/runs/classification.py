@@ -217,13 +217,7 @@ def _common(
 
 def _below(path: str) -> Path:
     """Return a file by a path that may also start at $COTERIE_DATA, or beside it."""
-    roots = [
-        Path(),
-        *(
-            root
-            for data in [os.environ.get("COTERIE_DATA")]
-            if data
-            for root in (Path(data), Path(data).parent)
-        ),
-    ]
+    roots = [Path()]
+    if data := os.environ.get("COTERIE_DATA"):
+        roots += [Path(data), Path(data).parent]
     return next((root / path for root in roots if (root / path).is_file()), Path(path))

@@ -222,7 +222,8 @@ class Reproduction(_Strict):
             r for p in self.pictures for r in p.rows
         ]
         columns = [c for spoken in (*self.statements, *self.pictures) for c in spoken.columns]
-        columns += [c for known in published for p in known.values() for c in p] + [
+        cells = [p for known in published for p in known.values()]
+        columns += [c for p in cells for c in p] + [
             c for r in self.rows.values() for c in r.columns
         ]
         if unknown := sorted(

@@ -6,7 +6,7 @@ The setting of the paper: one client, f_valid = f_train, no constraints on Theta
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 
@@ -152,11 +152,8 @@ def _run_experts(
     certified = problem.constants(values[0])
     samples = [problem.hessian(point) for point in _samples(problem, rng)]
     end = trace[-1]
-    between = (
-        (point.towards(end, s, t) for point in trace[:24] for s in SEGMENT for t in SEGMENT)
-        if certified[0] > 0
-        else ()
-    )
+    ways = product(trace[:24], SEGMENT, SEGMENT) if certified[0] > 0 else ()
+    between = (point.towards(end, s, t) for point, s, t in ways)
     spectra = [np.linalg.eigvalsh(problem.hessian(point)) for point in between]
     return _ExpertsRun(
         problem,
