@@ -8,12 +8,13 @@ from statistics import fmean
 import pytest
 from figures import as_json, typed
 
+from coterie.core.result import Json
 from coterie.reports.comparison import comparability, rows
-from coterie.runs import files, run
+from coterie.runs import run
 from coterie.runs.recipe import load
 
 
-def result(tmp_path: Path, recipe: str, *settings: str) -> files.Json:
+def result(tmp_path: Path, recipe: str, *settings: str) -> Json:
     return as_json(
         run.run(
             load(recipe, ["compare_with=[]", *settings]),
