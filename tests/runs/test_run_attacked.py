@@ -70,7 +70,7 @@ def test_a_reply_without_numbers_is_dropped_counted_and_told(
     assert all(line["reason"].startswith("not all values of ") for line in lost)
     warnings = [line for line in console.file.getvalue().splitlines() if "ann" in line]  # type: ignore[attr-defined]
     assert warnings == [f"  round {line['round']}, ann: {line['reason']}" for line in lost]
-    (note,) = comparison.comparability(as_json(comparison.rows(typed([result]))))
+    (note,) = comparison.comparability(comparison.rows(typed([result])))
     assert note.startswith("fedavg: 2 replies were lost, dropped as unfit or missing (ann 2)")
     assert note in (tmp_path / "run/report.html").read_text()
 

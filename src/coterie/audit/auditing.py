@@ -15,7 +15,7 @@ from coterie.audit.statistics import Values
 from coterie.core.errors import CheckpointError, Refused
 from coterie.core.files import read_json, write_json
 from coterie.core.protocol import ClientId, derive_seed
-from coterie.core.result import RESULT
+from coterie.core.result import RESULT, Result
 from coterie.core.roles import GENERALIST
 from coterie.core.tensors import Tensors, weighted_sum
 from coterie.data.canaries import Canaries
@@ -83,7 +83,7 @@ def audit(
     write_json(run / AUDITED, found)
     if (run / RESULT).exists():
         rows = [*(run / "baselines" / name for name in recipes.resolve(run).compare_with), run]
-        results = [read_json(row / RESULT) for row in rows if (row / RESULT).exists()]
+        results = [Result.read(row) for row in rows if (row / RESULT).exists()]
         write_report(run, results, recipes.resolve(run).description)
     return found
 
@@ -212,7 +212,8 @@ class _Auditor:
     def measured(self) -> Json:
         """Return all that is in `audit.json`."""
         language = isinstance(self.prepared.problem, Language)
-        result = read_json(self.run / RESULT) if (self.run / RESULT).exists() else {}
+        result = Result.read(self.run) if (self.run / RESULT).exists() else None
+        privacy = None if result is None else result.privacy
         observers = {name: self._observer(name, views) for name, views in self.views.items()}
         self.say("what the data alone tell")
         shift = {
@@ -228,7 +229,7 @@ class _Auditor:
             "data": "windows" if language else "examples",
             "canaries": self._about_canaries(),
             "secure": self.secure,
-            "privacy": result.get("privacy"),
+            "privacy": None if privacy is None else privacy.to_json(),
             "observers": observers,
             "shift": membership.measured(shift, self.settings.seed, "rows"),
             "words": self._words(),
