@@ -14,7 +14,7 @@ from coterie.core.errors import CheckpointError, ModelError
 from coterie.data.examples import ExampleSplit
 from coterie.data.images import Cifar10
 from coterie.data.store import default_cache
-from coterie.models import networks
+from coterie.models import network_tensors
 from coterie.models.classifier import Classifier
 from coterie.models.networks import NetworkShape, build
 
@@ -164,7 +164,7 @@ def test_a_resnet_is_that_of_he_et_al(network, stages, inputs) -> None:
 @pytest.mark.parametrize("network", ["resnet20", "resnet56"])
 def test_published_weights_load_under_their_own_names(resnets, network) -> None:
     path = resnets / f"{network}.safetensors"
-    found = networks.load(path, NetworkShape(network, CIFAR, 10))
+    found = network_tensors.load(path, NetworkShape(network, CIFAR, 10))
     expected = load_file(path)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -176,7 +176,7 @@ def test_the_published_resnet20_is_as_accurate_as_it_is_said_to_be(resnets, data
     imagenet = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
     split = ExampleSplit("test", found.test, found.test_labels, np.arange(2000), 0, *imagenet, 10)
     _, count, right = (
-        Classifier(shape, start=networks.load(resnets / "resnet20.safetensors", shape))
+        Classifier(shape, start=network_tensors.load(resnets / "resnet20.safetensors", shape))
         .score(split.scoring(250))
         .tolist()
     )
@@ -189,7 +189,7 @@ def test_a_file_of_another_network_is_refused_by_its_first_tensor(tmp_path) -> N
 
     def loaded(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         save_file(tensors, path)
-        return networks.load(path, shape)
+        return network_tensors.load(path, shape)
 
     counted = loaded(own | {"bn1.num_batches_tracked": torch.tensor(7)})
     assert counted.keys() == own.keys()
@@ -217,4 +217,4 @@ def test_a_file_of_another_network_is_refused_by_its_first_tensor(tmp_path) -> N
     path.write_bytes(path.read_bytes()[:100])
     for missing in (path, tmp_path / "none"):
         with pytest.raises(CheckpointError, match=missing.name):
-            networks.load(missing, shape)
+            network_tensors.load(missing, shape)

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 from coterie.core.errors import ModelError
 from coterie.core.roles import GENERALIST
 from coterie.data.examples import Examples
-from coterie.models.classifier import Bounds, Classifier
+from coterie.models.classifier import Classifier
 from coterie.models.networks import NetworkShape
+from coterie.models.vectorised import Bounds
 
 DIGITS, CIFAR = (1, 8, 8), (3, 32, 32)
 SHAPES = [

@@ -22,7 +22,8 @@ from coterie.data.labelled import _DOMAIN, INTENTS, Clinc150, DBpedia14, Labelle
 from coterie.models.classifier import Classifier
 from coterie.models.common import CommonExpert, Normalisation
 from coterie.models.networks import NetworkShape
-from coterie.models.pool import PoolClassifier, PoolLayout
+from coterie.models.pool import PoolClassifier
+from coterie.models.pool_layout import PoolLayout
 from coterie.models.text import TextShape
 from coterie.personal import Origin, PersonalClassifier, PersonalModel, save_classifier
 from coterie.personal.samples import of_array, read

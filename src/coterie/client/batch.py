@@ -18,7 +18,8 @@ from coterie.core.protocol import ClientId, Replies, State
 from coterie.core.roles import GENERALIST, Role
 from coterie.core.tensors import Named, Tensors, all_finite, check_alike
 from coterie.data.splits import Split
-from coterie.models.classifier import Classifier, unflatten
+from coterie.models.classifier import Classifier
+from coterie.models.vectorised import unflatten
 
 _X, _OPTIMISER, _BUFFERS = f"parameters/{GENERALIST}", f"optimiser/{GENERALIST}", "buffers"
 

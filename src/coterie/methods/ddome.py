@@ -24,7 +24,7 @@ from coterie.methods.base import Reader
 from coterie.methods.pools import Pooling
 from coterie.methods.scores import SCORES, ask_scores, own_scores
 from coterie.models.layout import Layout
-from coterie.models.pool import GateTarget, PoolLayout
+from coterie.models.pool_layout import GateTarget, PoolLayout
 
 ANCHOR = "anchor"  # tells a client that it is the anchor of the one expert that it gets
 

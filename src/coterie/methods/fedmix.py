@@ -15,7 +15,7 @@ from coterie.core.roles import EXPERT, GATE
 from coterie.core.tensors import Tensors
 from coterie.methods.pools import WholePool
 from coterie.models.layout import Layout
-from coterie.models.pool import PoolLayout
+from coterie.models.pool_layout import PoolLayout
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from coterie.core.tensors import Tensors
 from coterie.methods.base import Reader
 from coterie.methods.templates import Aggregating
 from coterie.models.layout import Layout
-from coterie.models.pool import PoolClassifier, PoolLayout
+from coterie.models.pool import PoolClassifier
+from coterie.models.pool_layout import PoolLayout
 
 
 @dataclass(frozen=True)

@@ -209,6 +209,30 @@ class Backbone:
         """The most tokens that the base was made to see at once."""
         return int(self.config.max_position_embeddings)
 
+    def checked(self, ids: Tensor, predicts: bool = False) -> Tensor:
+        """Return (B, C) token ids on the base's device.
+
+        Raises:
+            ModelError: They are not (B, C) int64, or longer than the base's context.
+        """
+        if (
+            ids.ndim != 2
+            or ids.dtype != torch.int64
+            or len(ids) == 0
+            or ids.shape[1] < 1 + predicts
+        ):
+            raise ModelError(
+                f"a batch of token ids is {ids.dtype}{list(ids.shape)}",
+                f"Expected int64 [rows, tokens] with at least 1 row and {1 + predicts} tokens.",
+            )
+        if ids.shape[1] - predicts > self.context_limit:
+            raise ModelError(
+                f"windows of {ids.shape[1] - predicts} tokens exceed the base's context of "
+                f"{self.context_limit}",
+                "Use a smaller context.",
+            )
+        return ids.to(self.device, non_blocking=True)
+
     @cached_property
     def tokenizer(self) -> Any:
         """The base's own tokenizer, loaded when first asked for.

@@ -23,7 +23,7 @@ from coterie.core.protocol import derive_seed
 from coterie.core.tensors import Named, Tensors, all_finite, nbytes
 from coterie.data.examples import ExampleSplit
 from coterie.data.store import default_cache
-from coterie.models import networks
+from coterie.models import network_tensors
 from coterie.models.classifier import Classifier
 from coterie.models.networks import Shape
 
@@ -163,7 +163,7 @@ def pretrained(
         CheckpointError: There is no such file, or it is damaged.
         ModelError: It is of another network, or a normalisation is not one of so many channels.
     """
-    return CommonExpert(shape, networks.load(path, shape), device, data, own)
+    return CommonExpert(shape, network_tensors.load(path, shape), device, data, own)
 
 
 def trained(
@@ -197,7 +197,7 @@ def trained(
         cache or default_cache()
     ) / f"common-{_key(shape, start, public, settings)}.safetensors"
     try:
-        tensors = networks.load(entry, shape)
+        tensors = network_tensors.load(entry, shape)
     except (CheckpointError, ModelError):  # missing or damaged
         device = torch.device(device)
         with torch.random.fork_rng([] if device.type == "cpu" else [device]):

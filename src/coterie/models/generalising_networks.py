@@ -8,7 +8,8 @@ from torch.nn.functional import one_hot, softplus
 
 from coterie.core.roles import BACKBONE, GENERALIST, SPECIALIST, tag
 from coterie.core.tensors import Tensors
-from coterie.models.networks import initial, statistics
+from coterie.models.network_tensors import statistics
+from coterie.models.networks import initial
 
 
 class Extended(nn.Module):

@@ -3,7 +3,7 @@ trains and scores.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -18,9 +18,10 @@ from coterie.models.backbone import Attachable, Backbone
 from coterie.models.layout import Layout
 from coterie.models.lora import LoRA
 from coterie.models.loss import head_loss, head_nll
+from coterie.models.objective import Totals, balance_by_row
 from coterie.models.per_example import CopiedAdapter, copies
-from coterie.models.pool import ABSENT
-from coterie.models.routing import Routing, balance_loss
+from coterie.models.pool_layout import ABSENT
+from coterie.models.routing import Routing
 
 
 class LanguageModel:
@@ -82,7 +83,7 @@ class LanguageModel:
     def _embed(self, ids: Tensor) -> Tensor:
         with self.backbone.using(None):
             return (
-                self.backbone.hidden(self._checked(ids)[:, : self.backbone.context_limit])
+                self.backbone.hidden(self.backbone.checked(ids)[:, : self.backbone.context_limit])
                 .float()
                 .mean(dim=1)
                 .cpu()
@@ -174,7 +175,7 @@ class LanguageModel:
     def forward(self, ids: Tensor) -> Tensor:
         """(B, C) int64 -> (B, C, V) logits."""
         with self._using():
-            logits: Tensor = self.backbone.model(self._checked(ids), use_cache=False).logits
+            logits: Tensor = self.backbone.model(self.backbone.checked(ids), use_cache=False).logits
         return logits
 
     __call__ = forward
@@ -201,7 +202,7 @@ class LanguageModel:
             )
         record: list[Routing] = []
         with self._using(record):
-            self.backbone.hidden(self._checked(ids))
+            self.backbone.hidden(self.backbone.checked(ids))
         return torch.stack([decision.weights.view(*ids.shape, -1) for decision in record])
 
     @torch.no_grad()
@@ -217,7 +218,7 @@ class LanguageModel:
         total, tokens = torch.zeros((), dtype=torch.float64, device=self.backbone.device), 0
         with self._using():
             for batch in batches:
-                ids = self._checked(batch, predicts=True)
+                ids = self.backbone.checked(batch, predicts=True)
                 total += self._nll(ids).double().sum()
                 tokens += ids[:, 1:].numel()
         return torch.tensor([float(total), tokens], dtype=torch.float64)
@@ -247,13 +248,13 @@ class LanguageModel:
             ModelError: `wrt` is empty or holds a foreign parameter, the batch has another form, or
                 `micro_batch` is not positive.
         """
-        ids = self._checked(batch, predicts=True)
+        ids = self.backbone.checked(batch, predicts=True)
         if micro_batch is not None and micro_batch < 1:
             raise ModelError(
                 f"micro_batch is {micro_batch}", "Use at least 1, or None for the whole batch."
             )
         parts = torch.split(ids, micro_batch or len(ids))
-        totals = _Totals(self.layout, tokens=ids[:, 1:].numel())
+        totals = Totals(self.layout, tokens=ids[:, 1:].numel())
         gradients: list[Tensor] = []
         with self._training(wrt):
             load = self._load(parts) if len(parts) > 1 and self._load_varies else None
@@ -293,33 +294,22 @@ class LanguageModel:
         Raises:
             ModelError: `wrt` is empty or holds a foreign parameter, or the batch has another form.
         """
-        ids = self._checked(batch, predicts=True)
+        ids = self.backbone.checked(batch, predicts=True)
         self._check_own(wrt)
-        totals, copied = _Totals(self.layout, tokens=ids[:, 1:].numel()), copies(wrt, len(ids))
+        totals, copied = Totals(self.layout, tokens=ids[:, 1:].numel()), copies(wrt, len(ids))
         record: list[Routing] = []
         with self._using(record, CopiedAdapter(self.adapter, copied)):
             nll = self._nll_sum(ids)
         totals.add(nll, record, None)
         objective = nll / ids[:, 1:].shape[1]
         if self.layout.balance_has_gradient:
-            objective = objective + self.layout.balance_weight * self._balance_by_row(
-                record, len(ids)
+            objective = objective + self.layout.balance_weight * balance_by_row(
+                self.layout, record, len(ids)
             )
         gradients = torch.autograd.grad(objective, list(copied.values()), materialize_grads=True)
         return list(gradients), totals.statistics()
 
-    def _balance_by_row(self, record: Sequence[Routing], rows: int) -> Tensor:
-        """Return the sum over rows of the load-balancing loss of each row's own tokens."""
-        terms = []
-        for row in range(rows):
-            own = [decision.part(row, rows) for decision in record]
-            users = torch.stack([decision.users() for decision in own])
-            probabilities = torch.stack([decision.probabilities.mean(dim=0) for decision in own])
-            load = users / users.sum(dim=-1, keepdim=True) * self.layout.active
-            terms.append(balance_loss(self.layout.balance_coefficients, load, probabilities))
-        return torch.stack(terms).sum()
-
-    def _objective(self, ids: Tensor, totals: "_Totals", load: Tensor | None) -> Tensor:
+    def _objective(self, ids: Tensor, totals: Totals, load: Tensor | None) -> Tensor:
         """Return this micro-batch's share of the whole batch's objective; `load` is f of the whole
         batch, if this is but a part of it.
         """
@@ -372,30 +362,6 @@ class LanguageModel:
             logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, reduction="none"
         )
 
-    def _checked(self, ids: Tensor, predicts: bool = False) -> Tensor:
-        """Return the ids on the backbone's device.
-
-        Raises:
-            ModelError: They are not (B, C) int64, or longer than the base's context.
-        """
-        if (
-            ids.ndim != 2
-            or ids.dtype != torch.int64
-            or len(ids) == 0
-            or ids.shape[1] < 1 + predicts
-        ):
-            raise ModelError(
-                f"a batch of token ids is {ids.dtype}{list(ids.shape)}",
-                f"Expected int64 [rows, tokens] with at least 1 row and {1 + predicts} tokens.",
-            )
-        if ids.shape[1] - predicts > self.backbone.context_limit:
-            raise ModelError(
-                f"windows of {ids.shape[1] - predicts} tokens exceed the base's context of "
-                f"{self.backbone.context_limit}",
-                "Use a smaller context.",
-            )
-        return ids.to(self.backbone.device, non_blocking=True)
-
     def _check_own(self, wrt: Sequence[nn.Parameter]) -> None:
         """Refuse anything but parameters of this adapter, at least one."""
         asked = {id(parameter) for parameter in wrt}
@@ -420,56 +386,3 @@ class LanguageModel:
             self.adapter.eval()
             for parameter, required in zip(own, before, strict=True):
                 parameter.requires_grad_(required)
-
-
-class _Totals:
-    """Sums over the micro-batches of one gradient.
-
-    Args:
-        layout: Says which load-balancing loss.
-        tokens: Predicted tokens of the whole batch.
-    """
-
-    def __init__(self, layout: Layout, tokens: int) -> None:
-        self.layout, self.tokens = layout, tokens
-        self.nll: Tensor | float = 0.0
-        self.weights: Tensor | float = 0.0
-        self.users: Tensor | float = 0.0
-        self.probabilities: Tensor | float = 0.0
-
-    def add(self, nll: Tensor, record: Sequence[Routing], load: Tensor | None) -> Tensor | None:
-        """Note one micro-batch, and return its share of the load-balancing loss if that has a
-        gradient.
-        """
-        self.nll = self.nll + nll.detach()
-        if not record:
-            return None
-        with torch.no_grad():
-            users = torch.stack([decision.users() for decision in record])
-            self.users = self.users + users
-            self.weights = self.weights + torch.stack(
-                [decision.weights.sum(dim=0) for decision in record]
-            )
-        with nullcontext() if self.layout.balance_has_gradient else torch.no_grad():
-            probabilities = torch.stack([decision.probabilities.sum(dim=0) for decision in record])
-        self.probabilities = self.probabilities + probabilities.detach()
-        if not self.layout.balance_has_gradient:
-            return None
-        if load is None:  # the whole batch in one, or k = n: then f is 1 in any part of it
-            load = users / users.sum(dim=-1, keepdim=True) * self.layout.active
-        return balance_loss(self.layout.balance_coefficients, load, probabilities / self.tokens)
-
-    def statistics(self) -> dict[str, Tensor]:
-        nll = cast(Tensor, self.nll)
-        found = {"loss": nll / self.tokens, "balance": torch.zeros_like(nll)}
-        if isinstance(self.weights, Tensor):
-            found["router"] = self.weights / self.tokens
-            if self.layout.balance_coefficients:
-                users, probabilities = (
-                    cast(Tensor, self.users) / self.tokens,
-                    cast(Tensor, self.probabilities) / self.tokens,
-                )
-                found["balance"] = balance_loss(
-                    self.layout.balance_coefficients, users, probabilities
-                )
-        return found

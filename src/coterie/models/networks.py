@@ -9,17 +9,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import ClassVar, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from coterie.core.errors import ModelError, TensorError
-from coterie.core.files import load as load_tensors
+from coterie.core.errors import ModelError
 from coterie.core.protocol import derive_seed
 from coterie.core.roles import GENERALIST, tag
-from coterie.core.tensors import Named, Tensors, all_finite, check_alike
+from coterie.core.tensors import Tensors
 from coterie.models.layers import Block, Convolution, GlobalMax, Norm, Residual, _norm
 
 
@@ -36,9 +34,6 @@ class Shape(Protocol):
     def initial(self, seed: int) -> Tensors: ...
     def check_inputs(self, x: Tensor) -> None: ...
     def example(self) -> Tensor: ...
-
-
-_SMALL = 1_000_000  # values that cost nothing, see `check_size`
 
 
 @dataclass(frozen=True)
@@ -331,76 +326,3 @@ def initial(network: nn.Module, seed: int) -> Tensors:
             else:
                 found[name] = torch.full(parameter.shape, float(own == "weight"))
     return found
-
-
-def load(path: Path, shape: Shape) -> Tensors:
-    """Return the parameters and running statistics of a trained network, from a file of
-    safetensors.
-
-    How many batches a normalisation has seen, which such files often say, is left aside.
-
-    Raises:
-        CheckpointError: There is no such file, or it is damaged.
-        ModelError: It is of another network.
-    """
-    named, _ = load_tensors(path)
-    found = {
-        name: tensor for name, tensor in named.items() if not name.endswith(".num_batches_tracked")
-    }
-    check(shape, found, str(path))
-    return found
-
-
-def statistics(network: nn.Module) -> dict[str, Tensor]:
-    """Return the running statistics of batch normalisation, by name; not the constants that some
-    networks hold as buffers.
-    """
-    norms = {
-        prefix: module
-        for prefix, module in network.named_modules()
-        if isinstance(module, nn.BatchNorm2d)
-    }
-    return {
-        f"{prefix}.{own}": buffer
-        for prefix, norm in norms.items()
-        for own, buffer in norm.named_buffers()
-    }
-
-
-def check_size(shape: Shape, tensors: Named, source: str) -> None:
-    """Refuse a shape that is far larger than its tensors before anything of its size is made: a
-    file may claim billions of units.
-
-    Raises:
-        ModelError: It is. What else is wrong with the tensors `check` tells.
-    """
-    found = sum(tensor.numel() for tensor in tensors.values())
-    try:
-        wanted = sum(parameter.numel() for parameter in shape.build("meta").parameters())
-    except (RuntimeError, TypeError) as error:  # sizes that no tensor can have
-        raise ModelError(f"{source}: {shape.title}: {error}", "It was changed by hand.") from None
-    if wanted > 2 * found + _SMALL:
-        raise ModelError(
-            f"{source}: {found:,} values, {shape.title} has {wanted:,}",
-            "The file belongs to another network.",
-        )
-
-
-def check(shape: Shape, tensors: Named, source: str) -> None:
-    """Refuse tensors that are not all the parameters and running statistics of a network of this
-    shape, fp32 and finite.
-
-    Raises:
-        ModelError: Naming the source and the first tensor that is foreign, missing, of another
-            form, or not finite.
-    """
-    try:
-        network = shape.build("meta")
-        check_alike(dict(network.named_parameters()) | statistics(network), tensors, source)
-    except TensorError as error:
-        raise ModelError(error.problem, f"Name the tensors of {shape.title}.") from None
-    if broken := [name for name, tensor in tensors.items() if not all_finite({name: tensor})]:
-        raise ModelError(
-            f"{source}: {broken[0]!r} holds values that are not finite",
-            "Take an earlier copy, or train it again.",
-        )

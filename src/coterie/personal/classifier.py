@@ -19,8 +19,10 @@ from coterie.core.tensors import Named, Tensors, prefixed, under
 from coterie.data.examples import Examples, ExampleSplit
 from coterie.models.classifier import Classifier, Shape
 from coterie.models.common import CommonExpert, Normalisation
-from coterie.models.networks import NetworkShape, check, check_size
-from coterie.models.pool import ABSENT, Mixture, PoolClassifier, PoolLayout
+from coterie.models.network_tensors import check, check_size
+from coterie.models.networks import NetworkShape
+from coterie.models.pool import PoolClassifier
+from coterie.models.pool_layout import ABSENT, Mixture, PoolLayout
 from coterie.models.text import TextShape
 from coterie.personal.artifact import (
     ABOUT,

@@ -26,8 +26,9 @@ from coterie.models.generalising import (
     StochasticLayout,
 )
 from coterie.models.layout import CommonLayout, Layout
-from coterie.models.networks import statistics
-from coterie.models.pool import PoolClassifier, PoolLayout
+from coterie.models.network_tensors import statistics
+from coterie.models.pool import PoolClassifier
+from coterie.models.pool_layout import PoolLayout
 from coterie.models.text import TextShape
 from coterie.runs.problem import LearningProblem
 from coterie.runs.sections import ClassifierSection, CommonSection, TextClassifierSection

@@ -1,0 +1,217 @@
+"""Many networks of one architecture at once: gradients at many points, each with a batch of its
+own, and gradients of single examples.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from statistics import mean
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from coterie.core.errors import ModelError
+from coterie.core.roles import GENERALIST, Role
+from coterie.core.tensors import Named, Tensors
+from coterie.data.examples import Examples
+from coterie.models.networks import MLP, Network, Shape
+
+
+class Bounds(NamedTuple):
+    """The memory that many networks at once may take on a device, in bytes.
+
+    Args:
+        map: What a layer puts out for one batch, averaged over a network's layers: where it is
+            more, networks are not quicker together.
+        at_once: Values of parameters and maps of those that are computed at once; more of them take
+            turns.
+    """
+
+    map: int
+    at_once: int
+
+
+# On a CPU as measured with benchmarks/cobo.py. Elsewhere an estimate: a layer that puts out 4 MiB
+# takes a GPU a few times as long as its calls do, which are all that can be saved.
+# `speed --device cuda` of that benchmark says what is so.
+_ON_CPU, _ELSEWHERE = Bounds(1 << 17, 1 << 28), Bounds(1 << 22, 1 << 32)
+
+
+class Vectorised:
+    """What a classifier computes for many networks like its own at once."""
+
+    shape: Shape
+    network: nn.Module
+    device: torch.device
+    _batch_norms: Sequence[nn.BatchNorm2d]
+
+    @property
+    def trainable_parameters(self) -> int:
+        """Parameters of the network."""
+        raise NotImplementedError
+
+    def parameters_by_role(self) -> dict[Role, dict[str, nn.Parameter]]:
+        """See `Classifier.parameters_by_role`."""
+        raise NotImplementedError
+
+    def buffers(self) -> dict[str, Tensor]:
+        """See `Classifier.buffers`."""
+        raise NotImplementedError
+
+    def checked(self, batch: Examples) -> tuple[Tensor, Tensor]:
+        """See `Classifier.checked`."""
+        raise NotImplementedError
+
+    def batch_statistics(self) -> AbstractContextManager[None]:
+        """See `Classifier.batch_statistics`."""
+        raise NotImplementedError
+
+    def _untracked(self) -> AbstractContextManager[None]:
+        raise NotImplementedError
+
+    @property
+    def stacks(self) -> bool:
+        """Whether many clients' networks can be computed at once, with the same result: those
+        for images can.
+        """
+        return isinstance(self.network, Network)
+
+    def gains(self, examples: int) -> bool:
+        """Whether many clients' networks are quicker together than one by one, each with a batch of
+        so many examples.
+
+        Perceptrons are: a layer of all of them is one batched product. Convolutions become one in
+        groups, which saves the cost of calls, not of computing, so that it depends on how large a
+        layer's output is.
+        """
+        return isinstance(self.network, MLP) or examples * mean(self._maps) <= self._bounds.map
+
+    @property
+    def _bounds(self) -> Bounds:
+        return _ON_CPU if self.device.type == "cpu" else _ELSEWHERE
+
+    @cached_property
+    def _maps(self) -> list[int]:
+        """Bytes that each layer puts out for one example."""
+        found: list[int] = []
+        network = self.shape.build("meta").eval()
+        for layer in network.modules():
+            if not list(layer.children()):
+                layer.register_forward_hook(lambda _, inputs, output: found.append(output.nbytes))
+        network(self.shape.example().to("meta"))
+        return found
+
+    def vectorised(
+        self, points: Tensor, x: Tensor, y: Tensor, running: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """`gradient` at many points at once, each with a batch and running statistics of its own;
+        or `gradient_elsewhere`.
+
+        Args:
+            points: (m, d) fp32: at each row all parameters, flat, in the order of
+                `parameters_by_role()[GENERALIST]`.
+            x: (m, B, C, H, W) fp32.
+            y: (m, B) int64.
+            running: (m, s) fp32 on the network's device: at each row all running statistics, flat,
+                in the order of `buffers`. They follow the batches, in place. None: it is elsewhere.
+
+        Returns:
+            Gradients (m, d), and the detached "loss" (m,) and "accuracy" (m,) of the batches.
+
+        Raises:
+            ModelError: The points or the batches do not fit the network.
+        """
+        if (
+            points.ndim != 2
+            or points.shape[1] != self.trainable_parameters
+            or y.ndim != 2
+            or len(y) != len(points)
+        ):
+            raise ModelError(
+                f"{list(points.shape)} values of points and {list(y.shape)} labels",
+                f"Expected [m, {self.trainable_parameters}] and [m, examples].",
+            )
+        if x.shape[:2] != y.shape:
+            raise ModelError(
+                f"{list(x.shape)} inputs for {list(y.shape)} labels", "Give every label an input."
+            )
+        inputs, labels = self.checked(Examples(x.flatten(0, 1), y.flatten()))
+        gradients, stats = torch.empty(points.shape, device=self.device), []
+        size = self._at_once(y.shape[1])
+        with nullcontext() if running is not None else self._untracked(), self.batch_statistics():
+            for start in range(0, len(points), size):
+                part = slice(start, start + size)
+                own = None if running is None else running[part]
+                stats.append(
+                    self._at(
+                        points[part],
+                        inputs.view(x.shape)[part],
+                        labels.view(y.shape)[part],
+                        own,
+                        gradients[part],
+                    )
+                )
+        return gradients, {name: torch.cat([found[name] for found in stats]) for name in stats[0]}
+
+    def _at_once(self, examples: int) -> int:
+        """How many points are computed at once: of each there are its parameters, a copy, their
+        gradient, and maps with theirs.
+        """
+        return max(
+            1,
+            self._bounds.at_once
+            // (3 * 4 * self.trainable_parameters + 2 * examples * sum(self._maps)),
+        )
+
+    def _at(
+        self, points: Tensor, x: Tensor, y: Tensor, running: Tensor | None, into: Tensor
+    ) -> dict[str, Tensor]:
+        """`vectorised` of so few points that they are computed at once; gradients are written
+        `into` (m, d).
+        """
+        own = unflatten(points.detach().to(self.device), self.parameters_by_role()[GENERALIST])
+        stacks = {name: stack.requires_grad_() for name, stack in own.items()}
+        parts = {} if running is None else unflatten(running, self.buffers())
+        buffers = {
+            name: t.clone(memory_format=torch.contiguous_format) for name, t in parts.items()
+        }  # PyTorch changes no others in place
+        logits = self._stacked(stacks, buffers, x)
+        losses = (
+            cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none")
+            .view(y.shape)
+            .mean(dim=1)
+        )
+        found = torch.autograd.grad(
+            losses.sum(), list(stacks.values())
+        )  # a loss depends on its own point alone
+        torch.cat([gradient.flatten(1) for gradient in found], dim=1, out=into)
+        if running is not None and buffers:
+            torch.cat([buffer.flatten(1) for buffer in buffers.values()], dim=1, out=running)
+        return {
+            "loss": losses.detach(),
+            "accuracy": (logits.argmax(dim=2) == y).float().mean(dim=1),
+        }
+
+    def _stacked(self, stacks: Tensors, buffers: Tensors, x: Tensor) -> Tensor:
+        """(m, B, C, H, W) -> (m, B, classes), at m points, each parameter of which is (m, ...);
+        the buffers, likewise, follow in place.
+        """
+        if isinstance(self.network, MLP):
+            return self.network.stacked(list(stacks.values()), x)
+
+        def at(point: Tensors, batch: Tensor) -> Tensor:
+            logits: Tensor = torch.func.functional_call(self.network, point, (batch,))
+            return logits
+
+        return torch.vmap(at)(stacks | buffers, x)
+
+
+def unflatten(rows: Tensor, named: Named) -> Tensors:
+    """(m, d) -> views (m, ...) of the values of each tensor, by name."""
+    pieces = torch.split(rows, [tensor.numel() for tensor in named.values()], dim=1)
+    return {
+        name: piece.view(-1, *t.shape)
+        for (name, t), piece in zip(named.items(), pieces, strict=True)
+    }
