@@ -212,7 +212,6 @@ LONGER = {
     "runs/device.py",
     "runs/evaluate.py",
     "runs/prepare.py",
-    "runs/recipe.py",
 }
 
 

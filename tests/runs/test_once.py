@@ -10,8 +10,9 @@ from coterie.data.images import Images
 from coterie.methods.base import Method
 from coterie.methods.fedavg import FedAvg
 from coterie.reports.progress import Callback
-from coterie.runs import recipe as recipes
-from coterie.runs.recipe import build_method, load
+from coterie.runs import method_section
+from coterie.runs.method_section import build_method
+from coterie.runs.recipe import load
 from coterie.runs.run import execute_all
 
 SHORT = ["method.name=fedavg", "method.rounds=1", "method.local_steps=1"]
@@ -26,7 +27,7 @@ class Foretelling(Callback):
 def test_a_run_prepares_its_data_and_builds_its_method_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipes._built.cache_clear()
+    method_section._built.cache_clear()
     made: Counter[str] = Counter()
     loaded, validated = Images.federated, TypeAdapter.validate_python
 

@@ -42,8 +42,9 @@ from coterie.reports import Callback
 from coterie.runs.account import Account
 from coterie.runs.device import ACCOUNT, Device
 from coterie.runs.limits import Limits, LocalPrivacy
+from coterie.runs.method_section import build_method
 from coterie.runs.prepare import prepare
-from coterie.runs.recipe import Recipe, build_method, load
+from coterie.runs.recipe import Recipe, load
 from coterie.runs.run import run
 
 pytest.importorskip("opacus")

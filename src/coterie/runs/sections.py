@@ -13,14 +13,11 @@ from coterie.models.layers import Norm
 from coterie.models.layout import Layout
 from coterie.models.networks import NetworkShape
 from coterie.models.text import TextShape
+from coterie.runs.mistakes import Mistakes
 
 Device = Annotated[
     str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto: CUDA where there is one")
 ]
-
-
-class _Mistakes(ValueError):
-    """Mistakes that name their fields already, one a line."""
 
 
 class LanguageSection(BaseModel):
@@ -111,21 +108,21 @@ class CommonSection(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> "CommonSection":
         if (self.mean is None) != (self.std is None):
-            raise _Mistakes("model.common.mean and model.common.std: give both of them, or none")
+            raise Mistakes("model.common.mean and model.common.std: give both of them, or none")
         if self.mean is not None and self.path is None:
-            raise _Mistakes(
+            raise Mistakes(
                 "model.common.mean: an expert that is trained here takes images as the data are; "
                 "leave it and std out"
             )
         if self.network is None and (
             self.hidden != (64, 64) or self.width is not None or self.norm != "batch"
         ):
-            raise _Mistakes(
+            raise Mistakes(
                 "model.common.network: missing, though hidden, width or norm are given; without "
                 "it the model's own are taken"
             )
         if self.path is not None and self.pretraining is not None:
-            raise _Mistakes(
+            raise Mistakes(
                 "model.common.path and model.common.pretraining: its weights are there, or they "
                 "are to be trained; give one"
             )

@@ -1,0 +1,66 @@
+"""Settings of a recipe by dotted keys: `method.rounds=5`."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from coterie.methods import METHODS, name_of
+from coterie.runs import recipes
+from coterie.runs.mistakes import SHOWN
+
+
+def flat(changes: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested mappings by dotted keys; a method by its name or class alone
+    stands for its section's `name`.
+    """
+    found: dict[str, Any] = {}
+    for key, value in sorted(
+        changes.items(), key=lambda change: change[0] != "name"
+    ):  # which drops what it has no fields for
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{prefix}{key}.")
+        elif not prefix and key == "method" and isinstance(value, str | type):
+            found["method.name"] = name_of(value)
+        else:
+            found[f"{prefix}{key}"] = _plain(value)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as YAML has it: a path as text, a method's class by its name."""
+    if isinstance(value, Path):
+        return str(value)
+    return name_of(value) if isinstance(value, type) else value
+
+
+def apply(section: dict[str, Any], override: str) -> str | None:
+    """Set one `a.b.c=value`, the value being YAML; returns what is wrong with it, if anything."""
+    key, sign, text = override.partition("=")
+    if not sign or not key.strip().split(".")[-1]:
+        return f"{override!r} is not of the form key=value, for instance method.rounds=5"
+    shown = override if len(override) < SHOWN else f"{override[:SHOWN]}..."
+    try:
+        value = recipes.parse(text)
+    except ValueError as error:
+        return f"{shown!r}: the value is not valid YAML ({str(error).splitlines()[0]})"
+    return assign(section, key.strip(), value, override)
+
+
+def assign(section: dict[str, Any], key: str, value: Any, shown: str) -> str | None:
+    """Set the value of a dotted key; returns what is wrong with it, if anything. A new method's
+    name drops what it has no fields for.
+    """
+    *path, last = key.split(".")
+    for part in path:
+        section = section.setdefault(part, {})
+        if not isinstance(section, dict):
+            return f"{shown!r}: {part} is a value, not a section"
+    if last == "name" and path == ["method"] and isinstance(value, str) and value in METHODS:
+        keep = {f.name for f in dataclasses.fields(METHODS[value].method)} - set(
+            METHODS[value].fixed
+        )
+        for old in [k for k in section if k not in keep]:
+            del section[old]
+    section[last] = value
+    return None

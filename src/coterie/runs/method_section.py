@@ -1,0 +1,79 @@
+"""The method of a recipe's `method` section, and what is refused in it."""
+
+import dataclasses
+import difflib
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from coterie.core.own import is_own
+from coterie.methods import METHODS, Method, import_problem
+
+
+def build_method(section: Mapping[str, Any]) -> Method:
+    """Return the method of a recipe's `method` section.
+
+    Raises:
+        ValueError: `name` is missing or unknown, or a field is given that the name fixes.
+        pydantic.ValidationError: A field is unknown or out of range.
+    """
+    name = section.get("name")
+    if not isinstance(name, str) or name not in METHODS:
+        raise ValueError(
+            "method.name: "
+            + ("missing; see `coterie methods`" if name is None else unknown_method(str(name)))
+        )
+    entry = METHODS[name]
+    if moved := list(_moved(section)):
+        raise ValueError("\n".join(moved))
+    given = {key: value for key, value in section.items() if key != "name"}
+    for key, value in entry.fixed.items():
+        if key in given and given[key] != value:
+            raise ValueError(
+                f"method.{key}: {name} fixes it to {value!r}, found {given[key]!r}; use name: "
+                f"comigs to choose it"
+            )
+    fields = given | dict(entry.fixed)
+    return _built(entry.method, _Fields(repr(sorted(fields.items())), fields))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fields:
+    """A method's fields, alike where they are written alike."""
+
+    written: str
+    values: Mapping[str, Any] = dataclasses.field(compare=False)
+
+
+@lru_cache(maxsize=64)
+def _built(kind: type[Method], fields: _Fields) -> Method:
+    """Return the method with these fields: one object for all that ask, as it is frozen."""
+    return TypeAdapter(kind).validate_python(fields.values)
+
+
+def _moved(method: Mapping[str, Any]) -> Iterator[str]:
+    """Say what a recipe of before has to write now."""
+    if method.get("generalists") == "pool" or (
+        "chosen" in method and str(method["name"]).startswith("comigs")
+    ):
+        yield (
+            "method.generalists: a pool is a method of its own now: name: comigs-pool, where "
+            "`generalists` is what was `chosen`"
+        )
+    if "aggregate" in method:
+        yield (
+            "method.aggregate: CoBo's weights are a method of its own now: name: comigs-cobo "
+            "(comigs averages); leave the field out"
+        )
+
+
+def unknown_method(name: str) -> str:
+    """Return why there is no method of this name, and which one may be meant."""
+    if is_own(name):
+        return f"{name!r} is no method: {import_problem(name)}"
+    close = difflib.get_close_matches(name, METHODS, n=1)
+    return f"there is no method {name!r}" + (
+        f", did you mean {close[0]}?" if close else "; see `coterie methods`"
+    )

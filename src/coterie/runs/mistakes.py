@@ -1,0 +1,107 @@
+"""A recipe's mistakes in the words of those who write recipes."""
+
+import dataclasses
+import difflib
+import math
+import reprlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic_core import ErrorDetails
+
+from coterie.methods import METHODS
+
+SHOWN = 200  # characters of a value in a message
+_DEEPEST = 50  # sections within sections
+
+
+class Mistakes(ValueError):
+    """Mistakes that name their fields already, one a line."""
+
+
+def impossible(value: Any, where: str = "", depth: int = 0) -> Iterator[str]:
+    """Return what no field can have, whatever it is: numbers that are not finite or beyond 64 bits,
+    half of a surrogate pair, endless sections.
+    """
+    if depth > _DEEPEST:
+        yield f"{where}: more than {_DEEPEST} sections within each other"
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from impossible(str(key), where, depth)
+            yield from impossible(inner, f"{where}.{key}" if where else str(key), depth + 1)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from impossible(inner, where, depth + 1)
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield f"{where}: must be a finite number, found {value}"
+    elif isinstance(value, int) and abs(value) >= 2**63:
+        yield f"{where}: must be below 2^63, found a number of {value.bit_length()} bits"
+    elif isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
+        yield f"{where}: half of a surrogate pair, which is no text"
+
+
+def readable(error: ErrorDetails, recipe: type[BaseModel], prefix: tuple[str, ...] = ()) -> str:
+    """Return one mistake in the words of someone who writes a recipe.
+
+    Args:
+        error: As pydantic tells it.
+        recipe: Whose keys an unknown one may stand for.
+        prefix: The way to the section in which it was found.
+    """
+    location = _without_kinds([str(part) for part in (*prefix, *error["loc"])])
+    where = ".".join(part for part in location if "[" not in part)
+    if isinstance(cause := error.get("ctx", {}).get("error"), Mistakes):
+        return str(cause)
+    if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        return f"{where}: unknown key" + _suggest(location, recipe)
+    if error["type"] == "union_tag_invalid":
+        return (
+            f"{where}.kind: there is no {error['ctx']['tag']!r}; choose among "
+            f"{error['ctx']['expected_tags']}"
+        )
+    if error["type"] == "union_tag_not_found":
+        return f"{where}.kind: missing"
+    if error["type"] == "missing":
+        return f"{where}: missing"
+    message = error["msg"].removeprefix("Value error, ")
+    found = reprlib.repr(error["input"]) if len(given := repr(error["input"])) > SHOWN else given
+    return f"{where}: {message[0].lower()}{message[1:]}, found {found}"
+
+
+def _without_kinds(location: list[str]) -> list[str]:
+    """Return the way to a field as it is written, without the kinds that pydantic puts behind
+    sections that have several.
+    """
+    several = {"data", "model", "experts", "routers", "aggregation"}
+    return [
+        part
+        for k, part in enumerate(location)
+        if k == 0 or location[k - 1] not in several or part in several or k == len(location) - 1
+    ]
+
+
+def _suggest(location: list[str], recipe: type[BaseModel]) -> str:
+    """Return the known key that an unknown one resembles."""
+    known = _keys(recipe) | {
+        f.name for entry in METHODS.values() for f in dataclasses.fields(entry.method)
+    }
+    if location[-1] in known:
+        return " here: it belongs to another section, method or kind of data"
+    close = difflib.get_close_matches(location[-1], known, n=1)
+    return f", did you mean {close[0]}?" if close else "; see docs/recipes.md for all keys"
+
+
+def _keys(model: type[BaseModel]) -> set[str]:
+    """All keys of a section and the sections in it."""
+    found = set(model.model_fields)
+    for info in model.model_fields.values():
+        for nested in _models(info.annotation):
+            found |= _keys(nested)
+    return found
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in getattr(annotation, "__args__", ()) for model in _models(part)]
