@@ -182,7 +182,7 @@ def test_the_command_measures_writes_and_says_what_it_means(planted: Path) -> No
     ].keys()
     report = (planted / "report.html").read_text()
     assert 'id="audit"' in report
-    assert "What the shared part gives away" in report
+    assert "What the shared part reveals" in report
 
 
 def test_of_one_client(planted: Path) -> None:

@@ -60,7 +60,7 @@ def test_a_demonstration_that_is_stopped_leaves_nothing_running(
         demo.says("round 1/100")
         demo.process.send_signal(how)
         assert demo.ends(MINUTE) == code
-        assert "nothing is left running" in demo.text
+        assert "Nothing is left running" in demo.text
         assert not left(tmp_path / "demo")
     config = (tmp_path / "demo/run/server/flwr/config.toml").read_text()
     host, _, port = config.partition('address = "')[2].partition('"')[0].rpartition(":")

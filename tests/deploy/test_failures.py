@@ -201,7 +201,7 @@ def test_a_device_that_is_killed_comes_back_and_goes_on_from_its_state(
         assert running.process.poll() is None
         assert not [line for line in site.lines("note", "ben") if "afresh" in line["note"]]
         assert running.stop() == 143
-        assert "The run goes on" in running.text
+        assert "The run continues" in running.text
 
 
 def test_a_server_that_is_killed_goes_on_from_its_checkpoint_to_the_same_result(

@@ -93,5 +93,5 @@ def test_the_page_works_as_it_is_written(tmp_path: Path) -> None:
         }
         for device in devices.values():
             assert device.stop() == 143
-            assert "What this client has learned is kept." in device.text
+            assert "The client's state is kept." in device.text
     assert not left(tmp_path)

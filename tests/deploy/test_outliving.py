@@ -404,7 +404,7 @@ def test_a_run_that_is_told_twice_to_stop_stops_once(
             running.process.send_signal(number)
             time.sleep(0.03)
         assert running.ends(MINUTE) == code
-        assert running.text.rstrip().endswith("the same command with --resume goes on.")
+        assert running.text.rstrip().endswith("To continue, repeat the command with --resume.")
         assert "Traceback" not in running.text
 
 

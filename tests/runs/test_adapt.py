@@ -408,14 +408,15 @@ def test_a_newcomer_is_told_what_it_got_and_how_to_use_it(run: Path, photos: Pat
     done = command("adapt", run, "--data", photos)
     assert done.exit_code == 0, done.stderr
     model = coterie.load(run, "photos")
-    assert done.stdout.startswith("photos: 36 samples, labels neither needed nor read.\n")
+    assert done.stdout.startswith("photos: 36 samples, labels not needed and not read.\n")
     assert set(re.findall(r"expert (\d): \d+\.\d% of the scores", done.stdout)) == set(
         map(str, model.experts)
     )
     assert re.search(r"not sent: 3 others, \d+\.\d% of the scores\n", done.stdout)
     assert re.search(
-        r"It sent 40 bytes \(its scores\) and got [\d,]+ bytes; and before, .* [\d,]+ of the "
-        r"common expert\.\n",
+        r"It sent 40 bytes \(its scores\) and received [\d,]+ bytes, and before that [\d,]+ bytes "
+        r"of the "
+        r"common expert, .*\.\n",
         done.stdout,
     )
     words = done.stdout.splitlines()[-1].split()

@@ -1,4 +1,4 @@
-"""Measurement of how much of a client's text the shared part of a run gives away.
+"""Measurement of how much of a client's text the shared part of a run reveals.
 
 It works on the run's folder, where all data are on this machine.
 """

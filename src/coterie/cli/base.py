@@ -1,5 +1,5 @@
-"""Options, errors and signals of all commands. Heavy libraries are imported by the commands that
-need them, so that `--help` is quick.
+"""Options, error messages and signals of all commands. Commands import heavy libraries only when
+they need them, so that `--help` is fast.
 """
 
 import io
@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 
 
 def _normal(given: Any) -> Any:
-    """Names as they are known, however the keyboard or another machine has put accents on
-    letters.
-    """
+    """Normalise names to Unicode form C, so that accented letters compare equal."""
     if given is None:
         return None
     return normal(given) if isinstance(given, str) else [normal(name) for name in given]
@@ -43,10 +41,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 TRUST = "COTERIE_TRUST_REMOTE_CODE"  # see coterie.models.architecture
-STOPPING_S = 15.0  # seconds for what is being stopped
+STOPPING_S = 15.0  # seconds that stopping may take
 RESUMABLE = (
-    "stopped. What was done until the last checkpoint is kept: the same command with --resume "
-    "goes on."
+    "stopped. Everything up to the last checkpoint is kept. To continue, repeat the "
+    "command with --resume."
 )
 Set = Annotated[
     list[str] | None,
@@ -58,15 +56,13 @@ Set = Annotated[
 ]
 Seed = Annotated[
     int | None,
-    typer.Option(
-        "--seed", min=0, help="Seed of the run (splits of the data have their own: data.seed)."
-    ),
+    typer.Option("--seed", min=0, help="Seed of the run. Data splits use data.seed instead."),
 ]
 Out = Annotated[
-    Path | None, typer.Option("--out", help="Folder of the run; default: a new one under runs/.")
+    Path | None, typer.Option("--out", help="Folder for the run. Default: a new one under runs/.")
 ]
 Run = Annotated[
-    Path, typer.Argument(help="The folder of a run, or of one client in it.", show_default=False)
+    Path, typer.Argument(help="Folder of a run, or of one client in a run.", show_default=False)
 ]
 Clients = Annotated[
     list[str] | None,
@@ -74,7 +70,7 @@ Clients = Annotated[
         "--client",
         metavar="ID",
         callback=_normal,
-        help="A client of the run. Repeatable; default: all.",
+        help="A client of the run. Repeatable. Default: all.",
     ),
 ]
 Client = Annotated[
@@ -84,13 +80,15 @@ Client = Annotated[
 Base = Annotated[
     str | None,
     typer.Option(
-        "--base", metavar="BASE", help="Where the base model is now, if not where the run found it."
+        "--base",
+        metavar="BASE",
+        help="Path or Hub id of the base model, if it has moved since the run.",
     ),
 ]
 
 
 def _trust(said: bool) -> bool:
-    """Let bases bring code, in this process and those that it starts."""
+    """Allow base models to run their own code, in this process and in those that it starts."""
     if said:
         os.environ[TRUST] = "1"
     return said
@@ -101,22 +99,22 @@ Trust = Annotated[
     typer.Option(
         "--trust-remote-code",
         callback=_trust,
-        help="Run code that a base brings along, which may do anything that you may.",
+        help="Allow a base model to run its own Python code. It can do anything that you can.",
     ),
 ]
 Resume = Annotated[
     bool,
     typer.Option(
         "--resume",
-        help="Go on with the run in --out, or with the latest of this recipe under runs/.",
+        help="Continue the run in --out, or the latest run of this recipe under runs/.",
     ),
 ]
 Changed = Annotated[
     bool,
     typer.Option(
         "--resume-changed",
-        help="Like --resume, though base, data or clients have changed, or metrics were lost: "
-        "you mean it.",
+        help="Like --resume, and accept that the base, data or clients have changed, or that "
+        "metrics were lost.",
     ),
 ]
 
@@ -156,10 +154,10 @@ class _Terminated(KeyboardInterrupt):
 
 
 def _stop_at_signals() -> None:
-    """Have SIGINT and SIGTERM stop the command: once, for what is being stopped must not be left
-    half done by another one.
+    """Have SIGINT and SIGTERM stop the command. Further signals are ignored while it stops, so that
+    stopping is not interrupted halfway.
 
-    Where it has not ended after `STOPPING_S`, a signal stops it again.
+    If it has not ended after `STOPPING_S`, the next signal stops it again.
     """
     stopped = -STOPPING_S
 
@@ -176,8 +174,8 @@ def _stop_at_signals() -> None:
 
 @contextmanager
 def _stopping(note: str = RESUMABLE) -> Iterator[None]:
-    """Turn errors into one message and an exit code, and signals into a stop, of which `note`
-    says what is left.
+    """Turn an error into one message and an exit code. Turn a signal into a stop, and print
+    `note`.
     """
     _stop_at_signals()
     try:
@@ -185,7 +183,7 @@ def _stopping(note: str = RESUMABLE) -> Iterator[None]:
     except CoterieError as error:
         print(f"coterie: {printable(str(error), lines=True)}", file=sys.stderr)
         raise typer.Exit(error.exit_code) from None
-    except BrokenPipeError:  # whoever read what is printed has gone
+    except BrokenPipeError:  # the reader of the output has gone
         raise
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
@@ -198,7 +196,7 @@ def _stopping(note: str = RESUMABLE) -> Iterator[None]:
         for number in (
             signal.SIGINT,
             signal.SIGTERM,
-        ):  # nothing is left to be stopped, and Python on its way out would die of another one
+        ):  # nothing is left to stop, and another signal would kill Python while it exits
             signal.signal(number, signal.SIG_IGN)
         print(f"coterie: {note}", file=sys.stderr)
         raise typer.Exit(143 if isinstance(stop, _Terminated) else 130) from None
@@ -206,7 +204,7 @@ def _stopping(note: str = RESUMABLE) -> Iterator[None]:
 
 def main() -> None:
     """Run the command line."""
-    for stream in (sys.stdout, sys.stderr):  # names of files need not be text
+    for stream in (sys.stdout, sys.stderr):  # file names may not be valid text
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     wait_briefly()

@@ -1,4 +1,4 @@
-"""Commands for machines of their own: keys, server, client, submit, deploy."""
+"""Commands for a server and devices on separate machines: keys, server, client, submit, deploy."""
 
 from pathlib import Path
 from typing import Annotated
@@ -23,29 +23,33 @@ from coterie.core.errors import Refused
 from coterie.core.printing import printable
 
 Server = Annotated[
-    str, typer.Option("--server", metavar="HOST:PORT", help="Where the server listens.")
+    str, typer.Option("--server", metavar="HOST:PORT", help="Address of the server.")
 ]
 Authority = Annotated[
-    Path | None, typer.Option("--ca", help="The certificate of the server's authority (ca.crt).")
+    Path | None,
+    typer.Option(
+        "--ca", help="Certificate of the authority that signed the server's certificate (ca.crt)."
+    ),
 ]
 Insecure = Annotated[
     bool,
-    typer.Option("--insecure", help="Without encryption and keys: only for trying things out."),
+    typer.Option("--insecure", help="No encryption and no keys. For trying things out only."),
 ]
-Home = Annotated[Path | None, typer.Option("--home", help="Folder for everything that is kept.")]
+Home = Annotated[Path | None, typer.Option("--home", help="Folder for state, logs and results.")]
 
 
 @app.command()
 def keys(
     folder: Annotated[
         Path,
-        typer.Argument(
-            help="Where they go; of those that are there, none is made again.", show_default=False
-        ),
+        typer.Argument(help="Folder for the keys. Existing keys are kept.", show_default=False),
     ],
     host: Annotated[
         list[str] | None,
-        typer.Option("--host", help="By which devices reach the server. Repeatable."),
+        typer.Option(
+            "--host",
+            help="Host name or IP address under which devices reach the server. Repeatable.",
+        ),
     ] = None,
     client: Clients = None,
 ) -> None:
@@ -55,8 +59,8 @@ def keys(
 
         making.make(folder, host or [], client or [])
         print(
-            f"The server needs {folder}; a device {folder}/{making.CA} and its own "
-            f"{folder}/{making.CLIENTS}/ID, and nothing else of it."
+            f"The server needs all of {folder}. A device needs only {folder}/{making.CA} and its "
+            f"own key, {folder}/{making.CLIENTS}/ID."
         )
         for id in client or ():
             if (path := making.private(folder, id)).name != id:
@@ -66,33 +70,39 @@ def keys(
 @app.command()
 def server(
     keys: Annotated[
-        Path | None, typer.Option("--keys", help="The folder that `coterie keys` made.")
+        Path | None, typer.Option("--keys", help="Folder that `coterie keys` created.")
     ] = None,
     host: Annotated[
-        str, typer.Option("--host", help="Address to listen at; 0.0.0.0: all of this machine's.")
+        str,
+        typer.Option(
+            "--host", help="Address to listen on. 0.0.0.0: all addresses of this machine."
+        ),
     ] = "0.0.0.0",
-    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="For devices.")] = 9500,
+    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port for devices.")] = 9500,
     runs_port: Annotated[
         int | None,
         typer.Option(
             "--runs-port",
             min=1,
             max=65535,
-            help="For `coterie submit`, on this machine only; default: the next one.",
+            help="Port for `coterie submit`, open to this machine only. Default: --port plus 1.",
         ),
     ] = None,
     largest: Annotated[
         int,
         typer.Option(
-            "--largest", min=1, metavar="MIB", help="What a device may send at once, in MiB."
+            "--largest",
+            min=1,
+            metavar="MIB",
+            help="Largest message that a device may send, in MiB.",
         ),
     ] = 256,
     home: Home = None,
     trust_remote_code: Trust = False,
     insecure: Insecure = False,
 ) -> None:
-    """Start a server that devices connect to: Flower's SuperLink (extra `flower`). Runs are
-    given to it by `coterie submit`.
+    """Start a server that devices connect to (Flower's SuperLink; extra `flower`). `coterie submit`
+    gives it runs.
     """
     with _stopping("stopped."):
         from coterie.deploy import server as superlink
@@ -107,13 +117,13 @@ def server(
             keys, folder, host, port, runs_port or port + 1, largest << 20
         ) as serving:
             print(
-                f"Devices come to "
-                f"{host}:{port}{' WITHOUT encryption and keys' if insecure else ''}. Its log is "
+                f"Devices connect to "
+                f"{host}:{port}{' WITHOUT encryption and keys' if insecure else ''}. The log is "
                 f"{folder}/{superlink.LOG}."
             )
             link = serving.runs
             print(
-                f"Give it a run: coterie submit quickstart --server "
+                f"To start a run: coterie submit quickstart --server "
                 f"{link.address}{f' --ca {link.ca}' if link.ca else ' --insecure'}"
             )
             print("Ctrl-C stops it.", flush=True)
@@ -130,12 +140,14 @@ def client(
             "--client",
             metavar="ID",
             callback=_normal,
-            help="Who this is; default: the only client of --data.",
+            help="Client that this device is. Default: the only client in --data.",
         ),
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option("--data", help="This client's data: data.path or data.root of recipes, here."),
+        typer.Option(
+            "--data", help="This client's data. Replaces data.path or data.root of the recipe."
+        ),
     ] = None,
     base: Base = None,
     ca: Authority = None,
@@ -149,21 +161,21 @@ def client(
     ] = True,
     secure: Annotated[
         bool,
-        typer.Option(
-            "--secure", help="Let nothing that was trained leave but by secure aggregation."
-        ),
+        typer.Option("--secure", help="Send trained values by secure aggregation only."),
     ] = False,
     limits: Annotated[
         Path | None,
-        typer.Option("--limits", help="What this device allows, whatever a run says: a YAML file."),
+        typer.Option(
+            "--limits", help="YAML file with this device's limits, which no run can override."
+        ),
     ] = None,
     trust_remote_code: Trust = False,
     insecure: Insecure = False,
 ) -> None:
-    """Make this machine the device of a client: Flower's SuperNode, and a process that keeps the
-    base model loaded (extra `flower`).
+    """Make this machine a client's device (Flower's SuperNode; extra `flower`). A second process
+    keeps the base model loaded.
     """
-    with _stopping("stopped. What this client has learned is kept."):
+    with _stopping("stopped. The client's state is kept."):
         from coterie.deploy import apps, supernode
         from coterie.deploy.link import Link
         from coterie.runs.folder import check_apart
@@ -171,7 +183,7 @@ def client(
         if (ca is None and key is None) != insecure:
             raise Refused(
                 "give --ca and --key, or --insecure alone",
-                "They are made where the server is: coterie keys.",
+                "Make them on the server's machine: coterie keys.",
             )
         folder = home or apps.default_home()
         if data is not None:
@@ -186,12 +198,12 @@ def client(
 
             print(account.described(folder, allowed.read(limits)))
         if not node.link.answers("fleet"):
-            print(f"Nobody answers at {server} yet; this device asks again and again.")
+            print(f"No server answers at {server} yet. This device keeps trying.")
         with supernode.device(node) as supervisor:
             who = printable(id or "a client")
             print(
-                f"The device of {who} asks {server} for work. It keeps everything in {folder}. "
-                f"Ctrl-C stops it.",
+                f"The device of {who} connects to {server}. Its files are in {folder}. Ctrl-C "
+                f"stops it.",
                 flush=True,
             )
             for line in supervisor.watch():
@@ -200,7 +212,7 @@ def client(
 
 @app.command(hidden=True)
 def resident(configuration: str) -> None:
-    """Keep the base loaded for a device, in a process of its own; `coterie client` starts it."""
+    """Keep the base model loaded for a device. `coterie client` starts this process."""
     with _stopping("stopped."):
         import json
 
@@ -221,31 +233,36 @@ def submit(
     out: Annotated[
         str,
         typer.Option(
-            "--out", help="Folder of the run, on the server's machine; default: a new one."
+            "--out", help="Folder for the run on the server's machine. Default: a new one."
         ),
     ] = "",
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run in --out from its last checkpoint.")
+        bool, typer.Option("--resume", help="Continue the run in --out from its last checkpoint.")
     ] = False,
     resume_changed: Changed = False,
     clients: Annotated[
-        int, typer.Option("--clients", min=1, help="Start when so many have come.")
+        int,
+        typer.Option(
+            "--clients", min=1, help="Number of connected clients to wait for before starting."
+        ),
     ] = 2,
     ca: Authority = None,
     home: Home = None,
     insecure: Insecure = False,
 ) -> None:
-    """Give a server a run, and show what happens; `flwr run` does the same (extra `flower`)."""
-    with _stopping("left. The run goes on where the server is."):
+    """Start a run on a server and show its progress (extra `flower`). `flwr run` does the same."""
+    with _stopping("disconnected. The run continues on the server."):
         from coterie.deploy import submit as submitting
         from coterie.deploy.link import Link
 
         if (ca is None) != insecure:
-            raise Refused("give either --ca or --insecure", "ca.crt is among the server's keys.")
+            raise Refused(
+                "give either --ca or --insecure", "ca.crt is in the server's folder of keys."
+            )
         if (resume or resume_changed) and not out:
             raise Refused(
                 "--resume needs the run's folder",
-                "Give its --out, as it was on the server's machine.",
+                "Give --out, the run's folder on the server's machine.",
             )
         loaded = _load(recipe, set_, seed)
         folder = out or str(_folder(loaded.name, False))
@@ -269,7 +286,7 @@ def deploy_(
     demo: Annotated[
         bool,
         typer.Option(
-            "--demo", help="A server and devices on this machine, encrypted and with keys."
+            "--demo", help="Start a server and devices on this machine, with encryption and keys."
         ),
     ] = False,
     recipe: Annotated[
@@ -278,7 +295,9 @@ def deploy_(
     clients: Annotated[
         int | None,
         typer.Option(
-            "--clients", min=1, help="Devices; default: all clients of the recipe's data."
+            "--clients",
+            min=1,
+            help="Number of devices. Default: one for each client of the recipe's data.",
         ),
     ] = None,
     set_: Set = None,
@@ -286,14 +305,14 @@ def deploy_(
     out: Out = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Try it all on this machine: a real server, real devices and a run on them; nothing is left
-    running (extra `flower`).
+    """Try a deployment on this machine: a real server, real devices and a run. Everything is
+    stopped at the end (extra `flower`).
     """
-    with _stopping("stopped; nothing is left running."):
+    with _stopping("stopped. Nothing is left running."):
         if not demo:
             raise Refused(
-                "only the demonstration is one command",
-                "coterie deploy --demo; for real machines see docs/deploy.md.",
+                "deploy needs --demo",
+                "Run: coterie deploy --demo. For separate machines see docs/deploy.md.",
             )
         from coterie.deploy import demo as demonstration
         from coterie.runs import loading
@@ -305,6 +324,6 @@ def deploy_(
         ids = list(loading.load(loaded).federation.everyone)[:clients]
         demonstration.demo(loaded, ids, folder, lambda line: print(line, flush=True))
         print(
-            f"The server's side is in {folder}: open {folder}/report.html. Each device keeps its "
-            f"own: {folder}/devices/ID."
+            f"The server's results are in {folder}: open {folder}/report.html. Each device's "
+            f"files are in {folder}/devices/ID."
         )

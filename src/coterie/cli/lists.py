@@ -10,7 +10,7 @@ from coterie.cli.base import _stopping, app
 
 @app.command("methods")
 def list_methods() -> None:
-    """List the methods, one line each, with where they come from."""
+    """List the methods, with the paper of each."""
     from coterie.methods import METHODS
 
     _list({name: entry.paper for name, entry in METHODS.items()})
@@ -20,12 +20,10 @@ def list_methods() -> None:
 def list_recipes(
     name: Annotated[
         str | None,
-        typer.Argument(help="A shipped recipe, whose YAML is printed.", show_default=False),
+        typer.Argument(help="A shipped recipe to print as YAML.", show_default=False),
     ] = None,
 ) -> None:
-    """List the shipped recipes, one line each; or print the YAML of one, to start from: coterie
-    recipes quickstart > mine.yaml.
-    """
+    """List the shipped recipes, or print one as YAML: coterie recipes quickstart > mine.yaml."""
     from coterie.runs import recipes
 
     if name is not None:
@@ -36,7 +34,7 @@ def list_recipes(
 
 
 def _about(name: str) -> str:
-    """Return what a recipe is, in a line; of one that cannot be read, why."""
+    """Return a one-line description of a recipe, or why it cannot be read."""
     from coterie.core.errors import Refused
     from coterie.runs import recipes
 
@@ -49,7 +47,7 @@ def _about(name: str) -> str:
 
 
 def _list(items: Mapping[str, str]) -> None:
-    """Print names and what they are, within 80 columns: what is longer goes on below."""
+    """Print names with their descriptions, wrapped at 80 columns."""
     from textwrap import wrap
 
     margin = max(map(len, items)) + 2

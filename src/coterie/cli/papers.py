@@ -1,4 +1,4 @@
-"""Commands on the papers: reproduce."""
+"""The command that reproduces results of the papers."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,19 +17,20 @@ def reproduce(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="A table, figure or theorem, e.g. comigs/table2; without it, all that there are."
+            help="A table, figure or theorem, e.g. comigs/table2. Without it: list all."
         ),
     ] = None,
     scale: Annotated[
         str,
         typer.Option(
             "--scale",
-            help="small: the embedded base, two cores; paper: the paper's bases and sizes.",
+            help="small: the embedded base, on two cores. paper: the paper's base models and "
+            "sizes.",
         ),
     ] = "small",
     seeds: Annotated[
         int | None,
-        typer.Option("--seeds", min=1, help="Runs per cell; default: as many as the paper has."),
+        typer.Option("--seeds", min=1, help="Runs per cell. Default: as many as in the paper."),
     ] = None,
     columns: Annotated[
         str, typer.Option("--columns", metavar="A,B", help="Only these columns.")
@@ -38,15 +39,13 @@ def reproduce(
     set_: Set = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out", help="Folder of the paper's runs; default: runs/reproduce-PAPER-SCALE."
-        ),
+        typer.Option("--out", help="Folder for the runs. Default: runs/reproduce-PAPER-SCALE."),
     ] = None,
     resume_changed: Changed = False,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Make a table or figure of a paper again: measured beside published, and which of its
-    statements hold. Runs made before are used again.
+    """Reproduce a table, figure or theorem of a paper. Shows measured beside published values, and
+    which of the paper's statements hold. Finished runs are reused.
     """
     with _stopping():
         from rich.console import Console
@@ -64,7 +63,7 @@ def reproduce(
         if name not in tables.names() and name not in THEOREMS:
             raise Refused(
                 f"{name}: there is no such table, figure or theorem",
-                "Without a name, `coterie reproduce` lists all.",
+                "Run `coterie reproduce` to list all.",
             )
         if scale not in tables.SCALES:
             raise Refused(

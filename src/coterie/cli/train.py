@@ -40,22 +40,21 @@ def run(
     profile: Annotated[
         bool,
         typer.Option(
-            "--profile", help="Record a few steps of the second round: a trace for PyTorch's tools."
+            "--profile", help="Record a PyTorch profiler trace of a few steps of the second round."
         ),
     ] = False,
     dry_run: Annotated[
         bool,
         typer.Option(
             "--dry-run",
-            help="Only say what it would take: clients, tokens, parameters, bytes, time and "
-            "memory.",
+            help="Train nothing; estimate clients, tokens, parameters, bytes, time and memory.",
         ),
     ] = False,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Run a recipe: train, score, and keep every client's personal model."""
+    """Run a recipe: train and evaluate a personal model for every client."""
     with _stopping("stopped." if dry_run else RESUMABLE):
-        loaded = _load(recipe, set_, seed)  # first: what is refused needs nothing of the rest
+        loaded = _load(recipe, set_, seed)  # first, so that mistakes show before the heavy imports
         if dry_run:
             _foretell(loaded)
             return
@@ -91,7 +90,7 @@ def run(
 
 
 def _foretell(recipe: "Recipe") -> None:
-    """Print what a recipe would take, a line for each of its methods; nothing is written."""
+    """Print the estimated cost of a recipe, one line per method, without writing anything."""
     from rich.console import Console
 
     from coterie.reports.tables import clock, estimate_table
@@ -104,7 +103,7 @@ def _foretell(recipe: "Recipe") -> None:
         seconds.append(estimate.seconds)
     if len(seconds) > 1:
         print(f"All {len(seconds)} methods: about {clock(sum(seconds))}.")
-    print("Estimates of this machine as busy as it is now, from a few steps.\nNothing was written.")
+    print("Estimates from a few steps on this machine.\nNothing was written.")
 
 
 @app.command()
@@ -118,7 +117,8 @@ def compare(
         ),
     ],
     seeds: Annotated[
-        int, typer.Option("--seeds", min=1, help="Runs per method, with consecutive seeds.")
+        int,
+        typer.Option("--seeds", min=1, help="Number of runs per method, with consecutive seeds."),
     ] = 3,
     set_: Set = None,
     seed: Seed = None,
@@ -127,7 +127,7 @@ def compare(
     resume_changed: Changed = False,
     trust_remote_code: Trust = False,
 ) -> None:
-    """One table: methods on the same data, base and budget, mean and deviation over seeds."""
+    """Compare methods on the same data, base and budget: mean and standard deviation over seeds."""
     with _stopping():
         loaded = _load(recipe, set_, seed)
         from rich.console import Console
@@ -171,11 +171,14 @@ def _show(console: "Console", rows: "Sequence[Row]", title: str, own: str) -> No
     console.print(f"\n{printable(title)}", style="bold", markup=False, highlight=False)
     console.print(scores)
     scored = (
-        "Each client's model right after its last local iteration; synced: after one more "
-        "synchronisation."
+        "Each client's model is scored right after its last local iteration; synced: after "
+        "one more synchronisation."
     )
     if rows[0].groups:
-        scored = "Clients that never took part, with the model that the server gives them."
+        scored = (
+            "Scored on clients that took no part in training, with the model that the server "
+            "gives them."
+        )
     console.print(
         f"{direction(rows[0].metric).capitalize()}, best in bold. {scored}", highlight=False
     )

@@ -1,4 +1,4 @@
-"""Commands that use a finished run: adapt, audit, predict, generate, serve, export."""
+"""Commands that use a run: adapt, audit, predict, generate, serve, export."""
 
 import shlex
 import threading
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @app.command()
 def adapt(
     run: Annotated[
-        Path, typer.Argument(help="The folder of a run, finished or not.", show_default=False)
+        Path, typer.Argument(help="Folder of a run, finished or not.", show_default=False)
     ],
     data: Annotated[
         Path,
@@ -34,18 +34,18 @@ def adapt(
             "--client",
             metavar="ID",
             callback=_normal,
-            help="Of the new client; default: that of --data.",
+            help="Id of the new client. Default: from --data.",
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="A new folder; default: clients/ID of the run.")
+        Path | None,
+        typer.Option("--out", help="A new folder. Default: clients/ID in the run's folder."),
     ] = None,
     train: Annotated[
         bool,
         typer.Option(
             "--train",
-            help="Personalise a language model: train specialist and router, or a LoRA, on this "
-            "text.",
+            help="Train the specialist and router, or a LoRA, of a language model on this text.",
         ),
     ] = False,
     iterations: Annotated[
@@ -53,21 +53,20 @@ def adapt(
         typer.Option(
             "--iterations",
             min=1,
-            help="With --train, at most; default: as many as a client of the run does.",
+            help="Most local iterations with --train. Default: as many as a client of the run "
+            "does.",
         ),
     ] = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Give a client that the run has never seen a personal model; its data need no labels, and
-    never leave it.
-    """
-    with _stopping("stopped; nothing is kept."):
+    """Make a personal model for a new client. Its data need no labels and never leave it."""
+    with _stopping("stopped. Nothing is kept."):
         from coterie.personal import PersonalClassifier
         from coterie.reports import adapted as told
         from coterie.runs import adapt as adapting
 
         if iterations is not None and not train:
-            raise Refused("--iterations are of --train", "Give both, or neither.")
+            raise Refused("--iterations needs --train", "Give both, or neither.")
         training = (
             adapting.Training(iterations, lambda line: print(f"  {line}", flush=True))
             if train
@@ -77,13 +76,13 @@ def adapt(
         about, classifies = found.model.about, isinstance(found.model, PersonalClassifier)
         if about.round < found.rounds:
             print(
-                f"The run has done {about.round} of {found.rounds} rounds: what follows is of "
-                f"what it knows by then."
+                f"The run has done {about.round} of {found.rounds} rounds. The model is from that "
+                f"round."
             )
         if classifies:
             print(
                 f"{printable(about.client)}: {found.samples:,} "
-                f"sample{'s' * (found.samples != 1)}, labels neither needed nor read."
+                f"sample{'s' * (found.samples != 1)}, labels not needed and not read."
             )
         for expert in (
             sorted(found.experts, key=lambda m: -found.scores[m]) if found.scores else found.experts
@@ -95,17 +94,17 @@ def adapt(
         if rest := [score for m, score in enumerate(found.scores) if m not in found.experts]:
             print(f"  not sent: {len(rest)} others, {sum(rest):.1%} of the scores")
         if not found.experts and classifies:
-            print("  the model that everybody gets")
+            print("  the model that every client gets")
         if not classifies:
             for sentence in told.sentences(printable(about.client), found.personalised):
                 print(sentence)
         sent = f"{found.up:,} bytes (its scores)" if found.up else "nothing"
         once = (
-            f"; and before, as everybody does, {found.once:,} of the common expert"
+            f", and before that {found.once:,} bytes of the common expert, as every client does"
             if found.once
             else ""
         )
-        print(f"It sent {sent} and got {found.down:,} bytes{once}.")
+        print(f"It sent {sent} and received {found.down:,} bytes{once}.")
         given = (
             f"--data {shlex.quote(str(data))}" if classifies else '--text "What you would write"'
         )
@@ -118,36 +117,42 @@ def adapt(
 @app.command()
 def audit(
     run: Annotated[
-        Path, typer.Argument(help="The folder of a run, finished or not.", show_default=False)
+        Path, typer.Argument(help="Folder of a run, finished or not.", show_default=False)
     ],
     client: Clients = None,
     windows: Annotated[
         int,
         typer.Option(
-            "--windows", min=2, help="Training windows, and as many test windows, of each client."
+            "--windows", min=2, help="Training windows per client, and as many test windows."
         ),
     ] = 100,
-    words: Annotated[int, typer.Option("--words", min=1, help="Rare words of each client.")] = 20,
+    words: Annotated[int, typer.Option("--words", min=1, help="Rare words per client.")] = 20,
     top: Annotated[
-        int, typer.Option("--top", min=1, max=20, help="Suggestions that a rare word may be among.")
+        int,
+        typer.Option(
+            "--top",
+            min=1,
+            max=20,
+            help="Number of suggestions in which a rare word counts as found.",
+        ),
     ] = 3,
     secure: Annotated[
         bool,
         typer.Option(
-            "--secure", help="As if the server saw sums alone, as under secure aggregation."
+            "--secure", help="Assume that the server sees only sums, as under secure aggregation."
         ),
     ] = False,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of what is chosen by chance.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the random choices.")] = 0,
 ) -> None:
-    """Measure how much of a client's text the shared part of a run gives away, to the server and to
-    another client.
+    """Measure how much of a client's text the shared part of a run reveals to the server and to
+    other clients.
 
-    Canaries and what the server sees of each client are there for runs with a section `audit` in
-    their recipe, e.g. `coterie run quickstart --set 'audit={}'`; without it, membership and rare
-    words are measured. Nothing leaves this machine.
+    Canaries, and what the server sees of each client, are measured in runs whose recipe has a
+    section `audit`, e.g. `coterie run quickstart --set 'audit={}'`. In other runs, membership and
+    rare words are measured. Nothing leaves this machine.
     """
-    with _stopping("stopped; nothing is written."):
-        from coterie.audit import Settings  # first: what is refused needs nothing of the rest
+    with _stopping("stopped. Nothing is written."):
+        from coterie.audit import Settings  # first, so that mistakes show before the heavy imports
         from coterie.audit import audit as auditing
 
         settings = Settings(tuple(dict.fromkeys(client or ())), windows, words, top, secure, seed)
@@ -158,7 +163,7 @@ def audit(
 
         console = Console()
         console.print(
-            f"\n{told.about(found)}: what the shared part gives away",
+            f"\n{told.about(found)}: what the shared part reveals",
             style="bold",
             markup=False,
             highlight=False,
@@ -168,8 +173,8 @@ def audit(
         for sentence in told.sentences(found):
             console.print(f"- {sentence}", markup=False, highlight=False)
         console.print(
-            f"Intervals are of 95 %. All figures are in {run}/audit.json, a picture in "
-            f"{run}/report.html.",
+            f"Intervals are 95 % confidence intervals. All figures are in {run}/audit.json, a "
+            f"chart in {run}/report.html.",
             markup=False,
             highlight=False,
         )
@@ -180,19 +185,19 @@ def predict(
     run: Run,
     text: Annotated[
         str | None,
-        typer.Option("--text", help="What was written so far, e.g. 'In my free time, I like to'."),
+        typer.Option("--text", help="Text written so far, e.g. 'In my free time, I like to'."),
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option("--data", help="Of classifiers: a file or folder of images or texts."),
+        typer.Option("--data", help="For classifiers: a file or folder of images or texts."),
     ] = None,
     client: Clients = None,
-    top: Annotated[int, typer.Option("--top", min=1, max=20, help="How many words.")] = 3,
+    top: Annotated[int, typer.Option("--top", min=1, max=20, help="Number of words.")] = 3,
     base: Base = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Show what each client's model says, side by side: the next words of a text, or of what class
-    images or texts are.
+    """Show the predictions of each client's model side by side: the next words of a text, or the
+    classes of images or texts.
     """
     with _stopping():
         from rich.console import Console
@@ -204,13 +209,13 @@ def predict(
         if (text is None) == (data is None):
             raise Refused(
                 "predict needs either --text or --data",
-                "Give one of them: texts by --text, images or files of texts by --data.",
+                "Use --text for a text, and --data for images or files of texts.",
             )
         models, classifiers = _personal(run, client, base)
         if models:
             if text is None:
                 raise Refused(
-                    f"{run} holds language models, which classify nothing",
+                    f"{run} holds language models, which do not classify",
                     "Give --text instead of --data.",
                 )
             terminal.show(Console(), models, ManyModels(models).next_words(text, top), text)
@@ -231,17 +236,20 @@ def predict(
 @app.command()
 def generate(
     run: Run,
-    text: Annotated[str, typer.Option("--text", help="What is to be continued.")],
+    text: Annotated[str, typer.Option("--text", help="Text to continue.")],
     client: Client = None,
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help="How many tokens at most.")] = 40,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Most tokens to generate.")] = 40,
     temperature: Annotated[
-        float, typer.Option("--temperature", min=0, help="0: always the likeliest token.")
+        float,
+        typer.Option(
+            "--temperature", min=0, help="Sampling temperature. 0: always the most likely token."
+        ),
     ] = 0.8,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the choice of tokens.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the sampling.")] = 0,
     base: Base = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Continue a text by one client's model."""
+    """Continue a text with one client's model."""
     with _stopping():
         import torch
 
@@ -264,14 +272,14 @@ def serve(
     port: Annotated[
         int,
         typer.Option(
-            "--port", min=1024, max=65535, help="Of the page, which only this machine can open."
+            "--port", min=1024, max=65535, help="Port of the page. Only this machine can open it."
         ),
     ] = 7860,
     base: Base = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Serve a local page like a phone's keyboard: type, and see each client's suggestions; or what
-    its classifier says (extra `serve`).
+    """Serve a local web page that shows each client's next-word suggestions, or the answers of its
+    classifier (extra `serve`).
     """
     with _stopping("stopped."):
         from coterie.personal.ui import keyboard, sorter
@@ -296,13 +304,13 @@ def export(
     expert: Annotated[
         str | None,
         typer.Option(
-            "--expert", help="G, G2, S1 ...; default: the first generalist, or the only one."
+            "--expert", help="G, G2, S1 ... Default: the first generalist, or the only expert."
         ),
     ] = None,
     base: Base = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Write one expert and the attention of a client's model in a form that other programs load."""
+    """Export one expert and the attention updates of a client's model for other programs."""
     with _stopping():
         from coterie.personal import peft
 
@@ -315,7 +323,7 @@ def export(
 def _personal(
     run: Path, clients: list[str] | None, base: str | None
 ) -> tuple[dict[str, "PersonalModel"], dict[str, "PersonalClassifier"]]:
-    """Return the language models of a run, and its classifiers: it has one kind."""
+    """Return the language models and the classifiers of a run; one of the two is empty."""
     from coterie import personal
 
     models = personal.load_all(run, clients, base=base)

@@ -1,3 +1,3 @@
-"""Server and devices on machines of their own: keys, the proxy, Flower's programs, the submission
+"""Server and devices on separate machines: keys, the proxy, Flower's programs, the submission
 of a run.
 """

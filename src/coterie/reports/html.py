@@ -77,9 +77,7 @@ def write_report(folder: Path, results: Sequence[Result], description: str) -> N
         "privacy": section(
             "privacy", "Privacy over training", *_privacy(folder / "metrics.jsonl", own)
         ),
-        "audit": section(
-            "audit", "What the shared part gives away", *audited(_known_audit(folder))
-        ),
+        "audit": section("audit", "What the shared part reveals", *audited(_known_audit(folder))),
         "texts": section(
             "texts",
             "Which expert reads which token",
