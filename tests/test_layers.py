@@ -209,9 +209,7 @@ LONGER = {
     "personal/inference/mixtures.py",
     "reports/experts.py",
     "reports/progress.py",
-    "runs/device.py",
     "runs/evaluate.py",
-    "runs/prepare.py",
 }
 
 

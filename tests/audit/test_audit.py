@@ -22,8 +22,9 @@ from coterie.core.files import load
 from coterie.reports import audit as told
 from coterie.runs import recipe as recipes
 from coterie.runs import run as runs
+from coterie.runs.members import prepare_remote
 from coterie.runs.observations import Observations
-from coterie.runs.prepare import prepare, prepare_remote
+from coterie.runs.prepare import prepare
 
 CANARIES = "audit={canaries: 8, repeats: 2, prefix: 1, length: 4, references: 24}"
 

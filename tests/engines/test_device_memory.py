@@ -22,9 +22,11 @@ from coterie.core.errors import SaveError, TensorError
 from coterie.core.tensors import from_bytes, to_bytes
 from coterie.engines.messages import Reply, Request
 from coterie.runs import run
+from coterie.runs.account import Turn
 from coterie.runs.backends import LocalBackend, kept
 from coterie.runs.checkpoints import KEPT
-from coterie.runs.device import Device, Memory, Turn
+from coterie.runs.device import Device
+from coterie.runs.device_states import Memory
 from coterie.runs.loading import load as load_problem
 from coterie.runs.metrics import MetricsFile
 from coterie.runs.recipe import Recipe, load
@@ -129,8 +131,8 @@ def test_any_number_of_damaged_states_fits_into_a_reply(tmp_path: Path) -> None:
 def test_a_device_that_is_killed_while_it_saves_has_its_former_state(tmp_path: Path) -> None:
     remembered(tmp_path, (0, 0))
     program = (
-        "import os, signal, sys, torch; from pathlib import Path; from coterie.runs.device "
-        "import Memory; "
+        "import os, signal, sys, torch; from pathlib import Path; "
+        "from coterie.runs.device_states import Memory; "
         "os.replace = lambda *paths: os.kill(os.getpid(), signal.SIGKILL); "
         "Memory(Path(sys.argv[1])).commit((1, 0), {'at': torch.tensor(10)}, 0)"
     )

@@ -20,7 +20,8 @@ from coterie.data.federation import CENTRALIZED
 from coterie.data.partition import Partitioner
 from coterie.engines.messages import Member, Reply, parsed
 from coterie.runs.device import _member
-from coterie.runs.prepare import check_member, prepare
+from coterie.runs.members import check_member
+from coterie.runs.prepare import prepare
 from coterie.runs.recipe import Recipe, load
 
 HONEST = ("c0-0", "c0-1", "c1-0")

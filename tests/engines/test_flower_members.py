@@ -31,8 +31,8 @@ from coterie.engines.messages import Member, Reply
 from coterie.reports import Callback
 from coterie.runs import run
 from coterie.runs.backends import DeviceBackend, flower_engine
+from coterie.runs.members import federated, joined, prepare_remote
 from coterie.runs.metrics import MetricsFile
-from coterie.runs.prepare import federated, joined, prepare_remote
 from coterie.runs.recipe import Recipe, load
 
 SETTINGS = [

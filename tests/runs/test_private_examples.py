@@ -39,8 +39,8 @@ from coterie.models.adapter import Layout
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
 from coterie.reports import Callback
-from coterie.runs.account import Account
-from coterie.runs.device import ACCOUNT, Device
+from coterie.runs.account import ACCOUNT, Account
+from coterie.runs.device import Device
 from coterie.runs.limits import Limits, LocalPrivacy
 from coterie.runs.method_section import build_method
 from coterie.runs.prepare import prepare

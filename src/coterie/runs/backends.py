@@ -21,7 +21,8 @@ from coterie.engines.messages import Member
 from coterie.engines.states import States, half_of_memory
 from coterie.runs.checkpoints import KEPT
 from coterie.runs.device import Device
-from coterie.runs.prepare import Prepared, check_member, prepare, prepare_remote
+from coterie.runs.members import check_member, prepare_remote
+from coterie.runs.prepare import Prepared, prepare
 from coterie.runs.recipe import Recipe
 
 if TYPE_CHECKING:

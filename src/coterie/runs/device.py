@@ -3,50 +3,32 @@ and personal model in a folder of its own.
 """
 
 import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
 
 from coterie import personal
 from coterie.aggregation import secure
-from coterie.aggregation.dpsgd import rate_of, rdp_of_steps
 from coterie.aggregation.noise import kept_key
-from coterie.client.interfaces import Metrics
-from coterie.client.outbound import Outbound
 from coterie.client.site import Site
 from coterie.core import names
-from coterie.core.errors import CoterieError, DataError, Refused, TensorError
-from coterie.core.files import load, save
-from coterie.core.own import installed, is_own
-from coterie.core.protocol import ClientId, Sends, State, declared, find_task
+from coterie.core.errors import CoterieError, DataError, Refused
+from coterie.core.protocol import ClientId, State
 from coterie.core.tensors import Tensors, from_bytes, nbytes, to_bytes
-from coterie.data.own import GROUP as DATA_GROUP
 from coterie.engines.messages import Member, Reply, Request, failed, parsed
-from coterie.methods import GROUP as METHODS_GROUP
 from coterie.runs import loading
 from coterie.runs import recipe as recipes
-from coterie.runs.account import ACCOUNT, Account, Cost, OutgoingReply, Turn
-from coterie.runs.limits import EXCHANGES, Limits
+from coterie.runs.account import ACCOUNT, Account
+from coterie.runs.device_checks import OutboundCheck, check_code, check_run
+from coterie.runs.device_states import Memory
+from coterie.runs.limits import Limits
 from coterie.runs.prepare import Prepared, outbound, prepare
-from coterie.runs.recipe import Recipe
 
-_STATE = re.compile(r"round-(\d{5,})-(\d{3,})\.safetensors")
-_MOST_NOTE = 2000  # characters, see `Reply`
-_INDIFFERENT = {
-    "compare_with",
-    "description",
-    "paper",
-    "samples",
-    "memory",
-}  # what a resumption may have otherwise
 _OWN = {
     "data",
     "flwr",
@@ -58,100 +40,6 @@ _OWN = {
     "resident.sock",
     "supernode.log",
 }
-
-
-@dataclass(frozen=True)
-class Memory:
-    """A client's states on its device, one file per exchange, each written atomically.
-
-    A request of turn t is answered from the newest state before t. So a device that was killed goes
-    on from its last whole state, a request that is repeated is answered alike, and a server that
-    went back to a checkpoint finds clients that go back with it. From `before` to `commit` nobody
-    else may use it: that is what `alone` is for.
-
-    Args:
-        folder: Of one client in one run.
-    """
-
-    folder: Path
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Within the block no other process has this memory: one that is late with a former
-        request would undo what came after it.
-        """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(self.folder / "lock"):
-            yield
-
-    def turns(self) -> dict[Turn, Path]:
-        """Return the states that there are, from the oldest."""
-        found = {
-            (int(m[1]), int(m[2])): path
-            for path in self.folder.glob("round-*")
-            if (m := _STATE.fullmatch(path.name))
-        }
-        return dict(sorted(found.items()))
-
-    def before(self, turn: Turn, expects: Turn | None) -> tuple[State, str]:
-        """Return the newest whole state before a turn, and what the server should know of it; {}
-        for a client that starts.
-
-        Args:
-            turn: That is to be done.
-            expects: The last one that the server has a reply of; None for a client that it has none
-                of. Such a client may have done this turn already, and nothing before it: its reply
-                was lost, or the server went back.
-
-        Raises:
-            TensorError: There are only later states: the server went back further than devices
-                keep.
-        """
-        turns, note = self.turns(), ""
-        for then in sorted((then for then in turns if then < turn), reverse=True):
-            try:
-                state, _ = load(turns[then])
-            except CoterieError as error:
-                note = f"left out a damaged state ({error.problem}); "
-                continue
-            older = expects is not None and then < expects
-            return state, (
-                f"{note}goes on from its state of round {then[0] + 1}"[-_MOST_NOTE:]
-                if note or older
-                else ""
-            )
-        if turns and not note and expects is not None:
-            oldest = next(iter(turns))[0] + 1
-            raise TensorError(
-                f"the server is in round {turn[0] + 1}, this device has states from round "
-                f"{oldest} on",
-                "Resume the run from its newest checkpoint, or start it afresh with another --out.",
-            )
-        return {}, (
-            f"{note}starts afresh: it has no state of this run"[-_MOST_NOTE:]
-            if note or expects is not None
-            else ""
-        )
-
-    def commit(self, turn: Turn, state: State, kept: int) -> None:
-        """Write the state after a turn; what is later is no more, and what is older than a server
-        may go back to is let go of.
-
-        Args:
-            turn: Just done.
-            state: After it.
-            kept: Rounds since this one may be asked for again.
-        """
-        save(self.folder / f"round-{turn[0]:05d}-{turn[1]:03d}.safetensors", state)
-        turns = self.turns()
-        for then in [then for then in turns if then > turn]:
-            turns.pop(then).unlink()
-        old = [then for then in turns if then < (kept, 0)]
-        for path in [
-            *(turns[then] for then in old[:-1]),
-            *self.folder.glob("round-*.new"),
-        ]:  # those of a process that was killed, too
-            path.unlink()
 
 
 @lru_cache(maxsize=2)
@@ -298,18 +186,18 @@ class Device:
 
     def _outbound_check(
         self, prepared: Prepared, request: Request, client: ClientId
-    ) -> "_OutboundCheck":
+    ) -> OutboundCheck:
         """Return what watches over a reply. In a simulation, where all are on one machine, it
         counts only what secure aggregation needs.
         """
         if self.index is None:
-            return _OutboundCheck(prepared, request, self.limits, Account(self.home / ACCOUNT))
+            return OutboundCheck(prepared, request, self.limits, Account(self.home / ACCOUNT))
         account = (
             Account(self._folder(request) / "states" / names.encoded(client) / ACCOUNT)
             if prepared.recipe.secure
             else None
         )
-        return _OutboundCheck(prepared, request, self.limits, account)
+        return OutboundCheck(prepared, request, self.limits, account)
 
     def _prepared(self, request: Request) -> Prepared:
         section = json.dumps(request.recipe, sort_keys=True)
@@ -317,11 +205,11 @@ class Device:
             prepared = _loaded(section, None, None, alone=False)
             site = replace(prepared.site)
         else:
-            _check_code(request.recipe, self.limits)
+            check_code(request.recipe, self.limits)
             prepared = _loaded(
                 section, None if self.data is None else str(self.data), self.base, alone=True
             )
-            _check_run(prepared.recipe, self.limits)
+            check_run(prepared.recipe, self.limits)
             layout = prepared.method.layout(request.position, prepared.problem.base)
             site = replace(prepared.site, layouts=dict.fromkeys(prepared.site.data, layout))
         if site.outbound is not None:
@@ -372,136 +260,6 @@ class Device:
                 f"a run may not have the name {request.run!r}: {folder} is no folder of a run", ""
             )
         return folder
-
-
-@dataclass(frozen=True)
-class _OutboundCheck:
-    """The last check before a reply leaves: the owner's limits, and the account of earlier replies.
-
-    Args:
-        prepared: What the reply is made with; its `Outbound` has the last word on the tensors
-            themselves.
-        request: What is asked.
-        limits: Of the owner.
-        account: Of the device; None: nothing is counted.
-    """
-
-    prepared: Prepared
-    request: Request
-    limits: Limits
-    account: Account | None
-
-    def check(self) -> None:
-        """Refuse, before any work, what could not leave. Raises Refused."""
-        self.limits.check_task(self.request.task, self.request.round, self.prepared.method.rounds)
-        if self.request.masked != (self._updates and self.prepared.recipe.secure):
-            how = "under masks" if self.request.masked else "in the clear"
-            raise Refused(
-                f"{self.request.task} of a recipe with secure: {self.prepared.recipe.secure} was "
-                f"asked for {how}",
-                "It was not done.",
-            )
-        if self._outbound is not None:
-            self._outbound.check(find_task(self.prepared.method, self.request.task))
-        if self.account is not None:
-            self.account.check(self._leaving("", None), self.limits)
-
-    def record(self, encoded: bytes, metrics: Metrics) -> None:
-        """Write down what is about to leave. Raises Refused: it may not leave; SaveError: it
-        could not be written down.
-        """
-        if self.account is None:
-            return
-        said = (
-            b""
-            if self.request.masked
-            else json.dumps([self.request.task, metrics], sort_keys=True).encode()
-        )
-        contents = blake2b(said + encoded, digest_size=16).hexdigest()
-        self.account.record(self._leaving(contents, self._cost), self.limits, self._exchanges)
-
-    def _leaving(self, contents: str, cost: Cost | None) -> OutgoingReply:
-        request = self.request
-        return OutgoingReply(
-            request.run,
-            _same_recipe(request.recipe),
-            (request.round, request.number),
-            contents,
-            cost,
-            request.masked,
-        )
-
-    @property
-    def _cost(self) -> Cost | None:
-        """What the reply spends of the privacy of the client, or of each of its examples; None
-        where it has no noise, or needs none.
-        """
-        privacy = None if self._outbound is None or not self._updates else self._outbound.privacy
-        if privacy is None or not privacy.noise or privacy.where == "central":
-            return None
-        if privacy.unit == "client":
-            mu = 2 / privacy.noise  # any two updates are up to 2C apart
-            return Cost(squared=mu * mu)
-        windows, expected = (
-            self.prepared.site.data[str(self.request.client)].train.windows,
-            self.prepared.recipe.training.batch_size,
-        )
-        steps = self.prepared.method.steps_of(windows, expected)
-        return Cost(
-            renyi=tuple(rdp_of_steps(rate_of(windows, expected), privacy.noise, steps).tolist())
-        )
-
-    @property
-    def _exchanges(self) -> int | None:
-        """The most unlike answers in a round."""
-        protects = self._outbound is not None and self._outbound.protects
-        return self.limits.exchanges or (EXCHANGES if protects else None)
-
-    @property
-    def _outbound(self) -> Outbound | None:
-        return self.prepared.site.outbound
-
-    @property
-    def _updates(self) -> bool:
-        return declared(find_task(self.prepared.method, self.request.task)) is Sends.UPDATE
-
-
-def _check_code(section: Mapping[str, Any], limits: Limits) -> None:
-    """Refuse a method or data that a server names by a module, before it is imported: a device
-    runs only what its owner installed or allows.
-    """
-    named = (
-        ("method", "name", METHODS_GROUP, "methods", limits.methods),
-        ("data", "kind", DATA_GROUP, "data", limits.data),
-    )
-    for part, key, group, limit, allowed in named:
-        found = section.get(part)
-        name = found.get(key) if isinstance(found, Mapping) else None
-        here = {point.value for point in installed(group).values()}
-        if is_own(name) and name not in here | set(allowed or ()):
-            raise Refused(
-                f"{part}.{key}: this device imports no module that a server names, {name!r}",
-                f"Its owner may allow it: limits.{limit}.",
-            )
-
-
-def _check_run(recipe: Recipe, limits: Limits) -> None:
-    """Refuse a run that the owner does not allow. Raises Refused."""
-    limits.check_run(
-        recipe.method["name"], getattr(recipe.model, "base", None), recipe.build_method().rounds
-    )
-    if recipe.privacy is not None and (
-        recipe.privacy.where == "local" or recipe.privacy.unit == "example"
-    ):
-        limits.check_noise(recipe.privacy.noise, recipe.privacy.clip)
-
-
-def _same_recipe(section: Mapping[str, Any]) -> str:
-    """Digest of what of a recipe decides what a device does: it stays the same over a run,
-    however often that is resumed.
-    """
-    decisive = {key: value for key, value in section.items() if key not in _INDIFFERENT}
-    return blake2b(json.dumps(decisive, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _keep(

@@ -3,7 +3,6 @@ whose clients are elsewhere.
 """
 
 from collections.abc import Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 
 from coterie.aggregation.secure import FEWEST
@@ -11,12 +10,10 @@ from coterie.client.blueprint import Blueprint
 from coterie.client.interfaces import Trainable
 from coterie.client.outbound import Outbound
 from coterie.client.site import Site
-from coterie.core.errors import RecipeError, Refused
+from coterie.core.errors import RecipeError
 from coterie.core.protocol import ClientId, protects_examples
 from coterie.data.canaries import Canaries, Ids, plant
-from coterie.data.federation import CENTRALIZED, ClientData, Federation, check_id
-from coterie.data.splits import SPLITS, RemoteSplit
-from coterie.engines.messages import Member
+from coterie.data.federation import CENTRALIZED, Federation
 from coterie.methods import METHODS, Method
 from coterie.models.classifier import Classifier
 from coterie.models.layout import Layout
@@ -24,9 +21,6 @@ from coterie.runs import loading
 from coterie.runs.language import Language
 from coterie.runs.problem import LearningProblem
 from coterie.runs.recipe import Recipe
-
-_MOST_CLIENTS, _MOST_WINDOWS = 1 << 20, 1 << 40  # more nobody has
-_MOST_SAID = 1000  # characters of what is wrong with what a device says
 
 
 @dataclass
@@ -289,135 +283,3 @@ def _check_presence(recipe: Recipe, method: Method, federation: Federation) -> N
     ]
     if mistakes:
         raise RecipeError(f"recipe {recipe.name}", mistakes)
-
-
-def check_member(recipe: Recipe, member: Member) -> None:
-    """Refuse what a device says of its client where that cannot be, by all that a server knows: the
-    recipe.
-
-    Raises:
-        Refused: Naming the field.
-    """
-    check_id(member.client)
-    known = recipe.data.client_info(member.client)
-    if known is None:
-        raise Refused(
-            f"client: the recipe's data have no {member.client!r}",
-            "Is it the same recipe, and --client one of its clients?",
-        )
-    exact = {"group": known.group, "cluster": known.cluster, "anchor": known.anchor}
-    wrong = [
-        f"{field} {getattr(member, field)!r}, expected {value!r}"
-        for field, value in exact.items()
-        if getattr(member, field) != value
-    ]
-    if known.position is not None and member.position != known.position:
-        wrong.append(f"position {member.position}, expected {known.position}")
-    if member.position >= _MOST_CLIENTS:
-        wrong.append(f"position {member.position}, expected below {_MOST_CLIENTS:,}")
-    wrong += [
-        f"windows {windows} of {split}, expected 1 to {_MOST_WINDOWS:,}"
-        for split, windows in zip(SPLITS, member.windows, strict=True)
-        if not 1 <= windows <= _MOST_WINDOWS
-    ]
-    if problem := _labels_problem(member.labels, known.classes):
-        wrong.append(f"labels: {problem}")
-    if wrong:
-        raise Refused(
-            f"says of {member.client} what cannot be: {'; '.join(wrong)}"[:_MOST_SAID], ""
-        )
-
-
-def _labels_problem(labels: tuple[int, ...] | None, classes: int | None) -> str:
-    """Return what is wrong with a client's declared classes; "" if nothing is."""
-    if classes is None:
-        return "" if labels is None else "some, of data that have none"
-    if labels is None:
-        return "none, of data that have them"
-    if not labels or list(labels) != sorted(set(labels)) or labels[-1] >= classes:
-        return f"{len(labels)} of them, expected some of 0 to {classes - 1}, in rising order"
-    return ""
-
-
-def prepare_remote(recipe: Recipe, members: Sequence[Member]) -> Prepared:
-    """Return what a server has: the recipe, who the clients are, and the shapes of their models.
-
-    Raises:
-        Refused: They do not fit, or the method needs all data in one place.
-    """
-    federation = federated(members)
-    if recipe.audit is not None:
-        problem = "audit: clients are on devices of their own, where nobody else plants anything"
-        raise RecipeError(
-            f"recipe {recipe.name}",
-            [f"{problem}; run it where all data are on one machine, or leave audit out"],
-        )
-    if recipe.build_method().centralized:
-        problem = (
-            f"method.name: {recipe.method['name']} trains on the data of all clients in one place"
-        )
-        raise RecipeError(f"recipe {recipe.name}", [f"{problem}; use engine: inprocess"])
-    return assembled(recipe, loading.distant(recipe, federation))
-
-
-def federated(members: Sequence[Member]) -> Federation:
-    """Return the federation of clients whose data are elsewhere, in the order of the data where one
-    machine has all, else of their ids.
-
-    Raises:
-        Refused: None of them trains, or one has the name of the pool.
-    """
-    for member in members:
-        check_id(member.client)
-    ordered = sorted(members, key=lambda m: (m.position, m.client))
-    data = {m.client: ClientData(m.client, *map(RemoteSplit, SPLITS, m.windows)) for m in ordered}
-    training = [m for m in ordered if not m.group]
-    if not training:
-        raise Refused(
-            f"of {len(members)} clients none trains",
-            "Start devices of clients that are not held out by the recipe's data.",
-        )
-    clusters = {m.client: m.cluster for m in training if m.cluster is not None}
-    anchors = sorted((m for m in ordered if m.anchor is not None), key=lambda m: m.anchor or 0)
-    return Federation(
-        {m.client: data[m.client] for m in training},
-        f"{len(ordered)} clients on devices of their own",
-        clusters=clusters if len(clusters) == len(training) else None,
-        anchors=tuple(m.client for m in anchors),
-        labels={m.client: m.labels for m in ordered if m.labels is not None},
-        unseen={
-            g: {m.client: data[m.client] for m in ordered if m.group == g}
-            for g in dict.fromkeys(m.group for m in ordered if m.group)
-        },
-    )
-
-
-def joined(prepared: Prepared, member: Member) -> Prepared:
-    """Return the same with a client more, behind those that were there.
-
-    Raises:
-        Refused: It does not fit, it is held out by its data, or the method needs all of its clients
-            from the start.
-    """
-    name, problem = prepared.recipe.method["name"], copy(prepared.problem)
-    if not prepared.method.dynamic_membership:
-        raise Refused(f"came after the run began, and {name} needs all clients from the start", "")
-    if member.group:
-        raise Refused(
-            f"came after the run began, and is held out (group {member.group}): those are scored "
-            f"from the start or not at all",
-            "",
-        )
-    more, federation = federated([member]), problem.federation
-    clusters = (
-        None
-        if federation.clusters is None or more.clusters is None
-        else {**federation.clusters, **more.clusters}
-    )
-    problem.federation = replace(
-        federation,
-        clients={**federation.clients, **more.clients},
-        clusters=clusters,
-        labels={**federation.labels, **more.labels},
-    )
-    return assembled(prepared.recipe, problem)

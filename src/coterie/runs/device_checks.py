@@ -1,0 +1,161 @@
+"""What a device checks before it loads a server's recipe, before it works, and before a reply
+leaves it: its owner's limits, and the account of earlier replies.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+from coterie.aggregation.dpsgd import rate_of, rdp_of_steps
+from coterie.client.interfaces import Metrics
+from coterie.client.outbound import Outbound
+from coterie.core.errors import Refused
+from coterie.core.own import installed, is_own
+from coterie.core.protocol import Sends, declared, find_task
+from coterie.data.own import GROUP as DATA_GROUP
+from coterie.engines.messages import Request
+from coterie.methods import GROUP as METHODS_GROUP
+from coterie.runs.account import Account, Cost, OutgoingReply
+from coterie.runs.limits import EXCHANGES, Limits
+from coterie.runs.prepare import Prepared
+from coterie.runs.recipe import Recipe
+
+_INDIFFERENT = {
+    "compare_with",
+    "description",
+    "paper",
+    "samples",
+    "memory",
+}  # what a resumption may have otherwise
+
+
+@dataclass(frozen=True)
+class OutboundCheck:
+    """The last check before a reply leaves: the owner's limits, and the account of earlier replies.
+
+    Args:
+        prepared: What the reply is made with; its `Outbound` has the last word on the tensors
+            themselves.
+        request: What is asked.
+        limits: Of the owner.
+        account: Of the device; None: nothing is counted.
+    """
+
+    prepared: Prepared
+    request: Request
+    limits: Limits
+    account: Account | None
+
+    def check(self) -> None:
+        """Refuse, before any work, what could not leave. Raises Refused."""
+        self.limits.check_task(self.request.task, self.request.round, self.prepared.method.rounds)
+        if self.request.masked != (self._updates and self.prepared.recipe.secure):
+            how = "under masks" if self.request.masked else "in the clear"
+            raise Refused(
+                f"{self.request.task} of a recipe with secure: {self.prepared.recipe.secure} was "
+                f"asked for {how}",
+                "It was not done.",
+            )
+        if self._outbound is not None:
+            self._outbound.check(find_task(self.prepared.method, self.request.task))
+        if self.account is not None:
+            self.account.check(self._leaving("", None), self.limits)
+
+    def record(self, encoded: bytes, metrics: Metrics) -> None:
+        """Write down what is about to leave. Raises Refused: it may not leave; SaveError: it
+        could not be written down.
+        """
+        if self.account is None:
+            return
+        said = (
+            b""
+            if self.request.masked
+            else json.dumps([self.request.task, metrics], sort_keys=True).encode()
+        )
+        contents = blake2b(said + encoded, digest_size=16).hexdigest()
+        self.account.record(self._leaving(contents, self._cost), self.limits, self._exchanges)
+
+    def _leaving(self, contents: str, cost: Cost | None) -> OutgoingReply:
+        request = self.request
+        return OutgoingReply(
+            request.run,
+            _same_recipe(request.recipe),
+            (request.round, request.number),
+            contents,
+            cost,
+            request.masked,
+        )
+
+    @property
+    def _cost(self) -> Cost | None:
+        """What the reply spends of the privacy of the client, or of each of its examples; None
+        where it has no noise, or needs none.
+        """
+        privacy = None if self._outbound is None or not self._updates else self._outbound.privacy
+        if privacy is None or not privacy.noise or privacy.where == "central":
+            return None
+        if privacy.unit == "client":
+            mu = 2 / privacy.noise  # any two updates are up to 2C apart
+            return Cost(squared=mu * mu)
+        windows, expected = (
+            self.prepared.site.data[str(self.request.client)].train.windows,
+            self.prepared.recipe.training.batch_size,
+        )
+        steps = self.prepared.method.steps_of(windows, expected)
+        return Cost(
+            renyi=tuple(rdp_of_steps(rate_of(windows, expected), privacy.noise, steps).tolist())
+        )
+
+    @property
+    def _exchanges(self) -> int | None:
+        """The most unlike answers in a round."""
+        protects = self._outbound is not None and self._outbound.protects
+        return self.limits.exchanges or (EXCHANGES if protects else None)
+
+    @property
+    def _outbound(self) -> Outbound | None:
+        return self.prepared.site.outbound
+
+    @property
+    def _updates(self) -> bool:
+        return declared(find_task(self.prepared.method, self.request.task)) is Sends.UPDATE
+
+
+def check_code(section: Mapping[str, Any], limits: Limits) -> None:
+    """Refuse a method or data that a server names by a module, before it is imported: a device
+    runs only what its owner installed or allows.
+    """
+    named = (
+        ("method", "name", METHODS_GROUP, "methods", limits.methods),
+        ("data", "kind", DATA_GROUP, "data", limits.data),
+    )
+    for part, key, group, limit, allowed in named:
+        found = section.get(part)
+        name = found.get(key) if isinstance(found, Mapping) else None
+        here = {point.value for point in installed(group).values()}
+        if is_own(name) and name not in here | set(allowed or ()):
+            raise Refused(
+                f"{part}.{key}: this device imports no module that a server names, {name!r}",
+                f"Its owner may allow it: limits.{limit}.",
+            )
+
+
+def check_run(recipe: Recipe, limits: Limits) -> None:
+    """Refuse a run that the owner does not allow. Raises Refused."""
+    limits.check_run(
+        recipe.method["name"], getattr(recipe.model, "base", None), recipe.build_method().rounds
+    )
+    if recipe.privacy is not None and (
+        recipe.privacy.where == "local" or recipe.privacy.unit == "example"
+    ):
+        limits.check_noise(recipe.privacy.noise, recipe.privacy.clip)
+
+
+def _same_recipe(section: Mapping[str, Any]) -> str:
+    """Digest of what of a recipe decides what a device does: it stays the same over a run,
+    however often that is resumed.
+    """
+    decisive = {key: value for key, value in section.items() if key not in _INDIFFERENT}
+    return blake2b(json.dumps(decisive, sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,111 @@
+"""The states that a device keeps of its client, over the runs and restarts of a server."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock
+
+from coterie.core.errors import CoterieError, TensorError
+from coterie.core.files import load, save
+from coterie.core.protocol import State
+from coterie.runs.account import Turn
+
+_STATE = re.compile(r"round-(\d{5,})-(\d{3,})\.safetensors")
+_MOST_NOTE = 2000  # characters, see `Reply`
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A client's states on its device, one file per exchange, each written atomically.
+
+    A request of turn t is answered from the newest state before t. So a device that was killed goes
+    on from its last whole state, a request that is repeated is answered alike, and a server that
+    went back to a checkpoint finds clients that go back with it. From `before` to `commit` nobody
+    else may use it: that is what `alone` is for.
+
+    Args:
+        folder: Of one client in one run.
+    """
+
+    folder: Path
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Within the block no other process has this memory: one that is late with a former
+        request would undo what came after it.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(self.folder / "lock"):
+            yield
+
+    def turns(self) -> dict[Turn, Path]:
+        """Return the states that there are, from the oldest."""
+        found = {
+            (int(m[1]), int(m[2])): path
+            for path in self.folder.glob("round-*")
+            if (m := _STATE.fullmatch(path.name))
+        }
+        return dict(sorted(found.items()))
+
+    def before(self, turn: Turn, expects: Turn | None) -> tuple[State, str]:
+        """Return the newest whole state before a turn, and what the server should know of it; {}
+        for a client that starts.
+
+        Args:
+            turn: That is to be done.
+            expects: The last one that the server has a reply of; None for a client that it has none
+                of. Such a client may have done this turn already, and nothing before it: its reply
+                was lost, or the server went back.
+
+        Raises:
+            TensorError: There are only later states: the server went back further than devices
+                keep.
+        """
+        turns, note = self.turns(), ""
+        for then in sorted((then for then in turns if then < turn), reverse=True):
+            try:
+                state, _ = load(turns[then])
+            except CoterieError as error:
+                note = f"left out a damaged state ({error.problem}); "
+                continue
+            older = expects is not None and then < expects
+            return state, (
+                f"{note}goes on from its state of round {then[0] + 1}"[-_MOST_NOTE:]
+                if note or older
+                else ""
+            )
+        if turns and not note and expects is not None:
+            oldest = next(iter(turns))[0] + 1
+            raise TensorError(
+                f"the server is in round {turn[0] + 1}, this device has states from round "
+                f"{oldest} on",
+                "Resume the run from its newest checkpoint, or start it afresh with another --out.",
+            )
+        return {}, (
+            f"{note}starts afresh: it has no state of this run"[-_MOST_NOTE:]
+            if note or expects is not None
+            else ""
+        )
+
+    def commit(self, turn: Turn, state: State, kept: int) -> None:
+        """Write the state after a turn; what is later is no more, and what is older than a server
+        may go back to is let go of.
+
+        Args:
+            turn: Just done.
+            state: After it.
+            kept: Rounds since this one may be asked for again.
+        """
+        save(self.folder / f"round-{turn[0]:05d}-{turn[1]:03d}.safetensors", state)
+        turns = self.turns()
+        for then in [then for then in turns if then > turn]:
+            turns.pop(then).unlink()
+        old = [then for then in turns if then < (kept, 0)]
+        for path in [
+            *(turns[then] for then in old[:-1]),
+            *self.folder.glob("round-*.new"),
+        ]:  # those of a process that was killed, too
+            path.unlink()
