@@ -30,7 +30,7 @@ import torch
 from common import RESULTS, in_turns, ratios, report
 from torch import Tensor
 
-from coterie.aggregation import pulls, start_weights
+from coterie.aggregation import start_weights, weighted_differences
 from coterie.client.blueprint import Blueprint
 from coterie.client.optimizers import SGD
 from coterie.client.settings import Training
@@ -184,7 +184,10 @@ def pull() -> list[dict[str, Any]]:
         x = dict(zip(map(str, range(n)), torch.randn(n, d), strict=True))
         w = start_weights(n, row_stochastic=False)
         taken = in_turns(
-            {"loops": partial(looped, x, w), "product": partial(pulls, list(x.values()), w)},
+            {
+                "loops": partial(looped, x, w),
+                "product": partial(weighted_differences, list(x.values()), w),
+            },
             repeats,
         )
         loops, product = ratios(taken, "product").values()

@@ -1,4 +1,4 @@
-"""Projections, scores, pulls and mixtures against formulations with loops, and what must hold
+"""Projections, scores, weighted differences and mixtures against formulations with loops, and what must hold
 for any weights.
 """
 
@@ -16,9 +16,9 @@ from coterie.aggregation import (
     ascend_simplex,
     collaboration,
     mixtures,
-    pulls,
     rearranged,
     start_weights,
+    weighted_differences,
     weights_error,
 )
 from coterie.aggregation.collaboration import project_simplex
@@ -83,7 +83,7 @@ def test_a_pull_is_the_sum_over_all_others(seed: int, n: int, d: int) -> None:
             for i in range(n)
         ]
     )
-    torch.testing.assert_close(pulls(list(x), w), wanted)
+    torch.testing.assert_close(weighted_differences(list(x), w), wanted)
 
 
 def test_pulls_are_exact_where_models_nearly_agree(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +98,7 @@ def test_pulls_are_exact_where_models_nearly_agree(monkeypatch: pytest.MonkeyPat
     naive = (n * torch.eye(n) - torch.ones(n, n)) @ x
     error = [
         float((found.double() - exact).norm() / exact.norm())
-        for found in (pulls(list(x), w), naive)
+        for found in (weighted_differences(list(x), w), naive)
     ]
     assert error[0] < 1e-5 < error[1]
 

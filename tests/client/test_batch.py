@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coterie.client.batch import ClientBatch, Ragged, stacked
+from coterie.client.batch import ClientBatch, PerClientTensors, stacked
 from coterie.client.blueprint import Blueprint
 from coterie.client.interfaces import Metrics
 from coterie.client.optimizers import SGD, AdamW
@@ -183,13 +183,16 @@ def test_midpoints_leave_running_statistics_alone(federation: Federation) -> Non
     assert batch is not None
     before = {i: state["buffers"].clone() for i, state in batch.states.items()}
     batch.gradients_at(
-        Ragged({f"{i}/another": x for i, x in zip(batch.ids, batch.x.clone(), strict=True)}),
+        PerClientTensors(
+            {f"{i}/another": x for i, x in zip(batch.ids, batch.x.clone(), strict=True)}
+        ),
         "midpoints",
     )
     assert all(torch.equal(state["buffers"], before[i]) for i, state in batch.states.items())
     some = batch.ids[1:3]
     batch.gradients_at(
-        Ragged({f"{i}/{i}": x for i, x in zip(some, batch.x[1:3].clone(), strict=True)}), "others"
+        PerClientTensors({f"{i}/{i}": x for i, x in zip(some, batch.x[1:3].clone(), strict=True)}),
+        "others",
     )  # at their own models
     assert [
         i for i, state in batch.states.items() if not torch.equal(state["buffers"], before[i])

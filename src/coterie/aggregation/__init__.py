@@ -9,10 +9,10 @@ from coterie.aggregation.collaboration import (
     ascend_simplex,
     midpoints,
     mixtures,
-    pulls,
-    pulls_on,
     rearranged,
     start_weights,
+    weighted_differences,
+    weighted_differences_on,
     weights_error,
 )
 from coterie.aggregation.means import (
@@ -53,11 +53,11 @@ __all__ = [
     "by_holders",
     "midpoints",
     "mixtures",
-    "pulls",
-    "pulls_on",
     "rearranged",
     "start_weights",
     "uniform_mean",
+    "weighted_differences",
+    "weighted_differences_on",
     "weighted_mean",
     "weights_error",
 ]

@@ -81,7 +81,9 @@ def agreement(order: Sequence[ClientId], gradients: Replies) -> Tensor:
     return scores
 
 
-def pulls(models: Sequence[Tensor], weights: Tensor, rows: Sequence[int] | None = None) -> Tensor:
+def weighted_differences(
+    models: Sequence[Tensor], weights: Tensor, rows: Sequence[int] | None = None
+) -> Tensor:
     """(m, d): row i is sum_k w_ik (x_i - x_k), as L (X - mean X) with the Laplacian L = diag(W
     1) - W.
 
@@ -105,12 +107,12 @@ def pulls(models: Sequence[Tensor], weights: Tensor, rows: Sequence[int] | None 
     return found
 
 
-def pulls_on(
+def weighted_differences_on(
     models: Mapping[ClientId, Tensor], weights: Tensor, clients: Sequence[ClientId]
 ) -> dict[ClientId, Tensor]:
     """Return sum_k w_ik (x_i - x_k), (d,), of each of these clients; `models` are all, in order."""
     order = list(models)
-    found = pulls(list(models.values()), weights, [order.index(i) for i in clients])
+    found = weighted_differences(list(models.values()), weights, [order.index(i) for i in clients])
     return dict(zip(clients, found, strict=True))
 
 
@@ -126,7 +128,7 @@ def mixtures(models: Sequence[Tensor], weights: Tensor) -> Tensor:
         models: n vectors, (d,).
         weights: (n, n), whose rows sum to 1.
     """
-    return torch.stack(list(models)) - pulls(models, weights)
+    return torch.stack(list(models)) - weighted_differences(models, weights)
 
 
 def rearranged(weights: Tensor, places: Sequence[int | None], row_stochastic: bool) -> Tensor:

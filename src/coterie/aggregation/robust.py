@@ -106,7 +106,7 @@ class _Selecting(Combining, ABC):
                 f"method.aggregation.attackers: {self.attackers} among {clients} clients that "
                 f"are averaged together"
             )
-            most = f"at most {_withstood(clients)}" if clients >= 3 else "another rule"
+            most = f"at most {_most_attackers(clients)}" if clients >= 3 else "another rule"
             raise RecipeError(
                 "method", [f"{mistake}, where {2 * self.attackers + 3} are needed; use {most}"]
             )
@@ -117,7 +117,7 @@ class _Selecting(Combining, ABC):
 
     def combine(self, replies: Replies, around: Named) -> Tensors:
         models = ordered(replies)
-        f = min(self.attackers, _withstood(len(models)))
+        f = min(self.attackers, _most_attackers(len(models)))
         products = _products(list(models.values()), around)
         scores = _neighbourhoods(products, len(models) - f - 2)
         best = scores.argsort(stable=True)[: self.count(len(models), f)].tolist()
@@ -235,7 +235,7 @@ class ClippedMean(Combining):
         return found
 
 
-def _withstood(n: int) -> int:
+def _most_attackers(n: int) -> int:
     """Return the most attackers that Krum withstands among n clients."""
     return max((n - 3) // 2, 0)
 

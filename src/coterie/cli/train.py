@@ -56,7 +56,7 @@ def run(
     with _stopping("stopped." if dry_run else RESUMABLE):
         loaded = _load(recipe, set_, seed)  # first, so that mistakes show before the heavy imports
         if dry_run:
-            _foretell(loaded)
+            _dry_run(loaded)
             return
         from rich.console import Console
 
@@ -89,7 +89,7 @@ def run(
         )
 
 
-def _foretell(recipe: "Recipe") -> None:
+def _dry_run(recipe: "Recipe") -> None:
     """Print the estimated cost of a recipe, one line per method, without writing anything."""
     from rich.console import Console
 

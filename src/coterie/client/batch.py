@@ -24,8 +24,8 @@ from coterie.models.vectorised import unflatten
 _X, _OPTIMISER, _BUFFERS = f"parameters/{GENERALIST}", f"optimiser/{GENERALIST}", "buffers"
 
 
-class Ragged(Tensors):
-    """Tensors of a batch whose clients have some under unlike names: each under
+class PerClientTensors(Tensors):
+    """Tensors of a batch whose clients name some of them differently: each under
     `<client>/<name>`.
     """
 
@@ -38,7 +38,7 @@ class ClientBatch:
     Their parameters are the rows of one matrix X, (n, d), and their optimisers' moments and running
     statistics those of others. The rows are the tensors of the clients' states, so that nothing is
     copied between a batch and its clients one by one. Tensors that come and go have the clients as
-    their first dimension, or are `Ragged`.
+    their first dimension, or are `PerClientTensors`.
 
     Args:
         site: What the process needs to be these clients.
@@ -102,7 +102,7 @@ class ClientBatch:
         first, device = received[self.ids[0]], self.model.device
         forms = {tuple((name, t.shape) for name, t in found.items()) for found in received.values()}
         if len(forms) > 1:
-            return Ragged(
+            return PerClientTensors(
                 {
                     f"{i}/{name}": t.to(device)
                     for i, found in received.items()
@@ -115,7 +115,7 @@ class ClientBatch:
 
     def split(self, reply: Tensors) -> Replies:
         """Return the tensors of the batch as those of its clients, in one pass over them."""
-        if not isinstance(reply, Ragged):
+        if not isinstance(reply, PerClientTensors):
             return {i: {name: t[k] for name, t in reply.items()} for k, i in enumerate(self.ids)}
         found: dict[ClientId, Tensors] = {i: {} for i in self.ids}
         for name, tensor in reply.items():
@@ -171,7 +171,7 @@ class ClientBatch:
         Raises:
             TensorError: As there.
         """
-        alike = not isinstance(tensors, Ragged) and all(
+        alike = not isinstance(tensors, PerClientTensors) and all(
             t.stride(0) == 0 for t in tensors.values()
         )  # what is one for all
         matrices = {key: self._matrix(key) for key in self._shared}
@@ -257,9 +257,9 @@ class ClientBatch:
         client.
         """
         pairs = [(i, j, x) for i, own in self.split(points).items() for j, x in sorted(own.items())]
-        found = Ragged()
+        found = PerClientTensors()
         if own := [(i, x) for i, j, x in pairs if i == j]:
-            self.load(Ragged({f"{i}/{GENERALIST}": x for i, x in own}))
+            self.load(PerClientTensors({f"{i}/{GENERALIST}": x for i, x in own}))
             gradients = self._gradients(
                 torch.stack([x for _, x in own]), [i for i, _ in own], self.train
             )

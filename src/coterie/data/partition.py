@@ -92,7 +92,8 @@ class Partitioner(PartitionSchemes):
         held = read()
         self._check_labels(held)
         dialects = [
-            (calls[held.train_labels], calls[held.test_labels]) for calls in self._dialects()
+            (calls[held.train_labels], calls[held.test_labels])
+            for calls in self._label_permutations()
         ]
         partition = self.partitioned(held.train_labels, held.test_labels)
         made: dict[ClientId, ClientData] = {}
@@ -189,7 +190,7 @@ class Partitioner(PartitionSchemes):
     ) -> ExampleSplit:
         return ExampleSplit(name, inputs, labels, rows, seed, self.mean, self.std, self.classes)
 
-    def _dialects(self) -> list[Numbers]:
+    def _label_permutations(self) -> list[Numbers]:
         """How each cluster calls the classes, (classes,) each; one for all unless labels are
         permuted.
         """

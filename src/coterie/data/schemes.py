@@ -222,7 +222,7 @@ class PartitionSchemes(BaseModel, ABC):
             for part in partitions[self.partition](labels, test)
         ]
         unseen = {
-            group: list(self._newcomers(group, clients, labels, test)) for group in self.unseen
+            group: list(self._unseen_clients(group, clients, labels, test)) for group in self.unseen
         }
         return Partition(
             _among(left, clients),
@@ -386,7 +386,7 @@ class PartitionSchemes(BaseModel, ABC):
             and len(labels) == self.unseen_anchors * self._anchor_size
         )
 
-    def _newcomers(
+    def _unseen_clients(
         self, group: Unseen, clients: Sequence[ClientShare], train: Numbers, test: Numbers
     ) -> Iterator[ClientShare]:
         """Return the unseen clients of a group."""

@@ -16,8 +16,8 @@ from coterie.aggregation import (
     ascend_box,
     ascend_simplex,
     midpoints,
-    pulls_on,
     start_weights,
+    weighted_differences_on,
 )
 from coterie.client.interfaces import AnyClient
 from coterie.client.settings import Training
@@ -107,7 +107,7 @@ class CoBo(OneAdapter, SamplingPairs, Joining, Comparing):
         if self.gamma:  # line 2
             pairs = self.sample(t, sorted(clients), rng)
             weights = yield from self.client_selection(x, weights, pairs)
-        pull = pulls_on(x, weights, sorted(clients))
+        pull = weighted_differences_on(x, weights, sorted(clients))
         asked = {i: {"pull": pull[i]} for i in clients}
         replies = yield Ask(self.descend, asked, lambda sent: {GENERALIST: sent["pull"]})
         x |= {i: reply[GENERALIST] for i, reply in replies.items()}  # lines 3 to 6

@@ -106,7 +106,7 @@ def summed(
     )
     try:
         workflow(cast(Grid, grid), _context(plan))
-        problem = _disbelieved(plan.mean, len(requests))
+        problem = _mean_problem(plan.mean, len(requests))
     except ValueError as error:  # shares that are not of one key
         problem = f"the sum could not be had: {error}"
     if problem is None:
@@ -121,7 +121,7 @@ def summed(
     return found
 
 
-def _disbelieved(mean: np.ndarray | None, clients: int) -> str | None:
+def _mean_problem(mean: np.ndarray | None, clients: int) -> str | None:
     """Return what is wrong with a mean, if something is: with a share or a mask that is not right,
     values come out anywhere modulo 2^32.
     """
