@@ -1,5 +1,5 @@
-"""Projections, scores, weighted differences and mixtures against formulations with loops, and what must hold
-for any weights.
+"""Projections, scores, weighted differences and mixtures against formulations with loops, and
+what must hold for any weights.
 """
 
 import math
