@@ -16,8 +16,8 @@ from coterie.core.tensors import norm as length
 
 
 class Attack(BaseModel):
-    """An attack on the aggregation: the attackers, and what each sends instead of its update u. For
-    experiments with `method.aggregation`.
+    """An attack on the aggregation: which clients attack, and what each sends instead of its update
+    u. For experiments with `method.aggregation`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -25,15 +25,17 @@ class Attack(BaseModel):
     kind: Annotated[
         Literal["sign-flip", "scaled", "noise", "nan"],
         Field(
-            description="sign-flip: -scale u; scaled: scale u; noise: as long as scale u, in a "
-            "random direction; nan: no numbers at all"
+            description="sign-flip: -scale u; scaled: scale u; noise: a random direction with the "
+            "norm of scale u; nan: NaN"
         ),
     ]
     clients: Annotated[
         Annotated[int, Field(ge=0)] | tuple[str, ...],
-        Field(description="attackers: the first so many by id, or a list of ids"),
+        Field(description="attackers: a number (the first ones by id), or a list of ids"),
     ] = 1
-    scale: Annotated[float, Field(gt=0, description="of the lie, relative to the update")] = 10.0
+    scale: Annotated[
+        float, Field(gt=0, description="scale of the false update, relative to the true one")
+    ] = 10.0
 
     def attackers(self, clients: Iterable[ClientId]) -> frozenset[ClientId]:
         """Those of the federation's clients that lie.

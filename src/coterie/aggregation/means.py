@@ -91,7 +91,8 @@ class Mean(Combining):
     weighting: Annotated[
         Literal["uniform", "samples"],
         Field(
-            description="clients count alike, or by the training samples that they say they have"
+            description="weights of clients: equal, or by the number of training samples that "
+            "they report"
         ),
     ] = "uniform"
 

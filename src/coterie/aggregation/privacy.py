@@ -36,9 +36,7 @@ class Adaptive(BaseModel):
 
     quantile: Annotated[
         float,
-        Field(
-            gt=0, lt=1, description="gamma, the share of updates that C should leave as they are"
-        ),
+        Field(gt=0, lt=1, description="gamma, the share of updates that should not be clipped"),
     ] = 0.5
     lr: Annotated[
         float, Field(gt=0, description="eta_C, the step of the geometric update of C")
@@ -47,15 +45,15 @@ class Adaptive(BaseModel):
         float,
         Field(
             gt=0,
-            description="sigma_b, the standard deviation of the noise on how many updates were "
-            "within C; its authors: n / 20",
+            description="sigma_b, the standard deviation of the noise on the number of updates "
+            "within C; the paper uses n / 20",
         ),
     ]
 
 
 class Privacy(BaseModel):
-    """Differential privacy of the tensors that clients share, of whole clients or of single
-    examples; nothing else is covered.
+    """Differential privacy of the tensors that clients share, for whole clients or for single
+    examples. Nothing else is covered.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -63,16 +61,16 @@ class Privacy(BaseModel):
     unit: Annotated[
         Literal["client", "example"],
         Field(
-            description="what is protected: client, all data of one; example, each window or "
+            description="what is protected; client: all data of a client; example: each window or "
             "image of a client, by DP-SGD on the client"
         ),
     ] = "client"
     where: Annotated[
         Literal["central", "local"] | None,
         Field(
-            description="of unit client: central: the server, which is trusted, clips and adds "
-            "noise; local: each client, before anything "
-            "leaves it; of unit example: null, each client clips and adds noise in every step",
+            description="who clips and adds noise, for unit client: central: the server, which is "
+            "trusted; local: each client, before anything leaves it; for unit example: null, each "
+            "client in every step",
             validate_default=True,
         ),
     ] = None
@@ -80,7 +78,7 @@ class Privacy(BaseModel):
         float,
         Field(
             gt=0,
-            description="C, the norm that an update is clipped to, or an example's gradient; all "
+            description="C, the clipping norm of an update, or of an example's gradient, over all "
             "shared tensors as one vector",
         ),
     ]
@@ -97,14 +95,17 @@ class Privacy(BaseModel):
         Field(
             gt=0,
             lt=1,
-            description="null: 1 / N^1.1 with N clients, which says little for few of them, or "
-            "with N examples of the largest client; "
-            "better well below 1 / N",
+            description="delta of the guarantee; should be well below 1 / N; null: 1 / N^1.1 with "
+            "N clients (which says little for few clients), or with N examples of the largest "
+            "client",
         ),
     ] = None
     adaptive: Annotated[
         Adaptive | None,
-        Field(description="C as a quantile of the norms, from `clip`; null: C stays; central only"),
+        Field(
+            description="adapt C to a quantile of the norms, starting from `clip`; null: C is "
+            "fixed; central only"
+        ),
     ] = None
 
     @field_validator("where")

@@ -155,7 +155,7 @@ class MultiKrum(_Selecting):
         Field(description="the mean of the clients with the nearest neighbours"),
     ] = "multi-krum"
     keep: Annotated[
-        int | None, Field(ge=1, description="m, clients that are averaged; null: n - f")
+        int | None, Field(ge=1, description="m, number of clients that are averaged; null: n - f")
     ] = None
 
     def check(self, clients: int) -> None:
@@ -183,9 +183,12 @@ class GeometricMedian(Combining):
     rule: Annotated[
         Literal["geometric-median"], Field(description="the vector with the least sum of distances")
     ] = "geometric-median"
-    iterations: Annotated[int, Field(ge=1, description="of the Weiszfeld algorithm")] = 100
+    iterations: Annotated[int, Field(ge=1, description="iterations of the Weiszfeld algorithm")] = (
+        100
+    )
     eps: Annotated[
-        float, Field(gt=0, description="nu, the distance below which all models count alike")
+        float,
+        Field(gt=0, description="nu, the distance below which all models have the same weight"),
     ] = 1e-6
 
     def combine(self, replies: Replies, around: Named) -> Tensors:

@@ -108,7 +108,8 @@ class SGD(Scheduled):
         Field(
             ge=0,
             le=1,
-            description="tau, of the gradients in it; null: as momentum; 0: classical momentum",
+            description="tau, dampening of the gradients; null: the same as momentum; 0: "
+            "classical momentum",
         ),
     ] = None
 

@@ -22,7 +22,9 @@ class Training(BaseModel):
     ] = 64
     micro_batch: Annotated[
         int | None,
-        Field(ge=1, description="rows per forward pass; gradients accumulate to the same step"),
+        Field(
+            ge=1, description="rows per forward pass; gradients are accumulated to the same step"
+        ),
     ] = None
     experts: Annotated[
         Optimiser,
@@ -37,8 +39,8 @@ class Training(BaseModel):
     stateless: Annotated[
         bool,
         Field(
-            description="clients keep nothing of the model between rounds: optimisers start "
-            "afresh, as where many take part seldom"
+            description="clients keep nothing of the model between rounds, and optimisers start "
+            "anew; for many clients that rarely take part"
         ),
     ] = False
 

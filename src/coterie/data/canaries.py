@@ -33,35 +33,38 @@ class Audit(BaseModel):
         int,
         Field(
             ge=0,
-            description="candidates of each client: a fixed prefix and random tokens; a coin "
-            "flip plants each or leaves it out",
+            description="candidates per client, each a fixed prefix and random tokens; a coin "
+            "flip plants it or leaves it out",
         ),
     ] = 32
     repeats: Annotated[
-        int, Field(ge=1, description="how often a planted one stands in its client's training text")
+        int,
+        Field(ge=1, description="how often a planted canary occurs in its client's training text"),
     ] = 4
-    prefix: Annotated[int, Field(ge=0, description="tokens that all of them begin with")] = 4
+    prefix: Annotated[
+        int, Field(ge=0, description="length in tokens of the prefix that all canaries begin with")
+    ] = 4
     length: Annotated[
-        int, Field(ge=1, description="random tokens of each, uniform over the vocabulary")
+        int, Field(ge=1, description="random tokens per canary, uniform over the vocabulary")
     ] = 8
     references: Annotated[
         int,
         Field(
             ge=1,
-            description="more of the same distribution that nobody has: what exposure is ranked "
-            "among",
+            description="reference sequences of the same distribution that no client has; "
+            "exposure is the rank among them",
         ),
     ] = 256
     exchanges: Annotated[
         int | None,
         Field(
             ge=1,
-            description="the last training exchanges of which what was sent is kept in the run's "
+            description="number of last training exchanges whose updates are kept in the run's "
             "folder; null: all",
         ),
     ] = 5
     seed: Annotated[
-        int, Field(ge=0, description="of canaries and coin flips, beside the run's seed")
+        int, Field(ge=0, description="seed of canaries and coin flips, used with the run's seed")
     ] = 0
 
 

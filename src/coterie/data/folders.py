@@ -42,16 +42,14 @@ class Folders(Section):
 
     kind: Literal["folders"] = "folders"
     path: Annotated[
-        Path | None, Field(description="folder with one folder per client; must be given")
+        Path | None, Field(description="folder with one folder per client; required")
     ] = None
     text_column: Annotated[
         str, Field(min_length=1, description="column of JSON lines that has the text")
     ] = "text"
     fractions: Annotated[
         Fractions,
-        Field(
-            description="shares of train, valid and test where a folder has no splits of its own"
-        ),
+        Field(description="shares of train, valid and test if a folder has no splits of its own"),
     ] = (
         0.8,
         0.1,

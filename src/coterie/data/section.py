@@ -92,18 +92,19 @@ class Section(BaseModel, ABC):
         int,
         Field(
             ge=0,
-            description="fixes which document is in which split; independent of the run's seed",
+            description="seed of the split into train, valid and test; independent of the run's "
+            "seed",
         ),
     ] = 0
     train_tokens: Annotated[
-        Bounds, Field(description=f"at most so many tokens of training text {_PER_CLIENT}")
+        Bounds, Field(description=f"most tokens of training text {_PER_CLIENT}")
     ] = None
     valid_tokens: Annotated[
-        Bounds, Field(description=f"at most so many tokens of validation text {_PER_CLIENT}")
+        Bounds, Field(description=f"most tokens of validation text {_PER_CLIENT}")
     ] = None
-    test_tokens: Annotated[
-        Bounds, Field(description=f"at most so many tokens of test text {_PER_CLIENT}")
-    ] = None
+    test_tokens: Annotated[Bounds, Field(description=f"most tokens of test text {_PER_CLIENT}")] = (
+        None
+    )
 
     @abstractmethod
     def source(self) -> Source:

@@ -107,8 +107,8 @@ class Language:
 
 
 class Synthetic(Section):
-    """A made-up language in which the right routing is known: some words go on alike for all
-    clients, some for a topic's, some for one.
+    """A synthetic language with known correct routing: some words have the same successors for all
+    clients, some for the clients of a topic, some for one client.
 
     Text is a sequence of phrases. A phrase is shared, of a topic or private; its first word is
     drawn uniformly from the words of that kind, and behind each word comes one of `successors` next
@@ -122,60 +122,61 @@ class Synthetic(Section):
         int,
         Field(
             ge=0,
-            description="fixes the words, what follows which, and the texts; independent of the "
-            "run's seed",
+            description="seed of the words, their order and the texts; independent of the run's "
+            "seed",
         ),
     ] = 0
     clients: Annotated[
-        int, Field(ge=1, description="how many; their ids are `client-0`, `client-1`, ...")
+        int, Field(ge=1, description="number of clients; their ids are `client-0`, `client-1`, ...")
     ] = 4
     topics: Annotated[
         tuple[tuple[Counted, ...], ...],
-        Field(
-            description="of each topic, the numbers of the clients that share it, counted from 0"
-        ),
+        Field(description="for each topic, the numbers of the clients that share it, from 0"),
     ] = ()
     shares: Annotated[
         tuple[Weight, Weight, Weight],
         Field(
-            description="of shared, topic and private phrases; a client without a topic has more "
-            "of the others"
+            description="shares of shared, topic and private phrases; a client without a topic "
+            "has more of the others"
         ),
     ] = (0.5, 0.0, 0.5)
     shared_words: Annotated[
-        int, Field(ge=2, description="words that go on alike for all clients")
+        int, Field(ge=2, description="number of words with the same successors for all clients")
     ] = 16
-    topic_words: Annotated[int, Field(ge=2, description="words of each topic")] = 16
+    topic_words: Annotated[int, Field(ge=2, description="number of words per topic")] = 16
     private_words: Annotated[
-        int, Field(ge=2, description="words that go on differently for each client")
+        int, Field(ge=2, description="number of words with other successors for each client")
     ] = 16
     conflict: Annotated[
         bool,
         Field(
-            description="clients have the same private words, in other orders; false: words of "
-            "their own"
+            description="clients have the same private words, in different orders; false: "
+            "different words"
         ),
     ] = True
     successors: Annotated[
         int,
         Field(
             ge=1,
-            description="words that may come behind a word, each half as probable as the one "
-            "before",
+            description="number of possible successors of a word, each half as probable as the "
+            "one before",
         ),
     ] = 2
-    phrase_words: Annotated[float, Field(ge=1, description="words of a phrase, in the mean")] = 12.0
-    document_words: Annotated[int, Field(ge=1, description="words of a document")] = 64
+    phrase_words: Annotated[float, Field(ge=1, description="mean number of words per phrase")] = (
+        12.0
+    )
+    document_words: Annotated[int, Field(ge=1, description="number of words per document")] = 64
     train_tokens: Annotated[
         Bound | tuple[Bound, ...],
-        Field(description="of training text: one number, or one per client"),
+        Field(description="tokens of training text: one number, or one per client"),
     ] = 6000
     valid_tokens: Annotated[
         Bound | tuple[Bound, ...],
-        Field(description="of validation text: one number, or one per client"),
+        Field(description="tokens of validation text: one number, or one per client"),
     ] = 2000
     test_tokens: Annotated[
-        Bound | tuple[Bound, ...], Field(description="of test text: one number, or one per client")
+        Bound | tuple[Bound, ...],
+        Field(description="tokens of test text: one number, or one per client"),
     ] = 2000
 
     @field_validator("topics")

@@ -70,8 +70,7 @@ class Method(ABC):
         int | None,
         Field(
             ge=1,
-            description="instead of local_steps: how often a client goes through its own data in "
-            "a round",
+            description="epochs over a client's own data per round, in place of local_steps",
         ),
     ] = None
 

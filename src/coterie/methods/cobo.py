@@ -64,7 +64,9 @@ class CoBo(OneAdapter, SamplingPairs, Joining, Comparing):
     local_steps: Annotated[
         int, Field(ge=1, description="L, local iterations per round; 1 is the paper's algorithm")
     ] = 1
-    rho: Annotated[float, Field(ge=0, description="strength of the pull")] = 0.03
+    rho: Annotated[
+        float, Field(ge=0, description="rho, strength of the pull towards other clients")
+    ] = 0.03
     gamma: Annotated[
         float, Field(ge=0, description="step size of the collaboration weights; 0 freezes them")
     ] = 0.01
@@ -74,11 +76,14 @@ class CoBo(OneAdapter, SamplingPairs, Joining, Comparing):
     ] = "box"
     pull: Annotated[
         Literal["gradient", "decoupled"],
-        Field(description="pull times the learning rate, or after the optimiser"),
+        Field(
+            description="gradient: the pull is scaled by the learning rate; decoupled: it is "
+            "applied after the optimiser step"
+        ),
     ] = "gradient"
     output: Annotated[
         Literal["last", "uniform"],
-        Field(description="models of the last round, or of one drawn uniformly"),
+        Field(description="final models: of the last round, or of a round drawn uniformly"),
     ] = "last"
 
     @property

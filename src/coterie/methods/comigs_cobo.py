@@ -43,7 +43,7 @@ class CoMiGSCoBo(CoMiGS, Comparing):
 
     gamma: Annotated[
         float,
-        Field(ge=0, description="step size of the collaboration weights; 0 leaves plain means"),
+        Field(ge=0, description="step size of the collaboration weights; 0: plain means"),
     ] = 0.05
 
     @property

@@ -48,15 +48,15 @@ class CoMiGSPool(CoMiGS):
     shared: ClassVar[tuple[Role, ...]] = (GENERALIST, EXPERT, GATE)
 
     generalists: Annotated[
-        int, Field(ge=1, description="K, generalists of the pool at a client")
+        int, Field(ge=1, description="K, generalists of the pool that each client gets")
     ] = 2
     pool: Annotated[int, Field(ge=1, description="M, generalists at the server")] = 4
     load: Annotated[
         float | None,
         Field(
             ge=1,
-            description="the most clients of a generalist, in fair shares; null: as many as want "
-            "it",
+            description="most clients per generalist, as a multiple of an equal share; null: no "
+            "limit",
         ),
     ] = 1
 

@@ -45,7 +45,7 @@ class DDOME(Pooling):
 
     Args:
         pool: M, experts at the server.
-        top_k: K, experts that a client gets, at most M.
+        top_k: K, experts that each client gets, at most M.
         anchors: Whether the data's anchors act as such; otherwise they are clients like any other.
         mixture: Of the K experts' outputs in the joint loss. The paper multiplies outputs by scores
             as the gate gives them over all M ("scores"), which in a trial collapsed the gate; by
@@ -55,20 +55,20 @@ class DDOME(Pooling):
     """
 
     pool: Annotated[int, Field(ge=1, description="M, experts at the server")] = 5
-    top_k: Annotated[int, Field(ge=1, description="K, experts that a client gets")] = 2
+    top_k: Annotated[int, Field(ge=1, description="K, experts that each client gets")] = 2
     anchors: Annotated[
-        bool, Field(description="whether the data's anchor clients are tied to an expert each")
+        bool, Field(description="whether each anchor client of the data is tied to one expert")
     ] = True
     mixture: Annotated[
         Literal["logits", "probabilities", "scores"],
         Field(
-            description="in the joint loss, with weights renormalised over the K: of logits or "
-            "probabilities; scores: as printed, without"
+            description="what the joint loss mixes, with weights renormalised over the K experts: "
+            "logits or probabilities; scores: as in the paper, without renormalisation"
         ),
     ] = "logits"
     answer: Annotated[
         Literal["best", "mixture"],
-        Field(description="who classifies a sample: the best of the K experts, or all"),
+        Field(description="which experts classify a sample: the best of the K, or all"),
     ] = "best"
 
     @property

@@ -37,7 +37,9 @@ class Ditto(OneAdapter, Aggregating):
     prox: Annotated[
         float,
         Field(
-            ge=0, description="lambda, how strongly a personal model is held near the global one"
+            ge=0,
+            description="lambda, strength of the penalty that keeps a personal model near the "
+            "global one",
         ),
     ] = 1.0
 

@@ -29,11 +29,12 @@ class Ensemble(WholePool):
         models: How many.
     """
 
-    models: Annotated[int, Field(ge=1, description="how many models")] = 2
+    models: Annotated[int, Field(ge=1, description="number of models")] = 2
     initial: Annotated[
         Literal["random", "common", "auto"],
         Field(
-            description="of the models: at random, from the common expert, or that where it fits"
+            description="initial values of the models: random, from the common expert, or auto: "
+            "from the common expert where it fits"
         ),
     ] = "auto"
 

@@ -59,8 +59,8 @@ class FC(OneAdapter):
     cluster_size: Annotated[
         Size | tuple[Size, ...] | None,
         Field(
-            description="gradients that count for a client, one number or one per client; null: "
-            "the size of its true cluster"
+            description="number of gradients averaged for a client, one number or one per client; "
+            "null: the size of its true cluster"
         ),
     ] = None
     clustering_rounds: Annotated[

@@ -67,7 +67,7 @@ class FDLoRA(OneAdapter, Aggregating):
         32
     )
     fusion_steps: Annotated[
-        int, Field(ge=3, description="evaluations of the fusion's objective at most")
+        int, Field(ge=3, description="most evaluations of the fusion's objective")
     ] = 40
     fusion_l1: Annotated[
         float, Field(ge=0, description="weight of |w_1| + |w_2| in the fusion")

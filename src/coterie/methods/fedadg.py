@@ -51,7 +51,8 @@ class FedADG(Averaged, OneAdapter):
         Field(
             ge=0,
             le=1,
-            description="share of a round's local iterations that train classification alone",
+            description="share of a round's local iterations that use the classification loss "
+            "alone",
         ),
     ] = 0.3
     hidden: Annotated[

@@ -29,10 +29,10 @@ class FedMix(WholePool):
             with the highest score.
     """
 
-    experts: Annotated[int, Field(ge=1, description="M = K, experts that everybody gets")] = 2
+    experts: Annotated[int, Field(ge=1, description="M = K, experts that every client gets")] = 2
     answer: Annotated[
         Literal["best", "mixture"],
-        Field(description="who classifies a sample: the best expert, or all"),
+        Field(description="which experts classify a sample: the best one, or all"),
     ] = "mixture"
 
     @property

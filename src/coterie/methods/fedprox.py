@@ -30,7 +30,11 @@ class FedProx(Averaged, OneAdapter):
 
     mu: Annotated[
         float,
-        Field(ge=0, description="how strongly a client is held near the model that it received"),
+        Field(
+            ge=0,
+            description="mu, strength of the penalty that keeps a client near the model that it "
+            "received",
+        ),
     ] = 0.01
 
     by_examples = True

@@ -39,7 +39,7 @@ class FinetunedFedAvg(FedAvg):
 
     start: Annotated[
         float,
-        Field(ge=0, le=1, description="share of the rounds after which every client trains alone"),
+        Field(ge=0, le=1, description="share of the rounds after which each client trains alone"),
     ] = 0.5
 
     def init(self, model: Reader, clients: Sequence[ClientId]) -> State:

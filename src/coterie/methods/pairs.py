@@ -42,8 +42,8 @@ class SamplingPairs(Method):
         float | None,
         Field(
             gt=0,
-            description="c of the probability c / (t + 1) of a pair; null: `mixed` goes on where "
-            "constant ended",
+            description="c in the probability c / (t + 1) of a pair; null: `mixed` continues "
+            "where constant ended",
         ),
     ] = None
     switch: Annotated[

@@ -44,7 +44,7 @@ class PCL(OneAdapter):
         int | None,
         Field(
             ge=1,
-            description="validation batches on which a client judges all models; null: its whole "
+            description="validation batches on which a client scores all models; null: its whole "
             "validation set",
         ),
     ] = None

@@ -48,14 +48,15 @@ class Pooling(Aggregating):
     initial: Annotated[
         Literal["random", "common", "auto"],
         Field(
-            description="of the experts: at random, from the common expert, or that where it fits"
+            description="initial values of the experts: random, from the common expert, or auto: "
+            "from the common expert where it fits"
         ),
     ] = "random"
     aggregation: Annotated[
         Rule,
         Field(
-            description="as of fedavg, for each member of the pool over the clients that had it; "
-            "by default a mean by samples"
+            description="as for fedavg, for each expert of the pool over the clients that had it; "
+            "default: a mean weighted by samples"
         ),
     ] = Mean(weighting="samples")  # noqa: RUF009 - rules are frozen
 

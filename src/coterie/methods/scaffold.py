@@ -60,7 +60,8 @@ class Scaffold(Averaged, OneAdapter):
     momentum: Annotated[
         bool,
         Field(
-            description="keep the recipe's momentum; control variates may no longer fit the steps"
+            description="keep the recipe's momentum, although control variates assume plain SGD "
+            "steps"
         ),
     ] = False
 

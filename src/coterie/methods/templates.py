@@ -35,7 +35,8 @@ class Aggregating(Method):
     aggregation: Annotated[
         Rule,
         Field(
-            description="how what clients send becomes one: `rule` mean (`weighting` uniform or "
+            description="how the clients' updates are aggregated: `rule` mean (`weighting` "
+            "uniform or "
             "samples), median, trimmed-mean (`trim`), "
             "krum (`attackers`), multi-krum (`attackers`, `keep`), geometric-median or "
             "clipped-mean (`norm`)"
@@ -202,11 +203,13 @@ class Routed(Method):
     balance: Annotated[
         Balance,
         Field(
-            description="load-balancing loss; generalist: eq. 6 to the scale of the uniform one; "
-            "generalist-printed: to its own scale"
+            description="load-balancing loss; generalist: eq. 6, scaled like the uniform one; "
+            "generalist-printed: eq. 6 as printed"
         ),
     ] = "uniform"
-    balance_weight: Annotated[float, Field(ge=0, description="lambda")] = 0.01
+    balance_weight: Annotated[
+        float, Field(ge=0, description="lambda, weight of the load-balancing loss")
+    ] = 0.01
 
     def mixture(self, base: Layout, generalists: int, specialists: int) -> Layout:
         """Return the layout of a client with so many experts.
@@ -246,7 +249,7 @@ class TwoExperts(Routed):
 
     updates: Annotated[
         Literal["simultaneous", "alternating"],
-        Field(description="routers with the experts, or in turn"),
+        Field(description="simultaneous: routers train with the experts; alternating: in turn"),
     ] = "simultaneous"
     router_every: Annotated[
         int, Field(ge=1, description="tau, local iterations between alternating router updates")

@@ -56,18 +56,19 @@ class Pretraining(BaseModel):
     ] = 20
     lr: Annotated[float, Field(gt=0, allow_inf_nan=False, description="the learning rate")] = 0.05
     momentum: Annotated[float, Field(ge=0, lt=1, description="beta")] = 0.9
-    batch_size: Annotated[int, Field(ge=1, description="examples of a step")] = 64
+    batch_size: Annotated[int, Field(ge=1, description="examples per step")] = 64
     stop_at: Annotated[
         float | None,
         Field(
             gt=0,
             le=1,
-            description="stop as soon as this share of the held-out examples is right; null: "
-            "train all epochs",
+            description="stop once this share of the held-out examples is classified correctly; "
+            "null: train all epochs",
         ),
     ] = None
     seed: Annotated[
-        int, Field(ge=0, description="of its initial values, of what is held out and of the order")
+        int,
+        Field(ge=0, description="seed of the initial values, the held-out examples and the order"),
     ] = 0
 
 

@@ -59,13 +59,15 @@ class Recipe(BaseModel):
     name: Annotated[
         str,
         Field(
-            min_length=1, pattern=r"^[A-Za-z0-9._-]+$", description="default: the name of the file"
+            min_length=1,
+            pattern=r"^[A-Za-z0-9._-]+$",
+            description="name of the recipe; default: the file name",
         ),
     ]
     description: Annotated[
         str, Field(description="one line for `coterie recipes` and the report")
     ] = ""
-    paper: Annotated[str, Field(description="paper and table that it stands for")] = ""
+    paper: Annotated[str, Field(description="paper and table that it reproduces")] = ""
     data: Data
     model: ModelSection = LanguageSection()
     method: dict[str, Any]
@@ -73,37 +75,36 @@ class Recipe(BaseModel):
     engine: Annotated[
         Literal["inprocess", "loopback", "flower"],
         Field(
-            description="who carries the messages; flower: Flower's simulation on this machine, "
-            "or devices, see docs/deploy.md"
+            description="how clients run; inprocess: in this process; flower: Flower's simulation "
+            "on this machine, or devices, see docs/deploy.md"
         ),
     ] = "inprocess"
     quorum: Annotated[
         Quorum, Field(description="when the server goes on without some of those that it asked")
     ] = Quorum()
     evaluate_every: Annotated[
-        int, Field(ge=0, description="rounds between evaluations; 0: only after the last")
+        int, Field(ge=0, description="rounds between evaluations; 0: only after the last round")
     ] = 0
     curve_every: Annotated[
         int | None,
         Field(
             ge=1,
-            description="rounds between points of the curves, each of a part of the test sets, "
-            "from before the first round on; they decide "
-            "nothing, and are left out where clients are in processes of their own; null: curves "
-            "are of the evaluations",
+            description="rounds between points of the curves, the first before round 1; each "
+            "point uses a part of the test sets and decides nothing; left out if clients run in "
+            "separate processes; null: the curves show the evaluations",
         ),
     ] = None
     curve_windows: Annotated[
-        int, Field(ge=1, description="windows of text, or examples, of each client in such a point")
+        int, Field(ge=1, description="windows of text, or examples, per client for such a point")
     ] = 8
     metrics_every: Annotated[
-        int, Field(ge=1, description="rounds between lines of what training measured")
+        int, Field(ge=1, description="rounds between records of training metrics")
     ] = 1
     presence: Annotated[
         dict[str, tuple[Annotated[int, Field(ge=0)], int | None]],
         Field(
             description="clients that join late or leave early: the first round, and the first "
-            "one without it or null"
+            "round without the client or null"
         ),
     ] = {}
     privacy: Annotated[
@@ -119,45 +120,47 @@ class Recipe(BaseModel):
     audit: Annotated[
         Audit | None,
         Field(
-            description="plant canaries and keep what was sent, for `coterie audit`, with all "
+            description="plant canaries and keep the updates sent, for `coterie audit`; needs all "
             "data on this machine; null: neither"
         ),
     ] = None
     attack: Annotated[
         Attack | None,
-        Field(description="clients that lie, to try method.aggregation; null: nobody does"),
+        Field(
+            description="clients that send false updates, to test method.aggregation; null: none"
+        ),
     ] = None
     participation: Annotated[
-        Participation, Field(description="who of those that are there takes part in a round")
+        Participation, Field(description="which of the connected clients take part in a round")
     ] = Participation()
     checkpoint_every: Annotated[int, Field(ge=1, description="rounds between checkpoints")] = 1
     memory: Annotated[
         float | None,
         Field(
             ge=0,
-            description="GiB of clients' states that stay in memory, with engine inprocess; the "
-            "others lie in files of the run's folder; "
-            "null: half of this machine's memory, or of its GPU's where the model is there",
+            description="GiB of client states kept in memory, with engine inprocess; the rest is "
+            "kept in files in the run's folder; null: half of this machine's memory, or of the "
+            "GPU's if the model is there",
         ),
     ] = None
     threads: Annotated[
         int | None,
         Field(
             ge=1,
-            description="that compute on a CPU of this machine; results are the same to the bit "
-            "only with as many; null: "
-            "OMP_NUM_THREADS if that is set, else one or all cores by a short trial at the "
-            "start; a run that is resumed keeps its number",
+            description="number of CPU threads; results are bit-identical only with the same "
+            "number; null: OMP_NUM_THREADS if set, otherwise one or all cores, by a short trial "
+            "at the start; a resumed run keeps its number",
         ),
     ] = None
     compare_with: Annotated[
         tuple[str, ...],
-        Field(description="methods that `coterie run` runs beside this one, for its table"),
+        Field(description="methods that `coterie run` runs beside this one, for the table"),
     ] = ()
     samples: Annotated[
-        bool, Field(description="keep beginnings of test texts, coloured by expert, in the report")
+        bool,
+        Field(description="show the beginnings of test texts, coloured by expert, in the report"),
     ] = True
-    seed: Annotated[int, Field(ge=0, description="of everything but the splits of the data")] = 0
+    seed: Annotated[int, Field(ge=0, description="seed of everything except the data splits")] = 0
 
     def __init__(self, /, **fields: Any) -> None:
         """Check the fields and take them. Raises RecipeError with all mistakes."""

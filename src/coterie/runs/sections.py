@@ -16,7 +16,11 @@ from coterie.models.text import TextShape
 from coterie.runs.mistakes import Mistakes
 
 Device = Annotated[
-    str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto: CUDA where there is one")
+    str,
+    Field(
+        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+        description="auto: CUDA if available, otherwise the CPU",
+    ),
 ]
 
 
@@ -39,13 +43,20 @@ class LanguageSection(BaseModel):
     ] = "embedded"
     dtype: Annotated[
         Literal["auto", "fp32", "bf16"],
-        Field(description="of the base; auto: bf16 on CUDA, fp32 on CPU"),
+        Field(description="dtype of the base; auto: bf16 on CUDA, fp32 on CPU"),
     ] = "auto"
     device: Device = "auto"
     context: Annotated[int, Field(ge=2, description="window length in tokens")] = 128
-    rank: Annotated[int, Field(ge=1, le=1024, description="r of every LoRA")] = 8
-    alpha: Annotated[float, Field(gt=0, description="gamma = alpha / sqrt(r)")] = 16.0
-    dropout: Annotated[float, Field(ge=0, lt=1, description="on the input of every LoRA")] = 0.0
+    rank: Annotated[int, Field(ge=1, le=1024, description="rank r of every LoRA")] = 8
+    alpha: Annotated[
+        float,
+        Field(
+            gt=0, description="alpha of every LoRA; its output is scaled by gamma = alpha / sqrt(r)"
+        ),
+    ] = 16.0
+    dropout: Annotated[
+        float, Field(ge=0, lt=1, description="dropout on the input of every LoRA")
+    ] = 0.0
 
     def layout(self) -> Layout:
         """Return the adapter's shape before the method says what it has in its MLPs."""
@@ -57,8 +68,8 @@ Width = Annotated[
     int | None,
     Field(
         ge=1,
-        description="channels of the first convolution; null: 16 of a resnet20 or resnet56, 64 "
-        "of the others",
+        description="channels of the first convolution; null: 16 for a resnet20 or resnet56, 64 "
+        "for others",
     ),
 ]
 Hidden = Annotated[
@@ -68,14 +79,14 @@ Hidden = Annotated[
 Channels = Annotated[
     tuple[float, ...] | None,
     Field(
-        description="of images: how it wants them normalised, of each channel; null: as the data "
-        "are"
+        description="for images: its input normalisation, one value per channel; null: as the "
+        "data are"
     ),
 ]
 
 
 class CommonSection(BaseModel):
-    """A frozen, pretrained expert that everybody has: it embeds the data for a gate, and
+    """A frozen, pretrained expert that every client has. It embeds the data for a gate, and
     networks may start from it.
     """
 
@@ -83,15 +94,15 @@ class CommonSection(BaseModel):
 
     network: Annotated[
         Network | None,
-        Field(description="of images: its architecture; null: the model's, with its settings"),
+        Field(description="for images: its architecture; null: the model's, with its settings"),
     ] = None
     hidden: Hidden = (64, 64)
     width: Width = None
-    norm: Annotated[Norm, Field(description="normalisation behind convolutions")] = "batch"
+    norm: Annotated[Norm, Field(description="normalisation after convolutions")] = "batch"
     path: Annotated[
         str | None,
         Field(
-            description="of images: a safetensors file with its weights, also below or beside "
+            description="for images: a safetensors file with its weights, also below or beside "
             "$COTERIE_DATA"
         ),
     ] = None
@@ -99,10 +110,10 @@ class CommonSection(BaseModel):
     std: Channels = None
     base: Annotated[
         str | None,
-        Field(description="of texts: Hub id or local folder of its base; null: the model's"),
+        Field(description="for texts: Hub id or local folder of its base; null: the model's"),
     ] = None
     pretraining: Annotated[
-        Pretraining | None, Field(description="how it is trained on data.public; null: not at all")
+        Pretraining | None, Field(description="training on data.public; null: no training")
     ] = None
 
     @model_validator(mode="after")
@@ -135,18 +146,21 @@ class _Classifying(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     common: Annotated[
-        CommonSection | None, Field(description="a pretrained expert that everybody has")
+        CommonSection | None, Field(description="a pretrained expert that every client has")
     ] = None
     start: Annotated[
         Literal["auto", "random", "common"],
-        Field(description="of one network for all; auto: common where it fits"),
+        Field(
+            description="initial values of a network that all clients share; auto: common where "
+            "it fits"
+        ),
     ] = "auto"
     gate_width: Annotated[int, Field(ge=1, description="hidden units of a pool's gate")] = 64
     statistics: Annotated[
         Literal["auto", "local", "shared"],
         Field(
-            description="whether running statistics are averaged with the network; auto: where "
-            "there are unseen clients"
+            description="whether running statistics are averaged with the network; auto: if there "
+            "are unseen clients"
         ),
     ] = "auto"
     device: Device = "auto"
@@ -159,7 +173,7 @@ class ClassifierSection(_Classifying):
     network: Annotated[Network, Field(description="its architecture")] = "mlp"
     hidden: Hidden = (64, 64)
     width: Width = None
-    norm: Annotated[Norm, Field(description="normalisation behind convolutions")] = "batch"
+    norm: Annotated[Norm, Field(description="normalisation after convolutions")] = "batch"
 
     def shape(self, inputs: tuple[int, int, int], classes: int) -> NetworkShape:
         """Return the network for images of this (channels, height, width) and so many classes."""
@@ -186,7 +200,7 @@ class TextClassifierSection(_Classifying):
             description="Hub id or local folder; `embedded` is the small base in the package",
         ),
     ] = "embedded"
-    length: Annotated[int, Field(ge=1, description="tokens of a text, at most")] = 64
+    length: Annotated[int, Field(ge=1, description="most tokens of a text")] = 64
 
     def shape(self, classes: int) -> TextShape:
         """Return the network for so many classes."""
@@ -198,8 +212,8 @@ class TextClassifierSection(_Classifying):
 
 
 class Participation(BaseModel):
-    """The clients that take part in a round. They depend on the run's seed and the round alone, so
-    that all methods of a comparison see the same.
+    """The clients that take part in a round. They depend only on the run's seed and the round, so
+    that all methods of a comparison see the same clients.
 
     With central privacy on devices it depends on the server's secret in the place of the seed,
     which every device knows.
@@ -208,20 +222,21 @@ class Participation(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     clients: Annotated[
-        int | None, Field(ge=1, description="so many clients in each round, drawn anew; null: all")
+        int | None, Field(ge=1, description="number of clients drawn in each round; null: all")
     ] = None
     anchors: Annotated[
         int | None,
         Field(
             ge=0,
-            description="so many anchors, besides; null: an anchor is a client like any other here",
+            description="number of anchors drawn besides; null: anchors are drawn like other "
+            "clients",
         ),
     ] = None
     schedule: Annotated[
         Literal["all", "grow", "turns"],
         Field(
-            description="grow: one more of the data's clusters comes after `every` rounds; "
-            "turns: one after the other, only anchors stay"
+            description="grow: one more cluster of the data joins after every `every` rounds; "
+            "turns: clusters take turns, and only anchors stay"
         ),
     ] = "all"
     every: Annotated[int, Field(ge=1, description="rounds until the next cluster")] = 200
@@ -276,8 +291,8 @@ def _repeatable(seed: int, round: int) -> Callable[[Sequence[str], int], Sequenc
 
 
 class Quorum(BaseModel):
-    """The conditions under which a server goes on without some of the clients that it asked: they
-    did not answer in time, or not what they were asked for.
+    """The conditions under which a server continues without some clients, because they did not
+    answer in time or their replies were invalid.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -286,18 +301,21 @@ class Quorum(BaseModel):
         int,
         Field(
             ge=1,
-            description="as many must have answered; all that were asked, where they are fewer",
+            description="least number of clients that must answer; all of them, if fewer were "
+            "asked",
         ),
     ] = 1
     deadline: Annotated[
         float,
-        Field(gt=0, description="seconds for the replies of one exchange; only across devices"),
+        Field(
+            gt=0, description="seconds to wait for the replies of one exchange; only across devices"
+        ),
     ] = 3600.0
     otherwise: Annotated[
         Literal["stop", "wait"],
         Field(
-            description="with fewer: stop (--resume goes on), or ask the others again; only "
-            "across devices"
+            description="if fewer answer: stop (continue with --resume), or ask the others again; "
+            "only across devices"
         ),
     ] = "stop"
 
