@@ -209,7 +209,6 @@ LONGER = {
     "personal/inference/mixtures.py",
     "reports/experts.py",
     "reports/progress.py",
-    "runs/evaluate.py",
 }
 
 

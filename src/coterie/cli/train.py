@@ -174,6 +174,11 @@ def _show(console: "Console", rows: "Sequence[Row]", title: str, own: str) -> No
         "Each client's model is scored right after its last local iteration; synced: after "
         "one more synchronisation."
     )
+    if rows[0].kept_rounds:
+        scored = (
+            "Each client's model of the round that was best on its own validation data, the "
+            "untrained start included."
+        )
     if rows[0].groups:
         scored = (
             "Scored on clients that took no part in training, with the model that the server "

@@ -33,7 +33,8 @@ class Client(BoundClient):
     parameters are views; `buffers`, likewise (running statistics); `experts`, which of a pool's
     experts it has; `cursor/<split>`, the rows drawn so far; `iteration`, its local iterations over
     the whole run, and `began`, the last round that it trained in with those before that round;
-    `embeddings/<split>`, what a common expert made of its data, once.
+    `embeddings/<split>`, what a common expert made of its data, once; `best/...`, see
+    `coterie.client.best`.
 
     Args:
         id: The client's stable name.

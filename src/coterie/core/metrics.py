@@ -114,6 +114,11 @@ PERPLEXITY = Metric("perplexity", "per token", True, perplexity, 2)
 ACCURACY = Metric("accuracy", "%", False, accuracy, 3)
 
 
+def metric_of(score: Tensor) -> Metric:
+    """Return the metric that a client's score is of, by how many sums it has."""
+    return PERPLEXITY if score.numel() == PERPLEXITY.totals else ACCURACY
+
+
 def choices(found: Sequence[Tensor], anchored: Sequence[Sequence[int]]) -> Choices:
     """Which experts of a pool a gate gave samples to (DDOME, Table 5 and Figure 7).
 

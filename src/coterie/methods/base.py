@@ -10,6 +10,7 @@ import torch
 from pydantic import ConfigDict, Field
 from torch import Tensor
 
+from coterie.client.best import improves, recall, remember
 from coterie.client.client import Client
 from coterie.client.interfaces import AnyClient
 from coterie.client.settings import Training
@@ -203,6 +204,24 @@ class Method(ABC):
         """Return the score, see `Client.score`, of the whole test set, with `tensors` on loan."""
         with client.borrowing(self.loadable(client, tensors)):
             return {"test": client.score(client.test)}
+
+    @task(Sends.SCORES)
+    def score_and_keep(self, client: Client, tensors: Tensors) -> Tensors:
+        """As `score`; the client keeps a copy of its personal model where that is the best so far
+        on its validation set.
+        """
+        found = self.score(client, tensors)
+        if improves(client, found["valid"]):
+            with client.borrowing(self.loadable(client, tensors)):
+                remember(client, found, client.round)
+        return found
+
+    @task(Sends.SCORES)
+    def recall(self, client: Client, tensors: Tensors) -> Tensors:
+        """Make the copy that `score_and_keep` kept the client's model; return the scores that it
+        had, and the round that it is of.
+        """
+        return recall(client)
 
     @task(Sends.NOTHING)
     def keep(self, client: Client, tensors: Tensors) -> Tensors:

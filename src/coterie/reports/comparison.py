@@ -131,6 +131,7 @@ def row(name: str, results: Sequence[Result], alone: Sequence[Result] = ()) -> R
         std=deviation(per_seed),
         per_seed=per_seed,
         mean_synced=mean(r.mean_synced for r in results),
+        kept_rounds=_kept_rounds(results),
         groups={group: mean(values) for group, values in of_groups.items()} or None,
         groups_std={group: deviation(values) for group, values in of_groups.items()} or None,
         best=_average([r.best for r in results]),
@@ -159,6 +160,18 @@ def row(name: str, results: Sequence[Result], alone: Sequence[Result] = ()) -> R
         ),
         privacy=first.privacy,
     )
+
+
+def _kept_rounds(results: Sequence[Result]) -> dict[str, float] | None:
+    """Return the mean round over seeds of the model that each client has kept; None where clients
+    have that of the last round.
+    """
+    found: dict[str, list[int]] = {}
+    for result in results:
+        for client, own in result.clients.items():
+            if own.kept_round is not None:
+                found.setdefault(client, []).append(own.kept_round)
+    return {client: mean(rounds) for client, rounds in found.items()} or None
 
 
 def _lost(results: Sequence[Result]) -> dict[str, int]:

@@ -18,7 +18,7 @@ from coterie.reports.comparison import rows as rows_of
 from coterie.reports.curves import _curves, _privacy, router_panels
 from coterie.reports.experts import experts
 from coterie.reports.parts import escape, page, section, size
-from coterie.reports.scores import COSTS, PEAK, _costs, _headline, _scores, _spread
+from coterie.reports.scores import COSTS, PEAK, _costs, _headline, _kept, _scores, _spread
 from coterie.reports.verdict import verdict
 
 Json = Mapping[str, Any]
@@ -60,6 +60,7 @@ def write_report(folder: Path, results: Sequence[Result], description: str) -> N
             _heading(metric),
             _scored(rows),
             _scores(rows),
+            _kept(rows),
             _verdict(rows, own.method),
             _notes(comparability(rows, own.method)),
         ),
@@ -130,6 +131,7 @@ def write_comparison(folder: Path, comparison: Comparison, description: str) -> 
             _scored(rows),
             deviation,
             _scores(rows),
+            _kept(rows),
             _verdict(rows, comparison.own),
             _notes(comparison.notes),
         ),
@@ -175,6 +177,12 @@ def _scored(rows: Sequence[Row]) -> str:
             "so flatter every method, and "
             f"<em>gate</em>, the share of samples that went to an expert whose anchor has their "
             f"class, and {beside}.</p>"
+        )
+    if rows[0].kept_rounds:
+        return (
+            f"<p>Over each client's whole test set; {which}. <em>mean</em> and the clients' "
+            f"figures score of each client the model of the round whose validation score was best, "
+            f"the untrained start included. {beside}.</p>"
         )
     return (
         f"<p>Over each client's whole test set; {which}. <em>mean</em> and the clients' figures "

@@ -159,7 +159,7 @@ def _scores(rows: Sequence[Row]) -> str:
         columns[unseen(group)] = ranked([mean for mean, _, _ in found], metric, texts=texts)
     if first:
         columns |= _of_unseen(rows)
-    else:
+    elif not rows[0].kept_rounds:
         columns["synced"] = ranked([r.mean_synced for r in rows], metric)
     for beside in BESIDE:
         if beside.known(rows):
@@ -182,6 +182,19 @@ def _scores(rows: Sequence[Row]) -> str:
         [[i, *(figure(r.clients[i]) for r in rows)] for i in clients],
     )
     return f"{shown}<details><summary>All {len(clients)} clients</summary>{everyone}</details>"
+
+
+def _kept(rows: Sequence[Row]) -> str:
+    """Return which round each client's model is of, where its validation data chose it; nothing
+    where it is the last one for all.
+    """
+    if not rows[-1].kept_rounds:
+        return ""
+    clients = list(rows[-1].clients)
+    lines = [[i, *(f"{(row.kept_rounds or {}).get(i, 0):g}" for row in rows)] for i in clients]
+    shown = table(["client", *map(_title, rows)], lines)
+    several = ", mean over seeds" if len(rows[-1].per_seed) > 1 else ""
+    return f"<details><summary>Round that each client kept{several}</summary>{shown}</details>"
 
 
 def _of_unseen(rows: Sequence[Row]) -> dict[str, Sequence[Cell | str]]:

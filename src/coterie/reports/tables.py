@@ -159,14 +159,15 @@ def _scores(rows: Sequence[Row], titles: Mapping[str, str], width: int) -> Table
                 [titles[row.method], f"{row.mean:.2f}{spread}"],
                 values,
                 ends,
-                [f"{row.mean_synced:.2f}"],
+                [] if row.kept_rounds else [f"{row.mean_synced:.2f}"],
             ]
         )
     few = len(clients) <= FEW and _needed(_lines(lines, 1)) <= width
     columns = clients if few else ["best client", "worst client"]
-    shown = _plain(str(metric), ["method", "mean", *columns, "synced"])
+    synced = [] if rows[0].kept_rounds else ["synced"]  # what is kept is synchronised no more
+    shown = _plain(str(metric), ["method", "mean", *columns, *synced])
     numbers = [
-        [row.mean, *line[1 if few else 2], row.mean_synced]
+        [row.mean, *line[1 if few else 2], *[row.mean_synced] * len(synced)]
         for row, line in zip(rows, lines, strict=True)
     ]
     for line, bold in zip(_lines(lines, 1 if few else 2), _bold(numbers, metric), strict=True):

@@ -14,7 +14,7 @@ from coterie.core.errors import ClientError, TensorError
 from coterie.core.metrics import check_scores
 from coterie.core.profiling import Profile
 from coterie.core.protocol import Ask, ClientId, Replies, ReplySpec
-from coterie.core.result import Evaluation, Json
+from coterie.core.result import Evaluation, Json, Scores
 from coterie.core.tensors import Tensors
 from coterie.core.threads import Watch
 from coterie.engines import Engine, Listener
@@ -56,6 +56,8 @@ class ExecutionBase(Listener):
             mode="json",
             exclude={"compare_with", "samples", "memory", "curve_every", "curve_windows"},
         )
+        if decisive["keep"] == "last":  # as in checkpoints of before there was a choice
+            del decisive["keep"]
         decisive |= {"common_expert": known} if (known := self.problem.fingerprint) else {}
         self.checkpoints = Checkpoints(self.folder / "checkpoints", decisive)
         self._sizes: dict[Layout, dict[str, int]] = {}
@@ -66,6 +68,8 @@ class ExecutionBase(Listener):
         )
         self.evaluations: list[Evaluation] = []
         self.points: list[Evaluation] = []  # of the curve
+        # of models that clients kept: round and scores, known at the end
+        self.recalled: dict[ClientId, tuple[int, Scores]] = {}
         self.progress: Json = {
             "up": dict.fromkeys(self.federation.everyone, 0),
             "down": dict.fromkeys(self.federation.everyone, 0),
@@ -115,7 +119,8 @@ class ExecutionBase(Listener):
         same. Raises TensorError.
         """
         ask.check(client, reply)
-        if ask.task in (self.method.score, self.method.score_test):
+        own = self.method
+        if ask.task in (own.score, own.score_test, own.score_and_keep, own.recall):
             check_scores(reply)
 
     def _answer(self, ask: Ask, phase: int) -> Replies:

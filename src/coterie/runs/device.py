@@ -15,6 +15,7 @@ import torch
 from coterie import personal
 from coterie.aggregation import secure
 from coterie.aggregation.noise import kept_key
+from coterie.client.best import kept_round, recall
 from coterie.client.site import Site
 from coterie.core import names
 from coterie.core.errors import CoterieError, DataError, Refused
@@ -267,7 +268,11 @@ def _keep(
 ) -> None:
     """Write the personal model that a client has with these tensors."""
     owner = prepared.site.client(client, state)
-    owner.load(prepared.method.loadable(owner, tensors))
+    if (own := kept_round(owner)) is None:
+        owner.load(prepared.method.loadable(owner, tensors))
+    else:
+        recall(owner)
+        round = own
     recipe = prepared.recipe
     origin = personal.Origin(recipe.method["name"], recipe.name, round, recipe.seed)
     prepared.problem.keep(folder, owner, prepared.site.layouts[client], origin)

@@ -67,6 +67,7 @@ def estimate(prepared: Prepared) -> Estimate:
         seconds = method.rounds * per_round
     every = recipe.evaluate_every
     evaluations = max(math.ceil(method.rounds / every), 1) if every else 1
+    evaluations += recipe.keep == "best" and method.rounds > 0  # that before the first round
     scoring = trial.scoring()
     seconds += (evaluations + 0.5) * scoring  # and once more, synchronised, of the test sets alone
     seconds += scoring * _curve(prepared)

@@ -3,7 +3,7 @@
 import json
 import platform
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,34 +12,30 @@ import torch
 
 from coterie import personal
 from coterie.aggregation import weights_error
+from coterie.client.best import kept_round, recall
 from coterie.client.client import Client
 from coterie.client.site import Site
 from coterie.core import metrics
-from coterie.core.errors import ClientError
 from coterie.core.files import write_atomically
 from coterie.core.names import encoded
-from coterie.core.protocol import Ask, ClientId, Replies, ReplySpec, State, drive, empty_reply
+from coterie.core.protocol import Ask, ClientId, State, empty_reply
 from coterie.core.result import (
     ROUTING,
     BestByValid,
-    Choices,
     ClientResult,
     Costs,
     Curve,
     Evaluation,
     Machine,
     Result,
-    Scores,
     Versions,
     headline,
 )
-from coterie.core.tensor_names import numbers_of_experts
-from coterie.core.tensors import Tensors, nbytes
+from coterie.core.tensors import Tensors
 from coterie.core.version import __version__
 from coterie.data.examples import ExampleSplit
 from coterie.models.layout import Layout
-from coterie.runs.base import ExecutionBase
-from coterie.runs.metrics import METRICS
+from coterie.runs.scoring import ScoredExecution
 
 
 class LazyClients(Mapping[ClientId, Client]):
@@ -71,200 +67,13 @@ class LazyClients(Mapping[ClientId, Client]):
 
 
 @dataclass
-class EvaluatedExecution(ExecutionBase):
-    """A run's scores, costs and personal models; see `Execution`."""
-
-    def _personal(self) -> Mapping[ClientId, Tensors]:
-        """Return what each client that is scored needs beyond its own state to have its personal
-        model; of one that keeps none: all of it.
-        """
-        if self._with_models:
-            own = self.method.personal(self.server, self.clients)
-            synchronised = (
-                self.method.download(self.server, absent) if (absent := self._absent()) else {}
-            )
-            return {i: own[i] or synchronised.get(i, {}) for i in own}
-        found, up, down = self.adapt(self.scored)
-        for i in (
-            self.groups.keys() & found.keys()
-        ):  # what it takes once, however often it is scored
-            self.progress["up"][i], self.progress["down"][i] = up[i], down[i]
-        return found
-
-    @property
-    def _with_models(self) -> bool:
-        """Whether those who are scored keep models of their own between rounds."""
-        return not (self.groups or self.recipe.training.stateless or self.method.stateless)
-
-    def _absent(self) -> tuple[ClientId, ...]:
-        """Return the clients that took part in no round so far: they have no model of their own,
-        and are scored with what they would get.
-        """
-        if not self.round or self.method.centralized or not self._with_models:
-            return ()
-        return tuple(i for i in self.clients if i not in self.progress["took_part"])
-
-    def adapt(
-        self, clients: Sequence[ClientId]
-    ) -> tuple[Mapping[ClientId, Tensors], dict[ClientId, int], dict[ClientId, int]]:
-        """Return what each of these clients gets, which have no model, and how many bytes each
-        sends and gets until it has one.
-        """
-        up, down = (dict.fromkeys(clients, 0) for _ in range(2))
-
-        def exchange(ask: Ask, phase: int) -> Replies:
-            replies = self._answer(ask, -2 - phase)
-            for counted, messages in ((down, ask.to), (up, replies)):
-                counted.update({i: counted[i] + nbytes(tensors) for i, tensors in messages.items()})
-            return replies
-
-        found = drive(self.method.adapt(self.server, clients), exchange)
-        return found, up, {i: down[i] + nbytes(tensors) for i, tensors in found.items()}
-
-    def _evaluate(self) -> None:
-        self.profile.enter("evaluation")
-        self.reporter.evaluating(self.round)
-        tensors = self._personal()
-        scores = self._ask(self.method.score, tensors, self._form("valid", "test", "choices"))
-        found = {i: self.metric.scores(score) for i, score in scores.items()}
-        for i, values in found.items():
-            self._write("score", self.round, self.iteration, i, values)
-        members = {group: [i for i in of if i in found] for group, of in self._everyone.items()}
-        if silent := [group for group, of in members.items() if not of]:
-            raise ClientError(
-                f"after round {self.round}: nobody of {silent[0] or 'the clients'} could be scored",
-                f"See {self.folder / METRICS}.",
-            )
-        groups = {
-            g: {s: metrics.mean(found[i][s] for i in of) for s in ("valid", "test")}
-            for g, of in members.items()
-        }
-        means, weights = (
-            next(iter(groups.values())),
-            self.method.collaboration(self.server, self.clients),
-        )
-        gated = all("choices" in score for score in scores.values())
-        anchored = [self.federation.labels[q] for q in self.federation.anchors] if gated else []
-
-        def chosen(clients: Iterable[ClientId]) -> Choices:
-            return metrics.choices([scores[i]["choices"] for i in clients], anchored)
-
-        clients = {
-            i: Scores(
-                valid=values["valid"],
-                test=values["test"],
-                valid_loss=values["valid_loss"],
-                test_loss=values["test_loss"],
-                gate_accuracy=chosen([i]).gate_accuracy if gated else None,
-                experts=numbers_of_experts(tensors[i]) if gated else None,
-            )
-            for i, values in found.items()
-        }
-        self.evaluations.append(
-            Evaluation(
-                round=self.round,
-                iteration=self.iteration,
-                **means,
-                clients=clients,
-                groups={g: values["test"] for g, values in groups.items()} if self.groups else None,
-                weights=None
-                if weights is None
-                else [[round(w, 5) for w in row] for row in weights.tolist()],
-                choices={g: chosen(of) for g, of in members.items()} if gated else None,
-            )
-        )
-        self.reporter.evaluated(self.round, means)
-
-    @property
-    def _everyone(self) -> dict[str, tuple[ClientId, ...]]:
-        """The clients of each group of unseen ones; of "" all, where none is unseen."""
-        unseen = {group: tuple(of) for group, of in self.federation.unseen.items()}
-        return unseen or {"": self.clients}
-
-    def _add_to_curve(self) -> None:
-        """Score a part of each test set: a point of the curves, which says how training goes, and
-        is no part of the figures.
-
-        Clients elsewhere are not asked: each exchange with them takes seconds, and tells something
-        of their data.
-        """
-        if self.recipe.curve_every is None or self.engine.distant:
-            return
-        self.profile.enter("evaluation")
-        tensors, states = self._personal(), self.engine.states()
-        if (
-            not self.round and self._with_models
-        ):  # nobody has anything yet, and of a pool nobody could predict
-            start = self.method.download(self.server, self.clients)
-            tensors = {i: own or start.get(i, {}) for i, own in tensors.items()}
-        found = {
-            i: self._of_part(i, states.get(i, {}), tensors[i]) for i in self.scored if i in tensors
-        }
-        means = {
-            group: metrics.mean(found[i] for i in of if i in found)
-            for group, of in self._everyone.items()
-        }
-        test = next(iter(means.values()))
-        self.points.append(
-            Evaluation(
-                round=self.round,
-                iteration=self.iteration,
-                test=test,
-                clients={i: Scores(test=own) for i, own in found.items()},
-                groups=means if self.groups else None,
-            )
-        )
-        for i, own in found.items():
-            self._write("curve", self.round, self.iteration, i, {"test": own})
-        self.reporter.point(self.round, test, self.recipe.curve_windows)
-
-    def _of_part(self, id: ClientId, state: State, tensors: Tensors) -> float:
-        """Return the metric of a client on a part of its test set; of what it remembers nothing
-        changes.
-        """
-        client = self.prepared.site.client(id, dict(state))
-        with (
-            torch.random.fork_rng(devices=[]),
-            client.borrowing(self.method.loadable(client, tensors)),
-        ):
-            return self.metric.of(client.score_part(client.test, self.recipe.curve_windows))
-
-    def _form(self, *names: str) -> ReplySpec:
-        """Return the form of what comes back from scoring: these of all that there may be."""
-        scores = self.problem.scores(self.prepared.site.layouts[self.scored[0]])
-        return lambda sent: {name: tensor for name, tensor in scores.items() if name in names}
-
-    def _synced(self) -> dict[ClientId, float]:
-        """Return the test metric of each client after one more synchronisation; nothing is computed
-        where that changes nothing.
-        """
-        own = self.evaluations[-1].clients
-        down = (
-            {}
-            if self.groups
-            else {
-                i: t for i, t in self.method.download(self.server, self.clients).items() if i in own
-            }
-        )
-        if not any(down.values()):
-            return {i: scores.test for i, scores in own.items()}
-        scores = self._ask(self.method.score_test, down, self._form("test"))
-        return {i: self.metric.of(score["test"]) for i, score in scores.items()}
+class EvaluatedExecution(ScoredExecution):
+    """A run's result: scores, costs and personal models; see `Execution`."""
 
     def _result(self) -> Result:
-        last, synced = self.evaluations[-1], self._synced()
-        about, tests = self.metric.about, [e.test for e in self.evaluations]
-        costs = self._costs()
-        clients = {
-            i: ClientResult(
-                **vars(scores),
-                test_synced=synced.get(i),
-                **vars(costs[i]),
-                group=self.groups.get(i),
-            )
-            for i, scores in last.clients.items()
-            if i in costs  # one that was scored before a resumption may not be there now
-        }
+        last, about = self.evaluations[-1], self.metric.about
+        tests = [e.test for e in self.evaluations]
+        clients = self._clients_kept() if self.keeps_best else self._clients_of(last)
         first = headline(clients, last.groups).values()
         return Result(
             method=self.recipe.method["name"],
@@ -272,7 +81,7 @@ class EvaluatedExecution(ExecutionBase):
             seed=self.recipe.seed,
             rounds=self.round,
             metric=about,
-            mean=last.test,
+            mean=metrics.mean(own.test for own in first) if self.keeps_best else last.test,
             mean_loss=metrics.mean(own.test_loss for own in first if own.test_loss is not None),
             mean_synced=metrics.mean(
                 own.test_synced for own in first if own.test_synced is not None
@@ -281,7 +90,7 @@ class EvaluatedExecution(ExecutionBase):
             best_of_last_ten=metrics.best(tests[-10:], about),
             best_by_valid=self._best_by_valid(),
             clients=clients,
-            training={i: costs[i] for i in self.clients} if self.groups else None,
+            training=self._costs_of_training() if self.groups else None,
             groups=last.groups,
             labels={i: list(classes) for i, classes in self.federation.labels.items()} or None,
             label_counts=self._label_counts(),
@@ -300,6 +109,33 @@ class EvaluatedExecution(ExecutionBase):
             versions=Versions(__version__, torch.__version__, platform.python_version()),
             machine=self._machine(),
         )
+
+    def _clients_of(self, last: Evaluation) -> dict[ClientId, ClientResult]:
+        """Return the figures of each client after the last round."""
+        synced, costs = self._synced(), self._costs()
+        return {
+            i: ClientResult(
+                **vars(scores),
+                test_synced=synced.get(i),
+                **vars(costs[i]),
+                group=self.groups.get(i),
+            )
+            for i, scores in last.clients.items()
+            if i in costs  # one that was scored before a resumption may not be there now
+        }
+
+    def _clients_kept(self) -> dict[ClientId, ClientResult]:
+        """Return the figures of the model that each client has kept. What is kept is synchronised
+        no more.
+        """
+        self.recalled, costs = self._recalled(), self._costs()
+        return {
+            i: ClientResult(
+                **vars(scores), test_synced=scores.test, kept_round=round, **vars(costs[i])
+            )
+            for i, (round, scores) in self.recalled.items()
+            if i in costs
+        }
 
     def _best_by_valid(self) -> BestByValid:
         known = [(e.valid, e) for e in self.evaluations if e.valid is not None]
@@ -356,6 +192,11 @@ class EvaluatedExecution(ExecutionBase):
             for i in self.federation.everyone
         }
 
+    def _costs_of_training(self) -> dict[ClientId, Costs]:
+        """Return the costs of those that train, where others are scored."""
+        costs = self._costs()
+        return {i: costs[i] for i in self.clients}
+
     def _size(self, layout: Layout) -> dict[str, int]:
         """Parameters, and the work of one prediction's forward pass. Layouts repeat, and a model
         must be built to count.
@@ -375,7 +216,8 @@ class EvaluatedExecution(ExecutionBase):
         return LazyClients(self.prepared.site, self.engine.states(), self.scored)
 
     def _keep_personal_models(self) -> None:
-        ask = Ask(self.method.keep, self._personal(), empty_reply)
+        own = dict.fromkeys(self.recalled, Tensors()) if self.keeps_best else self._personal()
+        ask = Ask(self.method.keep, own, empty_reply)
         self.engine.keep(
             ask,
             self.round,
@@ -389,11 +231,16 @@ class EvaluatedExecution(ExecutionBase):
         SaveError.
         """
         client.bind()  # clients of one layout take turns in one model
-        client.load(
-            self.method.loadable(client, tensors)
-        )  # one that keeps nothing has forgotten it
+        round = kept_round(client)
+        if round is None:  # one that keeps nothing has forgotten its model
+            client.load(self.method.loadable(client, tensors))
+        else:
+            recall(client)
         origin = personal.Origin(
-            self.recipe.method["name"], self.recipe.name, self.round, self.recipe.seed
+            self.recipe.method["name"],
+            self.recipe.name,
+            self.round if round is None else round,
+            self.recipe.seed,
         )
         self.problem.keep(folder, client, self.prepared.site.layouts[client.id], origin)
 

@@ -150,6 +150,8 @@ class Execution(EvaluatedExecution):
                 )
             if self.round == 0:
                 self._add_to_curve()
+            if self.keeps_best and not self.evaluations and self.method.rounds:
+                self._evaluate()
             recorded = min(self.round + 1, self.method.rounds - 1)
             while self.round < self.method.rounds:
                 self.profile.begin(self.round == recorded)

@@ -271,6 +271,13 @@ def _check_presence(recipe: Recipe, method: Method, federation: Federation) -> N
             f"presence: {name} needs its clients from the start to the end; cobo, fedavg and "
             f"local do not"
         )
+    if recipe.keep == "best" and (federation.unseen or recipe.training.stateless):
+        whose = (
+            "data.unseen: clients that come when training is over are"
+            if federation.unseen
+            else "training.stateless: clients that keep nothing between rounds are"
+        )
+        mistakes.append(f"keep: best needs clients that keep a model; {whose} not; use keep: last")
     lonely = {
         "data.unseen": bool(federation.unseen) and not method.serves_unseen_clients,
         "training.stateless": recipe.training.stateless

@@ -85,6 +85,14 @@ class Recipe(BaseModel):
     evaluate_every: Annotated[
         int, Field(ge=0, description="rounds between evaluations; 0: only after the last round")
     ] = 0
+    keep: Annotated[
+        Literal["last", "best"],
+        Field(
+            description="whose scores and personal models a run ends with: last, those after the "
+            "last round; best, of each client those of the evaluation at which its own validation "
+            "score was best, that before the first round included; needs evaluate_every"
+        ),
+    ] = "last"
     curve_every: Annotated[
         int | None,
         Field(
@@ -257,6 +265,15 @@ class Recipe(BaseModel):
             raise Mistakes(
                 f"model.kind: data.kind {kind_of(self.data)} holds {held}, which need {needed}, "
                 f"found {self.model.kind}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_keep(self) -> "Recipe":
+        if self.keep == "best" and not self.evaluate_every:
+            raise Mistakes(
+                "keep: best chooses among evaluations, and evaluate_every is 0: only the last "
+                "round has one; set evaluate_every to 1, for instance, or keep to last"
             )
         return self
 

@@ -309,7 +309,9 @@ def compare(
         own=recipe.method["name"],
         seeds=[recipe.seed + k for k in range(seeds)],
         metric=results[0].metric,
-        scored="each client's model right after its last local iteration; mean_synced: after one "
+        scored="each client's model of the round that was best on its validation data"
+        if recipe.keep == "best"
+        else "each client's model right after its last local iteration; mean_synced: after one "
         "more synchronisation",
         rows=table,
         notes=comparing.comparability(table, recipe.method["name"]),

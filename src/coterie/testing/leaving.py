@@ -73,7 +73,8 @@ def _in_exchanges(method: Method, world: World) -> list[Spoken]:
 
 def _at_the_end(method: Method, world: World) -> list[Spoken]:
     run, found = Run(method, world).rounds(method.rounds), []
-    for function in (method.score, method.score_test, method.keep):
+    tasks = method.score_and_keep, method.recall, method.score, method.score_test, method.keep
+    for function in tasks:
         synced = function.__name__ == "score_test" and not method.stateless
         models = method.download(run.server, run.clients) if synced else run.models()
         ask = Ask(function, {i: models[i] for i in run.clients})

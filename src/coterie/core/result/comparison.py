@@ -39,6 +39,8 @@ class Row:
         std: Sample standard deviation of it over seeds.
         per_seed: `Result.mean` of each seed.
         mean_synced: As `mean`, after one more synchronisation.
+        kept_rounds: With `keep: best`, the round of the model that each client has kept, its mean
+            over seeds; None with `keep: last`.
         groups: Mean of each group of clients that never trained.
         groups_std: Sample standard deviation of those over seeds.
         best: Mean of `Result.best`.
@@ -71,6 +73,7 @@ class Row:
     std: float
     per_seed: Sequence[float]
     mean_synced: float
+    kept_rounds: Mapping[str, float] | None = None
     groups: Mapping[str, float] | None = None
     groups_std: Mapping[str, float] | None = None
     best: float | None = None
@@ -107,7 +110,8 @@ class Row:
     def to_json(self) -> Json:
         """Return the JSON object."""
         privacy = None if self.privacy is None else self.privacy.to_json()
-        return {**vars(self), "metric": self.metric.to_json(), "privacy": privacy}
+        found = {**vars(self), "metric": self.metric.to_json(), "privacy": privacy}
+        return found if self.kept_rounds else {k: v for k, v in found.items() if k != "kept_rounds"}
 
     def mean_of(self, group: str) -> float:
         """Return the mean of a group of unseen clients, or with "" that of the row."""

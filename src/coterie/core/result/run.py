@@ -60,14 +60,17 @@ class ClientResult(Record):
 
     Args:
         valid: The metric on its validation set.
-        test: The metric on its test set, right after its last local iteration.
+        test: The metric on its test set, right after its last local iteration; with `keep: best`
+            of the model that it has kept, as are all scores here.
         valid_loss: Mean negative log-likelihood of the validation set, nats.
         test_loss: Mean negative log-likelihood of the test set, nats.
         gate_accuracy: Percent of its samples that the gate gave to an expert of their class; None
             without a gate, and where experts have no anchors.
         experts: The numbers of a pool's experts that the client has; None without a pool.
         test_synced: As `test`, after one more synchronisation; None if the client could not be
-            reached for it.
+            reached for it. What is kept by `keep: best` is synchronised no more: it is `test`.
+        kept_round: With `keep: best`, after how many rounds the model that it has kept was scored;
+            None with `keep: last`.
         trainable_parameters: As in `Costs`, and so are those below.
         active_parameters: That one prediction uses.
         flops_per_token: Of one prediction's forward pass.
@@ -79,7 +82,7 @@ class ClientResult(Record):
         group: Of a client that never trained, which group; None for one that trains.
     """
 
-    rare: ClassVar[Collection[str]] = ("experts", "group")
+    rare: ClassVar[Collection[str]] = ("experts", "group", "kept_round")
 
     valid: float
     test: float
@@ -88,6 +91,7 @@ class ClientResult(Record):
     gate_accuracy: float | None = None
     experts: Sequence[int] | None = None
     test_synced: float | None = None
+    kept_round: int | None = None
     trainable_parameters: int = 0
     active_parameters: int | None = None
     flops_per_token: int = 0
