@@ -4,14 +4,17 @@ from typing import Annotated
 
 from pydantic import Discriminator, WrapSerializer, WrapValidator
 
-from coterie.data.corpora import AgNews, Multilingual, Stdlib, Topics
+from coterie.data.corpora import AgNews, Multilingual, Topics
 from coterie.data.folders import Folders
 from coterie.data.hub import Hub, HubClients
-from coterie.data.images import Cifar10, Cifar100, Digits, Emnist, Images, Mnist
-from coterie.data.labelled import Clinc150, DBpedia14, LabelledTexts, YahooAnswers
+from coterie.data.image_sets import Cifar10, Cifar100, Digits, Emnist, Mnist
+from coterie.data.images import Images
+from coterie.data.labelled import LabelledTexts
 from coterie.data.own import kind_of, validated, written
 from coterie.data.section import Section, Source
+from coterie.data.stdlib import Stdlib
 from coterie.data.synthetic import Synthetic
+from coterie.data.text_sets import Clinc150, DBpedia14, YahooAnswers
 
 Data = Annotated[
     Stdlib

@@ -1,7 +1,6 @@
-"""Named corpora: the standard library (on every machine), and those of the papers' tables."""
+"""The corpora of the papers' tables."""
 
 import re
-import sysconfig
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -12,72 +11,11 @@ from pydantic import Field, model_validator
 
 from coterie.core.errors import DataError
 from coterie.core.protocol import ClientId
-from coterie.data.documents import Document, Row, cut, keyed_by_text, read_rows, read_text, split
-from coterie.data.hub import fetch, located
+from coterie.data.documents import Document, Row, keyed_by_text, read_rows, split
+from coterie.data.fetching import OFFLINE, fetch, located
 from coterie.data.origins import BUILD, MULTILINGUAL, PART, TOPICS, Origin, in_checkout, listed
-from coterie.data.pretraining import STDLIB_TOPICS, seen_in_pretraining
-from coterie.data.refusals import Refusals
-from coterie.data.section import Fractions, Names, Section, Share, Source, Texts, choose, stamps
-
-_FRACTIONS = Field(description="shares of train, valid and test in a client's text")
-
-
-class Stdlib(Section):
-    """Four topics of Python's standard library: real text that every machine has, and that the
-    embedded base has not seen.
-
-    The files differ from version to version of Python, and so do the figures.
-    """
-
-    kind: Literal["stdlib"] = "stdlib"
-    fractions: Annotated[Fractions, _FRACTIONS] = (0.8, 0.1, 0.1)
-
-    @property
-    def title(self) -> str:
-        return "Python's standard library"
-
-    def source(self) -> Source:
-        folder = Path(sysconfig.get_path("stdlib"))
-        files = {
-            topic: [path for pattern in patterns for path in _matches(folder, pattern)]
-            for topic, patterns in STDLIB_TOPICS.items()
-        }
-        with Refusals() as refusals:
-            for topic in (topic for topic, paths in files.items() if not paths):
-                patterns = ", ".join(STDLIB_TOPICS[topic])
-                refusals.add(
-                    f"client {topic!r}: none of {patterns} in {folder}",
-                    "Use a full installation of Python, or other data.",
-                )
-        return Source(
-            stamps(path for paths in files.values() for path in paths), lambda: self._read(files)
-        )
-
-    def _read(self, files: Mapping[ClientId, Sequence[Path]]) -> Texts:
-        chunks = {
-            topic: [chunk for path in paths for chunk in cut(_text_of(path))]
-            for topic, paths in files.items()
-        }
-        return {
-            topic: split(keyed_by_text(texts), self.fractions, self.seed)
-            for topic, texts in chunks.items()
-        }
-
-
-def _matches(folder: Path, pattern: str) -> list[Path]:
-    """Return the files of a pattern, without the empty ones that make folders into packages."""
-    return [path for path in sorted(folder.glob(pattern)) if path.stat().st_size]
-
-
-def _text_of(path: Path) -> str:
-    """Return the text of a module; of the language reference the text itself, without the Python
-    literals it is wrapped in.
-    """
-    if path.match("pydoc_data/topics.py"):
-        from pydoc_data.topics import topics
-
-        return "\n\n".join(topics.values())
-    return read_text(path)
+from coterie.data.pretraining import seen_in_pretraining
+from coterie.data.section import Names, Section, Share, Source, TextFractions, Texts, choose, stamps
 
 
 class Corpus(Section):
@@ -123,7 +61,7 @@ class AgNews(Corpus):
         Field(description="out: valid and test mix all categories; in: one category each"),
     ] = "out"
     valid_fraction: Annotated[
-        Share, Field(description="share of the training articles used for validation")
+        Share, Field(description="share of the train file's articles that are for validation")
     ] = 0.1
 
     files: ClassVar[tuple[str, ...]] = ("ag_news/train.jsonl.gz", "ag_news/test.jsonl.gz")
@@ -148,8 +86,7 @@ class AgNews(Corpus):
                 lambda: self._read(*(read_rows(path, columns) for path in files.values())),
                 files,
             )
-        remedy = "Without a network: --set data.root=DIR, or the environment variable COTERIE_DATA."
-        data = [fetch("fancyzhx/ag_news", None, name, remedy) for name in ("train", "test")]
+        data = [fetch("fancyzhx/ag_news", None, name, OFFLINE) for name in ("train", "test")]
         return Source(
             [part._fingerprint for part in data],
             lambda: self._read(*(part.to_list() for part in data)),
@@ -210,7 +147,7 @@ class _OneFile(Corpus):
         tuple[str, ...]
     ]  # of text; the first says whose a row is, and its plural is the recipe's field
 
-    fractions: Annotated[Fractions, _FRACTIONS] = (0.8, 0.1, 0.1)
+    fractions: TextFractions = (0.8, 0.1, 0.1)
 
     @property
     @abstractmethod
@@ -282,26 +219,26 @@ class Multilingual(_OneFile):
     """
 
     kind: Literal["multilingual"] = "multilingual"
-    languages: Annotated[Names, Field(description="one client for each")] = ("de", "fr", "it", "nl")
+    languages: Annotated[Names, Field(description="one client each")] = ("de", "fr", "it", "nl")
     topics: Annotated[
         dict[str, dict[str, str]],
         Field(
-            description="by topic and language, a regular expression of its words; client "
-            "`<language>-<topic>` has the sentences that match"
+            description="by topic and language, a regular expression of its words: a client "
+            "`<language>-<topic>` has sentences on it"
         ),
     ] = {}  # noqa: RUF012 - pydantic copies it
     users: Annotated[
         int,
         Field(
             ge=1,
-            description="clients per language, or per language and topic; they share its documents",
+            description="clients of each language, or language and topic, who share its documents",
         ),
     ] = 1
     unseen: Annotated[
         int,
         Field(
             ge=0,
-            description="number of these clients, the last ones, that never train; only they are "
+            description="of them, the last ones: they never train, and are the ones that are "
             "scored",
         ),
     ] = 0
@@ -378,7 +315,7 @@ class Topics(_OneFile):
     """
 
     kind: Literal["topics"] = "topics"
-    topics: Annotated[Names, Field(description="one client for each")] = (
+    topics: Annotated[Names, Field(description="one client each")] = (
         "books",
         "arxiv",
         "stackexchange",

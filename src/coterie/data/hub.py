@@ -1,11 +1,9 @@
 """Data sets of the Hugging Face Hub, and local files in the same formats."""
 
-import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -13,22 +11,14 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from coterie.core import names
 from coterie.core.errors import DataError
 from coterie.data.documents import keyed_by_text, split
+from coterie.data.fetching import Format, fetch, files_of, local
 from coterie.data.refusals import Refusals
-from coterie.data.section import Fractions, Names, Section, Source, Texts, choose, stamps
+from coterie.data.section import Names, Section, Source, TextFractions, Texts, choose, stamps
 
-_BUILDERS = {
-    ".jsonl": "json",
-    ".json": "json",
-    ".parquet": "parquet",
-    ".csv": "csv",
-    ".arrow": "arrow",
-}
 _REMEDY = (
     "Check its dataset, subset, split and revision; without a network, name a local folder or "
     "file as its dataset."
 )
-
-Format = Literal["json", "parquet", "csv", "arrow", "text"]
 
 
 Subset = Annotated[str | None, Field(description="the data set's configuration, if it has several")]
@@ -58,16 +48,16 @@ class Hub(Section):
     split: SplitName = "train"
     text_column: Annotated[str, Field(min_length=1, description="column with the text")] = "text"
     client_column: Annotated[
-        str, Field(min_length=1, description="column that names the document's client")
+        str, Field(min_length=1, description="column that says whose document it is")
     ]
     clients: Annotated[
         Names | None,
-        Field(description="values of the client column; null: those with the most documents"),
+        Field(description="values of the client column; null: those with most documents"),
     ] = None
-    max_clients: Annotated[int, Field(ge=1, description="most clients, if `clients` is null")] = 16
-    fractions: Annotated[
-        Fractions, Field(description="shares of train, valid and test in a client's text")
-    ] = (0.8, 0.1, 0.1)
+    max_clients: Annotated[
+        int, Field(ge=1, description="where `clients` is null: at most so many clients")
+    ] = 16
+    fractions: TextFractions = (0.8, 0.1, 0.1)
 
     @property
     def title(self) -> str:
@@ -139,21 +129,19 @@ class HubClient(BaseModel):
         str,
         Field(
             min_length=1,
-            description="id on the Hub, or a local folder or file, or one file of the Hub "
-            "(`hf://datasets/...`)",
+            description="id on the Hub, or a local folder or file, or one file of the Hub (`hf://datasets/...`)",
         ),
     ]
     subset: Subset = None
     split: SplitName = "train"
     revision: Annotated[
         str | None,
-        Field(description="commit or tag on the Hub; null: the newest at the first read"),
+        Field(description="commit or tag on the Hub; null: the newest when it is first read"),
     ] = None
     format: Annotated[
         Format | None,
         Field(
-            description="format of a single file whose ending does not tell it (an archive of "
-            "JSON, say)"
+            description="of a single file, where its ending does not tell (an archive of JSON, say)"
         ),
     ] = None
     text_column: Annotated[
@@ -169,15 +157,15 @@ class HubClient(BaseModel):
     streaming: Annotated[
         bool,
         Field(
-            description="read only what is needed; false: download everything first (archives "
-            "need that)"
+            description="read no more than is asked for; false: download all of it first "
+            "(archives need that)"
         ),
     ] = True
 
 
 class HubClients(Section):
-    """Clients whose texts come from several data sets, or from several parts of one. Only what is
-    needed is read.
+    """Clients whose texts are from several data sets, or from several parts of one; of each so much
+    is read as is asked for.
 
     Rows come in the order of the data set, those without text are left out, and reading stops at
     whichever bound is met first. So a data set of terabytes costs what was read of it. What was
@@ -188,17 +176,19 @@ class HubClients(Section):
     kind: Literal["hub-clients"] = "hub-clients"
     clients: Annotated[
         dict[Annotated[str, AfterValidator(names.normal)], HubClient],
-        Field(min_length=1, description="source of each client's text, by client id"),
+        Field(min_length=1, description="by id, where each client's text comes from"),
     ]
-    documents: Annotated[int, Field(ge=3, description="most documents per client")] = 20_000
+    documents: Annotated[
+        int, Field(ge=3, description="at most so many documents are kept of each client")
+    ] = 20_000
     characters: Annotated[
         int,
-        Field(ge=1, description="stop reading a client's documents after so many characters"),
+        Field(ge=1, description="no more documents are read when a client has so many characters"),
     ] = 20_000_000
-    rows: Annotated[int, Field(ge=1, description="most rows to search per client")] = 1_000_000
-    fractions: Annotated[
-        Fractions, Field(description="shares of train, valid and test in a client's text")
-    ] = (0.8, 0.1, 0.1)
+    rows: Annotated[
+        int, Field(ge=1, description="at most so many rows are looked at for each client")
+    ] = 1_000_000
+    fractions: TextFractions = (0.8, 0.1, 0.1)
 
     @property
     def title(self) -> str:
@@ -213,7 +203,7 @@ class HubClients(Section):
         with Refusals() as refusals:
             for id, client in self.clients.items():
                 with refusals.gather(f"data.clients.{id}: "):
-                    files.append(stamps(_files(_local(client.dataset, _REMEDY))))
+                    files.append(stamps(files_of(local(client.dataset, _REMEDY))))
         return Source(files, self._read)
 
     def _read(self) -> Texts:
@@ -311,23 +301,6 @@ def _columns(row: Mapping[str, Any], prefix: str = "") -> list[str]:
     ]
 
 
-def _local(dataset: str, remedy: str) -> Path | None:
-    """Return the folder or file of a local data set; None of one on the Hub. Raises DataError for a
-    path that does not exist.
-    """
-    path = Path(dataset).expanduser()
-    if not path.exists() and dataset.startswith((".", "/", "~")):
-        raise DataError(f"data set {dataset}: there is no such folder or file", remedy)
-    return path if path.exists() else None
-
-
-def _files(path: Path | None) -> list[Path]:
-    """Return the files that a local data set is or holds."""
-    if path is None or path.is_file():
-        return [path] if path else []
-    return sorted(file for file in path.rglob("*") if file.is_file())
-
-
 def _id(name: str) -> str:
     """Return the id of a client whom a column names."""
     if name.isascii():
@@ -344,68 +317,3 @@ def _names(values: Iterable[Any], feature: Any) -> list[str | None]:
             None if value is None or value < 0 else str(feature.int2str(value)) for value in values
         ]
     return [None if value is None else str(value) for value in values]
-
-
-def located(root: Path | None, files: Sequence[str]) -> list[Path] | None:
-    """Files below a root, or else below $COTERIE_DATA; None if neither is named. Raises
-    DataError with all that are missing.
-    """
-    name = root or os.environ.get("COTERIE_DATA")
-    if not name:
-        return None
-    paths = [Path(name).expanduser().resolve() / file for file in files]
-    with Refusals() as refusals:
-        for path in (path for path in paths if not path.is_file()):
-            field = "data.root" if root else "COTERIE_DATA"
-            refusals.add(
-                f"{field}: {path} does not exist",
-                f"Name the folder that has {', '.join(files)}: --set data.root=DIR.",
-            )
-    return paths
-
-
-def fetch(
-    dataset: str,
-    subset: str | None,
-    split: str,
-    remedy: str,
-    streaming: bool = False,
-    revision: str | None = None,
-    format: Format | None = None,
-) -> Any:
-    """One split of a data set of the Hub or of a local folder or file: a `datasets.Dataset`, or an
-    `IterableDataset` if streamed.
-
-    Raises:
-        DataError: It cannot be had, with `remedy`.
-    """
-    from datasets import load_dataset
-
-    path, options = (
-        _local(dataset, remedy),
-        {"name": subset, "split": split, "streaming": streaming, "revision": revision},
-    )
-    try:
-        if (path and path.is_file()) or dataset.startswith("hf://"):
-            return load_dataset(
-                format or _builder(path or Path(dataset)),
-                data_files={"train": str(path or dataset)},
-                **options,
-            )
-        return load_dataset(str(path or dataset), **options)
-    except DataError:
-        raise
-    except Exception as error:  # datasets raises whatever its readers and the network do
-        where = "" if path or isinstance(error, ValueError) else " from the Hub (offline?)"
-        raise DataError(
-            f"cannot load data set {dataset}{where}: {type(error).__name__}: {error}", remedy
-        ) from error
-
-
-def _builder(path: Path) -> str:
-    for ending in (suffix for suffix in path.suffixes if suffix in _BUILDERS):
-        return _BUILDERS[ending]
-    raise DataError(
-        f"data set {path}: files of this kind cannot be read",
-        f"Files end in {', '.join(_BUILDERS)}, possibly followed by .gz.",
-    )

@@ -73,6 +73,9 @@ def _sum_to_one(fractions: tuple[float, ...]) -> tuple[float, ...]:
 Names = Annotated[tuple[str, ...], Field(min_length=1), AfterValidator(distinct)]
 Share = Annotated[float, Field(gt=0, lt=1)]
 Fractions = Annotated[tuple[Share, Share, Share], AfterValidator(_sum_to_one)]
+TextFractions = Annotated[
+    Fractions, Field(description="shares of train, valid and test in a client's text")
+]
 Bound = Annotated[int, Field(ge=1)]
 Bounds = Bound | tuple[Bound, ...] | None
 

@@ -1,0 +1,115 @@
+"""Find data in files below a root, or fetch them from the Hugging Face Hub."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from coterie.core.errors import DataError
+from coterie.data.refusals import Refusals
+
+OFFLINE = "Without a network: --set data.root=DIR, or the environment variable COTERIE_DATA."
+
+_BUILDERS = {
+    ".jsonl": "json",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".arrow": "arrow",
+}
+
+Format = Literal["json", "parquet", "csv", "arrow", "text"]
+
+
+def local(dataset: str, remedy: str) -> Path | None:
+    """Return the folder or file of a local data set; None of one on the Hub. Raises DataError for a
+    path that does not exist.
+    """
+    path = Path(dataset).expanduser()
+    if not path.exists() and dataset.startswith((".", "/", "~")):
+        raise DataError(f"data set {dataset}: there is no such folder or file", remedy)
+    return path if path.exists() else None
+
+
+def files_of(path: Path | None) -> list[Path]:
+    """Return the files that a local data set is or holds."""
+    if path is None or path.is_file():
+        return [path] if path else []
+    return sorted(file for file in path.rglob("*") if file.is_file())
+
+
+def located(root: Path | None, files: Sequence[str]) -> list[Path] | None:
+    """Files below a root, or else below $COTERIE_DATA; None if neither is named. Raises
+    DataError with all that are missing.
+    """
+    name = root or os.environ.get("COTERIE_DATA")
+    if not name:
+        return None
+    paths = [Path(name).expanduser().resolve() / file for file in files]
+    with Refusals() as refusals:
+        for path in (path for path in paths if not path.is_file()):
+            field = "data.root" if root else "COTERIE_DATA"
+            refusals.add(
+                f"{field}: {path} does not exist",
+                f"Name the folder that has {', '.join(files)}: --set data.root=DIR.",
+            )
+    return paths
+
+
+def fetch(
+    dataset: str,
+    subset: str | None,
+    split: str,
+    remedy: str,
+    streaming: bool = False,
+    revision: str | None = None,
+    format: Format | None = None,
+) -> Any:
+    """One split of a data set of the Hub or of a local folder or file: a `datasets.Dataset`, or an
+    `IterableDataset` if streamed.
+
+    Raises:
+        DataError: It cannot be had, with `remedy`.
+    """
+    from datasets import load_dataset
+
+    path, options = (
+        local(dataset, remedy),
+        {"name": subset, "split": split, "streaming": streaming, "revision": revision},
+    )
+    try:
+        if (path and path.is_file()) or dataset.startswith("hf://"):
+            return load_dataset(
+                format or _builder(path or Path(dataset)),
+                data_files={"train": str(path or dataset)},
+                **options,
+            )
+        return load_dataset(str(path or dataset), **options)
+    except DataError:
+        raise
+    except Exception as error:  # datasets raises whatever its readers and the network do
+        where = "" if path or isinstance(error, ValueError) else " from the Hub (offline?)"
+        raise DataError(
+            f"cannot load data set {dataset}{where}: {type(error).__name__}: {error}", remedy
+        ) from error
+
+
+def _builder(path: Path) -> str:
+    for ending in (suffix for suffix in path.suffixes if suffix in _BUILDERS):
+        return _BUILDERS[ending]
+    raise DataError(
+        f"data set {path}: files of this kind cannot be read",
+        f"Files end in {', '.join(_BUILDERS)}, possibly followed by .gz.",
+    )
+
+
+def download(dataset: str, file: str) -> Path:
+    """Where a file of a data set of the Hub lies once it is here. Raises DataError."""
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.hf_hub_download(dataset, file, repo_type="dataset"))
+    except Exception as error:  # whatever the network does
+        raise DataError(
+            f"cannot load {file} of data set {dataset} from the Hub (offline?): {error}", OFFLINE
+        ) from error
