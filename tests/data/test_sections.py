@@ -24,7 +24,7 @@ from coterie.data import (
     Stdlib,
     Synthetic,
     Topics,
-    corpora,
+    stdlib,
 )
 from coterie.data.corpora import mixtures
 from coterie.data.hub import HubClient
@@ -129,7 +129,7 @@ def test_stdlib_documents_are_chunks_in_one_split_each() -> None:
 
 
 def test_a_python_without_sources_is_refused(tokenizer, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(corpora, "sysconfig", SimpleNamespace(get_path=lambda _: str(tmp_path)))
+    monkeypatch.setattr(stdlib, "sysconfig", SimpleNamespace(get_path=lambda _: str(tmp_path)))
     message = refusal(Stdlib(), tokenizer)
     assert all(f"client '{topic}': none of " in message for topic in STDLIB_TOPICS)
 

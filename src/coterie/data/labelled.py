@@ -16,7 +16,7 @@ from coterie.data.documents import read_rows
 from coterie.data.federation import Federation
 from coterie.data.fetching import OFFLINE, fetch, located
 from coterie.data.partition import Labelled, Partitioner
-from coterie.data.schemes import Positive
+from coterie.data.partition_fields import Positive
 from coterie.data.section import stamps
 from coterie.data.splits import Numbers, Tokens
 from coterie.data.store import LONGEST, Streams, default_cache, key_of, stored

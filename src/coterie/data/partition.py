@@ -14,8 +14,9 @@ from coterie.core.errors import DataError
 from coterie.core.protocol import ClientId, derive_seed
 from coterie.data.examples import ExampleSplit
 from coterie.data.federation import ClientData, ClientInfo, Federation
+from coterie.data.partition_fields import numbered
 from coterie.data.refusals import Refusals
-from coterie.data.schemes import ClientShare, PartitionSchemes, _numbered
+from coterie.data.schemes import ClientShare, PartitionSchemes
 from coterie.data.splits import SPLITS, Numbers
 
 
@@ -145,7 +146,7 @@ class Partitioner(PartitionSchemes):
     def _client_infos(self) -> dict[ClientId, ClientInfo]:
         """Everybody that there is, in their order, as in `partitioned`."""
         anchors, each = (
-            _numbered("anchor", self.anchors, 1),
+            numbered("anchor", self.anchors, 1),
             max(self.anchors // len(self.sizes), 1),
         )
         if self.partition in ("permuted-clusters", "disjoint-classes"):
@@ -159,7 +160,7 @@ class Partitioner(PartitionSchemes):
             clusters = dict.fromkeys(self._ids())
         everyone = [(id, "") for id in clusters]
         everyone += [
-            (id, group) for group, count in self.unseen.items() for id in _numbered(group, count)
+            (id, group) for group, count in self.unseen.items() for id in numbered(group, count)
         ]
         return {
             id: ClientInfo(

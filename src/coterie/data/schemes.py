@@ -2,24 +2,19 @@
 with.
 """
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field
 
 from coterie.core.errors import DataError
 from coterie.core.protocol import ClientId, derive_seed
-from coterie.data.section import Share
+from coterie.data.partition_fields import PartitionFields, Unseen, numbered
 from coterie.data.splits import Numbers
 
-Positive = Annotated[int, Field(ge=1)]
-Scheme = Literal["permuted-clusters", "disjoint-classes", "iid", "dirichlet", "quantity"]
-Unseen = Literal["aligned", "random"]
 Labels = tuple[int, ...]  # in rising order
 _ATTEMPTS = 100  # at a Dirichlet draw that leaves no client without examples
 _DRAWS = 10_000  # of label sets, until there are enough that no client has
@@ -67,138 +62,8 @@ class Partition:
         return [*self.clients, *chain(*self.unseen.values())]
 
 
-class PartitionSchemes(BaseModel, ABC):
-    """The fields of a `data` section of labelled examples, and the partition that follows from
-    them; see `Partitioner`.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    seed: Annotated[
-        int,
-        Field(
-            ge=0, description="seed of the partition among clients; independent of the run's seed"
-        ),
-    ] = 0
-    partition: Annotated[Scheme, Field(description="how examples are divided among clients")] = (
-        "permuted-clusters"
-    )
-    clusters: Annotated[
-        int,
-        Field(ge=1, description="for permuted-clusters and disjoint-classes: number of clusters"),
-    ] = 4
-    clients_per_cluster: Annotated[
-        int, Field(ge=1, description="clients per cluster, without anchors")
-    ] = 2
-    cluster_sizes: Annotated[
-        tuple[Positive, ...] | None,
-        Field(
-            min_length=1, description="clients of each cluster, in place of the two numbers above"
-        ),
-    ] = None
-    clients: Annotated[
-        int,
-        Field(
-            ge=1, description="for iid, dirichlet and quantity: number of clients, without anchors"
-        ),
-    ] = 10
-    alpha: Annotated[
-        float,
-        Field(
-            gt=0,
-            allow_inf_nan=False,
-            description="for dirichlet: alpha; the smaller, the more the clients differ",
-        ),
-    ] = 0.5
-    classes_per_client: Annotated[
-        int,
-        Field(
-            ge=1, description="classes of each client of quantity, and of each random unseen client"
-        ),
-    ] = 2
-    replacement: Annotated[
-        bool,
-        Field(
-            description="for quantity: clients draw `per_client` examples of their classes "
-            "independently, so that two clients may have the same example"
-        ),
-    ] = False
-    fraction: Annotated[
-        float | None,
-        Field(
-            gt=0,
-            le=1,
-            description="share of the cluster's training examples that each client gets; null: "
-            "equal shares",
-        ),
-    ] = None
-    per_client: Annotated[
-        int | None,
-        Field(
-            ge=1,
-            description="training examples per client, without those for validation; null: all of "
-            "its share",
-        ),
-    ] = None
-    valid_fraction: Annotated[
-        Share,
-        Field(description="share of a client's examples used for validation (at least one)"),
-    ] = 0.1
-    test_examples: Annotated[
-        int | None,
-        Field(ge=1, description="most test examples per client; null: all"),
-    ] = None
-    anchors: Annotated[
-        int,
-        Field(
-            ge=0,
-            description="for disjoint-classes, dirichlet and quantity: number of anchors, besides "
-            "the clients",
-        ),
-    ] = 0
-    anchor_classes: Annotated[
-        int | None,
-        Field(
-            ge=1,
-            description="classes per anchor, which no other anchor has; null: as many as possible",
-        ),
-    ] = None
-    unseen: Annotated[
-        dict[Unseen, Positive],
-        Field(
-            description="number of clients that never train and are only scored: `aligned`, each "
-            "with the classes of some anchors,"
-            " a label set that is kept free for them; `random`, each with `classes_per_client` "
-            "classes"
-        ),
-    ] = {}
-    unseen_anchors: Annotated[
-        int, Field(ge=2, description="number of anchors whose classes an aligned unseen client has")
-    ] = 2
-    public: Annotated[
-        int,
-        Field(
-            ge=0, description="training examples that no client gets, in proportion to the classes"
-        ),
-    ] = 0
-
-    name: ClassVar[str]
-    things: ClassVar[str]  # what the examples are, in a message
-
-    @property
-    @abstractmethod
-    def classes(self) -> int:
-        """Labels are below it."""
-
-    @property
-    def title(self) -> str:
-        """What the data are, in a few words."""
-        return f"{self.name}, {self.partition}"
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Clients of each cluster, anchors not counted."""
-        return self.cluster_sizes or (self.clients_per_cluster,) * self.clusters
+class PartitionSchemes(PartitionFields, ABC):
+    """The partition that follows from the fields of a `data` section of labelled examples."""
 
     def partitioned(self, train: Numbers, test: Numbers) -> Partition:
         """Whose examples are which.
@@ -227,7 +92,7 @@ class PartitionSchemes(BaseModel, ABC):
             for part in partitions[self.partition](labels, test)
         ]
         unseen = {
-            group: list(self._unseen_clients(group, clients, labels, test)) for group in self.unseen
+            group: list(self._newcomers(group, clients, labels, test)) for group in self.unseen
         }
         return Partition(
             _among(left, clients),
@@ -248,7 +113,7 @@ class PartitionSchemes(BaseModel, ABC):
     def _by_classes(self, train: Numbers, test: Numbers) -> Iterator[ClientShare]:
         groups = np.array_split(self._random("classes").permutation(self.classes), len(self.sizes))
         each = self.anchors // len(self.sizes)
-        ids = _numbered("anchor", self.anchors, 1)
+        ids = numbered("anchor", self.anchors, 1)
         anchors: list[ClientShare] = []
         others: list[ClientShare] = []
         for cluster, (size, group) in enumerate(zip(self.sizes, groups, strict=True)):
@@ -375,11 +240,6 @@ class PartitionSchemes(BaseModel, ABC):
             for group in classes[: anchors * self._anchor_size].reshape(anchors, self._anchor_size)
         ]
 
-    @property
-    def _anchor_size(self) -> int:
-        """Classes of each anchor."""
-        return self.anchor_classes or self.classes // max(self.anchors, 1)
-
     def _kept_free(self, labels: Labels, anchors: Sequence[Labels]) -> bool:
         """Whether the label set is one that aligned unseen clients may get: the classes of some
         anchors, and no others.
@@ -391,13 +251,13 @@ class PartitionSchemes(BaseModel, ABC):
             and len(labels) == self.unseen_anchors * self._anchor_size
         )
 
-    def _unseen_clients(
+    def _newcomers(
         self, group: Unseen, clients: Sequence[ClientShare], train: Numbers, test: Numbers
     ) -> Iterator[ClientShare]:
         """Return the unseen clients of a group."""
         share = min(len(part.train) for part in clients)
         sets = self._unseen_sets(group, clients)
-        for id, labels in zip(_numbered(group, len(sets)), sets, strict=True):
+        for id, labels in zip(numbered(group, len(sets)), sets, strict=True):
             rows = self._random("unseen", id).permutation(_rows(train, labels))
             yield ClientShare(id, rows[:share], self._bounded(_rows(test, labels), id), labels)
 
@@ -488,15 +348,13 @@ class PartitionSchemes(BaseModel, ABC):
             self._random("test", *purpose).choice(rows, self.test_examples, replace=False)
         )
 
-    def _ids(self) -> list[ClientId]:
-        """Of the clients where there are no clusters, anchors first."""
-        return [*_numbered("anchor", self.anchors, 1), *_numbered("client", self.clients)]
-
     def _random(self, *purpose: str | int) -> np.random.Generator:
         return np.random.default_rng(derive_seed(self.seed, *purpose))
 
     def _check_classes(self, labels: Numbers) -> None:
-        """Refuse classes without training examples where classes are assigned. Raises DataError."""
+        """Refuse classes without training examples where classes are assigned. Raises
+        DataError.
+        """
         if len(empty := np.flatnonzero(np.bincount(labels, minlength=self.classes) == 0)):
             raise DataError(
                 f"{self.title}: no training {self.things} of class {', '.join(map(str, empty))}"
@@ -513,11 +371,6 @@ def _rows(labels: Numbers, classes: Sequence[int] | Numbers) -> Numbers:
 
 def _sorted(labels: Iterable[int]) -> Labels:
     return tuple(sorted(map(int, labels)))
-
-
-def _numbered(prefix: str, count: int, digits: int = 2) -> list[ClientId]:
-    digits = max(digits, len(str(count - 1)))
-    return [f"{prefix}-{i:0{digits}}" for i in range(count)]
 
 
 def _among(rows: Numbers, parts: Iterable[ClientShare]) -> list[ClientShare]:

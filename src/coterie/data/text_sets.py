@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import Field
 
 from coterie.data.labelled import LabelledTexts, Rows
-from coterie.data.schemes import Positive
+from coterie.data.partition_fields import Positive
 from coterie.data.splits import Numbers
 
 DOMAINS = {
