@@ -61,7 +61,7 @@ class AgNews(Corpus):
         Field(description="out: valid and test mix all categories; in: one category each"),
     ] = "out"
     valid_fraction: Annotated[
-        Share, Field(description="share of the train file's articles that are for validation")
+        Share, Field(description="share of the training articles used for validation")
     ] = 0.1
 
     files: ClassVar[tuple[str, ...]] = ("ag_news/train.jsonl.gz", "ag_news/test.jsonl.gz")
@@ -219,26 +219,26 @@ class Multilingual(_OneFile):
     """
 
     kind: Literal["multilingual"] = "multilingual"
-    languages: Annotated[Names, Field(description="one client each")] = ("de", "fr", "it", "nl")
+    languages: Annotated[Names, Field(description="one client for each")] = ("de", "fr", "it", "nl")
     topics: Annotated[
         dict[str, dict[str, str]],
         Field(
-            description="by topic and language, a regular expression of its words: a client "
-            "`<language>-<topic>` has sentences on it"
+            description="by topic and language, a regular expression of its words; client "
+            "`<language>-<topic>` has the sentences that match"
         ),
     ] = {}  # noqa: RUF012 - pydantic copies it
     users: Annotated[
         int,
         Field(
             ge=1,
-            description="clients of each language, or language and topic, who share its documents",
+            description="clients per language, or per language and topic; they share its documents",
         ),
     ] = 1
     unseen: Annotated[
         int,
         Field(
             ge=0,
-            description="of them, the last ones: they never train, and are the ones that are "
+            description="number of these clients, the last ones, that never train; only they are "
             "scored",
         ),
     ] = 0
@@ -315,7 +315,7 @@ class Topics(_OneFile):
     """
 
     kind: Literal["topics"] = "topics"
-    topics: Annotated[Names, Field(description="one client each")] = (
+    topics: Annotated[Names, Field(description="one client for each")] = (
         "books",
         "arxiv",
         "stackexchange",

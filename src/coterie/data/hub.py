@@ -48,15 +48,13 @@ class Hub(Section):
     split: SplitName = "train"
     text_column: Annotated[str, Field(min_length=1, description="column with the text")] = "text"
     client_column: Annotated[
-        str, Field(min_length=1, description="column that says whose document it is")
+        str, Field(min_length=1, description="column that names the document's client")
     ]
     clients: Annotated[
         Names | None,
-        Field(description="values of the client column; null: those with most documents"),
+        Field(description="values of the client column; null: those with the most documents"),
     ] = None
-    max_clients: Annotated[
-        int, Field(ge=1, description="where `clients` is null: at most so many clients")
-    ] = 16
+    max_clients: Annotated[int, Field(ge=1, description="most clients, if `clients` is null")] = 16
     fractions: TextFractions = (0.8, 0.1, 0.1)
 
     @property
@@ -129,19 +127,21 @@ class HubClient(BaseModel):
         str,
         Field(
             min_length=1,
-            description="id on the Hub, or a local folder or file, or one file of the Hub (`hf://datasets/...`)",
+            description="id on the Hub, or a local folder or file, or one file of the Hub "
+            "(`hf://datasets/...`)",
         ),
     ]
     subset: Subset = None
     split: SplitName = "train"
     revision: Annotated[
         str | None,
-        Field(description="commit or tag on the Hub; null: the newest when it is first read"),
+        Field(description="commit or tag on the Hub; null: the newest at the first read"),
     ] = None
     format: Annotated[
         Format | None,
         Field(
-            description="of a single file, where its ending does not tell (an archive of JSON, say)"
+            description="format of a single file whose ending does not tell it (an archive of "
+            "JSON, say)"
         ),
     ] = None
     text_column: Annotated[
@@ -157,15 +157,15 @@ class HubClient(BaseModel):
     streaming: Annotated[
         bool,
         Field(
-            description="read no more than is asked for; false: download all of it first "
-            "(archives need that)"
+            description="read only what is needed; false: download everything first (archives "
+            "need that)"
         ),
     ] = True
 
 
 class HubClients(Section):
-    """Clients whose texts are from several data sets, or from several parts of one; of each so much
-    is read as is asked for.
+    """Clients whose texts come from several data sets, or from several parts of one. Only what is
+    needed is read.
 
     Rows come in the order of the data set, those without text are left out, and reading stops at
     whichever bound is met first. So a data set of terabytes costs what was read of it. What was
@@ -176,18 +176,14 @@ class HubClients(Section):
     kind: Literal["hub-clients"] = "hub-clients"
     clients: Annotated[
         dict[Annotated[str, AfterValidator(names.normal)], HubClient],
-        Field(min_length=1, description="by id, where each client's text comes from"),
+        Field(min_length=1, description="source of each client's text, by client id"),
     ]
-    documents: Annotated[
-        int, Field(ge=3, description="at most so many documents are kept of each client")
-    ] = 20_000
+    documents: Annotated[int, Field(ge=3, description="most documents per client")] = 20_000
     characters: Annotated[
         int,
-        Field(ge=1, description="no more documents are read when a client has so many characters"),
+        Field(ge=1, description="stop reading a client's documents after so many characters"),
     ] = 20_000_000
-    rows: Annotated[
-        int, Field(ge=1, description="at most so many rows are looked at for each client")
-    ] = 1_000_000
+    rows: Annotated[int, Field(ge=1, description="most rows to search per client")] = 1_000_000
     fractions: TextFractions = (0.8, 0.1, 0.1)
 
     @property

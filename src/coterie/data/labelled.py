@@ -40,13 +40,11 @@ class LabelledTexts(Partitioner, ABC):
     ] = None
     examples: Annotated[
         Positive | None,
-        Field(
-            description="so many training texts are drawn, as many of each class as of any "
-            "other; null: all"
-        ),
+        Field(description="training texts to draw, the same number for each class; null: all"),
     ] = None
     tests: Annotated[
-        Positive | None, Field(description="so many test texts are drawn, likewise; null: all")
+        Positive | None,
+        Field(description="test texts to draw, the same number for each class; null: all"),
     ] = None
 
     things: ClassVar[str] = "texts"

@@ -19,46 +19,52 @@ class PartitionFields(BaseModel, ABC):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     seed: Annotated[
-        int, Field(ge=0, description="fixes which example is whose; independent of the run's seed")
+        int,
+        Field(
+            ge=0, description="seed of the partition among clients; independent of the run's seed"
+        ),
     ] = 0
-    partition: Annotated[Scheme, Field(description="how the examples fall to clients")] = (
+    partition: Annotated[Scheme, Field(description="how examples are divided among clients")] = (
         "permuted-clusters"
     )
     clusters: Annotated[
-        int, Field(ge=1, description="of permuted-clusters and disjoint-classes: how many")
+        int,
+        Field(ge=1, description="for permuted-clusters and disjoint-classes: number of clusters"),
     ] = 4
     clients_per_cluster: Annotated[
-        int, Field(ge=1, description="how many clients each cluster has, anchors not counted")
+        int, Field(ge=1, description="clients per cluster, without anchors")
     ] = 2
     cluster_sizes: Annotated[
         tuple[Positive, ...] | None,
         Field(
-            min_length=1, description="clients of each cluster, instead of the two numbers above"
+            min_length=1, description="clients of each cluster, in place of the two numbers above"
         ),
     ] = None
     clients: Annotated[
         int,
-        Field(ge=1, description="of iid, dirichlet and quantity: how many, anchors not counted"),
+        Field(
+            ge=1, description="for iid, dirichlet and quantity: number of clients, without anchors"
+        ),
     ] = 10
     alpha: Annotated[
         float,
         Field(
             gt=0,
             allow_inf_nan=False,
-            description="of dirichlet: the smaller, the more unlike the clients",
+            description="for dirichlet: alpha; the smaller, the more the clients differ",
         ),
     ] = 0.5
     classes_per_client: Annotated[
         int,
         Field(
-            ge=1, description="classes of each client of quantity, and of each random unseen one"
+            ge=1, description="classes of each client of quantity, and of each random unseen client"
         ),
     ] = 2
     replacement: Annotated[
         bool,
         Field(
-            description="of quantity: each client draws `per_client` examples of its classes, "
-            "whoever else has them; none of them twice"
+            description="for quantity: clients draw `per_client` examples of their classes "
+            "independently, so that two clients may have the same example"
         ),
     ] = False
     fraction: Annotated[
@@ -66,58 +72,57 @@ class PartitionFields(BaseModel, ABC):
         Field(
             gt=0,
             le=1,
-            description="share of its cluster's training examples of each client; null: shared "
-            "out evenly",
+            description="share of the cluster's training examples that each client gets; null: "
+            "equal shares",
         ),
     ] = None
     per_client: Annotated[
         int | None,
         Field(
             ge=1,
-            description="training examples of each client, those for validation not counted; "
-            "null: all of its share",
+            description="training examples per client, without those for validation; null: all of "
+            "its share",
         ),
     ] = None
     valid_fraction: Annotated[
         Share,
-        Field(description="examples for validation, as a share of the client's (at least one)"),
+        Field(description="share of a client's examples used for validation (at least one)"),
     ] = 0.1
     test_examples: Annotated[
         int | None,
-        Field(ge=1, description="at most so many test examples of each client; null: all"),
+        Field(ge=1, description="most test examples per client; null: all"),
     ] = None
     anchors: Annotated[
         int,
         Field(
             ge=0,
-            description="of disjoint-classes, dirichlet and quantity: how many anchors there are "
-            "besides",
+            description="for disjoint-classes, dirichlet and quantity: number of anchors, besides "
+            "the clients",
         ),
     ] = 0
     anchor_classes: Annotated[
         int | None,
         Field(
             ge=1,
-            description="classes of each anchor, which no other anchor has; null: as many as "
-            "there can be",
+            description="classes per anchor, which no other anchor has; null: as many as possible",
         ),
     ] = None
     unseen: Annotated[
         dict[Unseen, Positive],
         Field(
-            description="how many clients are scored without ever being trained with: `aligned`, "
-            "each with the classes of some anchors,"
+            description="number of clients that never train and are only scored: `aligned`, each "
+            "with the classes of some anchors,"
             " a label set that is kept free for them; `random`, each with `classes_per_client` "
             "classes"
         ),
     ] = {}
     unseen_anchors: Annotated[
-        int, Field(ge=2, description="of how many anchors an aligned unseen client has the classes")
+        int, Field(ge=2, description="number of anchors whose classes an aligned unseen client has")
     ] = 2
     public: Annotated[
         int,
         Field(
-            ge=0, description="so many training examples, of every class its share, fall to nobody"
+            ge=0, description="training examples that no client gets, in proportion to the classes"
         ),
     ] = 0
 

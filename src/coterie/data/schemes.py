@@ -92,7 +92,7 @@ class PartitionSchemes(PartitionFields, ABC):
             for part in partitions[self.partition](labels, test)
         ]
         unseen = {
-            group: list(self._newcomers(group, clients, labels, test)) for group in self.unseen
+            group: list(self._unseen_clients(group, clients, labels, test)) for group in self.unseen
         }
         return Partition(
             _among(left, clients),
@@ -251,7 +251,7 @@ class PartitionSchemes(PartitionFields, ABC):
             and len(labels) == self.unseen_anchors * self._anchor_size
         )
 
-    def _newcomers(
+    def _unseen_clients(
         self, group: Unseen, clients: Sequence[ClientShare], train: Numbers, test: Numbers
     ) -> Iterator[ClientShare]:
         """Return the unseen clients of a group."""
@@ -352,9 +352,7 @@ class PartitionSchemes(PartitionFields, ABC):
         return np.random.default_rng(derive_seed(self.seed, *purpose))
 
     def _check_classes(self, labels: Numbers) -> None:
-        """Refuse classes without training examples where classes are assigned. Raises
-        DataError.
-        """
+        """Refuse classes without training examples where classes are assigned. Raises DataError."""
         if len(empty := np.flatnonzero(np.bincount(labels, minlength=self.classes) == 0)):
             raise DataError(
                 f"{self.title}: no training {self.things} of class {', '.join(map(str, empty))}"

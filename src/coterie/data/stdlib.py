@@ -13,7 +13,7 @@ from coterie.data.section import Section, Source, TextFractions, Texts, stamps
 
 
 class Stdlib(Section):
-    """Four topics of Python's standard library: real text that is on every machine, and that the
+    """Four topics of Python's standard library: real text that every machine has, and that the
     embedded base has not seen.
 
     The files differ from version to version of Python, and so do the figures.

@@ -149,13 +149,11 @@ class YahooAnswers(LabelledTexts):
     kind: Literal["yahoo-answers"] = "yahoo-answers"
     examples: Annotated[
         Positive | None,
-        Field(
-            description="so many training texts are drawn, as many of each class as of any "
-            "other; null: all"
-        ),
+        Field(description="training texts to draw, the same number for each class; null: all"),
     ] = 50_000
     tests: Annotated[
-        Positive | None, Field(description="so many test texts are drawn, likewise; null: all")
+        Positive | None,
+        Field(description="test texts to draw, the same number for each class; null: all"),
     ] = 10_000
 
     name: ClassVar[str] = "Yahoo! Answers"

@@ -17,7 +17,8 @@ from torch.nn import functional
 
 from coterie.core.errors import ModelError
 from coterie.models.lora import SingleLoRA
-from coterie.personal.inference.packing import FEW, base_layer, padded, side_by_side
+from coterie.personal.inference.packing import FEW, padded, side_by_side
+from coterie.personal.inference.products import base_layer
 
 # layers of an attention that are called in this order with the same tensor
 SAME_INPUT = ("q_proj", "k_proj", "v_proj")

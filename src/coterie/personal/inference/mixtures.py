@@ -22,13 +22,13 @@ from coterie.models.mixture_kernel import Activation, FrozenMLP
 from coterie.models.routing import Routing, by_experts, top_k_weights
 from coterie.personal.inference.packing import (
     FEW,
-    base_layer,
     experts_of,
     padded,
     routers,
     side_by_side,
     unused_of,
 )
+from coterie.personal.inference.products import add_product, base_layer, product
 
 # tokens at once on a CPU: more would gain nothing in the products, and large tensors that are made
 # anew are slow
@@ -314,7 +314,7 @@ class Mixtures:
         A, B1, A2, B2 = stacks
         tokens, shape = x.view(-1, x.shape[-1]), (*x.shape[:-1], -1)
         bases = [base_layer(layer, tokens).view(shape) for layer in base.first]
-        codes = _product(A.mT, x.mT)  # ([g,] linears n r, t)
+        codes = product(A.mT, x.mT)  # ([g,] linears n r, t)
         c = x.new_zeros(
             (*x.shape[:-2], B2.shape[-2], x.shape[-2])
         )  # ([g,] n r, t), 0 where a token does not use the expert
@@ -330,7 +330,7 @@ class Mixtures:
                 base.activation,
             )
         y = base_layer(base.down, bases[0].view(len(tokens), -1)).view(shape)
-        return _add_product(y, c.mT, B2)
+        return add_product(y, c.mT, B2)
 
     def _turns(
         self,
@@ -353,13 +353,13 @@ class Mixtures:
             for i, b in enumerate(bases):
                 row = (i * count + j) * rank
                 z = codes[..., row : row + rank, :].mT
-                p.append(_add_product(b, z, B1[i, j], keep=j != experts[-1]))
+                p.append(add_product(b, z, B1[i, j], keep=j != experts[-1]))
             h = activation.forward(p[0])
             if len(p) == 2:
                 h.mul_(p[1])
             if count > 1:
                 h.mul_(weights[..., j : j + 1])
-            _product(A2[j].mT, h.mT, out=c[..., j * rank : (j + 1) * rank, :])
+            product(A2[j].mT, h.mT, out=c[..., j * rank : (j + 1) * rank, :])
             m = h if m is None else m.add_(h)
         bases[0].copy_(cast(Tensor, m))
 
@@ -379,7 +379,7 @@ class Mixtures:
         if self.router is None:
             return self._equal.expand(-1, x.shape[1], -1), None
         if logits is None or not self.together:
-            logits = _product(x.to(self.router.dtype), self.router)
+            logits = product(x.to(self.router.dtype), self.router)
         if self.bias is not None:
             logits = logits + self.bias
         weights, selected = top_k_weights(logits, self.active, self.unused)
@@ -387,15 +387,3 @@ class Mixtures:
             flat = None if selected is None else selected.flatten(0, 1)
             record.append(Routing.of(logits.flatten(0, 1), weights.flatten(0, 1), flat))
         return weights.to(x.dtype), selected
-
-
-def _product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return a b, of matrices or batches of them: `torch.matmul`, without what it costs more."""
-    return torch.mm(a, b, out=out) if a.ndim == 2 else torch.bmm(a, b, out=out)
-
-
-def _add_product(y: Tensor, a: Tensor, b: Tensor, keep: bool = False) -> Tensor:
-    """Return y + a b, of matrices or batches of them, in the place of y unless that is kept."""
-    if y.ndim == 2:
-        return (y.addmm if keep else y.addmm_)(a, b)
-    return (y.baddbmm if keep else y.baddbmm_)(a, b)

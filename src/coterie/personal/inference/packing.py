@@ -6,20 +6,12 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from coterie.models.lora import LoRA, project
+from coterie.models.lora import LoRA
 from coterie.models.mixture import Mixture
 
 # tokens at once, up to which all experts, or all layers with the same input, are one product
 FEW = 8
-
-
-def base_layer(base: nn.Module, x: Tensor) -> Tensor:
-    """`project`, without what calling a module costs where it is a plain layer."""
-    if type(base) is nn.Linear:
-        return functional.linear(x, base.weight, base.bias)
-    return project(base, x)
 
 
 def padded(values: Sequence[Tensor]) -> Tensor:
