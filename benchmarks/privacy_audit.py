@@ -13,7 +13,8 @@ import platform
 import shlex
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import coterie
 from coterie.audit import Settings, audit
 from coterie.core.errors import ClientError
 from coterie.core.files import read_json, write_json
-from coterie.core.result import RESULT
+from coterie.core.result import RESULT, AuditResult, Estimate, Result
 from coterie.runs.recipe import load
 from coterie.runs.run import run
 
@@ -68,68 +69,88 @@ ROWS: dict[str, tuple[list[str], bool]] = {
 }
 
 
-def one(folder: Path, method: str, seed: int, changes: Sequence[str], secure: bool) -> Json:
-    """One run and its audit, which may have been done before."""
+@dataclass(frozen=True)
+class Audited:
+    """A run, its audit, and the seconds of processor time that both took."""
+
+    result: Result
+    audit: AuditResult
+    cpu_s: float
+
+
+def one(
+    folder: Path, method: str, seed: int, changes: Sequence[str], secure: bool
+) -> Audited | str:
+    """One run and its audit, which may have been done before; what went wrong in a run that
+    failed.
+    """
     name = "audited-secure.json" if secure else "audited.json"
     begun = time.process_time()
     recipe = load("quickstart", [*SETTINGS, f"method.name={method}", *changes, f"seed={seed}"])
     try:
         result = (
-            read_json(folder / RESULT)
+            Result.read(folder)
             if (folder / RESULT).exists()
-            else run(recipe, folder, resume=True)[-1].to_json()
+            else run(recipe, folder, resume=True)[-1]
         )
     except ClientError as error:
-        return {"failed": error.problem}
+        return error.problem
     if not (folder / name).exists():
         settings = Settings(windows=36, words=1 if secure else 8, secure=secure)
-        found = audit(folder, settings)
+        found = audit(folder, settings).to_json()
         write_json(folder / name, found | {"cpu_s": time.process_time() - begun})
-    return {"result": result, "audit": read_json(folder / name)}
+    known = read_json(folder / name)
+    return Audited(result, AuditResult.from_json(known), known.get("cpu_s", 0.0))
 
 
-def row(method: str, name: str, found: Sequence[Json]) -> Json:
+def row(method: str, name: str, found: Sequence[Audited | str]) -> Json:
     """Means over seeds; intervals are the means of those of the seeds."""
-    done = [f for f in found if "audit" in f]
+    done = [each for each in found if isinstance(each, Audited)]
     line: Json = {
         "method": method,
         "row": name,
         "seeds": len(done),
-        "failed": [f["failed"] for f in found if "failed" in f],
+        "failed": [each for each in found if isinstance(each, str)],
     }
     if not done:
         return line
-    spent = done[0]["result"]["privacy"]
-    line["epsilon"] = None if spent is None else spent["epsilon"]
+    audits = [each.audit for each in done]
+    spent = done[0].result.privacy
+    line["epsilon"] = None if spent is None else spent.epsilon
     line["private"] = spent is not None
-    line["perplexity"] = statistics.fmean(f["result"]["mean"] for f in done)
-    line["loss"] = statistics.fmean(f["result"]["mean_loss"] for f in done)
+    line["perplexity"] = statistics.fmean(each.result.mean for each in done)
+    losses = [each.result.mean_loss for each in done]
+    line["loss"] = statistics.fmean(loss for loss in losses if loss is not None)
     for observer in ("server", "others"):
-        own = [f["audit"]["observers"][observer] for f in done]
+        own = [found.observers[observer] for found in audits]
+        canaries = [o.canaries for o in own if o.canaries]
         line[observer] = {
-            "exposure": averaged([o["canaries"]["exposure"] for o in own]),
-            "canaries": averaged([o["canaries"]["auc"] for o in own]),
-            "epsilon": [o["canaries"]["epsilon"]["at_least"] for o in own],
-            "membership": averaged([o["membership"]["auc"] for o in own]),
-            "tpr": averaged([o["membership"]["tpr"] for o in own]),
-            "min_k": averaged([o["min_k"]["auc"] for o in own]),
+            "exposure": averaged([c.exposure for c in canaries]),
+            "canaries": averaged([c.auc for c in canaries]),
+            "epsilon": [c.epsilon.at_least for c in canaries],
+            "membership": averaged([o.membership.auc for o in own]),
+            "tpr": averaged([o.membership.tpr for o in own]),
+            "min_k": averaged([o.min_k and o.min_k.auc for o in own]),
         }
-    line["chance"] = done[0]["audit"]["observers"]["others"]["canaries"]["exposure"]["chance"]
-    line["shift"] = averaged([f["audit"]["shift"]["auc"] for f in done])
-    for key in ("others", "shared", "owner", "control"):
-        line[f"words_{key}"] = averaged([f["audit"]["words"][key] for f in done])
-    line["words"] = [f["audit"]["words"]["words"] for f in done]
-    line["cpu_s"] = sum(f["audit"].get("cpu_s", 0.0) for f in done)
+    line["chance"] = canaries[0].exposure.chance
+    words = [found.words for found in audits if found.words]
+    line["shift"] = averaged([found.shift.auc for found in audits])
+    line["words_others"] = averaged([w.others for w in words])
+    line["words_shared"] = averaged([w.shared for w in words])
+    line["words_owner"] = averaged([w.owner for w in words])
+    line["words_control"] = averaged([w.control for w in words])
+    line["words"] = [w.words for w in words]
+    line["cpu_s"] = sum(each.cpu_s for each in done)
     return line
 
 
-def averaged(values: Sequence[Mapping[str, Any] | None]) -> Json | None:
+def averaged(values: Sequence[Estimate | None]) -> Json | None:
     """The mean of some estimates, and of the ends of their intervals; None where one is not
     there.
     """
     known = [v for v in values if v is not None]
     return (
-        {key: statistics.fmean(v[key] for v in known) for key in ("value", "low", "high")}
+        {key: statistics.fmean(getattr(v, key) for v in known) for key in ("value", "low", "high")}
         if len(known) == len(values)
         else None
     )
@@ -226,7 +247,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    began, found = time.time(), dict[tuple[str, str], list[Json]]()
+    began, found = time.time(), dict[tuple[str, str], list[Audited | str]]()
     for seed in args.seeds:
         for name in args.rows:
             for method in METHODS:

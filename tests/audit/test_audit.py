@@ -19,6 +19,7 @@ from coterie.audit import Settings, audit
 from coterie.cli.base import app
 from coterie.core.errors import Refused
 from coterie.core.files import load
+from coterie.core.result import AuditResult
 from coterie.reports import audit as told
 from coterie.runs import recipe as recipes
 from coterie.runs import run as runs
@@ -70,7 +71,7 @@ def people(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(people: Path) -> dict:
+def found(people: Path) -> AuditResult:
     return audit(people, Settings(windows=16, words=9))
 
 
@@ -83,14 +84,17 @@ def invoked(*words: str) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-def test_a_diarys_words_reach_the_models_of_others_and_the_audit_shows_it(found: dict) -> None:
-    words = found["words"]
-    assert words["words"] > 5
-    assert (
-        words["others"]["low"] > 0
-    )  # whole words of one client, in a model whose client never wrote them
-    assert words["shared"]["low"] > 0
-    reached = {(e["owner"], e["word"]) for e in words["examples"]}
+def test_a_diarys_words_reach_the_models_of_others_and_the_audit_shows_it(
+    found: AuditResult,
+) -> None:
+    words = found.words
+    assert words is not None
+    assert words.others is not None
+    assert words.shared is not None
+    assert words.words > 5
+    assert words.others.low > 0  # words of one client, in a model whose client never wrote them
+    assert words.shared.low > 0
+    reached = {(e.owner, e.word) for e in words.examples}
     assert reached
     for owner, word in reached:
         others = [
@@ -120,32 +124,33 @@ def test_the_programmers_keyboard_suggests_the_people_of_the_diary(people: Path)
 
 
 @pytest.mark.slow
-def test_what_was_planted_is_found_by_the_server_and_by_no_one_better(found: dict) -> None:
-    server, others = (found["observers"][name]["canaries"] for name in ("server", "others"))
-    assert server["exposure"]["low"] > server["exposure"]["chance"]
-    assert server["auc"]["low"] > 0.6
-    assert server["epsilon"]["at_least"] > 0
-    assert server["epsilon"]["at_least"] <= server["epsilon"]["most"]
-    assert server["exposure"]["value"] >= others["exposure"]["value"]
+def test_what_was_planted_is_found_by_the_server_and_by_no_one_better(found: AuditResult) -> None:
+    server, others = (found.observers[name].canaries for name in ("server", "others"))
+    assert server is not None
+    assert others is not None
+    assert server.auc is not None
+    assert server.exposure.low > server.exposure.chance
+    assert server.auc.low > 0.6
+    assert server.epsilon.at_least > 0
+    assert server.epsilon.at_least <= server.epsilon.most
+    assert server.exposure.value >= others.exposure.value
 
 
 @pytest.mark.slow
 def test_a_server_that_sees_sums_alone_finds_what_every_client_could(
-    people: Path, found: dict, tmp_path: Path
+    people: Path, found: AuditResult, tmp_path: Path
 ) -> None:
     again = Path(shutil.copytree(people, tmp_path / "run"))
     sums = audit(again, Settings(windows=16, words=1, secure=True))
-    assert sums["secure"]
-    assert not found["secure"]
-    assert sums["observers"]["others"] == found["observers"]["others"]
-    server, others = (sums["observers"][name] for name in ("server", "others"))
-    assert server["canaries"]["auc"]["value"] == pytest.approx(
-        others["canaries"]["auc"]["value"], abs=0.01
-    )
-    assert server["membership"]["auc"]["value"] == pytest.approx(
-        others["membership"]["auc"]["value"], abs=0.01
-    )
-    assert found["observers"]["server"]["membership"] != server["membership"]
+    assert sums.secure
+    assert not found.secure
+    assert sums.observers["others"] == found.observers["others"]
+    server, others = (sums.observers[name] for name in ("server", "others"))
+    apart = [own.canaries.auc for own in (server, others) if own.canaries and own.canaries.auc]
+    assert len(apart) == 2
+    assert apart[0].value == pytest.approx(apart[1].value, abs=0.01)
+    assert server.membership.auc.value == pytest.approx(others.membership.auc.value, abs=0.01)
+    assert found.observers["server"].membership != server.membership
     assert "A server of sums" in " ".join(told.sentences(sums))
 
 
@@ -154,11 +159,17 @@ def test_a_server_that_sees_sums_alone_finds_what_every_client_could(
 
 def test_of_a_model_that_learned_nothing_nothing_is_found(planted: Path) -> None:
     nothing = audit(planted, Settings(windows=20, words=4))
-    for own in nothing["observers"].values():
-        assert own["canaries"]["epsilon"]["at_least"] == 0
-        assert own["canaries"]["exposure"]["low"] < own["canaries"]["exposure"]["chance"] + 0.3
-        assert own["canaries"]["auc"]["low"] <= 0.5 <= own["canaries"]["auc"]["high"]
-    assert nothing["words"]["others"] is None or nothing["words"]["others"]["value"] == 0
+    assert list(nothing.observers) == ["server", "others"]
+    for own in nothing.observers.values():
+        canaries = own.canaries
+        assert canaries is not None
+        assert canaries.auc is not None
+        assert canaries.epsilon.at_least == 0
+        assert canaries.exposure.low < canaries.exposure.chance + 0.3
+        assert canaries.auc.low <= 0.5 <= canaries.auc.high
+    assert nothing.words is not None
+    assert nothing.words.others is None or nothing.words.others.value == 0
+    assert AuditResult.read(planted) == nothing
 
 
 # The command line
@@ -204,10 +215,10 @@ def test_without_a_section_membership_and_words_are_measured(
     assert not (run / "audit").exists()
     assert 'id="audit"' not in (run / "report.html").read_text()
     plain = audit(run, Settings(windows=10, words=3))
-    assert list(plain["observers"]) == ["others"]
-    assert plain["canaries"] is None
-    assert plain["observers"]["others"]["canaries"] is None
-    assert plain["observers"]["others"]["membership"]["members"] == 30
+    assert list(plain.observers) == ["others"]
+    assert plain.canaries is None
+    assert plain.observers["others"].canaries is None
+    assert plain.observers["others"].membership.members == 30
     assert told.terminal(plain)
 
 
@@ -222,8 +233,8 @@ def test_of_image_classifiers_membership_alone(tmp_path: Path) -> None:
     run = tmp_path / "run"
     runs.run(recipes.load("cobo-digits", [*changes, "audit={}"]), run)
     images = audit(run, Settings(windows=10))
-    assert (images["words"], images["canaries"], images["data"]) == (None, None, "examples")
-    assert list(images["observers"]) == ["server", "others"]
+    assert (images.words, images.canaries, images.data) == (None, None, "examples")
+    assert list(images.observers) == ["server", "others"]
     assert "examples told apart, AUC" in [line[0] for line in told.rows(images)]
 
 

@@ -169,9 +169,9 @@ def test_clients_of_another_level_share_one_threshold() -> None:
         for k, i in enumerate(("ann", "ben"))
     }
     found = measured(told, 0, "rows")
-    assert found["auc"]["value"] == found["tpr"]["value"] == 1
+    assert found.auc.value == found.tpr.value == 1
     shuffled = {
         i: replace(own, members=own.others[:25], others=own.others[25:]) for i, own in told.items()
     }
-    nothing = measured(shuffled, 0, "rows")["auc"]
-    assert nothing["low"] < 0.5 < nothing["high"]
+    nothing = measured(shuffled, 0, "rows").auc
+    assert nothing.low < 0.5 < nothing.high

@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from reports.samples import classified, pooled, result, routing
+from reports.samples import audited, classified, pooled, result, routing
 
 from coterie.core.errors import CheckpointError
-from coterie.core.result import Result, Routing
+from coterie.core.files import write_json
+from coterie.core.result import AUDITED, AuditResult, Result, Routing, WordExample
 
 LATER = ("metric", "best", "curve", "privacy", "lost", "never_took_part", "peak_memory_bytes")
 
@@ -54,3 +56,53 @@ def test_what_is_no_result_is_refused_with_what_to_do(
     with pytest.raises(CheckpointError, match=problem) as refused:
         Result.from_json(result("local", 2, 0.0) | {name: value})
     assert "run the recipe again" in str(refused.value)
+
+
+@pytest.mark.parametrize(("canaries", "words"), [(True, True), (False, False)])
+def test_an_audit_is_what_was_written_to_the_letter(
+    canaries: bool, words: bool, tmp_path: Path
+) -> None:
+    assert AuditResult.read(tmp_path) is None
+    write_json(tmp_path / AUDITED, audited(canaries, words))
+    before = (tmp_path / AUDITED).read_bytes()
+    read = AuditResult.read(tmp_path)
+    assert read is not None
+    write_json(tmp_path / AUDITED, read.to_json())
+    assert (tmp_path / AUDITED).read_bytes() == before
+    assert AuditResult.read(tmp_path) == read
+    assert read.observers["server"].membership.tpr.fpr == 0.01
+    assert (read.canaries is not None, read.words is not None) == (canaries, words)
+    if read.words:
+        (example,) = read.words.examples
+        assert isinstance(example, WordExample)
+        assert example.by == ["<b>ben</b>"]
+
+
+def test_an_audit_of_a_private_run_has_what_was_spent() -> None:
+    spent = {"epsilon": None, "delta": 1e-5, "where": "local", "noise": 0.0, "clip": 1.0}
+    written = audited() | {"privacy": spent | {"sampling": "all", "covers": "rounds"}}
+    read = AuditResult.from_json(written)
+    assert read.privacy is not None
+    assert read.privacy.where == "local"
+    assert json.dumps(read.to_json()) == json.dumps(written)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("observers", {"server": {"exchanges": 1}}, "no ObserverResult: it has no membership"),
+        ("observers", [], "observers of an audit: a JSON object was expected"),
+        ("shift", None, "no MembershipResult: a JSON object was expected"),
+        ("shift", {"auc": {"value": 1.0}}, "no MembershipResult: it has no tpr"),
+        ("words", {"words": 3}, "no WordsResult: it has no known_to_the_base"),
+        ("settings", "all", "no AuditSettings: a JSON object was expected"),
+    ],
+)
+def test_what_is_no_audit_is_refused_with_what_to_do(
+    name: str, value: object, problem: str
+) -> None:
+    with pytest.raises(CheckpointError, match=f"audit.json: {problem}") as refused:
+        AuditResult.from_json(audited() | {name: value})
+    assert "coterie audit RUN" in refused.value.remedy
+    with pytest.raises(CheckpointError, match=f"it has no {name}"):
+        AuditResult.from_json({key: own for key, own in audited().items() if key != name})

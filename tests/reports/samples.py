@@ -205,6 +205,43 @@ def routing(clients: Sequence[str] = tuple(CLIENTS), depth: int = 5) -> dict:
     }
 
 
+def audited(canaries: bool = True, words: bool = True) -> dict:
+    """What is in audit.json: the server can tell more than another client."""
+
+    def estimate(value: float, **more: float) -> dict:
+        ends = {"value": value, "low": value - 0.1, "high": value + 0.1}
+        return ends | {"interval": "95%, bootstrap over rows"} | more
+
+    def membership(auc: float) -> dict:
+        rates = {"auc": estimate(auc), "tpr": estimate(0.25, fpr=0.01)}
+        return rates | {"clients": dict.fromkeys(CLIENTS, auc), "members": 80, "others": 80}
+
+    def observer(auc: float) -> dict:
+        epsilon = {"at_least": 0.5, "confidence": 0.95, "delta": 1e-05}
+        epsilon |= {"right": 7, "guesses": 8, "coins": 32, "most": 2.5}
+        exposure = estimate(4 * auc, chance=1.5, most=5.0)
+        found = {"exposure": exposure, "auc": None, "epsilon": epsilon}
+        rows = {"exchanges": 2, "membership": membership(auc), "min_k": membership(auc)}
+        return rows | {"canaries": found if canaries else None}
+
+    counts = {"candidates": 32, "planted": 15, "repeats": 2, "prefix": 4, "length": 6}
+    word = {"word": "Cornelius", "owner": "ann", "prompt": "Dear ", "by": ["<b>ben</b>"]}
+    rates = {"others": estimate(0.5), "shared": estimate(0.5), "owner": estimate(0.75)}
+    rare = {"words": 20, "known_to_the_base": 1, **rates, "control": None, "control_words": 0}
+    about = {"recipe": "r", "method": "fedavg", "seed": 0, "round": 2, "clients": [*CLIENTS]}
+    return {
+        **about,
+        "data": "windows",
+        "canaries": counts if canaries else None,
+        "secure": False,
+        "privacy": None,
+        "observers": {"server": observer(0.9), "others": observer(0.75)},
+        "shift": membership(0.5),
+        "words": rare | {"examples": [word | {"shared": True}]} if words else None,
+        "settings": {"windows": 20, "words": 8, "top": 3, "seed": 0},
+    }
+
+
 def write_metrics(folder: Path, clients: Sequence[str] = tuple(CLIENTS)) -> None:
     """metrics.jsonl of four rounds, two blocks: the generalist's weight grows by 0.1 a round in
     the first, and is 0.5 in the second.

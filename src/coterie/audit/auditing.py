@@ -15,7 +15,17 @@ from coterie.audit.statistics import Values
 from coterie.core.errors import CheckpointError, Refused
 from coterie.core.files import read_json, write_json
 from coterie.core.protocol import ClientId, derive_seed
-from coterie.core.result import RESULT, Result
+from coterie.core.result import (
+    AUDITED,
+    RESULT,
+    AuditResult,
+    AuditSettings,
+    CanaryResult,
+    CanarySetup,
+    ObserverResult,
+    Result,
+    WordsResult,
+)
 from coterie.core.roles import GENERALIST
 from coterie.core.tensors import Tensors, weighted_sum
 from coterie.data.canaries import Canaries
@@ -23,7 +33,7 @@ from coterie.data.splits import SplitBase, TokenSplit
 from coterie.personal import PersonalModel
 from coterie.personal.words import Words
 from coterie.reports import Callback
-from coterie.reports.html import AUDITED, write_report
+from coterie.reports.html import write_report
 from coterie.runs import files
 from coterie.runs import loading as modalities
 from coterie.runs import recipe as recipes
@@ -35,8 +45,6 @@ from coterie.runs.prepare import PlantedCanaries, prepare
 
 DELTA = 1e-5  # of the bound on epsilon, where the recipe has none
 SERVER, OTHERS = "server", "others"
-
-Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,7 @@ class Settings:
 
 def audit(
     run: Path, settings: Settings | None = None, say: Callable[[str], None] = lambda text: None
-) -> Json:
+) -> AuditResult:
     """Measure what the shared part of a run gives away, and write it to `audit.json` and
     `report.html` in the run's folder.
 
@@ -80,7 +88,7 @@ def audit(
         SaveError: The result could not be written.
     """
     found = _Auditor(run, settings or Settings(), say).measured()
-    write_json(run / AUDITED, found)
+    write_json(run / AUDITED, found.to_json())
     if (run / RESULT).exists():
         rows = [*(run / "baselines" / name for name in recipes.resolve(run).compare_with), run]
         results = [Result.read(row) for row in rows if (row / RESULT).exists()]
@@ -209,50 +217,51 @@ class _Auditor:
         fresh = np.sort(rng.permutation(data.test.windows)[: len(trained)])
         return data.train.take(trained), data.test.take(fresh)
 
-    def measured(self) -> Json:
+    def measured(self) -> AuditResult:
         """Return all that is in `audit.json`."""
         language = isinstance(self.prepared.problem, Language)
         result = Result.read(self.run) if (self.run / RESULT).exists() else None
-        privacy = None if result is None else result.privacy
         observers = {name: self._observer(name, views) for name, views in self.views.items()}
         self.say("what the data alone tell")
         shift = {
             i: self._told(self.models[i], rows, lambda model, some: model.likelihoods(some))
             for i, rows in self.rows.items()
         }
-        return {
-            "recipe": self.recipe.name,
-            "method": self.recipe.method["name"],
-            "seed": self.recipe.seed,
-            "round": self.execution.round,
-            "clients": list(self.clients),
-            "data": "windows" if language else "examples",
-            "canaries": self._about_canaries(),
-            "secure": self.secure,
-            "privacy": None if privacy is None else privacy.to_json(),
-            "observers": observers,
-            "shift": membership.measured(shift, self.settings.seed, "rows"),
-            "words": self._words(),
-            "settings": {
-                "windows": self.settings.windows,
-                "words": self.settings.words,
-                "top": self.settings.top,
-                "seed": self.settings.seed,
-            },
-        }
+        return AuditResult(
+            recipe=self.recipe.name,
+            method=self.recipe.method["name"],
+            seed=self.recipe.seed,
+            round=self.execution.round,
+            clients=list(self.clients),
+            data="windows" if language else "examples",
+            canaries=self._about_canaries(),
+            secure=self.secure,
+            privacy=None if result is None else result.privacy,
+            observers=observers,
+            shift=membership.measured(shift, self.settings.seed, "rows"),
+            words=self._words(),
+            settings=AuditSettings(
+                windows=self.settings.windows,
+                words=self.settings.words,
+                top=self.settings.top,
+                seed=self.settings.seed,
+            ),
+        )
 
-    def _about_canaries(self) -> Json | None:
+    def _about_canaries(self) -> CanarySetup | None:
         audit = self.recipe.audit
         if self.planted is None or audit is None:
             return None
         own = [self.planted.canaries[i] for i in self.clients]
-        counts = {
-            "candidates": sum(len(c.planted) for c in own),
-            "planted": sum(int(c.planted.sum()) for c in own),
-        }
-        return counts | {"repeats": audit.repeats, "prefix": audit.prefix, "length": audit.length}
+        return CanarySetup(
+            candidates=sum(len(c.planted) for c in own),
+            planted=sum(int(c.planted.sum()) for c in own),
+            repeats=audit.repeats,
+            prefix=audit.prefix,
+            length=audit.length,
+        )
 
-    def _observer(self, name: str, views: Mapping[ClientId, View]) -> Json:
+    def _observer(self, name: str, views: Mapping[ClientId, View]) -> ObserverResult:
         """Return what one observer can tell."""
         self.say({SERVER: "what the server can tell", OTHERS: "what another client can tell"}[name])
         told = {
@@ -265,39 +274,39 @@ class _Auditor:
             )
             for i, rows in self.rows.items()
         }
-        found = {
-            "exchanges": max(len(view.pairs) for view in views.values()),
-            "membership": membership.measured(told, self.settings.seed, "rows"),
-        }
-        found |= {"min_k": None, "canaries": None}
         texts = {
             i: model
             for i, model in self.models.items()
             if isinstance(model, SharedText) and i in self.rows
         }
-        if texts:
-            found["min_k"] = membership.measured(
-                {i: self._min_k(model, views[i], self.rows[i]) for i, model in texts.items()},
-                self.settings.seed,
-                "rows",
+        min_k = {i: self._min_k(model, views[i], self.rows[i]) for i, model in texts.items()}
+        seed = self.settings.seed
+        return ObserverResult(
+            exchanges=max(len(view.pairs) for view in views.values()),
+            membership=membership.measured(told, seed, "rows"),
+            min_k=membership.measured(min_k, seed, "rows") if texts else None,
+            canaries=self._found_canaries(texts, views) if texts else None,
+        )
+
+    def _found_canaries(
+        self, texts: Mapping[ClientId, SharedText], views: Mapping[ClientId, View]
+    ) -> CanaryResult | None:
+        """Return how well an observer finds the canaries; None without any."""
+        if self.planted is None:
+            return None
+        end = (
+            self.prepared.problem.backbone.tokenizer.eos_token_id
+            if isinstance(self.prepared.problem, Language)
+            else None
+        )
+        scored = {
+            i: of_canaries.scored(
+                m, views[i], self.planted.canaries[i], self.planted.references, end
             )
-        if texts and self.planted is not None:
-            end = (
-                self.prepared.problem.backbone.tokenizer.eos_token_id
-                if isinstance(self.prepared.problem, Language)
-                else None
-            )
-            scored = {
-                i: of_canaries.scored(
-                    m, views[i], self.planted.canaries[i], self.planted.references, end
-                )
-                for i, m in texts.items()
-            }
-            delta = (
-                self.recipe.privacy.delta if self.recipe.privacy is not None else None
-            ) or DELTA
-            found["canaries"] = of_canaries.measured(scored, delta, self.settings.seed)
-        return found
+            for i, m in texts.items()
+        }
+        delta = (self.recipe.privacy.delta if self.recipe.privacy is not None else None) or DELTA
+        return of_canaries.measured(scored, delta, self.settings.seed)
 
     def _told(
         self, model: Shared, rows: tuple[Any, Any], score: Callable[[Shared, Any], Values]
@@ -315,7 +324,7 @@ class _Auditor:
         finally:
             model.load(initial)
 
-    def _words(self) -> Json | None:
+    def _words(self) -> WordsResult | None:
         """Rare words in others' suggestions; None where there are no personal models, or nobody
         but one client.
         """

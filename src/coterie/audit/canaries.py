@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,8 +9,9 @@ import torch
 
 from coterie.audit.observers import SharedText, View, calibrated
 from coterie.audit.onerun import audited
-from coterie.audit.statistics import Estimate, Values, auc, bootstrapped
+from coterie.audit.statistics import LEVEL, Values, auc, bootstrapped
 from coterie.core.protocol import ClientId
+from coterie.core.result import CanaryResult, EpsilonBound, Exposure
 from coterie.data.canaries import Canaries, Ids
 
 
@@ -82,7 +82,7 @@ def scored(
     return CanaryScores(found[:count], canaries.planted, found[count:])
 
 
-def measured(clients: Mapping[ClientId, CanaryScores], delta: float, seed: int) -> dict[str, Any]:
+def measured(clients: Mapping[ClientId, CanaryScores], delta: float, seed: int) -> CanaryResult:
     """Return exposure, the AUC of planted against left out, and a lower bound on epsilon, over
     the canaries of all clients.
     """
@@ -106,20 +106,17 @@ def measured(clients: Mapping[ClientId, CanaryScores], delta: float, seed: int) 
     def told_apart(groups: Sequence[Values]) -> float:
         return auc(np.concatenate(groups[::2]), np.concatenate(groups[1::2]))
 
-    apart: Estimate | None = (
-        bootstrapped(groups, told_apart, seed, "canaries") if all(split) else None
+    exposure = bootstrapped(exposures, mean, seed, "canaries")
+    return CanaryResult(
+        exposure=Exposure(**vars(exposure), chance=chance(among), most=float(np.log2(among))),
+        auc=bootstrapped(groups, told_apart, seed, "canaries") if all(split) else None,
+        epsilon=EpsilonBound(
+            at_least=bound.epsilon,
+            confidence=LEVEL,
+            delta=delta,
+            right=bound.right,
+            guesses=bound.guesses,
+            coins=bound.coins,
+            most=bound.most,
+        ),
     )
-    return {
-        "exposure": bootstrapped(exposures, mean, seed, "canaries").to_json()
-        | {"chance": chance(among), "most": float(np.log2(among))},
-        "auc": None if apart is None else apart.to_json(),
-        "epsilon": {
-            "at_least": bound.epsilon,
-            "confidence": 0.95,
-            "delta": delta,
-            "right": bound.right,
-            "guesses": bound.guesses,
-            "coins": bound.coins,
-            "most": bound.most,
-        },
-    }

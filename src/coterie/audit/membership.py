@@ -4,12 +4,12 @@ inference.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from coterie.audit.statistics import Values, auc, bootstrapped, tpr_at
 from coterie.core.protocol import ClientId
+from coterie.core.result import MembershipResult, TruePositiveRate
 from coterie.data.splits import Numbers, SplitBase
 
 RATE = 0.01  # of false alarms
@@ -52,7 +52,9 @@ def drawn(
     return np.sort(rng.permutation(seen)[:most])
 
 
-def measured(clients: Mapping[ClientId, MembershipScores], seed: int, what: str) -> dict[str, Any]:
+def measured(
+    clients: Mapping[ClientId, MembershipScores], seed: int, what: str
+) -> MembershipResult:
     """Return the AUC, and the share of members found at 1 % of false alarms, with one threshold
     for all clients.
     """
@@ -65,10 +67,10 @@ def measured(clients: Mapping[ClientId, MembershipScores], seed: int, what: str)
     def found(groups: Sequence[Values]) -> float:
         return tpr_at(RATE, np.concatenate(groups[::2]), np.concatenate(groups[1::2]))
 
-    return {
-        "auc": bootstrapped(groups, area, seed, what).to_json(),
-        "tpr": bootstrapped(groups, found, seed, what).to_json() | {"fpr": RATE},
-        "clients": {i: auc(own.members, own.others) for i, own in clients.items()},
-        "members": sum(len(own.members) for own in clients.values()),
-        "others": sum(len(own.others) for own in clients.values()),
-    }
+    return MembershipResult(
+        auc=bootstrapped(groups, area, seed, what),
+        tpr=TruePositiveRate(**vars(bootstrapped(groups, found, seed, what)), fpr=RATE),
+        clients={i: auc(own.members, own.others) for i, own in clients.items()},
+        members=sum(len(own.members) for own in clients.values()),
+        others=sum(len(own.others) for own in clients.values()),
+    )

@@ -2,36 +2,16 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+from coterie.core.result import Estimate
 
 Values = npt.NDArray[np.float64]
 
 LEVEL = 0.95  # of all intervals
 RESAMPLES = 1000
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A number and its interval.
-
-    Args:
-        value: The number.
-        low: The interval begins here.
-        high: It ends here.
-        how: What kind of interval it is.
-    """
-
-    value: float
-    low: float
-    high: float
-    how: str
-
-    def to_json(self) -> dict[str, float | str]:
-        """Return JSON values."""
-        return {"value": self.value, "low": self.low, "high": self.high, "interval": self.how}
 
 
 def bootstrapped(
@@ -53,7 +33,10 @@ def bootstrapped(
     ]
     low, high = np.quantile(found, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Estimate(
-        statistic(groups), float(low), float(high), f"{LEVEL:.0%}, bootstrap over {what}"
+        value=statistic(groups),
+        low=float(low),
+        high=float(high),
+        interval=f"{LEVEL:.0%}, bootstrap over {what}",
     )
 
 
@@ -69,7 +52,10 @@ def proportion(successes: int, trials: int) -> Estimate:
     low = beta.ppf(tail, successes, trials - successes + 1) if successes else 0.0
     high = beta.ppf(1 - tail, successes + 1, trials - successes) if successes < trials else 1.0
     return Estimate(
-        successes / trials, float(low), float(high), f"{LEVEL:.0%}, exact binomial over {trials:,}"
+        value=successes / trials,
+        low=float(low),
+        high=float(high),
+        interval=f"{LEVEL:.0%}, exact binomial over {trials:,}",
     )
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from coterie.audit.statistics import Estimate, Values, bootstrapped, proportion
+from coterie.audit.statistics import Values, bootstrapped, proportion
 from coterie.core.protocol import ClientId
+from coterie.core.result import Estimate, WordExample, WordsResult
 from coterie.data.splits import Tokens
 
 WORD = re.compile(r"[^\W\d_]{3,}")
@@ -141,7 +142,7 @@ def measured(
     shared: Suggest,
     models: Mapping[ClientId, Suggest],
     seed: int,
-) -> dict[str, Any]:
+) -> WordsResult:
     """Return how often others suggest words that one client alone has, of those that the base does
     not suggest.
 
@@ -162,16 +163,16 @@ def measured(
     others = _of_others(new, hits)
     unseen = _of_others(fresh, {i: suggested(fresh, suggest) for i, suggest in models.items()})
     owners = np.array([hits[case.owner][k] for k, case in enumerate(new)])
-    return {
-        "words": len(new),
-        "known_to_the_base": len(cases) - len(new),
-        "others": _estimate(others, seed),
-        "shared": _estimate(by_shared, seed),
-        "owner": _estimate(owners, seed),
-        "control": _estimate(unseen, seed),
-        "control_words": len(fresh),
-        "examples": _examples(new, hits, by_shared),
-    }
+    return WordsResult(
+        words=len(new),
+        known_to_the_base=len(cases) - len(new),
+        others=_estimate(others, seed),
+        shared=_estimate(by_shared, seed),
+        owner=_estimate(owners, seed),
+        control=_estimate(unseen, seed),
+        control_words=len(fresh),
+        examples=_examples(new, hits, by_shared),
+    )
 
 
 def _of_others(cases: Sequence[Case], hits: Mapping[ClientId, Values]) -> Values:
@@ -184,36 +185,35 @@ def _of_others(cases: Sequence[Case], hits: Mapping[ClientId, Values]) -> Values
     )
 
 
-def _estimate(rates: Values, seed: int) -> dict[str, Any] | None:
+def _estimate(rates: Values, seed: int) -> Estimate | None:
     """Return the mean over words, with an exact interval where it is of yes or no; None without
     any.
     """
     if not len(rates):
         return None
-    found: Estimate = (
+    return (
         proportion(int(rates.sum()), len(rates))
         if set(rates.tolist()) <= {0.0, 1.0}
         else bootstrapped([rates], lambda groups: float(groups[0].mean()), seed, "words")
     )
-    return found.to_json()
 
 
 def _examples(
     cases: Sequence[Case], hits: Mapping[ClientId, Values], shared: Values
-) -> list[dict[str, Any]]:
+) -> tuple[WordExample, ...]:
     """Return some of the words that others suggest, those of most others first."""
     by = {
         k: [i for i, found in hits.items() if i != case.owner and found[k]]
         for k, case in enumerate(cases)
     }
     order = sorted((k for k in by if by[k]), key=lambda k: -len(by[k]))[:EXAMPLES]
-    return [
-        {
-            "word": cases[k].word,
-            "owner": cases[k].owner,
-            "prompt": cases[k].prompt[-40:],
-            "by": by[k],
-            "shared": bool(shared[k]),
-        }
+    return tuple(
+        WordExample(
+            word=cases[k].word,
+            owner=cases[k].owner,
+            prompt=cases[k].prompt[-40:],
+            by=by[k],
+            shared=bool(shared[k]),
+        )
         for k in order
-    ]
+    )

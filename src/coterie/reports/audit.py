@@ -2,16 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any
 
 from rich.box import SIMPLE
 from rich.table import Table
 
+from coterie.core.result import AuditResult, CanaryResult, Estimate, WordsResult
 from coterie.reports import chart, marks
 from coterie.reports.marks import Interval
 from coterie.reports.parts import BLUE, GREEN, GREY, VERMILION, captioned, table
 
-Json = Mapping[str, Any]
 OBSERVERS = {"server": "the server", "others": "another client"}
 COLOURS = {"server": VERMILION, "others": BLUE}
 WIDTH = 80  # of a terminal that has room for everything
@@ -31,140 +30,132 @@ EXAMPLES = (
 )
 
 
-def about(found: Json) -> str:
+def about(found: AuditResult) -> str:
     """Return one line: what was audited."""
-    of = "" if len(found["clients"]) > 1 else f", client {found['clients'][0]}"
-    return (
-        f"{found['recipe']}, {found['method']}, seed {found['seed']}, after round "
-        f"{found['round']}{of}"
-    )
+    of = "" if len(found.clients) > 1 else f", client {found.clients[0]}"
+    return f"{found.recipe}, {found.method}, seed {found.seed}, after round {found.round}{of}"
 
 
-def _of(observer: str, found: Json) -> str:
+def _of(observer: str, found: AuditResult) -> str:
     """Return an observer's name: under secure aggregation a server sees sums alone."""
-    return "a server of sums" if observer == "server" and found["secure"] else OBSERVERS[observer]
+    return "a server of sums" if observer == "server" and found.secure else OBSERVERS[observer]
 
 
-def _interval(value: Json | None, digits: int, factor: float = 1) -> str:
+def _interval(value: Estimate | None, digits: int, factor: float = 1) -> str:
     if value is None:
         return "-"
-    middle, low, high = (f"{factor * value[key]:.{digits}f}" for key in ("value", "low", "high"))
+    middle, low, high = (
+        f"{factor * end:.{digits}f}" for end in (value.value, value.low, value.high)
+    )
     return f"{middle} ({low} to {high})"
 
 
-def rows(found: Json) -> list[list[str]]:
+def rows(found: AuditResult) -> list[list[str]]:
     """Return the lines of the table: a measure, what each observer gets, and what guessing
     would.
     """
-    observers = found["observers"].values()
+    observers = found.observers.values()
+    membership = [own.membership for own in observers]
+    min_k = [own.min_k for own in observers if own.min_k]
+    canaries = [own.canaries for own in observers if own.canaries]
     lines = []
-    if found["canaries"]:
-        own = [o["canaries"] for o in observers]
-        lines.append(
-            [
-                "canary exposure, bits",
-                *(_interval(c["exposure"], 2) for c in own),
-                f"{own[0]['exposure']['chance']:.2f}",
-            ]
-        )
-        lines.append(["canaries told apart, AUC", *(_interval(c["auc"], 2) for c in own), "0.50"])
-        lines.append(
-            ["epsilon is at least", *(f"{c['epsilon']['at_least']:.2f}" for c in own), "0"]
-        )
-    lines.append(
-        [
-            f"{found['data']} told apart, AUC",
-            *(_interval(o["membership"]["auc"], 2) for o in observers),
-            "0.50",
+    if canaries:
+        exposures = [_interval(own.exposure, 2) for own in canaries]
+        bounds = [f"{own.epsilon.at_least:.2f}" for own in canaries]
+        chance = f"{canaries[0].exposure.chance:.2f}"
+        lines += [
+            ["canary exposure, bits", *exposures, chance],
+            ["canaries told apart, AUC", *(_interval(own.auc, 2) for own in canaries), "0.50"],
+            ["epsilon is at least", *bounds, "0"],
         ]
-    )
-    lines.append(
-        [
-            f"{found['data']} found at 1 % FPR, %",
-            *(_interval(o["membership"]["tpr"], 1, 100) for o in observers),
-            "1",
-        ]
-    )
-    if all(o["min_k"] for o in observers):
-        lines.append(
-            ["by Min-K%++, AUC", *(_interval(o["min_k"]["auc"], 2) for o in observers), "0.50"]
-        )
+    areas = [_interval(own.auc, 2) for own in membership]
+    rates = [_interval(own.tpr, 1, 100) for own in membership]
+    lines += [
+        [f"{found.data} told apart, AUC", *areas, "0.50"],
+        [f"{found.data} found at 1 % FPR, %", *rates, "1"],
+    ]
+    if min_k:
+        lines.append(["by Min-K%++, AUC", *(_interval(own.auc, 2) for own in min_k), "0.50"])
     return lines
 
 
-def word_rows(found: Json) -> list[list[str]]:
+def word_rows(found: AuditResult) -> list[list[str]]:
     """Return the lines of the second table: whose model suggests rare words, and how often."""
-    words = found["words"]
-    if not words or not words["words"]:
+    words = found.words
+    if not words or not words.words:
         return []
-    names = {
-        "others": "other clients' models",
-        "shared": "the shared part alone",
-        "owner": "the client's own model",
-        "control": "other clients' models, words nobody trained on",
+    rates = {
+        "other clients' models": words.others,
+        "the shared part alone": words.shared,
+        "the client's own model": words.owner,
+        "other clients' models, words nobody trained on": words.control,
     }
-    return [
-        [name, _interval(words[key], 1, 100)]
-        for key, name in names.items()
-        if words[key] is not None
-    ]
+    return [[name, _interval(rate, 1, 100)] for name, rate in rates.items() if rate]
 
 
-def sentences(found: Json) -> list[str]:
+def sentences(found: AuditResult) -> list[str]:
     """Return what the numbers mean, one plain sentence for each measure and observer."""
     said = []
-    shift = found["shift"]["auc"]
-    for name, own in found["observers"].items():
+    for name, own in found.observers.items():
         who = _of(name, found)
-        if own["canaries"]:
-            exposure, epsilon = own["canaries"]["exposure"], own["canaries"]["epsilon"]
-            seen = exposure["low"] > exposure["chance"]
-            what = (
-                f"{who} finds planted canaries"
-                if seen
-                else f"{who} does not find planted canaries better than by guessing"
-            )
-            bound = (
-                f"so epsilon is above {epsilon['at_least']:.2f} at 95 % confidence"
-                if epsilon["at_least"]
-                else "no epsilon is refuted"
-            )
-            said.append(
-                f"{what}: it guesses {epsilon['right']} of {epsilon['guesses']} coin flips "
-                f"right, {bound}."
-            )
-        auc = own["membership"]["auc"]
-        beyond = auc["low"] > max(shift["high"], 0.5)
-        can = "can tell" if beyond else "cannot tell, beyond what the data alone tell,"
-        data = f"without any trained model {100 * shift['value']:.0f} %"
-        said.append(
-            f"{who} {can} what a client trained on: right for {100 * auc['value']:.0f} % of "
-            f"pairs ({data}; guessing 50 %)."
-        )
-    words = found["words"]
-    if words and words["words"]:
-        others, control = words["others"], words["control"]
-        beside = f"; of words nobody trained on {100 * control['value']:.1f} %" if control else ""
-        said.append(
-            f"of {words['words']} words that one client alone has and the base does not suggest, "
-            f"another client's model suggests "
-            f"{100 * others['value']:.1f} % ({100 * others['low']:.1f} to "
-            f"{100 * others['high']:.1f} %){beside}."
-        )
+        if own.canaries:
+            said.append(_canaries_found(who, own.canaries))
+        said.append(_members_found(who, own.membership.auc, found.shift.auc))
+    if found.words and found.words.others:
+        said.append(_words_suggested(found.words, found.words.others))
     return [sentence[0].upper() + sentence[1:] for sentence in said]
 
 
-def terminal(found: Json) -> list[Table]:
+def _canaries_found(who: str, canaries: CanaryResult) -> str:
+    """Return whether an observer finds canaries."""
+    exposure, epsilon = canaries.exposure, canaries.epsilon
+    what = (
+        f"{who} finds planted canaries"
+        if exposure.low > exposure.chance
+        else f"{who} does not find planted canaries better than by guessing"
+    )
+    bound = (
+        f"so epsilon is above {epsilon.at_least:.2f} at 95 % confidence"
+        if epsilon.at_least
+        else "no epsilon is refuted"
+    )
+    return f"{what}: it guesses {epsilon.right} of {epsilon.guesses} coin flips right, {bound}."
+
+
+def _members_found(who: str, auc: Estimate, shift: Estimate) -> str:
+    """Return whether an observer can tell what clients trained on."""
+    beyond = auc.low > max(shift.high, 0.5)
+    can = "can tell" if beyond else "cannot tell, beyond what the data alone tell,"
+    data = f"without any trained model {100 * shift.value:.0f} %"
+    return (
+        f"{who} {can} what a client trained on: right for {100 * auc.value:.0f} % of "
+        f"pairs ({data}; guessing 50 %)."
+    )
+
+
+def _words_suggested(words: WordsResult, others: Estimate) -> str:
+    """Return how often other clients' models suggest rare words."""
+    control = words.control
+    beside = f"; of words nobody trained on {100 * control.value:.1f} %" if control else ""
+    return (
+        f"of {words.words} words that one client alone has and the base does not suggest, "
+        f"another client's model suggests "
+        f"{100 * others.value:.1f} % ({100 * others.low:.1f} to "
+        f"{100 * others.high:.1f} %){beside}."
+    )
+
+
+def terminal(found: AuditResult) -> list[Table]:
     """Return tables that fit a terminal of 80 characters."""
     first = Table(box=SIMPLE, pad_edge=False, width=WIDTH)
-    for k, name in enumerate(["", *(_of(name, found) for name in found["observers"]), "chance"]):
+    for k, name in enumerate(["", *(_of(name, found) for name in found.observers), "chance"]):
         first.add_column(name, justify="left" if k == 0 else "right", no_wrap=True)
     for line in rows(found):
         first.add_row(*line)
     tables = [first]
     if lines := word_rows(found):
         second = Table(box=SIMPLE, pad_edge=False, width=WIDTH)
-        second.add_column(f"rare words among the first {found['settings']['top']} suggestions of")
+        second.add_column(f"rare words among the first {found.settings.top} suggestions of")
         second.add_column("%", justify="right")
         for line in lines:
             second.add_row(*line)
@@ -172,12 +163,12 @@ def terminal(found: Json) -> list[Table]:
     return tables
 
 
-def audited(found: Json | None) -> tuple[str, ...]:
+def audited(found: AuditResult | None) -> tuple[str, ...]:
     """Return the parts of the report's section; () without an audit."""
     if not found:
         return ()
-    observers = list(found["observers"])
-    first = table(["", *(_of(name, found) for name in observers), "by guessing"], rows(found))
+    observers = [_of(name, found) for name in found.observers]
+    first = table(["", *observers, "by guessing"], rows(found))
     said = (
         '<ul class="notes">'
         + "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences(found))
@@ -185,11 +176,10 @@ def audited(found: Json | None) -> tuple[str, ...]:
     )
     drawn = [captioned(title, told, picture) for title, told, picture in _pictures(found)]
     parts = [ABOUT, f"<p class=note>{escape(about(found))}</p>", said, chart.grid(drawn), first]
-    words = found["words"]
-    if words and words["examples"]:
+    if found.words and found.words.examples:
         lines = [
-            [f"… {e['prompt'].strip()}", e["word"], e["owner"], ", ".join(e["by"])]
-            for e in words["examples"]
+            [f"… {e.prompt.strip()}", e.word, e.owner, ", ".join(e.by)]
+            for e in found.words.examples
         ]
         parts += [
             EXAMPLES,
@@ -198,67 +188,57 @@ def audited(found: Json | None) -> tuple[str, ...]:
     return tuple(parts)
 
 
-def _pictures(found: Json) -> list[tuple[str, str, str]]:
+def _pictures(found: AuditResult) -> list[tuple[str, str, str]]:
     """Return a title, what is told beside it, and a picture, of each measure."""
-    observers, pictures = found["observers"], []
-
-    def drawn(
-        values: Mapping[str, Json], unit: str, limits: tuple[float, float], chance: float | None
-    ) -> str:
-        shown = {
-            _of(name, found): Interval(
-                v["value"],
-                v["low"],
-                v["high"],
-                f"{_of(name, found)}: {_interval(v, 3)}",
-                COLOURS[name],
-            )
-            for name, v in values.items()
-        }
-        return marks.intervals(shown, unit, limits, chance)
-
-    if found["canaries"]:
-        exposures = {name: own["canaries"]["exposure"] for name, own in observers.items()}
+    observers, words, pictures = found.observers, found.words, []
+    exposures = {name: own.canaries.exposure for name, own in observers.items() if own.canaries}
+    if exposures:
         first = next(iter(exposures.values()))
-        pictures.append(
-            (
-                "Exposure of canaries",
-                "",
-                drawn(exposures, "bits", (0, first["most"]), first["chance"]),
-            )
-        )
-    areas = {name: own["membership"]["auc"] for name, own in observers.items()}
-    limits = (min(0.4, *(a["low"] for a in areas.values())), 1.0)
-    pictures.append(
-        (
-            f"{found['data'].capitalize()} trained on, told from others",
-            "",
-            drawn(areas, "AUC", limits, 0.5),
-        )
-    )
-    words = found["words"]
-    if words and words["words"]:
+        drawn = _drawn(found, exposures, "bits", (0, first.most), first.chance)
+        pictures.append(("Exposure of canaries", "", drawn))
+    areas = {name: own.membership.auc for name, own in observers.items()}
+    limits = (min(0.4, *(area.low for area in areas.values())), 1.0)
+    title = f"{found.data.capitalize()} trained on, told from others"
+    pictures.append((title, "", _drawn(found, areas, "AUC", limits, 0.5)))
+    if words and words.words:
         pictures.append(("Rare words of one client, suggested", "", _words(words)))
     return pictures
 
 
-def _words(words: Json) -> str:
-    names: Sequence[tuple[str, str, str]] = (
-        ("others", "other clients' models", BLUE),
-        ("shared", "shared part alone", GREEN),
-        ("owner", "its own model", VERMILION),
-        ("control", "not trained on", GREY),
+def _drawn(
+    found: AuditResult,
+    values: Mapping[str, Estimate],
+    unit: str,
+    limits: tuple[float, float],
+    chance: float,
+) -> str:
+    """Return a picture of what each observer gets."""
+    shown = {}
+    for observer, own in values.items():
+        name = _of(observer, found)
+        said = f"{name}: {_interval(own, 3)}"
+        shown[name] = Interval(own.value, own.low, own.high, said, COLOURS[observer])
+    return marks.intervals(shown, unit, limits, chance)
+
+
+def _words(words: WordsResult) -> str:
+    """Return a picture of how often rare words are suggested."""
+    rates: Sequence[tuple[str, Estimate | None, str]] = (
+        ("other clients' models", words.others, BLUE),
+        ("shared part alone", words.shared, GREEN),
+        ("its own model", words.owner, VERMILION),
+        ("not trained on", words.control, GREY),
     )
     shown = {
         name: Interval(
-            100 * words[key]["value"],
-            100 * words[key]["low"],
-            100 * words[key]["high"],
-            f"{name}: {_interval(words[key], 1, 100)} %",
+            100 * rate.value,
+            100 * rate.low,
+            100 * rate.high,
+            f"{name}: {_interval(rate, 1, 100)} %",
             colour,
         )
-        for key, name, colour in names
-        if words[key] is not None
+        for name, rate, colour in rates
+        if rate
     }
     return marks.intervals(
         shown,

@@ -3,11 +3,10 @@
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from coterie.core.files import read_json, write_atomically
+from coterie.core.files import write_atomically
 from coterie.core.metrics import direction
-from coterie.core.result import RESULT, Comparison, MetricInfo, Result, Routing, Row
+from coterie.core.result import RESULT, AuditResult, Comparison, MetricInfo, Result, Routing, Row
 from coterie.methods import METHODS
 from coterie.reports import tokens
 from coterie.reports.audit import audited
@@ -21,8 +20,6 @@ from coterie.reports.parts import escape, page, section, size
 from coterie.reports.scores import COSTS, PEAK, _costs, _headline, _kept, _scores, _spread
 from coterie.reports.verdict import verdict
 
-Json = Mapping[str, Any]
-AUDITED = "audit.json"  # of a run that was audited
 TEXTS = (
     "<p>The beginning of each client's test text, every token in the colour of the expert that "
     "the router of the chosen block gives the "
@@ -78,7 +75,9 @@ def write_report(folder: Path, results: Sequence[Result], description: str) -> N
         "privacy": section(
             "privacy", "Privacy over training", *_privacy(folder / "metrics.jsonl", own)
         ),
-        "audit": section("audit", "What the shared part reveals", *audited(_known_audit(folder))),
+        "audit": section(
+            "audit", "What the shared part reveals", *audited(AuditResult.read(folder))
+        ),
         "texts": section(
             "texts",
             "Which expert reads which token",
@@ -152,11 +151,6 @@ def write_comparison(folder: Path, comparison: Comparison, description: str) -> 
     write_atomically(
         folder / "report.html", page(title, _body(title, description, about, "", sections))
     )
-
-
-def _known_audit(folder: Path) -> Json | None:
-    """Return what an audit of the run found; None before there was one."""
-    return read_json(folder / AUDITED) if (folder / AUDITED).exists() else None
 
 
 def _heading(metric: MetricInfo) -> str:

@@ -1,7 +1,22 @@
-"""Results with types: what is in a run's `result.json` and `routing.json`, and in a
-comparison's `comparison.json`.
+"""Results with types: what is in a run's `result.json`, `routing.json` and `audit.json`,
+and in a comparison's `comparison.json`.
 """
 
+from coterie.core.result.audit import (
+    AUDITED,
+    AuditResult,
+    AuditSettings,
+    CanaryResult,
+    CanarySetup,
+    EpsilonBound,
+    Estimate,
+    Exposure,
+    MembershipResult,
+    ObserverResult,
+    TruePositiveRate,
+    WordExample,
+    WordsResult,
+)
 from coterie.core.result.comparison import Comparison, Row
 from coterie.core.result.evaluation import BestByValid, Choices, Curve, Evaluation, Scores
 from coterie.core.result.parsing import Json, Machine, MetricInfo, PrivacySpent, Versions
@@ -9,24 +24,37 @@ from coterie.core.result.routing import ROUTING, Mixture, Routing
 from coterie.core.result.run import RESULT, ClientResult, Costs, Result, headline
 
 __all__ = [
+    "AUDITED",
     "RESULT",
     "ROUTING",
+    "AuditResult",
+    "AuditSettings",
     "BestByValid",
+    "CanaryResult",
+    "CanarySetup",
     "Choices",
     "ClientResult",
     "Comparison",
     "Costs",
     "Curve",
+    "EpsilonBound",
+    "Estimate",
     "Evaluation",
+    "Exposure",
     "Json",
     "Machine",
+    "MembershipResult",
     "MetricInfo",
     "Mixture",
+    "ObserverResult",
     "PrivacySpent",
     "Result",
     "Routing",
     "Row",
     "Scores",
+    "TruePositiveRate",
     "Versions",
+    "WordExample",
+    "WordsResult",
     "headline",
 ]

@@ -1,0 +1,301 @@
+"""What an audit of a run measured, as in `audit.json`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Self, get_args, get_type_hints
+
+from coterie.core.errors import CheckpointError
+from coterie.core.files import read_json
+from coterie.core.result.parsing import Json, PrivacySpent, Record, given, mapping, sequence
+
+AUDITED = "audit.json"  # of a run that was audited
+REMEDY = "Measure again with this version: coterie audit RUN. It writes the file anew."
+
+
+class _Nested(Record):
+    """A record with fields that are records themselves, as their types say."""
+
+    @classmethod
+    def from_json(cls, found: Any) -> Self:
+        """Return what a JSON object says. Raises CheckpointError."""
+        values = given(cls, found)
+        for name, hint in get_type_hints(cls).items():
+            options = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+            kind = next((o for o in options if isinstance(o, type) and issubclass(o, Record)), None)
+            if kind and not (values[name] is None and NoneType in options):
+                values[name] = kind.from_json(values[name])
+        return cls(**values)
+
+    def to_json(self) -> Json:
+        """Return the JSON object."""
+        found = super().to_json()
+        parts = {name: own for name, own in found.items() if isinstance(own, Record)}
+        return found | {name: own.to_json() for name, own in parts.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate(Record):
+    """A number and its interval.
+
+    Args:
+        value: The number.
+        low: The interval begins here.
+        high: It ends here.
+        interval: What kind of interval it is, for people.
+    """
+
+    value: float
+    low: float
+    high: float
+    interval: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exposure(Estimate):
+    """The mean exposure of planted canaries, bits.
+
+    Args:
+        chance: What guessing would give.
+        most: What a canary has that ranks before all others.
+    """
+
+    chance: float
+    most: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TruePositiveRate(Estimate):
+    """The share of the members that are found.
+
+    Args:
+        fpr: The false positive rate: the share of the others that are taken for members, at most.
+    """
+
+    fpr: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpsilonBound(Record):
+    """A lower bound on epsilon, from guesses of which canaries were planted.
+
+    Args:
+        at_least: Smaller epsilons are refuted; 0: none is.
+        confidence: Of the refutation.
+        delta: Of the guarantee that is tested.
+        right: Guesses that are right.
+        guesses: All guesses.
+        coins: Candidates, each planted by the toss of a coin.
+        most: The bound that as many coins could have shown.
+    """
+
+    at_least: float
+    confidence: float
+    delta: float
+    right: int
+    guesses: int
+    coins: int
+    most: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CanaryResult(_Nested):
+    """How well an observer finds canaries.
+
+    Args:
+        exposure: Of the planted ones.
+        auc: Of planted ones against those left out; None where a client has but one of the two.
+        epsilon: The bound that this shows.
+    """
+
+    exposure: Exposure
+    auc: Estimate | None
+    epsilon: EpsilonBound
+
+
+@dataclass(frozen=True, kw_only=True)
+class MembershipResult(_Nested):
+    """How well rows that clients trained on can be told from others.
+
+    Args:
+        auc: Of all clients' rows, with one threshold for all.
+        tpr: Members found at a low rate of false alarms.
+        clients: The AUC of each client's rows.
+        members: Rows trained on.
+        others: Rows of test splits.
+    """
+
+    auc: Estimate
+    tpr: TruePositiveRate
+    clients: Mapping[str, float]
+    members: int
+    others: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObserverResult(_Nested):
+    """What one observer can tell.
+
+    Args:
+        exchanges: That it saw, at most of one client.
+        membership: By the likelihood ratio.
+        min_k: By Min-K%++; None without text.
+        canaries: None without canaries.
+    """
+
+    exchanges: int
+    membership: MembershipResult
+    min_k: MembershipResult | None
+    canaries: CanaryResult | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WordExample(Record):
+    """A rare word that the model of another client suggests.
+
+    Args:
+        word: As it stands in the text.
+        owner: The only client that has it.
+        prompt: The end of what stands before it.
+        by: The clients whose models suggest it.
+        shared: Whether the shared part alone suggests it.
+    """
+
+    word: str
+    owner: str
+    prompt: str
+    by: Sequence[str]
+    shared: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class WordsResult(_Nested):
+    """How often words that one client alone has are suggested where they stand.
+
+    Args:
+        words: How many the base does not suggest.
+        known_to_the_base: How many it does; they do not count.
+        others: The rate of other clients' models; this and the other rates are None without words.
+        shared: The rate of the shared part alone.
+        owner: The rate of the client's own model.
+        control: The rate of other clients' models, of words that nobody trained on.
+        control_words: How many these are.
+        examples: Some of what others suggest.
+    """
+
+    words: int
+    known_to_the_base: int
+    others: Estimate | None
+    shared: Estimate | None
+    owner: Estimate | None
+    control: Estimate | None
+    control_words: int
+    examples: Sequence[WordExample]
+
+    @classmethod
+    def from_json(cls, found: Any) -> Self:
+        """Return what `words` in audit.json says. Raises CheckpointError."""
+        values = given(cls, found)
+        examples = sequence(values["examples"], "examples of an audit's words")
+        made = tuple(map(WordExample.from_json, examples))
+        return super().from_json(values | {"examples": made})
+
+    def to_json(self) -> Json:
+        """Return what is in audit.json."""
+        return super().to_json() | {"examples": [own.to_json() for own in self.examples]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CanarySetup(Record):
+    """The canaries of a run.
+
+    Args:
+        candidates: Of all clients.
+        planted: How many of them are in training data.
+        repeats: How often each of these is.
+        prefix: Tokens that all begin with.
+        length: Random tokens of each.
+    """
+
+    candidates: int
+    planted: int
+    repeats: int
+    prefix: int
+    length: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditSettings(Record):
+    """The extent of an audit.
+
+    Args:
+        windows: Training windows, and as many test windows, of each client, at most.
+        words: Rare words of each client, at most.
+        top: Suggestions that a word may be among.
+        seed: Of what is chosen by chance.
+    """
+
+    windows: int
+    words: int
+    top: int
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditResult(_Nested):
+    """What is in `audit.json`.
+
+    Args:
+        recipe: Its name.
+        method: Its name.
+        seed: Of the run.
+        round: Rounds done.
+        clients: Whose data it is about.
+        data: What rows are: `windows` of text, or `examples`.
+        canaries: None without canaries.
+        secure: Whether the server is taken to see sums alone.
+        privacy: What the run has spent; None without differential privacy.
+        observers: By name: `server` and `others`.
+        shift: How well the rows are told apart without any trained model.
+        words: Rare words in suggestions; None where there are no models that suggest any.
+        settings: How much was measured.
+    """
+
+    recipe: str
+    method: str
+    seed: int
+    round: int
+    clients: Sequence[str]
+    data: str
+    canaries: CanarySetup | None
+    secure: bool
+    privacy: PrivacySpent | None
+    observers: Mapping[str, ObserverResult]
+    shift: MembershipResult
+    words: WordsResult | None
+    settings: AuditSettings
+
+    @classmethod
+    def read(cls, folder: Path) -> Self | None:
+        """Return what is in the audit.json of a run's folder; None before there was an audit.
+        Raises CheckpointError.
+        """
+        path = folder / AUDITED
+        return cls.from_json(read_json(path)) if path.exists() else None
+
+    @classmethod
+    def from_json(cls, found: Any) -> Self:
+        """Return what is in audit.json. Raises CheckpointError where it lacks something."""
+        try:
+            values = given(cls, found)
+            observers = mapping(values["observers"], "observers of an audit")
+            made = {name: ObserverResult.from_json(own) for name, own in observers.items()}
+            return super().from_json(values | {"observers": made})
+        except CheckpointError as error:
+            raise CheckpointError(f"{AUDITED}: {error.problem}", REMEDY) from None
+
+    def to_json(self) -> Json:
+        """Return what is in audit.json."""
+        observers = {name: own.to_json() for name, own in self.observers.items()}
+        return super().to_json() | {"observers": observers}
