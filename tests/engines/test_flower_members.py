@@ -24,6 +24,7 @@ from nodes import (
 
 from coterie.core.errors import ClientError, Refused
 from coterie.engines.flower import engine as flower
+from coterie.engines.flower import nodes as flower_nodes
 from coterie.engines.flower import simulation
 from coterie.engines.flower.engine import gathered
 from coterie.engines.flower.simulation import simulated
@@ -261,18 +262,18 @@ def test_nobody_waits_twice_for_a_node_that_does_not_say_who_it_is(
     told = Notes()
     found = engine(grid, told)
     assert len(found.members()) == 3
-    assert flower.WELCOME_S <= clock[0] < flower.WELCOME_S + 1
+    assert flower_nodes.WELCOME_S <= clock[0] < flower_nodes.WELCOME_S + 1
     before = clock[0]
     assert found.members() == []
     assert clock[0] == before
-    clock[0] += flower.HELLO_S
+    clock[0] += flower_nodes.HELLO_S
     found.members()
     assert told.losses == [(f"node {mute}", "hello", "did not say within 120 s who it is")]
-    before = clock[0] = clock[0] + flower.HELLO_S
+    before = clock[0] = clock[0] + flower_nodes.HELLO_S
     assert found.members() == []  # it is asked again, and not waited for
     assert clock[0] == before
     assert len(grid.nodes[mute].requests) == 2
-    clock[0] += flower.HELLO_S
+    clock[0] += flower_nodes.HELLO_S
     grid.nodes[mute].spoil = None
     found.members()
     assert len(told.losses) == 1  # said once
@@ -281,7 +282,7 @@ def test_nobody_waits_twice_for_a_node_that_does_not_say_who_it_is(
 def test_a_late_hello_is_heard_the_next_time(
     grid: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flower, "WELCOME_S", 0.05)
+    monkeypatch.setattr(flower_nodes, "WELCOME_S", 0.05)
     held: list[tuple[str, Message]] = []
     late = grid.add({"client": "c1-1", "home": str(tmp_path / "late")})
     found = engine(grid, Notes())

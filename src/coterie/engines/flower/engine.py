@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from coterie.core.errors import CheckpointError, ClientError, Refused, TensorError
-from coterie.core.names import folded
+from coterie.core.errors import CheckpointError, ClientError, TensorError
 from coterie.core.printing import printable
-from coterie.engines.flower.apps import QUERY
-from coterie.engines.flower.packing import _bodies, _packed, _size, _unpacked
-from coterie.engines.messages import Member, Reply, Request, parsed
+from coterie.engines.flower.nodes import Nodes, told
+from coterie.engines.flower.packing import _bodies
+from coterie.engines.flower.transport import SLACK, SLOW_S, Transport, read_reply
+from coterie.engines.messages import Member, Reply, Request
 
 if TYPE_CHECKING:
     from coterie.core.protocol import Ask, ClientId, Replies, State
@@ -26,14 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Flower", "Grid", "gathered"]
 
 
-HELLO_S = 120.0  # seconds for a node to say who it is
-WELCOME_S = 20.0  # of them, those that a server waits for a node that it has not seen before
-_SLACK, _PER_TENSOR = 4096, 512  # bytes that a reply may have beside the values of its tensors
-_LATE_S = 60.0  # seconds that Flower keeps a message beyond its deadline
-_QUICK_S, _SLOW_S = (
-    0.02,
-    0.5,
-)  # seconds between looks for replies: right after one came, and at most
+_PER_TENSOR = 512  # bytes that a reply may have for a tensor, beside its values
 
 
 def _listener() -> "Listener":
@@ -85,108 +78,26 @@ class Flower:
     )  # of the last reply of each client
 
     def __post_init__(self) -> None:
-        self._nodes: dict[ClientId, int] = {}
-        self._came: list[Member] = []  # since `members` was asked last
-        self._greeted: dict[
-            str, tuple[int, float]
-        ] = {}  # hellos without an answer, and until when one is waited for
-        self._strangers: dict[int, _RejectedNode] = {}
+        self._transport = Transport(self.grid, self.traffic)
+        self._nodes = Nodes(self._transport, self._hello, self.check, self.listener, self.positions)
         self._state_bytes: dict[ClientId, int] = {}
         self._asked_last: tuple[int, int, str] | None = None
         self._number = 0
 
     def members(self) -> list[Member]:
-        """Who has come since this was asked last. Nodes that are new get a moment to say who
-        they are; what is later comes next time.
-        """
-        end = time.monotonic() + WELCOME_S
-        fresh = self._meet()
-        while fresh & self._greeted.keys() and time.monotonic() < end:
-            time.sleep(_QUICK_S)
-            fresh |= self._meet()
-        came, self._came = self._came, []
-        return came
+        """Who has come since this was asked last, see `Nodes.members`."""
+        return self._nodes.members()
 
     def await_clients(self, clients: "Collection[ClientId]", patience: float) -> None:
         """Give these clients so many seconds to say who they are; whoever does not is not there."""
-        end = time.monotonic() + patience
-        while not self._nodes.keys() >= set(clients) and time.monotonic() < end:
-            self._meet()
-            time.sleep(_QUICK_S)
+        self._nodes.await_clients(clients, patience)
 
     def present(self) -> "set[ClientId]":
         """Return the clients whose nodes are there now."""
-        self._meet()
-        alive = set(self.grid.get_node_ids())
-        return {client for client, node in self._nodes.items() if node in alive}
+        return self._nodes.present()
 
-    def _meet(self) -> set[str]:
-        """Ask new nodes who they are, and hear those that have answered; nobody is waited for.
-        The hellos to nodes never seen before.
-        """
-        alive, now = set(self.grid.get_node_ids()), time.monotonic()
-        waiting = {node for node, _ in self._greeted.values()}
-        new = [
-            n
-            for n in sorted(alive - waiting - set(self._nodes.values()))
-            if n not in self._strangers or self._strangers[n].due(now, alive)
-        ]
-        hello = Request(action="hello", run=self.run, recipe=dict(self.recipe), folder=self.folder)
-        sent = self._send(dict.fromkeys(new, hello), {}, HELLO_S)
-        self._greeted |= {id: (node, now + HELLO_S) for id, node in sent.items()}
-        arrived = self._arrived(self._greeted)
-        for id in sorted(
-            arrived, key=self._greeted.__getitem__
-        ):  # by node: who is before whom must not depend on the network
-            self._introduce(self._greeted.pop(id)[0], arrived[id], alive)
-        for id, (node, end) in list(self._greeted.items()):
-            if end <= time.monotonic():
-                del self._greeted[id]
-                self._introduce(node, None, alive)
-        return {id for id, node in sent.items() if node not in self._strangers}
-
-    def _introduce(self, node: int, answered: Message | None, alive: Collection[int]) -> None:
-        """Take down who a node says that it is, if that is believed."""
-        try:
-            member = self._introduced(node, answered, alive)
-        except TensorError as error:
-            problem, before = _told(error), self._strangers.get(node)
-            self._strangers[node] = _RejectedNode(
-                problem,
-                time.monotonic() + HELLO_S,
-                error.holder if isinstance(error, _NameTaken) else None,
-            )
-            if before is None or before.problem != problem:  # it is asked again and again
-                self.listener.lost(f"node {node}", "hello", problem)
-            return
-        self._nodes[member.client] = node
-        self.positions.setdefault(member.client, len(self.positions))
-        self._came.append(member)
-
-    def _introduced(self, node: int, answered: Message | None, alive: Collection[int]) -> Member:
-        """Who a node says that it is. Raises TensorError if it does not say, or is not believed."""
-        if answered is None:
-            raise TensorError(f"did not say within {HELLO_S:g} s who it is", "")
-        reply, _ = self._read(answered, _SLACK)
-        if reply.problem or reply.member is None:
-            raise TensorError(reply.problem or "did not say who it is", reply.remedy)
-        try:
-            self.check(reply.member)
-        except Refused as error:
-            raise TensorError(error.problem, error.remedy) from None
-        client = reply.member.client
-        if other := next(
-            (i for i in self._nodes if i != client and folded(i) == folded(client)), None
-        ):
-            raise TensorError(
-                f"says that it is {client!r}, and there is {other!r}: names must differ by more "
-                f"than capitals",
-                "Rename one.",
-            )
-        held = self._nodes.get(client)
-        if held is not None and held != node and held in alive:
-            raise _NameTaken(client, held)
-        return reply.member
+    def _hello(self) -> Request:
+        return Request(action="hello", run=self.run, recipe=dict(self.recipe), folder=self.folder)
 
     def answer(self, ask: "Ask", round: int, phase: int) -> "Replies":
         from coterie.core.protocol import trains
@@ -198,17 +109,18 @@ class Flower:
         self._asked("keep", ask, round, -1)
 
     def _asked(self, action: Any, ask: "Ask", round: int, phase: int) -> "Replies":
-        asked = self._reachable(ask, round, phase)
+        asked, nodes = self._reachable(ask, round, phase), self._nodes.by_client
         requests = {i: self._request(action, ask.name, i, round, phase) for i in asked}
-        answered = self._exchange(
-            {self._nodes[i]: requests[i] for i in asked}, _bodies(ask, asked, self._nodes)
+        sent = self._transport.send(
+            {nodes[i]: requests[i] for i in asked}, _bodies(ask, asked, nodes), self.deadline
         )
+        answered = self._transport.collected(sent, self.deadline)
         found: dict[ClientId, State] = {}
         for i in asked:
             try:
-                reply, found[i] = self._believed(ask, i, requests[i], answered.get(self._nodes[i]))
+                reply, found[i] = self._believed(ask, i, requests[i], answered.get(nodes[i]))
             except TensorError as error:
-                self.listener.lost(i, ask.name, _told(error))
+                self.listener.lost(i, ask.name, told(error))
                 continue
             self._heard(i, reply, round)
         return found
@@ -239,30 +151,29 @@ class Flower:
         from coterie.aggregation import secure
         from coterie.engines.flower.secagg_server import summed
 
-        asked = self._reachable(ask, round, phase)
+        asked, nodes = self._reachable(ask, round, phase), self._nodes.by_client
         for i in asked:
             secure.check_form(ask.to[asked[0]], ask.to[i], ask.reply_spec(ask.to[i]))
         self._begin(round)
         size = sum(tensor.numel() for tensor in ask.to[asked[0]].values()) if asked else 0
         requests = {
-            self._nodes[i]: self._request("task", ask.name, i, round, phase, masked=True)
-            for i in asked
+            nodes[i]: self._request("task", ask.name, i, round, phase, masked=True) for i in asked
         }
-        bodies = _bodies(ask, asked, self._nodes)
+        bodies = _bodies(ask, asked, nodes)
         found = summed(
-            lambda messages: self._collected(self._post(messages, self.deadline)),
+            lambda messages: self._transport.collected(
+                self._transport.post(messages, self.deadline), self.deadline
+            ),
             requests,
             bodies,
             size,
         )
-        held = [i for i in asked if self._nodes[i] in found.replies]
+        held = [i for i in asked if nodes[i] in found.replies]
         for i in asked:
             if i in held:
-                self._heard(i, found.replies[self._nodes[i]], round)
+                self._heard(i, found.replies[nodes[i]], round)
             else:
-                self.listener.lost(
-                    i, ask.name, printable(found.problems[self._nodes[i]], lines=True)
-                )
+                self.listener.lost(i, ask.name, printable(found.problems[nodes[i]], lines=True))
         return (
             {}
             if found.mean is None
@@ -330,7 +241,7 @@ class Flower:
         if answered is None:
             raise TensorError(f"no reply within {self.deadline:g} s", "")
         form = ask.reply_spec(ask.to[client])
-        reply, body = self._read(answered, nbytes(form) + _PER_TENSOR * len(form) + _SLACK)
+        reply, body = read_reply(answered, nbytes(form) + _PER_TENSOR * len(form) + SLACK)
         if reply.problem:
             raise TensorError(reply.problem, reply.remedy)
         if (reply.client, reply.task, reply.round, reply.number) != (
@@ -379,88 +290,6 @@ class Flower:
             masked=masked,
         )
 
-    def _exchange(
-        self, requests: Mapping[int, Request], bodies: Mapping[int, bytes]
-    ) -> dict[int, Message]:
-        """Ask nodes, and wait until all have answered, or as long as the deadline lets. What
-        each answered, by node.
-        """
-        return self._collected(self._send(requests, bodies, self.deadline))
-
-    def _collected(self, sent: dict[str, int]) -> dict[int, Message]:
-        """Wait until all messages are answered, or as long as the deadline lets. What each node
-        answered.
-        """
-        end, pause = time.monotonic() + self.deadline, _QUICK_S
-        found: dict[int, Message] = {}
-        while sent:
-            arrived = self._arrived(sent)
-            found |= {sent.pop(id): message for id, message in arrived.items()}
-            if time.monotonic() >= end:
-                break
-            pause = _QUICK_S if arrived else min(pause * 1.5, _SLOW_S)
-            if sent:
-                time.sleep(max(0.0, min(pause, end - time.monotonic())))
-        return found
-
-    def _send(
-        self, requests: Mapping[int, Request], bodies: Mapping[int, bytes], seconds: float
-    ) -> dict[str, int]:
-        """Send requests, and their tensors, to nodes. The node of each message; of one that
-        Flower does not take there is none.
-        """
-        packed = {
-            node: _packed(request.model_dump_json(), bodies.get(node, b""))
-            for node, request in requests.items()
-        }
-        return self._post(
-            {node: Message(content, node, QUERY) for node, content in packed.items()}, seconds
-        )
-
-    def _post(self, messages: Mapping[int, Message], seconds: float) -> dict[str, int]:
-        """Send messages to nodes. The node of each; of one that Flower does not take there is
-        none.
-        """
-        sent: dict[str, int] = {}
-        for node, message in messages.items():
-            message.metadata.ttl = seconds + _LATE_S
-            self.traffic[0] += _size(message.content)
-            sent |= dict.fromkeys(self.grid.push_messages([message]), node)
-        return sent
-
-    def _arrived(self, sent: Collection[str]) -> dict[str, Message]:
-        """Return what has arrived in answer to these messages, by their ids."""
-        pulled = list(self.grid.pull_messages(list(sent))) if sent else []
-        found = {
-            id: message
-            for message in pulled
-            if (id := message.metadata.reply_to_message_id) in sent
-        }
-        self.traffic[1] += sum(
-            _size(message.content) for message in found.values() if message.has_content()
-        )
-        return found
-
-    def _read(self, message: Message, most: int) -> tuple[Reply, bytes]:
-        """Return a reply and its tensors. Raises TensorError for a node that is lost, a program
-        that died, and something that is no reply.
-        """
-        if message.has_error():
-            reason = message.error.reason or "no reason"
-            raise TensorError(
-                f"Flower says: {reason} (code {message.error.code})",
-                "Look at the log of its SuperNode.",
-            )
-        try:
-            text, body = _unpacked(message.content, most)
-        except TensorError:
-            raise
-        except Exception as error:  # whatever a foreign node managed to send
-            raise TensorError(
-                f"unreadable: {type(error).__name__}: {error}"[:2000], "It is not of coterie."
-            ) from None
-        return parsed(Reply, text), body
-
     def states(self) -> "Mapping[ClientId, State]":
         return {}
 
@@ -475,7 +304,7 @@ class Flower:
 
     def restore(self, states: "Mapping[ClientId, State]", memo: Mapping[str, Any] = {}) -> None:
         """Devices have their states, and go back with the server by themselves."""
-        self.run, self.traffic = memo.get("run", self.run), list(memo.get("traffic", self.traffic))
+        self.run, self.traffic[:] = memo.get("run", self.run), memo.get("traffic", self.traffic)
         self.turns = {client: (turn[0], turn[1]) for client, turn in memo.get("turns", {}).items()}
         if (
             (last := memo.get("last")) is not None
@@ -484,43 +313,6 @@ class Flower:
 
     def state_bytes(self) -> "Mapping[ClientId, int]":
         return self._state_bytes
-
-
-@dataclass(frozen=True)
-class _RejectedNode:
-    """A node that gave no valid name.
-
-    Args:
-        problem: Why.
-        until: When it is asked again, on the clock of `time.monotonic`.
-        holder: The node that has the name which it claims; it is asked again as soon as that one
-            has gone.
-    """
-
-    problem: str
-    until: float
-    holder: int | None
-
-    def due(self, now: float, alive: Collection[int]) -> bool:
-        """Whether it may be asked again now."""
-        return now >= self.until or (self.holder is not None and self.holder not in alive)
-
-
-class _NameTaken(TensorError):
-    """The error of a node that claims the name of another node."""
-
-    def __init__(self, client: "ClientId", holder: int) -> None:
-        self.holder = holder
-        super().__init__(
-            f"says that it is {client}; node {holder} is, and that one is there",
-            "Two devices have one name.",
-        )
-
-
-def _told(error: TensorError) -> str:
-    """Return what is told of an error, most of which a device may have written."""
-    problem, remedy = printable(error.problem), printable(error.remedy)
-    return f"{problem}\n  {remedy}" if remedy else problem
 
 
 def gathered(
@@ -546,4 +338,4 @@ def gathered(
                 "Are the SuperNodes running and do they know this SuperLink? Then start again, "
                 "or with a smaller --clients.",
             )
-        time.sleep(_SLOW_S)
+        time.sleep(SLOW_S)

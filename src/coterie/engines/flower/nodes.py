@@ -1,0 +1,180 @@
+"""Which client is behind which node of a grid of Flower's: nodes are asked who they are, and not
+believed without a check.
+"""
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from flwr.app import Message
+
+from coterie.core.errors import Refused, TensorError
+from coterie.core.names import folded
+from coterie.core.printing import printable
+from coterie.engines.flower.transport import QUICK_S, SLACK, Transport, read_reply
+from coterie.engines.messages import Member, Request
+
+if TYPE_CHECKING:
+    from coterie.core.protocol import ClientId
+    from coterie.engines.engine import Listener
+
+HELLO_S = 120.0  # seconds for a node to say who it is
+WELCOME_S = 20.0  # of them, those that a server waits for a node that it has not seen before
+
+
+@dataclass
+class Nodes:
+    """The nodes of a grid, and the clients that they are.
+
+    Args:
+        transport: The way to them.
+        hello: Makes the request that asks a node who it is.
+        check: Raises Refused for a client that cannot be what its device says.
+        listener: Is told of nodes that are not believed.
+        positions: Of clients in the federation; whoever comes later is put behind them.
+        by_client: The node of each client that is known.
+    """
+
+    transport: Transport
+    hello: Callable[[], Request]
+    check: Callable[[Member], None]
+    listener: "Listener"
+    positions: "dict[ClientId, int]"
+    by_client: "dict[ClientId, int]" = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._came: list[Member] = []  # since `members` was asked last
+        self._greeted: dict[
+            str, tuple[int, float]
+        ] = {}  # hellos without an answer, and until when one is waited for
+        self._strangers: dict[int, _RejectedNode] = {}
+
+    def members(self) -> list[Member]:
+        """Who has come since this was asked last. Nodes that are new get a moment to say who
+        they are; what is later comes next time.
+        """
+        end = time.monotonic() + WELCOME_S
+        fresh = self._meet()
+        while fresh & self._greeted.keys() and time.monotonic() < end:
+            time.sleep(QUICK_S)
+            fresh |= self._meet()
+        came, self._came = self._came, []
+        return came
+
+    def await_clients(self, clients: "Collection[ClientId]", patience: float) -> None:
+        """Give these clients so many seconds to say who they are; whoever does not is not there."""
+        end = time.monotonic() + patience
+        while not self.by_client.keys() >= set(clients) and time.monotonic() < end:
+            self._meet()
+            time.sleep(QUICK_S)
+
+    def present(self) -> "set[ClientId]":
+        """Return the clients whose nodes are there now."""
+        self._meet()
+        alive = self.transport.nodes()
+        return {client for client, node in self.by_client.items() if node in alive}
+
+    def _meet(self) -> set[str]:
+        """Ask new nodes who they are, and hear those that have answered; nobody is waited for.
+        The hellos to nodes never seen before.
+        """
+        alive, now = self.transport.nodes(), time.monotonic()
+        waiting = {node for node, _ in self._greeted.values()}
+        new = [
+            n
+            for n in sorted(alive - waiting - set(self.by_client.values()))
+            if n not in self._strangers or self._strangers[n].due(now, alive)
+        ]
+        sent = self.transport.send(dict.fromkeys(new, self.hello()), {}, HELLO_S)
+        self._greeted |= {id: (node, now + HELLO_S) for id, node in sent.items()}
+        arrived = self.transport.arrived(self._greeted)
+        for id in sorted(
+            arrived, key=self._greeted.__getitem__
+        ):  # by node: who is before whom must not depend on the network
+            self._introduce(self._greeted.pop(id)[0], arrived[id], alive)
+        for id, (node, end) in list(self._greeted.items()):
+            if end <= time.monotonic():
+                del self._greeted[id]
+                self._introduce(node, None, alive)
+        return {id for id, node in sent.items() if node not in self._strangers}
+
+    def _introduce(self, node: int, answered: Message | None, alive: Collection[int]) -> None:
+        """Take down who a node says that it is, if that is believed."""
+        try:
+            member = self._introduced(node, answered, alive)
+        except TensorError as error:
+            problem, before = told(error), self._strangers.get(node)
+            self._strangers[node] = _RejectedNode(
+                problem,
+                time.monotonic() + HELLO_S,
+                error.holder if isinstance(error, _NameTaken) else None,
+            )
+            if before is None or before.problem != problem:  # it is asked again and again
+                self.listener.lost(f"node {node}", "hello", problem)
+            return
+        self.by_client[member.client] = node
+        self.positions.setdefault(member.client, len(self.positions))
+        self._came.append(member)
+
+    def _introduced(self, node: int, answered: Message | None, alive: Collection[int]) -> Member:
+        """Who a node says that it is. Raises TensorError if it does not say, or is not believed."""
+        if answered is None:
+            raise TensorError(f"did not say within {HELLO_S:g} s who it is", "")
+        reply, _ = read_reply(answered, SLACK)
+        if reply.problem or reply.member is None:
+            raise TensorError(reply.problem or "did not say who it is", reply.remedy)
+        try:
+            self.check(reply.member)
+        except Refused as error:
+            raise TensorError(error.problem, error.remedy) from None
+        client = reply.member.client
+        if other := next(
+            (i for i in self.by_client if i != client and folded(i) == folded(client)), None
+        ):
+            raise TensorError(
+                f"says that it is {client!r}, and there is {other!r}: names must differ by more "
+                f"than capitals",
+                "Rename one.",
+            )
+        held = self.by_client.get(client)
+        if held is not None and held != node and held in alive:
+            raise _NameTaken(client, held)
+        return reply.member
+
+
+@dataclass(frozen=True)
+class _RejectedNode:
+    """A node that gave no valid name.
+
+    Args:
+        problem: Why.
+        until: When it is asked again, on the clock of `time.monotonic`.
+        holder: The node that has the name which it claims; it is asked again as soon as that one
+            has gone.
+    """
+
+    problem: str
+    until: float
+    holder: int | None
+
+    def due(self, now: float, alive: Collection[int]) -> bool:
+        """Whether it may be asked again now."""
+        return now >= self.until or (self.holder is not None and self.holder not in alive)
+
+
+class _NameTaken(TensorError):
+    """The error of a node that claims the name of another node."""
+
+    def __init__(self, client: "ClientId", holder: int) -> None:
+        self.holder = holder
+        super().__init__(
+            f"says that it is {client}; node {holder} is, and that one is there",
+            "Two devices have one name.",
+        )
+
+
+def told(error: TensorError) -> str:
+    """Return what is told of an error, most of which a device may have written."""
+    problem, remedy = printable(error.problem), printable(error.remedy)
+    return f"{problem}\n  {remedy}" if remedy else problem

@@ -1,0 +1,110 @@
+"""Messages to the nodes of a grid of Flower's, and what the nodes answer."""
+
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+from coterie.core.errors import TensorError
+from coterie.engines.flower.apps import QUERY
+from coterie.engines.flower.packing import _packed, _size, _unpacked
+from coterie.engines.messages import Reply, Request, parsed
+
+SLACK = 4096  # bytes that a reply may have beside the values of its tensors
+_LATE_S = 60.0  # seconds that Flower keeps a message beyond its deadline
+# seconds between looks for replies: right after one came, and at most
+QUICK_S, SLOW_S = 0.02, 0.5
+
+
+@dataclass(frozen=True)
+class Transport:
+    """The way to the nodes of a grid.
+
+    Args:
+        grid: Flower's, of one run.
+        traffic: Bytes to devices and from them, whatever they hold; counted up.
+    """
+
+    grid: Grid
+    traffic: list[int]
+
+    def nodes(self) -> set[int]:
+        """Return the nodes that are there now."""
+        return set(self.grid.get_node_ids())
+
+    def collected(self, sent: dict[str, int], seconds: float) -> dict[int, Message]:
+        """Wait until all messages are answered, or for so many seconds. What each node
+        answered.
+        """
+        end, pause = time.monotonic() + seconds, QUICK_S
+        found: dict[int, Message] = {}
+        while sent:
+            arrived = self.arrived(sent)
+            found |= {sent.pop(id): message for id, message in arrived.items()}
+            if time.monotonic() >= end:
+                break
+            pause = QUICK_S if arrived else min(pause * 1.5, SLOW_S)
+            if sent:
+                time.sleep(max(0.0, min(pause, end - time.monotonic())))
+        return found
+
+    def send(
+        self, requests: Mapping[int, Request], bodies: Mapping[int, bytes], seconds: float
+    ) -> dict[str, int]:
+        """Send requests, and their tensors, to nodes. The node of each message; of one that
+        Flower does not take there is none.
+        """
+        packed = {
+            node: _packed(request.model_dump_json(), bodies.get(node, b""))
+            for node, request in requests.items()
+        }
+        return self.post(
+            {node: Message(content, node, QUERY) for node, content in packed.items()}, seconds
+        )
+
+    def post(self, messages: Mapping[int, Message], seconds: float) -> dict[str, int]:
+        """Send messages to nodes. The node of each; of one that Flower does not take there is
+        none.
+        """
+        sent: dict[str, int] = {}
+        for node, message in messages.items():
+            message.metadata.ttl = seconds + _LATE_S
+            self.traffic[0] += _size(message.content)
+            sent |= dict.fromkeys(self.grid.push_messages([message]), node)
+        return sent
+
+    def arrived(self, sent: Collection[str]) -> dict[str, Message]:
+        """Return what has arrived in answer to these messages, by their ids."""
+        pulled = list(self.grid.pull_messages(list(sent))) if sent else []
+        found = {
+            id: message
+            for message in pulled
+            if (id := message.metadata.reply_to_message_id) in sent
+        }
+        self.traffic[1] += sum(
+            _size(message.content) for message in found.values() if message.has_content()
+        )
+        return found
+
+
+def read_reply(message: Message, most: int) -> tuple[Reply, bytes]:
+    """Return a reply and its tensors. Raises TensorError for a node that is lost, a program
+    that died, and something that is no reply.
+    """
+    if message.has_error():
+        reason = message.error.reason or "no reason"
+        raise TensorError(
+            f"Flower says: {reason} (code {message.error.code})",
+            "Look at the log of its SuperNode.",
+        )
+    try:
+        text, body = _unpacked(message.content, most)
+    except TensorError:
+        raise
+    except Exception as error:  # whatever a foreign node managed to send
+        raise TensorError(
+            f"unreadable: {type(error).__name__}: {error}"[:2000], "It is not of coterie."
+        ) from None
+    return parsed(Reply, text), body
