@@ -187,6 +187,7 @@ def test_the_command_measures_writes_and_says_what_it_means(planted: Path) -> No
         "another client",
     ):
         assert expected in output
+    assert "…" not in output  # no figure is cut off
     written_ = json.loads((planted / "audit.json").read_text())
     assert written_["canaries"]["candidates"] == 24
     assert {"value", "low", "high", "interval"} <= written_["observers"]["server"]["membership"][

@@ -8,8 +8,8 @@ import pytest
 
 from coterie.audit.canaries import CanaryScores, chance
 from coterie.audit.membership import MembershipScores, drawn, measured
-from coterie.core.errors import DataError
-from coterie.data.canaries import Audit, Canaries, plant
+from coterie.core.errors import CheckpointError, DataError
+from coterie.data.canaries import Audit, Canaries, PlantedCanaries, plant
 from coterie.data.federation import ClientData, Federation
 from coterie.data.splits import TokenSplit
 
@@ -108,6 +108,17 @@ def test_clients_have_canaries_of_their_own_and_flips_are_fair(federation: Feder
         np.array_equal(getattr(again, name), getattr(found["ann"], name))
         for name in ("prefix", "tokens", "planted", "windows")
     )
+
+
+def test_the_list_of_a_run_is_read_back_and_a_damaged_one_is_refused(
+    federation: Federation,
+) -> None:
+    written = PlantedCanaries(*plant(federation, AUDIT, 7, range(LOW, 900), 0)[1:]).to_json()
+    assert PlantedCanaries.from_json(written).to_json() == written
+    for damaged in ([], {"references": []}, written | {"clients": {"ann": {"prefix": []}}}):
+        with pytest.raises(CheckpointError, match="canaries is damaged") as refused:
+            PlantedCanaries.from_json(damaged)
+        assert "Run the recipe again" in refused.value.remedy
 
 
 @pytest.mark.parametrize(

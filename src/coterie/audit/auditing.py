@@ -28,7 +28,7 @@ from coterie.core.result import (
 )
 from coterie.core.roles import GENERALIST
 from coterie.core.tensors import Tensors, weighted_sum
-from coterie.data.canaries import Canaries
+from coterie.data.canaries import PlantedCanaries
 from coterie.data.splits import SplitBase, TokenSplit
 from coterie.personal import PersonalModel
 from coterie.personal.words import Words
@@ -41,7 +41,7 @@ from coterie.runs.backends import LocalBackend
 from coterie.runs.execution import Execution
 from coterie.runs.language import Language
 from coterie.runs.observations import Exchange
-from coterie.runs.prepare import PlantedCanaries, prepare
+from coterie.runs.prepare import prepare
 
 DELTA = 1e-5  # of the bound on epsilon, where the recipe has none
 SERVER, OTHERS = "server", "others"
@@ -144,9 +144,7 @@ class _Auditor:
         """
         if self.prepared.planted is None:
             return None
-        found = read_json(self.run / files.AUDIT / files.CANARIES)
-        canaries = {i: Canaries.from_json(own) for i, own in found["clients"].items()}
-        return PlantedCanaries(canaries, np.array(found["references"], dtype=np.int64))
+        return PlantedCanaries.from_json(read_json(self.run / files.AUDIT / files.CANARIES))
 
     def _views(self) -> dict[str, dict[ClientId, View]]:
         """Return what each observer saw, by the client that it asks about."""

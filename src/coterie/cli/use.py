@@ -169,7 +169,9 @@ def audit(
             highlight=False,
         )
         for table in told.terminal(found):
+            console.print()
             console.print(table)
+        console.print()
         for sentence in told.sentences(found):
             console.print(f"- {sentence}", markup=False, highlight=False)
         console.print(

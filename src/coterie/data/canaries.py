@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
-from coterie.core.errors import DataError
+from coterie.core.errors import CheckpointError, DataError
 from coterie.core.protocol import ClientId, derive_seed
 from coterie.data.federation import ClientData, Federation
 from coterie.data.refusals import Refusals
@@ -106,6 +106,36 @@ class Canaries:
             np.array(found["planted"], dtype=bool),
             windows,
         )
+
+
+@dataclass(frozen=True)
+class PlantedCanaries:
+    """The canaries that `plant` drew for a run.
+
+    Args:
+        canaries: The candidates of each client.
+        references: (references, k) random parts that no client has.
+    """
+
+    canaries: Mapping[ClientId, Canaries]
+    references: Ids
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what is in the run's `canaries.json`."""
+        clients = {i: own.to_json() for i, own in self.canaries.items()}
+        return {"clients": clients, "references": self.references.tolist()}
+
+    @classmethod
+    def from_json(cls, found: Any) -> "PlantedCanaries":
+        """Return what `to_json` gave. Raises CheckpointError for anything else."""
+        try:
+            canaries = {i: Canaries.from_json(own) for i, own in found["clients"].items()}
+            return cls(canaries, np.array(found["references"], dtype=np.int64))
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the list of planted canaries is damaged ({error})",
+                "Run the recipe again, to another --out.",
+            ) from None
 
 
 def plant(

@@ -17,16 +17,14 @@ WIDTH = 80  # of a terminal that has room for everything
 
 ABOUT = (
     "<p>Measured by <code>coterie audit</code> on this machine, which has all texts. <em>The "
-    "server</em> sees what each client sent; "
-    "<em>another client</em> sees the model that everybody gets. Dots are measured, whiskers "
-    "their intervals, and the broken line is what "
-    "guessing would give.</p>"
+    "server</em> sees what each client sent. <em>Another client</em> sees the model that every "
+    "client receives. Dots are measured values, whiskers are their intervals, and the broken line "
+    "is the value of guessing.</p>"
 )
 EXAMPLES = (
-    "<p class=note>Words that one client alone has, at least twice in its training text, and "
-    "that the base does not suggest there. These "
-    "pieces of the clients' texts are in this file because the audit had all of them on one "
-    "machine: do not give it away.</p>"
+    "<p class=note>Words that only one client has, at least twice in its training text, and that "
+    "the base does not suggest there. These pieces of the clients' texts are in this file because "
+    "the audit had all of them on one machine. Do not share this file.</p>"
 )
 
 
@@ -72,7 +70,7 @@ def rows(found: AuditResult) -> list[list[str]]:
     rates = [_interval(own.tpr, 1, 100) for own in membership]
     lines += [
         [f"{found.data} told apart, AUC", *areas, "0.50"],
-        [f"{found.data} found at 1 % FPR, %", *rates, "1"],
+        ["TPR at 1 % FPR, %", *rates, "1"],
     ]
     if min_k:
         lines.append(["by Min-K%++, AUC", *(_interval(own.auc, 2) for own in min_k), "0.50"])
@@ -94,73 +92,81 @@ def word_rows(found: AuditResult) -> list[list[str]]:
 
 
 def sentences(found: AuditResult) -> list[str]:
-    """Return what the numbers mean, one plain sentence for each measure and observer."""
+    """Return what the numbers mean: two plain sentences for each measure and observer."""
     said = []
     for name, own in found.observers.items():
         who = _of(name, found)
+        who = who[0].upper() + who[1:]
         if own.canaries:
             said.append(_canaries_found(who, own.canaries))
-        said.append(_members_found(who, own.membership.auc, found.shift.auc))
+        said.append(_members_found(who, found.data, own.membership.auc, found.shift.auc))
     if found.words and found.words.others:
         said.append(_words_suggested(found.words, found.words.others))
-    return [sentence[0].upper() + sentence[1:] for sentence in said]
+    return said
 
 
 def _canaries_found(who: str, canaries: CanaryResult) -> str:
     """Return whether an observer finds canaries."""
     exposure, epsilon = canaries.exposure, canaries.epsilon
-    what = (
-        f"{who} finds planted canaries"
+    found = (
+        "finds planted canaries"
         if exposure.low > exposure.chance
-        else f"{who} does not find planted canaries better than by guessing"
+        else "does not find planted canaries better than by guessing"
     )
     bound = (
-        f"so epsilon is above {epsilon.at_least:.2f} at 95 % confidence"
+        f"Epsilon is above {epsilon.at_least:.2f} at 95 % confidence."
         if epsilon.at_least
-        else "no epsilon is refuted"
+        else "That shows no lower bound on epsilon."
     )
-    return f"{what}: it guesses {epsilon.right} of {epsilon.guesses} coin flips right, {bound}."
+    guesses = f"It guesses {epsilon.right} of {epsilon.guesses} coin flips right."
+    return f"{who} {found}. {guesses} {bound}"
 
 
-def _members_found(who: str, auc: Estimate, shift: Estimate) -> str:
+def _members_found(who: str, data: str, auc: Estimate, shift: Estimate) -> str:
     """Return whether an observer can tell what clients trained on."""
     beyond = auc.low > max(shift.high, 0.5)
-    can = "can tell" if beyond else "cannot tell, beyond what the data alone tell,"
-    data = f"without any trained model {100 * shift.value:.0f} %"
+    can, limit = ("can", "") if beyond else ("cannot", " better than the data alone show")
     return (
-        f"{who} {can} what a client trained on: right for {100 * auc.value:.0f} % of "
-        f"pairs ({data}; guessing 50 %)."
+        f"{who} {can} tell which {data} a client trained on{limit}. It is right for "
+        f"{100 * auc.value:.0f} % of pairs (without any trained model {100 * shift.value:.0f} %, "
+        f"by guessing 50 %)."
     )
 
 
 def _words_suggested(words: WordsResult, others: Estimate) -> str:
     """Return how often other clients' models suggest rare words."""
-    control = words.control
-    beside = f"; of words nobody trained on {100 * control.value:.1f} %" if control else ""
-    return (
-        f"of {words.words} words that one client alone has and the base does not suggest, "
-        f"another client's model suggests "
-        f"{100 * others.value:.1f} % ({100 * others.low:.1f} to "
-        f"{100 * others.high:.1f} %){beside}."
+    value, low, high = (f"{100 * end:.1f}" for end in (others.value, others.low, others.high))
+    rate = f"{value} % ({low} to {high} %)"
+    said = (
+        f"Another client's model suggests {rate} of the {words.words} words that only one client "
+        "has and that the base does not suggest."
     )
+    if words.control is None:
+        return said
+    return f"{said} Of words that nobody trained on it suggests {100 * words.control.value:.1f} %."
 
 
 def terminal(found: AuditResult) -> list[Table]:
     """Return tables that fit a terminal of 80 characters."""
-    first = Table(box=SIMPLE, pad_edge=False, width=WIDTH)
+    first = _table()
     for k, name in enumerate(["", *(_of(name, found) for name in found.observers), "chance"]):
         first.add_column(name, justify="left" if k == 0 else "right", no_wrap=True)
     for line in rows(found):
         first.add_row(*line)
     tables = [first]
     if lines := word_rows(found):
-        second = Table(box=SIMPLE, pad_edge=False, width=WIDTH)
+        second = _table()
         second.add_column(f"rare words among the first {found.settings.top} suggestions of")
         second.add_column("%", justify="right")
         for line in lines:
             second.add_row(*line)
         tables.append(second)
     return tables
+
+
+def _table() -> Table:
+    """Return an empty table with as much room for figures as there can be."""
+    return Table(box=SIMPLE, show_edge=False, pad_edge=False, collapse_padding=True, width=WIDTH)
 
 
 def audited(found: AuditResult | None) -> tuple[str, ...]:
@@ -198,7 +204,7 @@ def _pictures(found: AuditResult) -> list[tuple[str, str, str]]:
         pictures.append(("Exposure of canaries", "", drawn))
     areas = {name: own.membership.auc for name, own in observers.items()}
     limits = (min(0.4, *(area.low for area in areas.values())), 1.0)
-    title = f"{found.data.capitalize()} trained on, told from others"
+    title = f"Training {found.data} told from others"
     pictures.append((title, "", _drawn(found, areas, "AUC", limits, 0.5)))
     if words and words.words:
         pictures.append(("Rare words of one client, suggested", "", _words(words)))

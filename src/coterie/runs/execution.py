@@ -177,11 +177,7 @@ class Execution(EvaluatedExecution):
         Raises SaveError.
         """
         if (planted := self.prepared.planted) is not None:
-            about = {
-                "clients": {i: own.to_json() for i, own in planted.canaries.items()},
-                "references": planted.references.tolist(),
-            }
-            write_json(self.folder / AUDIT / CANARIES, about)
+            write_json(self.folder / AUDIT / CANARIES, planted.to_json())
 
     def _one_round(self) -> None:
         rng = torch.Generator().manual_seed(derive_seed(self.recipe.seed, "round", self.round))

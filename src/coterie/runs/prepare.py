@@ -2,7 +2,7 @@
 whose clients are elsewhere.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from coterie.aggregation.secure import FEWEST
@@ -12,7 +12,7 @@ from coterie.client.outbound import Outbound
 from coterie.client.site import Site
 from coterie.core.errors import RecipeError
 from coterie.core.protocol import ClientId, protects_examples
-from coterie.data.canaries import Canaries, Ids, plant
+from coterie.data.canaries import PlantedCanaries, plant
 from coterie.data.federation import CENTRALIZED, Federation
 from coterie.methods import METHODS, Method
 from coterie.models.classifier import Classifier
@@ -21,16 +21,6 @@ from coterie.runs import loading
 from coterie.runs.language import Language
 from coterie.runs.problem import LearningProblem
 from coterie.runs.recipe import Recipe
-
-
-@dataclass
-class PlantedCanaries:
-    """The canaries that `data.canaries.plant` drew: the candidates of each client, and (references,
-    k) random parts that no client has.
-    """
-
-    canaries: Mapping[ClientId, Canaries]
-    references: Ids
 
 
 @dataclass
