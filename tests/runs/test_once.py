@@ -12,8 +12,9 @@ from coterie.methods.fedavg import FedAvg
 from coterie.reports.progress import Callback
 from coterie.runs import method_section
 from coterie.runs.method_section import build_method
+from coterie.runs.prepare import share_data
 from coterie.runs.recipe import load
-from coterie.runs.run import execute_all
+from coterie.runs.run import execute_all, run
 
 SHORT = ["method.name=fedavg", "method.rounds=1", "method.local_steps=1"]
 
@@ -24,25 +25,58 @@ class Foretelling(Callback):
     shows_estimate = True
 
 
-def test_a_run_prepares_its_data_and_builds_its_method_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often data were loaded and methods were built."""
     method_section._built.cache_clear()
-    made: Counter[str] = Counter()
+    found: Counter[str] = Counter()
     loaded, validated = Images.federated, TypeAdapter.validate_python
 
     def federated(self: Images, *args: object, **kwargs: object) -> object:
-        made["data"] += 1
+        found["data"] += 1
         return loaded(self, *args, **kwargs)  # type: ignore[arg-type] # passed on as they came
 
     def validate_python(self: TypeAdapter[Method], *args: object, **kwargs: object) -> object:
-        made["method"] += 1
+        found["method"] += 1
         return validated(self, *args, **kwargs)  # type: ignore[arg-type] # passed on as they came
 
     monkeypatch.setattr(Images, "federated", federated)
     monkeypatch.setattr(TypeAdapter, "validate_python", validate_python)
+    return found
+
+
+def test_a_run_prepares_its_data_and_builds_its_method_once(
+    tmp_path: Path, made: Counter[str]
+) -> None:
     execute_all([(load("cobo-digits", SHORT), tmp_path / "run")], Foretelling())
     assert made == {"data": 1, "method": 1}
+
+
+def test_a_run_with_baselines_loads_its_data_once(tmp_path: Path, made: Counter[str]) -> None:
+    recipe = load("cobo-digits", [*SHORT, "compare_with=[local, cobo]"])
+    results = run(recipe, tmp_path / "run", reporter=Foretelling())
+    assert made == {"data": 1, "method": 3}
+    alone = run(recipe.with_changes(compare_with=[]), tmp_path / "alone", reporter=Foretelling())
+    assert made["data"] == 2
+    assert results[-1].to_json()["clients"] == alone[0].to_json()["clients"]
+
+
+def test_rows_with_other_data_load_their_own(tmp_path: Path, made: Counter[str]) -> None:
+    recipe = load("cobo-digits", SHORT)
+    rows = [recipe, recipe.with_changes(seed=1), recipe.with_changes(seed=1, method="local")]
+    execute_all([(row, tmp_path / str(k)) for k, row in enumerate(rows)], Callback())
+    assert made["data"] == 3  # when they are checked: 0, 1; when they run: 1 again
+
+
+def test_rows_with_canaries_share_no_data() -> None:
+    audited = load("cobo-digits", [*SHORT, "audit={canaries: 2}"])
+    plain = load("cobo-digits", SHORT)
+    assert share_data(plain, plain.with_changes(method="local"))
+    assert not share_data(audited, audited)
+    assert not share_data(plain, audited)
+    assert not share_data(plain, plain.with_changes(seed=1))
+    assert not share_data(plain, plain.with_changes(data={"clients_per_cluster": 3}))
+    assert not share_data(plain, plain.with_changes(model={"hidden": [8]}))
 
 
 def test_methods_are_one_object_where_they_are_written_alike_and_no_other() -> None:

@@ -23,6 +23,7 @@ from coterie.runs.checkpoints import KEPT
 from coterie.runs.device import Device
 from coterie.runs.members import check_member, prepare_remote
 from coterie.runs.prepare import Prepared, prepare
+from coterie.runs.problem import LearningProblem
 from coterie.runs.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -45,8 +46,10 @@ class Backend(Protocol):
         # secret
     ]
 
-    def prepare(self, recipe: Recipe) -> Prepared:
-        """Check all that can be checked before work starts. Raises Refused."""
+    def prepare(self, recipe: Recipe, loaded: LearningProblem | None = None) -> Prepared:
+        """Check all that can be checked before work starts; `loaded` is as for `prepare.prepare`.
+        Raises Refused.
+        """
         ...
 
     def engine(self, prepared: Prepared, folder: Path, listener: Listener) -> Engine:
@@ -65,10 +68,10 @@ class LocalBackend:
     carrier: str | None = None
     devices: ClassVar[bool] = False
 
-    def prepare(self, recipe: Recipe) -> Prepared:
+    def prepare(self, recipe: Recipe, loaded: LearningProblem | None = None) -> Prepared:
         if self._carrier(recipe) == "flower":
             from coterie.engines.flower import engine  # noqa: F401 - refused at once where it is not installed
-        return prepare(recipe)
+        return prepare(recipe, loaded)
 
     def engine(self, prepared: Prepared, folder: Path, listener: Listener) -> Engine:
         if (name := self._carrier(prepared.recipe)) != "flower":
@@ -201,7 +204,7 @@ class DeviceBackend:
             ),
         )
 
-    def prepare(self, recipe: Recipe) -> Prepared:
+    def prepare(self, recipe: Recipe, loaded: LearningProblem | None = None) -> Prepared:
         return prepare_remote(recipe, self.members)
 
     def engine(self, prepared: Prepared, folder: Path, listener: Listener) -> Engine:

@@ -58,15 +58,28 @@ class Prepared:
         )
 
 
-def prepare(recipe: Recipe) -> Prepared:
+def prepare(recipe: Recipe, loaded: LearningProblem | None = None) -> Prepared:
     """Load the base and the data, and check that they fit the recipe.
+
+    Args:
+        recipe: Resolved.
+        loaded: The base and the data of another recipe that shares them, see `share_data`; None:
+            they are loaded.
 
     Raises:
         Refused: The base, the data, or their combination with the method will not do.
     """
-    problem = loading.load(recipe)
+    problem = loading.load(recipe) if loaded is None else loaded
     planted = _plant(recipe, problem)
     return replace(assembled(recipe, problem), planted=planted)
+
+
+def share_data(one: Recipe, other: Recipe) -> bool:
+    """Whether what two recipes load is the same and stays so: canaries are planted in the data of
+    an audited run.
+    """
+    alike = (one.model, one.data, one.seed) == (other.model, other.data, other.seed)
+    return alike and one.audit is None and other.audit is None
 
 
 def _plant(recipe: Recipe, problem: LearningProblem) -> PlantedCanaries | None:

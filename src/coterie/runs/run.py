@@ -24,7 +24,8 @@ from coterie.runs.execution import Execution
 from coterie.runs.files import COMPARISON, RECIPE
 from coterie.runs.folder import alone, check_apart
 from coterie.runs.inputs import Inputs, RecordedInputs
-from coterie.runs.prepare import Prepared
+from coterie.runs.prepare import Prepared, share_data
+from coterie.runs.problem import LearningProblem
 from coterie.runs.recipe import Recipe
 
 
@@ -99,9 +100,9 @@ def execute_all(
 ) -> list[Result]:
     """Every row in its folder, from where it stands; returns their results.
 
-    All are prepared before the first one starts, so that what is refused is refused at once. The
-    first one then has its data; a later row prepares its own again when it starts, so that memory
-    never holds the data and bases of all rows.
+    All are prepared before the first one starts, so that what is refused is refused at once. Rows
+    with the same base and data share them. Otherwise a later row loads its own again when it
+    starts, so that memory never holds the data and bases of all rows.
 
     Args:
         rows: Recipes and the folders of their runs.
@@ -119,10 +120,10 @@ def execute_all(
         for recipe, folder in rows:
             _check_apart(recipe, within or folder)
     reporter.preparing()
-    threads, foresight = _Threads(rows, backend, reporter), RunEstimator()
+    threads, foresight, data = _Threads(rows, backend, reporter), RunEstimator(), _SharedData()
     first: list[Prepared] = []
     for recipe, folder in rows:
-        prepared = backend.prepare(recipe)
+        prepared = data.prepared(recipe, backend)
         first = first or [prepared]
         if (
             not changed and RecordedInputs(folder).begun() and _same(recipe, folder)
@@ -132,6 +133,8 @@ def execute_all(
             with computing(threads.given(prepared, folder)):
                 foresight.add(prepared, (folder / RESULT).exists())
     reporter.expects(foresight.seconds())
+    del prepared
+    data.keep(*first)
     results = []
     with ExitStack() as stack:
         if within is not None:
@@ -143,14 +146,39 @@ def execute_all(
             title = titles[k] if titles else METHODS[recipe.method["name"]].title
             recorder = profile if profile is not None and k == len(rows) - 1 else Profile()
             with alone(folder):
-                prepared = first.pop() if first else backend.prepare(recipe)
+                prepared = first.pop() if first else data.prepared(recipe, backend)
                 prepared = threads.given(prepared, folder)
                 results.append(
                     _executed(
                         Execution(prepared, folder, reporter, title, backend, recorder), changed
                     )
                 )
+                del prepared
     return results
+
+
+class _SharedData:
+    """The base and the data of the row that was prepared last, for the next one if it has the same.
+
+    They are let go of before others are loaded.
+    """
+
+    def __init__(self) -> None:
+        self._held: tuple[Recipe, LearningProblem] | None = None
+
+    def prepared(self, recipe: Recipe, backend: Backend) -> Prepared:
+        """Return a row with its base and data, loaded if they are others than before. Raises
+        Refused.
+        """
+        if self._held is not None and not share_data(self._held[0], recipe):
+            self._held = None
+        prepared = backend.prepare(recipe, None if self._held is None else self._held[1])
+        self.keep(prepared)
+        return prepared
+
+    def keep(self, prepared: Prepared) -> None:
+        """Keep the base and the data of this row for the next one."""
+        self._held = prepared.recipe, prepared.problem
 
 
 class _Threads:
