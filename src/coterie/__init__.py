@@ -1,6 +1,6 @@
 """coterie: personal models, trained together without sharing data.
 
-Everything here is imported when it is asked for: torch takes seconds.
+Names are imported on first use, because importing torch takes seconds.
 """
 
 from importlib import import_module
@@ -59,7 +59,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name from where it lives."""
+    """Import a public name from its module."""
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -92,7 +92,7 @@ def test_the_share_within_clusters() -> None:
     assert found.inside([[0.0] * 4] * 4) == 0
     panel = shares([found])
     assert "CoBo: 33.33 at 10 local iterations" in panel
-    assert "if all weights were alike: 33.33 at 0 local iterations" in panel
+    assert "if all weights were equal: 33.33 at 0 local iterations" in panel
     assert shares([weights(clusters=None)]) == ""
 
 

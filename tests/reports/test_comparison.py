@@ -57,13 +57,13 @@ def test_rows_of_another_budget_are_named_with_what_differs() -> None:
     first, second = comparability(typed(rows), "comigs-1g1s")
     assert (
         first
-        == "ffa-lora: -50% trainable parameters, -50% active parameters against comigs-1g1s: not "
-        "an equal budget."
+        == "ffa-lora: -50% trainable parameters, -50% active parameters against comigs-1g1s: the "
+        "budgets differ."
     )
     assert (
         second
-        == "comigs-1gxs: +100% trainable parameters, +25% work per token against comigs-1g1s: "
-        "not an equal budget."
+        == "comigs-1gxs: +100% trainable parameters, +25% work per token against comigs-1g1s: the "
+        "budgets differ."
     )
 
 
@@ -169,12 +169,12 @@ def test_an_unequal_number_of_iterations_is_said() -> None:
         typed([line("local", 10) | {"iterations": 6000}, line("cobo", 10) | {"iterations": 600}]),
         "cobo",
     )
-    assert note == "local: +900% local iterations against cobo: not an equal budget."
+    assert note == "local: +900% local iterations against cobo: the budgets differ."
 
 
 def test_the_oracle_is_called_a_bound() -> None:
     assert comparability(typed([line("oracle", 10), line("cobo", 10)]), "cobo") == [
-        "oracle: is told the true clusters, which nobody knows: a bound."
+        "oracle: is given the true clusters, which are unknown in practice: a bound."
     ]
 
 
@@ -191,8 +191,8 @@ def test_lost_replies_are_counted_over_seeds_and_told_by_client() -> None:
     assert comparability(
         typed([line("local", 10) | {"lost": {}}, line("fedavg", 10) | {"lost": found["lost"]}])
     ) == [
-        "fedavg: 6 replies were lost, dropped as unfit or missing (ben 5, ann 1); why is in "
-        "metrics.jsonl, lines of kind lost."
+        "fedavg: 6 replies were lost, rejected as invalid or missing (ben 5, ann 1). See the "
+        "lines of kind lost in metrics.jsonl."
     ]
 
 
@@ -220,7 +220,7 @@ def test_what_privacy_was_spent_is_said_once_of_rows_that_spent_alike() -> None:
     assert comparability(typed(rows), titles={"ditto": "Ditto"}) == [
         "fedavg, Ditto: epsilon 3.91, delta 1e-05 (central, noise z = 6, clip C = 8): 30 "
         "exchanges. It covers this; not that.",
-        "comigs-1g1s: no finite epsilon, nobody is protected, delta 1e-05 (central, noise z = 0, "
+        "comigs-1g1s: no finite epsilon (no protection), delta 1e-05 (central, noise z = 0, "
         "clip C = 8): 30 exchanges. "
         "It covers this; not that.",
     ]

@@ -306,7 +306,7 @@ def test_costs_are_of_those_who_train_and_say_what_is_sent_once(page: str) -> No
     costs = cells(page, "costs")
     assert costs[0][6] == "kB to an unseen client, once"
     assert [row[5:7] for row in costs[2:]] == [["1.3", "5.0"]] * 2  # 4,000 B in three rounds
-    assert "the common expert is sent once to everybody who embeds data by it: 7 kB" in page
+    assert "the common expert is sent once to every client that embeds data with it: 7 kB" in page
 
 
 def test_a_comparison_spreads_the_clients_of_every_group(tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ def test_a_classifier_is_told_in_its_own_metric(tmp_path: Path) -> None:
         "MFLOPs per example, forward",
         "Mean over 4 clients",
         "Oracle: 73.50 at 30 local iterations",
-        "oracle: is told the true clusters",
+        "oracle: is given the true clusters",
         'href="#weights">Collaboration</a>',
     ):
         assert expected in page

@@ -105,7 +105,7 @@ def test_preparation_says_that_it_goes_on(clock: Clock) -> None:
     clock.now += 31.0
     terminal.beat()
     terminal.beat()
-    assert said(terminal) == ["  preparing base and data  0:31 so far"]
+    assert said(terminal) == ["  loading base and data  0:31 so far"]
 
 
 def test_nobody_has_to_ask_for_such_lines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,8 +124,8 @@ def test_methods_that_were_done_before_are_counted(clock: Clock) -> None:
     terminal.known("Local")
     terminal.begin("FedAvg", 2, 1, "ab")
     assert said(terminal) == [
-        "[1/3] Local: done before",
-        "[2/3] FedAvg: 2 rounds, 2 clients, going on after round 1",
+        "[1/3] Local: already done",
+        "[2/3] FedAvg: 2 rounds, 2 clients, continuing after round 1",
     ]
 
 

@@ -55,8 +55,8 @@ def test_lost_replies_are_told_under_the_scores(tmp_path: Path) -> None:
     page = report(tmp_path, [], lost={"<b>ben</b>": 3, "ann": 1})
     scores = page[page.index('id="scores"') : page.index('id="training"')]
     assert (
-        "fedavg: 4 replies were lost, dropped as unfit or missing (&lt;b&gt;ben&lt;/b&gt; 3, ann 1)"
-        in scores
+        "fedavg: 4 replies were lost, rejected as invalid or missing (&lt;b&gt;ben&lt;/b&gt; 3, "
+        "ann 1)" in scores
     )
 
 

@@ -237,7 +237,7 @@ def test_a_dry_run_says_what_it_would_take_and_writes_nothing(
     for expected in (
         "4 clients",
         "examples",
-        "parameters trained a client",
+        "parameters trained per client",
         "a round:",
         "in all",
         "GB of memory",

@@ -184,7 +184,7 @@ def test_how_long_it_takes_is_said_before_it_begins_and_changes_no_figure(
     assert [result["clients"] for result in found] == [result["clients"] for result in whole[1]]
     assert [result["curve"] for result in found] == [result["curve"] for result in whole[1]]
     first = out.getvalue().splitlines()[0]
-    assert re.fullmatch(r"about \d+:\d\d in all, by a few steps", first)
+    assert re.fullmatch(r"about \d+:\d\d in all, estimated from a few steps", first)
     assert len(terminal.expected) == 3
     assert (
         terminal.expected[1] > terminal.expected[0] > 0

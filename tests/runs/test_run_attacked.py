@@ -71,7 +71,7 @@ def test_a_reply_without_numbers_is_dropped_counted_and_told(
     warnings = [line for line in console.file.getvalue().splitlines() if "ann" in line]  # type: ignore[attr-defined]
     assert warnings == [f"  round {line['round']}, ann: {line['reason']}" for line in lost]
     (note,) = comparison.comparability(comparison.rows(typed([result])))
-    assert note.startswith("fedavg: 2 replies were lost, dropped as unfit or missing (ann 2)")
+    assert note.startswith("fedavg: 2 replies were lost, rejected as invalid or missing (ann 2)")
     assert note in (tmp_path / "run/report.html").read_text()
 
 

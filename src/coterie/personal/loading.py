@@ -1,4 +1,4 @@
-"""Personal models by the run and the client that they are of, whatever kind they are."""
+"""Load personal models of a run, of any kind."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,21 +35,21 @@ def load(
         ('c0-0', 'cobo')
 
     Args:
-        run: A run's folder, or directly a client's (clients/ID in it).
-        client: The client's id; not needed for a client's folder, nor where there is one client
-            only.
-        base: Where the base is now; default: where the client's JSON says.
-        backbone: Of language models, instead: a loaded base, to share between several personal
-            models.
-        dtype: Of the base of a language model if it is loaded here, "fp32" or "bf16".
-        device: Where the model is loaded to.
-        merged: Of language models: whether next tokens shall take less time at the price of memory,
-            see `PersonalModel`.
+        run: A run's folder, or a client's folder in it (clients/ID).
+        client: The client's id; not needed for a client's folder, or if there is only one client.
+        base: Path or Hub id of the base; default: as in the client's JSON.
+        backbone: For language models, in place of `base`: a loaded base that several personal
+            models share.
+        dtype: For language models: dtype of the base if it is loaded here, "fp32" or "bf16".
+        device: Device to load the model to.
+        merged: For language models: whether to merge updates for faster generation with more
+            memory, see `PersonalModel`.
 
     Raises:
-        CheckpointError: There is no such client, or its files are damaged or do not fit the base.
+        CheckpointError: There is no such client, or its files are damaged or belong to another
+            base.
         ModelError: The base cannot be loaded.
-        Refused: A base is given for a model that has none, or one without updates is to be merged.
+        Refused: A base is given for a model without one, or there are no updates to merge.
     """
     folder = folder_of(run, client)
     if read_about_json(folder).get("kind") != CLASSIFIER:
@@ -74,8 +74,8 @@ def load_all(
     dtype: Literal["fp32", "bf16"] = "fp32",
     device: str = "cpu",
 ) -> dict[str, Personal]:
-    """Load the personal models of several clients; those of language share a backbone, and each
-    costs little more than its own adapter.
+    """Load the personal models of several clients. Language models share a backbone, so that each
+    needs little more memory than its adapter.
 
     Example:
         >>> import coterie
@@ -85,12 +85,12 @@ def load_all(
         ['c0-0', 'c3-1']
 
     Args:
-        run: A run's folder, or directly a client's.
-        clients: Their ids; all clients by default.
+        run: A run's folder, or a client's folder in it.
+        clients: Their ids; default: all clients.
         base: See `load`.
-        backbone: Likewise.
-        dtype: Likewise.
-        device: Likewise.
+        backbone: See `load`.
+        dtype: See `load`.
+        device: See `load`.
 
     Raises:
         Refused: See `load`.
@@ -123,8 +123,7 @@ def load_many(
     dtype: Literal["fp32", "bf16"] = "fp32",
     device: str = "cpu",
 ) -> ManyModels:
-    """Load language models of several clients of a run as one that answers for all of them in one
-    batch.
+    """Load language models of several clients of a run, to compute all of them in one batch.
 
     Example:
         >>> import coterie
@@ -141,11 +140,11 @@ def load_many(
 
     Args:
         run: See `load_all`.
-        clients: Likewise.
-        base: Likewise.
-        backbone: Likewise.
-        dtype: Likewise.
-        device: Likewise.
+        clients: See `load_all`.
+        base: See `load`.
+        backbone: See `load`.
+        dtype: See `load`.
+        device: See `load`.
 
     Raises:
         Refused: The run's models are classifiers.
@@ -171,9 +170,7 @@ def clients_of(run: Path | str) -> list[str]:
 
 
 def _folders(run: Path) -> dict[str, Path]:
-    """Where each client's personal model is, by its name, which is in its JSON where it was too
-    long. Raises CheckpointError.
-    """
+    """Return the folder of each client's personal model, by client id. Raises CheckpointError."""
     folders = [path.parent for path in (run / "clients").glob(f"*/{ABOUT}")]
     if not folders:
         raise CheckpointError(
@@ -193,7 +190,7 @@ def _owner(folder: Path) -> str:
 
 
 def folder_of(run: Path | str, client: str | None) -> Path:
-    """Return the folder of a client, of whom a run's folder or the folder itself is given. Raises
+    """Return the folder of a client, from a run's folder or the client's own. Raises
     CheckpointError.
     """
     run, client = Path(run), None if client is None else names.normal(client)

@@ -1,9 +1,9 @@
-"""Many personal models over one backbone in one batch: each row of it is computed by the model of
-its client.
+"""Batched inference with many personal models over one backbone: each row is computed by its
+client's model.
 
-The backbone works on all rows at once, as it does without adapters. The low-rank updates of the
-models lie in stacks, and a batched product takes each row through its own, as S-LoRA (Sheng et al.
-2024) and Punica (Chen et al. 2024) do it for single LoRAs.
+The backbone computes all rows at once, as without adapters. The low-rank updates of the models are
+stacked, and a batched product applies each row's own, as S-LoRA (Sheng et al. 2024) and Punica
+(Chen et al. 2024) do for single LoRAs.
 """
 
 import math
@@ -24,13 +24,13 @@ from coterie.personal.word_search import Word
 
 
 class ManyModels:
-    """Personal models that share a backbone, asked together; what a row is told is what its
-    client's model says by itself.
+    """Personal models that share a backbone, in one batch. Each row gets the output of its client's
+    model alone.
 
-    Their layouts may differ: smaller ranks are filled up with zeros, missing experts get no weight,
-    so that all cost what the largest costs. The adapters' values are held a second time, stacked:
-    rows for all models in order are computed from these stacks, for any other choice of clients
-    those that are asked are copied out of them, once for as long as the choice stays the same.
+    Layouts may differ: smaller ranks are padded with zeros and missing experts get no weight, so
+    that every row costs as much as the largest. A second, stacked copy of the adapters is kept.
+    Rows for all models in order use it directly; for another choice of clients, their part of it is
+    copied once, until the choice changes.
 
     Args:
         models: By client.
@@ -69,9 +69,9 @@ class ManyModels:
 
         Args:
             input_ids: (B, C) int64.
-            clients: Whose model computes each of the B rows, in any order; they may repeat. A row
-                of each client, in the order of `models`, is the cheapest.
-            inputs: What else the base takes.
+            clients: The client whose model computes each of the B rows, in any order, with
+                repetitions. One row of each client, in the order of `models`, is the fastest.
+            inputs: Further arguments of the base.
 
         Raises:
             ModelError: A client is unknown, or there is not one for each row.
@@ -97,13 +97,13 @@ class ManyModels:
         """Continue a prompt of each client in one batch by transformers' `generate`, with its
         settings.
 
-        Where tokens are drawn, the rows share one stream of random numbers: the texts are not those
-        that each model would draw by itself.
+        With sampling, rows share one stream of random numbers, so that texts differ from those of
+        each model alone.
 
         Args:
             prompts: Text by client, or token ids (B, C), which `settings` may give an
                 `attention_mask` with zeros for padding on the left.
-            clients: Of ids: whose model continues each row.
+            clients: For ids: the client whose model continues each row.
             settings: Anything that transformers' `generate` takes; several sequences for a row of
                 ids follow each other.
 
@@ -126,8 +126,8 @@ class ManyModels:
         found in one batch; see `personal.words`.
 
         Args:
-            texts: What was written so far, by client; or one text for all models.
-            k: How many words at most.
+            texts: Text written so far, by client; or one text for all models.
+            k: Most words to return.
 
         Raises:
             ModelError: A client is unknown.
@@ -141,8 +141,8 @@ class ManyModels:
         }
 
     def _of(self, clients: Sequence[str], rows: int) -> Attachable:
-        """Return what computes each row by the model of its client. Runs of the same client are one
-        group as far as all are equally long.
+        """Return the computation of each row by its client's model. Consecutive rows of the same
+        client form one group if all groups are equally long.
         """
         if not len(clients) == rows > 0:
             raise ModelError(

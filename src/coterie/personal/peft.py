@@ -31,12 +31,12 @@ def export(
     PEFT adapter cannot hold.
 
     Args:
-        run: A run's folder, or directly a client's.
+        run: A run's folder, or a client's folder in it.
         client: The client's id.
         out: An empty or new folder.
         expert: G, G2, S1 ... (see `PersonalModel.experts`); the first generalist by default, or the
             only expert.
-        base: Where the base is now; default: where the client's JSON says.
+        base: Path or Hub id of the base; default: as in the client's JSON.
 
     Returns:
         What the adapter leaves out, sentence by sentence; nothing if it is the whole model.

@@ -40,13 +40,12 @@ def sentences(client: str, found: Personalised | None) -> list[str]:
     """
     if found is None:
         return [
-            f"{client}: nothing was personalised. This is the shared part as it is, with nothing "
-            f"of {client}'s own; to train on this text: "
-            "--train."
+            f"{client}: nothing was personalised. The model is the shared part alone. To train on "
+            f"this text: --train."
         ]
     tokens = found.tokens
     what = (
-        "specialists and router of its own, the shared part as it was"
+        "specialists and router; the shared part is unchanged"
         if found.own
         else "a copy of the shared part"
     )
@@ -76,13 +75,14 @@ def sentences(client: str, found: Personalised | None) -> list[str]:
     if not found.helped:
         return [
             *lines,
-            f"Better on validation text alone, so that is chance: the shared part alone is kept. "
+            f"It helped on validation text only, which may be chance: the shared part alone is "
+            f"kept. "
             f"{_remedy(found)}",
         ]
     if found.base <= found.after:
         return [
             *lines,
-            "It helped, and the personalised model is kept; but the base alone does as well on "
+            "It helped, and the personalised model is kept. But the base alone does as well on "
             "this text, or better.",
         ]
     return [*lines, "It helped: the personalised model is kept."]
@@ -91,7 +91,7 @@ def sentences(client: str, found: Personalised | None) -> list[str]:
 def _remedy(found: Personalised) -> str:
     """Return what to do about training that did not help."""
     unlike = (
-        "The base alone does better than the shared part: this text is unlike that of the run. "
+        "The base alone does better than the shared part: this text differs from the run's. "
         if found.base < found.before
         else ""
     )

@@ -1,4 +1,4 @@
-"""Who is told of what happens in a run: callbacks, one or several."""
+"""Callbacks for the events of a run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -13,9 +13,9 @@ class Callback:
     """A callback for the events of a run. Subclasses override the methods that they need; the
     others do nothing.
 
-    A run tells of each method `begin`, then of each round `client`, `evaluated`, `round` and
-    `checkpoint`, and at last `end`. A callback listens: what it is given is its own copy, and the
-    figures of a run do not depend on it. If it raises an exception, the run stops with a
+    For each method, a run calls `begin`; in each round `client`, `evaluated`, `round` and
+    `checkpoint`; and at the end `end`. Callbacks only observe: their arguments are copies, and
+    results do not depend on them. If a callback raises an exception, the run stops with a
     `CallbackError` that names it, and can be resumed from the last checkpoint.
 
     Example:
@@ -38,15 +38,15 @@ class Callback:
     shows_estimate = False
 
     def expects(self, seconds: Sequence[float]) -> None:
-        """Hear about how long each method will take, before the first one begins; 0 for one that is
-        done.
+        """Receive the estimated time of each method, before the first begins; 0 for a finished
+        one.
         """
 
     def preparing(self) -> None:
-        """Hear that base and data are about to be loaded, and the common start trained."""
+        """Handle the start of loading the base and data, and of training the common start."""
 
     def known(self, title: str) -> None:
-        """Hear that a method was done before: its result is there."""
+        """Handle a method whose result exists from before."""
 
     def begin(
         self,
@@ -56,60 +56,58 @@ class Callback:
         clients: Sequence[str],
         metric: MetricInfo | None = None,
     ) -> None:
-        """Hear that a method starts; `done` of its `rounds` were done before. `metric` is that of
-        its result, by default perplexity.
+        """Handle the start of a method; `done` of its `rounds` were done before. `metric` is that
+        of its result, by default perplexity.
         """
 
     def asking(self, task: str, clients: int) -> None:
-        """Hear that an exchange begins, in a round or outside: so many clients are asked to do a
-        task.
+        """Handle the start of an exchange, in a round or outside; `clients` is the number of
+        clients asked.
         """
 
     def answered(self, client: str) -> None:
-        """Hear that a client finished a task that trains nothing: its models were scored, say."""
+        """Handle the end of a client's task that trains nothing, such as an evaluation."""
 
     def client(self, round: int, client: str, metrics: Mapping[str, Any]) -> None:
-        """Hear that a client finished a training task of the round that is going on."""
+        """Handle the end of a client's training task in the current round."""
 
     def spent(self, round: int, epsilon: float, delta: float) -> None:
-        """Hear what privacy has been spent so far."""
+        """Receive the privacy spent so far."""
 
     def warning(self, round: int, client: str, text: str) -> None:
-        """Something about a client that stops nothing: it did not answer, or not what it was asked
-        for.
-        """
+        """Receive a warning about a client whose reply is missing or invalid; the run continues."""
 
     def cores(self, others: int) -> None:
-        """How many other processes compute while the machine is short of cores for this one; 0: it
-        is not.
+        """Receive the number of other busy processes if the machine is short of cores; otherwise
+        0.
         """
 
     def evaluating(self, round: int) -> None:
-        """Hear that the clients' models are about to be scored."""
+        """Handle the start of an evaluation."""
 
     def evaluated(self, round: int, means: Mapping[str, float]) -> None:
-        """Hear the mean of the metric over clients, by split."""
+        """Receive the mean of the metric over clients, by split."""
 
     def point(self, round: int, test: float, windows: int) -> None:
-        """Hear the mean of the metric over clients on so many windows of each one's test set, after
-        a round.
+        """Receive the mean of the metric over clients on `windows` windows of each client's test
+        set, after a round.
         """
 
     def round(self, done: int) -> None:
-        """Hear that a round is done and saved."""
+        """Handle the end of a round, which is saved."""
 
     def checkpoint(self, round: int, folder: Path) -> None:
-        """Hear that a checkpoint after so many rounds was written, to this folder."""
+        """Handle a checkpoint that was written to this folder after so many rounds."""
 
     def end(self, result: Result) -> None:
-        """Hear that a method is done; `result` is what result.json says."""
+        """Handle the end of a method; `result` is the content of result.json."""
 
 
 class Callbacks(Callback):
-    """Several callbacks, called one after the other in their order.
+    """Several callbacks, called in order.
 
     Args:
-        callbacks: Of a user. What one of them raises stops the run, see `Callback`.
+        callbacks: The user's callbacks. An exception in one of them stops the run, see `Callback`.
     """
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
@@ -117,7 +115,7 @@ class Callbacks(Callback):
         self.shows_estimate = any(callback.shows_estimate for callback in self.callbacks)
 
     def tell(self, event: str, *told: Any, **named: Any) -> None:
-        """Tell everybody of an event. Raises CallbackError."""
+        """Pass an event to all callbacks. Raises CallbackError."""
         for callback in self.callbacks:
             try:
                 getattr(callback, event)(*deepcopy(told), **deepcopy(named))
@@ -127,8 +125,8 @@ class Callbacks(Callback):
                 raise CallbackError(
                     f"callback {type(callback).__name__} raised {type(error).__name__} "
                     f"in `{event}`: {error}",
-                    "Correct it or leave it out; the same call with resume=True goes on from the "
-                    "last checkpoint.",
+                    "Correct it or leave it out. To continue from the last checkpoint, repeat the "
+                    "call with resume=True.",
                 ) from error
 
 

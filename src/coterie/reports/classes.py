@@ -17,9 +17,9 @@ SUBSTANTIAL = {
 }  # mean silhouettes up to: Kaufman and Rousseeuw, 1990
 
 ABOUT_CLASSES = (
-    "<p>Every column is a client, every row a class, every field the class's share of the "
-    "client's examples: those that it trains on "
-    "or, of unseen clients, those that it is tested on. Classes of one anchor stand together.</p>"
+    "<p>Columns are clients, rows are classes. A field is the class's share of the "
+    "client's training examples, or of an unseen client's test examples. Classes of one anchor "
+    "are next to each other.</p>"
 )
 
 
@@ -116,12 +116,10 @@ def clustering(result: Result) -> str:
     )
     verdict = next(says for says, limit in SUBSTANTIAL.items() if silhouette <= limit)
     return (
-        f"<h3>K-means on these shares finds {verdict}</h3><p>Each of the {len(trains)} normal "
-        f"clients with its two main classes; colour "
-        f"and shape tell which of {k} clusters it is in. The mean silhouette is "
-        f"{silhouette:.2f}: 1 stands for groups far apart, 0 for "
-        f"groups that touch, and up to 0.25 for no substantial "
-        f"structure.</p>{marks.plane(dots, *axes)}"
+        f"<h3>K-means on these shares finds {verdict}</h3><p>The {len(trains)} normal clients "
+        f"with their two main classes; colour and shape show the cluster, of {k}. The mean "
+        f"silhouette is {silhouette:.2f}: 1 means groups far apart, 0 groups that touch, and up to 0.25 no "
+        f"substantial structure.</p>{marks.plane(dots, *axes)}"
     )
 
 

@@ -123,13 +123,12 @@ def collaboration(results: Mapping[str, Result]) -> tuple[str, ...]:
 
 
 def _about(found: Sequence[Weights]) -> str:
-    order = ", ordered by true cluster, the blocks of which are framed" if found[0].clusters else ""
+    order = ", ordered by true cluster; frames show the clusters" if found[0].clusters else ""
     return (
-        f"<p>How much the client of a row takes from the client of a column{order}; what a "
-        f"client takes from itself is left out. Move the "
-        "slider, or use the arrow keys on it, to go through training; hover over a field, tap "
-        "it, or go there with Tab and the arrow keys, "
-        "to see its weight.</p>"
+        f"<p>The weight that the client of a row gives to the client of a column{order}; its "
+        "weight for itself is left out. Move the slider, or use the arrow keys, to step through "
+        "training. Hover over a field, tap it, or reach it with Tab and the arrow keys, to see its "
+        "weight.</p>"
     )
 
 
@@ -221,7 +220,7 @@ def shares(found: Sequence[Weights]) -> str:
     lines.append(
         Line(
             [(0, 100 * alike), (last, 100 * alike)],
-            "if all weights were alike",
+            "if all weights were equal",
             Style(GREY, 2, marked=False),
         )
     )
@@ -268,7 +267,7 @@ def domains(weights: Weights, clients: Sequence[str] = ()) -> str:
         f"<p class=note>Lines to the {CLIENTS} others with the largest weight.</p>" if few else ""
     )
     strong = (
-        "<p class=note>Lines to clients of the same true cluster are full, the others faint.</p>"
+        "<p class=note>Lines to clients of the same true cluster are strong, the others faint.</p>"
         if weights.clusters
         else ""
     )

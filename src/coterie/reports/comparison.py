@@ -11,9 +11,8 @@ from coterie.core.metrics import better, deviation, mean, prediction
 from coterie.core.result import PrivacySpent, Result, Row
 
 BOUNDS = {
-    "centralized": "one model that sees the data of all clients: a bound, not a method that "
-    "keeps data private",
-    "oracle": "is told the true clusters, which nobody knows: a bound",
+    "centralized": "one model trained on the data of all clients: a bound, not a private method",
+    "oracle": "is given the true clusters, which are unknown in practice: a bound",
 }
 ALONE = "local"  # the method that Imp.% compares with
 NAMED = 8  # clients in a sentence, at most
@@ -249,7 +248,7 @@ def _budget(row: Row, reference: Row, called: Mapping[str, str]) -> list[str]:
         if ours and theirs and abs(share := ours / theirs - 1) > limit:
             unlike.append(f"{share:+.0%} {what}")
     if unlike:
-        found.append(f"{name}: {', '.join(unlike)} against {other}: not an equal budget.")
+        found.append(f"{name}: {', '.join(unlike)} against {other}: the budgets differ.")
     if row.method in BOUNDS:
         found.append(f"{name}: {BOUNDS[row.method]}.")
     return found
@@ -267,8 +266,8 @@ def lost(counts: Mapping[str, int]) -> str:
     )
     replies = "1 reply was" if total == 1 else f"{total:,} replies were"
     return (
-        f"{replies} lost, dropped as unfit or missing ({named}); why is in metrics.jsonl, lines "
-        f"of kind lost."
+        f"{replies} lost, rejected as invalid or missing ({named}). See the lines of kind lost "
+        "in metrics.jsonl."
     )
 
 
@@ -276,8 +275,8 @@ def absent(clients: int) -> str:
     """Return a sentence on clients that took part in no round."""
     who = "1 client" if clients == 1 else f"{clients:,} clients"
     return (
-        f"{who} never took part in a round, and counted with the model that the server would "
-        f"give them."
+        f"{who} never took part in a round, and are scored with the model that the server "
+        "would give them."
     )
 
 
@@ -286,7 +285,7 @@ def protected(privacy: PrivacySpent) -> str:
     what it is for.
     """
     epsilon = (
-        "no finite epsilon, nobody is protected"
+        "no finite epsilon (no protection)"
         if privacy.epsilon is None
         else f"epsilon {privacy.epsilon:.2f}"
     )

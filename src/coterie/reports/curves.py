@@ -20,13 +20,12 @@ FAINT = 0.4  # the colour of the first of several blocks; the last has all of it
 PANELS = 24  # clients with curves of their own, at most
 POINTS = 60  # of a client's curve, at most
 ROUTERS = (
-    "<p>The mean weight that the tokens of the training batches give each kind of expert in each "
-    "round, one line per block: the fuller its "
-    "colour, the deeper the block.</p>"
+    "<p>The mean routing weight of each kind of expert over the tokens of the training "
+    "batches, by round. One line per block; stronger colours are deeper blocks.</p>"
 )
 SPENT = (
-    "<p>What all training exchanges up to a round have spent together. By what reckoning, and "
-    "what it is for, is said under the scores.</p>"
+    "<p>The privacy spent by all training exchanges up to a round. How it is computed, and "
+    "what it covers, is stated below the scores.</p>"
 )
 
 
@@ -100,8 +99,8 @@ def _curves(results: Sequence[Result]) -> str:
         )
     what = "windows" if prediction(metric) == "token" else "examples"
     part = (
-        f"<p class=note>On {windows} {what} of each client's test set, to see how training goes; "
-        f"the tables are of all of it.</p>"
+        f"<p class=note>On {windows} {what} of each client's test set, to show progress; the "
+        f"tables use the whole test sets.</p>"
     )
     return f"{samples}{part if windows else ''}{whole}<h3>Client by client</h3>{''.join(parts)}"
 

@@ -18,14 +18,13 @@ from coterie.reports.heat import Heat, Matrix, heat_map, room, scale, slider
 from coterie.reports.parts import captioned, escape, folded, legend, table, thinned, unseen
 
 ABOUT_CHOICES = (
-    "<p>Test samples, {whose}: of each row, the share that the gate gave to each expert "
-    "(columns).{outlined} Move the slider, or use the "
-    "arrow keys on it, to go through training; hover over a field, tap it, or go there with Tab "
-    "and the arrow keys, to see its share.</p>"
+    "<p>Test samples, {whose}: the share of each row that the gate sent to each "
+    "expert (columns).{outlined} Move the slider, or use the arrow keys, to step through "
+    "training. Hover over a field, tap it, or reach it with Tab and the arrow keys, to see its "
+    "share.</p>"
 )
 ABOUT_GATE = (
-    "<p>Gate accuracy: the share of samples that went to an expert whose anchor has their "
-    "class.</p>"
+    "<p>Gate accuracy: the share of samples sent to an expert whose anchor has their class.</p>"
 )
 
 
@@ -194,7 +193,7 @@ def choice_maps(found: Sequence[Choices]) -> str:
     groups but the first are folded away.
     """
     outlined = (
-        " Outlined are the classes of the expert's own anchor."
+        " The classes of the expert's own anchor are outlined."
         if any(own.anchors for own in found)
         else ""
     )
@@ -245,7 +244,8 @@ def expert_curves(found: Choices) -> str:
     charts = {unseen(group): found.expert_accuracy(group) for group in found.groups}
     samples = legend((line.style.sample, line.name) for line in charts[unseen(found.groups[0])])
     about = (
-        "<p>Of the test samples that the gate gave to an expert, the share that it got right.</p>"
+        "<p>Of the test samples that the gate sent to an expert, the share classified "
+        "correctly.</p>"
     )
     return (
         f"<h3>{escape(found.title)}: accuracy of each "
@@ -286,7 +286,7 @@ def decisions(title: str, result: Result) -> str:
     first, *others = tables
     folds = "".join(folded(unseen(g), t) for g, t in zip(list(groups)[1:], others, strict=True))
     about = (
-        "<p>Test samples that the gate gave to an expert whose anchor does not have, or has, "
+        "<p>Test samples that the gate sent to an expert whose anchor does not have, or has, "
         "their class.</p>"
     )
     return f"<h3>{escape(title)}: decisions of the gate</h3>{about}{first}{folds}"

@@ -21,12 +21,11 @@ from coterie.reports.scores import COSTS, PEAK, _costs, _headline, _kept, _score
 from coterie.reports.verdict import verdict
 
 TEXTS = (
-    "<p>The beginning of each client's test text, every token in the colour of the expert that "
-    "the router of the chosen block gives the "
-    "largest weight: the fuller the colour, the larger that weight. Below each text are the mean "
-    "weights of its tokens. Rows are models, "
-    "columns are texts: the framed pictures show a model on its own client's kind of text, the "
-    "others on that of somebody else. Hover over "
+    "<p>The beginning of each client's test text, every token in the colour of the expert with "
+    "the largest routing weight in the chosen block: the stronger the colour, the larger the "
+    "weight. Below each text are the mean "
+    "weights of its tokens. Rows are models, columns are texts: framed cells show a model on its "
+    "own client's text, the others on another client's. Hover over "
     "a token, tap it, or reach it with Tab and the arrow keys, to see all weights.</p>"
     "<p class=note>These lines of the clients' texts are in this file because this run had all "
     "data on one machine. "
@@ -120,7 +119,7 @@ def write_comparison(folder: Path, comparison: Comparison, description: str) -> 
     deviation = (
         "<p>± is the sample standard deviation over seeds.</p>"
         if len(seeds) > 1
-        else "<p>One seed: no deviation can be given.</p>"
+        else "<p>One seed: no standard deviation.</p>"
     )
     first = f"<p class=note>Of seed {seeds[0]}.</p>"
     sections = {
@@ -163,14 +162,12 @@ def _scored(rows: Sequence[Row]) -> str:
     which = direction(rows[0].metric)
     if any(row.groups is not None for row in rows):
         return (
-            f"<p>Over the whole test sets of clients that never take part in training and bring "
-            f"no labels; {which}. A column of means for "
-            "each group of them; methods are ranked by the first, and of that group are also "
-            "<em>best</em> and <em>best of last ten</em> "
-            "evaluations during training, which are chosen on the test set, as in the paper, and "
-            "so flatter every method, and "
-            f"<em>gate</em>, the share of samples that went to an expert whose anchor has their "
-            f"class, and {beside}.</p>"
+            "<p>Over the whole test sets of clients that never take part in training and have "
+            f"no labels; {which}. There is a column of means for each group. Methods are ranked by "
+            "the first group, which also has <em>best</em> and <em>best of last ten</em> "
+            "evaluations during training (chosen on the test set, as in the paper, so that they favour "
+            "every method), <em>gate</em>, the share of samples sent to an expert whose anchor "
+            f"has their class, and {beside}.</p>"
         )
     if rows[0].kept_rounds:
         return (
@@ -179,10 +176,9 @@ def _scored(rows: Sequence[Row]) -> str:
             f"the untrained start included. {beside}.</p>"
         )
     return (
-        f"<p>Over each client's whole test set; {which}. <em>mean</em> and the clients' figures "
-        f"score each "
-        f"client's model right after its last local iteration, <em>synced</em> after one more "
-        f"synchronisation. {beside}.</p>"
+        f"<p>Over each client's whole test set; {which}. <em>mean</em> and the clients' "
+        "figures are those of each client's model right after its last local iteration, "
+        f"<em>synced</em> after one more synchronisation. {beside}.</p>"
     )
 
 
@@ -212,7 +208,7 @@ def _once(results: Sequence[Result]) -> str:
     """Return what the common expert costs."""
     once = max((r.once_bytes or 0 for r in results), default=0)
     return (
-        f"<p>Beside all this, the common expert is sent once to everybody who embeds data by it: "
+        f"<p>In addition, the common expert is sent once to every client that embeds data with it: "
         f"{size(once)}.</p>"
         if once
         else ""

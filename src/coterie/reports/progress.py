@@ -20,7 +20,7 @@ from coterie.reports.tables import clock
 EVERY = 2.0  # seconds between plain lines of progress of a kind
 # seconds after which a plain line says how far a round, the scoring or the preparation has come
 SILENCE = 30.0
-PREPARING = "preparing base and data"
+PREPARING = "loading base and data"
 BROAD = 100  # characters of a terminal that has room for a bar
 
 
@@ -141,7 +141,9 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
         self.expected = seconds
         if (whole := sum(seconds)) > 0:
             self.progress.console.print(
-                f"about {clock(whole)} in all, by a few steps", markup=False, highlight=False
+                f"about {clock(whole)} in all, estimated from a few steps",
+                markup=False,
+                highlight=False,
             )
             self.spoke = time.monotonic()
 
@@ -160,7 +162,7 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
     def known(self, title: str) -> None:
         self._prepared()
         self._next(title)
-        self.progress.console.print(f"{self.heading}: done before", markup=False, highlight=False)
+        self.progress.console.print(f"{self.heading}: already done", markup=False, highlight=False)
 
     def _next(self, title: str) -> None:
         self.row += 1
@@ -200,7 +202,7 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
         )
         self._show()
         if not self.live:
-            resumed = f", going on after round {done}" if done else ""
+            resumed = f", continuing after round {done}" if done else ""
             self._line(f"{self.heading}: {rounds} rounds, {len(clients)} clients{resumed}")
 
     def asking(self, task: str, clients: int) -> None:

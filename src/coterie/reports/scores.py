@@ -24,16 +24,13 @@ from coterie.reports.parts import (
 )
 
 COSTS = (
-    "<p>Per client. Bytes are those of the tensors in training messages. A client's state is "
-    "what it must remember between rounds: its "
-    "own parameters, the moments of its optimisers, and counters.</p>"
+    "<p>Per client. Bytes count the tensors in training messages. A client's state is what it "
+    "keeps between rounds: its own parameters, the moments of its optimisers, and counters.</p>"
 )
 PEAK = (
-    "<p class=note>Peak memory is the most that the whole process was ever resident in by the "
-    "end of the row: Python, its libraries, the "
-    "base model and all clients. Rows that run one after the other in one process pass it on, so "
-    "a row's figure is never below that of the "
-    "row that ran before it.</p>"
+    "<p class=note>Peak memory is the largest resident size of the whole process up to the end "
+    "of the row: Python, its libraries, the base model and all clients. Rows run one after the "
+    "other in one process, so a row's figure is never below that of the row before it.</p>"
 )
 
 
@@ -53,8 +50,8 @@ def _spread(rows: Sequence[Row], results: Sequence[Result]) -> list[str]:
         }
     limits = marks.reach(strips.values())
     parts = [
-        "<p>Each dot is a client, its mean over seeds; the stroke is their mean, the whisker its "
-        "deviation over seeds.</p>"
+        "<p>Each dot is a client's mean over seeds; the bar is the mean of all clients, the "
+        "whisker its standard deviation over seeds.</p>"
     ]
     for group, strip in strips.items():
         parts += [f"<h3>{escape(unseen(group))}</h3>"] * bool(group)

@@ -41,11 +41,11 @@ def profiled(console: Console, profile: Profile, elsewhere: bool, most: int = 10
         most: So many operators.
     """
     if not profile.written or profile.path is None:
-        console.print("There is no trace: nothing was left to run.")
+        console.print("There is no trace: no round was left to run.")
         return
     title = (
-        f"dearest operators in what was recorded; {profile.device} milliseconds, without what "
-        f"they called"
+        f"most expensive operators recorded; {profile.device} milliseconds, without those of "
+        f"the operators they call"
     )
     shown = _plain(title, ("operator", "calls", "ms"))
     for name, cost in list(profile.costs.items())[:most]:
@@ -53,8 +53,8 @@ def profiled(console: Console, profile: Profile, elsewhere: bool, most: int = 10
     console.print(shown)
     if elsewhere:
         console.print(
-            "Clients were in processes of their own: this is of the server alone. With --set "
-            "engine=inprocess it is of both."
+            "Clients ran in separate processes, so this profile shows the server only. With --set "
+            "engine=inprocess it shows both."
         )
     console.print(
         f"The trace is {profile.path}: open it at https://ui.perfetto.dev, or in chrome://tracing.",
@@ -84,9 +84,9 @@ def estimate_table(console: Console, prepared: Any, estimate: Any, first: bool) 
                 for data in federation.everyone.values()
             ]
             each = (
-                f"{min(counts):,} to {max(counts):,} a client"
+                f"{min(counts):,} to {max(counts):,} per client"
                 if min(counts) != max(counts)
-                else f"{min(counts):,} a client"
+                else f"{min(counts):,} per client"
             )
             _say(console, f"  {split:<6} {sum(counts):,} {what}s, {each}")
     sizes = sorted(
@@ -104,10 +104,10 @@ def estimate_table(console: Console, prepared: Any, estimate: Any, first: bool) 
     _say(
         console,
         f"{METHODS[prepared.recipe.method['name']].title}: {method.rounds} rounds, parameters "
-        f"trained a client: {trained}",
+        f"trained per client: {trained}",
     )
     cost = (
-        f"a round: {size(estimate.up)} up and {size(estimate.down)} down a client; about "
+        f"per client and round: {size(estimate.up)} up and {size(estimate.down)} down; about "
         f"{clock(estimate.seconds)} in all{memory}"
     )
     console.print(Padding(Text(cost), (0, 0, 0, 2)))  # wrapped between words
@@ -185,8 +185,8 @@ def _groups(rows: Sequence[Row], titles: Mapping[str, str]) -> Table:
     metric, (first, *others) = rows[0].metric, list(rows[0].groups or ())
     gated = any(row.gate_accuracy is not None for row in rows)
     title = (
-        f"{metric}; best and best of last ten evaluations: of {first}, chosen on the test "
-        f"set" + "; gate accuracy" * gated
+        f"{metric}; best and best of last ten evaluations: for {first}, chosen on the test set"
+        + "; gate accuracy" * gated
     )
     names = *(unseen(g).replace(" ", "\n") for g in (first, *others)), "best", "best of\nlast ten"
     shown = _plain(title, ("method", *names, *("gate %",) * gated))

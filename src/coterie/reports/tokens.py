@@ -69,9 +69,7 @@ def experts(counts: Mixture | ClientResult) -> list[Expert]:
 
 
 def routing(found: Routing) -> str:
-    """Return the selector, the legend and the pictures; nothing where
-    no model has a router.
-    """
+    """Return the selector, the legend and the pictures; nothing where no model has a router."""
     if not found.weights:
         return ""
     slots = _slots(found.blocks or ())
@@ -130,8 +128,8 @@ def _legend(kinds: Sequence[Expert]) -> str:
     items = "".join(f'<li><span class="t {e.key}">{escape(e.name)}</span></li>' for e in kinds)
     steps = "".join(f'<i class="t" style="--k:{k}"></i>' for k in range(0, 101, 25))
     return (
-        f'<ul class="legend">{items}<li>all experts alike <span class="shades" '
-        f'aria-hidden="true">{steps}</span> one alone</li></ul>'
+        f'<ul class="legend">{items}<li>equal weights <span class="shades" '
+        f'aria-hidden="true">{steps}</span> one expert only</li></ul>'
     )
 
 

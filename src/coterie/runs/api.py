@@ -1,6 +1,4 @@
-"""What the command line does, from Python: run a recipe, compare methods, and have what comes of
-it.
-"""
+"""The Python API: run a recipe, compare methods, estimate costs, and read the results."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,8 +23,8 @@ from coterie.runs.recipe import Recipe, resolve
 
 @dataclass(frozen=True)
 class Run:
-    """A run by its folder, finished or not: its figures, its report and its personal models, read
-    when they are asked for.
+    """A run, finished or not: its results, report and personal models, read from its folder on
+    first use.
 
     Example:
         >>> import coterie
@@ -41,7 +39,7 @@ class Run:
         >>> model = run.load("c0-0")
 
     Args:
-        folder: Of the run, as `out` of `coterie.run` or `--out` of the command line.
+        folder: The run's folder, `out` of `coterie.run` or `--out` of the command line.
     """
 
     folder: Path
@@ -51,36 +49,36 @@ class Run:
 
     @cached_property
     def recipe(self) -> Recipe:
-        """The recipe with every field. Raises Refused where the folder has none."""
+        """The recipe with all fields. Raises Refused if the folder has none."""
         return resolve(self.folder)
 
     @cached_property
     def result(self) -> Result:
-        """The figures of the recipe's own method. Raises CheckpointError where the run has not
+        """The result of the recipe's own method. Raises CheckpointError if the run has not
         ended.
         """
         return Result.read(self.folder)
 
     @cached_property
     def baselines(self) -> dict[str, Result]:
-        """The figures of the methods in `compare_with`, by their names. Raises CheckpointError."""
+        """The results of the methods in `compare_with`, by name. Raises CheckpointError."""
         return {
             name: Result.read(self.folder / "baselines" / name) for name in self.recipe.compare_with
         }
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """The table of the run: a line for each method, its own last."""
+        """The table of the run: one row per method, the recipe's own last."""
         return tuple(comparing.rows([*self.baselines.values(), self.result]))
 
     @property
     def report(self) -> Path:
-        """The page with tables and figures, `report.html`."""
+        """Path of the report, `report.html`."""
         return self.folder / "report.html"
 
     @property
     def clients(self) -> tuple[str, ...]:
-        """The clients that have a personal model. Raises CheckpointError where there are none."""
+        """The clients that have a personal model. Raises CheckpointError if there are none."""
         return tuple(personal.clients_of(self.folder))
 
     def load(
@@ -98,7 +96,7 @@ class Run:
     def load_many(
         self, clients: Sequence[str] | None = None, *, base: str | None = None, device: str = "cpu"
     ) -> personal.ManyModels:
-        """Load language models of several clients as one that answers for all in one batch, see
+        """Load language models of several clients for batched inference, see
         `coterie.load_many`.
         """
         return personal.load_many(self.folder, clients, base=base, device=device)
@@ -115,8 +113,8 @@ def run(
     profile: Profile | None = None,
     **changes: Any,
 ) -> Run:
-    """Run a recipe and the methods of its `compare_with`: train, score, and keep every client's
-    personal model.
+    """Run a recipe and the methods of its `compare_with`: train and evaluate a personal model for
+    every client.
 
     Example:
         >>> import coterie
@@ -127,19 +125,18 @@ def run(
 
     Args:
         recipe: A shipped name (`coterie recipes`), the path of a YAML file, or a `Recipe`.
-        out: The folder of the run; default: a new one under runs/.
-        resume: Go on with the run in `out`, or with the latest of this recipe under runs/.
-        resume_changed: As `resume`, though base, data or clients have changed, or metrics were
-            lost.
-        callbacks: Hear of what happens, see `Callback`.
-        progress: Whether to show in the terminal how far it is.
-        profile: Records a few steps of the second round; default: nothing.
+        out: Folder for the run; default: a new one under runs/.
+        resume: Continue the run in `out`, or the latest run of this recipe under runs/.
+        resume_changed: Like `resume`, and accept that base, data or clients have changed, or that
+            metrics were lost.
+        callbacks: Called at the events of the run, see `Callback`.
+        progress: Whether to show progress in the terminal.
+        profile: Recorder for a profile of a few steps of the second round; default: none.
         changes: Other values for fields of the recipe, see `Recipe.load`.
 
     Raises:
-        Refused: Something is wrong with the recipe, the base, the data or the folder; nothing was
-            started.
-        CoterieError: It failed while running and can be resumed.
+        Refused: The recipe, base, data or folder is invalid; nothing was started.
+        CoterieError: The run failed and can be resumed.
     """
     chosen = _recipe(recipe, changes)
     folder = _folder(out, chosen.name, resume or resume_changed)
@@ -174,21 +171,21 @@ def compare(
         (True, 'table')
 
     Args:
-        methods: Names (`coterie methods`), or one's own as `module:Class` or as the class itself.
+        methods: Names of methods (`coterie methods`), or your own as `module:Class` or as the class
+            itself.
         recipe: A shipped name, the path of a YAML file, or a `Recipe`: the data, base and budget of
             all rows.
         seeds: Runs per method, with consecutive seeds.
-        out: The folder of the comparison; default: a new one under runs/.
-        resume: Go on with the comparison in `out`, or with the latest of this recipe under runs/.
-        resume_changed: As `resume`, though base, data or clients have changed, or metrics were
-            lost.
-        callbacks: Hear of what happens in each of the runs, see `Callback`.
-        progress: Whether to show in the terminal how far it is.
+        out: Folder for the comparison; default: a new one under runs/.
+        resume: Continue the comparison in `out`, or the latest of this recipe under runs/.
+        resume_changed: Like `resume`, and accept that base, data or clients have changed, or that
+            metrics were lost.
+        callbacks: Called at the events of each run, see `Callback`.
+        progress: Whether to show progress in the terminal.
         changes: Other values for fields of the recipe, see `Recipe.load`.
 
     Raises:
-        Refused: As `run`.
-        CoterieError: As `run`.
+        Refused: See `run`. CoterieError: See `run`.
     """
     given = [methods] if isinstance(methods, str | type) else methods
     names, chosen = [name_of(method) for method in given], _recipe(recipe, changes)
@@ -206,8 +203,8 @@ def compare(
 
 
 def dry_run(recipe: Recipe | str | Path, **changes: Any) -> dict[str, Estimate]:
-    """Return what a recipe and the methods of its `compare_with` would take on this machine as it
-    is now, by a few measured steps; nothing is written.
+    """Estimate the cost of a recipe and the methods of its `compare_with` on this machine, from a
+    few measured steps, without writing anything.
 
     Example:
         >>> import coterie
@@ -220,21 +217,21 @@ def dry_run(recipe: Recipe | str | Path, **changes: Any) -> dict[str, Estimate]:
         changes: Other values for fields of the recipe, see `Recipe.load`.
 
     Raises:
-        Refused: As `run`.
+        Refused: See `run`.
     """
     found = estimates(_recipe(recipe, changes), LocalBackend().prepare)
     return {prepared.recipe.method["name"]: estimate for prepared, estimate in found}
 
 
 def _recipe(recipe: Recipe | str | Path, changes: dict[str, Any]) -> Recipe:
-    """Return the recipe that is meant. Raises Refused."""
+    """Return the recipe of the arguments. Raises Refused."""
     if not isinstance(recipe, Recipe):
         return Recipe.load(recipe, **changes)
     return recipe.with_changes(**changes) if changes else recipe
 
 
 def _folder(out: Path | str | None, name: str, resume: bool) -> Path:
-    """Return the folder that is meant. Raises Refused where there is nothing to go on with."""
+    """Return the folder of the arguments. Raises Refused if there is no run to resume."""
     if out is not None:
         return Path(out)
     return latest_folder(name) if resume else new_folder(name)
@@ -242,9 +239,7 @@ def _folder(out: Path | str | None, name: str, resume: bool) -> Path:
 
 @contextmanager
 def _told(callbacks: Sequence[Callback], progress: bool, rows: int) -> Iterator[Callback]:
-    """Within the block: who is told of what happens, the callbacks and, if progress is to be shown,
-    the terminal.
-    """
+    """Provide the callbacks within the block, with the terminal among them if progress is shown."""
     if not progress:
         yield Callbacks(callbacks)
         return

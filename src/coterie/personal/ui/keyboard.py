@@ -104,7 +104,7 @@ def keyboard(models: Mapping[str, PersonalModel]) -> Any:
 
     with gradio.Blocks(title="coterie", analytics_enabled=False) as blocks:
         gradio.Markdown(
-            "## What would each of them write next?\nType, choose a word, or begin with an example."
+            "## What would each client write next?\nType, choose a word, or start with an example."
         )
         text = gradio.Textbox(label="Text", lines=3, autofocus=True, elem_id="text")
         with gradio.Row():

@@ -59,7 +59,7 @@ def sorter(models: Mapping[str, PersonalClassifier]) -> Any:
         return [gradio.Row(visible=True), page.plain(", ".join(clients)), *answer]
 
     with gradio.Blocks(title="coterie", analytics_enabled=False) as blocks:
-        gradio.Markdown(f"## What would each of them say it is?\n{_asked(shape)}")
+        gradio.Markdown(f"## How does each client classify it?\n{_asked(shape)}")
         if isinstance(shape, TextShape):
             given = gradio.Textbox(label="Text", lines=3, autofocus=True, elem_id="text")
         else:
