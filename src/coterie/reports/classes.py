@@ -118,8 +118,8 @@ def clustering(result: Result) -> str:
     return (
         f"<h3>K-means on these shares finds {verdict}</h3><p>The {len(trains)} normal clients "
         f"with their two main classes; colour and shape show the cluster, of {k}. The mean "
-        f"silhouette is {silhouette:.2f}: 1 means groups far apart, 0 groups that touch, and up to 0.25 no "
-        f"substantial structure.</p>{marks.plane(dots, *axes)}"
+        f"silhouette is {silhouette:.2f}: 1 means groups far apart, 0 groups that touch, and up "
+        f"to 0.25 no substantial structure.</p>{marks.plane(dots, *axes)}"
     )
 
 

@@ -165,9 +165,9 @@ def _scored(rows: Sequence[Row]) -> str:
             "<p>Over the whole test sets of clients that never take part in training and have "
             f"no labels; {which}. There is a column of means for each group. Methods are ranked by "
             "the first group, which also has <em>best</em> and <em>best of last ten</em> "
-            "evaluations during training (chosen on the test set, as in the paper, so that they favour "
-            "every method), <em>gate</em>, the share of samples sent to an expert whose anchor "
-            f"has their class, and {beside}.</p>"
+            "evaluations during training (chosen on the test set, as in the paper, so that they "
+            "favour every method), <em>gate</em>, the share of samples sent to an expert "
+            f"whose anchor has their class, and {beside}.</p>"
         )
     if rows[0].kept_rounds:
         return (
