@@ -60,7 +60,7 @@ class Method(ABC):
     serves_unseen_clients: ClassVar[bool] = False
     # Whether new clients can train on from what the server has, though it is no model yet.
     joinable: ClassVar[bool] = False
-    # Whether clients must keep what nobody else has of their model.
+    # Whether clients must keep parts of their model that exist nowhere else.
     stateful: ClassVar[bool] = False
     # Whether clients keep nothing of the model between rounds, whatever the recipe says.
     stateless: ClassVar[bool] = False

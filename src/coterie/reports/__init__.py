@@ -1,6 +1,4 @@
-"""What people see of a run: progress while it goes on, tables, charts and the HTML report
-afterwards.
-"""
+"""Reports of a run: progress while it runs; tables, charts and the HTML report afterwards."""
 
 from coterie.reports.callback import Callback, Callbacks
 
