@@ -11,7 +11,7 @@ from coterie.reports.comparison import ALONE, BOUNDS
 from coterie.reports.parts import figure, unseen
 
 BASE = "pretrained"
-SEEDS = "With one seed, differences may be chance: use `coterie compare METHOD ... --seeds 3`."
+SEEDS = "One seed: differences may be chance; use `coterie compare METHOD ... --seeds 3`."
 
 
 def verdict(rows: Sequence[Row], own: str) -> str:
