@@ -1,4 +1,4 @@
-"""Errors whose messages say what was wrong, where, and what to do about it."""
+"""Errors that state the problem, its place and the remedy."""
 
 from collections.abc import Sequence
 
@@ -28,7 +28,7 @@ class CoterieError(Exception):
 
 
 def extra(name: str) -> str:
-    """Return what to do about an optional part that is not installed."""
+    """Return how to install an optional extra."""
     return f"In a checkout: pip install -e '.[{name}]'"
 
 
@@ -59,7 +59,7 @@ class RecipeError(Refused):
 
 
 class DataError(Refused):
-    """Data that is missing, empty, too short or in another form than expected."""
+    """Data that are missing, empty, too short or in the wrong format."""
 
 
 class ModelError(Refused):
@@ -67,7 +67,7 @@ class ModelError(Refused):
 
 
 class CheckpointError(Refused):
-    """A checkpoint or saved model that is truncated, foreign or of another recipe."""
+    """A checkpoint or saved model that is damaged or belongs to another recipe."""
 
 
 class TensorError(CoterieError):
@@ -81,12 +81,12 @@ class ClientError(CoterieError):
 
 
 class SaveError(CoterieError):
-    """Something could not be written (a full disk, say); what was saved before is still good."""
+    """A file could not be written (for example, the disk is full). Earlier files are intact."""
 
 
 class CallbackError(CoterieError):
-    """A callback raised an exception; `__cause__` is that. What was done until the last checkpoint
-    can be resumed.
+    """A callback raised an exception, which is `__cause__`. The run can be resumed from the last
+    checkpoint.
 
     Example:
         >>> import coterie

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: tensors, JSON, and their digests."""
+"""Atomic writing of files (tensors, JSON), reading, and digests."""
 
 import errno
 import hashlib
@@ -19,8 +19,8 @@ from coterie.core.tensors import Named, Tensors, _dense, _owned
 
 
 def write_atomically(path: Path, data: bytes, lasting: bool = True) -> None:
-    """Write a file so that after a crash or on a full disk either the old or the new content is
-    there, never a part.
+    """Write a file atomically: after a crash or on a full disk it has the old or the new content,
+    never a part.
 
     Args:
         path: The file; the folders above it are made.
@@ -35,7 +35,7 @@ def write_atomically(path: Path, data: bytes, lasting: bool = True) -> None:
 
 
 def _replace(path: Path, write: Callable[[Path], object], lasting: bool) -> None:
-    """Have `write` make a file of another name, and put it in the place of this one. Raises
+    """Let `write` make a file of another name, and rename it to `path`. Raises
     SaveError, see `write_atomically`.
     """
     new = path.with_name(path.name + ".new")
@@ -70,7 +70,7 @@ def save(
 
 
 def load(path: Path) -> tuple[Tensors, dict[str, str]]:
-    """Tensors, which own their memory, and metadata of a safetensors file.
+    """Load the tensors and metadata of a safetensors file. The tensors own their memory.
 
     Raises:
         CheckpointError: The file is missing, truncated or not safetensors.
@@ -106,8 +106,8 @@ def nbytes_of_file(path: Path) -> int:
 
 
 def same_as_file(path: Path, named: Named) -> bool:
-    """Whether a safetensors file holds just these tensors. The smallest are read first, and none
-    behind one that differs.
+    """Return whether a safetensors file holds exactly these tensors. Reads the smallest first, and
+    stops at the first difference.
 
     Raises:
         CheckpointError: As `load`.
@@ -146,7 +146,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder for results, and those above it. Raises Refused where that is not possible."""
+    """Make a folder for results, with its parents. Raises Refused if that is not possible."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

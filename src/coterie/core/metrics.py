@@ -1,4 +1,4 @@
-"""What clients are scored by, and which of two scores is better."""
+"""Metrics that clients are scored by, and comparisons of scores."""
 
 import math
 import statistics
@@ -38,7 +38,7 @@ def loss(score: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric that the tables of a kind of model show.
+    """A metric of a kind of model, as tables show it.
 
     Args:
         name: As in tables.
@@ -73,7 +73,7 @@ MOST = 1 << 53  # what can be counted without loss
 
 
 def check_scores(score: Mapping[str, Tensor]) -> None:
-    """Refuse sums of a client that cannot be, whatever its data are.
+    """Refuse impossible scores of a client.
 
     Args:
         score: By split (2,) or (3,), see `Metric`; `choices`, see `choices`. Finite.
@@ -120,7 +120,7 @@ def metric_of(score: Tensor) -> Metric:
 
 
 def choices(found: Sequence[Tensor], anchored: Sequence[Sequence[int]]) -> Choices:
-    """Which experts of a pool a gate gave samples to (DDOME, Table 5 and Figure 7).
+    """Count the samples that a gate sent to each expert of a pool (DDOME, Table 5 and Figure 7).
 
     Args:
         found: Of each client (2, classes, M): samples of each class that each expert got, and how
@@ -139,17 +139,17 @@ def choices(found: Sequence[Tensor], anchored: Sequence[Sequence[int]]) -> Choic
 
 
 def prediction(metric: MetricInfo) -> str:
-    """Return what a model predicts one of at a time: a token, or an example."""
+    """Return the unit of a prediction: a token or an example."""
     return "token" if metric.unit == PERPLEXITY.unit else "example"
 
 
 def direction(metric: MetricInfo) -> str:
-    """Return a sentence's beginning: which way is better."""
+    """Return whether lower or higher is better, in words."""
     return "lower is better" if metric.lower_is_better else "higher is better"
 
 
 def sort_key(value: float, metric: MetricInfo) -> float:
-    """Return the value, with the sign that makes the least the best: what a ranking sorts by."""
+    """Return the key of a ranking: the value, negated if higher is better."""
     return value if metric.lower_is_better else -value
 
 
@@ -169,7 +169,7 @@ def worst(values: Iterable[float], metric: MetricInfo) -> float:
 
 
 def change(value: float, reference: float, metric: MetricInfo) -> tuple[float, str]:
-    """How far a value is from another, with its sign and unit: points of a percentage, otherwise
+    """Return the signed difference of two values and its unit: points for percentages, otherwise
     percent.
     """
     return (
@@ -189,8 +189,8 @@ def deviation(values: list[float]) -> float:
 
 
 def peak_memory() -> int | None:
-    """Bytes: the most memory that this process, libraries and all, was ever resident in. None
-    where the system does not tell (Windows).
+    """Return the peak resident memory of this process in bytes; None if the system does not report
+    it (Windows).
     """
     try:
         import resource

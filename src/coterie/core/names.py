@@ -1,4 +1,4 @@
-"""What a client may be called, and how its name becomes the name of a file.
+"""Valid client names, and their encoding as file names.
 
 A name is text that people read: letters of any alphabet. A file's name must be the same on every
 disk, in every archive and in every locale: macOS may decompose letters, Windows forbids some signs,
@@ -48,7 +48,7 @@ def normal(name: str) -> str:
 
 
 def mistake(name: str) -> str:
-    """Return why nobody can be called so, in a few words; nothing if one can.
+    """Return why a name is invalid, in a few words; "" if it is valid.
 
     A name has letters, marks and digits of any alphabet, single spaces between them, and `SIGNS`.
     It begins with a letter, a digit, `-` or `_`, has at most `LONGEST` characters, and is in normal
@@ -58,7 +58,7 @@ def mistake(name: str) -> str:
 
 
 def _mistakes(name: str) -> Iterator[str]:
-    """All that is wrong with a name, but for what is of no use where something before is wrong."""
+    """Yield the mistakes of a name."""
     if len(name) > LONGEST:
         yield f"it has {len(name):,} characters, at most {LONGEST} are possible"
     if not name:
@@ -107,7 +107,7 @@ def _joins(before: str, after: str) -> bool:
 
 
 def _named(character: str) -> str:
-    """Return a character as one can say which it is, also where it shows nothing."""
+    """Return a readable description of a character, even of an invisible one."""
     number = f"U+{ord(character):04X}"
     known = unicodedata.name(character, "")
     shown = f"{character!r}, " if character.isprintable() else ""
@@ -115,8 +115,8 @@ def _named(character: str) -> str:
 
 
 def nearest(text: str) -> str:
-    """Return the name that is nearest to some text: what no name may have is replaced by `-`,
-    and its end left out if it is too long.
+    """Return a valid name for some text: invalid characters are replaced by `-`, and long names are
+    cut.
     """
     name = normal(" ".join(text.split()))
     kept = "".join(c if _allowed(name, place) else "-" for place, c in enumerate(name))
@@ -125,16 +125,16 @@ def nearest(text: str) -> str:
 
 
 def folded(name: str) -> str:
-    """Return what two names have in common that a disk, or a reader, may take for one: capitals
-    and joiners do not count.
+    """Return a key that is equal for names that a disk or a reader may confuse: case and joiners
+    are ignored.
     """
     plain = normal(name).casefold()
     return normal("".join(c for c in plain if c not in _JOINERS))
 
 
 def alike(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Return the pairs of unlike names that are one when `folded`, each with the first of its
-    kind.
+    """Return the pairs of different names that are equal when `folded`, each with the first such
+    name.
     """
     first: dict[str, str] = {}
     return [

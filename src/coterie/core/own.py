@@ -1,5 +1,5 @@
-"""What does not come with coterie: classes by the name of their module,
-`my_package.my_file:MyClass`, and the entry points of installed packages.
+"""Extensions: classes named by their module, `my_package.my_file:MyClass`, and entry points of
+installed packages.
 """
 
 import sys
@@ -31,7 +31,7 @@ def package_of(point: EntryPoint) -> str:
 
 @cache
 def imported(name: str) -> object:
-    """Import `module:Class`, also from the folder that one works in.
+    """Import `module:Class`, also from the current folder.
 
     Raises:
         ImportError: Saying what went wrong.

@@ -1,4 +1,4 @@
-"""Text of others made safe to print: a terminal obeys control characters, whoever wrote them."""
+"""Make untrusted text safe to print: terminals obey control characters."""
 
 import re
 import unicodedata
@@ -10,8 +10,8 @@ _BREAK = re.compile(r"[ \t]*(?:\r?\n[ \t]*)+")
 
 
 def printable(text: str, lines: bool = False) -> str:
-    r"""Return text with everything that a terminal, a log or a reader could be deceived by made
-    visible.
+    r"""Return text with control and invisible characters escaped, so that it cannot deceive a
+    terminal, a log or a reader.
 
     Control characters (escape sequences begin with one), marks that turn the direction of writing
     round, other invisible characters and halves of surrogate pairs become escapes as Python writes

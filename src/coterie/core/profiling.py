@@ -1,5 +1,5 @@
-"""Where the time of a round goes: a trace of a few clients' steps and of what the server does,
-for the PyTorch profiler's tools.
+"""Profile of a round: a trace of a few clients' steps and of the server, for the PyTorch profiler's
+tools.
 """
 
 import gzip
@@ -34,8 +34,8 @@ _recording: list[
 
 
 def span(name: str) -> AbstractContextManager[None]:
-    """Return a range of this name in a trace: `local_round ann`, `step router`. Where nothing is
-    recorded it costs less than a microsecond.
+    """Return a named range in a trace: `local_round ann`, `step router`. Without recording it costs
+    less than a microsecond.
     """
     return _range(name) if _recording else _NOTHING
 

@@ -45,8 +45,8 @@ class Sends(Enum):
 
 
 def task(sends: Sends = Sends.PRIVATE, *, batched: bool = False) -> Callable[[F], F]:
-    """Mark a method of a method's class as the client half: `(self, client, tensors) -> Tensors`.
-    It travels by its name.
+    """Mark a function of a method's class as a client task: `(self, client, tensors) -> Tensors`.
+    Messages refer to it by name.
 
     Args:
         sends: What its reply is declared to be.
@@ -174,8 +174,7 @@ class Ask:
         return self.task.__name__
 
     def check(self, client: ClientId, reply: Named) -> None:
-        """Refuse what a client sent unless it is what it was asked for: a server believes nothing
-        that it did not check.
+        """Refuse a client's reply unless it has the form that was asked for.
 
         Raises:
             TensorError: A foreign, missing or misshapen tensor, a value that is not finite, or an

@@ -1,4 +1,4 @@
-"""Kinds of data of one's own: `data.kind: my_package.my_file:MySection`, a class of texts, images
+"""User-defined kinds of data: `data.kind: my_package.my_file:MySection`, a class of texts, images
 or labelled texts in any module; or the name of an entry point of the group `coterie.data`.
 """
 
@@ -29,8 +29,8 @@ def kind_of(section: BaseModel) -> str:
 
 
 def validated(value: Any, shipped: ValidatorFunctionWrapHandler) -> Any:
-    """Return the section of a mapping: of a class of one's own where `kind` names one, otherwise
-    one that comes with coterie, or else one that an installed package brings.
+    """Return the section of a mapping: of a user's class if `kind` names one, otherwise of one
+    shipped with coterie, or of an installed package.
 
     Raises:
         ValueError: `kind` names no such class.

@@ -1,6 +1,4 @@
-"""A `data` section of labelled examples, divided among anchors, other clients, clients that are
-never trained with, and a public set.
-"""
+"""Partition of labelled examples among anchors, other clients, unseen clients and a public set."""
 
 import math
 from collections.abc import Callable
@@ -144,7 +142,7 @@ class Partitioner(PartitionSchemes):
         return self._client_infos().get(client)
 
     def _client_infos(self) -> dict[ClientId, ClientInfo]:
-        """Everybody that there is, in their order, as in `partitioned`."""
+        """Return all clients, in the order of `partitioned`."""
         anchors, each = (
             numbered("anchor", self.anchors, 1),
             max(self.anchors // len(self.sizes), 1),
@@ -223,7 +221,9 @@ class Partitioner(PartitionSchemes):
                     refusals.add(problem, f"Labels are 0 to {self.classes - 1}.")
 
     def _check(self) -> None:
-        """Refuse what cannot be, whatever the examples are. Raises DataError with all of it."""
+        """Refuse impossible fields, before the examples are read. Raises DataError with all
+        mistakes.
+        """
         with Refusals() as refusals:
             self._check_shares(refusals)
             self._check_counts(refusals)

@@ -1,4 +1,4 @@
-"""Which documents the embedded base model has seen, and which are kept back for clients.
+"""Split of documents between the pretraining of the embedded base model and clients.
 
 `scripts/pretrain_base.py` and the corpora ask the same function, so that no client of a recipe with
 `exclude_pretraining` ever holds a document that the base was pretrained on.

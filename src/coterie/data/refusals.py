@@ -1,4 +1,4 @@
-"""Refusals that come all at once: fixing data one message at a time wastes people's evenings."""
+"""Collect several errors in data and report them together."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

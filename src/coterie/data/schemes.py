@@ -1,6 +1,4 @@
-"""Partition schemes: which examples go to which client, and the clients that are never trained
-with.
-"""
+"""Partition schemes: which examples go to which client, and the unseen clients."""
 
 from abc import ABC
 from collections.abc import Iterable, Iterator, Sequence
@@ -363,7 +361,7 @@ class PartitionSchemes(PartitionFields, ABC):
 
 
 def _rows(labels: Numbers, classes: Sequence[int] | Numbers) -> Numbers:
-    """Which of these labels are of the classes."""
+    """Return which of these labels are of the classes."""
     return np.flatnonzero(np.isin(labels, classes))
 
 

@@ -1,5 +1,5 @@
-"""What every kind of the recipe's `data` section has in common: bounds, seeds, and the way from
-texts to a federation.
+"""Common parts of all `data` sections: bounds, seeds, and the conversion of texts to a
+federation.
 """
 
 from abc import ABC, abstractmethod

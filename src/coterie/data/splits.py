@@ -1,5 +1,5 @@
-"""Splits of a client's data: an endless, stateless walk for training and one ordered pass for
-scoring.
+"""Splits of a client's data: an endless, stateless sequence of batches for training, and one
+ordered pass for evaluation.
 """
 
 import hashlib

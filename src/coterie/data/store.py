@@ -1,4 +1,4 @@
-"""Token streams on disk: encoded once, memory-mapped by every process that needs them."""
+"""Token streams on disk: encoded once, then memory-mapped by every process."""
 
 import json
 import os

@@ -1,6 +1,4 @@
-"""A language made on purpose, of which it is known what clients have in common: the ground truth
-for routing.
-"""
+"""A synthetic language with known shared and private parts: the ground truth for routing."""
 
 from bisect import bisect
 from collections.abc import Iterator, Sequence

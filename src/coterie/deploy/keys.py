@@ -165,8 +165,8 @@ def public_key(text: str) -> ec.EllipticCurvePublicKey:
         raise Refused("It holds no public key.") from None
     if not isinstance(key, ec.EllipticCurvePublicKey):
         raise Refused(
-            "It holds a key of another kind than Flower knows: ssh-keygen -t ecdsa -b 384 makes "
-            "those."
+            "It holds a key of a kind that Flower does not accept. Make one with: ssh-keygen -t "
+            "ecdsa -b 384"
         )
     return key
 

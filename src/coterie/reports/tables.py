@@ -107,7 +107,7 @@ def estimate_table(console: Console, prepared: Any, estimate: Any, first: bool) 
         f"trained per client: {trained}",
     )
     cost = (
-        f"per client and round: {size(estimate.up)} up and {size(estimate.down)} down; about "
+        f"a round: {size(estimate.up)} up, {size(estimate.down)} down a client; about "
         f"{clock(estimate.seconds)} in all{memory}"
     )
     console.print(Padding(Text(cost), (0, 0, 0, 2)))  # wrapped between words
