@@ -94,10 +94,14 @@ def _dry_run(recipe: "Recipe") -> None:
     from rich.console import Console
 
     from coterie.reports.tables import clock, estimate_table
+    from coterie.runs.auto import resolved
     from coterie.runs.backends import LocalBackend
     from coterie.runs.estimate import estimates
 
     console, seconds = Console(), list[float]()
+    recipe, said = resolved(recipe)
+    if said:
+        console.print(said, markup=False, highlight=False, soft_wrap=True)
     for prepared, estimate in estimates(recipe, LocalBackend().prepare):
         estimate_table(console, prepared, estimate, first=not seconds)
         seconds.append(estimate.seconds)

@@ -42,6 +42,9 @@ class Callback:
         one.
         """
 
+    def chosen(self, text: str) -> None:
+        """Hear, in one line, which values a run has chosen for fields that were `auto`."""
+
     def preparing(self) -> None:
         """Handle the start of loading the base and data, and of training the common start."""
 

@@ -122,6 +122,10 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
         self.spoke = time.monotonic()
         self.console.print(text, markup=False, highlight=False)
 
+    def chosen(self, text: str) -> None:
+        self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.spoke = time.monotonic()
+
     def preparing(self) -> None:
         self.stage, self.stretch = PREPARING, RoundTimer(0, 0)
         if self.live:

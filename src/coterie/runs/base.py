@@ -54,7 +54,7 @@ class ExecutionBase(Listener):
         self.started = 0.0  # by the monotonic clock
         decisive = self.recipe.model_dump(
             mode="json",
-            exclude={"compare_with", "samples", "memory", "curve_every", "curve_windows"},
+            exclude={"compare_with", "samples", "memory", "curve_every", "curve_windows", "auto"},
         )
         if decisive["keep"] == "last":  # as in checkpoints of before there was a choice
             del decisive["keep"]

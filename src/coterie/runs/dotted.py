@@ -9,6 +9,43 @@ from coterie.methods import METHODS, name_of
 from coterie.runs import recipes
 from coterie.runs.mistakes import SHOWN
 
+AUTO = "auto"  # the value of a field that the run chooses, see `coterie.runs.auto`
+LR, CONTEXT, BATCH, MICRO_BATCH, STEPS = AUTOMATIC = (
+    "training.experts.lr",
+    "model.context",
+    "training.batch_size",
+    "training.micro_batch",
+    "method.local_steps",
+)
+
+
+def without_auto(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe's section in which fields that are `auto` are left out, and named in its own
+    field `auto` instead.
+    """
+    found, named = dict(section), list(section.get("auto") or ())
+    for key in AUTOMATIC:
+        *path, last = key.split(".")
+        parts = [found]
+        while len(parts) <= len(path) and isinstance(
+            inner := parts[-1].get(path[len(parts) - 1]), Mapping
+        ):
+            parts.append(dict(inner))
+        if len(parts) > len(path) and parts[-1].get(last) == AUTO:
+            del parts[-1][last]
+            for part, name, inner in zip(parts, path, parts[1:], strict=False):
+                part[name] = inner
+            named.append(key)
+    return found | {"auto": list(dict.fromkeys(named))} if named else found
+
+
+def value_at(section: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a dotted key; None where there is none."""
+    found: Any = section
+    for part in key.split("."):
+        found = (found or {}).get(part)
+    return found
+
 
 def flat(changes: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the values of nested mappings by dotted keys; a method by its name or class alone
@@ -51,6 +88,8 @@ def assign(section: dict[str, Any], key: str, value: Any, shown: str) -> str | N
     """Set the value of a dotted key; returns what is wrong with it, if anything. A new method's
     name drops what it has no fields for.
     """
+    if section.get("auto"):
+        section["auto"] = [own for own in section["auto"] if not f"{own}.".startswith(f"{key}.")]
     *path, last = key.split(".")
     for part in path:
         section = section.setdefault(part, {})

@@ -18,6 +18,7 @@ from coterie.methods import METHODS, Method
 from coterie.models.classifier import Classifier
 from coterie.models.layout import Layout
 from coterie.runs import loading
+from coterie.runs.auto import resolved
 from coterie.runs.language import Language
 from coterie.runs.problem import LearningProblem
 from coterie.runs.recipe import Recipe
@@ -69,6 +70,7 @@ def prepare(recipe: Recipe, loaded: LearningProblem | None = None) -> Prepared:
     Raises:
         Refused: The base, the data, or their combination with the method will not do.
     """
+    recipe, _ = resolved(recipe)
     problem = loading.load(recipe) if loaded is None else loaded
     planted = _plant(recipe, problem)
     return replace(assembled(recipe, problem), planted=planted)

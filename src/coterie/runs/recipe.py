@@ -169,9 +169,14 @@ class Recipe(BaseModel):
         Field(description="show the beginnings of test texts, coloured by expert, in the report"),
     ] = True
     seed: Annotated[int, Field(ge=0, description="seed of everything except the data splits")] = 0
+    auto: Annotated[
+        tuple[Annotated[str, Field(pattern=f"^({'|'.join(dotted.AUTOMATIC)})$")], ...],
+        Field(description="fields that the run chooses: those whose value is `auto`, see below"),
+    ] = ()
 
     def __init__(self, /, **fields: Any) -> None:
         """Check the fields and take them. Raises RecipeError with all mistakes."""
+        fields = dotted.without_auto(fields)
         source = f"recipe {fields.get('name', '')}".rstrip()
         if mistakes := list(impossible(fields)):
             raise RecipeError(source, mistakes)
@@ -266,14 +271,10 @@ class Recipe(BaseModel):
                 f"model.kind: data.kind {kind_of(self.data)} holds {held}, which need {needed}, "
                 f"found {self.model.kind}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_keep(self) -> "Recipe":
         if self.keep == "best" and not self.evaluate_every:
             raise Mistakes(
-                "keep: best chooses among evaluations, and evaluate_every is 0: only the last "
-                "round has one; set evaluate_every to 1, for instance, or keep to last"
+                "keep: best chooses among evaluations, and evaluate_every is 0; set that to 1, for "
+                "instance, or keep to last"
             )
         return self
 

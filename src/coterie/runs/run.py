@@ -18,6 +18,7 @@ from coterie.reports import Callback
 from coterie.reports import comparison as comparing
 from coterie.reports.html import write_comparison, write_report
 from coterie.runs import recipe as recipes
+from coterie.runs.auto import resolved, resolved_remotely
 from coterie.runs.backends import Backend, LocalBackend, choose_threads, computing
 from coterie.runs.estimate import RunEstimator
 from coterie.runs.execution import Execution
@@ -69,17 +70,21 @@ def run(
             started.
         CoterieError: It failed while running and can be resumed.
     """
-    rows = [(recipe.with_method(name), folder / "baselines" / name) for name in recipe.compare_with]
-    rows.append((recipe, folder))
     if not (resume or changed) and (folder / RECIPE).exists():
         raise Refused(
             f"{folder} already holds a run", "Go on with it by --resume, or choose another --out."
         )
+    reporter = reporter or Callback()
+    recipe = _without_auto(
+        recipe, folder if resume or changed else None, reporter, backend or LocalBackend()
+    )
+    rows = [(recipe.with_method(name), folder / "baselines" / name) for name in recipe.compare_with]
+    rows.append((recipe, folder))
     if resume or changed:
         _check_begun(folder, rows)
     results = execute_all(
         rows,
-        reporter or Callback(),
+        reporter,
         backend=backend,
         profile=profile,
         changed=changed,
@@ -87,6 +92,20 @@ def run(
     )
     write_report(folder, results, recipe.description)
     return results
+
+
+def _without_auto(
+    recipe: Recipe, folder: Path | None, reporter: Callback, backend: Backend
+) -> Recipe:
+    """Return a recipe in which nothing is left to the run, and tell what was chosen; of a run that
+    goes on in `folder`, what was chosen then. Raises Refused.
+    """
+    if not recipe.auto:
+        return recipe
+    found, said = resolved_remotely(recipe, folder) if backend.devices else resolved(recipe, folder)
+    if said:
+        reporter.chosen(said)
+    return found
 
 
 def execute_all(
@@ -316,6 +335,8 @@ def compare(
             f"{folder} already holds a comparison",
             "Go on with it by --resume, or choose another --out.",
         )
+    reporter = reporter or Callback()
+    recipe = _without_auto(recipe, folder if resume or changed else None, reporter, LocalBackend())
     rows = [
         (
             recipe.with_method(name).model_copy(update={"seed": recipe.seed + k}),
@@ -330,7 +351,7 @@ def compare(
         METHODS[row.method["name"]].title + (f", seed {row.seed}" if seeds > 1 else "")
         for row, _ in rows
     ]
-    results = execute_all(rows, reporter or Callback(), titles, changed=changed, within=folder)
+    results = execute_all(rows, reporter, titles, changed=changed, within=folder)
     table = comparing.rows(results)
     comparison = Comparison(
         recipe=recipe.name,

@@ -1,0 +1,251 @@
+"""Values that a recipe leaves to the run: `auto`, chosen from the base, the clients' training text
+and the memory of this machine before anything starts.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from coterie.core.errors import RecipeError
+from coterie.data.section import Section
+from coterie.data.splits import Tokens, TokenSplit
+from coterie.engines.states import half_of_memory
+from coterie.models.architecture import EMBEDDED, Architecture, configuration, tokenizer
+from coterie.runs import dotted, recipes
+from coterie.runs.dotted import BATCH, CONTEXT, LR, MICRO_BATCH, STEPS
+from coterie.runs.language import pick_dtype
+from coterie.runs.loading import pick_device
+from coterie.runs.recipe import Recipe, changed
+from coterie.runs.sections import LanguageSection
+
+EPOCHS = 3.0  # of a client's text, about as many as CoMiGS trains for (its 500 iterations are 3.4)
+FEWEST, MOST = 50, 1000  # local iterations of a run
+ENOUGH = 100  # of them, for which batches are made smaller
+SHORTEST, LONGEST, LEAST = 64, 1024, 16  # tokens of a window; at least, where a split is short
+LARGEST_BATCH, SMALLEST_BATCH = 8, 2
+EMBEDDED_LR = 1e-2  # see benchmarks/results/quickstart.md
+LEAST_LR, MOST_LR = 2e-4, 1e-3
+UNSEEN = {CONTEXT: 128, BATCH: 8, MICRO_BATCH: None, STEPS: 10}  # of texts that nobody here has
+
+
+@dataclass(frozen=True)
+class Texts:
+    """How much text clients have, in tokens.
+
+    Args:
+        train: Of each client.
+        shortest: The least that a client has of any split.
+        document: The length of the document that the middle token of all training text is in.
+    """
+
+    train: Sequence[int]
+    shortest: int
+    document: int
+
+    @property
+    def mean(self) -> float:
+        return sum(self.train) / len(self.train)
+
+
+def learning_rate(base: str) -> tuple[float, str]:
+    """Return the peak learning rate of the experts for a base, and why.
+
+    A pretrained base gets 10 * 5e-5 * (2000 / width)^0.781, between 2e-4 and 1e-3: ten times that
+    of full fine-tuning, falling with the width (Schulman et al., "LoRA Without Regret", 2025, and
+    the exponent for Llama of tinker-cookbook's `get_lr`); 2e-4 is what LoRA's authors (Hu et al.,
+    2021, Table 11) and most libraries use. The base in the package is far smaller than those, and
+    its value is measured.
+
+    Raises:
+        ModelError: There is no such base.
+    """
+    if base == EMBEDDED:
+        return EMBEDDED_LR, "the embedded base"
+    width = Architecture.from_base(base).d_model
+    rate = 10 * 5e-5 * (2000 / width) ** 0.781
+    return float(f"{min(max(rate, LEAST_LR), MOST_LR):.1g}"), f"a base of width {width:,}"
+
+
+def context_of(texts: Texts, limit: int) -> tuple[int, str]:
+    """Return the length of windows, a power of two, and why: as long as documents are, but not
+    longer than the base sees at once, than 1,024 tokens, or than every split has room for.
+    """
+    wanted = _power_above(texts.document)
+    most = min(limit, LONGEST)
+    room = max(_power_below(texts.shortest - 1), LEAST)
+    found = max(min(max(wanted, SHORTEST), most, room), 2)
+    if found == room < wanted:
+        return found, f"the shortest split has {texts.shortest:,} tokens"
+    if found == most < wanted:
+        return found, "the most" if found < limit else "the most that the base takes"
+    return found, f"documents of about {texts.document:,} tokens"
+
+
+def batch_of(texts: Texts, context: int) -> tuple[int, str]:
+    """Return windows in a batch, and why: the most, up to 8, of which three epochs still make 100
+    iterations.
+    """
+    fits = EPOCHS * texts.mean / (context * ENOUGH)
+    found = min(max(_power_below(int(fits)), SMALLEST_BATCH), LARGEST_BATCH)
+    return found, f"{texts.mean:,.0f} tokens a client"
+
+
+def steps_of(texts: Texts, context: int, batch: int, rounds: int) -> tuple[int, str]:
+    """Return local iterations in a round, and why: all of a run are three epochs of what a client
+    has in the mean, within bounds.
+
+    Every client does as many, so that clients stay comparable: whoever has less text sees it more
+    often, and `keep: best` ends that when its validation data say so.
+    """
+    whole = min(max(EPOCHS * texts.mean / (context * batch), FEWEST), MOST)
+    found = max(math.ceil(whole / rounds), 1)
+    epochs = found * rounds * context * batch / texts.mean
+    return found, f"{epochs:.1f} epochs of {texts.mean:,.0f} tokens a client in {rounds} rounds"
+
+
+def rows_that_fit(base: str, context: int, dtype: str, memory: float) -> int:
+    """Return how many windows about fit into memory in a training step.
+
+    A block keeps about 17 values for each position and unit of its width (Korthikanti et al., 2022,
+    Section 4.1: 34 bytes at two bytes a value, with attention that is not kept).
+
+    Args:
+        base: Of which only the shapes count.
+        context: Tokens of a window.
+        dtype: `fp32` or `bf16`.
+        memory: Bytes, for weights and activations.
+    """
+    shape, size = Architecture.from_base(base), 4 if dtype == "fp32" else 2
+    weights = shape.vocabulary * shape.d_model
+    for block in shape.blocks:
+        weights += sum(own.inputs * own.outputs for own in (*block.attention, *block.mlp.linears))
+    row = 17 * size * context * shape.d_model * len(shape.blocks)
+    return max(int((memory - size * weights) / row), 1) if math.isfinite(memory) else LARGEST_BATCH
+
+
+def micro_batch_of(batch: int, rows: int) -> tuple[int | None, str]:
+    """Return windows in a forward pass, and why; None: all of a batch."""
+    return (None, "it fits") if rows >= batch else (_power_below(rows), "for want of memory")
+
+
+def texts_of(recipe: Recipe) -> Texts:
+    """Measure the texts of a recipe, encoded by its base's tokenizer. Raises Refused."""
+    assert isinstance(recipe.data, Section)
+    own = tokenizer(recipe.model.base)  # type: ignore[union-attr] # `_language` has looked
+    federation = recipe.data.load(own, 2, order_seed=recipe.seed)
+    splits = [data.splits for data in federation.clients.values()]
+    streams = [split.tokens for train, *_ in splits if isinstance(split := train, TokenSplit)]
+    return Texts(
+        [len(stream) for stream in streams],
+        min(len(split) for own in splits for split in own),
+        _middle_document(streams, own.eos_token_id),
+    )
+
+
+def _middle_document(streams: Sequence[Tokens], end: int | None) -> int:
+    """Return the length of the document that the middle one of all tokens is in."""
+    lengths: list[int] = []
+    for stream in streams:
+        ends = np.flatnonzero(np.asarray(stream) == end) if end is not None else np.empty(0, int)
+        lengths += np.diff([-1, *ends.tolist(), len(stream) - 1]).tolist()
+    ordered = np.sort([length for length in lengths if length > 0])
+    return int(ordered[np.searchsorted(np.cumsum(ordered), ordered.sum() / 2)])
+
+
+def _power_below(number: int) -> int:
+    """Return the largest power of two that is not above a number, 1 at least."""
+    return 1 << max(number.bit_length() - 1, 0)
+
+
+def _power_above(number: int) -> int:
+    """Return the smallest power of two that is not below a number."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def resolved(recipe: Recipe, folder: Path | None = None) -> tuple[Recipe, str]:
+    """Return a recipe with a value for each field that was `auto`, and a line that says which.
+
+    Args:
+        recipe: As it was given.
+        folder: Of a run that goes on: what was chosen then stays.
+
+    Raises:
+        Refused: The base or the data will not do.
+    """
+    if not recipe.auto:
+        return recipe, ""
+    if (before := _before(recipe, folder)) is not None:
+        return changed(recipe, before), ""
+    section = _language(recipe)
+    rounds, given = recipe.build_method().rounds, recipe.model_dump(mode="json")
+    texts, device = texts_of(recipe), pick_device(section.device)
+    found: dict[str, tuple[Any, str]] = {}
+
+    def value(key: str, choice: tuple[Any, str]) -> Any:
+        if key not in recipe.auto:
+            return dotted.value_at(given, key)
+        found[key] = choice
+        return choice[0]
+
+    limit = int(configuration(section.base).max_position_embeddings)
+    value(LR, learning_rate(section.base) if LR in recipe.auto else (0, ""))
+    context = value(CONTEXT, context_of(texts, limit))
+    batch = value(BATCH, batch_of(texts, context))
+    memory = half_of_memory(torch.device(device))
+    rows = rows_that_fit(section.base, context, pick_dtype(section.dtype, device), memory)
+    value(MICRO_BATCH, micro_batch_of(batch, rows))
+    if rounds and not recipe.method.get("local_epochs"):
+        value(STEPS, steps_of(texts, context, batch, rounds))
+    return changed(recipe, {k: v for k, (v, _) in found.items()} | {"auto": []}), _said(found)
+
+
+def resolved_remotely(recipe: Recipe, folder: Path | None = None) -> tuple[Recipe, str]:
+    """As `resolved`, at a server that has no text: the learning rate by the base, and fixed values
+    of all else. Raises ModelError.
+    """
+    if not recipe.auto:
+        return recipe, ""
+    if (before := _before(recipe, folder)) is not None:
+        return changed(recipe, before), ""
+    found: dict[str, tuple[Any, str]] = {
+        key: (value, "the text is on devices")
+        for key, value in UNSEEN.items()
+        if key in recipe.auto
+    }
+    if LR in recipe.auto:
+        found[LR] = learning_rate(_language(recipe).base)
+    return changed(recipe, {k: v for k, (v, _) in found.items()} | {"auto": []}), _said(found)
+
+
+def _language(recipe: Recipe) -> LanguageSection:
+    """Return the model section of a recipe of texts. Raises RecipeError for another one."""
+    if not isinstance(recipe.model, LanguageSection):
+        problem = f"{recipe.auto[0]}: auto is for language models; give a number"
+        raise RecipeError(f"recipe {recipe.name}", [problem])
+    return recipe.model
+
+
+def _before(recipe: Recipe, folder: Path | None) -> Mapping[str, Any] | None:
+    """Return what a run that began in a folder had chosen; None where none has."""
+    paths = (
+        [] if folder is None else [folder / "recipe.yaml", *sorted(folder.glob("*/*/recipe.yaml"))]
+    )
+    if (path := next((path for path in paths if path.is_file()), None)) is None:
+        return None
+    then = recipes.read(path)
+    return {key: dotted.value_at(then, key) for key in recipe.auto} | {"auto": []}
+
+
+def _said(found: Mapping[str, tuple[Any, str]]) -> str:
+    """Return what was chosen, in one line."""
+    parts = (
+        f"{key} {'null' if value is None else f'{value:g}'} ({why})"
+        for key, (value, why) in found.items()
+        if value is not None
+    )
+    return "chosen: " + ", ".join(parts)
