@@ -39,6 +39,7 @@ SETTINGS = (
         "curve_windows=6",
         "threads=1",
     ),
+    *("keep=last", "evaluate_every=0", "training.experts.lr=0.01"),
 )
 TIMES = {"wall_s", "peak_memory_bytes", "curve"}
 

@@ -17,7 +17,7 @@ import torch
 
 from coterie import personal
 from coterie.cli.train import _show
-from coterie.core.errors import RecipeError, Refused
+from coterie.core.errors import Refused
 from coterie.core.files import load as load_tensors
 from coterie.core.metrics import perplexity
 from coterie.core.result import Result
@@ -244,9 +244,17 @@ def test_clients_that_keep_nothing_keep_their_best_model(tmp_path: Path) -> None
         assert model.about.round == own["kept_round"]
 
 
+def test_without_evaluations_between_it_chooses_between_start_and_end(tmp_path: Path) -> None:
+    run.run(load("cobo-digits", [*DIGITS, "keep=best", "evaluate_every=0"]), tmp_path / "run")
+    found = result_of(tmp_path / "run")
+    assert [e["round"] for e in found["evaluations"]] == [0, ROUNDS]
+    for client, own in found["clients"].items():
+        start, end = (e["clients"][client]["valid"] for e in found["evaluations"])
+        assert own["kept_round"] == (ROUNDS if end > start else 0)
+        assert own["valid"] == max(start, end)
+
+
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(RecipeError, match="evaluate_every is 0"):
-        load("cobo-digits", ["keep=best", "evaluate_every=0"])
     with pytest.raises(Refused, match=r"keep: best needs clients.*data\.unseen"):
         prepare(load("ddome-digits", ["keep=best", "evaluate_every=1"]))
     stateless = ["keep=best", "evaluate_every=1", "training.stateless=true", "method.name=fedavg"]

@@ -119,7 +119,11 @@ def test_the_run_folder(finished: Path) -> None:
         assert (finished / name).exists(), name
     lines = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     assert sum(line["kind"] == "train" for line in lines) == 4 * 3
-    assert {line["round"] for line in lines if line["kind"] == "score"} == {2, 4}
+    assert {line["round"] for line in lines if line["kind"] == "score"} == {
+        0,
+        2,
+        4,
+    }  # that before the first round too
     assert [path.name for path in sorted((finished / "checkpoints").iterdir())] == [
         "round-00003",
         "round-00004",

@@ -243,9 +243,5 @@ def _before(recipe: Recipe, folder: Path | None) -> Mapping[str, Any] | None:
 
 def _said(found: Mapping[str, tuple[Any, str]]) -> str:
     """Return what was chosen, in one line."""
-    parts = (
-        f"{key} {'null' if value is None else f'{value:g}'} ({why})"
-        for key, (value, why) in found.items()
-        if value is not None
-    )
-    return "chosen: " + ", ".join(parts)
+    parts = [f"{key} {value:g} ({why})" for key, (value, why) in found.items() if value is not None]
+    return f"chosen: {', '.join(parts)}" if parts else ""

@@ -90,7 +90,7 @@ class Recipe(BaseModel):
         Field(
             description="whose scores and personal models a run ends with: last, those after the "
             "last round; best, of each client those of the evaluation at which its own validation "
-            "score was best, that before the first round included; needs evaluate_every"
+            "score was best, that before the first round included"
         ),
     ] = "last"
     curve_every: Annotated[
@@ -171,7 +171,9 @@ class Recipe(BaseModel):
     seed: Annotated[int, Field(ge=0, description="seed of everything except the data splits")] = 0
     auto: Annotated[
         tuple[Annotated[str, Field(pattern=f"^({'|'.join(dotted.AUTOMATIC)})$")], ...],
-        Field(description="fields that the run chooses: those whose value is `auto`, see below"),
+        Field(
+            description="fields that the run chooses: those whose value is `auto`, see own-text.md"
+        ),
     ] = ()
 
     def __init__(self, /, **fields: Any) -> None:
@@ -270,11 +272,6 @@ class Recipe(BaseModel):
             raise Mistakes(
                 f"model.kind: data.kind {kind_of(self.data)} holds {held}, which need {needed}, "
                 f"found {self.model.kind}"
-            )
-        if self.keep == "best" and not self.evaluate_every:
-            raise Mistakes(
-                "keep: best chooses among evaluations, and evaluate_every is 0; set that to 1, for "
-                "instance, or keep to last"
             )
         return self
 
