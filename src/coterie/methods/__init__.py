@@ -113,6 +113,12 @@ _SHIPPED: Mapping[str, Entry] = {
         "CoMiGS with CoBo's weights",
         "beyond the papers: CoMiGS whose generalists are averaged with weights that gradients find",
     ),
+    "comigs-residual": Entry(
+        "comigs_residual.CoMiGSResidual",
+        "CoMiGS-residual",
+        "beyond the papers: FedAvg of generalists, specialists that learn what these leave, and a "
+        "share of each that validation chooses",
+    ),
     "comigs-pool": Entry(
         "comigs_pool.CoMiGSPool",
         "CoMiGS with a pool",

@@ -1,0 +1,142 @@
+"""Federations on which personal methods are compared: the papers' and topics' corpora, and folders
+of unlike people made of the same data.
+
+Two sizes: `small`, where a row takes half a minute on one thread, and `full`, of the shipped
+recipes.
+"""
+
+import gzip
+import json
+import os
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# Of every small run. Each client's tokens are seen about three times, as in CoMiGS.
+SMALL: Mapping[str, Any] = {
+    "data": {"train_tokens": 4000, "valid_tokens": 1200, "test_tokens": 2000},
+    "method": {"rounds": 6, "local_steps": 8},
+    "training": {"batch_size": 4},
+    "evaluate_every": 2,
+}
+FULL: Mapping[str, Any] = {"evaluate_every": 2}
+ROUTERS = {"router_every": 12, "router_steps": 4}  # a third of a router step per local iteration
+
+CORPORA = {  # by shipped recipe
+    "agnews-ood": "agnews-ood",
+    "agnews-id": "agnews-id",
+    "multilingual": "multilingual",
+    "topics": "topics",
+    "quickstart": "quickstart",
+    "languages-topics": "languages-topics",
+}
+Writer = Mapping[str, tuple[str, int]]  # by client: the source of its text, and its training tokens
+FOLDERS: Mapping[str, Writer] = {
+    "two-alike": {
+        "ann": ("news:1", 4000),
+        "ben": ("news:1", 4000),
+        "carl": ("topics:code", 4000),
+        "dora": ("multilingual:it", 4000),
+    },
+    "unlike-sizes": {
+        "little": ("topics:stackexchange", 2000),
+        "much": ("topics:stackexchange", 40000),
+        "news": ("news:2", 4000),
+        "templates": ("templates", 4000),
+    },
+}
+CHARACTERS = 4  # of a token, at most: folders hold at least as much text as is asked for
+
+
+def recipe_of(name: str, size: str, cache: Path) -> tuple[str, dict[str, Any]]:
+    """Return a shipped recipe and what of it is changed, for one federation of one size.
+
+    Raises:
+        KeyError: There is no such federation.
+    """
+    changes = json.loads(json.dumps(dict(SMALL if size == "small" else FULL)))
+    changes |= {"compare_with": [], "curve_every": None, "samples": False}
+    if name in CORPORA:
+        return CORPORA[name], changes
+    writers = FOLDERS[name]
+    factor = 1 if size == "small" else 8
+    folder = cache / f"{name}-{size}"
+    if not folder.is_dir():
+        write_folders(folder, writers, factor)
+    of_clients = [tokens * factor for _, tokens in (writers[i] for i in sorted(writers))]
+    bounds = changes.setdefault("data", {})
+    changes["data"] = {"path": str(folder), "valid_tokens": 1200, "test_tokens": 2000} | bounds
+    changes["data"]["train_tokens"] = of_clients
+    if size == "small":
+        changes["model"] = {"context": 64}
+    return "folders", changes
+
+
+def write_folders(folder: Path, writers: Writer, factor: int) -> None:
+    """Write the text of each client as train, valid and test, no document in two of them."""
+    taken: dict[str, int] = {}
+    for client, (source, tokens) in writers.items():
+        documents = _documents(source)
+        (folder / client).mkdir(parents=True)
+        for split, size in (
+            ("train", tokens * factor),
+            ("valid", max(1200, tokens // 4)),
+            ("test", 2500 * factor),
+        ):
+            start = taken.get(source, 0)
+            end, characters = start, 0
+            while characters < size * CHARACTERS * 1.3 and end < len(documents):
+                characters += len(documents[end])
+                end += 1
+            lines = (json.dumps({"text": text}) for text in documents[start:end])
+            (folder / client / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
+            taken[source] = end
+
+
+def _documents(source: str) -> Sequence[str]:
+    """Return the documents of a source, `corpus:category`, in an order of their own."""
+    corpus, _, category = source.partition(":")
+    if corpus == "templates":
+        return _templates()
+    root = Path(os.environ["COTERIE_DATA"])
+    file, column = {
+        "news": ("ag_news", "label"),
+        "topics": ("topics", "topic"),
+        "multilingual": ("multilingual", "language"),
+    }[corpus]
+    with gzip.open(root / file / "train.jsonl.gz", "rt") as lines:
+        rows = [json.loads(line) for line in lines]
+    found = [row["text"][:1500] for row in rows if str(row[column]) == category]
+    random.Random(0).shuffle(found)
+    return found
+
+
+def _templates() -> Sequence[str]:
+    """Return invoices and reminders that differ in names and numbers alone."""
+    draw = random.Random(0)
+    names = ("Miller", "Jones", "Garcia", "Chen", "Novak", "Rossi", "Dubois", "Kim", "Okafor")
+    things = ("bolts", "hinges", "brackets", "hoses", "filters", "pumps", "valves", "cables")
+    form = (
+        "Dear {0},\n\nplease find below invoice number {1} for {2} {3} of {4} {5}. The amount of "
+        "{6}.{7:02} EUR is due within {8} days. Our reference is {9}-{10}.\n\nWith kind regards,\n"
+        "{11} & Sons"
+    )
+    months = ("January", "March", "May", "June", "September", "November")
+    return [
+        form.format(
+            draw.choice(names),
+            draw.randint(10000, 99999),
+            draw.randint(2, 900),
+            draw.choice(things),
+            draw.choice(months),
+            draw.randint(2019, 2026),
+            draw.randint(20, 9000),
+            draw.randint(0, 99),
+            draw.choice((14, 30, 60)),
+            draw.choice("ABCDEF"),
+            draw.randint(100, 999),
+            draw.choice(names),
+        )
+        for _ in range(3000)
+    ]

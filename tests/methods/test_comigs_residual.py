@@ -1,0 +1,287 @@
+"""CoMiGS-residual against its formulas written out naively, and what it has FedAvg, CoMiGS and the
+base for.
+"""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from oracle import mixture as oracle
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+
+from coterie.client.blueprint import Blueprint, initial_seed
+from coterie.client.client import Client
+from coterie.client.optimizers import AdamW
+from coterie.client.settings import Training
+from coterie.client.site import Site
+from coterie.core.protocol import drive
+from coterie.core.roles import GENERALIST, ROUTER, SPECIALIST
+from coterie.core.tensors import Tensors
+from coterie.data.federation import Federation
+from coterie.engines import InProcess
+from coterie.methods import Method
+from coterie.methods.comigs import CoMiGS
+from coterie.methods.comigs_residual import CoMiGSResidual
+from coterie.methods.fedavg import FedAvg
+from coterie.models.adapter import Adapter, Layout
+from coterie.models.backbone import Backbone
+from coterie.models.language import LanguageModel
+
+ADAMW = AdamW(lr=5e-3, schedule="cosine")
+TRAINING = Training(batch_size=4, experts=ADAMW)
+SHORT = {"rounds": 3, "local_steps": 2}
+RANK, SEED = 2, 5
+ROWS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+
+
+@pytest.fixture(scope="module")
+def backbone(tiny_base: Path) -> Backbone:
+    return Backbone.load(tiny_base)
+
+
+class World:
+    """A method on three clients of tiny texts, in one process."""
+
+    def __init__(self, method: Method, backbone: Backbone, federation: Federation) -> None:
+        self.method, self.names = method, tuple(federation.clients)
+        layouts = {i: method.layout(k, Layout(rank=RANK)) for k, i in enumerate(self.names)}
+        self.site = Site(
+            partial(LanguageModel, backbone),
+            layouts,
+            federation.clients,
+            TRAINING,
+            seed=SEED,
+            total_iterations=method.total_iterations,
+        )
+        self.engine = InProcess(self.site, method)
+        blueprint = Blueprint(partial(Adapter, backbone.architecture), layouts, SEED)
+        self.server, self.done = method.init(blueprint, self.names), 0
+
+    def rounds(self, count: int) -> "World":
+        for _ in range(count):
+            step = self.method.round(self.server, self.names, torch.Generator())
+            self.server = drive(step, lambda ask, phase: self.engine.answer(ask, self.done, phase))
+            self.done += 1
+        return self
+
+    def finish(self) -> "World":
+        end = self.method.finish(self.server, self.names)
+        self.server = drive(end, lambda ask, phase: self.engine.answer(ask, self.done, phase))
+        return self
+
+    def client(self, i: str) -> Client:
+        return self.site.client(i, dict(self.engine.states().get(i, {})))
+
+
+def naive_loss(base: Path, values: dict[str, Tensor], batch: Tensor, weights: Tensor) -> Tensor:
+    """The mean cross-entropy of the base with merged attention weights W + gamma B A, and MLPs
+    sum_j w_j MLP_j, each of whole merged weights: by plain autograd, generalists first.
+    """
+    whole = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
+    scale, merged = 16.0 / RANK**0.5, {}
+    for i, layer in enumerate(whole.model.layers):
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            own = f"blocks.{i}.attention.{name}"
+            merged[f"model.layers.{i}.self_attn.{name}.weight"] = (
+                getattr(layer.self_attn, name).weight
+                + scale * values[f"{own}.B"][0] @ values[f"{own}.A"][0]
+            )
+        layers = {name: (getattr(layer.mlp, theirs).weight, None) for name, theirs in ROWS.items()}
+        experts = [
+            {n: tuple(values[f"blocks.{i}.mlp.{role}.{n}.{m}"][j] for m in "AB") for n in ROWS}
+            for role in ("generalist", "specialist")
+            for j in range(2)
+        ]
+
+        def forward(x: Tensor, layers: dict = layers, experts: list = experts) -> Tensor:
+            tokens = x.flatten(0, 1)
+            each = weights.expand(len(tokens), 4)
+            return oracle.mixture(tokens, layers, experts, each, scale, nn.functional.silu).view_as(
+                x
+            )
+
+        layer.mlp.forward = forward
+    logits = torch.func.functional_call(whole, merged, (batch[:, :-1],)).logits
+    return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+
+class Adam:
+    """Loshchilov and Hutter, 2019, Algorithm 2, with a cosine from the peak to a tenth of it."""
+
+    def __init__(self) -> None:
+        self.t, self.m, self.v = 0, {}, {}  # type: ignore[var-annotated]
+
+    def step(self, values: dict[str, Tensor], gradients: dict[str, Tensor], lr: float) -> None:
+        self.t += 1
+        for name, g in gradients.items():
+            self.m[name] = 0.9 * self.m.get(name, 0) + 0.1 * g
+            self.v[name] = 0.95 * self.v.get(name, 0) + 0.05 * g**2
+            m, v = self.m[name] / (1 - 0.9**self.t), self.v[name] / (1 - 0.95**self.t)
+            values[name] = values[name] * (1 - lr * 0.01) - lr * m / (v.sqrt() + 1e-8)
+
+
+def gradient(
+    base: Path, values: dict[str, Tensor], wrt: list[str], batch: Tensor, weights: list[float]
+) -> dict[str, Tensor]:
+    """The gradient of the naive loss by some of the tensors."""
+    leaves = {name: t.clone().requires_grad_() for name, t in values.items()}
+    loss = naive_loss(base, leaves, batch, torch.tensor(weights))
+    return dict(zip(wrt, torch.autograd.grad(loss, [leaves[n] for n in wrt]), strict=True))
+
+
+def test_rounds_are_the_formula_written_out(
+    backbone: Backbone, tiny_base: Path, tiny_federation: Federation
+) -> None:
+    """Generalists descend on generalists alone, specialists on the even mixture, both at the same
+    point; specialists begin after a third of the run.
+    """
+    method = CoMiGSResidual(**SHORT, start=1 / 3)
+    world = World(method, backbone, tiny_federation)
+    model = LanguageModel(backbone, world.site.layouts["ann"])
+    roles = {r: list(model.parameters_by_role()[r]) for r in (GENERALIST, SPECIALIST)}
+    mean = model.initial(GENERALIST, initial_seed(SEED, GENERALIST, ""))
+    own = {i: model.initial(SPECIALIST, initial_seed(SEED, SPECIALIST, i)) for i in world.names}
+    adam = {i: {r: Adam() for r in roles} for i in world.names}
+    for t in range(3):
+        sent = []
+        for i in world.names:
+            values = {n: v.clone() for n, v in (mean | own[i]).items()}
+            for k in range(2 * t, 2 * t + 2):
+                batch, lr = world.site.data[i].train.batch(4 * k, 4), ADAMW.lr_at(k, 6)
+                alone, mixed = [0.5, 0.5, 0.0, 0.0], [0.25] * 4
+                first = gradient(tiny_base, values, roles[GENERALIST], batch, alone)
+                second = gradient(tiny_base, values, roles[SPECIALIST], batch, mixed)
+                adam[i][GENERALIST].step(values, first, lr)
+                if k >= 2:
+                    adam[i][SPECIALIST].step(values, second, lr)
+            own[i] = {n: values[n] for n in roles[SPECIALIST]}
+            sent.append({n: values[n] for n in roles[GENERALIST]})
+        mean = {n: sum(s[n] for s in sent) / len(sent) for n in mean}
+    world.rounds(3)
+    for n, wanted in mean.items():
+        torch.testing.assert_close(world.server[n], wanted, rtol=1e-3, atol=2e-4, msg=n)
+    for i in world.names:
+        found = world.client(i).read(SPECIALIST)
+        assert any((found[n] != world.client("ann").read(SPECIALIST)[n]).any() for n in found) or (
+            i == "ann"
+        )
+        for n, wanted in own[i].items():
+            torch.testing.assert_close(found[n], wanted, rtol=1e-3, atol=2e-4, msg=n)
+
+
+def test_with_generalists_alone_every_client_has_the_model_of_fedavg(
+    backbone: Backbone, tiny_federation: Federation
+) -> None:
+    ours = CoMiGSResidual(**SHORT, shares=(0.0,), fallback=False, synchronise=False)
+    a = World(ours, backbone, tiny_federation).rounds(3).finish()
+    b = World(FedAvg(**SHORT), backbone, tiny_federation).rounds(3)
+    for n in b.server:
+        torch.testing.assert_close(a.server[n], b.server[n], rtol=1e-4, atol=2e-5)
+    for i in a.names:
+        batch = a.site.data[i].test.batch(0, 4)[:, :-1]
+        torch.testing.assert_close(
+            a.client(i).model(batch), b.client(i).model(batch), rtol=1e-3, atol=1e-4
+        )
+
+
+def test_what_is_shared_does_not_depend_on_specialists(
+    backbone: Backbone, tiny_federation: Federation
+) -> None:
+    ends = [
+        World(CoMiGSResidual(**SHORT, start=start, specialists=s), backbone, tiny_federation)
+        .rounds(3)
+        .server
+        for start, s in ((0.0, 2), (1.0, 2), (0.5, 1))
+    ]
+    for name, wanted in ends[0].items():
+        assert torch.equal(ends[1][name], wanted)
+        torch.testing.assert_close(ends[2][name], wanted, rtol=1e-4, atol=2e-5)
+
+
+class Unrouted(CoMiGS):
+    """CoMiGS whose routers weigh all experts alike."""
+
+    def iterate(self, client: Client) -> None:
+        client.load({n: torch.zeros_like(t) for n, t in client.read(ROUTER).items()})
+        super().iterate(client)
+
+
+def test_with_one_gradient_for_both_it_is_comigs_with_even_weights(
+    backbone: Backbone, tiny_federation: Federation
+) -> None:
+    ours = CoMiGSResidual(**SHORT, start=0, own_loss=False, generalists=1, specialists=1)
+    theirs = Unrouted(**SHORT, router_steps=0)
+    a, b = (World(m, backbone, tiny_federation).rounds(3) for m in (ours, theirs))
+    for name, wanted in b.server.items():
+        torch.testing.assert_close(a.server[name], wanted, rtol=1e-5, atol=1e-6)
+    for i in a.names:
+        for name, wanted in b.client(i).read(SPECIALIST).items():
+            found = a.client(i).read(SPECIALIST)[name]
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def losses(world: World, i: str) -> dict[str, float]:
+    """The validation loss of each candidate of a client before it has chosen."""
+    method, client = world.method, world.client(i)
+    assert isinstance(method, CoMiGSResidual)
+    found = {
+        str(share): method.loss(client, method.mixing(client, share)) for share in method.shares
+    }
+    best = min(method.shares, key=lambda share: found[str(share)])
+    found["mean"] = method.loss(client, method.mixing(client, best) | world.server)
+    tensors = client.read(GENERALIST, SPECIALIST)
+    found["base"] = method.loss(client, {n: torch.zeros_like(t) for n, t in tensors.items()})
+    return found
+
+
+def end(world: World, i: str) -> float:
+    client = world.client(i)
+    nll, count, *_ = client.score_part(client.valid, 32).tolist()
+    return float(nll / count)
+
+
+def test_a_client_ends_with_the_candidate_of_least_validation_loss(
+    backbone: Backbone, tiny_federation: Federation
+) -> None:
+    for method in (
+        CoMiGSResidual(**SHORT, shares=(0.0, 0.1, 0.5, 1.0)),
+        CoMiGSResidual(**SHORT, shares=(0.5,), fallback=False, synchronise=False),
+    ):
+        world = World(method, backbone, tiny_federation).rounds(3)
+        before = {i: losses(world, i) for i in world.names}
+        world.finish()
+        for i, candidates in before.items():
+            wanted = candidates if method.fallback else {"0.5": candidates["0.5"]}
+            assert end(world, i) == pytest.approx(min(wanted.values()), rel=1e-6)
+
+
+def test_a_client_whose_adapters_do_harm_goes_back_to_the_base(
+    backbone: Backbone, tiny_federation: Federation
+) -> None:
+    world = World(CoMiGSResidual(**SHORT), backbone, tiny_federation).rounds(3)
+    client = world.client("ann")
+    wild: Tensors = {
+        n: t + 3 * torch.ones_like(t) for n, t in client.read(GENERALIST, SPECIALIST).items()
+    }
+    client.load(wild)
+    world.method.choose(client, {n: t + 3 for n, t in world.server.items()})  # type: ignore[attr-defined]
+    batch = client.test.batch(0, 4)[:, :-1]
+    with backbone.using(None):
+        wanted = backbone.model(batch).logits
+    torch.testing.assert_close(client.model(batch), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 1.0])
+@pytest.mark.parametrize(("g", "s"), [(1, 1), (1, 2), (2, 2)])
+def test_shares_are_the_weights_of_the_experts(
+    backbone: Backbone, tiny_federation: Federation, g: int, s: int, share: float
+) -> None:
+    method = CoMiGSResidual(**SHORT, generalists=g, specialists=s)
+    client = World(method, backbone, tiny_federation).client("ann")
+    client.load(method.mixing(client, share))
+    assert isinstance(client.model, LanguageModel)
+    weights = client.model.routing(client.test.batch(0, 2)[:, :-1])
+    wanted = torch.tensor([(1 - share) / g] * g + [share / s] * s)
+    torch.testing.assert_close(weights, wanted.expand_as(weights), rtol=1e-6, atol=1e-7)
