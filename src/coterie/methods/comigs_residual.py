@@ -43,7 +43,7 @@ class CoMiGSResidual(Averaged):
     Args:
         generalists: g, shared experts per MLP.
         specialists: s, local experts per MLP.
-        start: The share of the run after which specialists learn; until then a = 0.
+        start: The share of the rounds after which specialists learn; until then a = 0.
         shares: The values of a that are tried; specialists train at the (upper) middle one.
         windows: m.
         own_loss: Whether generalists descend on their own loss; otherwise one gradient of the
@@ -57,8 +57,8 @@ class CoMiGSResidual(Averaged):
     generalists: Annotated[int, Field(ge=1, description="g, shared experts per MLP block")] = 2
     specialists: Annotated[int, Field(ge=1, description="s, local experts per MLP block")] = 2
     start: Annotated[
-        float, Field(ge=0, le=1, description="share of the run after which specialists learn")
-    ] = 0.25
+        float, Field(ge=0, le=1, description="share of the rounds after which specialists learn")
+    ] = 0.3
     shares: Annotated[
         tuple[Share, ...],
         Field(min_length=1, description="weights of the specialists that validation chooses from"),
@@ -106,7 +106,7 @@ class CoMiGSResidual(Averaged):
         return None
 
     def specialists_learn(self, client: Client) -> bool:
-        return client.position >= self.start * self.total_iterations
+        return client.round >= self.start * self.rounds
 
     @property
     def trained_share(self) -> float:
