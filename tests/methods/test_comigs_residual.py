@@ -174,7 +174,7 @@ def test_rounds_are_the_formula_written_out(
 def test_with_generalists_alone_every_client_has_the_model_of_fedavg(
     backbone: Backbone, tiny_federation: Federation
 ) -> None:
-    ours = CoMiGSResidual(**SHORT, shares=(0.0,), fallback=False, synchronise=False)
+    ours = CoMiGSResidual(**SHORT, weights=(0.0,), fallback=False, synchronise=False)
     a = World(ours, backbone, tiny_federation).rounds(3).finish()
     b = World(FedAvg(**SHORT), backbone, tiny_federation).rounds(3)
     for n in b.server:
@@ -227,9 +227,9 @@ def losses(world: World, i: str) -> dict[str, float]:
     method, client = world.method, world.client(i)
     assert isinstance(method, CoMiGSResidual)
     found = {
-        str(share): method.loss(client, method.mixing(client, share)) for share in method.shares
+        str(share): method.loss(client, method.mixing(client, share)) for share in method.weights
     }
-    best = min(method.shares, key=lambda share: found[str(share)])
+    best = min(method.weights, key=lambda share: found[str(share)])
     found["mean"] = method.loss(client, method.mixing(client, best) | world.server)
     tensors = client.read(GENERALIST, SPECIALIST)
     found["base"] = method.loss(client, {n: torch.zeros_like(t) for n, t in tensors.items()})
@@ -246,8 +246,8 @@ def test_a_client_ends_with_the_candidate_of_least_validation_loss(
     backbone: Backbone, tiny_federation: Federation
 ) -> None:
     for method in (
-        CoMiGSResidual(**SHORT, shares=(0.0, 0.1, 0.5, 1.0)),
-        CoMiGSResidual(**SHORT, shares=(0.5,), fallback=False, synchronise=False),
+        CoMiGSResidual(**SHORT, weights=(0.0, 0.1, 0.5, 1.0)),
+        CoMiGSResidual(**SHORT, weights=(0.5,), fallback=False, synchronise=False),
     ):
         world = World(method, backbone, tiny_federation).rounds(3)
         before = {i: losses(world, i) for i in world.names}

@@ -21,7 +21,7 @@ from coterie.methods.templates import Averaged
 from coterie.models.adapter import Layout
 
 OFF = 100.0  # a logit that leaves no weight to the other experts: exp(-100) is 0 beside 1 in fp32
-Share = Annotated[float, Field(ge=0, le=1)]
+Weight = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class CoMiGSResidual(Averaged):
 
     With generalists alone, a = 0, a client is exactly one of FedAvg, whose part does not depend on
     the specialists: nobody fares worse for what others choose. After the last round each client
-    takes of K candidates - its shares a, the base without adapters, its choice once more with the
+    takes of K candidates - its weights a, the base without adapters, its choice once more with the
     last mean of the generalists - the one with the least loss on m validation windows. Of losses in
     [0, M] and independent windows, it is within 2 M sqrt(log(2 K / delta) / (2 m)) of the best
     candidate with probability 1 - delta, by Hoeffding's inequality and a union bound.
@@ -44,7 +44,7 @@ class CoMiGSResidual(Averaged):
         generalists: g, shared experts per MLP.
         specialists: s, local experts per MLP.
         start: The share of the rounds after which specialists learn; until then a = 0.
-        shares: The values of a that are tried; specialists train at the (upper) middle one.
+        weights: The values of a that are tried; specialists train at the (upper) middle one.
         windows: m.
         own_loss: Whether generalists descend on their own loss; otherwise one gradient of the
             mixture's trains both, as in CoMiGS.
@@ -59,8 +59,8 @@ class CoMiGSResidual(Averaged):
     start: Annotated[
         float, Field(ge=0, le=1, description="share of the rounds after which specialists learn")
     ] = 0.3
-    shares: Annotated[
-        tuple[Share, ...],
+    weights: Annotated[
+        tuple[Weight, ...],
         Field(min_length=1, description="weights of the specialists that validation chooses from"),
     ] = (0.0, 0.25, 0.5, 0.75)
     windows: Annotated[
@@ -86,7 +86,7 @@ class CoMiGSResidual(Averaged):
 
     @task(Sends.UPDATE)
     def local_round(self, client: Client, theta_g: Tensors) -> Tensors:
-        share = self.trained_share if self.specialists_learn(client) else 0.0
+        share = self.trained_weight if self.specialists_learn(client) else 0.0
         client.load(theta_g | self.mixing(client, share))
         self.local_iterations(client)
         return client.read(GENERALIST) | self.sample_count(client)
@@ -109,8 +109,8 @@ class CoMiGSResidual(Averaged):
         return client.round >= self.start * self.rounds
 
     @property
-    def trained_share(self) -> float:
-        return sorted(self.shares)[len(self.shares) // 2]
+    def trained_weight(self) -> float:
+        return sorted(self.weights)[len(self.weights) // 2]
 
     def mixing(self, client: Client, share: float) -> Tensors:
         """Return routers that give each of g generalists (1 - a) / g and each of s specialists
@@ -131,7 +131,7 @@ class CoMiGSResidual(Averaged):
     @task(Sends.NOTHING)
     def choose(self, client: Client, theta_g: Tensors) -> Tensors:
         """Make the candidate with the least validation loss the client's model."""
-        candidates = [self.mixing(client, share) for share in self.shares]
+        candidates = [self.mixing(client, share) for share in self.weights]
         losses = [self.loss(client, candidate) for candidate in candidates]
         best = candidates[losses.index(min(losses))]
         if self.synchronise:
