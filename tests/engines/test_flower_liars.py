@@ -244,6 +244,7 @@ def test_such_measurements_are_dropped_and_named(tmp_path: Path) -> None:
 
 
 def test_weights_of_routers_that_a_client_does_not_have_are_in_no_picture(tmp_path: Path) -> None:
+    from coterie.core.result import Mixture
     from coterie.reports.curves import router_panels
 
     lines = [(1, [[0.5, 0.5]]), (2, [[1.0]]), (3, [[0.5, 0.5], [0.5, 0.5]]), (4, [[0.25, 0.75]])]
@@ -252,9 +253,9 @@ def test_weights_of_routers_that_a_client_does_not_have_are_in_no_picture(tmp_pa
         for at, weights in lines
     ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(written))
-    assert router_panels(tmp_path / "metrics.jsonl", {"ann": {"generalists": 1, "specialists": 1}})
+    assert router_panels(tmp_path / "metrics.jsonl", {"ann": Mixture(generalists=1, specialists=1)})
     assert (
-        router_panels(tmp_path / "metrics.jsonl", {"ann": {"generalists": 2, "specialists": 1}})
+        router_panels(tmp_path / "metrics.jsonl", {"ann": Mixture(generalists=2, specialists=1)})
         == ()
     )
 
