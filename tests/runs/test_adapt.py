@@ -265,7 +265,7 @@ def test_of_an_unfinished_run_the_newest_checkpoint_counts(run: Path, photos: Pa
     found = adapt(run, photos)
     assert (found.model.about.round, found.rounds) == (2, 3)
     done = command("adapt", run, "--data", photos, "--client", "again")
-    assert done.stdout.startswith("The run has done 2 of 3 rounds: ")
+    assert done.stdout.startswith("The run has done 2 of 3 rounds. The model is from that round.\n")
     shutil.rmtree(run / "checkpoints")
     with pytest.raises(Refused, match=r"has no checkpoint yet\n.*--resume"):
         adapt(run, photos, "more")
