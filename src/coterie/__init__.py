@@ -10,10 +10,10 @@ from coterie.core.version import __version__
 
 if TYPE_CHECKING:
     from coterie.core.errors import CallbackError, CoterieError, Refused
-    from coterie.core.result import ClientResult, Comparison, Result, Row
+    from coterie.core.result import ClientResult, Comparison, Result, Row, TunedRow, Tuning
     from coterie.personal import load, load_all, load_many
     from coterie.reports import Callback
-    from coterie.runs.api import Run, compare, dry_run, run
+    from coterie.runs.api import Run, compare, dry_run, run, tune
     from coterie.runs.estimate import Estimate
     from coterie.runs.recipe import Recipe
 
@@ -29,12 +29,15 @@ _HOMES = {
     "Result": "coterie.core.result",
     "Row": "coterie.core.result",
     "Run": "coterie.runs.api",
+    "TunedRow": "coterie.core.result",
+    "Tuning": "coterie.core.result",
     "compare": "coterie.runs.api",
     "dry_run": "coterie.runs.api",
     "load": "coterie.personal",
     "load_all": "coterie.personal",
     "load_many": "coterie.personal",
     "run": "coterie.runs.api",
+    "tune": "coterie.runs.api",
 }
 __all__ = [
     "Callback",
@@ -48,6 +51,8 @@ __all__ = [
     "Result",
     "Row",
     "Run",
+    "TunedRow",
+    "Tuning",
     "__version__",
     "compare",
     "dry_run",
@@ -55,6 +60,7 @@ __all__ = [
     "load_all",
     "load_many",
     "run",
+    "tune",
 ]
 
 

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from coterie.cli.base import Changed, Set, Trust, _stopping, app
+from coterie.cli.tune import Trials
 from coterie.core.errors import Refused
 
 if TYPE_CHECKING:
-    pass
+    from coterie.runs.search import Effort
 
 
 @app.command()
@@ -36,6 +37,15 @@ def reproduce(
         str, typer.Option("--columns", metavar="A,B", help="Only these columns.")
     ] = "",
     rows: Annotated[str, typer.Option("--rows", metavar="A,B", help="Only these rows.")] = "",
+    tune: Annotated[
+        bool,
+        typer.Option(
+            "--tune",
+            help="Search the settings of every row with the same effort, as `coterie tune` does, "
+            "in place of the fixed set that the table's file names.",
+        ),
+    ] = False,
+    trials: Trials = None,
     set_: Set = None,
     out: Annotated[
         Path | None,
@@ -72,9 +82,10 @@ def reproduce(
             )
         folder = out or Path("runs") / f"reproduce-{name.partition('/')[0]}-{scale}"
         if name in THEOREMS:
-            if seeds or columns or rows or set_ or scale != "small":
+            if seeds or columns or rows or set_ or tune or scale != "small":
                 raise Refused(
-                    f"{name} is a theorem: it has no scales, seeds, columns, rows or recipes",
+                    f"{name} is a theorem: it has no scales, seeds, columns, rows, recipes or "
+                    f"settings",
                     "Leave those options out.",
                 )
             from coterie.papers import theorem_page
@@ -89,11 +100,23 @@ def reproduce(
         from coterie.papers.job import Job
         from coterie.papers.page import notes, said, terminal
         from coterie.reports.progress import Terminal
+        from coterie.reports.searching import SearchTerminal
         from coterie.reports.tables import verdicts
 
         job = Job(
-            name, scale, folder, seeds, _parts(columns), _parts(rows), set_ or (), resume_changed
+            name,
+            scale,
+            folder,
+            seeds,
+            _parts(columns),
+            _parts(rows),
+            set_ or (),
+            resume_changed,
+            _effort(tune, trials),
         )
+        if tune:
+            with SearchTerminal(console) as searching:
+                reproducing.search(job, searching)
         with Terminal(console, job.most) as reporter:
             found = reproducing.reproduce(job, reporter)
         changed = f", with {', '.join(found.overrides)}" if found.overrides else ""
@@ -106,13 +129,23 @@ def reproduce(
             verdicts(console, said(found))
         for note in notes(found):
             console.print(f"- {note}", markup=False, highlight=False)
-        stem = folder / name.replace("/", "-")
         console.print(
-            f"Everything is in {folder}: open {stem}.html, or read {stem}.md.",
+            f"Everything is in {folder}: open {job.stem}.html, or read {job.stem}.md.",
             markup=False,
             highlight=False,
             soft_wrap=True,
         )
+
+
+def _effort(tune: bool, trials: int | None) -> "Effort | None":
+    """Return the effort of a search; None without one. Raises Refused."""
+    from coterie.runs.search import Effort
+
+    if not tune and trials is not None:
+        raise Refused("--trials is of a search", "Give --tune too, or leave it out.")
+    if not tune:
+        return None
+    return Effort() if trials is None else Effort(trials)
 
 
 def _parts(text: str) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from coterie.cli.base import (
     _stopping,
     app,
 )
+from coterie.cli.tune import Fields, Trials
 from coterie.core.printing import printable
 
 if TYPE_CHECKING:
@@ -124,6 +125,16 @@ def compare(
         int,
         typer.Option("--seeds", min=1, help="Number of runs per method, with consecutive seeds."),
     ] = 3,
+    tune: Annotated[
+        bool,
+        typer.Option(
+            "--tune",
+            help="First choose the settings of each method on validation data, with the same "
+            "effort, as `coterie tune` does.",
+        ),
+    ] = False,
+    field: Fields = None,
+    trials: Trials = None,
     set_: Set = None,
     seed: Seed = None,
     out: Out = None,
@@ -136,12 +147,15 @@ def compare(
         loaded = _load(recipe, set_, seed)
         from rich.console import Console
 
-        from coterie.runs import api
+        from coterie.runs import api, spaces
 
         found = api.compare(
             methods,
             loaded,
             seeds=seeds,
+            tune=tune,
+            fields=spaces.parse(field) if field else None,
+            trials=trials,
             out=out,
             resume=resume,
             resume_changed=resume_changed,
@@ -149,7 +163,7 @@ def compare(
         )
         folder, console = found.folder, Console()
         title = f"{loaded.name}, {seeds} seed{'s' * (seeds > 1)}"
-        _show(console, found.rows, title, loaded.method["name"])
+        _show(console, found.rows, title, loaded.method["name"], found.notes)
         console.print(
             f"Everything is in {folder}; open {folder}/report.html.",
             markup=False,
@@ -158,7 +172,13 @@ def compare(
         )
 
 
-def _show(console: "Console", rows: "Sequence[Row]", title: str, own: str) -> None:
+def _show(
+    console: "Console",
+    rows: "Sequence[Row]",
+    title: str,
+    own: str,
+    notes: "Sequence[str] | None" = None,
+) -> None:
     from coterie.core.metrics import direction
     from coterie.methods import METHODS
     from coterie.reports.comparison import comparability
@@ -170,7 +190,7 @@ def _show(console: "Console", rows: "Sequence[Row]", title: str, own: str) -> No
     )
     for table in beside:
         console.print(table)
-    for note in comparability(rows, own):
+    for note in comparability(rows, own) if notes is None else notes:
         console.print(f"- {note}", markup=False, highlight=False)
     console.print(f"\n{printable(title)}", style="bold", markup=False, highlight=False)
     console.print(scores)

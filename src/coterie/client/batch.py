@@ -13,7 +13,7 @@ from coterie.client.counters import advance, draw, position, training_data
 from coterie.client.interfaces import Metrics
 from coterie.client.settings import Training
 from coterie.client.site import Site
-from coterie.core.errors import ClientError, TensorError
+from coterie.core.errors import Divergence
 from coterie.core.protocol import ClientId, Replies, State
 from coterie.core.roles import GENERALIST, Role
 from coterie.core.tensors import Named, Tensors, all_finite, check_alike
@@ -199,7 +199,7 @@ class ClientBatch:
             f"tensors for client {client!r}",
         )
         if not all_finite(tensors):
-            raise TensorError(
+            raise Divergence(
                 f"tensors for client {client!r}: not all values are finite",
                 "A client diverged: lower the learning rate.",
             )
@@ -306,7 +306,7 @@ class ClientBatch:
             TensorError: A point is not finite, and not a client's own model, whose loss will tell.
         """
         if purpose and not all_finite({"points": points}):
-            raise TensorError(
+            raise Divergence(
                 f"points for {purpose}: not all values are finite",
                 "A client diverged: lower the learning rate.",
             )
@@ -328,7 +328,7 @@ class ClientBatch:
             own = self._stats.setdefault(i, {})
             for name, value in zip(stats, values, strict=True):
                 if not math.isfinite(value):
-                    raise ClientError(
+                    raise Divergence(
                         f"client {i!r}: {name} is not finite near iteration {self._position}",
                         "Training diverged: lower training.experts.lr or training.routers.lr.",
                     )

@@ -16,7 +16,7 @@ from coterie.client.counters import advance, draw, position
 from coterie.client.interfaces import Metrics
 from coterie.client.settings import UPPER
 from coterie.client.state import OWNED, BoundClient
-from coterie.core.errors import ClientError
+from coterie.core.errors import Divergence
 from coterie.core.profiling import STEP, span
 from coterie.core.roles import GENERALIST, Role
 from coterie.core.tensors import Named, Tensors
@@ -341,14 +341,14 @@ class Client(BoundClient):
         weight (blocks, experts), tokens.
 
         Raises:
-            ClientError: A loss was not finite.
+            Divergence: A loss was not finite.
         """
         found: Metrics = {"tokens": self.tokens} if self.tokens else {}
         for roles, steps in self.stats.items():
             for name in steps[0]:
                 value = torch.stack([stats[name] for stats in steps]).double().mean(dim=0)
                 if not torch.isfinite(value).all():
-                    raise ClientError(
+                    raise Divergence(
                         f"client {self.id!r}: {name} is not finite near iteration {self.iteration}",
                         "Training diverged: lower training.experts.lr or training.routers.lr.",
                     )

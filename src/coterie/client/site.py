@@ -12,7 +12,7 @@ from coterie.client.interfaces import Metrics, Model
 from coterie.client.outbound import Outbound
 from coterie.client.settings import Training
 from coterie.client.state import EXPERT_IDS
-from coterie.core.errors import ClientError, CoterieError, Refused
+from coterie.core.errors import ClientError, CoterieError, Divergence, Refused
 from coterie.core.profiling import span
 from coterie.core.protocol import (
     MOST_SCORES,
@@ -237,7 +237,8 @@ class Site:
                 return reply, self.measured(client.metrics())
             except CoterieError as error:
                 problem = error.problem.removeprefix(f"client {id!r}: ")
-                raise ClientError(
+                kind = Divergence if isinstance(error, Divergence) else ClientError
+                raise kind(
                     f"client {id!r}, task {task}, round {round + 1}: {problem}", error.remedy
                 ) from error
             except Exception as error:

@@ -11,7 +11,7 @@ from coterie.client.blueprint import initial_seed
 from coterie.client.counters import training_data
 from coterie.client.interfaces import Model
 from coterie.client.settings import Training
-from coterie.core.errors import TensorError
+from coterie.core.errors import Divergence, TensorError
 from coterie.core.protocol import ClientId, State
 from coterie.core.roles import BACKBONE, EXPERT, GATE, GENERALIST, ROUTER, SPECIALIST, Role
 from coterie.core.tensor_names import numbers_of_experts, of_expert
@@ -172,7 +172,7 @@ class BoundClient:
         own = {name: t for name, t in self._values(*OWNED).items() if name in tensors}
         check_alike(own, tensors, f"tensors for client {self.id!r}")
         if not all_finite(tensors):
-            raise TensorError(
+            raise Divergence(
                 f"tensors for client {self.id!r}: not all values are finite",
                 "A client diverged: lower the learning rate.",
             )

@@ -80,6 +80,10 @@ class ClientError(CoterieError):
     """
 
 
+class Divergence(ClientError, TensorError):
+    """Training ran into values that are not finite."""
+
+
 class SaveError(CoterieError):
     """A file could not be written (for example, the disk is full). Earlier files are intact."""
 

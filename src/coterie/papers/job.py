@@ -1,40 +1,21 @@
 """What is asked for of a table or figure: which runs its cells are made of."""
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from coterie.core.errors import Refused
+from coterie.core.result import ROUNDS
 from coterie.papers import tables
 from coterie.papers.tables import SCALES, Reproduction, Scale, Settings
 from coterie.runs import recipe as recipes
+from coterie.runs import search
 from coterie.runs.recipe import Recipe
-
-_BESIDE = {
-    "name",
-    "description",
-    "paper",
-    "seed",
-    "compare_with",
-    "samples",
-    "memory",
-    "threads",
-    "curve_every",
-    "curve_windows",
-}  # what does not change what a run measures
-
-
-def _digest(recipe: Recipe) -> str:
-    method = asdict(
-        recipe.build_method()
-    )  # defaults too: where one changes, so does what is measured
-    section = recipe.model_dump(mode="json", exclude=_BESIDE) | {"method": method}
-    text = json.dumps(section, sort_keys=True, default=lambda rule: rule.model_dump(mode="json"))
-    return blake2b(text.encode(), digest_size=4).hexdigest()
+from coterie.runs.search import Effort, Search, Trial
+from coterie.runs.spaces import RATES, around, fields_of, own_values
+from coterie.runs.trials import folder_of
 
 
 @dataclass(frozen=True)
@@ -50,6 +31,7 @@ class Job:
         rows: Only these; () for all.
         overrides: `key=value` texts for every recipe.
         changed: Whether unfinished runs go on though base, data or clients have changed, see `run`.
+        effort: Of a search for the settings of each row; None: those that its file names are tried.
 
     Raises:
         Refused: There is no such table, scale, column or row, or a recipe, as it is set, will not
@@ -64,10 +46,17 @@ class Job:
     rows: Sequence[str] = ()
     overrides: Sequence[str] = ()
     changed: bool = False
+    effort: Effort | None = None
 
     @cached_property
     def reproduction(self) -> Reproduction:
         return tables.load(self.name)
+
+    @property
+    def stem(self) -> Path:
+        """The files of what is found, without their suffixes."""
+        suffix = "" if self.effort is None else "-tuned"
+        return self.folder / f"{self.name.replace('/', '-')}{suffix}"
 
     @cached_property
     def numbers(self) -> list[int]:
@@ -124,6 +113,29 @@ class Job:
             **own.sweep.get(self.scale, {}),
         }
 
+    def search(self, cell: tuple[str, str], allowed: Callable[[Trial], bool]) -> Search:
+        """Return the search for a cell: the plain sweep of its values or, with an effort,
+        successive halving from them, and from grids around the learning rates where it names none.
+        The rounds are those of the table, unless that tries several.
+        """
+        swept = self.sweep(*cell)
+        if self.effort is None or not self._trains(*cell):
+            return search.sweep(swept)
+        recipe, _ = self.run(*cell, {}, self.numbers[0])
+        grids = {
+            key: around(values[0]) if key in RATES and len(values) == 1 else values
+            for key, values in swept.items()
+        }
+        fields = fields_of(recipe, grids)
+        rounds, own = self.rounds(*cell), own_values(recipe, fields)
+        return search.halving(fields, self.effort, rounds, own, allowed=allowed)
+
+    def rounds(self, row: str, column: str) -> int:
+        """Return the rounds of a cell; of several that are tried the fewest."""
+        recipe, _ = self.run(row, column, {}, self.numbers[0])
+        tried = self.sweep(row, column).get(ROUNDS, [recipe.build_method().rounds])
+        return int(min(tried))
+
     def _trains(self, row: str, column: str) -> bool:
         return (
             self._bases[column]
@@ -148,14 +160,15 @@ class Job:
         recipe = recipes.changed(base.with_method(own.method), settings).model_copy(
             update={"seed": seed}
         )
-        return (
-            recipe,
-            self.folder / recipe.name / f"{own.method}-{_digest(recipe)}" / f"seed-{seed}",
-        )
+        return recipe, folder_of(recipe, self.folder / recipe.name)
 
     @property
     def most(self) -> int:
-        """How many runs there are at most, with those that are done already."""
+        """How many runs there are at most, with those that are done already; without those of a
+        search with an effort.
+        """
+        if self.effort is not None:
+            return len(self.cells) * len(self.numbers)
         tried = sum(
             max(1, sum(len(values) for values in self.sweep(r, c).values())) for r, c in self.cells
         )

@@ -2,13 +2,16 @@
 tried, and whose budgets are unlike.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import mode
 
 from coterie.papers.found import Cell
 from coterie.papers.job import Job
 from coterie.reports import comparison
+from coterie.reports.tuning import name_of
+from coterie.runs.search import Effort, Found
+from coterie.runs.tune import stated
 
 
 def orders(cells: Sequence[Cell]) -> dict[str, float]:
@@ -33,9 +36,7 @@ def orders(cells: Sequence[Cell]) -> dict[str, float]:
 
 
 def effort(job: Job) -> str:
-    """Say how many settings each row tried, so that a reader sees whether one was held down;
-    columns that are alike together.
-    """
+    """Say how many settings each row tried of a fixed set; columns that are alike together."""
     alike: dict[str, list[str]] = {}
     for c in dict.fromkeys(c for _, c in job.cells):
         counts = {
@@ -55,6 +56,32 @@ def effort(job: Job) -> str:
         f"Settings that a row tried on validation at the first seed (1: those of the recipe, "
         f"which all rows share): {found}."
     )
+
+
+def tuned(job: Job, effort: Effort, searched: Mapping[tuple[str, str], Found]) -> list[str]:
+    """Say what each row's search tried, so that a reader sees whether one was held down.
+
+    Args:
+        job: What was run.
+        effort: Of each row's search.
+        searched: What the search of each cell came to.
+    """
+    trained = [cell for cell, found in searched.items() if found.chosen is not None]
+    rounds = dict.fromkeys(job.rounds(*cell) for cell in trained)
+    titles, columns = job.reproduction.rows, job.reproduction.columns
+    edges = [
+        f"{titles[r].title} on {columns[c].title}: the best lies at the edge of its grid in "
+        f"{', '.join(map(name_of, searched[r, c].at_edge))}."
+        for r, c in trained
+        if searched[r, c].at_edge
+    ]
+    fewer = [
+        f"{titles[r].title} on {columns[c].title}: {count} candidates, as its fields have no more "
+        f"values."
+        for r, c in trained
+        if (count := sum(j.rung == 0 for j in searched[r, c].judged)) < effort.trials
+    ]
+    return [*(stated(effort, n, "Every row that trains") for n in rounds), *edges, *fewer]
 
 
 def unlike(cells: Sequence[Cell]) -> list[str]:

@@ -5,6 +5,7 @@ statements hold.
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,12 @@ from coterie.papers.checks import _verdicts
 from coterie.papers.found import Cell, Reproduced
 from coterie.papers.job import Job
 from coterie.papers.page import markdown, write_page
-from coterie.papers.remarks import effort, orders, unlike
+from coterie.papers.remarks import effort, orders, tuned, unlike
 from coterie.papers.tables import Figure, Settings
 from coterie.reports import Callback, comparison
-from coterie.runs.inputs import RecordedInputs
 from coterie.runs.recipe import Recipe
-from coterie.runs.run import execute_all
+from coterie.runs.search import Found, together
+from coterie.runs.trials import RunAt, TrialRuns, execute_missing
 
 CellId = tuple[str, str]  # a row and a column
 _GATE_ERROR = MetricInfo("gate error", "%", True)
@@ -46,7 +47,11 @@ def reproduce(job: Job, reporter: Callback | None = None) -> Reproduced:
         CoterieError: A run failed; the same call goes on with it.
     """
     reproduction, folder = job.reproduction, job.folder
-    choices = _choose(job, reporter or Callback())
+    trial_runs, searched = search(job, reporter or Callback())
+    choices = {
+        cell: {} if found.chosen is None else trial_runs.settings(cell, found.chosen.trial)
+        for cell, found in searched.items()
+    }
     runs = {
         (r, c): [job.run(r, c, choices[r, c], seed) for seed in job.numbers] for r, c in job.cells
     }
@@ -65,7 +70,8 @@ def reproduce(job: Job, reporter: Callback | None = None) -> Reproduced:
             f"--{what} {','.join(names)}"
             for what, names in (("columns", job.columns), ("rows", job.rows))
             if names
-        ],
+        ]
+        + ([] if job.effort is None else [f"--tune --trials {job.effort.trials}"]),
         shows=reproduction.shows,
         scored=_UNSEEN if cells[0].groups else _OWN,
         columns={c: reproduction.columns[c].title for _, c in job.cells},
@@ -74,62 +80,47 @@ def reproduce(job: Job, reporter: Callback | None = None) -> Reproduced:
         cells=cells,
         statements=statements,
         order=orders(cells),
-        notes=[*reproduction.notes, effort(job), *unlike(cells)],
+        notes=[*reproduction.notes, *_effort(job, searched), *unlike(cells)],
         unjudged=sum(len(s.columns) for s in reproduction.statements) - len(statements),
         versions=Versions(__version__, torch.__version__, platform.python_version()),
         machine=Result.read(folder / cells[0].folders[0]).machine,
     )
-    stem = job.name.replace("/", "-")
-    write_json(folder / f"{stem}.json", found.to_json())
-    write_atomically(folder / f"{stem}.md", markdown(found).encode())
-    write_page(folder / f"{stem}.html", found, reproduction.pictures, folder)
+    write_json(Path(f"{job.stem}.json"), found.to_json())
+    write_atomically(Path(f"{job.stem}.md"), markdown(found).encode())
+    write_page(Path(f"{job.stem}.html"), found, reproduction.pictures, folder)
     return found
 
 
-def _choose(job: Job, reporter: Callback) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return what each cell's sweep comes to: key after key, the value with the best mean on
-    validation at the first seed.
+def _effort(job: Job, searched: Mapping[CellId, Found]) -> list[str]:
+    """Say what each row tried."""
+    return [effort(job)] if job.effort is None else tuned(job, job.effort, searched)
+
+
+def search(job: Job, reporter: Callback) -> tuple[TrialRuns[CellId], dict[CellId, Found]]:
+    """Return what each cell's search came to, at the first seed: of a plain sweep, or where the job
+    says so of successive halving. Runs that are done are not done again.
     """
-    sweeps = {cell: job.sweep(*cell) for cell in job.cells}
-    choices = {
-        cell: {key: values[0] for key, values in sweep.items()} for cell, sweep in sweeps.items()
+    trial_runs = TrialRuns[CellId](
+        lambda cell, settings, seed: job.run(*cell, settings, seed),
+        job.numbers[:1],
+        reporter,
+        prefix=lambda cell: ", ".join(
+            (job.reproduction.columns[cell[1]].title, job.reproduction.rows[cell[0]].title)
+        ),
+        changed=job.changed,
+    )
+    searches = {cell: job.search(cell, partial(trial_runs.allowed, cell)) for cell in job.cells}
+    return trial_runs, together(searches, trial_runs.evaluate)
+
+
+def _execute(runs: Sequence[RunAt], reporter: Callback, changed: bool) -> None:
+    """Execute those that are not done yet, each once. Raises CheckpointError, too, where the
+    result of one that is done is damaged.
+    """
+    titles = {
+        path: f"{recipe.name}, {path.parent.name}, seed {recipe.seed}" for recipe, path in runs
     }
-    for key in dict.fromkeys(key for sweep in sweeps.values() for key in sweep):
-        tried = {
-            (cell, value): job.run(*cell, choices[cell] | {key: value}, job.numbers[0])
-            for cell, sweep in sweeps.items()
-            for value in sweep.get(key, ())
-        }
-        _execute(list(tried.values()), reporter, job.changed)
-        for cell, sweep in sweeps.items():
-            if key in sweep:
-                found = {value: Result.read(tried[cell, value][1]) for value in sweep[key]}
-                ranked = {
-                    value: metrics.sort_key(_valid(result), result.metric)
-                    for value, result in found.items()
-                }
-                choices[cell][key] = min(ranked, key=ranked.__getitem__)
-    return choices
-
-
-def _execute(runs: Sequence[tuple[Recipe, Path]], reporter: Callback, changed: bool) -> None:
-    """Those that are not done yet, each once. Raises CheckpointError, too, where the result of
-    one that is done is damaged.
-    """
-    missing = [
-        (recipe, path)
-        for path, recipe in {path: recipe for recipe, path in runs}.items()
-        if not RecordedInputs(path).done()
-    ]
-    titles = [f"{recipe.name}, {path.parent.name}, seed {recipe.seed}" for recipe, path in missing]
-    execute_all(missing, reporter, titles, changed=changed)
-
-
-def _valid(result: Result) -> float:
-    valid = result.evaluations[-1].valid if result.evaluations else None
-    if valid is None:
-        raise CheckpointError(f"{result!r} says nothing of validation data", REMEDY)
-    return valid
+    execute_missing(runs, reporter, titles, changed)
 
 
 def _cells(
@@ -175,7 +166,7 @@ def _cell(
         published=mean,
         published_std=std,
         published_improved=job.reproduction.published_improved.get(row, {}).get(column),
-        valid=metrics.mean(map(_valid, results)),
+        valid=metrics.mean(result.valid for result in results),
         choice=dict(choice),
         settings=recipe.method,
         folders=[path.relative_to(job.folder).as_posix() for _, path in runs],

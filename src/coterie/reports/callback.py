@@ -51,6 +51,14 @@ class Callback:
     def known(self, title: str) -> None:
         """Handle a method whose result exists from before."""
 
+    def searching(self, runs: int, rounds: Sequence[int]) -> None:
+        """Hear that a search for settings is about to execute so many runs, of these numbers of
+        rounds.
+        """
+
+    def unfit(self, title: str, problem: str) -> None:
+        """Hear that a run of a search has no result: it diverged, or its settings are refused."""
+
     def begin(
         self,
         title: str,

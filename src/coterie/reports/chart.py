@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Literal
 
 from coterie.reports.parts import escape, figure, folded, level
 
@@ -12,6 +13,7 @@ LEFT, RIGHT, TOP, BOTTOM = 54, 12, 10, 40
 LETTER = 7.2  # pixels that a letter of an axis is wide
 COLUMNS = 4  # panels side by side, at most
 ALL, FIRST = 6, 4  # up to so many panels are all open; of more, so many
+MOST = 6  # ticks of a logarithmic axis across; of more, only the powers of ten
 UNITS = 1000  # of a panel's width, in the paths of its lines
 RATIO = 20.0  # between the ends of a range of ratios: beyond, its scale is logarithmic
 RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -69,20 +71,47 @@ class Axes:
     """The axes of a panel.
 
     Args:
-        x: What the horizontal axis counts; it starts at 0.
+        x: What the horizontal axis is of.
         y: What the vertical axis is, with its unit.
         limits: Of the vertical axis; default: what the panel's points need.
         log: Whether the vertical axis is logarithmic; points that are not positive are left out.
+        across: What the horizontal axis has: whole numbers from 0 that are counted, any values
+            from 0, or positive ones of which only ratios count.
+        ticks: Values that have a tick across; default: round ones.
     """
 
     x: str
     y: str
     limits: Point | None = None
     log: bool = False
+    across: Literal["counted", "values", "ratios"] = "counted"
+    ticks: Sequence[float] = ()
 
     def height(self, value: float) -> float:
         """Where a value is, on a scale that is not logarithmic."""
         return math.log10(value) if self.log else value
+
+    def width(self, value: float) -> float:
+        """Where a value is across, on a scale that is not logarithmic."""
+        return math.log10(value) if self.across == "ratios" else value
+
+    def horizontal(self, values: Sequence[float]) -> "_Scale":
+        """Return the scale across, for these values."""
+        if self.across == "ratios":
+            low, high = _around_log(values)
+            return _Scale(math.log10(low), math.log10(high), 0, 100)
+        return _Scale(0, max(values, default=0) or 1, 0, 100)
+
+    def columns(self, scale: "_Scale") -> list[float]:
+        """Return the values that have a tick across."""
+        if self.ticks:
+            return list(self.ticks)
+        if self.across != "ratios":
+            return scale.ticks(least=int(self.across == "counted"))
+        decades = range(math.floor(scale.low) - 1, math.ceil(scale.high) + 1)
+        round_ = [m * 10.0**e for e in decades for m in (1, 2, 5)]
+        found = [v for v in round_ if scale.low <= math.log10(v) <= scale.high]
+        return [v for v in found if f"{v:e}"[0] == "1"] if len(found) > MOST else found
 
 
 def panels(
@@ -173,11 +202,12 @@ def panel(title: str, lines: Sequence[Line], axes: Axes, broad: bool = False) ->
     ]
     points = [p for line in kept for p in line.points]
     values, height = [py for _, py in points], BROAD if broad else HEIGHT
-    horizontal = _Scale(0, max((px for px, _ in points), default=0) or 1, 0, 100)
+    horizontal = axes.horizontal([px for px, _ in points])
     low, high = axes.limits or (_around_log(values) if axes.log else _around(values))
     vertical = _Scale(axes.height(low), axes.height(high), height - BOTTOM, TOP)
     places = [
-        [(horizontal(px), vertical(axes.height(py))) for px, py in line.points] for line in kept
+        [(horizontal(axes.width(px)), vertical(axes.height(py))) for px, py in line.points]
+        for line in kept
     ]
     paths = "".join(
         _path(line, found, height) for line, found in zip(kept, places, strict=True) if found
@@ -253,11 +283,11 @@ def _axes(horizontal: _Scale, vertical: _Scale, axes: Axes, height: int) -> str:
         for v in vertical.ticks(least=axes.log)  # of a logarithmic scale, whole decades
     )
     columns = "".join(
-        f'<line class="axis" x1="{horizontal.at(v)}" x2="{horizontal.at(v)}" y1="{bottom}" '
+        f'<line class="axis" x1="{at}" x2="{at}" y1="{bottom}" '
         f'y2="{bottom + 4}"/>'
-        f'<text class="tick" x="{horizontal.at(v)}" y="{bottom + 17}" '
+        f'<text class="tick" x="{at}" y="{bottom + 17}" '
         f'text-anchor="middle">{v:.6g}</text>'
-        for v in horizontal.ticks(least=1)  # iterations and steps are counted
+        for v, at in ((v, horizontal.at(axes.width(v))) for v in axes.columns(horizontal))
     )
     return (
         f'{rows}{columns}<line class="axis" x2="100%" y1="{bottom}" y2="{bottom}"/>'

@@ -205,9 +205,13 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
             left=self._left,
         )
         self._show()
+        self._announce(rounds, done, len(clients))
+
+    def _announce(self, rounds: int, done: int, clients: int) -> None:
+        """Print a plain line about a method that starts."""
         if not self.live:
             resumed = f", continuing after round {done}" if done else ""
-            self._line(f"{self.heading}: {rounds} rounds, {len(clients)} clients{resumed}")
+            self._line(f"{self.heading}: {rounds} rounds, {clients} clients{resumed}")
 
     def asking(self, task: str, clients: int) -> None:
         self.stretch.ask(clients, self.stage == "training")
@@ -265,6 +269,11 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
 
     def warning(self, round: int, client: str, text: str) -> None:
         line = f"  round {round + 1}, {printable(client)}: {printable(text)}"
+        self.progress.console.print(line, markup=False, highlight=False, style="yellow")
+
+    def unfit(self, title: str, problem: str) -> None:
+        self.stage = ""
+        line = f"  {printable(title)}: lost, {printable(problem)}"
         self.progress.console.print(line, markup=False, highlight=False, style="yellow")
 
     def evaluating(self, round: int) -> None:

@@ -1,6 +1,6 @@
 """The Python API: run a recipe, compare methods, estimate costs, and read the results."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,17 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from coterie import personal
+from coterie.core.errors import Refused
 from coterie.core.profiling import Profile
-from coterie.core.result import Comparison, Result, Row
+from coterie.core.result import Comparison, Result, Row, Tuning
 from coterie.methods import Method, name_of
 from coterie.personal.loading import Personal
 from coterie.reports import Callback, Callbacks
 from coterie.reports import comparison as comparing
 from coterie.runs import run as runs
+from coterie.runs import tune as tuning
 from coterie.runs.backends import LocalBackend
 from coterie.runs.estimate import Estimate, estimates
 from coterie.runs.folder import latest_folder, new_folder
 from coterie.runs.recipe import Recipe, resolve
+from coterie.runs.search import Effort
 
 
 @dataclass(frozen=True)
@@ -152,6 +155,9 @@ def compare(
     recipe: Recipe | str | Path,
     *,
     seeds: int = 3,
+    tune: bool = False,
+    fields: Mapping[str, Sequence[Any]] | None = None,
+    trials: int | None = None,
     out: Path | str | None = None,
     resume: bool = False,
     resume_changed: bool = False,
@@ -160,6 +166,9 @@ def compare(
     **changes: Any,
 ) -> Comparison:
     """Compare methods on the same data, base and budget: mean and deviation over seeds.
+
+    With `tune`, each method first has its settings chosen on validation, all with the same effort,
+    see `coterie.tune`; the notes of the result say what that was.
 
     Example:
         >>> import coterie
@@ -176,6 +185,9 @@ def compare(
         recipe: A shipped name, the path of a YAML file, or a `Recipe`: the data, base and budget of
             all rows.
         seeds: Runs per method, with consecutive seeds.
+        tune: Whether the settings of each method are chosen first, in `tune/` of the folder.
+        fields: As of `coterie.tune`; only with `tune`.
+        trials: Likewise.
         out: Folder for the comparison; default: a new one under runs/.
         resume: Continue the comparison in `out`, or the latest of this recipe under runs/.
         resume_changed: Like `resume`, and accept that base, data or clients have changed, or that
@@ -189,17 +201,110 @@ def compare(
     """
     given = [methods] if isinstance(methods, str | type) else methods
     names, chosen = [name_of(method) for method in given], _recipe(recipe, changes)
+    if not tune and (fields is not None or trials is not None):
+        raise Refused(
+            "fields and trials are of a search, and nothing is to be tuned",
+            "Give tune=True (--tune) too, or leave them out.",
+        )
     folder = _folder(out, f"compare-{chosen.name}", resume or resume_changed)
+    going, extra = resume or resume_changed, dict[str, Any]()
+    if tune:
+        runs.check_new(folder, going)
+        with _told(callbacks, progress, None) as told:
+            found = tuning.tune(
+                names,
+                chosen,
+                folder / tuning.TUNED,
+                fields=fields,
+                effort=_effort(trials, 1),
+                resume=going,
+                changed=resume_changed,
+                reporter=told,
+            )
+        extra = {"chosen": tuning.chosen_recipes(found), "effort": tuning.effort_of(found)}
+        going = going and (folder / "lock").exists()  # otherwise only the search has begun
     with _told(callbacks, progress, len(set(names)) * seeds) as told:
         return runs.compare(
             names,
             chosen,
             folder,
             seeds=seeds,
+            resume=going,
+            changed=going and resume_changed,
+            reporter=told,
+            **extra,
+        )
+
+
+def tune(
+    methods: Sequence[str | type[Method]],
+    recipe: Recipe | str | Path,
+    *,
+    fields: Mapping[str, Sequence[Any]] | None = None,
+    trials: int | None = None,
+    seeds: int = 1,
+    out: Path | str | None = None,
+    resume: bool = False,
+    resume_changed: bool = False,
+    callbacks: Sequence[Callback] = (),
+    progress: bool = False,
+    **changes: Any,
+) -> Tuning:
+    """Choose the settings of each method on validation data, with the same effort for all.
+
+    What is searched: the learning rates that a method has, how many rounds, and the fields that are
+    named; by successive halving, and beyond the edge of a grid whose best lies there.
+
+    Example:
+        >>> import coterie
+        >>> short = {"method": {"rounds": 4}}
+        >>> found = coterie.tune(["cobo", "local"], "cobo-digits", trials=2, out="tuned", **short)
+        >>> found["cobo"].candidates == found["local"].candidates == 2
+        True
+        >>> "training.experts.lr" in found["cobo"].chosen, found.path("cobo").name
+        (True, 'cobo.yaml')
+
+    Args:
+        methods: Names (`coterie methods`), or one's own as `module:Class` or as the class itself.
+        recipe: A shipped name, the path of a YAML file, or a `Recipe`: the data, base and budget of
+            all rows.
+        fields: Values by dotted keys of the recipe, `{"method.rho": [0.01, 0.03]}`: searched for
+            the methods that have them. `method.rounds` here fixes what else is chosen.
+        trials: Candidates of the first rung; default: 8.
+        seeds: Runs of each candidate, with consecutive seeds.
+        out: The folder of the search; default: a new one under runs/.
+        resume: Go on with the search in `out`, or with the latest of this recipe under runs/.
+        resume_changed: As `resume`, though base, data or clients have changed, or metrics were
+            lost.
+        callbacks: Hear of what happens in each of the runs, see `Callback`.
+        progress: Whether to show in the terminal how far it is.
+        changes: Other values for fields of the recipe, see `Recipe.load`.
+
+    Raises:
+        Refused: As `run`.
+        CoterieError: As `run`.
+    """
+    given = [methods] if isinstance(methods, str | type) else methods
+    names, chosen = [name_of(method) for method in given], _recipe(recipe, changes)
+    folder = _folder(out, f"tune-{chosen.name}", resume or resume_changed)
+    with _told(callbacks, progress, None) as told:
+        return tuning.tune(
+            names,
+            chosen,
+            folder,
+            fields=fields,
+            effort=_effort(trials, seeds),
             resume=resume,
             changed=resume_changed,
             reporter=told,
         )
+
+
+def _effort(trials: int | None, seeds: int) -> Effort:
+    """Return the effort of a search. Raises Refused."""
+    if min(seeds, 1 if trials is None else trials) < 1:
+        raise Refused("a search has at least one trial and one seed", "Give positive numbers.")
+    return Effort(seeds=seeds) if trials is None else Effort(trials, seeds)
 
 
 def dry_run(recipe: Recipe | str | Path, **changes: Any) -> dict[str, Estimate]:
@@ -238,14 +343,18 @@ def _folder(out: Path | str | None, name: str, resume: bool) -> Path:
 
 
 @contextmanager
-def _told(callbacks: Sequence[Callback], progress: bool, rows: int) -> Iterator[Callback]:
-    """Provide the callbacks within the block, with the terminal among them if progress is shown."""
+def _told(callbacks: Sequence[Callback], progress: bool, rows: int | None) -> Iterator[Callback]:
+    """Provide the callbacks within the block, with the terminal among them if progress is shown:
+    that of so many runs, or with None that of a search.
+    """
     if not progress:
         yield Callbacks(callbacks)
         return
     from rich.console import Console
 
     from coterie.reports.progress import Terminal
+    from coterie.reports.searching import SearchTerminal
 
-    with Terminal(Console(), rows) as terminal:
+    shown = SearchTerminal(Console()) if rows is None else Terminal(Console(), rows)
+    with shown as terminal:
         yield Callbacks([terminal, *callbacks]) if callbacks else terminal

@@ -1,12 +1,12 @@
 """A recipe, or several methods on one, executed into a folder."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from coterie.core.errors import CheckpointError, Refused
+from coterie.core.errors import CheckpointError, CoterieError, Divergence, RecipeError, Refused
 from coterie.core.files import read_json, write_atomically, write_json
 from coterie.core.profiling import Profile
 from coterie.core.protocol import ClientId
@@ -116,8 +116,9 @@ def execute_all(
     profile: Profile | None = None,
     changed: bool = False,
     within: Path | None = None,
+    unfit: Callable[[Path, CoterieError], object] | None = None,
 ) -> list[Result]:
-    """Every row in its folder, from where it stands; returns their results.
+    """Every row in its folder, from where it stands; returns the results of those that have one.
 
     All are prepared before the first one starts, so that what is refused is refused at once. Rows
     with the same base and data share them. Otherwise a later row loads its own again when it
@@ -133,16 +134,24 @@ def execute_all(
             whatever they were.
         within: The folder of all of them, in which nobody else works meanwhile; None where only
             each row's own must be left alone.
+        unfit: Is told of a row whose settings its method refuses, or that diverged, by its folder
+            and why; it has no result then. By default that is raised.
     """
     backend = backend or LocalBackend()
     if not backend.devices:
         for recipe, folder in rows:
-            _check_apart(recipe, within or folder)
+            check_beside_data(recipe, within or folder)
     reporter.preparing()
     threads, foresight, data = _Threads(rows, backend, reporter), RunEstimator(), _SharedData()
     first: list[Prepared] = []
+    refused = set[Path]()
     for recipe, folder in rows:
-        prepared = data.prepared(recipe, backend)
+        try:
+            prepared = data.prepared(recipe, backend)
+        except RecipeError as error:
+            _tell(unfit, folder, error)
+            refused.add(folder)
+            continue
         first = first or [prepared]
         if (
             not changed and RecordedInputs(folder).begun() and _same(recipe, folder)
@@ -162,18 +171,29 @@ def execute_all(
             with alone(folder):
                 pass  # it can be written to, and nobody else is at it
         for k, (recipe, folder) in enumerate(rows):
+            if folder in refused:
+                continue
             title = titles[k] if titles else METHODS[recipe.method["name"]].title
             recorder = profile if profile is not None and k == len(rows) - 1 else Profile()
             with alone(folder):
                 prepared = first.pop() if first else data.prepared(recipe, backend)
                 prepared = threads.given(prepared, folder)
-                results.append(
-                    _executed(
-                        Execution(prepared, folder, reporter, title, backend, recorder), changed
-                    )
-                )
-                del prepared
+                execution = Execution(prepared, folder, reporter, title, backend, recorder)
+                try:
+                    results.append(_executed(execution, changed))
+                except Divergence as error:
+                    _tell(unfit, folder, error)
+                del prepared, execution
     return results
+
+
+def _tell(
+    unfit: Callable[[Path, CoterieError], object] | None, folder: Path, error: CoterieError
+) -> None:
+    """Tell of a row that has no result; raise the error where nobody wants to know."""
+    if unfit is None:
+        raise error
+    unfit(folder, error)
 
 
 class _SharedData:
@@ -247,7 +267,7 @@ def kept_threads(folder: Path) -> int | None:
         return 0
 
 
-def _check_apart(recipe: Recipe, folder: Path) -> None:
+def check_beside_data(recipe: Recipe, folder: Path) -> None:
     """Refuse a folder for results among the data of a recipe, or around them. Raises Refused."""
     found = (
         getattr(recipe.data, "path", None)
@@ -309,6 +329,15 @@ def _same(recipe: Recipe, folder: Path) -> bool:
         return False
 
 
+def check_new(folder: Path, resume: bool) -> None:
+    """Refuse a folder that holds a comparison, unless that is to go on. Raises Refused."""
+    if (folder / COMPARISON).exists() and not resume:
+        raise Refused(
+            f"{folder} already holds a comparison",
+            "Go on with it by --resume, or choose another --out.",
+        )
+
+
 def compare(
     methods: Sequence[str],
     recipe: Recipe,
@@ -318,11 +347,14 @@ def compare(
     resume: bool = False,
     changed: bool = False,
     reporter: Callback | None = None,
+    chosen: Mapping[str, Recipe] | None = None,
+    effort: str | None = None,
 ) -> Comparison:
     """One table: every method on the same data, base and budget, over seeds `recipe.seed`,
     `recipe.seed + 1`, ...
 
-    `resume` and `changed` are those of `run`.
+    `resume` and `changed` are those of `run`. `chosen` has the recipes of methods that were tuned,
+    and `effort` says what that took.
 
     Raises:
         Refused: As `run`.
@@ -330,19 +362,16 @@ def compare(
     """
     if not methods:
         raise Refused("no methods to compare", "Name at least one: see `coterie methods`.")
-    if (folder / COMPARISON).exists() and not (resume or changed):
-        raise Refused(
-            f"{folder} already holds a comparison",
-            "Go on with it by --resume, or choose another --out.",
-        )
+    check_new(folder, resume or changed)
     reporter = reporter or Callback()
     recipe = _without_auto(recipe, folder if resume or changed else None, reporter, LocalBackend())
+    own = {name: (chosen or {}).get(name) or recipe.with_method(name) for name in methods}
     rows = [
         (
-            recipe.with_method(name).model_copy(update={"seed": recipe.seed + k}),
+            own[name].model_copy(update={"seed": recipe.seed + k}),
             folder / name / f"seed-{recipe.seed + k}",
         )
-        for name in dict.fromkeys(methods)
+        for name in own
         for k in range(seeds)
     ]
     if resume or changed:
@@ -363,7 +392,10 @@ def compare(
         else "each client's model right after its last local iteration; mean_synced: after one "
         "more synchronisation",
         rows=table,
-        notes=comparing.comparability(table, recipe.method["name"]),
+        notes=[
+            *([effort] if effort else []),
+            *comparing.comparability(table, recipe.method["name"]),
+        ],
         versions=results[0].versions,
         machine=results[0].machine,
         folder=folder,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from coterie.core import metrics
-from coterie.core.errors import ClientError
+from coterie.core.errors import ClientError, Divergence
 from coterie.core.protocol import Ask, ClientId, Replies, ReplySpec, State, drive
 from coterie.core.result import (
     Choices,
@@ -91,7 +91,7 @@ class ScoredExecution(ExecutionBase):
             self._write("score", self.round, self.iteration, i, values)
         members = {group: [i for i in of if i in found] for group, of in self._everyone.items()}
         if silent := [group for group, of in members.items() if not of]:
-            raise ClientError(
+            raise (ClientError if self.engine.distant else Divergence)(
                 f"after round {self.round}: nobody of {silent[0] or 'the clients'} could be scored",
                 f"See {self.folder / METRICS}.",
             )

@@ -1,5 +1,5 @@
 """Results with types: what is in a run's `result.json`, `routing.json` and `audit.json`,
-and in a comparison's `comparison.json`.
+in a comparison's `comparison.json`, and in a search's `tune.json`.
 """
 
 from coterie.core.result.audit import (
@@ -22,11 +22,14 @@ from coterie.core.result.evaluation import BestByValid, Choices, Curve, Evaluati
 from coterie.core.result.parsing import Json, Machine, MetricInfo, PrivacySpent, Versions
 from coterie.core.result.routing import ROUTING, Mixture, Routing
 from coterie.core.result.run import RESULT, ClientResult, Costs, Result, headline
+from coterie.core.result.tuning import ROUNDS, TUNING, Tried, TunedRow, Tuning
 
 __all__ = [
     "AUDITED",
     "RESULT",
+    "ROUNDS",
     "ROUTING",
+    "TUNING",
     "AuditResult",
     "AuditSettings",
     "BestByValid",
@@ -53,6 +56,9 @@ __all__ = [
     "Row",
     "Scores",
     "TruePositiveRate",
+    "Tried",
+    "TunedRow",
+    "Tuning",
     "Versions",
     "WordExample",
     "WordsResult",

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any, ClassVar, Self
 
 from coterie.core.files import read_json
@@ -244,6 +245,18 @@ class Result:
     def headline(self) -> dict[str, ClientResult]:
         """The clients whom the mean is about, see `headline`."""
         return headline(self.clients, self.groups)
+
+    @property
+    def valid(self) -> float:
+        """The metric on validation, averaged over the clients whom the mean is about."""
+        return fmean(client.valid for client in self.headline.values())
+
+    @property
+    def valid_loss(self) -> float | None:
+        """Their loss on validation, nats; None where an older version did not write it."""
+        found = [client.valid_loss for client in self.headline.values()]
+        known = [value for value in found if value is not None]
+        return fmean(known) if len(known) == len(found) else None
 
     @property
     def gates(self) -> dict[str, Choices]:

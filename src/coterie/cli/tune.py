@@ -1,0 +1,107 @@
+"""The command that chooses settings: tune."""
+
+from typing import Annotated
+
+import typer
+
+from coterie.cli.base import Changed, Out, Resume, Seed, Set, Trust, _load, _stopping, app
+from coterie.core.errors import Refused
+
+Fields = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--field",
+        metavar="KEY=V1,V2",
+        help="Search this field of the recipe too, from these values, for the methods that have "
+        "it. Repeatable.",
+    ),
+]
+Trials = Annotated[
+    int | None,
+    typer.Option(
+        "--trials", min=1, help="Candidates of each method in the first rung; default: 8."
+    ),
+]
+
+
+@app.command()
+def tune(
+    methods: Annotated[
+        list[str] | None, typer.Argument(help="Methods (`coterie methods`).", show_default=False)
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            "--recipe",
+            help="A shipped recipe or a YAML file: the data, base and budget of all methods.",
+            show_default=False,
+        ),
+    ] = None,
+    field: Fields = None,
+    trials: Trials = None,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Runs of each candidate.")] = 1,
+    set_: Set = None,
+    seed: Seed = None,
+    out: Out = None,
+    resume: Resume = False,
+    resume_changed: Changed = False,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Choose settings on validation data: learning rates, rounds and any field, with the same
+    effort for every method.
+    """
+    with _stopping():
+        names, source = _meant(methods or [], recipe)
+        loaded = _load(source, set_, seed)
+        from rich.console import Console
+
+        from coterie.reports import tuning as reports
+        from coterie.runs import api, spaces
+
+        found = api.tune(
+            names or [loaded.method["name"]],
+            loaded,
+            fields=spaces.parse(field or ()),
+            trials=trials,
+            seeds=seeds,
+            out=out,
+            resume=resume,
+            resume_changed=resume_changed,
+            progress=True,
+        )
+        console, folder = Console(), found.folder
+        console.print()
+        console.print(reports.terminal(found))
+        for note in (found.effort, *found.notes):
+            console.print(f"- {note}", markup=False, highlight=False)
+        first = next(row for row in found.rows if row.valid is not None)
+        console.print(
+            f"Everything is in {folder}: open {folder}/tune.html, or run what was chosen, e.g. "
+            f"`coterie run {found.path(first.method)}`.",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def _meant(names: list[str], recipe: str | None) -> tuple[list[str], str]:
+    """Return methods and recipe. Without --recipe the first name is the recipe's. Raises
+    Refused.
+    """
+    if recipe is not None and not names:
+        raise Refused("no methods to tune", "Name at least one: see `coterie methods`.")
+    if recipe is not None:
+        return names, recipe
+    if not names:
+        raise Refused(
+            "no methods to tune, and no recipe",
+            "For instance: coterie tune cobo local --recipe cobo-digits",
+        )
+    first, *others = names
+    from coterie.methods import METHODS
+
+    if first in METHODS:
+        raise Refused(
+            "--recipe: missing", f"For instance: coterie tune {' '.join(names)} --recipe quickstart"
+        )
+    return others, first

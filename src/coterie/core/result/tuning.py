@@ -1,0 +1,181 @@
+"""What a search for settings found, as in `tune.json`."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from coterie.core.files import read_json
+from coterie.core.result.parsing import (
+    Json,
+    Machine,
+    MetricInfo,
+    Record,
+    Versions,
+    given,
+    mapping,
+    sequence,
+)
+
+TUNING = "tune.json"
+ROUNDS = "method.rounds"  # the field of a recipe that says how long a run is
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried(Record):
+    """One candidate at a number of rounds.
+
+    Args:
+        settings: Its values, by fields of the recipe.
+        rounds: Of its runs.
+        rung: In which rung it was, counted from 0; None: beyond the edge of the grid.
+        valid: The metric on validation, the mean over clients and seeds; None where a run diverged
+            or the method refused the settings.
+        valid_loss: Likewise the loss, nats.
+        per_seed: `valid` of each seed.
+        iterations: Local iterations of all its runs together.
+        problem: Why it has no score.
+    """
+
+    rare: ClassVar[Collection[str]] = ("problem",)
+
+    settings: Mapping[str, Any]
+    rounds: int
+    rung: int | None = None
+    valid: float | None = None
+    valid_loss: float | None = None
+    per_seed: Sequence[float] = ()
+    iterations: int = 0
+    problem: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TunedRow:
+    """What was chosen for one method, and what that took.
+
+    Example:
+        >>> import coterie
+        >>> short = {"method": {"rounds": 4}}
+        >>> found = coterie.tune("fedavg", "cobo-digits", trials=2, out="tuned", **short)
+        >>> row = found["fedavg"]
+        >>> row.candidates, list(row.chosen)[0], row.recipe
+        (2, 'training.experts.lr', 'chosen/fedavg.yaml')
+
+    Args:
+        method: Its name.
+        recipe: The file with the whole recipe that was chosen, in the folder of the search.
+        chosen: Values by fields of the recipe; empty for a method that trains nothing.
+        rounds: Of the chosen run.
+        valid: The metric of the chosen on validation; None where nothing was tuned.
+        candidates: That were tried in the first rung.
+        runs: All of them, over rungs and seeds.
+        iterations: Local iterations of all runs together.
+        alike: Other candidates, run for as many rounds, that are not surely worse: by no more than
+            two standard errors of the differences, paired by client and seed.
+        at_edge: Fields in which the best lies at the edge of what was tried.
+        tried: Every candidate, in order.
+    """
+
+    method: str
+    recipe: str
+    chosen: Mapping[str, Any]
+    rounds: int
+    valid: float | None = None
+    candidates: int = 0
+    runs: int = 0
+    iterations: int = 0
+    alike: int = 0
+    at_edge: Sequence[str] = ()
+    tried: Sequence[Tried] = ()
+
+    @classmethod
+    def from_json(cls, found: Any) -> Self:
+        """Return what an entry of `rows` in tune.json says. Raises CheckpointError."""
+        values = given(cls, found)
+        tried = sequence(values.get("tried", ()), "tried of a row")
+        return cls(**values | {"tried": tuple(map(Tried.from_json, tried))})
+
+    def to_json(self) -> Json:
+        """Return the JSON object."""
+        return vars(self) | {"tried": [own.to_json() for own in self.tried]}
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Tuning:
+    """What was chosen on validation for several methods with the same effort, as in `tune.json`.
+
+    Example:
+        >>> import coterie
+        >>> short = {"method": {"rounds": 4}}
+        >>> found = coterie.tune(["fedavg", "local"], "cobo-digits", trials=2, out="tuned", **short)
+        >>> [row.method for row in found.rows]
+        ['fedavg', 'local']
+        >>> run = coterie.run(found.path("local"), out="tuned-run")
+
+    Args:
+        recipe: The recipe's name.
+        metric: What candidates are scored by, on validation.
+        seeds: Of each candidate's runs.
+        effort: What every method that trains was given, a sentence.
+        rows: One for each method.
+        notes: What a reader must know.
+        versions: Of coterie, torch and Python.
+        machine: What it was computed on.
+        folder: Of the search; None for one that was read from JSON alone.
+    """
+
+    recipe: str
+    metric: MetricInfo
+    seeds: Sequence[int]
+    effort: str
+    rows: Sequence[TunedRow]
+    notes: Sequence[str] = ()
+    versions: Versions | None = None
+    machine: Machine | None = None
+    folder: Path | None = None
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Return what is in the tune.json of a folder. Raises CheckpointError."""
+        return cls.from_json(read_json(folder / TUNING), folder)
+
+    @classmethod
+    def from_json(cls, found: Any, folder: Path | None = None) -> Self:
+        """Return what is in tune.json. Raises CheckpointError."""
+        values = given(cls, dict(mapping(found, "a tuning")))
+        values["metric"] = MetricInfo.from_json(values["metric"])
+        values["rows"] = tuple(map(TunedRow.from_json, sequence(values["rows"], "rows")))
+        kinds: Mapping[str, type[Versions | Machine]] = {"versions": Versions, "machine": Machine}
+        values |= {
+            name: kind.from_json(values[name])
+            for name, kind in kinds.items()
+            if values.get(name) is not None
+        }
+        return cls(**values | {"folder": folder})
+
+    def to_json(self) -> Json:
+        """Return what is in tune.json."""
+        found = {name: value for name, value in vars(self).items() if name != "folder"}
+        return found | {
+            "metric": self.metric.to_json(),
+            "rows": [row.to_json() for row in self.rows],
+            "versions": None if self.versions is None else self.versions.to_json(),
+            "machine": None if self.machine is None else self.machine.to_json(),
+        }
+
+    def __getitem__(self, method: str) -> TunedRow:
+        for row in self.rows:
+            if row.method == method:
+                return row
+        raise KeyError(method)
+
+    def path(self, method: str) -> Path:
+        """Return the file of the recipe that was chosen for a method."""
+        return (self.folder or Path()) / self[method].recipe
+
+    def __repr__(self) -> str:
+        rows = ", ".join(
+            row.method if row.valid is None else f"{row.method} {row.valid:.2f}"
+            for row in self.rows
+        )
+        return f"Tuning({self.metric} of {self.recipe}: {rows})"

@@ -1,0 +1,257 @@
+"""What a search for settings shows: a table in a terminal, and `tune.html` with a picture of it."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.table import Table
+
+from coterie.core.files import write_atomically
+from coterie.core.metrics import best as best_of
+from coterie.core.metrics import direction
+from coterie.core.printing import printable
+from coterie.core.result import ROUNDS, MetricInfo, Tried, TunedRow, Tuning
+from coterie.methods import METHODS
+from coterie.reports import chart
+from coterie.reports.chart import Axes, Line, Style
+from coterie.reports.parts import (
+    BLUE,
+    BROWN,
+    GREEN,
+    GREY,
+    ORANGE,
+    PINK,
+    SKY,
+    VERMILION,
+    Cell,
+    bars,
+    escape,
+    figure,
+    folded,
+    legend,
+    page,
+    section,
+    table,
+)
+
+TUNED_PAGE = "tune.html"
+_COLOURS = (BLUE, GREEN, ORANGE, PINK, SKY, BROWN, GREY)  # of numbers of rounds, the most first
+_CHOSEN = Style(VERMILION, number=3)
+PICTURE = (
+    "<p>Validation against each field that was searched. A line is of runs of equal length, and "
+    "shows for each value the best that was reached with it, whatever the other fields were; "
+    "the chosen settings are marked. Runs that diverged are not drawn.</p>"
+)
+
+ALIKE = (
+    "<p class=note><em>alike</em>: other candidates of as many rounds that are not worse by more "
+    "than two standard errors of the differences, paired by client and seed: between these the "
+    "validation data cannot tell. A run of fewer rounds is chosen only where it is better by more "
+    "than that.</p>"
+)
+
+
+def name_of(key: str) -> str:
+    """Return a recipe's field as tables name it: without its section."""
+    for part in ("training.", "method.", "model."):
+        key = key.removeprefix(part)
+    return key
+
+
+def value(found: Any) -> str:
+    """Return a value as people read it."""
+    return f"{found:g}" if isinstance(found, float) else str(found)
+
+
+def written(settings: Mapping[str, Any]) -> str:
+    """Return values by fields of a recipe in one line."""
+    return ", ".join(f"{name_of(key)} {value(found)}" for key, found in settings.items())
+
+
+def settings(row: TunedRow) -> str:
+    """Return what was chosen for a row in one line."""
+    return written({**row.chosen, ROUNDS: row.rounds})
+
+
+def lies(row: TunedRow) -> str:
+    """Say whether the best lies inside of what was tried."""
+    if row.valid is None:
+        return ""
+    edges = ", ".join(map(name_of, row.at_edge))
+    return f"at the edge of its grid: {edges}" if edges else "inside"
+
+
+def terminal(found: Tuning) -> Table:
+    """Return the table that fits a terminal: a line for each method."""
+    metric = found.metric
+    shown = Table(
+        title=printable(f"chosen on validation; {metric}, {direction(metric)}"),
+        title_justify="left",
+        box=SIMPLE,
+        pad_edge=False,
+    )
+    columns = ("method", "valid", "chosen", "alike", "tried", "runs", "iterations", "lies")
+    for k, name in enumerate(columns):
+        right = name in ("valid", "alike", "tried", "runs", "iterations")
+        shown.add_column(name, justify="right" if right else "left", no_wrap=right or k == 0)
+    for row in found.rows:
+        shown.add_row(METHODS[row.method].title, *map(printable, _cells(row)))
+    return shown
+
+
+def _cells(row: TunedRow) -> tuple[str, ...]:
+    if row.valid is None:
+        return "", "trains nothing", "", "", "", "", ""
+    counts = (f"{row.alike:,}", f"{row.candidates:,}", f"{row.runs:,}", f"{row.iterations:,}")
+    return figure(row.valid), settings(row), *counts, lies(row)
+
+
+def write_tuning(folder: Path, found: Tuning, description: str) -> None:
+    """Write `tune.html` into the folder of a search.
+
+    Args:
+        folder: The search's folder.
+        found: What it found.
+        description: Of the recipe.
+
+    Raises:
+        SaveError: It could not be written.
+    """
+    versions, machine = found.versions, found.machine
+    made = "" if versions is None else f", coterie {versions.coterie}, torch {versions.torch}"
+    where = "" if machine is None else f", {machine.device}, {machine.dtype}"
+    about = f"seeds {', '.join(map(str, found.seeds))}{where}{made}"
+    notes = "".join(f"<li>{escape(note)}</li>" for note in found.notes)
+    which = f"{str(found.metric).capitalize()}, averaged over clients; {direction(found.metric)}."
+    parts = [
+        section(
+            "chosen",
+            "What was chosen",
+            f"<p>{escape(which)}</p><p>{escape(found.effort)}</p>",
+            _table(found),
+            ALIKE,
+            f'<ul class="notes">{notes}</ul>' if notes else "",
+        ),
+        *(_picture(k, row, found.metric) for k, row in enumerate(found.rows) if row.tried),
+    ]
+    title = f"{found.recipe}: settings of {len(found.rows)} methods"
+    head = f"<h1>{escape(title)}</h1><p>{escape(description)}</p>"
+    body = f"<header>{head}<p class=about>{escape(about)}</p></header><main>{''.join(parts)}</main>"
+    write_atomically(folder / TUNED_PAGE, page(title, body))
+
+
+def _table(found: Tuning) -> str:
+    rows = found.rows
+    keys = list(dict.fromkeys(key for row in rows for key in row.chosen if key != ROUNDS))
+    known = [row.valid is not None for row in rows]
+
+    def column(values: Iterable[str]) -> list[str]:
+        return [text if there else "" for text, there in zip(values, known, strict=True)]
+
+    columns: dict[str, Sequence[Cell | str]] = {
+        "method": [METHODS[row.method].title for row in rows],
+        **{
+            name_of(key): [value(row.chosen[key]) if key in row.chosen else "" for row in rows]
+            for key in keys
+        },
+        "rounds": column(f"{row.rounds:,}" for row in rows),
+        "validation": column("" if row.valid is None else figure(row.valid) for row in rows),
+        "alike": column(f"{row.alike:,}" for row in rows),
+        "the best lies": [lies(row) for row in rows],
+        "candidates": column(f"{row.candidates:,}" for row in rows),
+        "runs": column(f"{row.runs:,}" for row in rows),
+        "iterations": bars([row.iterations if row.tried else None for row in rows], ",.0f"),
+        "recipe": [row.recipe for row in rows],
+    }
+    return table(list(columns), list(zip(*columns.values(), strict=True)))
+
+
+def _picture(k: int, row: TunedRow, metric: MetricInfo) -> str:
+    """Return the section of a method: a panel for each field, and every trial in a table."""
+    rounds = sorted({own.rounds for own in row.tried}, reverse=True)
+    styles = {n: Style(_COLOURS[i % len(_COLOURS)], i) for i, n in enumerate(rounds)}
+    tried = [own for own in row.tried if own.valid is not None and math.isfinite(own.valid)]
+    panels = [
+        _panel(key, tried, row, styles, metric)
+        for key in row.chosen
+        if key != ROUNDS and _drawn([own.settings[key] for own in row.tried])
+    ]
+    if len(rounds) > 1:
+        panels.append(_panel(ROUNDS, tried, row, styles, metric))
+    samples = [(style.sample, f"{n:,} rounds") for n, style in styles.items()]
+    return section(
+        f"method-{k}",
+        METHODS[row.method].title,
+        PICTURE if k == 0 else "",
+        legend([*samples, (_CHOSEN.sample, f"chosen: {settings(row)}")]),
+        chart.grid(panels),
+        folded(f"All {len(row.tried)} trials", _trials(row, metric)),
+    )
+
+
+def _drawn(values: Sequence[Any]) -> bool:
+    """Whether values are on an axis: numbers, none below 0, and more than one of them."""
+    numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+    return numbers and min(values) >= 0 and len(set(values)) > 1
+
+
+def _panel(
+    key: str,
+    tried: Sequence[Tried],
+    row: TunedRow,
+    styles: Mapping[int, Style],
+    metric: MetricInfo,
+) -> str:
+    """Return the panel of one field."""
+
+    def of(own: Tried) -> float:
+        return float(own.rounds if key == ROUNDS else own.settings[key])
+
+    lines = []
+    groups = (
+        {0: tried} if key == ROUNDS else {n: [t for t in tried if t.rounds == n] for n in styles}
+    )
+    for n, group in groups.items():
+        top: dict[float, list[float]] = {}
+        for own in group:
+            top.setdefault(of(own), []).append(own.valid or 0.0)
+        points = [(x, best_of(found, metric)) for x, found in sorted(top.items())]
+        name = "best" if key == ROUNDS else f"{n:,} rounds"
+        if points:
+            lines.append(Line(points, name, styles.get(n, Style(GREY))))
+    if row.valid is not None:
+        at = row.rounds if key == ROUNDS else row.chosen[key]
+        lines.append(Line([(float(at), row.valid)], "chosen", _CHOSEN))
+    values = [y for line in lines for _, y in line.points]
+    log = metric.lower_is_better and min(values) > 0 and max(values) / min(values) > chart.RATIO
+    ratios = min(x for line in lines for x, _ in line.points) > 0
+    title, y = name_of(key), str(metric) + ", logarithmic" * log
+    axes = Axes(
+        title,
+        y,
+        log=log,
+        across="ratios" if ratios else "values",
+        ticks=sorted(styles) if key == ROUNDS else (),
+    )
+    drawn = chart.panel(title, lines, axes)
+    return f"<figure><figcaption>{escape(title)}</figcaption>{drawn}</figure>"
+
+
+def _trials(row: TunedRow, metric: MetricInfo) -> str:
+    keys = [key for key in row.chosen if key != ROUNDS]
+    lines = []
+    for own in row.tried:
+        stage = "beyond the edge" if own.rung is None else f"rung {own.rung + 1}"
+        score = own.problem or figure(own.valid if own.valid is not None else math.inf)
+        lines.append([stage, *(value(own.settings[key]) for key in keys), f"{own.rounds:,}", score])
+    best = next(
+        (
+            k
+            for k, own in enumerate(row.tried)
+            if own.settings == row.chosen and own.rounds == row.rounds
+        ),
+        None,
+    )
+    return table(["stage", *map(name_of, keys), "rounds", str(metric)], lines, best)

@@ -1,0 +1,336 @@
+"""The search for settings, without any runs: successive halving over a grid, the extension of a
+grid whose best lies at its edge, and a plain sweep.
+
+A search is a generator: it yields trials, is sent their scores, and returns what it found, so that
+the searches of several methods go on side by side (`together`). Successive halving is that of
+Jamieson and Talwalkar, Non-stochastic Best Arm Identification and Hyperparameter Optimization
+(2016), with whole runs of fewer rounds in the place of unfinished ones: a schedule of the learning
+rate then ends where the run does.
+"""
+
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice, pairwise, product
+from typing import Any, TypeVar
+
+from coterie.core.result import ROUNDS
+
+K = TypeVar("K")
+Candidate = Mapping[str, Any]  # values of a recipe's fields, by dotted keys
+Score = tuple[float, ...]  # the least is the best
+LOST: Score = (math.inf,)  # of a run that diverged
+_DIGITS = 4  # of a value that is put between two others
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of a recipe and the values that are tried: numbers in ascending order, or choices.
+
+    Only positive numbers have ratios: their grid can be made denser, and extended.
+    """
+
+    key: str
+    values: tuple[Any, ...]
+
+    def __post_init__(self) -> None:
+        found = tuple(value for k, value in enumerate(self.values) if value not in self.values[:k])
+        object.__setattr__(self, "values", tuple(sorted(found)) if _numbers(found) else found)
+
+    @property
+    def graded(self) -> bool:
+        """Whether it has ratios: at least two positive numbers, and none below 0."""
+        return _numbers(self.values) and self.values[0] >= 0 and sum(v > 0 for v in self.values) > 1
+
+    def denser(self, between: int) -> "Field":
+        """Return the same with so many values more between any two neighbours, in equal ratios."""
+        low = [value for value in self.values if value > 0]
+        new = [
+            self._rounded(a * (b / a) ** (k / (between + 1)))
+            for a, b in pairwise(low)
+            for k in range(1, between + 1)
+        ]
+        return Field(self.key, (*self.values, *new))
+
+    def beyond(self, value: Any, up: bool) -> Any:
+        """Return the value next to the largest or the smallest, by the ratio of the grid there;
+        None where there is none.
+        """
+        if not self.graded or value <= 0:
+            return None
+        ends = [v for v in self.values if v > 0]
+        ratio = ends[-1] / ends[-2] if up else ends[0] / ends[1]
+        found = self._rounded(value * ratio)
+        return None if found == value or found <= 0 else found
+
+    def place(self, value: Any) -> Any:
+        """Return what values are ordered by: numbers by themselves, choices as they were named."""
+        return value if _numbers(self.values) else self.values.index(value)
+
+    def _rounded(self, value: float) -> Any:
+        if all(isinstance(v, int) for v in self.values):
+            return round(value)
+        return float(f"{value:.{_DIGITS}g}")
+
+
+def _numbers(values: Sequence[Any]) -> bool:
+    return all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What a search may cost, the same for every method.
+
+    Args:
+        trials: Candidates of the first rung.
+        seeds: Runs of a candidate, whose mean is its score.
+        eta: 1/eta of the candidates go on to the next rung, which has eta times the rounds.
+        rungs: At most so many, the last one with all rounds.
+        extensions: Candidates beyond the edges of the grid, at most.
+    """
+
+    trials: int = 8
+    seeds: int = 1
+    eta: int = 2
+    rungs: int = 3
+    extensions: int = 8
+
+    def shares(self, rounds: int) -> list[float]:
+        """Return the share of the rounds of each rung: those that differ by a round at least."""
+        found = {
+            part_of(rounds, share): share
+            for share in (self.eta ** -(self.rungs - 1 - k) for k in range(self.rungs))
+        }
+        return list(found.values())
+
+    def count(self, rung: int) -> int:
+        """Return how many candidates are in a rung, counted from 0, at most."""
+        return max(1, int(self.trials // self.eta**rung))
+
+
+def part_of(rounds: int, share: float) -> int:
+    """Return how many rounds a share is: 1 at least, unless there are none."""
+    return min(rounds, max(1, round(rounds * share)))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A candidate, and the share of its rounds that it is run for."""
+
+    candidate: Candidate
+    share: float = 1.0
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A trial and its score, and the rung that it was in; None: beyond the edge of the grid."""
+
+    trial: Trial
+    score: Score
+    rung: int | None = 0
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search came to.
+
+    Args:
+        chosen: The best; None where nothing was to be chosen.
+        judged: All trials, in order.
+        at_edge: The fields in which the best lies at the edge of what was tried.
+    """
+
+    chosen: Judged | None
+    judged: tuple[Judged, ...] = ()
+    at_edge: tuple[str, ...] = ()
+
+
+Search = Generator[Sequence[Trial], Sequence[Score], Found]
+
+
+def together(
+    searches: Mapping[K, Search],
+    evaluate: Callable[[Sequence[tuple[K, Trial]]], Sequence[Score]],
+) -> dict[K, Found]:
+    """Carry searches out side by side: what all of them ask for next is evaluated in one call.
+
+    Args:
+        searches: By any key.
+        evaluate: Scores trials of these keys, in their order.
+
+    Returns:
+        What each search found, in the order given.
+    """
+    found: dict[K, Found] = {}
+    asked: dict[K, Sequence[Trial]] = {}
+
+    def advance(key: K, scores: Sequence[Score] | None) -> None:
+        try:
+            asked[key] = searches[key].send(scores) if scores is not None else next(searches[key])
+        except StopIteration as end:
+            asked.pop(key, None)
+            found[key] = end.value
+
+    for key in searches:
+        advance(key, None)
+    while asked:
+        scores = iter(evaluate([(key, trial) for key, trials in asked.items() for trial in trials]))
+        for key, own in {key: list(islice(scores, len(t))) for key, t in asked.items()}.items():
+            advance(key, own)
+    return {key: found[key] for key in searches}
+
+
+def sweep(grid: Mapping[str, Sequence[Any]]) -> Search:
+    """Choose key after key, each among its values with the others as they were chosen before, or
+    else the first ones. Of equal ones the first is taken.
+    """
+    choice = {key: values[0] for key, values in grid.items()}
+    judged: list[Judged] = []
+    chosen: Judged | None = None
+    for key, values in grid.items():
+        trials = [Trial(choice | {key: value}) for value in values]
+        scores = yield trials
+        found = [Judged(trial, score) for trial, score in zip(trials, scores, strict=True)]
+        judged += found
+        chosen = min(found, key=lambda own: own.score[0])
+        choice = dict(chosen.trial.candidate)
+    return Found(chosen, tuple(judged))
+
+
+def halving(
+    fields: Sequence[Field],
+    effort: Effort,
+    rounds: int,
+    own: Candidate | None = None,
+    shorter: Callable[["Judged", "Judged"], bool] | None = None,
+    allowed: Callable[[Trial], bool] = lambda trial: True,
+) -> Search:
+    """Choose by successive halving; then extend the grid where the best lies at its edge.
+
+    The best is the one with the least score among runs of all rounds; of equal ones that with
+    smaller values, field by field. A run of fewer rounds takes its place if `shorter` says so.
+
+    Args:
+        fields: What is searched; made denser until there are as many candidates as asked for.
+        effort: What it may cost.
+        rounds: Of the whole run, on which depends how many rungs there are.
+        own: The candidate that is always among the first; default: none.
+        shorter: Whether the best run of fewer rounds is surely better than the best of all rounds:
+            when to stop is then part of the search. Default: it never is.
+        allowed: Whether a trial beyond the grid may be run.
+    """
+    judged: list[Judged] = []
+    grids = densified(fields, effort.trials)
+    alive = thinned(grids, effort.count(0), fields, own)
+    rank = _rank(fields)
+    for rung, share in enumerate(effort.shares(rounds)):
+        trials = [Trial(candidate, share) for candidate in alive[: effort.count(rung)]]
+        scores = yield trials
+        found = [Judged(t, score, rung) for t, score in zip(trials, scores, strict=True)]
+        judged += found
+        alive = [j.trial.candidate for j in sorted(found, key=rank)]
+    edges = _Edges(fields, effort, rounds, shorter, allowed)
+    left = effort.extensions
+    while left and (steps := edges.steps(judged)):
+        trial = next(iter(steps.values()))
+        [score] = yield [trial]
+        judged.append(Judged(trial, score, None))
+        left -= 1
+    return Found(edges.best(judged), tuple(judged), tuple(edges.steps(judged)))
+
+
+def densified(fields: Sequence[Field], count: int) -> list[Field]:
+    """Return fields whose grid has at least so many points, if they have ratios; always the one
+    with the fewest values gets more.
+    """
+    grids, between = list(fields), [0] * len(fields)
+    able = {k for k, field in enumerate(fields) if field.graded}
+    while able and math.prod(len(grid.values) for grid in grids) < count:
+        k = min(able, key=lambda k: len(grids[k].values))
+        between[k] += 1
+        denser = fields[k].denser(between[k])
+        if len(denser.values) <= len(grids[k].values):  # whole numbers, of which there are no more
+            able.discard(k)
+        else:
+            grids[k] = denser
+    return grids
+
+
+def thinned(
+    fields: Sequence[Field], count: int, given: Sequence[Field] = (), own: Candidate | None = None
+) -> list[Candidate]:
+    """Return at most so many points of a grid, evenly spread over it; first of all `own` if it is
+    one of them, and then those of the grid as it was given.
+
+    Points are kept by the fractional part of a linear form of their indices, whose coefficients
+    are powers of the generalised golden ratio (Roberts, The Unreasonable Effectiveness of
+    Quasirandom Sequences, 2018): in every field and every pair of fields they lie evenly.
+    """
+    golden = 2.0
+    for _ in range(64):
+        golden = (1 + golden) ** (1 / (len(fields) + 1))
+    indices = list(product(*(range(len(field.values)) for field in fields)))
+    points = [
+        {field.key: field.values[k] for field, k in zip(fields, place, strict=True)}
+        for place in indices
+    ]
+    phases = [
+        math.fmod(sum(k / golden ** (d + 1) for d, k in enumerate(place)), 1.0) for place in indices
+    ]
+    asked = {field.key: field.values for field in given}
+    new = [any(v not in asked.get(key, ()) for key, v in point.items()) for point in points]
+    first = sorted(range(len(points)), key=lambda k: (points[k] != own, new[k], phases[k]))[:count]
+    return [points[k] for k in sorted(first)]
+
+
+def _rank(fields: Sequence[Field]) -> Callable[[Judged], Any]:
+    """Return what judged trials are sorted by, the best first."""
+
+    def rank(judged: Judged) -> Any:
+        values = judged.trial.candidate
+        indices = tuple(f.place(values[f.key]) for f in fields if f.key in values)
+        return judged.score, judged.trial.share, indices
+
+    return rank
+
+
+@dataclass(frozen=True)
+class _Edges:
+    """Where the grid of a search ends, see `halving`."""
+
+    fields: Sequence[Field]
+    effort: Effort
+    rounds: int
+    shorter: Callable[[Judged, Judged], bool] | None
+    allowed: Callable[[Trial], bool]
+
+    def best(self, judged: Sequence[Judged]) -> Judged | None:
+        rank = _rank(self.fields)
+        whole = min((j for j in judged if j.trial.share == 1), key=rank, default=None)
+        part = min((j for j in judged if j.trial.share < 1), key=rank, default=None)
+        if whole is None or part is None or self.shorter is None:
+            return whole
+        return part if part.score < whole.score and self.shorter(part, whole) else whole
+
+    def steps(self, judged: Sequence[Judged]) -> dict[str, Trial]:
+        """Return the next trial beyond the edge for each field in which the best lies there."""
+        best = self.best(judged)
+        if best is None:
+            return {}
+        steps = dict[str, Trial]()
+        for field in self.fields:
+            tried = [j.trial.candidate[field.key] for j in judged]
+            value = best.trial.candidate[field.key]
+            for up, end in ((False, min), (True, max)):
+                if not field.graded or value != end(tried):
+                    continue
+                if (new := field.beyond(value, up)) is not None:
+                    trial = Trial({**best.trial.candidate, field.key: new}, best.trial.share)
+                    if self.allowed(trial):
+                        steps.setdefault(field.key, trial)
+        least = min(j.trial.share for j in judged)
+        if self.shorter and best.trial.share == least < 1:
+            share = least / self.effort.eta
+            if part_of(self.rounds, share) < part_of(self.rounds, least):
+                steps[ROUNDS] = Trial(best.trial.candidate, share)
+        return steps

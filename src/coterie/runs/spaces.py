@@ -1,0 +1,154 @@
+"""Which fields of a recipe a search goes through, and which values it begins with."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+from coterie.core.errors import RecipeError
+from coterie.core.roles import GATE
+from coterie.methods import METHODS
+from coterie.models.layout import Layout
+from coterie.runs import recipe as recipes
+from coterie.runs.recipe import Recipe
+from coterie.runs.recipes import parse as parse_yaml
+from coterie.runs.search import Candidate, Field
+
+EXPERTS, ROUTERS = "training.experts.lr", "training.routers.lr"
+RATES = (EXPERTS, ROUTERS)
+FACTORS = (0.25, 0.5, 1.0, 2.0)  # of the recipe's own learning rate
+_SECTIONS = ("method.", "model.", "training.", "privacy.")
+_SCORED = {  # what scores on validation are of, so that they could not be compared
+    "method.name",
+    "model.kind",
+    "model.base",
+    "model.context",
+    "model.length",
+}
+Grid = Mapping[str, Sequence[Any]]  # values by dotted keys of a recipe
+
+
+def parse(texts: Sequence[str]) -> dict[str, list[Any]]:
+    """Return the fields and values of texts `KEY=V1,V2,...`, values being YAML.
+
+    Raises:
+        RecipeError: All that are not of that form.
+    """
+    grid: dict[str, list[Any]] = {}
+    mistakes = []
+    for text in texts:
+        key, sign, values = (part.strip() for part in text.partition("="))
+        try:
+            found = parse_yaml(f"[{values}]")
+        except ValueError as error:
+            mistakes.append(f"{text!r}: not values in YAML ({str(error).splitlines()[0]})")
+            continue
+        if not sign or not key or not found:
+            mistakes.append(
+                f"{text!r} is not of the form KEY=V1,V2,..., for instance "
+                f"training.experts.lr=0.01,0.02,0.04"
+            )
+        elif key in grid:
+            mistakes.append(f"{key}: given twice; name all its values at once")
+        else:
+            grid[key] = found
+    if mistakes:
+        raise RecipeError("--field", mistakes)
+    return grid
+
+
+def trains(recipe: Recipe) -> bool:
+    """Whether the method of a recipe trains anything, so that there is something to choose."""
+    return recipe.build_method().total_iterations > 0
+
+
+def learning_rates(recipe: Recipe) -> dict[str, tuple[float, ...]]:
+    """Return the grids of the learning rates that a recipe's method has: that of the experts, and
+    that of routers or a gate where they learn. They lie around the recipe's own.
+    """
+    method = recipe.build_method()
+    layout = method.layout(0, Layout())
+    rates = {EXPERTS: recipe.training.experts.lr}
+    if layout.routed or layout.members or GATE in method.shared:
+        rates[ROUTERS] = recipe.training.routers.lr
+    return {key: around(lr) for key, lr in rates.items()}
+
+
+def around(lr: float) -> tuple[float, ...]:
+    """Return a grid of learning rates around one."""
+    return tuple(float(f"{lr * factor:.4g}") for factor in FACTORS)
+
+
+def has(recipe: Recipe, key: str) -> bool:
+    """Whether a field means something to the method of a recipe."""
+    entry = METHODS[recipe.method["name"]]
+    if key.startswith("method."):
+        name = key.removeprefix("method.").partition(".")[0]
+        return name not in entry.fixed and name in {
+            f.name for f in dataclasses.fields(entry.method)
+        }
+    return not key.startswith("training.routers.") or ROUTERS in learning_rates(recipe)
+
+
+def fields_of(recipe: Recipe, given: Grid) -> list[Field]:
+    """Return what is searched for the method of a recipe: its learning rates and the fields that
+    are given, as far as it has them; nothing where it trains nothing.
+    """
+    if not trains(recipe):
+        return []
+    own = {key: values for key, values in given.items() if has(recipe, key)}
+    return [Field(key, tuple(values)) for key, values in {**learning_rates(recipe), **own}.items()]
+
+
+def own_values(recipe: Recipe, fields: Sequence[Field]) -> Candidate:
+    """Return the recipe's own candidate."""
+    return {field.key: value_of(recipe, field.key) for field in fields}
+
+
+def value_of(recipe: Recipe, key: str) -> Any:
+    """Return the value of a field, also where the recipe leaves it to its default."""
+    section, *path = key.split(".")
+    found: Any = recipe.build_method() if section == "method" else getattr(recipe, section)
+    for part in path:
+        found = found.get(part) if isinstance(found, Mapping) else getattr(found, part, None)
+    return found.model_dump(mode="json") if isinstance(found, BaseModel) else found
+
+
+def checked(own: Sequence[Recipe], given: Grid) -> dict[str, tuple[Any, ...]]:
+    """Return given fields with their values as recipes have them: numbers as numbers.
+
+    Args:
+        own: The recipe of each method.
+        given: Fields and values.
+
+    Raises:
+        RecipeError: All mistakes: unknown fields, values that a recipe does not take, and fields
+            that change what is scored.
+    """
+    mistakes: dict[str, None] = {}
+    found = {}
+    for key, values in given.items():
+        if not key.startswith(_SECTIONS) or key in _SCORED:
+            mistakes[
+                f"{key}: cannot be searched, as scores would be of something else; fields of "
+                f"method, training and model can"
+            ] = None
+            continue
+        typed: list[Any] = []
+        for recipe in [r for r in own if has(r, key)] or own[:1]:
+            try:
+                typed = [_typed(recipe, key, value) for value in values]
+            except RecipeError as error:
+                mistakes |= dict.fromkeys(error.mistakes)
+        if not typed and not mistakes:
+            mistakes[f"{key}: none of the methods has it, or its name fixes it"] = None
+        found[key] = tuple(typed)
+    if mistakes:
+        raise RecipeError("--field", list(mistakes))
+    return found
+
+
+def _typed(recipe: Recipe, key: str, value: Any) -> Any:
+    found = value_of(recipes.changed(recipe, {key: value}), key)
+    return found if isinstance(found, int | float | str) else value

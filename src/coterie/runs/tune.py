@@ -1,0 +1,307 @@
+"""Settings chosen on validation for several methods, with the same effort for each."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from coterie.core.errors import CoterieError, Refused
+from coterie.core.files import read_json, write_atomically, write_json
+from coterie.core.names import encoded
+from coterie.core.result import ROUNDS, TUNING, Result, TunedRow, Tuning
+from coterie.methods import METHODS
+from coterie.reports import Callback
+from coterie.reports.tuning import write_tuning, written
+from coterie.runs import recipe as recipes
+from coterie.runs import run as runs
+from coterie.runs.backends import LocalBackend
+from coterie.runs.folder import alone
+from coterie.runs.recipe import Recipe
+from coterie.runs.search import Effort, Found, Search, halving, part_of, together
+from coterie.runs.spaces import Grid, checked, fields_of, own_values, trains
+from coterie.runs.trials import RunAt, Settings, TrialRuns, folder_of
+
+SEARCH = "search.json"  # what a folder is the search of
+CHOSEN, RUNS, TUNED = "chosen", "runs", "tune"  # folders; the last one in that of a comparison
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be tuned.
+
+    Args:
+        methods: Names, each once.
+        recipe: The data, base and budget of all of them.
+        given: Fields beside the learning rates, and their values, see `spaces.checked`.
+        effort: Of each method.
+    """
+
+    methods: tuple[str, ...]
+    recipe: Recipe
+    given: Grid
+    effort: Effort
+
+    @cached_property
+    def own(self) -> dict[str, Recipe]:
+        """The recipe of each method before anything is chosen. Raises RecipeError."""
+        return {name: self.recipe.with_method(name) for name in self.methods}
+
+    @cached_property
+    def trained(self) -> list[str]:
+        """The methods that train something."""
+        return [name for name, recipe in self.own.items() if trains(recipe)]
+
+    @cached_property
+    def rounds(self) -> int:
+        """Of a whole run; where rounds are a field of the search, the fewest."""
+        if ROUNDS in self.given:
+            return int(min(self.given[ROUNDS]))
+        return self.own[self.trained[0]].build_method().rounds
+
+    def search(self, method: str, trials: TrialRuns[str]) -> Search:
+        """Return the search for a method."""
+        recipe = self.own[method]
+        fields = fields_of(recipe, self.given)
+        return halving(
+            fields,
+            self.effort,
+            self.rounds,
+            own_values(recipe, fields),
+            partial(trials.surely, method) if ROUNDS not in self.given else None,
+            partial(trials.allowed, method),
+        )
+
+    def chosen(self, method: str, settings: Settings) -> Recipe:
+        """Return the recipe of a method with other settings."""
+        return recipes.changed(self.own[method], settings) if settings else self.own[method]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what tells it from other searches, as JSON."""
+        return {
+            "methods": list(self.methods),
+            "recipe": self.recipe.model_dump(mode="json"),
+            "fields": {key: list(values) for key, values in self.given.items()},
+            "effort": asdict(self.effort),
+        }
+
+
+def tune(
+    methods: Sequence[str],
+    recipe: Recipe,
+    folder: Path,
+    *,
+    fields: Grid | None = None,
+    effort: Effort | None = None,
+    resume: bool = False,
+    changed: bool = False,
+    reporter: Callback | None = None,
+) -> Tuning:
+    """Choose the settings of each method by validation alone; runs that are done already are not
+    done again.
+
+    Args:
+        methods: Names.
+        recipe: The data, base and budget of all of them.
+        folder: Gets `tune.json`, `tune.html`, `chosen/<method>.yaml`, and `runs/`.
+        fields: Beside the learning rates: values by dotted keys of the recipe.
+        effort: What a method's search may cost.
+        resume: Go on with the search that is in `folder`.
+        changed: Go on with its unfinished runs though base, data or clients have changed.
+        reporter: Is told of what happens; default: nobody.
+
+    Raises:
+        Refused: Something is wrong with the recipe, the fields, the base, the data or the folder;
+            nothing was started.
+        CoterieError: It failed while running and can be resumed.
+    """
+    plan = planned(methods, recipe, fields or {}, effort or Effort())
+    runs.check_beside_data(recipe, folder)
+    _claim(folder, plan, resume or changed)
+    told = reporter or Callback()
+    told.preparing()
+    for name in plan.trained:
+        LocalBackend().prepare(plan.own[name])  # what is wrong is refused before anything starts
+    with alone(folder):
+        write_json(folder / SEARCH, plan.to_json())
+        seeds = [recipe.seed + k for k in range(plan.effort.seeds)]
+
+        def run(method: str, settings: Settings, seed: int) -> RunAt:
+            found = plan.chosen(method, settings).model_copy(update={"seed": seed})
+            return found, folder_of(found, folder / RUNS)
+
+        trial_runs = TrialRuns(run, seeds, told, changed=changed, within=folder)
+        searches = {name: plan.search(name, trial_runs) for name in plan.trained}
+        found = together(searches, trial_runs.evaluate)
+        return _write(folder, plan, trial_runs, found)
+
+
+def planned(methods: Sequence[str], recipe: Recipe, fields: Grid, effort: Effort) -> Plan:
+    """Return what is to be tuned. Raises Refused where that will not do."""
+    if not methods:
+        raise Refused("no methods to tune", "Name at least one: see `coterie methods`.")
+    plan = Plan(tuple(dict.fromkeys(methods)), recipe, {}, effort)
+    if not plan.trained:
+        raise Refused(
+            f"there is nothing to tune: {', '.join(plan.methods)} train nothing",
+            "Name a method that trains: see `coterie methods`.",
+        )
+    own = [plan.own[name] for name in plan.trained]
+    return replace(plan, given=checked(own, fields))
+
+
+def _claim(folder: Path, plan: Plan, resume: bool) -> None:
+    """Refuse a folder that holds another search, or nothing to go on with. Raises Refused."""
+    known = (folder / SEARCH).exists()
+    if known and not resume:
+        raise Refused(
+            f"{folder} already holds a search",
+            "Go on with it by --resume, or choose another --out.",
+        )
+    if resume and not known:
+        raise Refused(
+            f"{folder} holds no search to go on with",
+            "Check --out; or start from the beginning: the same command without --resume.",
+        )
+    if known:
+        before, now = read_json(folder / SEARCH), plan.to_json()
+        if other := [key for key in now if before.get(key) != now[key]]:
+            raise Refused(
+                f"{folder} holds another search: it has other {' and '.join(other)}",
+                "Give what it began with, or choose another --out.",
+            )
+
+
+def _write(
+    folder: Path, plan: Plan, trial_runs: TrialRuns[str], found: Mapping[str, Found]
+) -> Tuning:
+    """Write what was found, and return it."""
+    rows = []
+    for name in plan.methods:
+        row, recipe = _row(plan, name, trial_runs, found.get(name, Found(None)))
+        about = f"# {METHODS[name].title}: {_said(row)}\n"
+        write_atomically(folder / row.recipe, (about + recipes.dump(recipe)).encode())
+        rows.append(row)
+    result = next(r for name, own in found.items() for r in _results(trial_runs, name, own))
+    tuning = Tuning(
+        recipe=plan.recipe.name,
+        metric=replace(
+            result.metric, name=f"validation {result.metric.name.removeprefix('test ')}"
+        ),
+        seeds=list(trial_runs.seeds),
+        effort=stated(plan.effort, plan.rounds, "Every method that trains"),
+        rows=rows,
+        notes=_notes(plan, rows),
+        versions=result.versions,
+        machine=result.machine,
+        folder=folder,
+    )
+    write_json(folder / TUNING, tuning.to_json())
+    write_tuning(folder, tuning, plan.recipe.description)
+    return tuning
+
+
+def _results(trial_runs: TrialRuns[str], name: str, found: Found) -> list[Result]:
+    """Return the results of what was chosen for a method.
+
+    Raises:
+        CoterieError: None of its candidates has any.
+    """
+    assert found.chosen is not None
+    results = trial_runs.results(name, found.chosen.trial)
+    if not results:
+        problem = trial_runs.tried(name, found.chosen).problem
+        raise CoterieError(
+            f"{name}: no candidate came to an end; the last problem: {problem}",
+            "Name smaller values, as --field training.experts.lr=... does, in another --out.",
+        )
+    return results
+
+
+def _row(
+    plan: Plan, name: str, trial_runs: TrialRuns[str], found: Found
+) -> tuple[TunedRow, Recipe]:
+    """Return what was found for a method, and its recipe."""
+    path = f"{CHOSEN}/{encoded(name)}.yaml"
+    if found.chosen is None:
+        recipe = plan.own[name]
+        rounds = recipe.build_method().rounds
+        return TunedRow(method=name, recipe=path, chosen={}, rounds=rounds), recipe
+    _results(trial_runs, name, found)
+    recipe = plan.chosen(name, trial_runs.settings(name, found.chosen.trial))
+    tried = [trial_runs.tried(name, judged) for judged in found.judged]
+    best = tried[found.judged.index(found.chosen)]
+    row = TunedRow(
+        method=name,
+        recipe=path,
+        chosen=best.settings,
+        rounds=best.rounds,
+        valid=best.valid,
+        candidates=sum(own.rung == 0 for own in tried),
+        runs=len(tried) * len(trial_runs.seeds),
+        iterations=sum(own.iterations for own in tried),
+        alike=sum(
+            judged.trial != found.chosen.trial
+            and judged.trial.share == found.chosen.trial.share
+            and not trial_runs.surely(name, found.chosen, judged)
+            for judged in found.judged
+        ),
+        at_edge=found.at_edge,
+        tried=tried,
+    )
+    return row, recipe
+
+
+def _said(row: TunedRow) -> str:
+    if row.valid is None:
+        return "trains nothing, so that nothing was chosen"
+    values = written({key: value for key, value in row.chosen.items() if key != ROUNDS})
+    return f"{values}, {row.rounds} rounds, chosen on validation by coterie tune"
+
+
+def stated(effort: Effort, rounds: int, who: str) -> str:
+    """Say what a search cost, in a sentence."""
+    first, *others = [part_of(rounds, share) for share in effort.shares(rounds)]
+    rungs = [f"{effort.count(0)} candidates for {first} of {rounds} rounds"]
+    rungs += [f"the best {effort.count(k + 1)} for {part}" for k, part in enumerate(others)]
+    runs = "one run" if effort.seeds == 1 else f"{effort.seeds} runs"
+    return (
+        f"{who} tried {', '.join(rungs)}, {runs} each, and at most {effort.extensions} candidates "
+        f"beyond the edges of its grid; all was chosen on validation data."
+    )
+
+
+def _notes(plan: Plan, rows: Sequence[TunedRow]) -> list[str]:
+    """Return what a reader must know beside the effort, a sentence each."""
+    found = [
+        f"{row.method}: {row.candidates} candidates, as its fields have no more values."
+        for row in rows
+        if row.valid is not None and row.candidates < plan.effort.count(0)
+    ]
+    return found + [said for row in rows if (said := _lost(row))]
+
+
+def _lost(row: TunedRow) -> str:
+    """Say how many trials of a row have no score; nothing where all have one."""
+    lost = [own for own in row.tried if own.problem]
+    if not lost:
+        return ""
+    return (
+        f"{row.method}: {len(lost)} of {len(row.tried)} trials lost, as they diverged or were "
+        f"refused; the first: {lost[0].problem}."
+    )
+
+
+def chosen_recipes(found: Tuning) -> dict[str, Recipe]:
+    """Return the recipes that were chosen, by method."""
+    return {row.method: recipes.load(str(found.path(row.method))) for row in found.rows}
+
+
+def effort_of(found: Tuning) -> str:
+    """Say what the search was, what each row came to, and where that lies at an edge."""
+    parts = []
+    for row in found.rows:
+        edge = " (at the edge of its grid)" if row.at_edge else ""
+        values = written(row.chosen)
+        parts.append(f"{row.method}: {values}, {row.rounds} rounds{edge}" if row.chosen else "")
+    return f"{found.effort} {'; '.join(part for part in parts if part)}."
