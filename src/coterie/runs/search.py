@@ -207,8 +207,9 @@ def halving(
 ) -> Search:
     """Choose by successive halving; then extend the grid where the best lies at its edge.
 
-    The best is the one with the least score among runs of all rounds; of equal ones that with
-    smaller values, field by field. A run of fewer rounds takes its place if `shorter` says so.
+    The best is the one with the least score among runs of all rounds; of equal ones that within
+    the grid, and then that with smaller values, field by field. A run of fewer rounds takes its
+    place if `shorter` says so.
 
     Args:
         fields: What is searched; made denser until there are as many candidates as asked for.
@@ -289,7 +290,7 @@ def _rank(fields: Sequence[Field]) -> Callable[[Judged], Any]:
     def rank(judged: Judged) -> Any:
         values = judged.trial.candidate
         indices = tuple(f.place(values[f.key]) for f in fields if f.key in values)
-        return judged.score, judged.trial.share, indices
+        return judged.score, judged.trial.share, judged.rung is None, indices
 
     return rank
 

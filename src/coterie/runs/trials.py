@@ -167,7 +167,7 @@ class TrialRuns(Generic[K]):
 
         def unfit(folder: Path, error: CoterieError) -> None:
             _note(folder, error)
-            self.reporter.unfit(titles[folder], one_line(error.problem))
+            self.reporter.unfit(titles[folder], _why(error))
 
         if missing := missing_of(runs):
             rounds = sorted({recipe.build_method().rounds for recipe, _ in missing})
@@ -234,10 +234,11 @@ class TrialRuns(Generic[K]):
 
 def _note(folder: Path, error: CoterieError) -> None:
     """Write down why a run has no result, so that it is not tried again. Raises SaveError."""
-    refused = isinstance(error, RecipeError)
-    write_json(folder / UNFIT, {"problem": one_line(error.problem), "trained": not refused})
+    trained = not isinstance(error, RecipeError)
+    write_json(folder / UNFIT, {"problem": _why(error), "trained": trained})
 
 
-def one_line(text: str) -> str:
-    """Return a problem without ends of lines."""
-    return " ".join(text.split())
+def _why(error: CoterieError) -> str:
+    """Say in one line why a run has no result."""
+    how = "refused" if isinstance(error, RecipeError) else "diverged"
+    return f"{how}: {' '.join(error.problem.split())}"

@@ -287,8 +287,7 @@ def _lost(row: TunedRow) -> str:
     if not lost:
         return ""
     return (
-        f"{row.method}: {len(lost)} of {len(row.tried)} trials lost, as they diverged or were "
-        f"refused; the first: {lost[0].problem}."
+        f"{row.method}: {len(lost)} of {len(row.tried)} trials lost; the first {lost[0].problem}."
     )
 
 
