@@ -144,7 +144,8 @@ def write_tuning(folder: Path, found: Tuning, description: str) -> None:
 
 def _table(found: Tuning) -> str:
     rows = found.rows
-    keys = list(dict.fromkeys(key for row in rows for key in row.chosen if key != ROUNDS))
+    every = dict.fromkeys(key for row in rows for key in row.chosen)
+    keys = [key for key in every if key != ROUNDS]
     known = [row.valid is not None for row in rows]
 
     def column(values: Iterable[str]) -> list[str]:
@@ -176,7 +177,7 @@ def _picture(k: int, row: TunedRow, metric: MetricInfo) -> str:
     panels = [
         _panel(key, tried, row, styles, metric)
         for key in row.chosen
-        if key != ROUNDS and _drawn([own.settings[key] for own in row.tried])
+        if _drawn(key, [own.settings[key] for own in row.tried])
     ]
     if len(rounds) > 1:
         panels.append(_panel(ROUNDS, tried, row, styles, metric))
@@ -191,10 +192,12 @@ def _picture(k: int, row: TunedRow, metric: MetricInfo) -> str:
     )
 
 
-def _drawn(values: Sequence[Any]) -> bool:
-    """Whether values are on an axis: numbers, none below 0, and more than one of them."""
+def _drawn(key: str, values: Sequence[Any]) -> bool:
+    """Whether a field has a panel by its values: numbers, none below 0, and more than one of them;
+    how many rounds there were has a panel of its own.
+    """
     numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
-    return numbers and min(values) >= 0 and len(set(values)) > 1
+    return key != ROUNDS and numbers and min(values) >= 0 and len(set(values)) > 1
 
 
 def _panel(
@@ -246,12 +249,5 @@ def _trials(row: TunedRow, metric: MetricInfo) -> str:
         stage = "beyond the edge" if own.rung is None else f"rung {own.rung + 1}"
         score = own.problem or figure(own.valid if own.valid is not None else math.inf)
         lines.append([stage, *(value(own.settings[key]) for key in keys), f"{own.rounds:,}", score])
-    best = next(
-        (
-            k
-            for k, own in enumerate(row.tried)
-            if own.settings == row.chosen and own.rounds == row.rounds
-        ),
-        None,
-    )
-    return table(["stage", *map(name_of, keys), "rounds", str(metric)], lines, best)
+    chosen = [own.settings == row.chosen and own.rounds == row.rounds for own in row.tried]
+    return table(["stage", *map(name_of, keys), "rounds", str(metric)], lines, chosen.index(True))

@@ -110,12 +110,13 @@ def surely(ones: Sequence[Result], others: Sequence[Result]) -> bool:
     if not ones or len(ones) != len(others):
         return bool(ones)
     metric = ones[0].metric
-    gains = [
-        sort_key(other.headline[i].valid, metric) - sort_key(own.valid, metric)
-        for one, other in zip(ones, others, strict=True)
-        for i, own in one.headline.items()
-        if i in other.headline
-    ]
+    gains: list[float] = []
+    for one, other in zip(ones, others, strict=True):
+        before, now = other.headline, one.headline
+        gains += [
+            sort_key(before[i].valid, metric) - sort_key(now[i].valid, metric)
+            for i in before.keys() & now.keys()
+        ]
     if not all(map(math.isfinite, gains)) or len(gains) < 2:
         return sum(gains) > 0
     return fmean(gains) > SURE * stdev(gains) / math.sqrt(len(gains))
