@@ -75,7 +75,7 @@ def run(
             f"{folder} already holds a run", "Go on with it by --resume, or choose another --out."
         )
     reporter = reporter or Callback()
-    recipe = _without_auto(
+    recipe = without_auto(
         recipe, folder if resume or changed else None, reporter, backend or LocalBackend()
     )
     rows = [(recipe.with_method(name), folder / "baselines" / name) for name in recipe.compare_with]
@@ -94,7 +94,7 @@ def run(
     return results
 
 
-def _without_auto(
+def without_auto(
     recipe: Recipe, folder: Path | None, reporter: Callback, backend: Backend
 ) -> Recipe:
     """Return a recipe in which nothing is left to the run, and tell what was chosen; of a run that
@@ -364,7 +364,7 @@ def compare(
         raise Refused("no methods to compare", "Name at least one: see `coterie methods`.")
     check_new(folder, resume or changed)
     reporter = reporter or Callback()
-    recipe = _without_auto(recipe, folder if resume or changed else None, reporter, LocalBackend())
+    recipe = without_auto(recipe, folder if resume or changed else None, reporter, LocalBackend())
     own = {name: (chosen or {}).get(name) or recipe.with_method(name) for name in methods}
     rows = [
         (

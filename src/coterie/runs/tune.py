@@ -115,10 +115,11 @@ def tune(
             nothing was started.
         CoterieError: It failed while running and can be resumed.
     """
+    told = reporter or Callback()
+    recipe = runs.without_auto(recipe, None, told, LocalBackend())
     plan = planned(methods, recipe, fields or {}, effort or Effort())
     runs.check_beside_data(recipe, folder)
     _claim(folder, plan, resume or changed)
-    told = reporter or Callback()
     told.preparing()
     for name in plan.trained:
         LocalBackend().prepare(plan.own[name])  # what is wrong is refused before anything starts
