@@ -3,15 +3,14 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from coterie.core.errors import CheckpointError, CoterieError, Divergence, RecipeError, Refused
-from coterie.core.files import read_json, write_atomically, write_json
+from coterie.core.errors import CoterieError, Divergence, RecipeError, Refused
+from coterie.core.files import write_atomically, write_json
 from coterie.core.profiling import Profile
 from coterie.core.protocol import ClientId
 from coterie.core.result import RESULT, ROUTING, Comparison, Result
-from coterie.core.threads import ThreadChoice
 from coterie.engines import Listener
 from coterie.methods import METHODS
 from coterie.reports import Callback
@@ -19,15 +18,15 @@ from coterie.reports import comparison as comparing
 from coterie.reports.html import write_comparison, write_report
 from coterie.runs import recipe as recipes
 from coterie.runs.auto import resolved, resolved_remotely
-from coterie.runs.backends import Backend, LocalBackend, choose_threads, computing
+from coterie.runs.backends import Backend, LocalBackend, computing
 from coterie.runs.estimate import RunEstimator
 from coterie.runs.execution import Execution
 from coterie.runs.files import COMPARISON, RECIPE
 from coterie.runs.folder import alone, check_apart
 from coterie.runs.inputs import Inputs, RecordedInputs
-from coterie.runs.prepare import Prepared, share_data
-from coterie.runs.problem import LearningProblem
+from coterie.runs.prepare import Prepared
 from coterie.runs.recipe import Recipe
+from coterie.runs.shared import CommonThreads, SharedData
 
 
 @dataclass
@@ -142,7 +141,7 @@ def execute_all(
         for recipe, folder in rows:
             check_beside_data(recipe, within or folder)
     reporter.preparing()
-    threads, foresight, data = _Threads(rows, backend, reporter), RunEstimator(), _SharedData()
+    threads, foresight, data = CommonThreads(rows, backend, reporter), RunEstimator(), SharedData()
     first: list[Prepared] = []
     refused = set[Path]()
     for recipe, folder in rows:
@@ -194,77 +193,6 @@ def _tell(
     if unfit is None:
         raise error
     unfit(folder, error)
-
-
-class _SharedData:
-    """The base and the data of the row that was prepared last, for the next one if it has the same.
-
-    They are let go of before others are loaded.
-    """
-
-    def __init__(self) -> None:
-        self._held: tuple[Recipe, LearningProblem] | None = None
-
-    def prepared(self, recipe: Recipe, backend: Backend) -> Prepared:
-        """Return a row with its base and data, loaded if they are others than before. Raises
-        Refused.
-        """
-        if self._held is not None and not share_data(self._held[0], recipe):
-            self._held = None
-        prepared = backend.prepare(recipe, None if self._held is None else self._held[1])
-        self.keep(prepared)
-        return prepared
-
-    def keep(self, prepared: Prepared) -> None:
-        """Keep the base and the data of this row for the next one."""
-        self._held = prepared.recipe, prepared.problem
-
-
-class _Threads:
-    """The number of threads for the rows of a command: the same for all, so that what differs
-    between them is no matter of arithmetic.
-
-    A row that has begun goes on with its own number, because sums of floating-point numbers depend
-    on how many threads share them: with another one it would not end bit-equal to the same run
-    without an interruption. New rows take that of one that has begun; otherwise the first row that
-    needs a number has it found out, see `choose_threads`.
-    """
-
-    def __init__(
-        self, rows: Sequence[tuple[Recipe, Path]], backend: Backend, reporter: Callback
-    ) -> None:
-        self._backend, self._reporter = backend, reporter
-        self._kept = {folder: kept_threads(folder) for _, folder in rows}
-        self._common = next((number for number in self._kept.values() if number), None)
-
-    def given(self, prepared: Prepared, folder: Path) -> Prepared:
-        """Return the same with a number of threads; as it is where others compute, or PyTorch's own
-        number was good enough before.
-        """
-        if self._backend.devices or prepared.recipe.threads or prepared.problem.threads:
-            return replace(prepared, threads=prepared.recipe.threads)
-        kept = self._kept[folder]
-        if kept is None and self._common is None:
-            self._common = self._found(choose_threads(prepared))
-        return replace(prepared, threads=self._common if kept is None else kept or None)
-
-    def _found(self, chosen: ThreadChoice) -> int:
-        if chosen.others:
-            self._reporter.cores(chosen.others)
-        return chosen.threads
-
-
-def kept_threads(folder: Path) -> int | None:
-    """Return with how many threads the run in a folder computes: 0 if it has begun and does not
-    say, as older versions; None if it has not.
-
-    What is damaged says nothing here: whoever goes on from it is told.
-    """
-    begun = sorted((folder / "checkpoints").glob("round-*/checkpoint.json"))
-    try:
-        return int(read_json(begun[-1])["progress"].get("threads", 0)) if begun else None
-    except (CheckpointError, KeyError, TypeError, ValueError, AttributeError):
-        return 0
 
 
 def check_beside_data(recipe: Recipe, folder: Path) -> None:
