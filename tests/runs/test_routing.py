@@ -104,6 +104,7 @@ def recipe(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> recipes
         "method.local_steps": 1,
         "method.router_every": 1,
         "method.router_steps": 1,
+        "keep": "last",
         "compare_with": "[fedavg]",
     }
     return recipes.load("folders", [f"{key}={value}" for key, value in settings.items()])
