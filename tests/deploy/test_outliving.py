@@ -156,7 +156,7 @@ def test_what_is_no_key_is_told_and_left_out(
             "bytes": "no public key",
             "text": "no public key",
             "pipe": "It is no file.",
-            "rsa": "of another kind",
+            "rsa": "of a kind that Flower does not accept",
             "ben": "a link to nothing",
             r"\x1b[2Jevil ↵ ": "no public key",
         }.items():
