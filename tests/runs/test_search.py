@@ -10,6 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.core.result import ROUNDS
+from coterie.reports import Callback
+from coterie.reports.progress import Terminal
+from coterie.reports.searching import SearchTerminal
 from coterie.runs.search import (
     LOST,
     Effort,
@@ -269,3 +272,8 @@ def test_searches_go_on_side_by_side_and_find_what_each_finds_alone() -> None:
     assert len(batches) == 3 + max(
         sum(j.rung is None for j in own.judged) for own in found.values()
     )
+
+
+def test_a_search_is_not_estimated_by_steps_of_each_of_its_runs() -> None:
+    assert Callback.shows_estimate is SearchTerminal.shows_estimate is False
+    assert Terminal.shows_estimate

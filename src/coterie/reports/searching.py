@@ -17,7 +17,7 @@ class SearchTerminal(Terminal):
         console: Where to.
     """
 
-    foretells = False  # a few steps of each of many short runs would cost as much as they do
+    shows_estimate = False  # a few steps of each of many short runs would cost as much as they do
 
     def __init__(self, console: Console) -> None:
         super().__init__(console, rows=1)
