@@ -108,7 +108,7 @@ def test_no_step_is_taken_that_nobody_counted() -> None:
     made = sanitizer()
     for _ in range(5):
         made.gradient([], 2, 1)
-    with pytest.raises(Refused, match="more steps than are counted"):
+    with pytest.raises(Refused, match="more steps than the privacy accounting counts"):
         made.gradient([], 2, 1)
 
 

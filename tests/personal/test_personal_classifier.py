@@ -381,7 +381,7 @@ def test_texts_are_classified_wherever_they_stand(base: Path, tmp_path: Path) ->
         [found[0].probability] * 2, rel=1e-5
     )
     for nothing in ("  ", ""):
-        with pytest.raises(DataError, match="text 2: the text says nothing"):
+        with pytest.raises(DataError, match="text 2: the text is empty"):
             model.predict(["a", nothing])
     with pytest.raises(DataError, match="ndarray for a classifier of texts"):
         model.predict(images())

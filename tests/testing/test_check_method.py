@@ -171,30 +171,34 @@ class Homeless(FedAvg):
 @pytest.mark.parametrize(
     ("method", "said", "clause"),
     [
-        (Leaking, "specialist.*does not leave client 'ann'", "no tensor leaves a client"),
+        (
+            Leaking,
+            "specialist.*does not leave client 'ann'",
+            "only tensors of a role in `shared` leave",
+        ),
         (
             Growing,
-            "another form than at the beginning: 'best' was None",
+            "a different form than at the start: 'best' was None",
             "state of the form that `init` gave",
         ),
         (
             Doubling,
-            "another form than at the beginning: .*float64",
+            "a different form than at the start: .*float64",
             "state of the form that `init` gave",
         ),
         (
             Chancy,
             "two runs with the same seed, server's state: .* differ",
-            "all chance comes from `rng`",
+            "all random numbers come from `rng`",
         ),
         (
             Dropping,
             "in which 'cleo' took no part.*the server's state lost .'cleo/turns'",
-            "not drawn keeps everything",
+            "not drawn keeps its state",
         ),
         (
             Lopsided,
-            "in one batch, server's state: .* is another one than one by one",
+            "in one batch, server's state: .* differs from that of one client at a time",
             "marked `batched`",
         ),
         (
@@ -211,7 +215,7 @@ class Homeless(FedAvg):
         (
             Remembering,
             "the engines inprocess and loopback, server's state: .* differ",
-            "needed later stands in the states",
+            "everything needed later is in the states",
         ),
         (Expecting, "KeyError: 'ben'", "clients that fail are missing from the replies"),
         (Idle, "it sends back what came, unchanged", "declared Sends.UPDATE"),

@@ -1,6 +1,4 @@
-"""What differential privacy of whole clients has spent: Renyi divergences, and epsilon from
-them.
-"""
+"""Privacy accounting for whole clients: Renyi divergences, and epsilon from them."""
 
 import math
 from dataclasses import dataclass, field
@@ -16,7 +14,7 @@ from coterie.core.result import PrivacySpent
 ORDERS = np.union1d(
     1 + np.geomspace(1e-3, 1e4, 300), np.arange(2, 100)
 )  # alpha of the Rényi divergences that are tried
-MOST = 500.0  # an epsilon beyond it is called infinite: it protects nobody
+MOST = 500.0  # a larger epsilon is reported as infinite: it protects nobody
 _SEEN = {
     "central": "that the server sends, whoever sees them",
     "local": "that a client sends, whoever sees them, the server too",
@@ -85,7 +83,7 @@ class Ledger:
         return float(self.gdp.eps_from_mu(mu=self.mu, delta=delta))
 
     def _of_drawn(self, delta: float) -> float:
-        """Return what is gained by drawing: Rényi divergences, which add up."""
+        """Return the effect of sampling clients: Rényi divergences, which add up."""
         spent = sum(
             count * np.array([rdp_of_drawn(rate, noise, order) for order in ORDERS])
             for count, rate, noise in self.entries
@@ -179,7 +177,7 @@ class Accountant:
         return Ledger([(count, rate, self.multiplier) for count, rate in self.runs]).epsilon(delta)
 
     def summary(self) -> PrivacySpent:
-        """Return what a result says of it; an epsilon that is infinite is null."""
+        """Return the entry of a result; an infinite epsilon is null."""
         epsilon = self.epsilon(self.delta)
         return PrivacySpent(
             epsilon=epsilon if math.isfinite(epsilon) else None,
@@ -194,7 +192,7 @@ class Accountant:
         )
 
     def _assumed(self) -> str:
-        """Return what must be so for epsilon to hold."""
+        """Return the assumptions under which epsilon holds."""
         if self.experiment:
             return (
                 "an experiment: whoever has the recipe's seed can draw the same noise, and the "
@@ -290,13 +288,13 @@ def _log_moment(rate: float, multiplier: float, order: int) -> float:
 
 
 def library() -> tuple[ModuleType, ModuleType]:
-    """Return what opacus knows of Gaussian and of Rényi differential privacy. Raises Refused
+    """Return opacus' accounting of Gaussian and of Rényi differential privacy. Raises Refused
     without it.
     """
     try:
         from opacus.accountants.analysis import gdp, rdp
     except ImportError:
         raise Refused(
-            "privacy: without opacus nobody counts what is spent", extra("privacy")
+            "privacy: opacus, which computes the privacy spent, is not installed", extra("privacy")
         ) from None
     return gdp, rdp

@@ -1,6 +1,4 @@
-"""Clients that lie, to try what rules of aggregation withstand. Nobody does unless a recipe asks
-for it.
-"""
+"""Simulated attackers, to test aggregation rules. There are none unless a recipe asks for them."""
 
 from collections.abc import Iterable
 from typing import Annotated, Literal
@@ -38,10 +36,10 @@ class Attack(BaseModel):
     ] = 10.0
 
     def attackers(self, clients: Iterable[ClientId]) -> frozenset[ClientId]:
-        """Those of the federation's clients that lie.
+        """Return the attackers among the federation's clients.
 
         Raises:
-            RecipeError: There are not so many clients, or none of that id.
+            RecipeError: There are too few clients, or an id is unknown.
         """
         known = sorted(clients)
         if isinstance(self.clients, int):
@@ -74,9 +72,9 @@ def poisoned(
     Args:
         reply: The honest reply.
         sent: What the client had got.
-        is_update: Whether the reply is what was sent, trained. The lie is then told around it;
-            otherwise, and for names that were not sent, around zero.
-        attack: The kind of lie.
+        is_update: Whether the reply is what was sent, trained. The false update is then added to
+            it; otherwise, and for names that were not sent, around zero.
+        attack: The kind of attack.
         generator: Of random directions, which are drawn in the order of the names.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Who learns from whom: collaboration weights that gradients find, and the pull that they exert
+"""Who learns from whom: collaboration weights from gradients, and the pull towards other models
 (CoBo).
 
 Weights are an (n, n) float64 matrix W over clients in the order of their ids, with w_ij = how much
@@ -66,8 +66,8 @@ def agreement(order: Sequence[ClientId], gradients: Replies) -> Tensor:
     """(n, n) scores <g_i, g_j>, symmetric: of the pairs of which both sent their gradient at the
     midpoint; 0 for all others.
 
-    A product that is not finite counts as 0: a client that diverged neither joins nor parts
-    anybody.
+    A product that is not finite counts as 0: a client that diverged does not change the weights of
+    others.
 
     Args:
         order: The clients, as rows.
@@ -158,7 +158,7 @@ def rearranged(weights: Tensor, places: Sequence[int | None], row_stochastic: bo
 
 
 def start_weights(n: int, row_stochastic: bool) -> Tensor:
-    """(n, n): everybody with everybody, and nobody with himself."""
+    """(n, n): 1 between all clients, 0 on the diagonal."""
     ones = torch.ones(n, n, dtype=torch.float64).fill_diagonal_(0)
     return ones / max(n - 1, 1) if row_stochastic else ones
 

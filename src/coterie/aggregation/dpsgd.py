@@ -2,7 +2,7 @@
 
 Abadi et al., "Deep Learning with Differential Privacy", CCS 2016, Algorithm 1: each example takes
 part in a step with the same probability, its gradient is clipped to a norm C, and the sum gets N(0,
-(z C)^2) before anything is made of it. What optimisers, further steps, servers and other clients do
+(z C)^2) before it is used. What optimisers, further steps, servers and other clients do
 with such a gradient is post-processing.
 
 That holds only if the gradient of one example depends on no other example but through what has such
@@ -89,8 +89,8 @@ class Sanitizer:
         """
         if self.steps < 1:
             raise Refused(
-                "privacy.unit: a task takes more steps than are counted",
-                "Nothing of it leaves: it is a mistake of its method.",
+                "privacy.unit: a task takes more steps than the privacy accounting counts",
+                "Nothing was sent. This is an error in the method: report it to its author.",
             )
         self.steps -= 1
         deviation = self.privacy.noise * self.privacy.clip
@@ -103,8 +103,8 @@ class Sanitizer:
 
 
 def clipped_sum(gradients: Sequence[Tensor], clip: float, step: float) -> npt.NDArray[np.int64]:
-    """Clip each example's gradient to norm C and add them up, in steps of a grid: in integers, so
-    that no rounding adds to a norm.
+    """Clip each example's gradient to norm C and sum in integer grid steps, so that rounding never
+    increases a norm.
 
     Args:
         gradients: (B, ...) each, of one example in each row.
@@ -220,11 +220,11 @@ class ExampleAccountant:
 
     @property
     def clients(self) -> list[ClientId]:
-        """Those that have been asked."""
+        """The clients that have been asked."""
         return list(dict.fromkeys(client for client, _, _ in self.runs))
 
     def summary(self) -> PrivacySpent:
-        """Return what a result says of it; an epsilon that is infinite is null."""
+        """Return the entry of a result; an infinite epsilon is null."""
         epsilons = {client: self.of_client(client, self.delta) for client in self.clients}
         rates = [rate_of(size, self.expected) for _, size, _ in self.runs] or [1.0]
         most = max((steps for _, _, steps in self.runs), default=0)

@@ -1,8 +1,7 @@
-"""Means of the tensors that clients sent, and what every rule is that makes one set of tensors of
-many.
+"""Means of the tensors that clients sent, and the interface of all aggregation rules.
 
-Sums run in the order of the client ids, so that neither the order of the federation nor that of
-arrival changes a bit.
+Sums run in the order of the client ids, so that results do not depend on the order of clients or of
+arrival, to the bit.
 """
 
 from abc import ABC, abstractmethod
@@ -48,7 +47,7 @@ def weighted_mean(replies: Replies, weights: Mapping[ClientId, float]) -> Tensor
 
 
 class Combining(BaseModel, ABC):
-    """A rule by which a server makes one set of tensors of those that clients sent."""
+    """A rule by which a server combines the clients' tensors into one set."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -61,11 +60,11 @@ class Combining(BaseModel, ABC):
 
     @property
     def needs_only_mean(self) -> bool:
-        """Whether it needs nothing but the sum of what clients sent, and their number."""
+        """Whether it needs only the sum of the clients' tensors, and their number."""
         return False
 
     def check(self, clients: int) -> None:
-        """Refuse a number of clients for which the rule is not made. Raises RecipeError."""
+        """Refuse a number of clients that the rule does not support. Raises RecipeError."""
 
     @abstractmethod
     def combine(self, replies: Replies, around: Named) -> Tensors:
@@ -106,7 +105,7 @@ class Mean(Combining):
 
     def combine(self, replies: Replies, around: Named) -> Tensors:
         weights = {i: float(reply[SAMPLES]) for i, reply in replies.items()} if self.counts else {}
-        if not any(weights.values()):  # clients that all say they have none count alike
+        if not any(weights.values()):  # clients that all report no samples have equal weights
             weights = dict.fromkeys(replies, 1.0)
         return weighted_mean(ordered(replies), weights)
 

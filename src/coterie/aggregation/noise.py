@@ -1,5 +1,5 @@
-"""Random numbers that keep a secret: a cryptographic generator with a full key, and Gaussian noise
-on a grid, drawn exactly.
+"""Secret random numbers: a cryptographic generator with a full key, and exact Gaussian noise on a
+grid.
 
 Two things go wrong with the noise of an ordinary library. Its generator has few streams: PyTorch's
 on a CPU ignores the upper half of its seed, and whoever tries 2^32 seeds finds the noise and takes
@@ -345,18 +345,18 @@ def kept_key(path: Path) -> bytes:
         except OSError as error:
             raise Refused(
                 f"cannot read {path}: {error.strerror}",
-                "It must be readable by who runs this, and by nobody else.",
+                "It must be readable by the user of this process, and by nobody else.",
             ) from None
     if len(key) != KEY:
         raise Refused(
             f"{path} holds {len(key)} bytes, expected a key of {KEY}",
-            "Delete it: another one is made.",
+            "Delete it: a new one is made.",
         )
     return key
 
 
 def _write_key(path: Path) -> None:
-    """Make a key, whole or not at all. Raises SaveError."""
+    """Write a key file atomically. Raises SaveError."""
     new = path.with_name(f"{path.name}.new")
     try:
         with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
@@ -371,7 +371,7 @@ def _write_key(path: Path) -> None:
 
 
 def check_installed() -> None:
-    """Refuse to go on where secret random numbers could not be drawn. Raises Refused."""
+    """Refuse a run if secret random numbers cannot be drawn. Raises Refused."""
     _cipher(bytes(KEY))
 
 
@@ -386,6 +386,8 @@ def _cipher(key: bytes) -> Any:
     try:
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
     except ImportError:
-        problem = "privacy: without the library cryptography no secret random numbers can be drawn"
+        problem = (
+            "privacy: the library cryptography, which draws secret random numbers, is not installed"
+        )
         raise Refused(problem, extra("privacy")) from None
     return Cipher(algorithms.AES256(key), modes.CTR(bytes(16))).encryptor()

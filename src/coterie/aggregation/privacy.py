@@ -129,7 +129,7 @@ class Privacy(BaseModel):
                 "a norm that follows a quantile is of whole updates; with unit: example use null"
             )
         if info.data.get("where") == "local":
-            raise ValueError("a client alone cannot know a quantile; use where: central, or null")
+            raise ValueError("one client does not know the quantile; use where: central, or null")
         if 2 * adaptive.noise <= info.data.get("noise", 0):
             raise ValueError(
                 f"noise must be more than half of privacy.noise {info.data['noise']}: the count "
@@ -186,12 +186,12 @@ def clipped(reply: Named, sent: Named, norm: float) -> tuple[Tensors, bool]:
 
 
 def local(reply: Named, sent: Named, privacy: Privacy, source: Source) -> Tensors:
-    """Return a reply as it may leave a client that trusts nobody: clipped, and N(0, (z C)^2) on
+    """Return a reply protected for a client that trusts nobody: clipped, and N(0, (z C)^2) on
     every coordinate, see `noise.protected`.
 
     It hides which update was made among all of norm C at most. Any two of them are up to 2C apart,
     and neither the mean nor the other clients help: one reply is a Gaussian mechanism of noise
-    multiplier z / 2, and so `Accountant` counts it. The server must not be able to draw the same
+    multiplier z / 2, and so `Accountant` counts it. The server must not be able to reproduce the
     noise: the key of the source has to be the client's secret. Without noise the reply is only
     clipped.
 

@@ -1,5 +1,4 @@
-"""Rules that withstand clients who send anything at all, by mistake or on purpose, as long as they
-are few.
+"""Rules that withstand a few clients who send arbitrary values, by mistake or on purpose.
 
 A rule breaks at the least number of such attackers among n clients with which they can move its
 result as far as they like; with fewer, it stays near what the others sent. None of the rules hides

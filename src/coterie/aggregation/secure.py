@@ -24,7 +24,7 @@ UPDATE = "update"  # the one tensor of a reply that is to be masked
 
 
 def levels(clients: int) -> int:
-    """Integers that values are rounded to: the greatest power of two of which `clients` sum to
+    """Return the number of integer levels: the greatest power of two of which `clients` sum to
     less than 2^32, but at most 2^30.
     """
     return 1 << min(30, ((MODULUS - 1) // clients).bit_length() - 1)
@@ -46,7 +46,7 @@ def threshold(clients: int) -> int:
 
 def check_form(first: Named, sent: Named, back: Named) -> None:
     """Refuse an exchange that has no sum of updates: one client is sent other tensors than the
-    first, or is to send others back.
+    first, or has to send other tensors back.
 
     Raises:
         TensorError: Naming a tensor. The exchange must not be done in the clear instead.

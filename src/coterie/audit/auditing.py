@@ -1,4 +1,4 @@
-"""An audit of a run: who saw what, and what that tells."""
+"""An audit of a run: what each observer saw, and what can be inferred from it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -43,7 +43,7 @@ from coterie.runs.language import Language
 from coterie.runs.observations import Exchange
 from coterie.runs.prepare import prepare
 
-DELTA = 1e-5  # of the bound on epsilon, where the recipe has none
+DELTA = 1e-5  # delta of the bound on epsilon, if the recipe has none
 SERVER, OTHERS = "server", "others"
 
 
@@ -71,13 +71,13 @@ class Settings:
 def audit(
     run: Path, settings: Settings | None = None, say: Callable[[str], None] = lambda text: None
 ) -> AuditResult:
-    """Measure what the shared part of a run gives away, and write it to `audit.json` and
+    """Measure what the shared part of a run reveals, and write it to `audit.json` and
     `report.html` in the run's folder.
 
     Args:
         run: Its folder; the newest checkpoint counts.
         settings: How much is measured.
-        say: Is told what goes on.
+        say: Called with each progress message.
 
     Returns:
         What is in `audit.json`.
@@ -102,7 +102,7 @@ class _Auditor:
     Args:
         run: Its folder.
         settings: How much is measured.
-        say: Is told what goes on.
+        say: Called with each progress message.
     """
 
     def __init__(self, run: Path, settings: Settings, say: Callable[[str], None]) -> None:
@@ -114,7 +114,7 @@ class _Auditor:
         if not self.execution.restore():
             raise CheckpointError(
                 f"{run} has no checkpoint yet",
-                "Wait for the first one (checkpoint_every), or go on: coterie run --resume.",
+                "Wait for the first one (checkpoint_every), or resume: coterie run --resume.",
             )
         self.clients = tuple(settings.clients) or self.prepared.clients
         self.planted = self._planted()
@@ -128,7 +128,7 @@ class _Auditor:
         name, known = self.recipe.method["name"], self.prepared.clients
         if unknown := [i for i in self.settings.clients if i not in known]:
             raise Refused(
-                f"--client {unknown[0]}: {self.run} has no such client that trains",
+                f"--client {unknown[0]}: {self.run} has no training client of this id",
                 f"There are: {', '.join(known)}.",
             )
         if (
@@ -164,9 +164,9 @@ class _Auditor:
             }
         if not all(view.pairs for own in views.values() for view in own.values()):
             raise Refused(
-                f"audit: of some clients nothing was received in the last {len(exchanges)} "
+                f"audit: nothing was received from some clients in the last {len(exchanges)} "
                 f"exchanges",
-                "Name others: --client.",
+                "Choose other clients with --client.",
             )
         return {name: views[name] for name in (SERVER, OTHERS) if name in views}
 
@@ -209,14 +209,14 @@ class _Auditor:
         trained = membership.drawn(data.train, cursor, without, most, rng)
         if not len(trained):
             raise Refused(
-                f"audit: client {client!r} has been trained on nothing yet",
-                "Go on with the run: coterie run --resume.",
+                f"audit: client {client!r} has not been trained yet",
+                "Resume the run: coterie run --resume.",
             )
         fresh = np.sort(rng.permutation(data.test.windows)[: len(trained)])
         return data.train.take(trained), data.test.take(fresh)
 
     def measured(self) -> AuditResult:
-        """Return all that is in `audit.json`."""
+        """Return the content of `audit.json`."""
         language = isinstance(self.prepared.problem, Language)
         result = Result.read(self.run) if (self.run / RESULT).exists() else None
         observers = {name: self._observer(name, views) for name, views in self.views.items()}
@@ -260,7 +260,7 @@ class _Auditor:
         )
 
     def _observer(self, name: str, views: Mapping[ClientId, View]) -> ObserverResult:
-        """Return what one observer can tell."""
+        """Return what one observer can infer."""
         self.say({SERVER: "what the server can tell", OTHERS: "what another client can tell"}[name])
         told = {
             i: self._told(
@@ -323,8 +323,8 @@ class _Auditor:
             model.load(initial)
 
     def _words(self) -> WordsResult | None:
-        """Rare words in others' suggestions; None where there are no personal models, or nobody
-        but one client.
+        """Measure rare words in others' suggestions; None without personal models or with one
+        client only.
         """
         if (
             not isinstance(self.prepared.problem, Language)
@@ -384,7 +384,7 @@ def _documents(tokenizer: Any, split: Any) -> list[str]:
 
 
 def _recipe(run: Path) -> recipes.Recipe:
-    """Return what a folder is a run of. Raises CheckpointError."""
+    """Return the recipe of a run's folder. Raises CheckpointError."""
     if not (run / files.RECIPE).is_file():
         raise CheckpointError(
             f"{run} holds no run: there is no {files.RECIPE}",

@@ -1,4 +1,6 @@
-"""What planted canaries tell: their exposure, and how many coin flips an observer can guess."""
+"""Results of planted canaries: their exposure, and how many coin flips an observer guesses
+right.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ class CanaryScores:
     Args:
         candidates: (n,) each of the client's.
         planted: (n,) the coin flips.
-        references: (r,) canaries that nobody has.
+        references: (r,) canaries that no client has.
     """
 
     candidates: Values
@@ -69,7 +71,7 @@ def scored(
         model: To put the observer's tensors into.
         view: What was seen.
         canaries: The client's candidates.
-        references: (r, k) random parts that nobody has.
+        references: (r, k) random parts that no client has.
         end: The id between documents.
     """
     before = [*([] if end is None else [end]), *canaries.prefix.tolist()]

@@ -1,6 +1,4 @@
-"""What observers of a run have: models made of what was sent, and what these say of texts and
-images.
-"""
+"""The models that observers of a run build from messages, and their scores of samples."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -40,18 +38,18 @@ class Shared(ABC):
     client: Client
 
     def load(self, tensors: Named) -> None:
-        """Take over what was sent, and of it only what makes the model. Raises Refused where
-        that is no model by itself.
+        """Load the tensors of a message that belong to the model. Raises Refused if they are not a
+        complete model.
         """
         own = self.client.read(GENERALIST).keys()
         found = {name: t for name, t in tensors.items() if name in own or name == GENERALIST}
         if not found or (GENERALIST not in found and found.keys() != own):
-            raise Refused("audit: what this method sends is no model by itself", ABLE)
+            raise Refused("audit: what this method sends is not a complete model", ABLE)
         try:
             self.client.load(found)
         except TensorError as error:
             raise Refused(
-                f"audit: what this method sends is no model by itself ({error.problem})", ABLE
+                f"audit: what this method sends is not a complete model ({error.problem})", ABLE
             ) from None
 
     @abstractmethod
@@ -139,7 +137,7 @@ class SharedClassifier(Shared):
     def __init__(self, prepared: Prepared, client: ClientId) -> None:
         model, site = prepared.problem.build(prepared.site.layouts[client]), prepared.site
         if not isinstance(model, Classifier):
-            raise Refused("audit: of a pool of experts each client gets a part of its own", ABLE)
+            raise Refused("audit: with a pool of experts each client gets a different part", ABLE)
         self.model = model
         self.client = Client(
             client, model, site.data[client], site.training, {}, site.seed, site.total_iterations

@@ -20,7 +20,7 @@ SHARES = (
     0.5,
     0.25,
 )  # of the coins that are guessed, the surest first; the others are left open
-LARGEST = 50.0  # epsilon beyond which nothing is told apart
+LARGEST = 50.0  # largest epsilon that is tested
 
 
 @dataclass(frozen=True)

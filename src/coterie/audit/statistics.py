@@ -1,4 +1,4 @@
-"""Numbers with intervals: what an audit reports, and how sure it is of it."""
+"""Statistics with confidence intervals, which an audit reports."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ def bootstrapped(
         groups: Samples, (n, ...) each; the rows of each group are drawn again by themselves, so
             that their numbers stay.
         statistic: Of the groups.
-        seed: Of the drawing.
+        seed: Seed of the resampling.
         what: What the rows are, for people.
     """
     rng = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""Rare words of one client in another's suggestions."""
+"""Test whether one client's rare words appear in another client's suggestions."""
 
 import re
 from collections import Counter
@@ -15,7 +15,7 @@ from coterie.core.result import Estimate, WordExample, WordsResult
 from coterie.data.splits import Tokens
 
 WORD = re.compile(r"[^\W\d_]{3,}")
-LEAST = 2  # times that a word stands in its client's training text
+LEAST = 2  # how often a word must occur in its client's training text
 BEFORE = 160  # characters of a prompt, at most
 TOGETHER = 32  # prompts at once
 EXAMPLES = 8
@@ -58,16 +58,15 @@ def vocabulary(texts: Sequence[str]) -> Counter[str]:
 def rare(
     texts: Mapping[ClientId, Mapping[str, Sequence[str]]], most: int, rng: np.random.Generator
 ) -> tuple[list[Case], list[Case]]:
-    """Choose words that one client alone has, and as a control such that nobody was trained on.
+    """Choose words that only one client has and, as a control, words that no client was trained on.
 
     Args:
         texts: By client, then by split.
-        most: Words of each client, at most: those that it has most often, and of equals as chance
-            chooses.
+        most: Words of each client, at most: its most frequent ones; ties are broken at random.
         rng: Chooses.
 
     Returns:
-        Words that stand at least twice in one client's training text and in no split of anybody
+        Words that occur at least twice in one client's training text and in no split of anybody
         else; and words of a client's test text that are in nobody's training or validation text.
     """
     own = {

@@ -58,7 +58,7 @@ _SHIPPED: Mapping[str, Entry] = {
         "Centralized",
         "one model on the union of all data: a bound, not private",
     ),
-    "local": Entry("local.Local", "Local", "every client alone"),
+    "local": Entry("local.Local", "Local", "every client trains alone"),
     "fedavg": Entry(
         "fedavg.FedAvg",
         "FedAvg",
@@ -88,7 +88,7 @@ _SHIPPED: Mapping[str, Entry] = {
     "comigs-2s-alone": Entry(
         "comigs_alone.CoMiGSAlone",
         "CoMiGS-2S, alone",
-        f"{_COMIGS}: two specialists, nothing shared, as 2S was released",
+        f"{_COMIGS}: two specialists, nothing shared, as in the authors' code",
         {"generalists": 0, "specialists": 2, "aggregation": {"rule": "mean"}},
     ),
     "comigs-published": Entry(
@@ -116,7 +116,7 @@ _SHIPPED: Mapping[str, Entry] = {
     "comigs-residual": Entry(
         "comigs_residual.CoMiGSResidual",
         "CoMiGS-residual",
-        "beyond the papers: FedAvg of generalists, specialists that learn what these leave, and a "
+        "beyond the papers: FedAvg of generalists, specialists that learn the rest, and a "
         "share of each that validation chooses",
     ),
     "comigs-pool": Entry(
@@ -163,31 +163,31 @@ _SHIPPED: Mapping[str, Entry] = {
     "local-moe": Entry(
         "localmoe.LocalMoE",
         "Local-MoE",
-        f"{_ABLATION}: every client alone",
+        f"{_ABLATION}: every client trains alone",
         {"updates": "simultaneous"},
     ),
     "fedavg-moe": Entry(
         "fedavgmoe.FedAvgMoE",
         "FedAvg-MoE",
-        f"{_ABLATION}: all of it averaged",
+        f"{_ABLATION}: everything averaged",
         {"updates": "simultaneous"},
     ),
     "local-moe-tr": Entry(
         "localmoe.LocalMoE",
         "Local-MoE-tr",
-        f"{_ALTERNATING}: every client alone",
+        f"{_ALTERNATING}: every client trains alone",
         {"updates": "alternating"},
     ),
     "fedavg-moe-tr": Entry(
         "fedavgmoe.FedAvgMoE",
         "FedAvg-MoE-tr",
-        f"{_ALTERNATING}: all of it averaged",
+        f"{_ALTERNATING}: everything averaged",
         {"updates": "alternating"},
     ),
     "finetuned-fedavg": Entry(
         "finetunedfedavg.FinetunedFedAvg",
         "Fine-tuned FedAvg",
-        "FedAvg, then every client alone; a baseline of CoBo",
+        "FedAvg, then every client trains alone; a baseline of CoBo",
     ),
     "ditto": Entry(
         "ditto.Ditto",
@@ -213,12 +213,12 @@ _SHIPPED: Mapping[str, Entry] = {
     "common-expert": Entry(
         "commonexpert.CommonExpert",
         "Common expert",
-        "the frozen, pretrained expert that everybody has; a baseline of DDOME",
+        "the frozen, pretrained expert that every client has; a baseline of DDOME",
     ),
     "fedmix": Entry(
         "fedmix.FedMix",
         "FedMix",
-        "Reisser et al., Federated Mixture of Experts: all experts go to everybody",
+        "Reisser et al., Federated Mixture of Experts: all experts are sent to every client",
     ),
     "ensemble": Entry(
         "ensemble.Ensemble",

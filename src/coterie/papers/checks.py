@@ -1,4 +1,4 @@
-"""What a paper says of its figures, held against what was measured."""
+"""Checks of a paper's statements on the measured numbers."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is asked for of a table or figure: which runs its cells are made of."""
+"""A request for a table or figure: the runs of its cells."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,12 +30,13 @@ class Job:
         columns: Only these; () for all.
         rows: Only these; () for all.
         overrides: `key=value` texts for every recipe.
-        changed: Whether unfinished runs go on though base, data or clients have changed, see `run`.
+        changed: Whether unfinished runs are resumed even if base, data or clients have changed, see
+            `run`.
         effort: Of a search for the settings of each row; None: those that its file names are tried.
 
     Raises:
-        Refused: There is no such table, scale, column or row, or a recipe, as it is set, will not
-            do.
+        Refused: There is no such table, scale, column or row, or a recipe is invalid with its
+            settings.
     """
 
     name: str

@@ -1,6 +1,4 @@
-"""What a reproduction shows: tables of measured beside published numbers, verdicts, and the
-paper's pictures.
-"""
+"""The pages of a reproduction: measured and published numbers, verdicts and figures."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -41,7 +39,7 @@ def _verdict(statement: Verdict) -> str:
 
 
 def notes(found: Reproduced) -> list[str]:
-    """Return what a reader must know to compare, and what could not be judged."""
+    """Return notes for a fair comparison, and the statements that could not be judged."""
     count = found.unjudged
     one, many = (
         "statement of the paper is not judged: not all that it speaks",
@@ -78,8 +76,8 @@ def _percent(value: float) -> str:
 
 
 def _synced(cells: Sequence[Cell]) -> dict[str, list[str]]:
-    """Return the metric after one more synchronisation; unseen clients have nothing but what the
-    server sent.
+    """Return the metric after one more synchronisation; unseen clients only have what the server
+    sent.
     """
     return {} if cells[0].groups else {"synced": [figure(cell.mean_synced) for cell in cells]}
 

@@ -1,5 +1,5 @@
-"""What a reader of a reproduction must know to compare: the order of rows, how many settings each
-tried, and whose budgets are unlike.
+"""Notes for comparing the rows of a reproduction: their order, settings tried, and different
+budgets.
 """
 
 from collections.abc import Mapping, Sequence
@@ -59,12 +59,12 @@ def effort(job: Job) -> str:
 
 
 def tuned(job: Job, effort: Effort, searched: Mapping[tuple[str, str], Found]) -> list[str]:
-    """Say what each row's search tried, so that a reader sees whether one was held down.
+    """Describe what each row's search tried, to show whether the rows had the same effort.
 
     Args:
         job: What was run.
         effort: Of each row's search.
-        searched: What the search of each cell came to.
+        searched: The result of each cell's search.
     """
     trained = [cell for cell, found in searched.items() if found.chosen is not None]
     rounds = dict.fromkeys(job.rounds(*cell) for cell in trained)
@@ -85,8 +85,8 @@ def tuned(job: Job, effort: Effort, searched: Mapping[tuple[str, str], Found]) -
 
 
 def unlike(cells: Sequence[Cell]) -> list[str]:
-    """Return what makes the rows of a column unlike in budget; a sentence that holds of several
-    columns once.
+    """Return what makes the rows of a column unlike in budget; a sentence about several columns
+    appears once.
     """
     found: dict[str, None] = {}
     for c in dict.fromkeys(cell.column for cell in cells):

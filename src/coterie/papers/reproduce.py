@@ -35,16 +35,16 @@ _UNSEEN = "clients never trained with are scored, each by the model that it got 
 
 
 def reproduce(job: Job, reporter: Callback | None = None) -> Reproduced:
-    """Run a table or figure; runs that are in the folder already are taken from there, and
-    unfinished ones go on.
+    """Run a table or figure; runs that are in the folder already are reused, and unfinished ones
+    are resumed.
 
     Args:
         job: What to run.
-        reporter: Is told of what happens.
+        reporter: Receives the progress.
 
     Raises:
-        Refused: As `Job`, or a base or data will not do; nothing was started.
-        CoterieError: A run failed; the same call goes on with it.
+        Refused: As `Job`, or a base or data cannot be used; nothing was started.
+        CoterieError: A run failed; the same call resumes it.
     """
     reproduction, folder = job.reproduction, job.folder
     trial_runs, searched = search(job, reporter or Callback())
@@ -97,8 +97,8 @@ def _effort(job: Job, searched: Mapping[CellId, Found]) -> list[str]:
 
 
 def search(job: Job, reporter: Callback) -> tuple[TrialRuns[CellId], dict[CellId, Found]]:
-    """Return what each cell's search came to, at the first seed: of a plain sweep, or where the job
-    says so of successive halving. Runs that are done are not done again.
+    """Return the result of each cell's search, at the first seed: of a plain sweep, or where the
+    job says so of successive halving. Runs that are done are not done again.
     """
     trial_runs = TrialRuns[CellId](
         lambda cell, settings, seed: job.run(*cell, settings, seed),
@@ -128,8 +128,8 @@ def _cells(
     choices: Mapping[CellId, Settings],
     runs: Mapping[CellId, Sequence[tuple[Recipe, Path]]],
 ) -> list[Cell]:
-    """Return what is known of each cell: the figures of its runs, held against those of Local in
-    its column, and the paper's.
+    """Return what is known of each cell: the figures of its runs, compared with those of Local in
+    its column, and with the paper's.
     """
     results = {cell: [Result.read(path) for _, path in own] for cell, own in runs.items()}
     alone = {
@@ -183,13 +183,13 @@ def _brief(evaluated: Evaluation) -> Evaluation:
 
 
 def _shown(results: Sequence[Result], figure: Figure) -> dict[str, Any]:
-    """Return what a table shows of a row: the metric and its values. A row without a gate is never
-    right about one.
+    """Return what a table shows of a row: the metric and its values. Without a gate there is no
+    gate accuracy.
     """
     metric = _GATE_ERROR if figure == "gate_error" else results[0].metric
     values = [_FIGURES[figure](result) for result in results]
     if None in values:
-        raise CheckpointError(f"{results[0]!r} does not say what this table shows", REMEDY)
+        raise CheckpointError(f"{results[0]!r} does not contain what this table shows", REMEDY)
     known = [value for value in values if value is not None]
     return {
         "metric": metric,

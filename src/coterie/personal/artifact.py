@@ -1,4 +1,4 @@
-"""A client's folder in a run: what it trained as safetensors, and a JSON that says what it is.
+"""A client's folder in a run: its trained tensors as safetensors, and a JSON that describes them.
 Never pickle.
 """
 
@@ -20,7 +20,7 @@ from coterie.models.adapter import Adapter, Architecture, Layout
 
 FORMAT = 1
 WEIGHTS, CLASSIFIER_WEIGHTS, ABOUT = "adapter.safetensors", "classifier.safetensors", "client.json"
-CLASSIFIER = "classifier"  # the kind of a client's model that is none of language
+CLASSIFIER = "classifier"  # the kind of a client's model that is a classifier
 FOREIGN = "It was changed by hand, or written by another version of coterie."
 
 
@@ -62,13 +62,13 @@ class About:
 
 
 def save(folder: Path, about: About, tensors: Named) -> None:
-    """Write a personal model to `folder`. Raises SaveError; what was there before stays good."""
+    """Write a personal model to `folder`. Raises SaveError; the previous files stay valid."""
     save_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
     write_json(folder / ABOUT, {"format": FORMAT} | asdict(about))
 
 
 def read_about(folder: Path) -> About:
-    """Return what `client.json` in `folder` says of a language model.
+    """Read `client.json` in `folder`, of a language model.
 
     Raises:
         CheckpointError: It is missing, damaged, of a newer format, or of a classifier.
@@ -97,10 +97,10 @@ _T = TypeVar("_T")
 
 
 def checked(kind: type[_T], found: Mapping[str, Any], folder: Path) -> _T:
-    """Return what client.json says, as the dataclass that stands for it.
+    """Return the content of client.json as its dataclass.
 
     Raises:
-        CheckpointError: A value is missing, foreign, of another type or out of its range.
+        CheckpointError: A value is missing, unknown, of the wrong type or out of range.
     """
     if foreign := sorted(found.keys() - {field.name for field in fields(cast(Any, kind))}):
         raise CheckpointError(f"{folder / ABOUT}: {foreign[0]}: unknown", FOREIGN)
@@ -115,14 +115,14 @@ def checked(kind: type[_T], found: Mapping[str, Any], folder: Path) -> _T:
 
 
 def read_about_json(folder: Path) -> dict[str, Any]:
-    """Return what `client.json` in `folder` says, of whatever kind of model. Raises
+    """Read `client.json` in `folder`, of any kind of model. Raises
     CheckpointError.
     """
     found = read_json(folder / ABOUT)
     if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
         raise CheckpointError(
             f"{folder / ABOUT}: not of format {FORMAT}",
-            "It was written by another version of coterie: update.",
+            "Another version of coterie wrote it: update coterie.",
         )
     return found
 
@@ -139,8 +139,8 @@ def expert_names(layout: Layout) -> dict[Role, tuple[str, ...]]:
 
 
 def check_size(architecture: Architecture, about: About, tensors: Named, source: str) -> None:
-    """Refuse a layout that is not that of the tensors before anything of its size is made: a JSON
-    may claim billions of experts.
+    """Refuse a layout that does not match the tensors before memory is allocated: a JSON may claim
+    billions of experts.
 
     Raises:
         CheckpointError: See `fill`.
@@ -149,7 +149,7 @@ def check_size(architecture: Architecture, about: About, tensors: Named, source:
         with torch.device("meta"):
             outline = Adapter(architecture, about.layout)
         check_alike(dict(outline.named_parameters()), tensors, source)
-    except (RuntimeError, TypeError) as error:  # sizes that no tensor can have
+    except (RuntimeError, TypeError) as error:  # sizes too large for any tensor
         raise CheckpointError(f"{source}: {error}", FOREIGN) from None
     except TensorError as error:
         raise CheckpointError(error.problem, _UNLIKE) from None
@@ -162,7 +162,7 @@ def fill(own: Named, tensors: Named, source: str) -> None:
     """Give a model's own tensors the values of `source`.
 
     Raises:
-        CheckpointError: Names are foreign or missing, shapes are others, or values are not finite;
+        CheckpointError: Names are unknown or missing, shapes differ, or values are not finite;
             nothing was changed.
     """
     try:

@@ -1,5 +1,5 @@
-"""A classifier in use: it says of what class a sample is and, of a pool, which of its owner's
-experts is asked.
+"""A classifier in use: it predicts the class of a sample and, with a pool, the expert that the gate
+chooses.
 """
 
 from collections.abc import Iterator, Sequence
@@ -48,11 +48,11 @@ class Share:
         size: M, experts in the pool.
         experts: The numbers of those that the client has, in rising order.
         mixture: What it trained, see `PoolLayout`.
-        answer: Who classifies a sample, likewise.
+        answer: What classifies a sample, see `PoolLayout`.
         common: The common expert's network; None without a gate.
         gate_width: Hidden units of the gate; None without one.
         data: How the common expert is given images; None: as it wants them.
-        own: How it wants them, likewise.
+        own: The same for its own experts.
     """
 
     size: int
@@ -116,7 +116,7 @@ class AboutClassifier:
             raise ValueError(f"{len(self.names)} names of {self.network.classes} classes")
 
     def at(self, base: str) -> "AboutClassifier":
-        """Return the same of a base that is somewhere else now. Raises Refused for a classifier of
+        """Return the same with another location of the base. Raises Refused for a classifier of
         images.
         """
         if not isinstance(self.network, TextShape):
@@ -157,7 +157,7 @@ class PersonalClassifier:
 
     Args:
         model: With the client's values.
-        about: What is known of where it comes from.
+        about: Where it comes from: client, method, recipe and rounds.
     """
 
     def __init__(self, model: Classifier | PoolClassifier, about: AboutClassifier) -> None:
@@ -189,7 +189,7 @@ class PersonalClassifier:
 
         Args:
             x: (B, C, H, W) float32, normalised by `about.mean` and `about.std`; or (B, T) int64
-                token ids, -1 behind the end.
+                token ids, -1 after the end.
 
         Raises:
             ModelError: It is not.
@@ -198,8 +198,8 @@ class PersonalClassifier:
 
     @torch.no_grad()
     def answer(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """As calling it, with (B,) the number of the expert that the gate wants most of those
-        that the client has; None without a gate.
+        """Return log-probabilities as `__call__`, and (B,) the number of the expert that the gate
+        wants most of those that the client has; None without a gate.
         """
         batch = Examples(x, torch.zeros(len(x), dtype=torch.int64))
         if isinstance(self.model, Classifier):
@@ -211,14 +211,14 @@ class PersonalClassifier:
         return self.model.predict(replace(batch, embedding=self.model.embed(batch)))
 
     def predict(self, given: Any) -> list[Prediction]:
-        """Return what each sample is.
+        """Predict the class of each sample.
 
         Args:
             given: A path of a file or folder of images or texts, or several; images as an array or
                 tensor; or a text, or several, as `str`: see `personal.samples`.
 
         Raises:
-            DataError: There is nothing, or something else.
+            DataError: The input is empty, or of an unsupported kind.
         """
         found: list[Prediction] = []
         for batch in self.batches(given):
@@ -278,14 +278,14 @@ def save_classifier(
     names: Sequence[str],
     origin: Origin,
 ) -> None:
-    """Write a client's classifier to `folder`: all that it takes to use it, but the tokenizer of
-    texts, which their base names.
+    """Write a client's classifier to `folder`: everything needed to use it, except a text
+    tokenizer, which its base provides.
 
     Args:
         folder: Made if it is missing.
         client: The client's id.
         model: With the client's values.
-        data: Any of its splits, which says how images are normalised.
+        data: Any of its splits, for the normalisation of images.
         names: Of the classes; their numbers if there are none.
         origin: Where it comes from.
 

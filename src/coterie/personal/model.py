@@ -1,5 +1,5 @@
-"""A personal model in use: it continues text, suggests words, and tells which expert spoke. Used
-like a transformers model.
+"""A personal model in use: it continues text, suggests words, and reports which expert had the
+largest weight. Used like a transformers model.
 """
 
 from collections.abc import Iterable
@@ -35,8 +35,8 @@ class PersonalModel:
 
     Args:
         language: The base with the client's adapter.
-        about: What is known of where it comes from.
-        merged: Whether, for next tokens that take less time, the attention's updates are added to a
+        about: Where it comes from: client, method, recipe and rounds.
+        merged: Whether, to make each next token faster, the attention's updates are added to a
             copy of the base's attention weights, which this model then holds for itself: 4 MB of
             the embedded base, 113 MB of a GPT-2 of 124M, more than all of its own values.
     """
@@ -78,7 +78,8 @@ class PersonalModel:
         return self.backbone.model.generation_config
 
     def can_generate(self) -> bool:
-        """Tell transformers' pipelines that there is a `generate`, and that they know this class.
+        """Tell transformers' pipelines that there is a `generate`, and that this class is
+        supported.
 
         They log an error about any class that is neither in their list of models nor among the
         wrappers of models, which are PEFT's. Nothing that is documented adds to either:

@@ -1,6 +1,4 @@
-"""What a person gives a classifier: images or texts in files. Their labels, if somebody has
-written them anywhere, are never read.
-"""
+"""The user's inputs to a classifier: images or texts in files. Labels are never read."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,7 +39,7 @@ class Samples:
     def split(
         self, mean: tuple[float, ...], std: tuple[float, ...], classes: int, name: str = "test"
     ) -> ExampleSplit:
-        """Them as a client's split, each with the label 0, since a split has labels.
+        """Return the samples as a client's split. A split needs labels: each one is 0.
 
         Args:
             mean: Of each channel of images, subtracted.
@@ -50,7 +48,7 @@ class Samples:
             name: Of the split.
 
         Raises:
-            DataError: They are not finite, or not inputs at all.
+            DataError: They are not finite, or not valid inputs.
         """
         labels = np.zeros(len(self.inputs), dtype=np.int64)
         return ExampleSplit(
@@ -59,7 +57,7 @@ class Samples:
 
 
 def as_samples(given: Any, shape: Shape) -> Samples:
-    """Whatever somebody gives, as samples.
+    """Return any supported input as samples.
 
     Args:
         given: The path of a file or a folder, or several, see `read`, where a `str` is a path too
@@ -68,7 +66,7 @@ def as_samples(given: Any, shape: Shape) -> Samples:
         shape: Of the network.
 
     Raises:
-        DataError: It is nothing of that kind.
+        DataError: It is none of these.
     """
     if isinstance(given, Samples):
         return given
@@ -83,8 +81,8 @@ def as_samples(given: Any, shape: Shape) -> Samples:
 
 
 def read(paths: Sequence[Path], shape: Shape) -> Samples:
-    """Return the samples of files, and of folders and the folders in them; what begins with a dot
-    is left out.
+    """Return the samples of files, and of folders and the folders in them; names that begin with a
+    dot are skipped.
 
     Args:
         paths: PNG or JPEG images of the size that the network wants, in colour or grey; or texts,
@@ -93,7 +91,7 @@ def read(paths: Sequence[Path], shape: Shape) -> Samples:
 
     Raises:
         DataError: There is nothing, a file of another kind, an image that cannot be read or of
-            another size, or a text that says nothing; all such files.
+            another size, or an empty text; the message names all such files.
     """
     texts = isinstance(shape, TextShape)
     found: list[tuple[str, Any]] = []
@@ -110,10 +108,10 @@ def read(paths: Sequence[Path], shape: Shape) -> Samples:
 
 
 def of_texts(texts: Sequence[str], shape: TextShape, names: Sequence[str] | None = None) -> Samples:
-    """Texts as token ids; what goes beyond the network's length is cut off.
+    """Texts as token ids; longer texts are cut off at the network's length.
 
     Raises:
-        DataError: A text says nothing, or there is none.
+        DataError: A text is empty, or there are no texts.
     """
     names = names or [f"text {k}" for k in range(1, len(texts) + 1)]
     ids = _tokenizer(shape.base)(
@@ -128,7 +126,7 @@ def of_texts(texts: Sequence[str], shape: TextShape, names: Sequence[str] | None
         for name, text, own in zip(names, texts, ids, strict=True)
         if not text.strip() or not own
     ]:
-        raise DataError(f"{empty[0]}: the text says nothing ({len(empty)} in all)", "Leave it out.")
+        raise DataError(f"{empty[0]}: the text is empty ({len(empty)} in all)", "Leave it out.")
     inputs = np.full((len(ids), max(map(len, ids), default=1)), -1, dtype=np.int64)
     for row, own in zip(inputs, ids, strict=True):
         row[: len(own)] = own
@@ -185,7 +183,9 @@ def _files(path: Path, endings: tuple[str, ...]) -> list[Path]:
     else:
         found = [path]
     if not found:
-        raise DataError(f"{path}: the folder is empty", f"Put files into it that end in {kinds}.")
+        raise DataError(
+            f"{path}: the folder is empty", f"Put files in it whose names end in {kinds}."
+        )
     if foreign := [file for file in found if file.suffix.lower() not in endings]:
         raise DataError(
             f"{foreign[0]} does not end in {kinds} ({len(foreign)} such files)",
@@ -200,9 +200,7 @@ def _image(path: Path, shape: Shape) -> npt.NDArray[np.uint8]:
     _, height, width = shape.inputs
     try:
         return pixels(path, shape.inputs)
-    except (
-        Exception
-    ) as error:  # PIL raises whatever its readers happen to, and another size is refused
+    except Exception as error:  # PIL's readers raise errors of many types; other sizes are refused
         problem = f"{path} is no image of {height} x {width} pixels: {error}"
         raise DataError(problem, f"Give images of height {height} and width {width}.") from None
 

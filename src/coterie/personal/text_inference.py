@@ -1,5 +1,5 @@
-"""What is asked of one personal language model or of many at once: forward passes, continued text,
-and next words.
+"""Inference with one or many personal language models: forward passes, generated text, and next
+words.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ class TextInference:
         return Words(self.backbone)
 
     def forward(self, adapter: Attachable, ids: Tensor, inputs: Mapping[str, Any]) -> Any:
-        """Return the base's own output for (B, C) ids and what else it takes."""
+        """Return the base's output for (B, C) ids and its other arguments."""
         with self.backbone.using(adapter):
             return self.backbone.model(ids.to(self.backbone.device), **self._moved(inputs))
 
@@ -53,7 +53,7 @@ class TextInference:
                 "Shorten the prompt, or ask for fewer tokens.",
             )
         given = dict(settings)
-        if generation.pad_token_id is None:  # otherwise transformers says each time that it is eos
+        if generation.pad_token_id is None:  # transformers warns otherwise
             given = {"pad_token_id": generation.eos_token_id} | given
         with self.backbone.using(adapter):
             return cast(Tensor, self.backbone.model.generate(**self._moved(given)))
@@ -69,7 +69,7 @@ class TextInference:
         """
         if settings.get("num_return_sequences", 1) > 1:
             raise ModelError(
-                "several sequences for one text", "Give token ids instead, and get ids."
+                "several sequences for one text", "Give token ids instead; the result is ids too."
             )
         if not texts:
             return []

@@ -129,7 +129,7 @@ class Words:
         return len(ids)
 
     def _go_on(self, search: Search, p: Tensor, experts: Sequence[Tensor | None]) -> None:
-        """Note the words that end, and go on with the others: p (beginnings, V) of the next
+        """Record the complete words, and extend the other beginnings: p (beginnings, V) of the next
         token of each.
         """
         if not search.level:
@@ -158,7 +158,7 @@ class Words:
         search.level = level
 
     def _allowed(self, b: Beginning) -> Tensor:
-        """(V,) with which tokens a beginning may go on as a word."""
+        """(V,) which tokens may extend a beginning as the same word."""
         if b.begun:
             return self.inside
         if not b.left:
@@ -261,7 +261,7 @@ def _starts(name: str) -> bool:
 
 
 def _continues(name: str) -> bool:
-    """Whether a token goes on with a word."""
+    """Whether a token continues a word."""
     return name != "" and name[0] not in SPACES and name[0] not in NO_LETTERS
 
 

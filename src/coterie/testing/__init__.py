@@ -1,4 +1,4 @@
-"""The conformance suite: whether a method keeps the contract, for authors of methods.
+"""The conformance suite, for authors of methods: it checks that a method keeps the contract.
 
     from coterie.testing import check_method
 

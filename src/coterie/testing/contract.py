@@ -1,4 +1,4 @@
-"""What a check is: a function of a method and a world that names the clause which it checks."""
+"""The type of a check: a function of a method and a test world, with the clause that it checks."""
 
 from collections.abc import Callable, Mapping
 from functools import wraps
@@ -19,7 +19,7 @@ class NotApplicable(Exception):
 
 
 def clause(text: str) -> Callable[[Check], Check]:
-    """Make a check of a function that finds out whether a method keeps a clause of the contract.
+    """Turn a function that tests one clause of the contract into a check.
 
     The check raises AssertionError with what is wrong and the clause, whatever the method's own
     code raised (that is chained), and NotApplicable where there is nothing to check.
@@ -69,6 +69,6 @@ def require_same_states(a: Mapping[str, State], b: Mapping[str, State], what: st
 
 
 def require_same_run(a: Run, b: Run, what: str) -> None:
-    """Raise AssertionError unless two runs came to the same, to the bit."""
+    """Raise AssertionError unless two runs have equal results, to the bit."""
     require_same(a.server, b.server, f"{what}, server's state")
     require_same_states(a.engine.states(), b.engine.states(), what)

@@ -33,11 +33,9 @@ class _Simulated(Device):
         return found
 
 
-@clause(
-    "a run on devices, each with a state of its own, comes to the bit to what one process computes"
-)
+@clause("a run on devices, each with its own state, equals that of one process to the bit")
 def devices_are_alike(method: Method, world: World) -> None:
-    """Check a run of some clients a round over Flower's messages, without Flower's machinery."""
+    """Check a run with partial participation over Flower's messages, without Flower's runtime."""
     if find_spec("flwr") is None:
         raise NotApplicable("Flower is not installed: pip install 'coterie[flower]'")
     from coterie.engines.flower.engine import Flower

@@ -20,15 +20,15 @@ Exchanges = list[tuple[Ask, Replies, dict[ClientId, Tensors]]]
 Spoken = tuple[str, ClientId, Tensors, Tensors]
 NOISY = Outbound(0, Privacy(where="local", clip=1.0, noise=1.0), secret=True, key=bytes(range(32)))
 SECURE = Outbound(0, secret=True, secure=True)
-FEW = 64  # numbers: in them no model hides
+FEW = 64  # numbers: too few to contain a model
 _GRADIENTS = {
     "midpoint_gradients",
     "gradients",
-}  # tasks whose replies have the names of models, and are none
+}  # tasks whose replies have tensor names of models but are not models
 
 
 def exchanges(method: Method, world: World, rounds: int | None = None) -> Exchanges:
-    """Return all that is asked and answered in a run, and in an adaptation after it."""
+    """Return all tasks and replies of a run, and of an adaptation after it."""
     run, found = Run(method, world), Exchanges()
 
     def answer(ask: Ask, phase: int) -> Replies:
@@ -55,7 +55,7 @@ def _seen(method: Method, world: World) -> Exchanges:
 
 
 def spoken(method: Method, world: World) -> list[Spoken]:
-    """Return all that clients answer.
+    """Return all replies of clients.
 
     In a run, in an adaptation, when they are scored, and when they keep their models.
     """
@@ -98,7 +98,7 @@ def replies_have_the_form_asked_for(method: Method, world: World) -> None:
 def training_tasks_say_so(method: Method, world: World) -> None:
     """Check that all floating-point tensors of such a reply came by the same names.
 
-    What says how others should step (`change/...` of SCAFFOLD) aside.
+    Control variates (`change/...` of SCAFFOLD) are exempt.
     """
     for ask, replies, before in _seen(method, world):
         for i, reply in replies.items():
@@ -121,7 +121,7 @@ def few(reply: Named) -> bool:
 
 
 def leaves(door: Outbound, method: Method, said: Spoken) -> Tensors | None:
-    """Return what a device lets out, whatever the number of the exchange; None: it refuses."""
+    """Return what a device sends for any number of the exchange; None: it refuses."""
     name, client, sent, reply = said
     out: list[Tensors | None] = []
     for phase in (0, -1, -2):
@@ -134,9 +134,9 @@ def leaves(door: Outbound, method: Method, said: Spoken) -> Tensors | None:
     return out[0]
 
 
-@clause("of a device with local privacy nothing leaves but what has noise on it, and a few scores")
+@clause("a device with local privacy sends only values with noise, and a few scores")
 def local_privacy_leaves_only_noise(method: Method, world: World) -> None:
-    """Check what a device with noise of its own lets out of each reply."""
+    """Check what a device that adds noise sends of each reply."""
     for said in spoken(method, world):
         name, _, sent, reply = said
         out = leaves(NOISY, method, said)
@@ -156,9 +156,9 @@ def local_privacy_leaves_only_noise(method: Method, world: World) -> None:
             require(not bare, f"{bare[:5]} of the update of {name} leave without noise")
 
 
-@clause("of a device with secure aggregation nothing leaves in the clear but a few scores")
+@clause("a device with secure aggregation sends nothing in the clear except a few scores")
 def secure_aggregation_leaves_only_scores(method: Method, world: World) -> None:
-    """Check what a device that shows nothing but sums lets out of each reply without masks."""
+    """Check what a device with secure aggregation sends unmasked of each reply."""
     for said in spoken(method, world):
         out = leaves(SECURE, method, said)
         if out is None:
@@ -168,7 +168,7 @@ def secure_aggregation_leaves_only_scores(method: Method, world: World) -> None:
         require(not vectors, f"{vectors[:5]} of the reply to {said[0]} leave in the clear")
 
 
-@clause("what goes under masks is an update: tensors of the shapes that came")
+@clause("masked replies are updates: tensors of the shapes that were sent")
 def masked_replies_are_updates(method: Method, world: World) -> None:
     """Check the shapes of what a device sends under the masks of secure aggregation."""
     for said in spoken(method, world):
@@ -177,6 +177,4 @@ def masked_replies_are_updates(method: Method, world: World) -> None:
         if out is not None and not few(out):
             numbers = [key for key, t in out.items() if t.is_floating_point()]
             other = [key for key in numbers if key not in sent or out[key].shape != sent[key].shape]
-            require(
-                not other, f"{other[:5]} of the reply to {name} go under masks, and are no updates"
-            )
+            require(not other, f"{other[:5]} of the reply to {name} are masked but are not updates")

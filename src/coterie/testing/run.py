@@ -63,7 +63,7 @@ class Run:
         self.round = 0
 
     def answer(self, ask: Ask, phase: int) -> Replies:
-        """Have the clients do what they are asked."""
+        """Run the clients' tasks."""
         self.asks.append(ask)
         return self.engine.answer(ask, self.round, phase)
 
@@ -74,7 +74,7 @@ class Run:
         order: Sequence[ClientId] | None = None,
         draw: Draw = everybody,
     ) -> "Run":
-        """Do some rounds, and what comes after the last one.
+        """Run some rounds, and the final exchanges after the last one.
 
         Args:
             count: How many.

@@ -15,7 +15,7 @@ from coterie.runs.method_section import build_method
 from coterie.testing import devices, leaving, training, worlds
 from coterie.testing.contract import Check, NotApplicable
 
-# From what says most about a wrong method to what many mistakes break.
+# From the most specific checks to those that many mistakes break.
 CHECKS: tuple[Check, ...] = (
     training.only_shared_tensors_travel,
     training.state_keeps_its_form,
@@ -37,7 +37,7 @@ CHECKS: tuple[Check, ...] = (
     leaving.secure_aggregation_leaves_only_scores,
     leaving.masked_replies_are_updates,
 )
-# Settings under which two rounds show what a method does, where it has them.
+# Settings of small runs: two rounds exercise the whole method.
 SMALL = {"rounds": 2, "local_steps": 2, "router_every": 1, "router_steps": 1}
 
 
@@ -82,7 +82,7 @@ def check_method(
 
     Raises:
         AssertionError: The first check that fails: what is wrong, and the clause of the contract.
-        ValueError: A setting, or a check to leave out, that there is not.
+        ValueError: There is no such setting, or no such check to leave out.
         Refused: No world has a model for this method.
 
     Example:

@@ -37,7 +37,7 @@ _STATELESS = _COUNTERS | {f"embeddings/{split}" for split in SPLITS}
 
 
 def longer(method: Method) -> Method:
-    """Return the same method for so many rounds that everybody misses one."""
+    """Return the same method with enough rounds that every client misses one."""
     return replace(method, rounds=3) if method.rounds else method
 
 
@@ -49,7 +49,7 @@ def state_keeps_its_form(method: Method, world: World) -> None:
     run = Run(method, world).rounds(method.rounds)
     before, after = forms(run.initial), forms(run.server)
     changed = sorted(n for n in before.keys() | after.keys() if before.get(n) != after.get(n))
-    problem = "the server's state has another form than at the beginning: "
+    problem = "the server's state has a different form than at the start: "
     shown = ", ".join(f"{n!r} was {before.get(n)}, is {after.get(n)}" for n in changed[:3])
     require(not changed, problem + shown)
     require(all_finite(run.server), "the server's state has values that are not finite")
@@ -57,14 +57,14 @@ def state_keeps_its_form(method: Method, world: World) -> None:
         require(all_finite(state), f"the state of client {i!r} has values that are not finite")
 
 
-@clause("all chance comes from `rng` at the server and from the seeded global generator in a task")
+@clause("all random numbers come from `rng` at the server and the seeded global one in a task")
 def two_runs_are_alike(method: Method, world: World) -> None:
     """Check that the same seed gives the same run, to the bit."""
     a, b = (Run(method, world).rounds(method.rounds) for _ in range(2))
     require_same_run(a, b, "two runs with the same seed")
 
 
-@clause("what is needed later stands in the states, and a message is nothing but named tensors")
+@clause("everything needed later is in the states, and a message holds named tensors only")
 def engines_are_alike(method: Method, world: World) -> None:
     """Check that a run whose messages and states pass through bytes is the same, to the bit."""
     world = world.one_by_one
@@ -77,16 +77,18 @@ def engines_are_alike(method: Method, world: World) -> None:
 
 @clause("a task marked `batched` does for a batch of clients what it does for each of them")
 def batch_is_as_one_by_one(method: Method, world: World) -> None:
-    """Check a run whose clients are asked many at once against one where they are not."""
+    """Compare a run with batches of clients to one without batches."""
     if world.separate is None:
-        raise NotApplicable("models of this kind are never stacked")
+        raise NotApplicable("models of this kind are never computed in a batch")
     a, b = (Run(method, w).rounds(method.rounds) for w in (world, world.one_by_one))
     states = ((f"state of {i!r}", s, b.engine.states()[i]) for i, s in a.engine.states().items())
     for what, one, other in (("server's state", a.server, b.server), *states):
-        require(one.keys() == other.keys(), f"in one batch, {what} has other tensors")
+        require(one.keys() == other.keys(), f"in one batch, {what} has different tensors")
         for name in one:
             close = torch.allclose(one[name], other[name], rtol=1e-4, atol=1e-5)
-            require(close, f"in one batch, {what}: {name!r} is another one than one by one")
+            require(
+                close, f"in one batch, {what}: {name!r} differs from that of one client at a time"
+            )
 
 
 @clause("a client does `steps` local iterations a round, and what it trains stays in its state")
@@ -116,7 +118,7 @@ def training_changes_the_clients(method: Method, world: World) -> None:
         )
 
 
-@clause("no tensor leaves a client, or comes to one, but of a role in `shared`")
+@clause("only tensors of a role in `shared` leave or reach a client")
 def only_shared_tensors_travel(method: Method, world: World) -> None:
     """Check the names and sizes of all tensors in all messages."""
     run = Run(method, world)
@@ -143,7 +145,7 @@ def only_shared_tensors_travel(method: Method, world: World) -> None:
 
 
 @clause(
-    "clients that fail are missing from the replies: the round goes on with the others, or none"
+    "clients that fail are missing from the replies: the round continues with the others, or none"
 )
 def failing_clients_are_left_out(method: Method, world: World) -> None:
     """Check a round where one client's replies are lost, and one where all are."""
@@ -166,7 +168,7 @@ def failing_clients_are_left_out(method: Method, world: World) -> None:
 
 
 def resumed(method: Method, world: World, folder: Path, draw: Draw = everybody) -> Run:
-    """Return a run that goes on from a checkpoint of its first round, to its end."""
+    """Return a run that is resumed from a checkpoint after its first round, to its end."""
     first = Run(method, world).rounds(min(1, method.rounds), draw=draw)
     saved = Checkpoint(first.round, first.server, first.engine.states(), {})
     Checkpoints(folder, {}).save(saved)
@@ -179,7 +181,7 @@ def resumed(method: Method, world: World, folder: Path, draw: Draw = everybody) 
     return second.rounds(method.rounds - found.round, draw=draw)
 
 
-@clause("the states are all that a run needs to go on from a checkpoint")
+@clause("a run can be resumed from a checkpoint of its states alone")
 def resumed_run_ends_the_same(method: Method, world: World) -> None:
     """Check that a run that was resumed after its first round ends the same, to the bit."""
     whole = Run(method, world).rounds(method.rounds)
@@ -188,14 +190,14 @@ def resumed_run_ends_the_same(method: Method, world: World) -> None:
     require_same_run(whole, later, "a run and the same one resumed after a round")
 
 
-@clause("a client that is not drawn keeps everything, at home and in the server's state")
+@clause("a client that is not drawn keeps its state, and its part of the server's state")
 def absent_client_keeps_everything(method: Method, world: World) -> None:
     """Check what there is of a client before and after a round in which it takes no part."""
     method = longer(method)
     run = Run(method, world.one_by_one)
     if method.centralized:
         raise NotApplicable("it trains on all data, whoever is drawn")
-    for round in range(max(method.rounds - 1, 0)):  # after the last round some ask everybody
+    for round in range(max(method.rounds - 1, 0)):  # the last one may ask all
         (absent,) = set(run.clients) - set(some(run.clients, round))
         before = {i: dict(state) for i, state in run.engine.states().items() if i == absent}
         server = {name: t for name, t in run.server.items() if absent in name.split("/")}
@@ -209,7 +211,7 @@ def absent_client_keeps_everything(method: Method, world: World) -> None:
         require(absent in before or round == 0, f"client {absent!r} has no state after a round")
 
 
-@clause("any of the clients may be drawn for a round, on every engine and after a resumption")
+@clause("any subset of the clients may be drawn for a round, on every engine and after resuming")
 def some_clients_a_round(method: Method, world: World) -> None:
     """Check a run in which not all clients take part, on all engines, and resumed."""
     method, world = longer(method), world.one_by_one
@@ -255,7 +257,7 @@ def order_changes_nothing(method: Method, world: World) -> None:
     require_same_run(a, b, "clients in one order and in the reverse")
 
 
-@clause("a client that is alone is averaged with nobody: what it downloads is what it has")
+@clause("a single client is averaged with no other: it downloads its own values")
 def one_client_alone(method: Method, world: World) -> None:
     """Check that with one client downloading changes nothing: it trains as if it were alone."""
     if isinstance(method, FDLoRA):

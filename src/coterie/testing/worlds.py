@@ -65,7 +65,7 @@ class World:
 
     @property
     def one_by_one(self) -> "World":
-        """The same world where no clients are asked at once: that changes the rounding."""
+        """The same world without batches of clients, which change the rounding."""
         return self if self.separate is None else replace(self, build=self.separate, separate=None)
 
     def refuses(self, method: Method) -> str | None:
@@ -79,7 +79,7 @@ class World:
 
 
 class OneByOne(Classifier):
-    """A classifier whose clients are never asked many at once."""
+    """A classifier whose clients are never computed in a batch."""
 
     stacks = False
 

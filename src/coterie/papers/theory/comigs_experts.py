@@ -21,7 +21,7 @@ STEPS = 300  # at most
 
 @dataclass(frozen=True)
 class _ExpertsRun:
-    """One setting of (19), run by (22) until it is stationary."""
+    """One setting of (19), trained by (22) until it is stationary."""
 
     problem: LinearExperts
     start: float  # ||(Theta_0, Phi_0)||

@@ -68,7 +68,7 @@ class Updates:
 
 
 class Merged:
-    """A layer that has taken up its update, called as a `SingleLoRA` is."""
+    """A layer with its update merged, called as a `SingleLoRA` is."""
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
@@ -141,10 +141,10 @@ def attended(
         blocks: The updates of each model.
         layers: The base's.
         dtype: Of the computation.
-        merged: Whether copies of the layers take up the updates, of one model only.
+        merged: Whether updates are merged into copies of the layers; for one model only.
 
     Raises:
-        ModelError: A layer cannot take up an update.
+        ModelError: An update cannot be merged into a layer.
     """
     first = blocks[0]
     if merged:

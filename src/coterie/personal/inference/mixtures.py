@@ -1,10 +1,10 @@
 """The mixtures of one MLP, of one model or of several in one batch, without a backward pass.
 
-One token through a small base is a matter of how many operations are started and how much is read,
-not of arithmetic: all codes and router logits are one product, and all experts are computed
-together, also those with weight 0. Many tokens are computed in parts that stay in a cache, whose
-experts take turns. Those of one model are sorted by the set of experts that they use: each set is
-then a block of rows, on which its experts follow each other without selecting rows of wide tensors.
+One token through a small base is limited by the number of operations and by memory reads, not by
+arithmetic: all codes and router logits are one product, and all experts are computed together, also
+those with weight 0. Many tokens are computed in parts that stay in a cache, whose experts take
+turns. Those of one model are sorted by the set of experts that they use: each set is then a block
+of rows, on which its experts follow each other without selecting rows of wide tensors.
 """
 
 import math
@@ -71,7 +71,7 @@ class Mixtures:
 
     @classmethod
     def of(cls, mixtures: Sequence[Mixture], base: FrozenMLP, dtype: torch.dtype) -> "Mixtures":
-        """Those of models on one backbone, in their order."""
+        """Stack the mixtures of models on one backbone, in the given order."""
         first = mixtures[0].first
         A = padded(
             [torch.stack([experts_of(m, name)[0] for name in first]).to(dtype) for m in mixtures]

@@ -1,4 +1,4 @@
-"""Matrix products without what calling them costs: of one token, most of the time goes there."""
+"""Matrix products with little call overhead, which takes most of the time of a single token."""
 
 import torch
 from torch import Tensor, nn
@@ -8,14 +8,14 @@ from coterie.models.lora import project
 
 
 def base_layer(base: nn.Module, x: Tensor) -> Tensor:
-    """`project`, without what calling a module costs where it is a plain layer."""
+    """`project`, without the overhead of a module call if it is a plain layer."""
     if type(base) is nn.Linear:
         return functional.linear(x, base.weight, base.bias)
     return project(base, x)
 
 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return a b, of matrices or batches of them: `torch.matmul`, without what it costs more."""
+    """Return a b, of matrices or batches of them: `torch.matmul` with less overhead."""
     return torch.mm(a, b, out=out) if a.ndim == 2 else torch.bmm(a, b, out=out)
 
 

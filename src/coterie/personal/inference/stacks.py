@@ -1,5 +1,4 @@
-"""Adapters made ready for inference: their matrices stacked, scaled and cast once, and nothing kept
-for a backward pass.
+"""Adapters prepared for inference: matrices are stacked, scaled and cast once; no backward pass.
 
 One model is a batch of one. Many take each row of a batch through the updates of its own model, as
 S-LoRA (Sheng et al. 2024) and Punica (Chen et al. 2024) do it for single LoRAs.
@@ -46,7 +45,7 @@ class Stacks:
 
     @classmethod
     def of(cls, adapters: Sequence[Adapter], backbone: Backbone, merged: bool = False) -> "Stacks":
-        """Those of adapters whose values no longer change, in their order.
+        """Stack adapters whose values no longer change, in the given order.
 
         Args:
             adapters: On the backbone's device.

@@ -1,6 +1,4 @@
-"""A local web page like a phone's keyboard: one types, and sees what each client's model would
-write next.
-"""
+"""A local web page like a phone's keyboard: it shows each client's next words."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -59,7 +57,7 @@ STYLE = """
 
 
 def keyboard(models: Mapping[str, PersonalModel]) -> Any:
-    """Return the page, a Gradio `Blocks` with nothing started yet.
+    """Return the page, a Gradio `Blocks` that is not started yet.
 
     Args:
         models: A personal model for each client, in the order of the rows.

@@ -1,4 +1,4 @@
-"""What the local web pages have in common: Gradio, told to be quiet, on this machine only."""
+"""What the local web pages share: Gradio without log output and telemetry, on this machine only."""
 
 import os
 import re
@@ -28,10 +28,10 @@ QUIET = {
 
 @contextmanager
 def served(page: Any, style: str, port: int) -> Iterator[str]:
-    """Show a page on this machine only, as long as the block lasts, which is given its address.
+    """Show a page on this machine only, while the block runs; yields its address.
 
     Args:
-        page: A Gradio `Blocks` with nothing started yet.
+        page: A Gradio `Blocks` that is not started yet.
         style: CSS of its own.
         port: A free port.
 
@@ -65,14 +65,14 @@ def served(page: Any, style: str, port: int) -> Iterator[str]:
 
 
 def plain(text: str) -> str:
-    r"""Text of anybody as Markdown that shows it as it is: no links, no pictures from elsewhere, no
-    HTML, no headings.
+    r"""Return any text as Markdown that shows it unchanged: no links, no pictures from elsewhere,
+    no HTML, no headings.
     """
     return _PUNCTUATION.sub(r"\\\1", " ".join(printable(text).split()))
 
 
 def gradio() -> Any:
-    """Gradio, which is an optional extra, told not to call home. Raises Refused where it is not
+    """Import Gradio, an optional extra, with its telemetry off. Raises Refused if it is not
     installed.
     """
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"

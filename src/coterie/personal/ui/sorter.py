@@ -1,6 +1,4 @@
-"""A local web page for classifiers: one gives an image or a text, and sees what each client's
-model says it is.
-"""
+"""A local web page for classifiers: it shows what each client's model predicts."""
 
 import html
 from collections.abc import Mapping
@@ -27,7 +25,7 @@ STYLE = """
 
 
 def sorter(models: Mapping[str, PersonalClassifier]) -> Any:
-    """Return the page, a Gradio `Blocks` with nothing started yet.
+    """Return the page, a Gradio `Blocks` that is not started yet.
 
     Args:
         models: A classifier for each client, in the order of the rows, all of images or all of
@@ -96,8 +94,8 @@ def served(models: Mapping[str, PersonalClassifier], port: int) -> AbstractConte
 
 
 def grouped(answers: Mapping[str, Answer]) -> dict[str, tuple[list[str], Shown]]:
-    """Show equal answers once, as far as one sees: by the first client that gives it, all that do,
-    and the answer.
+    """Group clients whose shown answers are equal: by the first such client, all of them, and the
+    answer.
 
     Clients for whom the same expert spoke have the same answer, whatever other experts they have;
     these are named where all have the same.
@@ -130,7 +128,7 @@ def _answer(model: PersonalClassifier, given: str) -> Answer:
 
 
 def _asked(shape: NetworkShape | TextShape) -> str:
-    """Return what one is to do."""
+    """Return the instruction for the user."""
     if isinstance(shape, TextShape):
         return "Type a text."
     _, height, width = shape.inputs
