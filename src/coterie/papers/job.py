@@ -12,10 +12,10 @@ from coterie.papers import tables
 from coterie.papers.tables import SCALES, Reproduction, Scale, Settings
 from coterie.runs import recipe as recipes
 from coterie.runs import search
+from coterie.runs.candidates import folder_of
 from coterie.runs.recipe import Recipe
 from coterie.runs.search import Effort, Search, Trial
 from coterie.runs.spaces import RATES, around, fields_of, own_values
-from coterie.runs.trials import folder_of
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,9 @@ from coterie.papers.page import markdown, write_page
 from coterie.papers.remarks import effort, orders, tuned, unlike
 from coterie.papers.tables import Figure, Settings
 from coterie.reports import Callback, comparison
+from coterie.runs.candidates import confirm
 from coterie.runs.recipe import Recipe
-from coterie.runs.search import Found, together
+from coterie.runs.search import Found
 from coterie.runs.trials import RunAt, TrialRuns, execute_missing
 
 CellId = tuple[str, str]  # a row and a column
@@ -108,9 +109,10 @@ def search(job: Job, reporter: Callback) -> tuple[TrialRuns[CellId], dict[CellId
             (job.reproduction.columns[cell[1]].title, job.reproduction.rows[cell[0]].title)
         ),
         changed=job.changed,
+        deciding=1 if job.effort is None else None,  # see `search.sweep`
     )
     searches = {cell: job.search(cell, partial(trial_runs.allowed, cell)) for cell in job.cells}
-    return trial_runs, together(searches, trial_runs.evaluate)
+    return trial_runs, trial_runs.search(searches)
 
 
 def _execute(runs: Sequence[RunAt], reporter: Callback, changed: bool) -> None:
@@ -120,6 +122,8 @@ def _execute(runs: Sequence[RunAt], reporter: Callback, changed: bool) -> None:
     titles = {
         path: f"{recipe.name}, {path.parent.name}, seed {recipe.seed}" for recipe, path in runs
     }
+    for _, path in runs:
+        confirm(path)
     execute_missing(runs, reporter, titles, changed)
 
 

@@ -116,6 +116,7 @@ def execute_all(
     changed: bool = False,
     within: Path | None = None,
     unfit: Callable[[Path, CoterieError], object] | None = None,
+    ended: Callable[[Path], object] | None = None,
 ) -> list[Result]:
     """Every row in its folder, from where it stands; returns the results of those that have one.
 
@@ -135,6 +136,7 @@ def execute_all(
             each row's own must be left alone.
         unfit: Is told of a row whose settings its method refuses, or that diverged, by its folder
             and why; it has no result then. By default that is raised.
+        ended: Is told of the folder of each row that has come to its end.
     """
     backend = backend or LocalBackend()
     if not backend.devices:
@@ -183,6 +185,8 @@ def execute_all(
                 except Divergence as error:
                     _tell(unfit, folder, error)
                 del prepared, execution
+                if ended is not None:
+                    ended(folder)
     return results
 
 

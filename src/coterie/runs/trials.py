@@ -2,11 +2,9 @@
 own that is named by what is run.
 """
 
-import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from hashlib import blake2b
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Generic, TypeVar
@@ -14,50 +12,20 @@ from typing import Any, Generic, TypeVar
 from coterie.core.errors import CoterieError, RecipeError
 from coterie.core.files import read_json, write_json
 from coterie.core.metrics import sort_key
-from coterie.core.names import encoded
 from coterie.core.result import ROUNDS, Result, Tried
 from coterie.methods import METHODS
 from coterie.reports import Callback
 from coterie.reports.tuning import written
+from coterie.runs.candidates import UNFIT, confirm, has_ended, lighten, mark
 from coterie.runs.inputs import RecordedInputs
 from coterie.runs.recipe import Recipe
 from coterie.runs.run import execute_all
-from coterie.runs.search import LOST, Judged, Score, Trial, part_of
+from coterie.runs.search import LOST, Found, Judged, Score, Search, Trial, part_of, together
 
-UNFIT = "unfit.json"  # in the folder of a run that has no result: why
 SURE = 2.0  # standard errors
 K = TypeVar("K")
 Settings = Mapping[str, Any]  # dotted keys of a recipe
 RunAt = tuple[Recipe, Path]  # a run: what, and where
-_BESIDE = {
-    "name",
-    "description",
-    "paper",
-    "seed",
-    "compare_with",
-    "samples",
-    "memory",
-    "threads",
-    "curve_every",
-    "curve_windows",
-}  # what does not change what a run measures
-
-
-def digest(recipe: Recipe) -> str:
-    """Return what tells runs apart that measure something else: of all fields that matter, also
-    those that have their defaults.
-    """
-    method = asdict(
-        recipe.build_method()
-    )  # defaults too: where one changes, so does what is measured
-    section = recipe.model_dump(mode="json", exclude=_BESIDE) | {"method": method}
-    text = json.dumps(section, sort_keys=True, default=lambda rule: rule.model_dump(mode="json"))
-    return blake2b(text.encode(), digest_size=4).hexdigest()
-
-
-def folder_of(recipe: Recipe, root: Path) -> Path:
-    """Return the folder of a run among others: by its method, its digest and its seed."""
-    return root / f"{encoded(recipe.method['name'])}-{digest(recipe)}" / f"seed-{recipe.seed}"
 
 
 def execute_missing(
@@ -67,9 +35,10 @@ def execute_missing(
     changed: bool = False,
     within: Path | None = None,
     unfit: Callable[[Path, CoterieError], object] | None = None,
+    ended: Callable[[Path], object] | None = None,
 ) -> None:
-    """Execute the runs that are not done yet, each once; `changed`, `within` and `unfit` are those
-    of `execute_all`. Those that had no result before are tried again only where nobody hears of it
+    """Execute the runs that are not done yet, each once; the other arguments are those of
+    `execute_all`. Those that had no result before are tried again only where nobody hears of it
     by `unfit`.
 
     Raises:
@@ -78,7 +47,9 @@ def execute_missing(
     """
     if missing := missing_of(runs, again=unfit is None):
         names = [titles[path] for _, path in missing]
-        execute_all(missing, reporter, names, changed=changed, within=within, unfit=unfit)
+        execute_all(
+            missing, reporter, names, changed=changed, within=within, unfit=unfit, ended=ended
+        )
 
 
 def missing_of(runs: Sequence[RunAt], again: bool = False) -> list[RunAt]:
@@ -123,8 +94,19 @@ def surely(ones: Sequence[Result], others: Sequence[Result]) -> bool:
 
 
 @dataclass
+class _Leading:
+    """The best of somebody's trials so far: their score, and the folders of their runs."""
+
+    score: Score
+    paths: set[Path] = field(default_factory=set)
+
+
+@dataclass
 class TrialRuns(Generic[K]):
     """Scores trials by runs; what is done already is not done again.
+
+    Of the runs that it begins only those keep checkpoints and models that may still be chosen: the
+    best so far of all rounds, and of fewer rounds. At the end that is the chosen one alone.
 
     Args:
         run: Gives the recipe and the folder of a run by whose it is, its settings and its seed.
@@ -133,6 +115,7 @@ class TrialRuns(Generic[K]):
         prefix: What the reporter calls somebody's runs; default: by the method.
         changed: See `execute_all`.
         within: Likewise.
+        deciding: How many parts of a score the searches look at; default: all.
     """
 
     run: Callable[[K, Settings, int], RunAt]
@@ -141,6 +124,20 @@ class TrialRuns(Generic[K]):
     prefix: Callable[[K], str] | None = None
     changed: bool = False
     within: Path | None = None
+    deciding: int | None = None
+    _leading: dict[tuple[K, bool], "_Leading"] = field(default_factory=dict, init=False)
+
+    def search(self, searches: Mapping[K, Search]) -> dict[K, Found]:
+        """Carry searches out, see `search.together`. What each has chosen keeps its models."""
+        found = together(searches, self.evaluate)
+        chosen = set[Path]()
+        for key, own in found.items():
+            if own.chosen is not None:
+                chosen.update(self._paths(key, own.chosen.trial))
+        for path in chosen:
+            confirm(path)
+        self._lighten(self._kept() - chosen)
+        return found
 
     def settings(self, key: K, trial: Trial) -> Settings:
         """Return what a trial sets: its candidate, and fewer rounds if it has but a share."""
@@ -161,20 +158,65 @@ class TrialRuns(Generic[K]):
         """
         titles: dict[Path, str] = {}
         runs: list[RunAt] = []
+        owners: dict[Path, list[tuple[K, Trial]]] = {}
         for key, trial in batch:
-            own = self.runs_of(key, trial)
-            titles |= {path: self._title(key, trial, recipe) for recipe, path in own}
-            runs += own
+            for recipe, path in self.runs_of(key, trial):
+                titles[path] = self._title(key, trial, recipe)
+                runs.append((recipe, path))
+                owners.setdefault(path, []).append((key, trial))
+
+        def ended(folder: Path) -> None:
+            for key, trial in owners[folder]:
+                self._settle(key, trial)
 
         def unfit(folder: Path, error: CoterieError) -> None:
             _note(folder, error)
             self.reporter.unfit(titles[folder], _why(error))
 
+        self._settle_all(batch)  # what was done before an interruption
         if missing := missing_of(runs):
             rounds = sorted({recipe.build_method().rounds for recipe, _ in missing})
             self.reporter.searching(len(missing), rounds)
-            execute_missing(runs, self.reporter, titles, self.changed, self.within, unfit)
+            for _, path in missing:
+                mark(path)
+            execute_missing(runs, self.reporter, titles, self.changed, self.within, unfit, ended)
+        self._settle_all(batch)
         return [self._score(key, trial) for key, trial in batch]
+
+    def _settle_all(self, batch: Sequence[tuple[K, Trial]]) -> None:
+        for key, trial in batch:
+            self._settle(key, trial)
+
+    def _settle(self, key: K, trial: Trial) -> None:
+        """Remove the models of a trial, or of those that it is better than; nothing happens before
+        all of its runs have ended.
+
+        Of equal ones all stay: which of them is chosen the search decides.
+        """
+        paths = self._paths(key, trial)
+        if not all(map(has_ended, paths)):
+            return
+        score = self._score(key, trial)[: self.deciding]
+        group = key, trial.share == 1
+        before = self._leading.get(group, _Leading(LOST))
+        if score < before.score:
+            self._leading[group] = _Leading(score, set(paths))
+            self._lighten(before.paths - self._kept())
+        elif score == before.score < LOST:
+            before.paths.update(paths)
+        else:
+            self._lighten(set(paths) - self._kept())
+
+    def _kept(self) -> set[Path]:
+        """Return the folders of the runs that may still be chosen."""
+        return {path for leading in self._leading.values() for path in leading.paths}
+
+    def _lighten(self, paths: Set[Path]) -> None:
+        for path in paths:
+            lighten(path)
+
+    def _paths(self, key: K, trial: Trial) -> list[Path]:
+        return [path for _, path in self.runs_of(key, trial)]
 
     def _title(self, key: K, trial: Trial, recipe: Recipe) -> str:
         """Return what the reporter calls a run."""

@@ -16,11 +16,12 @@ from coterie.reports.tuning import write_tuning, written
 from coterie.runs import recipe as recipes
 from coterie.runs import run as runs
 from coterie.runs.backends import LocalBackend
+from coterie.runs.candidates import folder_of
 from coterie.runs.folder import alone
 from coterie.runs.recipe import Recipe
-from coterie.runs.search import Effort, Found, Search, halving, part_of, together
+from coterie.runs.search import Effort, Found, Search, halving, part_of
 from coterie.runs.spaces import Grid, checked, fields_of, own_values, trains
-from coterie.runs.trials import RunAt, Settings, TrialRuns, folder_of
+from coterie.runs.trials import RunAt, Settings, TrialRuns
 
 SEARCH = "search.json"  # what a folder is the search of
 CHOSEN, RUNS, TUNED = "chosen", "runs", "tune"  # folders; the last one in that of a comparison
@@ -133,7 +134,7 @@ def tune(
 
         trial_runs = TrialRuns(run, seeds, told, changed=changed, within=folder)
         searches = {name: plan.search(name, trial_runs) for name in plan.trained}
-        found = together(searches, trial_runs.evaluate)
+        found = trial_runs.search(searches)
         return _write(folder, plan, trial_runs, found)
 
 

@@ -1,0 +1,118 @@
+"""What is left on the disk of the runs of a search: results of all, models of the chosen alone."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import coterie
+from coterie.core.result import RESULT, Result, Tuning
+from coterie.papers.job import Job
+from coterie.papers.reproduce import reproduce
+from coterie.runs.candidates import confirm, folder_of, lighten, mark
+from coterie.runs.search import Effort
+
+SHORT = {"rounds": 4}
+LEFT = {"result.json", "recipe.yaml", "inputs.json", "metrics.jsonl", "SHA256SUMS"}
+
+
+def told(out: Path, *methods: str, **more: Any) -> Tuning:
+    return coterie.tune(methods, "cobo-digits", out=out, method=SHORT, trials=4, **more)
+
+
+def with_models(root: Path) -> set[Path]:
+    """The folders of runs with personal models or checkpoints."""
+    found = {path.parent for path in root.rglob("checkpoints")}
+    return found | {
+        path.parent for path in root.rglob("clients") if path.parent.name[:5] != "round"
+    }
+
+
+class Looks(coterie.Callback):
+    """Counts the runs that have models whenever one ends; stops at one of them."""
+
+    def __init__(self, root: Path, stop: int | None = None) -> None:
+        self.root, self.stop = root, stop
+        self.counts: list[int] = []
+
+    def end(self, result: Result) -> None:
+        self.counts.append(len(with_models(self.root)))
+        if len(self.counts) == self.stop:
+            raise KeyboardInterrupt
+
+
+def chosen_folders(found: Tuning, root: Path, seeds: int = 1) -> set[Path]:
+    recipes = [coterie.Recipe.load(found.path(row.method)) for row in found.rows if row.chosen]
+    return {
+        folder_of(recipe.model_copy(update={"seed": seed}), root)
+        for recipe in recipes
+        for seed in range(seeds)
+    }
+
+
+@pytest.mark.parametrize(
+    ("methods", "seeds", "stop"), [(("local",), 2, None), (("cobo", "fedavg"), 1, 6)]
+)
+def test_only_what_was_chosen_keeps_its_models(
+    methods: tuple[str, ...], seeds: int, stop: int | None, tmp_path: Path
+) -> None:
+    """Also after an interruption; at any time no more have models than may still be chosen."""
+    root = tmp_path / "out" / "runs"
+    looks = Looks(root, stop)
+    if stop:
+        with pytest.raises(KeyboardInterrupt):
+            told(tmp_path / "out", *methods, seeds=seeds, callbacks=[looks])
+    looks.stop = None
+    resume = stop is not None
+    found = told(tmp_path / "out", *methods, seeds=seeds, callbacks=[looks], resume=resume)
+    runs = {path.parent for path in root.rglob(RESULT)}
+    chosen = chosen_folders(found, root, seeds)
+    assert len(runs) == sum(row.runs for row in found.rows)
+    assert with_models(root) == chosen < runs
+    leading = 2 * len(methods) * seeds  # the best of all rounds, and of fewer
+    assert max(looks.counts) <= leading + seeds  # and one that ends now
+    for run in runs - chosen:
+        assert {path.name for path in run.iterdir()} - {"lock", "candidate.json"} == LEFT
+    for run in chosen:
+        assert not (run / "candidate.json").exists()
+        assert len(coterie.Run(run).clients) == 8
+        assert coterie.Run(run).load("c0-0") is not None
+
+
+def test_runs_of_others_and_unfinished_ones_keep_all(tmp_path: Path) -> None:
+    recipe = coterie.Recipe.load("cobo-digits", method={"rounds": 2}, compare_with=[])
+    ordinary = coterie.run(recipe, out=tmp_path / "ordinary").folder
+    mark(ordinary)  # too late: it was begun for itself
+    lighten(ordinary)
+    assert with_models(ordinary) == {ordinary}
+    searched = tmp_path / "searched"
+    mark(searched)
+    coterie.run(recipe, out=searched)
+    (searched / "SHA256SUMS").rename(tmp_path / "SHA256SUMS")  # as if killed before its end
+    lighten(searched)
+    assert with_models(searched) == {searched}
+    (tmp_path / "SHA256SUMS").rename(searched / "SHA256SUMS")
+    lighten(searched)
+    assert with_models(searched) == set()
+    confirm(ordinary)
+    again = coterie.run(recipe, out=searched, resume=True)
+    assert again.result.mean == coterie.Run(ordinary).result.mean
+
+
+def test_a_table_keeps_the_models_of_its_cells(tmp_path: Path) -> None:
+    """And those that an ordinary run has made before."""
+    job = Job(
+        "cobo/table2",
+        "small",
+        tmp_path,
+        seeds=1,
+        columns=("digits",),
+        rows=("local", "cobo"),
+        overrides=("method.rounds=2",),
+        effort=Effort(trials=2, extensions=1),
+    )
+    found = reproduce(job)
+    cells = {tmp_path / folder for cell in found.cells for folder in cell.folders}
+    runs = {path.parent for path in tmp_path.rglob(RESULT)}
+    assert with_models(tmp_path) == cells < runs
+    assert not any((cell / "candidate.json").exists() for cell in cells)
