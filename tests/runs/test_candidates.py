@@ -116,3 +116,50 @@ def test_a_table_keeps_the_models_of_its_cells(tmp_path: Path) -> None:
     runs = {path.parent for path in tmp_path.rglob(RESULT)}
     assert with_models(tmp_path) == cells < runs
     assert not any((cell / "candidate.json").exists() for cell in cells)
+
+
+class Begun(coterie.Callback):
+    """Counts the runs that begin, and the seconds that they took."""
+
+    count = 0
+
+    def begin(self, *run: Any) -> None:
+        self.count += 1
+
+
+def test_a_comparison_does_not_run_again_what_its_search_has_run(tmp_path: Path) -> None:
+    """Its first seed of each method, which keeps its models and ends as a run of its own would."""
+    out, begun = tmp_path / "out", Begun()
+    methods = ["cobo", "local", "pretrained"]
+    more: dict[str, Any] = {"seeds": 2, "tune": True, "trials": 2, "method": SHORT}
+    found = coterie.compare(methods, "cobo-digits", out=out, callbacks=[begun], **more)
+    searched = Tuning.read(out / "tune")
+    in_search = sum(row.runs for row in searched.rows)
+    assert len(list((out / "tune").rglob(RESULT))) == in_search
+    assert begun.count == in_search + 2 * len(methods) - 2
+    rows = {out / method / f"seed-{seed}" for method in methods for seed in range(2)}
+    assert with_models(out) == rows
+    for row in searched.rows:
+        recipe = coterie.Recipe.load(searched.path(row.method))
+        alone, first = coterie.run(recipe, out=tmp_path / row.method), out / row.method / "seed-0"
+        theirs, ours = (whole(Result.read(folder)) for folder in (alone.folder, first))
+        assert ours == theirs
+        assert (first / "recipe.yaml").read_text() == (alone.folder / "recipe.yaml").read_text()
+        for path in alone.folder.rglob("*.safetensors"):
+            assert (first / path.relative_to(alone.folder)).read_bytes() == path.read_bytes()
+
+    def again() -> int:
+        begun.count = 0
+        more_ = more | {"resume": True, "callbacks": [begun]}
+        second = coterie.compare(methods, "cobo-digits", out=out, **more_)
+        assert [row.mean for row in second.rows] == [row.mean for row in found.rows]
+        return begun.count
+
+    assert again() == 0
+    (out / "cobo/seed-0" / RESULT).unlink()  # as if killed while it was taken over
+    assert again() == 1
+
+
+def whole(result: Result) -> dict[str, Any]:
+    found = result.to_json()
+    return {k: v for k, v in found.items() if k not in ("wall_s", "peak_memory_bytes")}

@@ -221,7 +221,11 @@ def compare(
                 changed=resume_changed,
                 reporter=told,
             )
-        extra = {"chosen": tuning.chosen_recipes(found), "effort": tuning.effort_of(found)}
+        extra = {
+            "chosen": tuning.chosen_recipes(found),
+            "effort": tuning.effort_of(found),
+            "searched": folder / tuning.TUNED / tuning.RUNS,
+        }
         going = going and (folder / "lock").exists()  # otherwise only the search has begun
     with _told(callbacks, progress, len(set(names)) * seeds) as told:
         return runs.compare(

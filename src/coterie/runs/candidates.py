@@ -8,12 +8,14 @@ from hashlib import blake2b
 from pathlib import Path
 
 from coterie.core.errors import Refused
-from coterie.core.files import write_json
+from coterie.core.files import make_folder, write_json
 from coterie.core.names import encoded
-from coterie.core.result import ROUTING
+from coterie.core.result import RESULT, ROUTING
+from coterie.runs import recipe as recipes
 from coterie.runs.files import RECIPE
-from coterie.runs.folder import alone
-from coterie.runs.inputs import RecordedInputs
+from coterie.runs.folder import SUMS, alone
+from coterie.runs.inputs import INPUTS, RecordedInputs
+from coterie.runs.metrics import METRICS
 from coterie.runs.recipe import Recipe
 
 UNFIT = "unfit.json"  # in the folder of a run that has no result: why
@@ -68,6 +70,36 @@ def mark(folder: Path) -> None:
 def confirm(folder: Path) -> None:
     """Note that a run is wanted for itself: it keeps what it has."""
     (folder / CANDIDATE).unlink(missing_ok=True)
+
+
+def adopt(recipe: Recipe, source: Path, target: Path) -> None:
+    """Take a run of a search for one that is to be done in another folder, if it is of the same
+    recipe word for word, and whole; checkpoints and models move there.
+
+    The result comes last: whatever a killed process left goes on from its checkpoint. Raises
+    CheckpointError where the result is damaged.
+    """
+    begun = (target / RECIPE).exists()
+    if begun or not same_recipe(recipe, source) or not RecordedInputs(source).done():
+        return
+    if not (source / "checkpoints").is_dir():
+        return  # another search may have chosen, and taken it
+    make_folder(target)
+    for name in (SUMS, INPUTS, METRICS, RECIPE):
+        if (source / name).exists():
+            shutil.copy2(source / name, target / name)
+    for name in (*_LARGE, ROUTING):
+        if (source / name).exists():
+            shutil.move(source / name, target / name)
+    shutil.copy2(source / RESULT, target / RESULT)
+
+
+def same_recipe(recipe: Recipe, folder: Path) -> bool:
+    """Whether a folder's recipe is this one, word for word."""
+    try:
+        return (folder / RECIPE).read_text(encoding="utf-8") == recipes.dump(recipe)
+    except (OSError, ValueError):
+        return False
 
 
 def lighten(folder: Path) -> None:

@@ -19,6 +19,7 @@ from coterie.reports.html import write_comparison, write_report
 from coterie.runs import recipe as recipes
 from coterie.runs.auto import resolved, resolved_remotely
 from coterie.runs.backends import Backend, LocalBackend, computing
+from coterie.runs.candidates import adopt, folder_of, same_recipe
 from coterie.runs.estimate import RunEstimator
 from coterie.runs.execution import Execution
 from coterie.runs.files import COMPARISON, RECIPE
@@ -155,7 +156,7 @@ def execute_all(
             continue
         first = first or [prepared]
         if (
-            not changed and RecordedInputs(folder).begun() and _same(recipe, folder)
+            not changed and RecordedInputs(folder).begun() and same_recipe(recipe, folder)
         ):  # of another recipe, `_executed` says more
             RecordedInputs(folder).check(Inputs.of(prepared))
         if reporter.shows_estimate and not backend.devices and recipe.engine != "flower":
@@ -253,14 +254,6 @@ def _executed(execution: Execution, changed: bool) -> Result:
     return execution.execute()
 
 
-def _same(recipe: Recipe, folder: Path) -> bool:
-    """Whether a folder's recipe is this one, word for word."""
-    try:
-        return (folder / RECIPE).read_text(encoding="utf-8") == recipes.dump(recipe)
-    except (OSError, ValueError):
-        return False
-
-
 def check_new(folder: Path, resume: bool) -> None:
     """Refuse a folder that holds a comparison, unless that is to go on. Raises Refused."""
     if (folder / COMPARISON).exists() and not resume:
@@ -281,12 +274,14 @@ def compare(
     reporter: Callback | None = None,
     chosen: Mapping[str, Recipe] | None = None,
     effort: str | None = None,
+    searched: Path | None = None,
 ) -> Comparison:
     """One table: every method on the same data, base and budget, over seeds `recipe.seed`,
     `recipe.seed + 1`, ...
 
     `resume` and `changed` are those of `run`. `chosen` has the recipes of methods that were tuned,
-    and `effort` says what that took.
+    and `effort` says what that took. `searched` is the folder of the runs of their search: one that
+    is a run of the comparison is not done again.
 
     Raises:
         Refused: As `run`.
@@ -308,6 +303,10 @@ def compare(
     ]
     if resume or changed:
         _check_begun(folder, rows)
+    if searched is not None:
+        with alone(folder):
+            for row, path in rows:
+                adopt(row, folder_of(row, searched), path)
     titles = [
         METHODS[row.method["name"]].title + (f", seed {row.seed}" if seeds > 1 else "")
         for row, _ in rows
