@@ -383,5 +383,5 @@ def test_devices_plant_nothing(texts: Path, tiny_base: Path) -> None:
     )
     with pytest.raises(Refused, match="plant canaries in this device's data"):
         _loaded(recipe.model_dump_json(), str(texts), None, True)
-    with pytest.raises(Refused, match="clients are on devices of their own"):
+    with pytest.raises(Refused, match="clients are on separate devices"):
         prepare_remote(recipe, [Member(client="ann", position=0, windows=(9, 9, 9))])

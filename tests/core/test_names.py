@@ -176,10 +176,8 @@ def data(*clients: str) -> dict[str, ClientData]:
     ],
 )
 def test_two_clients_must_differ_by_more_than_capitals(one: str, other: str) -> None:
-    with pytest.raises(
-        DataError, match=r"clients '.*' and '.*' have the same name but for capitals"
-    ):
+    with pytest.raises(DataError, match=r"names of clients '.*' and '.*' differ only in case"):
         Federation(data(one, other), "two")
-    with pytest.raises(DataError, match="same name but for capitals"):
+    with pytest.raises(DataError, match="differ only in case"):
         Federation(data(one), "one and one unseen", unseen={"new": data(other)})
     Federation(data(one, "ben"), "two")

@@ -102,4 +102,4 @@ def test_a_device_uses_what_its_owner_installed(package: Path, tiny_base: Path) 
         recipe=section, task="local_round", action="task", run="run", client="ann"
     ).model_dump_json()
     text, _ = Device(package / "home", client="ann").answer(request, b"")
-    assert "imports no module" not in (parsed(Reply, text).problem)
+    assert "does not import modules" not in (parsed(Reply, text).problem)

@@ -113,11 +113,11 @@ def test_all_bad_lines_are_named(tmp_path: Path) -> None:
     message = str(refusal.value)
     for part in (
         "a.jsonl:2: not JSON",
-        "a.jsonl:3: not a JSON object but list",
+        "a.jsonl:3: found list, expected a JSON object",
         "a.jsonl:4: no column 'text' (found: title)",
     ):
         assert part in message
     assert "a.jsonl:5: column 'text' is int, expected str" in message
-    assert "a.jsonl:6: column 'text' has half of a surrogate pair" in message
+    assert "a.jsonl:6: column 'text' is not valid text (half of a surrogate pair)" in message
     assert "... and 2 more lines" in message
     assert "Every line must be a JSON object with 'text' (str)." in message

@@ -514,7 +514,7 @@ def test_all_that_cannot_be_is_refused_at_once() -> None:
     message = refusal(Digits(clients_per_cluster=3, fraction=0.5, per_client=40))
     assert "3 clients with 0.5 of the images each" in message
     assert "at most 0.3333" in message
-    assert "both say how much" in message
+    assert "both fix how much" in message
 
 
 @pytest.mark.parametrize(

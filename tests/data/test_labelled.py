@@ -312,7 +312,9 @@ def test_rows_that_will_not_do_are_refused(change, message, tmp_path, words) -> 
 def test_a_text_of_which_nothing_is_left_is_refused(tmp_path) -> None:
     made(DBpedia14, tmp_path)
     tokenizer = Tokenizer(models.BPE({"x": 0}, []))  # no word for what it does not know
-    with pytest.raises(DataError, match=r"row 0 has 'w.*', of which the tokenizer makes nothing"):
+    with pytest.raises(
+        DataError, match=r"row 0 has 'w.*', for which the tokenizer returns no tokens"
+    ):
         DBpedia14(root=tmp_path, partition="iid", clients=2).load(
             PreTrainedTokenizerFast(tokenizer_object=tokenizer), 20
         )

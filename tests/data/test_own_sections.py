@@ -127,7 +127,7 @@ def test_a_section_itself_is_data_too(package: Path) -> None:
     [
         (
             {"kind": "own_sections:NoSection"},
-            "'own_sections:NoSection' is no class of coterie.data's Section",
+            "'own_sections:NoSection' is not a subclass of coterie.data's Section",
         ),
         ({"kind": "own_sections:Missing"}, "cannot be imported: AttributeError"),
         ({"kind": "no_such:Thing"}, "cannot be imported: ModuleNotFoundError"),
@@ -157,6 +157,8 @@ def test_a_device_imports_no_data_that_a_server_names(package: Path) -> None:
     name = "sprung_data:Stripes"
     for limits, sprung in ((Limits(), False), (Limits(data=(name,)), True)):
         text, _ = Device(package / "home", client="0", limits=limits).answer(request, b"")
-        refused = f"data.kind: this device imports no module that a server names, {name!r}"
+        refused = (
+            f"data.kind: this device does not import modules that a server names, here {name!r}"
+        )
         assert (refused in parsed(Reply, text).problem) != sprung, text
         assert (package / "sprung").exists() == sprung

@@ -366,7 +366,7 @@ def test_folders_that_are_refused(tmp_path, tokenizer) -> None:
     assert "does not exist" in refusal(Folders(path=tmp_path / "nothing"), tokenizer)
     write(tmp_path / "file.txt", "x")
     assert "is not a folder" in refusal(Folders(path=tmp_path / "file.txt"), tokenizer)
-    assert "no folders in it" in refusal(Folders(path=tmp_path), tokenizer)
+    assert "contains no folders" in refusal(Folders(path=tmp_path), tokenizer)
     (tmp_path / "empty").mkdir()
     write(tmp_path / "part/train.txt", "x")
     for name in SPLITS:

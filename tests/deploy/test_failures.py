@@ -52,7 +52,7 @@ class Site:
         )
         terminal.says("Ctrl-C stops it.")
         for client in new:
-            terminal.says(f"The device of {client} is known now.")
+            terminal.says(f"The device of {client} is registered.")
         return terminal
 
     def client(self, client: str, *more: str) -> Terminal:
@@ -137,7 +137,7 @@ def test_strangers_are_refused_and_never_appear_in_a_run(tmp_path: Path) -> None
             "--insecure",
         )
         assert plain.ends() == 2
-        assert "wants TLS" in plain.text
+        assert "requires TLS" in plain.text
         links = [
             ["--insecure"],
             ["--root-certificates", str(site.keys / "ca.crt")],
@@ -235,7 +235,7 @@ def test_a_server_that_is_killed_goes_on_from_its_checkpoint_to_the_same_result(
         server = site.server()
         third = site.submit(recipe, 2, "--resume")
         assert third.ends() == 0, third.text
-        assert "known now" not in server.text
+        assert "is registered" not in server.text
         begun = [
             int(number)
             for terminal in (second, third)

@@ -74,7 +74,7 @@ def test_the_page_works_as_it_is_written(tmp_path: Path) -> None:
             "In the morning" in path.read_text() for path in (tmp_path / "ann").glob("terminal-*")
         )
         assert not (tmp_path / "server/runs/first/clients").exists()
-        said = [f"The device of {client} is known now." for client in ("ann", "ben", "cleo")]
+        said = [f"The device of {client} is registered." for client in ("ann", "ben", "cleo")]
         assert terminal("server", "coterie keys keys --client cleo", shell=True).ends() == 0
         (tmp_path / "server/keys/clients/bad.pub").write_text("no key")
         until(
@@ -85,7 +85,7 @@ def test_the_page_works_as_it_is_written(tmp_path: Path) -> None:
             "cleo is known",
         )
         (tmp_path / "server/keys/clients/ben.pub").unlink()
-        server.says("The device of ben is shut out")
+        server.says("The device of ben is removed")
         devices["ben"].says("The supernode ended and is started again.")
         assert json.loads((tmp_path / "server/coterie-server/nodes.json").read_text()).keys() == {
             (tmp_path / f"server/keys/clients/{client}.pub").read_text()

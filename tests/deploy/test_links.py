@@ -213,8 +213,8 @@ def test_a_supervisor_starts_again_what_has_ended_and_says_why_once(
         monkeypatch.setattr(Supervisor, "look", lambda self: [])
     assert said == [
         "The supernode ended and is started again. [code: 2004] Failed to activate SuperNode."
-        " The server does not know its key, or takes its predecessor for alive, for a minute at "
-        "most."
+        " The server does not know its key, or still counts its previous process as "
+        "connected, for a minute at most."
     ]
     assert not left(tmp_path)
 
@@ -246,12 +246,12 @@ def test_a_server_knows_the_devices_whose_keys_are_there(
     link, process = Link("127.0.0.1:9", None), cast("processes.Program", None)
     first = server.Server(link, link, tmp_path, tmp_path, process, {})
     assert list(first.look()) == [
-        "The device of ann is known now.",
-        "The device of ben is known now.",
+        "The device of ann is registered.",
+        "The device of ben is registered.",
     ]
     assert list(first.look()) == []
     (tmp_path / "clients/ann.pub").rename(tmp_path / "ann.pub")
-    assert list(first.look()) == ["The device of ann is shut out: its public key has gone."]
+    assert list(first.look()) == ["The device of ann is removed: its public key no longer exists."]
     (tmp_path / "ann.pub").rename(tmp_path / "clients/ann.pub")
     assert [line.partition(" was refused")[1] for line in first.look()] == [" was refused"]
     assert list(first.look()) == []

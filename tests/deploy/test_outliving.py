@@ -93,7 +93,7 @@ def test_a_superlink_that_dies_is_started_again_and_devices_are_answered(
     monkeypatch.setattr(superlink, "flwr", registering)
     keys.make(tmp_path / "keys", [], ["ann"])
     with serving(tmp_path, monkeypatch) as (found, said):
-        until(lambda: "The device of ann is known now." in said, "ann")
+        until(lambda: "The device of ann is registered." in said, "ann")
         for _ in range(2):
             first = found.process
             os.kill(first.pid, signal.SIGKILL)
@@ -103,8 +103,8 @@ def test_a_superlink_that_dies_is_started_again_and_devices_are_answered(
                 20,
             )
         assert [line for line in said if "ended and is started again" in line] == [
-            f"The SuperLink ended and is started again; why is in {tmp_path}/home/superlink.log. "
-            f"A run that was going on has ended: "
+            f"The SuperLink ended and is started again; {tmp_path}/home/superlink.log says why. "
+            f"A run that was in progress has ended: "
             "submit it again, with --resume and its --out."
         ]
         assert list((tmp_path / "home").glob("nodes.json"))
@@ -122,7 +122,7 @@ def test_what_is_no_key_is_told_and_left_out(
     keys.make(tmp_path / "keys", [], ["ann", "ben"])
     folder = tmp_path / "keys/clients"
     with serving(tmp_path, monkeypatch) as (found, said):
-        until(lambda: "The device of ben is known now." in said, "ben")
+        until(lambda: "The device of ben is registered." in said, "ben")
         ready = (
             tmp_path / "ready"
         )  # each file comes whole and at once: of half a file the server would tell something else
@@ -142,22 +142,22 @@ def test_what_is_no_key_is_told_and_left_out(
         for path in ready.iterdir():
             path.replace(folder / path.name)
         keys.make(tmp_path / "keys", [], ["cleo"])
-        until(lambda: "The device of cleo is known now." in said, "cleo, in spite of all that")
+        until(lambda: "The device of cleo is registered." in said, "cleo, in spite of all that")
         assert {client for client, _ in found.nodes.values()} == {"ann", "ben", "cleo"}
         assert found.proxy is not None
         assert len(found.proxy.keys or ()) == 3
         until(lambda: sum(" was refused. " in line for line in said) == 10, "ten refusals")
         refusals = "\n".join(said)
         for name, why in {
-            "dangling": "a link to nothing",
-            "loop": "a link to nothing",
-            "folder": "It is no file.",
+            "dangling": "a broken link",
+            "loop": "a broken link",
+            "folder": "It is not a file.",
             "huge": "more than 16,384 bytes",
             "bytes": "no public key",
             "text": "no public key",
-            "pipe": "It is no file.",
-            "rsa": "of a kind that Flower does not accept",
-            "ben": "a link to nothing",
+            "pipe": "It is not a file.",
+            "rsa": "a kind of key that Flower does not accept",
+            "ben": "a broken link",
             r"\x1b[2Jevil ↵ ": "no public key",
         }.items():
             assert f"{name}.pub was refused. " in refusals
@@ -166,7 +166,7 @@ def test_what_is_no_key_is_told_and_left_out(
         (tmp_path / "away").write_text(ben)  # as it was
         time.sleep(0.5)
         assert {client for client, _ in found.nodes.values()} == {"ann", "ben", "cleo"}
-        assert not any("shut out" in line for line in said)
+        assert not any("removed" in line for line in said)
 
 
 def test_a_key_that_is_being_made_is_no_key_yet(
@@ -205,11 +205,11 @@ def test_a_folder_of_keys_that_is_away_shuts_nobody_out(
     with serving(tmp_path, monkeypatch) as (found, said):
         until(lambda: found.nodes, "ann")
         (tmp_path / "keys/clients").rename(tmp_path / "away")
-        until(lambda: any("cannot look into" in line for line in said), "that it is away")
+        until(lambda: any("cannot read" in line for line in said), "that it is away")
         (tmp_path / "away").rename(tmp_path / "keys/clients")
         time.sleep(0.5)
         assert len(found.nodes) == 1
-        assert not any("shut out" in line for line in said)
+        assert not any("removed" in line for line in said)
 
 
 def test_a_disk_that_is_full_for_a_while_ends_nothing(
@@ -229,7 +229,7 @@ def test_a_disk_that_is_full_for_a_while_ends_nothing(
     full.set()
     with serving(tmp_path, monkeypatch) as (found, said):
         until(lambda: said, "that it is full")
-        assert said == ["The server goes on, but: [Errno 28] No space left on device"]
+        assert said == ["The server keeps running, but: [Errno 28] No space left on device"]
         assert found.devices.answers("fleet")
 
 
@@ -251,12 +251,12 @@ def test_a_device_that_cannot_be_shut_out_now_is_shut_out_later_and_is_a_strange
         assert found.proxy is not None
         until(lambda: found.nodes and found.proxy and found.proxy.keys, "ann")
         (tmp_path / "keys/clients/ann.pub").unlink()
-        until(lambda: any("could not be shut out" in line for line in said), "that it failed")
+        until(lambda: any("could not be removed" in line for line in said), "that it failed")
         assert found.proxy.keys == {}
         assert found.nodes
         failing.clear()
         until(
-            lambda: "The device of ann is shut out: its public key has gone." in said,
+            lambda: "The device of ann is removed: its public key no longer exists." in said,
             "that it worked",
         )
         assert not found.nodes
@@ -310,7 +310,7 @@ def test_a_device_outlives_a_program_that_cannot_be_started(
         watching.start()
         watching.join(3 * MINUTE)
         assert not watching.is_alive()
-    assert "The device goes on, but: [Errno 11] Resource temporarily unavailable" in said
+    assert "The device keeps running, but: [Errno 11] Resource temporarily unavailable" in said
 
 
 # Folders of their own.

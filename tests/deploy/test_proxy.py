@@ -228,12 +228,12 @@ def test_somebody_who_never_says_anything_delays_nobody(port: int, folder: Path)
 def test_a_server_that_is_another_one_is_refused_and_the_remedy_named(
     port: int, folder: Path
 ) -> None:
-    with pytest.raises(Refused, match=r"vouches for: .*\n?.*--host 127\.0\.0\.1") as refused:
+    with pytest.raises(Refused, match=r"signed by .*: .*\n?.*--host 127\.0\.0\.1") as refused:
         Link(f"127.0.0.1:{port}", folder / "other" / keys.CA).answers("fleet")
     assert "ca.crt" in refused.value.remedy
-    with pytest.raises(Refused, match="is for devices"):
+    with pytest.raises(Refused, match="is the port for devices"):
         Link(f"127.0.0.1:{port}", folder / keys.CA).answers("control")
-    with pytest.raises(Refused, match="wants TLS"):
+    with pytest.raises(Refused, match="requires TLS"):
         Link(f"127.0.0.1:{port}", None).answers("fleet")
 
 
@@ -528,7 +528,7 @@ def test_who_is_a_device_is_told_by_a_fresh_signature_of_a_known_key(
         assert answered(port, folder, body, **headers) == 413
     assert answered(port, folder, body, client="other/clients/eve") == 413
     assert len(seen) == 1
-    proxy.keys = {}  # she is shut out
+    proxy.keys = {}  # she is removed
     assert answered(port, folder, body) == 413
     assert (
         answered(port, folder, b"x" * 100) == 201

@@ -93,7 +93,7 @@ def test_who_has_no_state_starts_afresh_and_says_so_if_it_should_have_one(tmp_pa
     assert found(Memory(tmp_path), (4, 0), None) == (None, "")
     assert found(Memory(tmp_path), (4, 0), (3, 0)) == (
         None,
-        "starts afresh: it has no state of this run",
+        "starts from the beginning: it has no state of this run",
     )
 
 
@@ -101,7 +101,7 @@ def test_a_server_that_went_back_further_than_states_are_kept_is_refused(tmp_pat
     memory = remembered(tmp_path, (5, 0), (6, 0))
     with pytest.raises(
         TensorError,
-        match="the server is in round 3, this device has states from round 6 on\n  Resume the "
+        match="the server is in round 3, this device only has states from round 6 on\n  Resume the "
         "run from its newest",
     ):
         memory.before((2, 0), (1, 0))
@@ -114,8 +114,8 @@ def test_a_damaged_state_is_left_out_and_said(damage: bytes | None, tmp_path: Pa
     path.write_bytes(path.read_bytes()[:-3] if damage is None else damage)
     value, note = found(memory, (2, 0), (1, 0))
     assert value == 0
-    assert note.startswith("left out a damaged state (")
-    assert note.endswith("goes on from its state of round 1")
+    assert note.startswith("skipped a damaged state (")
+    assert note.endswith("continues from its state of round 1")
 
 
 def test_any_number_of_damaged_states_fits_into_a_reply(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_any_number_of_damaged_states_fits_into_a_reply(tmp_path: Path) -> None:
         path.write_bytes(b"")
     value, note = found(memory, (60, 0), (59, 0))
     assert value is None
-    assert note.endswith("starts afresh: it has no state of this run")
+    assert note.endswith("starts from the beginning: it has no state of this run")
     assert Reply(note=note).note == note
 
 
@@ -355,7 +355,7 @@ def test_it_refuses_methods_that_want_all_data_in_one_place(device: Device) -> N
     recipe = load("cobo-digits", ["method.name=centralized", "compare_with=[]", "data.clusters=2"])
     for fields in ({"action": "hello"}, {"task": "local_round"}):
         reply, _ = asked(device, request(recipe, **fields))
-        assert reply.problem == "centralized trains on the data of all clients in one place"
+        assert reply.problem == "centralized needs the data of all clients in one place"
         assert reply.member is None
 
 

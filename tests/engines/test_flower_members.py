@@ -136,7 +136,7 @@ def test_a_latecomer_is_noted_where_all_are_needed_from_the_start(
     result = finished(recipe, tmp_path / "out", backend)
     assert set(result["clients"]) == set(CLIENTS[:3])
     assert [(line["client"], line["note"]) for line in lines(tmp_path / "out", "note")] == [
-        ("c1-1", "came after the run began, and pcl needs all clients from the start")
+        ("c1-1", "joined after the run began, but pcl needs all clients from the start")
     ]
     assert [r.action for r in grid.of("c1-1").requests] == ["hello"]
 
@@ -204,7 +204,7 @@ def test_the_order_is_that_of_the_data_where_one_machine_has_all_else_that_of_th
     assert list(federated([member("b"), member("a"), member("c")]).clients) == ["a", "b", "c"]
     placed = [Member(client=i, position=k, windows=(1, 1, 1)) for k, i in enumerate("cab")]
     assert list(federated(placed[::-1]).clients) == ["c", "a", "b"]
-    with pytest.raises(Refused, match="of 1 clients none trains"):
+    with pytest.raises(Refused, match="none of 1 clients trains"):
         federated([member("a", group="random")])
 
 
@@ -338,8 +338,8 @@ def test_a_device_that_cannot_say_which_client_it_is_says_so(grid: Nodes, tmp_pa
     told = Notes()
     assert len(engine(grid, told).members()) == 3
     assert [reason.partition(";")[0] for _, _, reason in told.losses] == [
-        "which client this device is was not said",
-        "the data here have no client 'zoe'",
+        "this device does not know which client it is",
+        "the data of this device have no client 'zoe'",
     ]
 
 

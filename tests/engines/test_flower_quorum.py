@@ -89,9 +89,10 @@ def test_fewer_than_wanted_stop_the_run_which_can_go_on(grid: Nodes, tmp_path: P
         finished(recipe, tmp_path / "out", devices(grid, recipe, 3))
     assert raised.value.exit_code == 1
     assert str(raised.value).startswith(
-        "round 2, local_round: 2 of 3 clients answered, quorum.min_clients is 3\n  Why is in "
+        "round 2, local_round: 2 of 3 clients answered, quorum.min_clients is 3\n  "
     )
-    assert "--resume goes on" in str(raised.value)
+    assert "metrics.jsonl says why" in str(raised.value)
+    assert "with --resume" in str(raised.value)
     assert [(line["round"], line["client"]) for line in lines(tmp_path / "out", "lost")] == [
         (2, "c1-0")
     ]

@@ -130,7 +130,7 @@ def test_the_same_round_is_not_summed_again_with_a_client_less(name: str, tmp_pa
     truth = server.update_of("c1-1")
     assert norm(axpy(-1.0, sum_up([server.update_of(i) for i in IDS]), whole)) < 1e-3 * norm(truth)
     assert server.sum_of(IDS[:3], name) is None
-    said = "answers each exchange once" if name == "run" else "has left under masks before"
+    said = "answers each exchange once" if name == "run" else "was already sent under masks"
     assert all(said in server.ear.reasons[i] for i in IDS[:3])
 
 
@@ -340,9 +340,9 @@ def test_a_run_that_was_killed_goes_on_with_a_later_round(
     result = run_on(second, recipe, folder, resume=True)
     assert result["rounds"] == 3
     assert set(result["clients"]) == set(IDS)
-    assert [note for note in notes(folder) if "is lost" in note] == [
-        f"round {round + 1} is lost: clients answer an exchange of secure aggregation once, and "
-        f"it had begun before"
+    assert [note for note in notes(folder) if "is skipped" in note] == [
+        f"round {round + 1} is skipped: clients answer an exchange of secure aggregation only "
+        f"once, and this one had already begun"
     ]
     masked = first.masked + second.masked
     assert max(masked.values()) == 1

@@ -58,7 +58,7 @@ def test_a_full_disk_keeps_the_former(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(
-        SaveError, match=r"(?s)round 2: .*No space left.*checkpoint before it is good.*--resume"
+        SaveError, match=r"(?s)round 2: .*No space left.*previous checkpoint is intact.*--resume"
     ):
         checkpoints.save(checkpoint(2))
     monkeypatch.undo()

@@ -149,7 +149,7 @@ def test_a_run_keeps_to_the_recipe_that_it_began_with(
     problem = refused(
         device, section_of(recipe_of("fedavg", NOISY, change)), "local_round", theta, round=1
     )
-    assert "not that with which the run began" in problem
+    assert "not the one that the run began with" in problem
     update(
         Device(tmp_path, CLIENT), noisy("samples=0", "memory=1"), theta, round=1
     )  # what says nothing of the device may change
@@ -472,7 +472,7 @@ def test_a_run_has_no_name_of_anything_else_in_the_devices_folder(
     run: str, theta: Tensors, tmp_path: Path
 ) -> None:
     (tmp_path / "texts").mkdir()
-    assert "a run may not have the name" in refused(
+    assert "cannot be used for a run" in refused(
         Device(tmp_path, CLIENT), section_of(recipe_of()), "local_round", theta, run=run
     )
     assert not (tmp_path / run / "states").exists()
@@ -561,7 +561,7 @@ def test_mistakes_in_limits_are_named(text: str, said: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("", "holds nothing"), ("{", "not valid YAML"), (None, "No such file")]
+    ("text", "said"), [("", "the file is empty"), ("{", "not valid YAML"), (None, "No such file")]
 )
 def test_a_file_of_limits_that_is_not_there_or_says_nothing_is_refused(
     text: str | None, said: str, tmp_path: Path

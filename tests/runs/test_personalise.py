@@ -415,11 +415,11 @@ def test_too_little_text_is_refused_before_anything_starts(run: Path, tmp_path: 
     [
         (
             ("quickstart", "method.name=local"),
-            r"local has nothing in common that a new client could begin "
-            r"with\n.*folders.*method.name=local",
+            r"local has no shared part that a new client could start "
+            r"from\n.*folders.*method.name=local",
         ),
-        (("quickstart", "method.name=comigs-2s-alone"), "comigs-2s-alone has nothing in common"),
-        (("quickstart", "method.name=cobo"), "cobo has nothing in common"),
+        (("quickstart", "method.name=comigs-2s-alone"), "comigs-2s-alone has no shared part"),
+        (("quickstart", "method.name=cobo"), "cobo has no shared part"),
         (("quickstart", "method={name: pretrained}"), "pretrained trains nothing"),
         (("ddome-digits",), "--train is for language models"),
     ],

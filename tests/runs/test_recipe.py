@@ -161,5 +161,5 @@ def test_a_file_that_is_no_recipe(text: str, tmp_path: Path) -> None:
     ],
 )
 def test_fields_that_became_methods_are_refused_with_their_new_name(before: str, now: str) -> None:
-    with pytest.raises(RecipeError, match=f"a method of its own now.*name: {now}"):
+    with pytest.raises(RecipeError, match=f"moved to a separate method.*name: {now}"):
         load("quickstart", [f"method={before}"])

@@ -212,7 +212,7 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: (f / SUMS).write_text(
             "".join(line for line in (f / SUMS).read_text().splitlines(True) if "c0-0" not in line)
         ),
-        r"c0-0\.safetensors is damaged, SHA256SUMS does not know it",
+        r"c0-0\.safetensors is damaged, SHA256SUMS does not list it",
     ),
     "an empty checkpoint": (
         lambda f: (f / "checkpoints/round-00006").mkdir(),
@@ -228,11 +228,11 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "metrics gone": (
         lambda f: (f / "metrics.jsonl").unlink(),
-        r"metrics\.jsonl has 0 bytes, and had [\d,]+ .*lost",
+        r"metrics\.jsonl has 0 bytes, but had [\d,]+ .*lost",
     ),
     "metrics truncated": (
         lambda f: truncate(f / "metrics.jsonl", 0.3),
-        r"metrics\.jsonl has [\d,]+ bytes, and had [\d,]+ .*lost",
+        r"metrics\.jsonl has [\d,]+ bytes, but had [\d,]+ .*lost",
     ),
     "metrics, one bit": (lambda f: flip(f / "metrics.jsonl", 100), r"metrics\.jsonl is damaged"),
     "metrics a folder": (
@@ -422,16 +422,16 @@ def reweigh(base: Path) -> None:
 
 
 OUTSIDE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
-    "weights": (lambda texts, base: reweigh(base), "model.safetensors has another content"),
+    "weights": (lambda texts, base: reweigh(base), "model.safetensors has changed content"),
     "a tokenizer's file": (
         lambda texts, base: (base / "tokenizer_config.json").write_text(
             (base / "tokenizer_config.json").read_text() + " "
         ),
-        "tokenizer_config.json has another content",
+        "tokenizer_config.json has changed content",
     ),
     "a file more": (
         lambda texts, base: (base / "generation_config.json").unlink(),
-        "generation_config.json is not there any more",
+        "generation_config.json no longer exists",
     ),
     "a text": (
         lambda texts, base: (texts / "b/07.txt").write_text(
@@ -442,11 +442,11 @@ OUTSIDE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "a client more": (lambda texts, base: write_texts(texts, "d"), "client 'd' is new"),
     "a client less": (
         lambda texts, base: shutil.rmtree(texts / "b"),
-        "client 'b' is not there any more",
+        "client 'b' no longer exists",
     ),
     "a client renamed": (
         lambda texts, base: (texts / "b").rename(texts / "z"),
-        "(?s)client 'b' is not there any more.*client 'z' is new",
+        "(?s)client 'b' no longer exists.*client 'z' is new",
     ),
 }
 
@@ -487,7 +487,7 @@ def test_a_method_that_needs_all_its_clients_does_not_lose_one(
     (out / "result.json").unlink()
     shutil.rmtree(texts / "b")
     with pytest.raises(
-        Refused, match=r"(?s)needs the clients that it started with: b not there.*Put back the data"
+        Refused, match=r"(?s)needs the clients that it started with: b missing.*Restore the data"
     ):
         runs.run(recipe, out, changed=True)
 

@@ -405,7 +405,7 @@ def test_all_mistakes_of_a_recipe_at_once_with_exit_code_2(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["run", "quikstart"], "no shipped recipe of that name"),
+        (["run", "quikstart"], "no shipped recipe with that name"),
         (["run", "nothing.yaml"], "no such file"),
         (["run", "quickstart", "--set", "method.rounds"], "key=value"),
         (["run", "quickstart", "--set", "method.name=comig"], "did you mean comigs"),

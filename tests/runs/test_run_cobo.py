@@ -100,7 +100,7 @@ def test_what_cannot_be_is_refused_before_it_starts(tmp_path: Path) -> None:
         "run", "cobo-digits", *settings("presence={nobody: [0, 2]}"), *out
     )
     backwards = refused("run", "cobo-digits", *settings("presence={c0-0: [3, 2]}"), *out)
-    assert "presence.c0-0: from round 3 to before 2 is no round" in backwards
+    assert "presence.c0-0: round 2, the first without it, must come after round 3" in backwards
     odd = refused("run", "cobo-digits", *settings("method.projection=ball"), *out)
     assert "method.projection: input should be 'box' or 'simplex'" in odd
     assert "presence: pcl needs its clients from the start to the end" in refused(
@@ -109,7 +109,7 @@ def test_what_cannot_be_is_refused_before_it_starts(tmp_path: Path) -> None:
     assert "holds images, which need classifier" in refused(
         "run", "quickstart", *settings("data={kind: digits}"), *out
     )
-    assert "made of LoRA experts" in refused(
+    assert "trains LoRA experts" in refused(
         "run", "cobo-digits", *settings("method.name=comigs-1g1s"), *out
     )
     assert "use a rho below 0.833" in refused("run", "cobo-digits", *settings("method.rho=1"), *out)

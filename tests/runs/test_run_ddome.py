@@ -93,10 +93,10 @@ def test_it_goes_on_where_it_was_stopped_and_loopback_is_the_same(tmp_path: Path
     [
         (["method.name=local"], "data.unseen: local has no model for clients"),
         (["model.common=null"], "the gate of ddome needs embeddings"),
-        (["data.public=0"], "there are no public examples"),
+        (["data.public=0"], "the data have no public examples"),
         (["method.pool=3"], "3 experts for 5 anchors"),
         (["method.top_k=6"], "6 experts at a client of a pool of 5"),
-        (["participation.schedule=grow"], "goes by clusters"),
+        (["participation.schedule=grow"], "needs clusters"),
         (["method.initial=common", "model.common.network=cnn"], "another network"),
         (["model.common.path=nowhere.safetensors"], "give one"),
         (

@@ -133,7 +133,7 @@ def test_nothing_is_gone_on_with_where_nothing_is(tmp_path: Path, option: str, t
     if there:
         out.mkdir()
     said = coterie("run", "cobo-digits", *settings(*DIGITS), "--out", str(out), option, exit_code=2)
-    assert "nothing to go on with" in said
+    assert "no run to resume" in said
     assert "without --resume" in said
     said = coterie(
         "compare",
@@ -146,7 +146,7 @@ def test_nothing_is_gone_on_with_where_nothing_is(tmp_path: Path, option: str, t
         option,
         exit_code=2,
     )
-    assert "nothing to go on with" in said
+    assert "no run to resume" in said
     assert not everything(out)
 
 

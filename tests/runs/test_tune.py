@@ -162,7 +162,7 @@ def test_what_diverges_or_is_refused_loses(tmp_path: Path) -> None:
 
 
 def test_where_every_candidate_is_lost_it_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(coterie.CoterieError, match="no candidate came to an end") as caught:
+    with pytest.raises(coterie.CoterieError, match="no candidate finished") as caught:
         told(tmp_path / "out", "fedavg", fields={LR: [1e30]})
     assert "--field" in caught.value.remedy
 
@@ -254,7 +254,7 @@ REFUSED = {
     "a method that is none": (("coboo", *TINY), "did you mean cobo"),
     "nothing that trains": (("pretrained", *TINY), "nothing to tune"),
     "a method that does not fit": (("comigs-1g1s", *TINY), "classifier"),
-    "nothing to go on with": (("cobo", *TINY, "--resume"), "without --resume"),
+    "no run to resume": (("cobo", *TINY, "--resume"), "without --resume"),
 }
 
 
@@ -311,5 +311,5 @@ def test_a_comparison_tunes_every_row_first_and_says_so(tmp_path: Path) -> None:
         ["cobo", "local"], "cobo-digits", out=tmp_path / "out", resume=True, **arguments
     )
     assert [row.mean for row in again.rows] == [row.mean for row in found.rows]
-    with pytest.raises(coterie.Refused, match="nothing is to be tuned"):
+    with pytest.raises(coterie.Refused, match="tune is not set"):
         coterie.compare(["cobo"], "cobo-digits", trials=2, out=tmp_path / "other")

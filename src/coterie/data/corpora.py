@@ -175,12 +175,12 @@ class _OneFile(Corpus):
         files = self.found() or in_checkout(self.files)
         if not files:
             raise DataError(
-                f"{self.title}: no folder of data is named, and this is no checkout of the "
+                f"{self.title}: no folder of data is given, and this is not a checkout of the "
                 f"repository, which has a part of it in {PART}/; "
-                f"it is made from\n{listed(self.origins)}",
-                f"Run from a checkout; or `python {BUILD} --out DIR` there, which builds the "
-                f"folder from these sources, and then "
-                "--set data.root=DIR or COTERIE_DATA=DIR. For data sets of the Hub as they are: "
+                f"the data come from\n{listed(self.origins)}",
+                f"Run from a checkout. Or run `python {BUILD} --out DIR` there to build the "
+                f"folder from these sources, and then use "
+                "--set data.root=DIR or COTERIE_DATA=DIR. For data sets of the Hub, use "
                 "data.kind=hub.",
             )
         return Source(stamps(files.values()), lambda: self._read(*files.values()), files)
@@ -275,8 +275,8 @@ class Multilingual(_OneFile):
     def _check_kinds(self) -> "Multilingual":
         if self.unseen >= self.users:
             raise ValueError(
-                f"unseen: {self.unseen} of {self.users} users of each kind would leave none to "
-                f"train; give users more"
+                f"unseen: {self.unseen} of {self.users} users of each kind leaves none to "
+                f"train; increase users"
             )
         for topic, words in self.topics.items():
             if missing := [language for language in self.languages if language not in words]:

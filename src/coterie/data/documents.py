@@ -50,7 +50,9 @@ def read_text(path: Path) -> str:
         DataError: It is missing, unreadable, empty or not UTF-8.
     """
     if path.exists() and not path.is_file():
-        raise DataError(f"{path}: no regular file", "Remove it, or put a text file in its place.")
+        raise DataError(
+            f"{path}: not a regular file", "Remove it, or put a text file in its place."
+        )
     try:
         data = decompressed(path) if path.suffix == ".gz" else path.read_bytes()
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
@@ -76,8 +78,8 @@ def decompressed(path: Path) -> bytes:
     """Return the content of a gzip file.
 
     Raises:
-        DataError: It would become so much larger that it cannot be data: a few kilobytes can stand
-            for any number of gigabytes.
+        DataError: It would expand so much that it cannot be data: a few kilobytes can expand to any
+            number of gigabytes.
         OSError: It cannot be read, or is damaged; or EOFError, zlib.error.
     """
     most = max(_PLAIN, _RATIO * path.stat().st_size)
@@ -85,8 +87,8 @@ def decompressed(path: Path) -> bytes:
         data = file.read(most + 1)
     if len(data) > most:
         raise DataError(
-            f"{path}: {path.stat().st_size:,} bytes would become more than {most:,}",
-            "No text is like that: leave it out.",
+            f"{path}: its {path.stat().st_size:,} bytes would expand to more than {most:,}",
+            "Text does not compress like that: leave the file out.",
         )
     return data
 
@@ -128,14 +130,14 @@ def _parse(line: str, columns: Mapping[str, type]) -> tuple[Row, str]:
     except (ValueError, RecursionError) as error:  # ValueError: a number of 5,000 digits, too
         return {}, f"not JSON ({error})"
     if not isinstance(row, dict):
-        return {}, f"not a JSON object but {type(row).__name__}"
+        return {}, f"found {type(row).__name__}, expected a JSON object"
     for name, kind in columns.items():
         if name not in row:
             return {}, f"no column {name!r} (found: {', '.join(row) or 'none'})"
         if not isinstance(row[name], kind):
             return {}, f"column {name!r} is {type(row[name]).__name__}, expected {kind.__name__}"
         if kind is str and not _encodable(row[name]):
-            return {}, f"column {name!r} has half of a surrogate pair, which is no text"
+            return {}, f"column {name!r} is not valid text (half of a surrogate pair)"
     return {name: row[name] for name in columns}, ""
 
 

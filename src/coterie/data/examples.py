@@ -89,7 +89,7 @@ class ExampleSplit(SplitBase):
         if not len(self.rows):
             raise DataError(
                 f"{self.name}: no examples",
-                "Give this split some: fewer clients, larger shares, or other classes.",
+                "Give this split examples: use fewer clients, larger shares, or other classes.",
             )
         if _DIMENSIONS.get(self.inputs.dtype.name) != self.inputs.ndim or len(self.labels) != len(
             self.inputs

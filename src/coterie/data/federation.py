@@ -117,12 +117,12 @@ class Federation:
                     check_id(id)
                 if count > 1:
                     refusals.add(
-                        f"client id {id!r} is there {count} times",
-                        "Rename the others: clients and unseen clients need ids of their own.",
+                        f"client id {id!r} occurs {count} times",
+                        "Rename the others: the ids of clients and unseen clients must be unique.",
                     )
             for one, other in names.alike(ids):
-                problem = f"clients {one!r} and {other!r} have the same name but for capitals"
-                refusals.add(problem, "Rename one of them: many disks take both for one.")
+                problem = f"the names of clients {one!r} and {other!r} differ only in case"
+                refusals.add(problem, "Rename one of them: many file systems ignore case.")
             for id, count in Counter(self.anchors).items():
                 if count > 1:
                     refusals.add(
@@ -131,7 +131,7 @@ class Federation:
                     )
                 if id not in self.clients:
                     refusals.add(
-                        f"anchor {id!r} is no client of the federation",
+                        f"anchor {id!r} is not a client of the federation",
                         f"Anchors are among: {', '.join(self.clients)}.",
                     )
 

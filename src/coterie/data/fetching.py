@@ -27,7 +27,7 @@ def local(dataset: str, remedy: str) -> Path | None:
     """
     path = Path(dataset).expanduser()
     if not path.exists() and dataset.startswith((".", "/", "~")):
-        raise DataError(f"data set {dataset}: there is no such folder or file", remedy)
+        raise DataError(f"data set {dataset}: no such folder or file", remedy)
     return path if path.exists() else None
 
 

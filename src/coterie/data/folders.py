@@ -69,7 +69,7 @@ class Folders(Section):
                     check_id(id)
                 if id in files:
                     refusals.add(
-                        f"two folders of {self.path} are called {id!r}, with accents stored "
+                        f"two folders of {self.path} are both named {id!r}, with accents stored "
                         f"differently",
                         "Rename one of them.",
                     )
@@ -99,7 +99,9 @@ class Folders(Section):
             found, key=lambda p: names.normal(p.name)
         )  # so that the order is the same on every disk
         if not folders:
-            raise DataError(f"data.path: {path} has no folders in it, so no clients", remedy)
+            raise DataError(
+                f"data.path: {path} contains no folders, so there are no clients", remedy
+            )
         return folders
 
     def _read(self, files: dict[str, Files]) -> Texts:
@@ -159,7 +161,7 @@ def _find(folder: Path) -> Files:
     if beside := [entry.name for entry in entries if _stem(entry) not in SPLITS]:
         raise DataError(
             f"{folder} has other text beside train, valid and test: {', '.join(beside)}",
-            "Move it into one of them, or away.",
+            "Move it into one of them, or elsewhere.",
         )
     return fixed
 
@@ -183,7 +185,9 @@ def text_files(entry: Path, above: frozenset[Path] = frozenset()) -> list[Path]:
             if _is_run(entry):
                 return []
             if (own := entry.resolve()) in above:
-                raise DataError(f"{entry} leads back to {own}, which it is in", "Remove that link.")
+                raise DataError(
+                    f"{entry} is a link to {own}, the folder that contains it", "Remove that link."
+                )
             return [
                 path
                 for inner in sorted(entry.iterdir())
@@ -196,7 +200,7 @@ def text_files(entry: Path, above: frozenset[Path] = frozenset()) -> list[Path]:
     if not entry.name.endswith(ENDINGS):
         return []
     if not entry.is_file():
-        what = "a link that leads nowhere" if entry.is_symlink() else "no regular file"
+        what = "a broken link" if entry.is_symlink() else "not a regular file"
         raise DataError(f"{entry}: {what}", "Remove it, or put a text file in its place.")
     return [entry]
 

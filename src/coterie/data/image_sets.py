@@ -170,7 +170,7 @@ class Emnist(StoredImages):
         images, labels = map(_bytes, table)
         if images.shape != (*labels.shape, *self.shape[1:]):
             problem = (
-                f"{self.name}, {name}: images are {list(images.shape)} with labels "
+                f"{self.name}, {name}: images of shape {list(images.shape)} with labels of shape "
                 f"{list(labels.shape)}"
             )
             raise DataError(problem, f"Use the files of {self.dataset}.")

@@ -106,7 +106,7 @@ class StoredImages(Images):
         """Return the decoded images of a cache entry; built first if it is missing or damaged.
 
         Raises:
-            DataError: The tables hold something else than these images.
+            DataError: The tables do not hold these images.
             SaveError: The cache cannot be written.
         """
         text = json.dumps(
@@ -136,8 +136,8 @@ class StoredImages(Images):
         return found
 
     def _decode(self, table: Any, name: str) -> tuple[npt.NDArray[np.uint8], Numbers]:
-        """Return the images and labels of an Arrow table. Raises DataError naming the first row
-        that will not do.
+        """Return the images and labels of an Arrow table. Raises DataError naming the first invalid
+        row.
         """
         pictures, labels = (table.column(column).to_pylist() for column in self.columns)
         remedy = f"Use the files of {self.dataset}, or repair that row."
@@ -158,7 +158,7 @@ class StoredImages(Images):
             ) as error:  # what PIL raises, no bytes at all, another size
                 channels, height, width = self.shape
                 raise DataError(
-                    f"{where} is no image of {channels} x {height} x {width}: {error}", remedy
+                    f"{where} is not an image of {channels} x {height} x {width}: {error}", remedy
                 ) from error
         return images, np.array(labels, dtype=np.int64)
 

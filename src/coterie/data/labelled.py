@@ -74,7 +74,7 @@ class LabelledTexts(Partitioner, ABC):
             order_seed: Fixes the order in which texts are drawn: the run's seed.
 
         Raises:
-            DataError: The tokenizer will not do, or the texts are missing, damaged, blank, of
+            DataError: The tokenizer cannot be used, or the texts are missing, damaged, blank, of
                 another form or with other labels than expected, or too few for so many clients; all
                 mistakes that could be found.
             SaveError: The cache cannot be written.
@@ -203,7 +203,7 @@ class LabelledTexts(Partitioner, ABC):
             for row, text, ids in zip(some, texts, encoded, strict=True):
                 if not text.strip() or not ids:
                     what = (
-                        f"{text[:40]!r}, of which the tokenizer makes nothing"
+                        f"{text[:40]!r}, for which the tokenizer returns no tokens"
                         if text.strip()
                         else "no text"
                     )

@@ -52,7 +52,7 @@ def validated(value: Any, shipped: ValidatorFunctionWrapHandler) -> Any:
         raise ValueError(f"kind {kind!r} cannot be imported: {error}") from None
     if not (isinstance(found, type) and issubclass(found, BASES)):
         bases = ", ".join(base.__name__ for base in BASES)
-        raise ValueError(f"kind {kind!r} is no class of coterie.data's {bases}")
+        raise ValueError(f"kind {kind!r} is not a subclass of coterie.data's {bases}")
     try:
         return found.model_validate({key: given for key, given in value.items() if key != "kind"})
     except ValidationError as error:

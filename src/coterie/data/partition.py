@@ -247,22 +247,23 @@ class Partitioner(PartitionSchemes):
         elif self.fraction is not None and self.fraction * clients > 1 + 1e-9:
             refusals.add(
                 f"data.fraction: {clients} clients with {self.fraction:g} of the {self.things} "
-                f"each have more than there are",
+                f"each need more than there are",
                 f"Use at most {1 / clients:.4g}.",
             )
         if self.fraction is not None and self.per_client is not None:
             refusals.add(
-                "data.fraction and data.per_client: both say how much a client has",
+                "data.fraction and data.per_client: both fix how much a client has",
                 "Give one of them.",
             )
         if self.replacement and self.partition != "quantity":
             refusals.add(
-                f"data.replacement: {self.partition} shares {self.things} out",
+                f"data.replacement: {self.partition} divides {self.things} without replacement",
                 "Leave it out, or use data.partition=quantity.",
             )
         if self.replacement and self.per_client is None:
             refusals.add(
-                "data.replacement: without a number each client would have all of its classes",
+                "data.replacement: without data.per_client each client would have all examples "
+                "of its classes",
                 "Give data.per_client.",
             )
 
@@ -307,14 +308,14 @@ class Partitioner(PartitionSchemes):
             elif each * max(self._anchor_size, 1) > most:
                 refusals.add(
                     f"data.anchors: {each} anchors with {max(self._anchor_size, 1)} of {within} "
-                    f"each share some",
+                    f"each would overlap",
                     "Use fewer data.anchors, or a smaller data.anchor_classes.",
                 )
 
     def _check_unseen(self, refusals: Refusals) -> None:
         if self.partition in ("permuted-clusters", "iid"):
             refusals.add(
-                f"data.unseen: {self.partition} leaves no other classes to them",
+                f"data.unseen: {self.partition} leaves no other classes for them",
                 "Leave it out, or use another data.partition.",
             )
         if "aligned" in self.unseen and self.partition == "dirichlet":

@@ -223,7 +223,7 @@ class PartitionSchemes(PartitionFields, ABC):
             if own is None:
                 raise DataError(
                     f"data.unseen.aligned: all label sets of {self.classes_per_client} of "
-                    f"{self.classes} classes are kept free for them",
+                    f"{self.classes} classes are reserved for them",
                     "Use other data.classes_per_client, data.anchor_classes or "
                     "data.unseen_anchors.",
                 )
@@ -294,7 +294,8 @@ class PartitionSchemes(PartitionFields, ABC):
             else f"{self.classes_per_client} of {self.classes} classes"
         )
         raise DataError(
-            f"data.unseen.{group}: {wanted} clients, but {len(found)} label sets of {made} were "
+            f"data.unseen.{group}: {wanted} clients, but only {len(found)} label sets of "
+            f"{made} were "
             f"found that no client has",
             f"Use at most {len(found)}, or change how many classes clients have.",
         )
@@ -304,7 +305,7 @@ class PartitionSchemes(PartitionFields, ABC):
         if self.public >= len(train):
             raise DataError(
                 f"data.public: {self.public:,} of {len(train):,} training {self.things}",
-                "Leave some to the clients.",
+                "Leave some for the clients.",
             )
         random = self._random("public")
         classes = [
@@ -354,7 +355,7 @@ class PartitionSchemes(PartitionFields, ABC):
         if len(empty := np.flatnonzero(np.bincount(labels, minlength=self.classes) == 0)):
             raise DataError(
                 f"{self.title}: no training {self.things} of class {', '.join(map(str, empty))}"
-                + f" once {self.public:,} are public" * bool(self.public),
+                + f" after {self.public:,} are set aside as public" * bool(self.public),
                 "Clients share the classes, so each needs examples: use another data.partition, "
                 "more data, or a smaller data.public.",
             )

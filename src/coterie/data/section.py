@@ -60,7 +60,7 @@ def stamps(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
 def distinct(values: tuple[str, ...]) -> tuple[str, ...]:
     """Return a validator: no value twice."""
     if len(set(values)) < len(values):
-        raise ValueError("every value must be there once")
+        raise ValueError("every value must occur only once")
     return values
 
 

@@ -271,7 +271,7 @@ class RemoteSplit(SplitBase):
 
     def _refuse(self) -> NoReturn:
         raise DataError(
-            f"{self.name}: these data are on their client's device", "They never leave it."
+            f"{self.name}: these data are only on their client's device", "They never leave it."
         )
 
     def take(self, numbers: Numbers) -> Any:

@@ -190,7 +190,7 @@ class Synthetic(Section):
                 or (clients and max(members) >= clients)
             ):
                 raise ValueError(
-                    f"a topic names at least one client, each once, and they are 0 to {clients - 1}"
+                    f"a topic lists at least one client, each once, with numbers 0 to {clients - 1}"
                 )
         return topics
 
@@ -203,10 +203,10 @@ class Synthetic(Section):
             raise ValueError("the shares must sum to 1")
         if shares[1] and info.data.get("topics") == ():
             raise ValueError(
-                "there are no topics to have a share; list data.topics, or give them 0"
+                "topics have a share, but there are none; list data.topics, or set their share to 0"
             )
         if shares[1] == 1:
-            raise ValueError("topics cannot be all, since a client may have none")
+            raise ValueError("the share of topics cannot be 1, since a client may have no topic")
         return shares
 
     @field_validator("successors")
@@ -221,7 +221,7 @@ class Synthetic(Section):
             default=2,
         )
         if successors >= fewest:
-            raise ValueError(f"must be less than the words of each kind, {fewest} at the fewest")
+            raise ValueError(f"must be less than the words of each kind, the smallest has {fewest}")
         return successors
 
     @property

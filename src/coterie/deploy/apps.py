@@ -124,14 +124,14 @@ def _recipe(config: Mapping[str, Any]) -> "Recipe":
     except ValueError as error:
         raise Refused(
             f"recipe: not JSON ({error})",
-            "Give a shipped name, a path on the server's machine, or a whole recipe as JSON.",
+            "Give a shipped name, a path on the server's machine, or a complete recipe as JSON.",
         ) from None
     given = recipes.validate(section, "of the run's configuration")
     return recipes.changed(given, {"engine": "flower"} | ({"seed": seed} if seed >= 0 else {}))
 
 
 def default_home() -> Path:
-    """Where a device keeps everything if nobody says: $COTERIE_HOME, else
+    """Default folder of a device: $COTERIE_HOME, else
     $XDG_DATA_HOME/coterie, else ~/.local/share/coterie.
     """
     own, data = os.environ.get("COTERIE_HOME"), os.environ.get("XDG_DATA_HOME")

@@ -31,12 +31,12 @@ def demo(
         recipe: Resolved.
         clients: Of its data, all of which are on this machine.
         out: The run's folder; what devices keep goes to `devices/<id>` in it, see `names.encoded`.
-        say: Is told in a line what happens.
+        say: Called with a line for each step.
         resident: Whether each device has a process that keeps the base model loaded.
 
     Raises:
-        Refused: As `server` and `submit`.
-        ClientError: Likewise.
+        Refused: See `server` and `submit`.
+        ClientError: See `server` and `submit`.
     """
     from coterie.deploy import keys
 
@@ -56,12 +56,12 @@ def demo(
             )
             stack.enter_context(device(node))
         say(
-            f"{len(clients)} SuperNodes are coming "
-            f"up{', each with a process that keeps the base model loaded' * resident}."
+            f"{len(clients)} SuperNodes are starting"
+            f"{', each with a process that keeps the base model loaded' * resident}."
         )
         config = {"recipe": recipe.model_dump_json(), "out": str(folder), "clients": len(clients)}
         submit(found.runs, folder / "server", config, say)
-    say("Everything is stopped.")
+    say("Everything has stopped.")
 
 
 def _data(recipe: "Recipe", client: str, home: Path) -> Path | None:

@@ -1,5 +1,5 @@
-"""Certificates for a server and keys for devices, so that only known devices talk to a known
-server, and nobody listens.
+"""Certificates for a server and keys for devices, so that only known devices connect to a known
+server, and traffic is encrypted.
 """
 
 import ipaddress
@@ -68,7 +68,7 @@ def make(folder: Path, hosts: Sequence[str], clients: Sequence[str]) -> None:
             f"cannot write keys to {folder}: {error.strerror}", "Choose another folder."
         ) from None
     if missing := sorted(set(hosts) - set(_hosts(folder / CERTIFICATE))):
-        problem = f"{folder / CERTIFICATE} is there already, and not for {', '.join(missing)}"
+        problem = f"{folder / CERTIFICATE} already exists, and is not for {', '.join(missing)}"
         raise Refused(
             problem,
             "Choose another folder, or delete its certificates: devices then need the new ca.crt.",
@@ -82,7 +82,7 @@ def _check(client: str) -> None:
     if client.endswith(PUBLIC):
         raise Refused(
             f"--client {client!r}",
-            f"That is how the file with a public key is called: choose an id without {PUBLIC}.",
+            f"File names of public keys end that way: choose an id without {PUBLIC}.",
         )
 
 
@@ -120,8 +120,8 @@ def public_keys(folder: Path) -> tuple[dict[str, Path], dict[Path, str]]:
         )
     except OSError as error:
         raise Refused(
-            f"cannot look into {folder / CLIENTS}: {error.strerror}",
-            "Until that is possible, devices stay as they are.",
+            f"cannot read {folder / CLIENTS}: {error.strerror}",
+            "Until it can be read, the list of known devices stays as it is.",
         ) from None
     found, wrong = dict[str, Path](), dict[Path, str]()
     for path in paths:
@@ -141,7 +141,7 @@ def _read(path: Path) -> str:
     try:
         if not path.is_file():
             raise Refused(
-                "It is no file, or a link to nothing." if path.is_symlink() else "It is no file."
+                "It is not a file, or a broken link." if path.is_symlink() else "It is not a file."
             )
         with open(path, "rb") as file:
             content = file.read(_MOST + 1)
@@ -165,7 +165,7 @@ def public_key(text: str) -> ec.EllipticCurvePublicKey:
         raise Refused("It holds no public key.") from None
     if not isinstance(key, ec.EllipticCurvePublicKey):
         raise Refused(
-            "It holds a key of a kind that Flower does not accept. Make one with: ssh-keygen -t "
+            "It contains a kind of key that Flower does not accept. Make one with: ssh-keygen -t "
             "ecdsa -b 384"
         )
     return key

@@ -33,22 +33,22 @@ class Link:
         ]
 
     def check(self) -> None:
-        """Refuse an address or a certificate that cannot be. Raises Refused."""
+        """Refuse an invalid address or certificate. Raises Refused."""
         host, sign, port = self.address.rpartition(":")
         if not sign or not host or not port.isdigit():
             raise Refused(
                 f"{self.address!r} is not the address of a server",
-                "It is HOST:PORT, for instance example.org:9500.",
+                "The form is HOST:PORT, for instance example.org:9500.",
             )
         if self.ca is not None:
             _there(
                 self.ca,
                 "the certificate of the server's authority",
-                "Copy ca.crt from the server's keys, or ask for --insecure.",
+                "Copy ca.crt from the server's keys, or use --insecure.",
             )
 
     def answers(self, api: str) -> bool:
-        """Whether a server is there.
+        """Whether a server answers.
 
         Args:
             api: What is wanted of it: `fleet`, by devices, or `control`, by whoever submits runs.
@@ -62,22 +62,22 @@ class Link:
             status = connection.getresponse().status
         except ssl.SSLCertVerificationError as error:
             remedy = (
-                f"Is it the ca.crt of this server's keys, and were they made with --host {host}?"
+                f"Check that ca.crt is from this server's keys, and that they were made with "
+                f"--host {host}."
             )
             raise Refused(
-                f"{self.address} has no certificate that {self.ca} vouches for: "
-                f"{error.verify_message}",
+                f"{self.address} has no certificate signed by {self.ca}: {error.verify_message}",
                 remedy,
             ) from None
         except ssl.SSLError:
             raise Refused(
-                f"{self.address} speaks no TLS",
-                "Is it the right port? A server that runs with --insecure wants that here.",
+                f"{self.address} does not use TLS",
+                "Check the port. If the server runs with --insecure, give --insecure here too.",
             ) from None
         except (http.client.HTTPException, ConnectionResetError):
             if self.ca is None:
                 raise Refused(
-                    f"{self.address} wants TLS, or is no server",
+                    f"{self.address} requires TLS, or is not a server",
                     "Give --ca (and, for a device, --key).",
                 ) from None
             return False
@@ -87,8 +87,9 @@ class Link:
             connection.close()
         if status == http.HTTPStatus.FORBIDDEN:
             raise Refused(
-                f"{self.address} is for devices",
-                "Runs go to the server's --runs-port, from its own machine or through a tunnel.",
+                f"{self.address} is the port for devices",
+                "Submit runs to the server's --runs-port, from its own machine or through a "
+                "tunnel.",
             )
         return status != http.HTTPStatus.SERVICE_UNAVAILABLE
 
@@ -100,14 +101,14 @@ class Link:
             context = ssl.create_default_context(cafile=self.ca)
         except ssl.SSLError:
             raise Refused(
-                f"{self.ca} is no certificate", "Copy ca.crt from the server's keys."
+                f"{self.ca} is not a certificate", "Copy ca.crt from the server's keys."
             ) from None
         return http.client.HTTPSConnection(host, int(port), timeout=_ANSWER_S, context=context)
 
 
 def _there(path: Path, what: str, remedy: str) -> None:
     if not path.is_file():
-        raise Refused(f"{path}: {what} is not there", remedy)
+        raise Refused(f"{path}: {what} does not exist", remedy)
 
 
 def listening(address: str) -> bool:

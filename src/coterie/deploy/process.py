@@ -167,5 +167,5 @@ def _last_lines(log: Path) -> list[str]:
 def _ended(log: Path) -> ClientError:
     tail = "\n".join(_last_lines(log))
     return ClientError(
-        f"{log.stem} does not run; its log ends:\n{tail}", f"The whole log is {log}."
+        f"{log.stem} is not running; its log ends:\n{tail}", f"The whole log is {log}."
     )

@@ -1,13 +1,13 @@
 """Reverse proxy that exposes only Flower's Fleet API, and limits what unknown callers may use.
 
-A SuperLink has one port for devices, for whoever submits runs, and for its own programs. To submit
-a run no login is needed, and a run is any program, on the server and on every device. So the
-SuperLink listens to its own machine alone, and this passes on what devices may ask.
+A SuperLink has one port for devices, for whoever submits runs, and for its own programs. Submitting
+a run needs no login, and a run can be any program, on the server and on every device. So the
+SuperLink listens on its own machine only, and this proxy passes on what devices may ask.
 
 A SuperLink reads the whole body of a request before it looks at who sent it, has no limit for that,
-and none for connections. So this looks at the signature in a request's header first: who shows none
-of a known key is a stranger, whose requests are a few kilobytes, soon there, and few at a time.
-HTTP is parsed and written by h11, passed on by httpx, and TLS is asyncio's.
+and none for connections. So this looks at the signature in a request's header first: a caller
+without one of a known key is a stranger, whose requests must be small, fast and few. HTTP is parsed
+and written by h11, passed on by httpx, and TLS is asyncio's.
 """
 
 import asyncio

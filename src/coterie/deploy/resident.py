@@ -39,8 +39,8 @@ def serve(home: Path, answer: Answer, ready: Callable[[], None]) -> None:
     private(home)
     if _alive(home):
         raise Refused(
-            f"{home} is served by another process already",
-            "One client has one folder: choose another --home, or stop that one.",
+            f"{home} is already served by another process",
+            "Each client needs a separate folder: choose another --home, or stop that process.",
         )
     (home / SOCKET).unlink(missing_ok=True)
     key = _new_key(home / _KEY)
@@ -71,12 +71,12 @@ def private(home: Path) -> None:
         home.mkdir(parents=True, exist_ok=True, mode=stat.S_IRWXU)
         mode = home.stat().st_mode
         if mode & stat.S_ISVTX:
-            raise Refused(f"{home} is a folder for everybody", "Choose another --home.")
+            raise Refused(f"{home} is a shared folder", "Choose another --home.")
         if stat.S_IMODE(mode) & (stat.S_IRWXG | stat.S_IRWXO):
             home.chmod(stat.S_IRWXU)
     except OSError as error:
         raise Refused(
-            f"{home} cannot be a folder that nobody else may enter: {error.strerror}",
+            f"{home} cannot be made private: {error.strerror}",
             "Choose another --home.",
         ) from None
 

@@ -95,7 +95,7 @@ class Server:
             self._refused[key] = time.monotonic() + _TELL_AGAIN_S
             return f"{path} was refused. {error.problem}"
         self._write()
-        return f"The device of {client} is known now."
+        return f"The device of {client} is registered."
 
     def _unregister(self, key: str) -> str:
         """Forget a device; returns what is to be told."""
@@ -103,10 +103,10 @@ class Server:
         try:
             flwr(["supernode", "unregister", node, NAME], self.home)
         except ClientError as error:
-            return f"The device of {client} could not be shut out. {error.problem}"
+            return f"The device of {client} could not be removed. {error.problem}"
         del self.nodes[key]
         self._write()
-        return f"The device of {client} is shut out: its public key has gone."
+        return f"The device of {client} is removed: its public key no longer exists."
 
     def _open(self, gone: Sequence[str] = ()) -> None:
         """Tell the proxy the keys of the known devices, without those in `gone`."""
@@ -145,7 +145,7 @@ class Server:
                 self._starting = False
                 yield from self.look()
         except (OSError, CoterieError) as error:
-            yield f"The server goes on, but: {error}"
+            yield f"The server keeps running, but: {error}"
 
     def _proxy_problems(self) -> Iterator[str]:
         while self.proxy is not None and self.proxy.problems:
@@ -162,8 +162,8 @@ class Server:
         self.process.stop()  # what it had started itself
         self.process = Program(self.command, self.home, self.home / LOG)
         yield (
-            f"The SuperLink ended and is started again; why is in {self.home / LOG}. A run that "
-            f"was going on has ended: "
+            f"The SuperLink ended and is started again; {self.home / LOG} says why. A run that "
+            f"was in progress has ended: "
             "submit it again, with --resume and its --out."
         )
 
@@ -208,13 +208,13 @@ def server(
     )
     if port == runs_port or runs_port > _LAST_PORT:
         raise Refused(
-            f"port {runs_port} cannot be the one for runs",
-            "Give --port and --runs-port, and not the same.",
+            f"port {runs_port} cannot be used for runs",
+            "Give different values to --port and --runs-port.",
         )
     for link, option in ((devices, "--port"), (runs, "--runs-port")):
         if listening(link.address):
             raise Refused(
-                f"port {link.address.rpartition(':')[2]} is taken", f"Choose another {option}."
+                f"port {link.address.rpartition(':')[2]} is in use", f"Choose another {option}."
             )
     private(home)
     command, log = _superlink(ca, certificate, key, home, runs_port), home / LOG
@@ -231,7 +231,7 @@ def server(
             )
         except OSError as error:
             raise Refused(
-                f"cannot listen at {host}:{port}: {error.strerror}",
+                f"cannot listen on {host}:{port}: {error.strerror}",
                 "Choose another --host or --port.",
             ) from None
         found._open()

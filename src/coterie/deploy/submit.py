@@ -48,20 +48,20 @@ def submit(link: Link, home: Path, config: Mapping[str, Any], say: Callable[[str
         link: To the server.
         home: For Flower's files.
         config: Keys of `[tool.flwr.app.config]`.
-        say: Is told line by line what the run prints.
+        say: Called with each line that the run prints.
 
     Returns:
         The run's id.
 
     Raises:
         Refused: The server is not there.
-        ClientError: Flower refused the run, it failed, or the server went away.
+        ClientError: Flower refused the run, it failed, or the connection to the server was lost.
     """
     link.check()
     if not link.answers("control"):
         raise Refused(
-            f"nobody answers at {link.address}",
-            "Is `coterie server` running? It takes runs from its own machine only.",
+            f"no server answers at {link.address}",
+            "Start `coterie server`. It accepts runs from its own machine only.",
         )
     configure(link, home)
     with tempfile.TemporaryDirectory() as folder:
@@ -74,7 +74,7 @@ def submit(link: Link, home: Path, config: Mapping[str, Any], say: Callable[[str
             ]
         )
     say(
-        f"The server has it as run {run}, in the folder {config['out']} there. To stop it: "
+        f"The server calls it run {run}; its folder there is {config['out']}. To stop it: "
         f"FLWR_HOME={home / 'flwr'} flwr stop {run} {NAME}"
     )
     try:
@@ -84,8 +84,9 @@ def submit(link: Link, home: Path, config: Mapping[str, Any], say: Callable[[str
         if listening(link.address):
             raise
         raise ClientError(
-            "the server went away",
-            "Start it again, then the run: the same command with --resume, and --out with the "
+            "the connection to the server was lost",
+            "Start the server again, then the run: the same command with --resume, and --out "
+            "with the "
             "run's folder.",
         ) from None
     return run
@@ -130,5 +131,5 @@ def _finish(run: str, home: Path) -> None:
     while not (found := _status(run, home)).startswith("finished"):
         time.sleep(1.0)
     if found != "finished:completed":
-        remedy = f"What it said: FLWR_HOME={home / 'flwr'} flwr log {run} {NAME} --show"
+        remedy = f"Its output: FLWR_HOME={home / 'flwr'} flwr log {run} {NAME} --show"
         raise ClientError(f"the run ended as {found.removeprefix('finished:')}", remedy)

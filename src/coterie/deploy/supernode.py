@@ -50,7 +50,7 @@ class Node:
         if self.client is not None and (mistake := names.mistake(self.client)):
             raise Refused(
                 f"--client {self.client!r}: {mistake}",
-                "Give the name by which the server's data or keys know this client.",
+                "Give the name that this client has in the server's data or keys.",
             )
         if self.limits is not None:
             limits.read(self.limits).check_installed()
@@ -59,7 +59,7 @@ class Node:
                 self.key, "the device's private key", "Copy it from the server's keys (clients/ID)."
             )
         elif self.link.ca is not None:
-            raise Refused("a device needs its private key", "Give --key, or ask for --insecure.")
+            raise Refused("a device needs its private key", "Give --key, or use --insecure.")
         if self.data is not None and not self.data.exists():
             raise Refused(
                 f"--data: {self.data} does not exist", "Name the folder with this client's data."
@@ -148,7 +148,7 @@ class Supervisor:
         try:
             yield from map(self._why, self.look())
         except (OSError, CoterieError) as error:
-            yield f"The device goes on, but: {error}"
+            yield f"The device keeps running, but: {error}"
 
     def _why(self, name: str) -> str:
         log = self.node.home / f"{name}.log"
@@ -162,7 +162,8 @@ class Supervisor:
         )
         if reason.startswith("[code: 2004]"):
             reason += (
-                " The server does not know its key, or takes its predecessor for alive, for a "
+                " The server does not know its key, or still counts its previous process as "
+                "connected, for a "
                 "minute at most."
             )
         return f"The {name} ended and is started again. {reason or f'Its log is {log}.'}"

@@ -1,5 +1,5 @@
-"""What a device has let out so far, over all runs: it is on its disk before anything leaves,
-whatever a server forgets.
+"""The account of what a device has sent so far, over all runs. It is on disk before anything is
+sent, so it does not depend on what a server remembers.
 
 What is counted: privacy that replies with noise have spent; exchanges of secure aggregation that
 were answered, each of which is answered once; unlike answers in a round; and the recipe of each
@@ -93,7 +93,7 @@ class _Ledger(BaseModel):
             if self.renyi and self.orders != _ORDERS:
                 raise Refused(
                     "the account of this device was kept by another version of coterie",
-                    "Install that version again.",
+                    "Install that version of coterie again.",
                 )
             before = np.array(self.renyi) if self.renyi else np.zeros(len(ORDERS))
             self.renyi, self.orders = (before + np.array(cost.renyi)).tolist(), _ORDERS
@@ -132,8 +132,8 @@ class Account:
             _check(self._read(), leaving, limits)
 
     def record(self, leaving: OutgoingReply, limits: Limits, exchanges: int | None) -> None:
-        """Write down a reply before it leaves. What left already, in the same words, leaves again
-        for nothing; but never under masks.
+        """Record a reply before it is sent. An identical reply that was sent before costs nothing
+        more; but with secure aggregation nothing is sent twice.
 
         Args:
             leaving: The reply.
@@ -141,8 +141,8 @@ class Account:
             exchanges: The most unlike answers in a round; None: any number.
 
         Raises:
-            Refused: It may not leave.
-            SaveError: It could not be written down, and so must not leave.
+            Refused: It may not be sent.
+            SaveError: It could not be recorded, so it must not be sent.
         """
         with self._locked():
             ledger = self._read()
@@ -169,18 +169,18 @@ class Account:
         try:
             digest, _, text = self.path.read_text(encoding="utf-8").partition("\n")
             if digest != sha256(text.encode()).hexdigest():
-                raise ValueError("its digest is another one")
+                raise ValueError("its checksum does not match")
             return _Ledger.model_validate_json(text)
         except FileNotFoundError:
             return _Ledger()
         except (OSError, ValueError, ValidationError) as error:
             remedy = (
-                "Put a copy of it back. Or its owner deletes it, and begins afresh: then nobody "
-                "knows what has left before."
+                "Restore a copy of it. Or its owner deletes it to start again: then nobody "
+                "knows what was sent before."
             )
             raise Refused(
                 f"the account of this device, {self.path}, is damaged ({type(error).__name__}); "
-                f"nothing leaves",
+                f"nothing is sent",
                 remedy,
             ) from None
 
@@ -202,13 +202,13 @@ class Account:
                 os.close(folder)
         except OSError as error:
             raise SaveError(
-                f"cannot write {self.path}: {error.strerror}; nothing leaves", "Free some space."
+                f"cannot write {self.path}: {error.strerror}; nothing is sent", "Free some space."
             ) from error
 
 
 def described(home: Path, limits: Limits) -> str:
-    """Say what a device has let out so far. Raises Refused as `Account.epsilon`."""
-    said = "This device keeps to its owner's limits, whatever a run says."
+    """Say what a device has sent so far. Raises Refused as `Account.epsilon`."""
+    said = "This device enforces its owner's limits, whatever a run asks for."
     if not limits.noisy:
         return said
     spent, allowed = (
@@ -226,12 +226,13 @@ def _check(ledger: _Ledger, leaving: OutgoingReply, limits: Limits) -> None:
     run = ledger.runs.get(leaving.run)
     if run is None and limits.runs is not None and len(ledger.runs) >= limits.runs:
         raise Refused(
-            f"limits.runs: this device has taken part in {limits.runs} runs, and in no more", OWNERS
+            f"limits.runs: this device has already taken part in {limits.runs} runs, its limit",
+            OWNERS,
         )
     if run is not None and run.recipe != leaving.recipe:
         raise Refused(
-            "the recipe is not that with which the run began",
-            "Start another run: of one run a device keeps to one recipe.",
+            "the recipe is not the one that the run began with",
+            "Start a new run: the recipe of a run cannot change on a device.",
         )
     if leaving.masked and run is not None and run.masked is not None and leaving.turn <= run.masked:
         then, now = (
@@ -244,7 +245,8 @@ def _check(ledger: _Ledger, leaving: OutgoingReply, limits: Limits) -> None:
         )
         raise Refused(
             problem,
-            "The difference of two sums would tell. A run that is resumed goes on with a later "
+            "The difference of two sums would reveal its update. A resumed run continues "
+            "with a later "
             "round.",
         )
 
@@ -258,8 +260,8 @@ def _count(run: _Run, leaving: OutgoingReply, exchanges: int | None) -> None:
         return
     if len(left) >= exchanges:
         problem = (
-            f"limits.exchanges: this device has given {len(left)} unlike answers in round "
-            f"{leaving.turn[0] + 1}, and gives no more"
+            f"limits.exchanges: this device has sent {len(left)} different answers in round "
+            f"{leaving.turn[0] + 1}, its limit"
         )
         raise Refused(problem, OWNERS)
     left.append(leaving.contents)
@@ -269,10 +271,11 @@ def _sum(ledger: _Ledger, run: _Run, leaving: OutgoingReply) -> None:
     """Note an answer under masks. Raises Refused: the same update was in another sum."""
     if leaving.contents in ledger.summed:
         problem = (
-            "this update has left under masks before, in another run or exchange: of two sums "
-            "with it the difference would tell"
+            "this update was already sent under masks, in another run or exchange: the "
+            "difference of two "
+            "sums with it would reveal it"
         )
-        raise Refused(problem, "Run the recipe with another seed, or resume the former run.")
+        raise Refused(problem, "Run the recipe with another seed, or resume the earlier run.")
     ledger.summed.append(leaving.contents)
     run.masked = leaving.turn
 

@@ -51,7 +51,7 @@ class Training:
 
     Args:
         iterations: Local iterations at most; None for as many as a client of the run does.
-        say: Is told a line after every look at the validation text.
+        say: Called with a line after every evaluation on the validation text.
     """
 
     iterations: int | None = None
@@ -138,8 +138,7 @@ def adapt(
     execution = Execution(joined, run, Callback(), "", LocalBackend("inprocess"))
     if not execution.restore() and execution.method.rounds:
         remedy = (
-            "Wait for the first one (checkpoint_every), or go on with the run: coterie run "
-            "--resume."
+            "Wait for the first one (checkpoint_every), or resume the run: coterie run --resume."
         )
         raise CheckpointError(f"{run} has no checkpoint yet", remedy)
     tensors, up, down = execution.adapt((id,))
@@ -204,8 +203,8 @@ def _keep(
 
 
 def _recipe(run: Path, trains: bool) -> Recipe:
-    """Return what a folder is a run of, if new clients can get anything from that, or train on from
-    there. Raises Refused.
+    """Return the prepared run of a folder, if new clients can get a model from it or train from it.
+    Raises Refused.
     """
     if not (run / files.RECIPE).is_file():
         raise CheckpointError(
@@ -220,11 +219,11 @@ def _recipe(run: Path, trains: bool) -> Recipe:
             "Leave --train out: labels are neither needed nor read.",
         )
     if trains and not method.total_iterations:
-        raise Refused(f"{run}: {name} trains nothing that a new client could begin with", _ALONE)
+        raise Refused(f"{run}: {name} trains nothing that a new client could start from", _ALONE)
     if method.serves_unseen_clients or (trains and method.joinable):
         return recipe
     if method.joinable:
-        remedy = "With --train it trains on from what the clients share."
+        remedy = "With --train it trains further from what the clients share."
         raise Refused(
             f"{run}: {name} has no model for clients that bring none of their own", remedy
         )
@@ -235,7 +234,7 @@ def _recipe(run: Path, trains: bool) -> Recipe:
             if entry.method.serves_unseen_clients or entry.method.joinable
         )
         raise Refused(
-            f"{run}: {name} has nothing in common that a new client could begin with",
+            f"{run}: {name} has no shared part that a new client could start from",
             f"{_ALONE} Methods that have: {able}.",
         )
     able = ", ".join(
@@ -312,6 +311,6 @@ def _text(recipe: Recipe, problem: Language, id: ClientId, data: Path) -> Client
         raise DataError(
             f"{data}: too little text to train on and to judge by: tokens {found}, and each "
             f"needs {needed:,}",
-            "Give more text (with splits of one's own: to each of them), or leave --train out.",
+            "Give more text (to each split, if the folder has its own), or leave --train out.",
         )
     return federate({id: tokens}, problem.section.context, recipe.seed, str(data)).clients[id]

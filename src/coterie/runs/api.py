@@ -186,8 +186,8 @@ def compare(
             all rows.
         seeds: Runs per method, with consecutive seeds.
         tune: Whether the settings of each method are chosen first, in `tune/` of the folder.
-        fields: As of `coterie.tune`; only with `tune`.
-        trials: Likewise.
+        fields: Fields to search, as in `coterie.tune`; only with `tune`.
+        trials: Candidates of the first rung, as in `coterie.tune`; only with `tune`.
         out: Folder for the comparison; default: a new one under runs/.
         resume: Continue the comparison in `out`, or the latest of this recipe under runs/.
         resume_changed: Like `resume`, and accept that base, data or clients have changed, or that
@@ -203,7 +203,7 @@ def compare(
     names, chosen = [name_of(method) for method in given], _recipe(recipe, changes)
     if not tune and (fields is not None or trials is not None):
         raise Refused(
-            "fields and trials are of a search, and nothing is to be tuned",
+            "fields and trials need a search, and tune is not set",
             "Give tune=True (--tune) too, or leave them out.",
         )
     folder = _folder(out, f"compare-{chosen.name}", resume or resume_changed)
@@ -269,19 +269,20 @@ def tune(
         (True, 'cobo.yaml')
 
     Args:
-        methods: Names (`coterie methods`), or one's own as `module:Class` or as the class itself.
+        methods: Names of methods (`coterie methods`), or your own as `module:Class` or as the class
+            itself.
         recipe: A shipped name, the path of a YAML file, or a `Recipe`: the data, base and budget of
             all rows.
         fields: Values by dotted keys of the recipe, `{"method.rho": [0.01, 0.03]}`: searched for
             the methods that have them. `method.rounds` here fixes what else is chosen.
         trials: Candidates of the first rung; default: 8.
         seeds: Runs of each candidate, with consecutive seeds.
-        out: The folder of the search; default: a new one under runs/.
-        resume: Go on with the search in `out`, or with the latest of this recipe under runs/.
-        resume_changed: As `resume`, though base, data or clients have changed, or metrics were
-            lost.
-        callbacks: Hear of what happens in each of the runs, see `Callback`.
-        progress: Whether to show in the terminal how far it is.
+        out: Folder for the search; default: a new one under runs/.
+        resume: Continue the search in `out`, or the latest one of this recipe under runs/.
+        resume_changed: Like `resume`, and accept that base, data or clients have changed, or that
+            metrics were lost.
+        callbacks: Called at the events of each run, see `Callback`.
+        progress: Whether to show progress in the terminal.
         changes: Other values for fields of the recipe, see `Recipe.load`.
 
     Raises:
@@ -307,7 +308,7 @@ def tune(
 def _effort(trials: int | None, seeds: int) -> Effort:
     """Return the effort of a search. Raises Refused."""
     if min(seeds, 1 if trials is None else trials) < 1:
-        raise Refused("a search has at least one trial and one seed", "Give positive numbers.")
+        raise Refused("a search needs at least one trial and one seed", "Give positive numbers.")
     return Effort(seeds=seeds) if trials is None else Effort(trials, seeds)
 
 

@@ -82,7 +82,7 @@ def context_of(texts: Texts, limit: int) -> tuple[int, str]:
     if found == room < wanted:
         return found, f"the shortest split has {texts.shortest:,} tokens"
     if found == most < wanted:
-        return found, "the most" if found < limit else "the most that the base takes"
+        return found, "the most" if found < limit else "the longest context of the base"
     return found, f"documents of about {texts.document:,} tokens"
 
 
@@ -130,7 +130,7 @@ def rows_that_fit(base: str, context: int, dtype: str, memory: float) -> int:
 
 def micro_batch_of(batch: int, rows: int) -> tuple[int | None, str]:
     """Return windows in a forward pass, and why; None: all of a batch."""
-    return (None, "it fits") if rows >= batch else (_power_below(rows), "for want of memory")
+    return (None, "it fits") if rows >= batch else (_power_below(rows), "limited by memory")
 
 
 def texts_of(recipe: Recipe) -> Texts:
@@ -225,7 +225,7 @@ def resolved_remotely(recipe: Recipe, folder: Path | None = None) -> tuple[Recip
 def _language(recipe: Recipe) -> LanguageSection:
     """Return the model section of a recipe of texts. Raises RecipeError for another one."""
     if not isinstance(recipe.model, LanguageSection):
-        problem = f"{recipe.auto[0]}: auto is for language models; give a number"
+        problem = f"{recipe.auto[0]}: auto is for language models only; give a number"
         raise RecipeError(f"recipe {recipe.name}", [problem])
     return recipe.model
 

@@ -1,5 +1,5 @@
-"""Where a run's clients are: in this process, in a simulation on this machine, or on devices
-that a grid of Flower's reaches.
+"""Backends of a run: clients in this process, in a simulation on this machine, or on devices that
+Flower's grid reaches.
 """
 
 import os
@@ -38,7 +38,7 @@ ARRIVAL_S = 60.0  # seconds for devices that were there a moment ago
 
 
 class Backend(Protocol):
-    """Where the clients of a run are: it prepares the recipe and builds the engine."""
+    """A place where clients run: it prepares the recipe and builds the engine."""
 
     devices: ClassVar[
         bool
@@ -177,7 +177,7 @@ def simulated_device(node: Mapping[str, Any], text: str, body: bytes) -> tuple[s
 
 @dataclass
 class DeviceBackend:
-    """Clients on devices of their own.
+    """Clients on separate devices.
 
     Args:
         grid: Flower's.

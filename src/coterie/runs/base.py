@@ -1,4 +1,4 @@
-"""What a run asks of its clients: who answered, who is believed, and what is written down of it."""
+"""The requests of a run to its clients: who answered, what is accepted, what is logged."""
 
 import time
 from collections.abc import Callable, Mapping, Set
@@ -152,8 +152,8 @@ class ExecutionBase(Listener):
         raise (ClientError if self.engine.distant else Divergence)(
             f"round {self.round + 1}, {ask.name}: {len(believed)} of {len(ask.to)} clients "
             f"answered, quorum.min_clients is {needed}",
-            f"Why is in {self.folder / METRICS}, lines of kind `lost`. When they are back, "
-            f"--resume goes on from the last checkpoint.",
+            f"{self.folder / METRICS} says why, in lines of kind `lost`. When they are back, "
+            f"continue from the last checkpoint with --resume.",
         )
 
     def _awaited(self, clients: Set[ClientId]) -> Set[ClientId]:

@@ -1,6 +1,4 @@
-"""Checkpoints of a run: whole or not there, and held against their sums before they are
-believed.
-"""
+"""Checkpoints of a run: written atomically, and verified by checksums when they are read."""
 
 import os
 import shutil
@@ -62,9 +60,9 @@ def _of(client: ClientId) -> str:
 class Checkpoints:
     """The folder `checkpoints/` of a run: `round-00007/` each, of which the two newest are kept.
 
-    A checkpoint is written under another name, brought to disk, and renamed: it is whole, or it is
-    not there. Each of its files has a checksum in its `SHA256SUMS`, and is held against that before
-    it is believed.
+    A checkpoint is written under another name, flushed to disk, and renamed: it is complete or
+    absent. Each of its files has a checksum in its `SHA256SUMS`, which is verified before it is
+    used.
     """
 
     def __init__(self, folder: Path, recipe: Mapping[str, Any]) -> None:
@@ -106,7 +104,7 @@ class Checkpoints:
             reason = error.strerror if isinstance(error, OSError) else error.problem
             raise SaveError(
                 f"cannot save the checkpoint of round {checkpoint.round}: {reason}",
-                "The checkpoint before it is good: free some space and run again with --resume.",
+                "The previous checkpoint is intact: free some space and run again with --resume.",
             ) from error
         self.tidy()
         return final
@@ -148,7 +146,7 @@ class Checkpoints:
             former = (
                 f"Delete {folder} to resume from {found[-2].name}."
                 if len(found) > 1
-                else "Start the run afresh, with another --out."
+                else "Start a new run, with another --out."
             )
             raise CheckpointError(f"checkpoint {folder.name}: {error.problem}", former) from None
         clients = {i: folder / _of(i) for i in about.clients}
@@ -174,7 +172,7 @@ class _OtherRecipe(CheckpointError):
 
 
 def _read(folder: Path) -> _About:
-    """Return what a checkpoint says of itself. Raises CheckpointError."""
+    """Return the description of a checkpoint. Raises CheckpointError."""
     path = folder / _ABOUT
     try:
         about = _About.model_validate(read_json(path))

@@ -62,19 +62,19 @@ class Classification(LearningProblem):
     def check(self, method: str, layout: Layout) -> None:
         if not layout.plain:
             raise ModelError(
-                f"method.name: {method} is made of LoRA experts, which a classifier does not have",
+                f"method.name: {method} trains LoRA experts, which a classifier does not have",
                 "Use a language model (model.kind: language with texts), or a method such as "
                 "local, fedavg, ditto, ifca, cobo or ddome.",
             )
         if self.common is None and isinstance(layout, PoolLayout) and layout.gated:
             raise ModelError(
                 f"method.name: the gate of {method} needs embeddings",
-                "Say what makes them: model.common.",
+                "Name the model that makes them: model.common.",
             )
         if self.common is None and isinstance(layout, CommonLayout):
             raise ModelError(
                 f"method.name: {method} needs a common expert",
-                "Say where it comes from: model.common.",
+                "Give it: model.common.",
             )
         self._start(layout.start if isinstance(layout, PoolLayout) else self.section.start)
 
@@ -123,7 +123,7 @@ class Classification(LearningProblem):
                 own = None
         if choice == "common" and own is None:
             raise ModelError(
-                "start: common, but the common expert is another network",
+                "start: common, but the common expert has a different network",
                 "Leave model.common.network out, or start at random.",
             )
         return own
@@ -204,13 +204,13 @@ def _common(
         if isinstance(shape, TextShape):  # its base is pretrained
             return CommonExpert(shape, shape.initial(0), device)
         raise ModelError(
-            "model.common: neither a path nor pretraining",
+            "model.common: gives neither a path nor pretraining",
             "Give model.common.path, or model.common.pretraining with data.public.",
         )
     if federation.public is None:
         raise ModelError(
-            "model.common.pretraining: there are no public examples",
-            "Set aside some that no client gets: data.public.",
+            "model.common.pretraining: the data have no public examples",
+            "Set data.public: examples that no client gets.",
         )
     assert isinstance(federation.public, ExampleSplit)
     return trained(shape, federation.public, section.pretraining, device)

@@ -62,13 +62,13 @@ def _loaded(section: str, data: str | None, base: str | None, alone: bool) -> Pr
     method = recipe.build_method()
     if method.centralized:
         raise Refused(
-            f"{recipe.method['name']} trains on the data of all clients in one place",
+            f"{recipe.method['name']} needs the data of all clients in one place",
             "The data of this device never leave it.",
         )
     if recipe.audit is not None:
         raise Refused(
             "audit: the recipe would plant canaries in this device's data",
-            "They are for runs whose data are all on one machine.",
+            "Canaries are only for runs whose data are all on one machine.",
         )
     problem = loading.load(recipe)
     leaving = outbound(
@@ -241,9 +241,9 @@ class Device:
             return known[0]
         if self.client is None or self.client not in known:
             asked = (
-                "which client this device is was not said"
+                "this device does not know which client it is"
                 if self.client is None
-                else f"the data here have no client {self.client!r}"
+                else f"the data of this device have no client {self.client!r}"
             )
             remedy = "Name it: --client ID, or client=ID in the node's configuration."
             raise DataError(f"{asked}; they have {', '.join(known[:10])}", remedy)
@@ -258,7 +258,9 @@ class Device:
         folder = self.home / request.run
         if request.run in _OWN or (folder.exists() and not (folder / "states").is_dir()):
             raise Refused(
-                f"a run may not have the name {request.run!r}: {folder} is no folder of a run", ""
+                f"the name {request.run!r} cannot be used for a run: {folder} exists and is "
+                f"not a run",
+                "",
             )
         return folder
 
@@ -279,7 +281,7 @@ def _keep(
 
 
 def _member(prepared: Prepared, client: ClientId) -> Member:
-    """Return what the server is told of a client."""
+    """Return the description of a client that the server gets."""
     federation, data = prepared.problem.federation, prepared.site.data[client]
     group = next((name for name, members in federation.unseen.items() if client in members), "")
     train, valid, test = (split.windows for split in data.splits)

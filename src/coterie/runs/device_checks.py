@@ -56,7 +56,7 @@ class OutboundCheck:
             raise Refused(
                 f"{self.request.task} of a recipe with secure: {self.prepared.recipe.secure} was "
                 f"asked for {how}",
-                "It was not done.",
+                "The device refused it.",
             )
         if self._outbound is not None:
             self._outbound.check(find_task(self.prepared.method, self.request.task))
@@ -137,8 +137,9 @@ def check_code(section: Mapping[str, Any], limits: Limits) -> None:
         here = {point.value for point in installed(group).values()}
         if is_own(name) and name not in here | set(allowed or ()):
             raise Refused(
-                f"{part}.{key}: this device imports no module that a server names, {name!r}",
-                f"Its owner may allow it: limits.{limit}.",
+                f"{part}.{key}: this device does not import modules that a server names, here "
+                f"{name!r}",
+                f"The owner of the device can allow it: limits.{limit}.",
             )
 
 

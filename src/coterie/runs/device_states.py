@@ -69,30 +69,30 @@ class Memory:
             try:
                 state, _ = load(turns[then])
             except CoterieError as error:
-                note = f"left out a damaged state ({error.problem}); "
+                note = f"skipped a damaged state ({error.problem}); "
                 continue
             older = expects is not None and then < expects
             return state, (
-                f"{note}goes on from its state of round {then[0] + 1}"[-_MOST_NOTE:]
+                f"{note}continues from its state of round {then[0] + 1}"[-_MOST_NOTE:]
                 if note or older
                 else ""
             )
         if turns and not note and expects is not None:
             oldest = next(iter(turns))[0] + 1
             raise TensorError(
-                f"the server is in round {turn[0] + 1}, this device has states from round "
+                f"the server is in round {turn[0] + 1}, this device only has states from round "
                 f"{oldest} on",
-                "Resume the run from its newest checkpoint, or start it afresh with another --out.",
+                "Resume the run from its newest checkpoint, or start a new one with another --out.",
             )
         return {}, (
-            f"{note}starts afresh: it has no state of this run"[-_MOST_NOTE:]
+            f"{note}starts from the beginning: it has no state of this run"[-_MOST_NOTE:]
             if note or expects is not None
             else ""
         )
 
     def commit(self, turn: Turn, state: State, kept: int) -> None:
-        """Write the state after a turn; what is later is no more, and what is older than a server
-        may go back to is let go of.
+        """Write the state after a turn. Delete later states, and those older than any that a server
+        may go back to.
 
         Args:
             turn: Just done.

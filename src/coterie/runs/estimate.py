@@ -1,4 +1,4 @@
-"""What a run will take: a few steps of a few clients, measured before it starts; bytes are
+"""Estimate the cost of a run before it starts. A few steps of a few clients are measured, bytes are
 counted, time and memory extrapolated.
 """
 

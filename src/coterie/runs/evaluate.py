@@ -1,4 +1,4 @@
-"""What a run is worth: scores, costs, personal models, `result.json`."""
+"""Results of a run: scores, costs, personal models, `result.json`."""
 
 import json
 import platform

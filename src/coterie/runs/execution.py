@@ -38,7 +38,7 @@ class Execution(EvaluatedExecution):
     Args:
         prepared: What `prepare` made.
         folder: The run's folder.
-        reporter: Is told of what happens.
+        reporter: Called at the events of the run.
         title: What the reporter calls it.
         backend: Where the clients are.
         profile: Records one round of it, see `execute`.
@@ -95,7 +95,7 @@ class Execution(EvaluatedExecution):
                 self.accountant.spend(result["drawn"], result["population"])
 
     def _check_clients(self, before: Mapping[ClientId, int]) -> None:
-        """Refuse to go on with other clients than before where that cannot be."""
+        """Refuse to continue with other clients than before if the method cannot."""
         gone, new = (
             before.keys() - self.federation.everyone.keys(),
             self.federation.everyone.keys() - before.keys(),
@@ -103,17 +103,17 @@ class Execution(EvaluatedExecution):
         if self.method.dynamic_membership or not gone | new:
             return
         problem = f"{self.recipe.method['name']} needs the clients that it started with: "
-        lacking = [f"{', '.join(sorted(gone))} not there"] if gone else []
+        lacking = [f"{', '.join(sorted(gone))} missing"] if gone else []
         raise Refused(
             problem + "; ".join(lacking + ([f"{', '.join(sorted(new))} new"] if new else [])),
-            "Start the devices of those that are not there, and those that are new after the run "
+            "Start the devices of the missing clients, and new devices only after the run "
             "has begun."
             if self.engine.distant
-            else "Put back the data that the run began with, or choose another --out.",
+            else "Restore the data that the run began with, or choose another --out.",
         )
 
     def check_metrics(self) -> None:
-        """Refuse to go on behind a checkpoint whose metrics are lost. Raises CheckpointError."""
+        """Refuse to continue from a checkpoint whose metrics are lost. Raises CheckpointError."""
         check_metrics(self.folder, self.progress["position"], self.progress.get("metrics"))
 
     def _count_traffic(self) -> None:
@@ -145,8 +145,8 @@ class Execution(EvaluatedExecution):
             for round in self.left_out:
                 self.noted(
                     "the server",
-                    f"round {round + 1} is lost: clients answer an exchange of secure "
-                    f"aggregation once, and it had begun before",
+                    f"round {round + 1} is skipped: clients answer an exchange of secure "
+                    f"aggregation only once, and this one had already begun",
                 )
             if self.round == 0:
                 self._add_to_curve()

@@ -46,8 +46,7 @@ def check_apart(folder: Path, data: Path, option: str = "--out") -> None:
     how = "is" if ours == theirs else "lies in" if ours.is_relative_to(theirs) else "holds"
     elsewhere = theirs.parent / f"{theirs.name}-run"
     raise Refused(
-        f"{option} {folder} {how} the folder of the data, {data}: what is written would lie "
-        f"among them",
+        f"{option} {folder} {how} the folder of the data, {data}: results would be mixed with data",
         f"Choose a folder beside it: {option} {elsewhere}",
     )
 
@@ -72,13 +71,13 @@ def read_sums(folder: Path) -> dict[str, str]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         raise CheckpointError(
-            f"{path} does not exist, so nothing tells whether the files beside it are whole"
+            f"{path} does not exist, so the files beside it cannot be verified"
         ) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({error})") from None
     found = [_SUM.fullmatch(line) for line in lines]
     if not all(found):
-        raise CheckpointError(f"{path} is damaged: not lines of sha256sum")
+        raise CheckpointError(f"{path} is damaged: not in the format of sha256sum")
     return {line[2]: line[1] for line in found if line}
 
 
@@ -98,9 +97,9 @@ def check_sums(folder: Path, names: Iterable[str], sums: Mapping[str, str]) -> N
             raise CheckpointError(f"{folder / name} cannot be read ({error.strerror})") from None
         if not same:
             how = (
-                "it is not as it was written: its SHA-256 is another one"
+                "it has changed since it was written: its SHA-256 does not match"
                 if name in sums
-                else f"{SUMS} does not know it"
+                else f"{SUMS} does not list it"
             )
             raise CheckpointError(f"{folder / name} is damaged, {how}")
 
@@ -124,7 +123,8 @@ def alone(folder: Path) -> Iterator[None]:
     except Timeout:
         who = f" by {holder}" if holder.isprintable() and holder else ""
         raise Refused(
-            f"{folder} is in use{who}", "Wait until that has ended, or choose another --out."
+            f"{folder} is in use{who}",
+            "Wait until that process has ended, or choose another --out.",
         ) from None
     except OSError as error:
         raise Refused(

@@ -18,8 +18,8 @@ from coterie.runs.prepare import Prepared
 
 INPUTS = "inputs.json"
 _MEANT = (
-    "If that is meant: --resume-changed goes on, from here on with what there is now. Otherwise "
-    "put back what was there, or choose "
+    "If this is intended, continue with what there is now: --resume-changed. Otherwise "
+    "restore the original, or choose "
 )
 REMEDY = _MEANT + "another --out."
 _FEW = 5  # changes that a message lists
@@ -81,7 +81,7 @@ class Inputs(BaseModel):
         return cls(bases=bases, clients=clients, files=dict(problem.federation.files))
 
     def changes(self, now: "Inputs") -> list[str]:
-        """Return what is other now, in words: bases first, then clients."""
+        """Return what has changed, in words: bases first, then clients."""
         found = [
             f"base {base}: {change}"
             for base in self.bases.keys() | now.bases.keys()
@@ -100,14 +100,14 @@ def _changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 def _change(was: bool, stays: bool) -> str:
     """Return what became of one content that is not the same."""
-    return ("has another content" if was else "is new") if stays else "is not there any more"
+    return ("has changed content" if was else "is new") if stays else "no longer exists"
 
 
 def _clients(
     before: Mapping[ClientId, Mapping[str, str]], now: Mapping[ClientId, Mapping[str, str]]
 ) -> list[str]:
     """How clients and their data differ."""
-    found = [f"client {i!r} is not there any more" for i in before if i not in now]
+    found = [f"client {i!r} no longer exists" for i in before if i not in now]
     found += [f"client {i!r} is new" for i in now if i not in before]
     both = [i for i in before if i in now]
     if [i for i in now if i in before] != both:
@@ -133,8 +133,8 @@ class RecordedInputs:
         return any((self.folder / name).exists() for name in (RESULT, "checkpoints"))
 
     def check(self, now: Inputs) -> None:
-        """Refuse to go on with other inputs than the run began with; a run that has not begun takes
-        any.
+        """Refuse to continue with other inputs than the run began with; a run that has not begun
+        accepts any.
 
         Raises:
             CheckpointError: Naming what changed; or what the run began with is not known.
@@ -145,7 +145,7 @@ class RecordedInputs:
             few = "\n".join(f"  - {change}" for change in changes[:_FEW])
             more = f"\n  - and {len(changes) - _FEW:,} more" if len(changes) > _FEW else ""
             raise CheckpointError(
-                f"{self.folder}: what the run began with has changed\n{few}{more}", REMEDY
+                f"{self.folder}: the inputs of the run have changed\n{few}{more}", REMEDY
             )
 
     def check_bases(self, now: Inputs) -> None:
@@ -158,8 +158,8 @@ class RecordedInputs:
             return
         if changes := before.model_copy(update={"clients": now.clients}).changes(now):
             raise CheckpointError(
-                f"{self.folder} has learned on another base: {changes[0]}",
-                "Put back what was there.",
+                f"{self.folder} was trained on another base: {changes[0]}",
+                "Restore the base that the run was trained on.",
             )
 
     def _inputs(self) -> Inputs:
@@ -173,7 +173,7 @@ class RecordedInputs:
             ) from None
         except CheckpointError as error:
             raise CheckpointError(
-                f"what the run began with is not known: {error.problem}", REMEDY
+                f"the inputs that the run began with are unknown: {error.problem}", REMEDY
             ) from None
 
     def begin(self, inputs: Inputs) -> None:
@@ -227,6 +227,6 @@ class RecordedInputs:
             check_sums(self.folder, [RESULT], sums)
         except CheckpointError as error:
             raise CheckpointError(
-                error.problem, "Delete it: --resume makes it again from the last checkpoint."
+                error.problem, "Delete it: --resume then writes it again from the last checkpoint."
             ) from None
         return True

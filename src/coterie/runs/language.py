@@ -47,7 +47,7 @@ class Language(LearningProblem):
     def check(self, method: str, layout: Layout) -> None:
         if type(layout) is not Layout:
             raise ModelError(
-                f"method.name: {method} is made of whole networks, which a language model with "
+                f"method.name: {method} trains whole networks, which a language model with "
                 f"adapters does not have",
                 "Use a classifier (model.kind: classifier with images, or text-classifier with "
                 "labelled texts).",

@@ -105,7 +105,8 @@ class Limits(BaseModel):
         """Refuse an epsilon that nobody could count here. Raises Refused."""
         if self.epsilon is not None and find_spec("opacus") is None:
             raise Refused(
-                "limits.epsilon: without opacus nobody counts what is spent", extra("privacy")
+                "limits.epsilon: counting what is spent needs opacus, which is not installed",
+                extra("privacy"),
             )
 
     def check_run(self, method: str, base: str | None, rounds: int) -> None:
@@ -170,8 +171,8 @@ def read(path: Path) -> Limits:
         raise Refused(f"limits {path}: not valid YAML\n  {error}", "See docs/deploy.md.") from None
     if not found:
         raise Refused(
-            f"limits {path}: the file holds nothing, and would limit nothing",
-            "Write the limits, or do without --limits.",
+            f"limits {path}: the file is empty, so it would limit nothing",
+            "Write limits into it, or leave out --limits.",
         )
     try:
         return Limits.model_validate(found)

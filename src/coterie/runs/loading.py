@@ -1,4 +1,4 @@
-"""What a recipe's clients learn, loaded and checked, or known from afar."""
+"""Load and check the base and the data of a recipe, or their shapes alone on a server."""
 
 import torch
 
@@ -35,7 +35,7 @@ def load(recipe: Recipe) -> LearningProblem:
     """Return the base and the data of a recipe.
 
     Raises:
-        Refused: The base or the data will not do.
+        Refused: The base or the data cannot be used.
     """
     device = pick_device(recipe.model.device)
     match recipe.model, recipe.data:

@@ -1,5 +1,5 @@
-"""Clients on devices of their own: what they say of themselves, checked, and what a server
-prepares without their data.
+"""Clients on separate devices: checks of what they report, and what a server prepares without their
+data.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,7 @@ _MOST_SAID = 1000  # characters of what is wrong with what a device says
 
 
 def check_member(recipe: Recipe, member: Member) -> None:
-    """Refuse what a device says of its client where that cannot be, by all that a server knows: the
-    recipe.
+    """Refuse impossible values in what a device reports of its client, as far as the recipe tells.
 
     Raises:
         Refused: Naming the field.
@@ -29,8 +28,8 @@ def check_member(recipe: Recipe, member: Member) -> None:
     known = recipe.data.client_info(member.client)
     if known is None:
         raise Refused(
-            f"client: the recipe's data have no {member.client!r}",
-            "Is it the same recipe, and --client one of its clients?",
+            f"client: the recipe's data have no client {member.client!r}",
+            "Check that it is the same recipe and that --client names one of its clients.",
         )
     exact = {"group": known.group, "cluster": known.cluster, "anchor": known.anchor}
     wrong = [
@@ -51,18 +50,18 @@ def check_member(recipe: Recipe, member: Member) -> None:
         wrong.append(f"labels: {problem}")
     if wrong:
         raise Refused(
-            f"says of {member.client} what cannot be: {'; '.join(wrong)}"[:_MOST_SAID], ""
+            f"reports impossible values for {member.client}: {'; '.join(wrong)}"[:_MOST_SAID], ""
         )
 
 
 def _labels_problem(labels: tuple[int, ...] | None, classes: int | None) -> str:
     """Return what is wrong with a client's declared classes; "" if nothing is."""
     if classes is None:
-        return "" if labels is None else "some, of data that have none"
+        return "" if labels is None else "some, but the data have none"
     if labels is None:
-        return "none, of data that have them"
+        return "none, but the data have them"
     if not labels or list(labels) != sorted(set(labels)) or labels[-1] >= classes:
-        return f"{len(labels)} of them, expected some of 0 to {classes - 1}, in rising order"
+        return f"{len(labels)} of them, expected numbers from 0 to {classes - 1} in ascending order"
     return ""
 
 
@@ -74,15 +73,13 @@ def prepare_remote(recipe: Recipe, members: Sequence[Member]) -> Prepared:
     """
     federation = federated(members)
     if recipe.audit is not None:
-        problem = "audit: clients are on devices of their own, where nobody else plants anything"
+        problem = "audit: clients are on separate devices, where the server cannot plant canaries"
         raise RecipeError(
             f"recipe {recipe.name}",
             [f"{problem}; run it where all data are on one machine, or leave audit out"],
         )
     if recipe.build_method().centralized:
-        problem = (
-            f"method.name: {recipe.method['name']} trains on the data of all clients in one place"
-        )
+        problem = f"method.name: {recipe.method['name']} needs the data of all clients in one place"
         raise RecipeError(f"recipe {recipe.name}", [f"{problem}; use engine: inprocess"])
     return assembled(recipe, loading.distant(recipe, federation))
 
@@ -101,14 +98,14 @@ def federated(members: Sequence[Member]) -> Federation:
     training = [m for m in ordered if not m.group]
     if not training:
         raise Refused(
-            f"of {len(members)} clients none trains",
+            f"none of {len(members)} clients trains",
             "Start devices of clients that are not held out by the recipe's data.",
         )
     clusters = {m.client: m.cluster for m in training if m.cluster is not None}
     anchors = sorted((m for m in ordered if m.anchor is not None), key=lambda m: m.anchor or 0)
     return Federation(
         {m.client: data[m.client] for m in training},
-        f"{len(ordered)} clients on devices of their own",
+        f"{len(ordered)} clients on separate devices",
         clusters=clusters if len(clusters) == len(training) else None,
         anchors=tuple(m.client for m in anchors),
         labels={m.client: m.labels for m in ordered if m.labels is not None},
@@ -120,7 +117,7 @@ def federated(members: Sequence[Member]) -> Federation:
 
 
 def joined(prepared: Prepared, member: Member) -> Prepared:
-    """Return the same with a client more, behind those that were there.
+    """Return the same with one more client, after the others.
 
     Raises:
         Refused: It does not fit, it is held out by its data, or the method needs all of its clients
@@ -128,10 +125,13 @@ def joined(prepared: Prepared, member: Member) -> Prepared:
     """
     name, problem = prepared.recipe.method["name"], copy(prepared.problem)
     if not prepared.method.dynamic_membership:
-        raise Refused(f"came after the run began, and {name} needs all clients from the start", "")
+        raise Refused(
+            f"joined after the run began, but {name} needs all clients from the start", ""
+        )
     if member.group:
         raise Refused(
-            f"came after the run began, and is held out (group {member.group}): those are scored "
+            f"joined after the run began, but is held out (group {member.group}): such "
+            f"clients are scored "
             f"from the start or not at all",
             "",
         )

@@ -54,17 +54,17 @@ def _built(kind: type[Method], fields: _Fields) -> Method:
 
 
 def _moved(method: Mapping[str, Any]) -> Iterator[str]:
-    """Say what a recipe of before has to write now."""
+    """Say what replaces fields of older recipes."""
     if method.get("generalists") == "pool" or (
         "chosen" in method and str(method["name"]).startswith("comigs")
     ):
         yield (
-            "method.generalists: a pool is a method of its own now: name: comigs-pool, where "
-            "`generalists` is what was `chosen`"
+            "method.generalists: pools have moved to a separate method: name: comigs-pool, where "
+            "`generalists` replaces `chosen`"
         )
     if "aggregate" in method:
         yield (
-            "method.aggregate: CoBo's weights are a method of its own now: name: comigs-cobo "
+            "method.aggregate: CoBo's weights have moved to a separate method: name: comigs-cobo "
             "(comigs averages); leave the field out"
         )
 
@@ -72,7 +72,7 @@ def _moved(method: Mapping[str, Any]) -> Iterator[str]:
 def unknown_method(name: str) -> str:
     """Return why there is no method of this name, and which one may be meant."""
     if is_own(name):
-        return f"{name!r} is no method: {import_problem(name)}"
+        return f"{name!r} is not a method: {import_problem(name)}"
     close = difflib.get_close_matches(name, METHODS, n=1)
     return f"there is no method {name!r}" + (
         f", did you mean {close[0]}?" if close else "; see `coterie methods`"

@@ -16,7 +16,7 @@ METRICS = "metrics.jsonl"
 
 
 def check_metrics(folder: Path, position: int, digest: str | None) -> None:
-    """Refuse to go on behind metrics that are not there any more.
+    """Refuse to continue if the metrics up to a checkpoint are lost.
 
     Args:
         folder: The run's.
@@ -28,7 +28,7 @@ def check_metrics(folder: Path, position: int, digest: str | None) -> None:
     """
     path, remedy = (
         folder / METRICS,
-        "Put the file back; or go on without what is lost: --resume-changed.",
+        "Restore the file, or continue without what is lost: --resume-changed.",
     )
     try:
         with open(path, "rb") as file:
@@ -39,7 +39,7 @@ def check_metrics(folder: Path, position: int, digest: str | None) -> None:
         raise CheckpointError(f"{path} cannot be read ({error.strerror})", remedy) from None
     if len(found) < position:
         problem = (
-            f"{path} has {len(found):,} bytes, and had {position:,} when the checkpoint was written"
+            f"{path} has {len(found):,} bytes, but had {position:,} when the checkpoint was written"
         )
         raise CheckpointError(f"{problem}: metrics of the rounds before it are lost", remedy)
     if digest is not None and hashlib.sha256(found).hexdigest() != digest:
@@ -156,8 +156,8 @@ class Released:
         try:
             return [found for line in lines if (found := json.loads(line))["round"] >= round]
         except (ValueError, TypeError, KeyError) as error:
-            problem = f"{self.path} is damaged ({error}): what this run has sent is not known"
-            raise CheckpointError(problem, "Start the run afresh, with another --out.") from None
+            problem = f"{self.path} is damaged ({error}): it is unknown what this run has sent"
+            raise CheckpointError(problem, "Start a new run, with another --out.") from None
 
     def add(self, result: Mapping[str, Any], since: int) -> bool:
         """Write down a result; returns whether it is new.

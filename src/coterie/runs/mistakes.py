@@ -25,7 +25,7 @@ def impossible(value: Any, where: str = "", depth: int = 0) -> Iterator[str]:
     half of a surrogate pair, endless sections.
     """
     if depth > _DEEPEST:
-        yield f"{where}: more than {_DEEPEST} sections within each other"
+        yield f"{where}: sections nested more than {_DEEPEST} deep"
     elif isinstance(value, Mapping):
         for key, inner in value.items():
             yield from impossible(str(key), where, depth)
@@ -38,7 +38,7 @@ def impossible(value: Any, where: str = "", depth: int = 0) -> Iterator[str]:
     elif isinstance(value, int) and abs(value) >= 2**63:
         yield f"{where}: must be below 2^63, found a number of {value.bit_length()} bits"
     elif isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
-        yield f"{where}: half of a surrogate pair, which is no text"
+        yield f"{where}: not valid text (half of a surrogate pair)"
 
 
 def readable(error: ErrorDetails, recipe: type[BaseModel], prefix: tuple[str, ...] = ()) -> str:
@@ -57,7 +57,7 @@ def readable(error: ErrorDetails, recipe: type[BaseModel], prefix: tuple[str, ..
         return f"{where}: unknown key" + _suggest(location, recipe)
     if error["type"] == "union_tag_invalid":
         return (
-            f"{where}.kind: there is no {error['ctx']['tag']!r}; choose among "
+            f"{where}.kind: unknown kind {error['ctx']['tag']!r}; choose one of "
             f"{error['ctx']['expected_tags']}"
         )
     if error["type"] == "union_tag_not_found":

@@ -126,7 +126,7 @@ def train(
         client: Of a language model, what it got loaded.
         method: Of the run.
         most: Local iterations at most, over which the learning rate is scheduled.
-        say: Is told a line after every look.
+        say: Called with a line after every evaluation on validation text.
 
     Returns:
         What is to be kept (the shared part alone, unless what was trained is better), and what came
@@ -154,7 +154,7 @@ def train(
                 method.iterate(client)
             if client.iteration == done or not client.stats:
                 raise ModelError(
-                    "there is nothing that a new client could train", "Adapt without --train."
+                    "the run has nothing that a new client could train", "Adapt without --train."
                 )
             client.stats.clear()
             now = perplexity(client.score(client.valid))

@@ -68,7 +68,7 @@ def prepare(recipe: Recipe, loaded: LearningProblem | None = None) -> Prepared:
             they are loaded.
 
     Raises:
-        Refused: The base, the data, or their combination with the method will not do.
+        Refused: The base or the data cannot be used, or do not fit the method.
     """
     recipe, _ = resolved(recipe)
     problem = loading.load(recipe) if loaded is None else loaded
@@ -189,14 +189,14 @@ def _beyond_examples(recipe: Recipe, method: Method, model: Trainable) -> list[s
     if not protects_examples(method):
         able = [name for name, entry in METHODS.items() if "by_examples" in vars(entry.method)]
         problem = (
-            f"privacy.unit: {recipe.method['name']} shares more than what gradients of single "
-            f"examples train"
+            f"privacy.unit: {recipe.method['name']} shares values that gradients of single "
+            f"examples do not train"
         )
         return [f"{problem}; possible with {', '.join(able)}"]
     if method.shared and isinstance(model, Classifier) and model.per_example is None:
         return [
-            "privacy.unit: gradients of single examples are of language models and of image "
-            "networks whose norm is group or none"
+            "privacy.unit: gradients of single examples need a language model or an image "
+            "network whose norm is group or none"
         ]
     return []
 
@@ -240,12 +240,13 @@ def _check_secure(recipe: Recipe, method: Method, clients: Sequence[ClientId]) -
         )
     if recipe.quorum.otherwise == "wait":
         mistakes.append(
-            "quorum.otherwise: with secure: true the few that are asked again would have a sum "
-            "of their own; use stop"
+            "quorum.otherwise: with secure: true the few that are asked again would form "
+            "a separate, small sum; use stop"
         )
     if len(clients) < FEWEST:
         mistakes.append(
-            f"secure: {len(clients)} clients; of fewer than {FEWEST} the sum would tell"
+            f"secure: {len(clients)} clients; a sum of fewer than {FEWEST} would reveal "
+            f"their updates"
         )
     if mistakes:
         raise RecipeError(f"recipe {recipe.name}", mistakes)
@@ -257,18 +258,18 @@ def _check_presence(recipe: Recipe, method: Method, federation: Federation) -> N
     """
     clients, name, part = tuple(federation.clients), recipe.method["name"], recipe.participation
     mistakes = [
-        f"presence.{i}: there is no such client; there are {', '.join(clients)}"
+        f"presence.{i}: unknown client; there are {', '.join(clients)}"
         for i in recipe.presence
         if i not in clients
     ]
     mistakes += [
-        f"presence.{i}: from round {a} to before {b} is no round"
+        f"presence.{i}: round {b}, the first without it, must come after round {a}"
         for i, (a, b) in recipe.presence.items()
         if b is not None and b <= a
     ]
     if part.schedule != "all" and federation.clusters is None:
         mistakes.append(
-            f"participation.schedule: {part.schedule} goes by clusters, which these data do not "
+            f"participation.schedule: {part.schedule} needs clusters, which these data do not "
             f"have; see data.partition"
         )
     if recipe.presence and not method.dynamic_membership:
@@ -289,7 +290,7 @@ def _check_presence(recipe: Recipe, method: Method, federation: Federation) -> N
         and (method.stateful or not method.serves_unseen_clients),
     }
     mistakes += [
-        f"{key}: {name} has no model for clients that bring none of their own; fedavg and ddome do"
+        f"{key}: {name} has no model for clients without one of their own; fedavg and ddome do"
         for key in lonely
         if lonely[key]
     ]

@@ -1,5 +1,5 @@
-"""What is learned: everything in which language models and image classifiers differ, behind one
-surface.
+"""The learning problem: one interface to everything in which language models and image classifiers
+differ.
 """
 
 from abc import ABC, abstractmethod

@@ -56,9 +56,9 @@ def run(
     Args:
         recipe: What to run.
         folder: Made if it is missing. The methods of `compare_with` go to its `baselines/<name>/`.
-        resume: Go on with the run that is in `folder`.
-        changed: Go on with it even though base, data or clients have changed, or metrics were lost.
-        reporter: Is told of what happens; default: nobody.
+        resume: Continue the run in `folder`.
+        changed: Continue it even if base, data or clients have changed, or metrics were lost.
+        reporter: Called at the events of the run; default: none.
         backend: Where the clients are; default: on this machine.
         profile: Records a round of the recipe's own method; default: nothing.
 
@@ -72,7 +72,7 @@ def run(
     """
     if not (resume or changed) and (folder / RECIPE).exists():
         raise Refused(
-            f"{folder} already holds a run", "Go on with it by --resume, or choose another --out."
+            f"{folder} already holds a run", "Resume it with --resume, or choose another --out."
         )
     reporter = reporter or Callback()
     recipe = without_auto(
@@ -223,11 +223,11 @@ def _begun(folder: Path) -> bool:
 
 
 def _check_begun(folder: Path, rows: Sequence[tuple[Recipe, Path]]) -> None:
-    """Refuse to go on with what has never begun. Raises Refused."""
+    """Refuse to resume what has never begun. Raises Refused."""
     if not (folder / "lock").exists() and not any(_begun(path) for _, path in rows):
         raise Refused(
-            f"{folder} {'holds' if folder.is_dir() else 'does not exist, so there is'} nothing "
-            f"to go on with",
+            f"there is no run to resume in {folder}"
+            f"{'' if folder.is_dir() else ', which does not exist'}",
             "Check --out; or start from the beginning: the same command without --resume.",
         )
 
@@ -259,7 +259,7 @@ def check_new(folder: Path, resume: bool) -> None:
     if (folder / COMPARISON).exists() and not resume:
         raise Refused(
             f"{folder} already holds a comparison",
-            "Go on with it by --resume, or choose another --out.",
+            "Resume it with --resume, or choose another --out.",
         )
 
 

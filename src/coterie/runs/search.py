@@ -132,7 +132,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search came to.
+    """The result of a search.
 
     Args:
         chosen: The best; None where nothing was to be chosen.
@@ -152,7 +152,7 @@ def together(
     searches: Mapping[K, Search],
     evaluate: Callable[[Sequence[tuple[K, Trial]]], Sequence[Score]],
 ) -> dict[K, Found]:
-    """Carry searches out side by side: what all of them ask for next is evaluated in one call.
+    """Run searches side by side: what all of them ask for next is evaluated in one call.
 
     Args:
         searches: By any key.
@@ -213,7 +213,7 @@ def halving(
 
     Args:
         fields: What is searched; made denser until there are as many candidates as asked for.
-        effort: What it may cost.
+        effort: Its limits.
         rounds: Of the whole run, on which depends how many rungs there are.
         own: The candidate that is always among the first; default: none.
         shorter: Whether the best run of fewer rounds is surely better than the best of all rounds:

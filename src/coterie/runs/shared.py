@@ -17,7 +17,7 @@ from coterie.runs.recipe import Recipe
 class SharedData:
     """The base and the data of the row that was prepared last, for the next one if it has the same.
 
-    They are let go of before others are loaded.
+    They are released before others are loaded.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class CommonThreads:
     """The number of threads for the rows of a command: the same for all, so that what differs
     between them is no matter of arithmetic.
 
-    A row that has begun goes on with its own number, because sums of floating-point numbers depend
+    A row that has begun keeps its own number, because sums of floating-point numbers depend
     on how many threads share them: with another one it would not end bit-equal to the same run
     without an interruption. New rows take that of one that has begun; otherwise the first row that
     needs a number has it found out, see `choose_threads`.
@@ -76,7 +76,7 @@ def kept_threads(folder: Path) -> int | None:
     """Return with how many threads the run in a folder computes: 0 if it has begun and does not
     say, as older versions; None if it has not.
 
-    What is damaged says nothing here: whoever goes on from it is told.
+    A damaged checkpoint is ignored here: resuming from it reports the damage.
     """
     begun = sorted((folder / "checkpoints").glob("round-*/checkpoint.json"))
     try:

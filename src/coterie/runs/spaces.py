@@ -1,4 +1,4 @@
-"""Which fields of a recipe a search goes through, and which values it begins with."""
+"""The fields of a recipe that a search covers, and the values that it starts with."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,9 @@ def parse(texts: Sequence[str]) -> dict[str, list[Any]]:
         try:
             found = parse_yaml(f"[{values}]")
         except ValueError as error:
-            mistakes.append(f"{text!r}: not values in YAML ({str(error).splitlines()[0]})")
+            mistakes.append(
+                f"{text!r}: the values are not valid YAML ({str(error).splitlines()[0]})"
+            )
             continue
         if not sign or not key or not found:
             mistakes.append(
@@ -50,7 +52,7 @@ def parse(texts: Sequence[str]) -> dict[str, list[Any]]:
                 f"training.experts.lr=0.01,0.02,0.04"
             )
         elif key in grid:
-            mistakes.append(f"{key}: given twice; name all its values at once")
+            mistakes.append(f"{key}: given twice; give all its values at once")
         else:
             grid[key] = found
     if mistakes:
@@ -131,7 +133,7 @@ def checked(own: Sequence[Recipe], given: Grid) -> dict[str, tuple[Any, ...]]:
     for key, values in given.items():
         if not key.startswith(_SECTIONS) or key in _SCORED:
             mistakes[
-                f"{key}: cannot be searched, as scores would be of something else; fields of "
+                f"{key}: cannot be searched, as scores would not be comparable; fields of "
                 f"method, training and model can"
             ] = None
             continue
@@ -142,7 +144,7 @@ def checked(own: Sequence[Recipe], given: Grid) -> dict[str, tuple[Any, ...]]:
             except RecipeError as error:
                 mistakes |= dict.fromkeys(error.mistakes)
         if not typed and not mistakes:
-            mistakes[f"{key}: none of the methods has it, or its name fixes it"] = None
+            mistakes[f"{key}: no method has this field, or the method's name fixes it"] = None
         found[key] = tuple(typed)
     if mistakes:
         raise RecipeError("--field", list(mistakes))

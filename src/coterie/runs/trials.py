@@ -1,5 +1,5 @@
-"""What a candidate of a search is worth: the validation scores of its runs, each in a folder of its
-own that is named by what is run.
+"""Scores of the candidates of a search: the validation scores of their runs, each in a folder that
+is named by its recipe.
 """
 
 import math
@@ -64,9 +64,8 @@ def missing_of(runs: Sequence[RunAt], again: bool = False) -> list[RunAt]:
 
 
 def score_of(result: Result) -> Score:
-    """Return what a run is worth, by validation alone: the metric, and of equal ones the loss.
-
-    One whose scores are not finite, or in which not everybody could be scored, has lost.
+    """Return the score of a run, by validation alone: the metric, and for ties the loss. A run with
+    scores that are missing or not finite is `LOST`.
     """
     known = result.clients.keys() | (result.training or {}).keys()
     score = (sort_key(result.valid, result.metric), result.valid_loss or 0.0)
@@ -114,7 +113,7 @@ class TrialRuns(Generic[K]):
         reporter: Is told of what happens.
         prefix: What the reporter calls somebody's runs; default: by the method.
         changed: See `execute_all`.
-        within: Likewise.
+        within: See `execute_all`.
         deciding: How many parts of a score the searches look at; default: all.
     """
 
@@ -258,7 +257,7 @@ class TrialRuns(Generic[K]):
         method = runs[0][0].build_method()
         problems = [read_json(path / UNFIT) for _, path in runs if (path / UNFIT).exists()]
         if judged.score == LOST and not problems:
-            problems = [{"problem": "not everybody's score was finite", "trained": False}]
+            problems = [{"problem": "the scores of some clients were not finite", "trained": False}]
         known = [result.valid for result in results]
         losses = [result.valid_loss for result in results if result.valid_loss is not None]
         ended = sum(result.evaluations[-1].iteration for result in results)

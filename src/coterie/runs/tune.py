@@ -107,9 +107,9 @@ def tune(
         folder: Gets `tune.json`, `tune.html`, `chosen/<method>.yaml`, and `runs/`.
         fields: Beside the learning rates: values by dotted keys of the recipe.
         effort: What a method's search may cost.
-        resume: Go on with the search that is in `folder`.
-        changed: Go on with its unfinished runs though base, data or clients have changed.
-        reporter: Is told of what happens; default: nobody.
+        resume: Continue the search in `folder`.
+        changed: Continue its unfinished runs even if base, data or clients have changed.
+        reporter: Called at the events of each run; default: none.
 
     Raises:
         Refused: Something is wrong with the recipe, the fields, the base, the data or the folder;
@@ -153,24 +153,24 @@ def planned(methods: Sequence[str], recipe: Recipe, fields: Grid, effort: Effort
 
 
 def _claim(folder: Path, plan: Plan, resume: bool) -> None:
-    """Refuse a folder that holds another search, or nothing to go on with. Raises Refused."""
+    """Refuse a folder that holds another search, or none to resume. Raises Refused."""
     known = (folder / SEARCH).exists()
     if known and not resume:
         raise Refused(
             f"{folder} already holds a search",
-            "Go on with it by --resume, or choose another --out.",
+            "Resume it with --resume, or choose another --out.",
         )
     if resume and not known:
         raise Refused(
-            f"{folder} holds no search to go on with",
+            f"there is no search to resume in {folder}",
             "Check --out; or start from the beginning: the same command without --resume.",
         )
     if known:
         before, now = read_json(folder / SEARCH), plan.to_json()
         if other := [key for key in now if before.get(key) != now[key]]:
             raise Refused(
-                f"{folder} holds another search: it has other {' and '.join(other)}",
-                "Give what it began with, or choose another --out.",
+                f"{folder} holds a different search: it has other {' and '.join(other)}",
+                "Repeat the command that began it, or choose another --out.",
             )
 
 
@@ -214,8 +214,9 @@ def _results(trial_runs: TrialRuns[str], name: str, found: Found) -> list[Result
     if not results:
         problem = trial_runs.tried(name, found.chosen).problem
         raise CoterieError(
-            f"{name}: no candidate came to an end; the last problem: {problem}",
-            "Name smaller values, as --field training.experts.lr=... does, in another --out.",
+            f"{name}: no candidate finished; the last problem: {problem}",
+            "Give smaller values, for instance --field training.experts.lr=..., with another "
+            "--out.",
         )
     return results
 
@@ -274,7 +275,7 @@ def stated(effort: Effort, rounds: int, who: str) -> str:
 
 
 def _notes(plan: Plan, rows: Sequence[TunedRow]) -> list[str]:
-    """Return what a reader must know beside the effort, a sentence each."""
+    """Return further notes for a reader, a sentence each."""
     found = [
         f"{row.method}: {row.candidates} candidates, as its fields have no more values."
         for row in rows
@@ -299,7 +300,7 @@ def chosen_recipes(found: Tuning) -> dict[str, Recipe]:
 
 
 def effort_of(found: Tuning) -> str:
-    """Say what the search was, what each row came to, and where that lies at an edge."""
+    """Describe the search, the result of each row, and which values lie at an edge of a grid."""
     parts = []
     for row in found.rows:
         edge = " (at the edge of its grid)" if row.at_edge else ""

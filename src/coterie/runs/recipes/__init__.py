@@ -44,7 +44,7 @@ def find(recipe: str) -> Path:
         return path
     if recipe not in names():
         raise Refused(
-            f"recipe {recipe!r}: there is no shipped recipe of that name",
+            f"recipe {recipe!r}: there is no shipped recipe with that name",
             "Choose one of: " + ", ".join(names()),
         )
     own = FOLDER / f"{recipe}.yaml"
@@ -64,7 +64,7 @@ def _brought(recipe: str) -> Path:
             return path
     raise Refused(
         f"recipe {recipe!r}: the installed package {package} has no file {recipe}.yaml",
-        "Install the package again, or ask its authors.",
+        "Reinstall the package, or ask its authors.",
     )
 
 
@@ -85,7 +85,7 @@ def parse(text: str) -> Any:
         _measure(node, {}, 0)
         return loader.construct_document(node)
     except RecursionError:
-        raise ValueError(f"more than {_DEEPEST} sections within each other") from None
+        raise ValueError(f"sections nested more than {_DEEPEST} deep") from None
     except (
         yaml.YAMLError,
         ArithmeticError,
