@@ -483,7 +483,7 @@ def test_hub_sections_that_are_refused(tmp_path, tokenizer) -> None:
     assert "Choose among: body, who." in changed(text_column="text")
     assert "has no 'q'" in changed(clients=("x/1", "q"))
     assert "Unknown split" in changed(split="trian")
-    assert "there is no such folder or file" in changed(dataset=str(tmp_path / "nothing"))
+    assert "no such folder or file" in changed(dataset=str(tmp_path / "nothing"))
     write(tmp_path / "a.pdf", "x")
     assert "files of this kind cannot be read" in changed(dataset=str(tmp_path / "a.pdf"))
     write_rows(tmp_path / "same.jsonl", [{"body": "x", "who": "a/b"}, {"body": "y", "who": "a b"}])
@@ -639,7 +639,7 @@ def test_hub_clients_that_are_refused_come_all_at_once(tmp_path, tokenizer, monk
         in nothing
     )
     assert "data.rows" in nothing
-    assert "data.clients.e: data set /no/where: there is no such folder or file" in message(
+    assert "data.clients.e: data set /no/where: no such folder or file" in message(
         e={"dataset": "/no/where"}
     )
     assert "client id 'f/g' is not valid" in message(**{"f/g": {"dataset": path}})

@@ -207,7 +207,7 @@ def test_lists_of_another_length_are_refused(embedded: Backbone) -> None:
     ("given", "message"),
     [
         ({"clients": 0}, "greater than or equal to 1"),
-        ({"topics": [[0, 4]]}, "they are 0 to 3"),
+        ({"topics": [[0, 4]]}, "with numbers 0 to 3"),
         ({"topics": [[0, 0]]}, "each once"),
         ({"topics": [[]]}, "at least one client"),
         ({"shares": [0.5, 0.5, 0.5]}, "sum to 1"),

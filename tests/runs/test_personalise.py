@@ -443,5 +443,5 @@ def test_without_training_those_who_need_it_are_told_so(tiny_base: Path, tmp_pat
     (tmp_path / "recipe.yaml").write_text(
         recipes.dump(recipes.load("quickstart", ["method.name=pfedmoe"]))
     )
-    with pytest.raises(CoterieError, match=r"With --train it trains on"):
+    with pytest.raises(CoterieError, match=r"With --train it trains further"):
         adapt(tmp_path, tmp_path)

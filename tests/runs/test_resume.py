@@ -206,7 +206,7 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
     "sums gone": (lambda f: (f / SUMS).unlink(), "SHA256SUMS does not exist"),
     "sums, one bit": (
         lambda f: flip(f / SUMS, 3),
-        r"SHA256SUMS is damaged|is damaged, it is not as it was written",
+        r"SHA256SUMS is damaged|is damaged, it has changed since it was written",
     ),
     "sums without a client": (
         lambda f: (f / SUMS).write_text(

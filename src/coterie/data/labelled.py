@@ -88,7 +88,7 @@ class LabelledTexts(Partitioner, ABC):
         return data  # type: ignore[no-any-return]
 
     def text(self, row: Mapping[str, Any]) -> str:
-        """Return what is to be classified."""
+        """Return the texts to classify."""
         return str(row["text"])
 
     def called(self, kinds: Numbers) -> Numbers:
@@ -111,7 +111,7 @@ class LabelledTexts(Partitioner, ABC):
         )
 
     def _found(self) -> tuple[Any, Callable[[], list[Rows]]]:
-        """Return what changes when the texts do, and what reads them, file by file. Raises
+        """Return a fingerprint of the texts, and their readers, file by file. Raises
         DataError.
         """
         if paths := located(self.root, [f"{self.folder}/{name}.jsonl.gz" for name in _FILES]):

@@ -24,7 +24,7 @@ BASES = (Section, Images, LabelledTexts)
 
 
 def kind_of(section: BaseModel) -> str:
-    """Return what a recipe names a section's class by."""
+    """Return the name by which a recipe refers to a section's class."""
     return str(getattr(section, "kind", None) or own_name(type(section)))
 
 

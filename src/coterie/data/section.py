@@ -30,7 +30,7 @@ class Source:
     """Texts that were found but not read yet.
 
     Args:
-        fingerprint: What changes when they do, for the cache; anything that JSON can express.
+        fingerprint: Value that changes with them, for the cache; anything that JSON can express.
         read: Reads them. Raises DataError.
         files: The files of a named corpus by what says whose they are, `data.root/<file>` or so:
             their contents are kept with a run.

@@ -65,7 +65,7 @@ class Split(Protocol):
         """Return the same rows under another name, and so in another order."""
 
     def digest(self) -> str:
-        """Return what changes when what is held does: SHA-256, hexadecimal; "" where that is not
+        """Return a fingerprint of the data: SHA-256, hexadecimal; "" where that is not
         known here.
         """
 

@@ -75,7 +75,7 @@ def _flwr_json(arguments: Sequence[str], home: Path) -> dict[str, Any]:
 
 
 def register(key: Path, home: Path) -> str:
-    """Make a device's public key known to the server; the number of its node. Raises
-    ClientError: it is no key, or had a node before.
+    """Make a device's public key known to the server; the number of its node. Raises ClientError:
+    it is not a key, or is registered already.
     """
     return str(_flwr_json(["supernode", "register", str(key), NAME], home)["node-id"])

@@ -1,4 +1,4 @@
-"""How a server is reached."""
+"""Address and certificate of a server."""
 
 import http.client
 import socket
@@ -112,7 +112,7 @@ def _there(path: Path, what: str, remedy: str) -> None:
 
 
 def listening(address: str) -> bool:
-    """Whether somebody listens at host:port."""
+    """Whether a program listens on host:port."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout=2):

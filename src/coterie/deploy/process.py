@@ -75,7 +75,7 @@ class Program(subprocess.Popen[bytes]):
             )
 
     def stop(self, patience: float = 10.0) -> None:
-        """End it and all that it has started: as they please, and after so many seconds at once."""
+        """End it and all that it has started: first politely, after so many seconds by force."""
         try:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGTERM)
@@ -86,7 +86,7 @@ class Program(subprocess.Popen[bytes]):
             self._end()
 
     def _end(self) -> None:
-        """End it and all that it has started at once."""
+        """Kill it and all that it has started."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         while family := self._family():
@@ -135,7 +135,7 @@ class _RateLimit:
         self._when: dict[str, float] = {}
 
     def new(self, lines: Iterable[str]) -> Iterator[str]:
-        """Those of the lines that were not said lately, as they can be printed."""
+        """Return the lines that were not passed recently, made printable."""
         for line in lines:
             now = time.monotonic()
             if now - self._when.get(line, -_TELL_AGAIN_S) >= _TELL_AGAIN_S:

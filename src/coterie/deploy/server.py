@@ -1,5 +1,5 @@
-"""Flower's own programs, started and watched over: a server, a device, the submission of a run, and
-all of them on one machine to try it.
+"""Start and supervise Flower's programs: a server, a device, the submission of a run, and all of
+them on one machine to try it.
 
 Everything is encrypted, and devices are known by their keys, unless somebody asks for `insecure`.
 Flower's names are in `engines.flower`; here are only the command lines of its programs.
@@ -85,7 +85,7 @@ class Server:
             yield self._unregister(key)
 
     def _register(self, key: str, path: Path) -> str:
-        """Make a device known; returns what is to be told."""
+        """Register a device; returns a message."""
         from coterie.deploy import keys
 
         client = keys.owner(path)
@@ -98,7 +98,7 @@ class Server:
         return f"The device of {client} is registered."
 
     def _unregister(self, key: str) -> str:
-        """Forget a device; returns what is to be told."""
+        """Remove a device; returns a message."""
         client, node = self.nodes[key]
         try:
             flwr(["supernode", "unregister", node, NAME], self.home)
@@ -136,7 +136,7 @@ class Server:
             time.sleep(_LOOK_S)
 
     def _outlived(self) -> Iterator[str]:
-        """One look, of which nothing that can go wrong ends the server."""
+        """Check everything once; no error in it ends the server."""
         try:
             yield from self._proxy_problems()
             if self.process.poll() is not None:
@@ -178,8 +178,8 @@ def server(
     Args:
         keys: The folder that `keys.make` made; None: neither encryption nor keys.
         home: For its database, logs and runs.
-        host: That devices come to; 0.0.0.0 for all of this machine's addresses.
-        port: Likewise.
+        host: Address that devices connect to; 0.0.0.0 for all addresses of this machine.
+        port: That devices connect to.
         runs_port: For whoever submits runs, on this machine.
         largest: Bytes that a device may send at once. Flower cuts tensors into parts of 5 MiB, but
             for those of secure aggregation.

@@ -1,4 +1,4 @@
-"""A device: Flower's program for it, watched over."""
+"""A device: Flower's program for it, supervised."""
 
 import json
 import sys
@@ -24,13 +24,13 @@ class Node:
 
     Args:
         link: To the server.
-        home: Where it keeps everything.
-        client: Who it is; None: the only client of its data.
-        data: Where its data are.
-        base: Where the base model is.
+        home: Folder for state, logs and results.
+        client: Its client id; None: the only client of its data.
+        data: Path of its data.
+        base: Path or Hub id of the base model.
         key: Its private key; None: without.
         resident: Whether a process keeps the base loaded between messages.
-        secure: Whether it lets nothing that was trained leave but by secure aggregation.
+        secure: Whether trained values are sent by secure aggregation only.
         limits: The owner's file of limits, see `coterie.runs.limits`; None: without.
     """
 
@@ -67,7 +67,7 @@ class Node:
 
     @property
     def configuration(self) -> dict[str, Any]:
-        """What the programs that Flower starts are told of the node."""
+        """The configuration of the node for the programs that Flower starts."""
         places = {"home": self.home, "data": self.data, "limits": self.limits}
         found = {key: path and str(path.resolve()) for key, path in places.items()} | {
             "client": self.client,
@@ -144,7 +144,7 @@ class Supervisor:
             yield from told.new(self._outlived())
 
     def _outlived(self) -> Iterator[str]:
-        """One look, of which nothing that can go wrong ends the device."""
+        """Check everything once; no error in it ends the device."""
         try:
             yield from map(self._why, self.look())
         except (OSError, CoterieError) as error:

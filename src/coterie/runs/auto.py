@@ -172,10 +172,10 @@ def resolved(recipe: Recipe, folder: Path | None = None) -> tuple[Recipe, str]:
 
     Args:
         recipe: As it was given.
-        folder: Of a run that goes on: what was chosen then stays.
+        folder: Of a run that is resumed: it keeps what was chosen then.
 
     Raises:
-        Refused: The base or the data will not do.
+        Refused: The base or the data cannot be used.
     """
     if not recipe.auto:
         return recipe, ""

@@ -110,8 +110,8 @@ class Checkpoints:
         return final
 
     def tidy(self) -> None:
-        """Drop all but the newest two, and what a killed process left of one; for whoever is
-        `alone` in the run's folder.
+        """Delete all but the newest two, and incomplete ones of a killed process; only if `alone`
+        in the run's folder.
         """
         for old in (*self._all()[:-KEPT], *self.folder.glob("round-*.new")):
             shutil.rmtree(old, ignore_errors=True)

@@ -108,9 +108,8 @@ class Device:
         base: Where the base model is on this machine; None: where the recipe says.
         index: In a simulation, instead of `client`: its position among all clients of the
             recipe's data, which are all here.
-        secure: Whether it lets nothing that was trained leave but by secure aggregation, whatever a
-            recipe says.
-        limits: What its owner allows.
+        secure: Whether trained values are sent by secure aggregation only, whatever a recipe says.
+        limits: The limits that its owner sets.
     """
 
     home: Path
@@ -135,7 +134,7 @@ class Device:
             return reply.model_dump_json(), tensors
         except CoterieError as error:
             problem, remedy = error.problem, error.remedy
-        except Exception as error:  # a server must hear of it, whatever it is
+        except Exception as error:  # the server gets any error as a reply
             problem, remedy = f"{type(error).__name__}: {error}", ""
         asked = (
             {}
@@ -188,7 +187,7 @@ class Device:
     def _outbound_check(
         self, prepared: Prepared, request: Request, client: ClientId
     ) -> OutboundCheck:
-        """Return what watches over a reply. In a simulation, where all are on one machine, it
+        """Return the last check of a reply. In a simulation, where all are on one machine, it
         counts only what secure aggregation needs.
         """
         if self.index is None:
@@ -250,7 +249,7 @@ class Device:
         return self.client
 
     def _folder(self, request: Request) -> Path:
-        """Where everything of this run is. Raises Refused for a run with the name of something
+        """Return the folder of this run. Raises Refused for a run with the name of something
         else of the device.
         """
         if self.index is not None and request.folder:

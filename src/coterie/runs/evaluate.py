@@ -178,7 +178,7 @@ class EvaluatedExecution(ScoredExecution):
         )
 
     def _costs(self) -> dict[ClientId, Costs]:
-        """Return what each client sends, gets, trains and remembers."""
+        """Return what each client sends, receives, trains and stores."""
         remembered, layouts = self.engine.state_bytes(), self.prepared.site.layouts
         return {
             i: Costs(
@@ -232,7 +232,7 @@ class EvaluatedExecution(ScoredExecution):
         """
         client.bind()  # clients of one layout take turns in one model
         round = kept_round(client)
-        if round is None:  # one that keeps nothing has forgotten its model
+        if round is None:  # a client that keeps nothing has no model of its own
             client.load(self.method.loadable(client, tensors))
         else:
             recall(client)

@@ -130,7 +130,7 @@ class Execution(EvaluatedExecution):
 
         Raises:
             ClientError: A client failed; the last checkpoint can be resumed.
-            SaveError: Something could not be written; likewise.
+            SaveError: A file could not be written; the last checkpoint can be resumed.
         """
         self.started = time.monotonic() - self.progress["seconds"]
         self.metrics = MetricsFile(self.folder, self.progress["position"], self.iteration)

@@ -1,4 +1,4 @@
-"""A run's folder: who works in it, and what is among its names and sums."""
+"""A run's folder: its lock, its name, and checksums of its files."""
 
 import os
 import re
@@ -106,8 +106,7 @@ def check_sums(folder: Path, names: Iterable[str], sums: Mapping[str, str]) -> N
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Within the block no other process works in a run's folder. What a killed process left does
-    not count.
+    """Lock a run's folder for the block. A lock that a killed process left is ignored.
 
     Raises:
         Refused: Somebody else does, who is named; or the folder cannot be written to.
@@ -141,6 +140,6 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def _sign(path: Path, text: str) -> None:
-    """Say who has a lock; where that cannot be written, it is not said."""
+    """Write who holds a lock, if that can be written."""
     with suppress(OSError):
         path.write_text(text, encoding="utf-8")

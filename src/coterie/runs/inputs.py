@@ -1,5 +1,5 @@
-"""What a run is made from besides its recipe: base, texts or images, clients. Kept with the run,
-and compared when it goes on.
+"""The inputs of a run besides its recipe: base, texts or images, clients. They are recorded with
+the run and compared when it is resumed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,8 @@ class Inputs(BaseModel):
         files: Of the files that the texts of a named corpus are from, by whose they are: `corpora/`
             is the repository's part, `data.root/` and `COTERIE_DATA/` a folder that was named. What
             clients hold decides whether a run may go on, not this.
-        changed: What changed while the run went on, see `changes`: whoever resumed it meant it.
+        changed: What changed between resumptions, see `changes`; accepted by whoever resumed the
+            run.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -177,13 +178,13 @@ class RecordedInputs:
             ) from None
 
     def begin(self, inputs: Inputs) -> None:
-        """Keep what the run begins with. Raises SaveError."""
+        """Record the inputs that the run begins with. Raises SaveError."""
         write_json(self.folder / INPUTS, inputs.model_dump(mode="json"))
         self._sum([INPUTS])
 
     def accept(self, inputs: Inputs) -> None:
-        """Keep what the run goes on with from now on, and what has changed by that. A result
-        that is there stays. Raises SaveError.
+        """Record the inputs that the run continues with, and what has changed. An existing result
+        is kept. Raises SaveError.
         """
         done = self.done()
         try:

@@ -1,4 +1,4 @@
-"""A recipe's mistakes in the words of those who write recipes."""
+"""Mistakes in a recipe, described in the recipe's terms."""
 
 import dataclasses
 import difflib
@@ -21,7 +21,7 @@ class Mistakes(ValueError):
 
 
 def impossible(value: Any, where: str = "", depth: int = 0) -> Iterator[str]:
-    """Return what no field can have, whatever it is: numbers that are not finite or beyond 64 bits,
+    """Return values that no field can have: numbers that are not finite or beyond 64 bits,
     half of a surrogate pair, endless sections.
     """
     if depth > _DEEPEST:
@@ -42,7 +42,7 @@ def impossible(value: Any, where: str = "", depth: int = 0) -> Iterator[str]:
 
 
 def readable(error: ErrorDetails, recipe: type[BaseModel], prefix: tuple[str, ...] = ()) -> str:
-    """Return one mistake in the words of someone who writes a recipe.
+    """Return one mistake in the terms of a recipe.
 
     Args:
         error: As pydantic tells it.

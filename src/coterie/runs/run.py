@@ -50,8 +50,8 @@ def run(
     backend: Backend | None = None,
     profile: Profile | None = None,
 ) -> list[Result]:
-    """Run a recipe and the methods of its `compare_with` into a folder; what is there already is
-    not done again.
+    """Run a recipe and the methods of its `compare_with` into a folder; what is done already is not
+    repeated.
 
     Args:
         recipe: What to run.
@@ -97,8 +97,8 @@ def run(
 def without_auto(
     recipe: Recipe, folder: Path | None, reporter: Callback, backend: Backend
 ) -> Recipe:
-    """Return a recipe in which nothing is left to the run, and tell what was chosen; of a run that
-    goes on in `folder`, what was chosen then. Raises Refused.
+    """Return a recipe without `auto`, and report what was chosen. A run that is resumed in `folder`
+    keeps what was chosen then. Raises Refused.
     """
     if not recipe.auto:
         return recipe
