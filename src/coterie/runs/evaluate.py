@@ -232,7 +232,7 @@ class EvaluatedExecution(ScoredExecution):
         """
         client.bind()  # clients of one layout take turns in one model
         round = kept_round(client)
-        if round is None:  # a client that keeps nothing has no model of its own
+        if round is None:  # no model was kept: load the current one
             client.load(self.method.loadable(client, tensors))
         else:
             recall(client)
