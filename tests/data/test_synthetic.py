@@ -212,8 +212,8 @@ def test_lists_of_another_length_are_refused(embedded: Backbone) -> None:
         ({"topics": [[]]}, "at least one client"),
         ({"shares": [0.5, 0.5, 0.5]}, "sum to 1"),
         ({"shares": [0.4, 0.2, 0.4]}, "topics have a share, but there are none"),
-        ({"topics": [[0]], "shares": [0, 1, 0]}, "cannot be all"),
-        ({"successors": 16}, "less than the words of each kind, 16"),
+        ({"topics": [[0]], "shares": [0, 1, 0]}, "the share of topics cannot be 1"),
+        ({"successors": 16}, "the smallest has 16"),
         ({"train_tokens": None}, "train_tokens"),
     ],
 )

@@ -96,7 +96,7 @@ def test_clients_come_and_go_by_the_recipe(tmp_path: Path) -> None:
 
 def test_what_cannot_be_is_refused_before_it_starts(tmp_path: Path) -> None:
     out = ("--out", str(tmp_path / "run"))
-    assert "presence.nobody: there is no such client" in refused(
+    assert "presence.nobody: unknown client" in refused(
         "run", "cobo-digits", *settings("presence={nobody: [0, 2]}"), *out
     )
     backwards = refused("run", "cobo-digits", *settings("presence={c0-0: [3, 2]}"), *out)

@@ -97,7 +97,7 @@ def test_it_goes_on_where_it_was_stopped_and_loopback_is_the_same(tmp_path: Path
         (["method.pool=3"], "3 experts for 5 anchors"),
         (["method.top_k=6"], "6 experts at a client of a pool of 5"),
         (["participation.schedule=grow"], "needs clusters"),
-        (["method.initial=common", "model.common.network=cnn"], "another network"),
+        (["method.initial=common", "model.common.network=cnn"], "different network"),
         (["model.common.path=nowhere.safetensors"], "give one"),
         (
             ["model.common.path=nowhere.safetensors", "model.common.pretraining=null"],
