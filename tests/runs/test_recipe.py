@@ -57,7 +57,7 @@ def test_choosing_another_method_drops_what_it_does_not_know() -> None:
         (
             "quickstart",
             "data.kind=none",
-            "data.kind: there is no 'none'; choose among 'stdlib', 'agnews'",
+            "data.kind: unknown kind 'none'; choose one of 'stdlib', 'agnews'",
         ),
         ("quickstart", "data={}", "data.kind: missing"),
         (
