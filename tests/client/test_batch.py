@@ -222,7 +222,7 @@ def test_batches_in_pieces_are_asked_for_one_by_one(federation: Federation) -> N
     assert Run(COBO, federation, kinds[0], AtOnce, whole).go(1).batch() is not None
     run = Run(COBO, federation, kinds[0], AtOnce, pieces).go(1)
     assert run.batch() is None
-    with pytest.raises(ClientError, match="micro_batch 5 would cut"):
+    with pytest.raises(ClientError, match="micro_batch 5 would split"):
         Run(COBO, federation, kinds[1], AtOnce, pieces).go(1)
 
 

@@ -34,7 +34,7 @@ def spoilt(reply: Named, how: str) -> Tensors:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("foreign", "foreign tensor 'stranger'"),
+        ("foreign", "unexpected tensor 'stranger'"),
         ("shape", "expected"),
         ("dtype", "is float16"),
         ("NaN", "not all values"),

@@ -122,14 +122,14 @@ class Leaking(CoMiGS):
     [
         (
             "named",
-            "specialist.*does not leave client 'ann': it is of the specialist, and Leaking "
+            "specialist.*does not leave client 'ann': its role is specialist, and Leaking "
             "shares generalist",
         ),
-        ("flat", "'specialist' does not leave client 'ann': it is of the specialist"),
-        ("prefixed", "'change/.*does not leave client 'ann': it is of the specialist"),
+        ("flat", "'specialist' does not leave client 'ann': its role is specialist"),
+        ("prefixed", "'change/.*does not leave client 'ann': its role is specialist"),
         (
             "renamed",
-            "'x' does not leave client 'ann': it is .* numbers that are no tensor of a shared role",
+            "'x' does not leave client 'ann': its .* numbers are not a tensor of a shared role",
         ),
     ],
 )

@@ -61,9 +61,9 @@ BAD = {
     "a  b": "two in a row",
     "\u0301a": "it begins with",
     unicodedata.normalize("NFD", "Zoë"): "not in Unicode's normal form C",
-    CENTRALIZED: "it is taken: it names the union of all clients' data",
-    "Centralized": "it is taken",
-    "__metadata__": "it is taken",  # of a tensor in a safetensors file
+    CENTRALIZED: "it is reserved: it names the union of all clients' data",
+    "Centralized": "it is reserved",
+    "__metadata__": "it is reserved",  # of a tensor in a safetensors file
 }  # fmt: skip
 
 

@@ -42,12 +42,12 @@ def test_a_result_of_an_older_version_is_read_without_what_it_lacks() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "problem"),
     [
-        ("evaluations", [{"round": 1}], "no Evaluation: it has no iteration, test"),
-        ("evaluations", {}, "evaluations of a result: a JSON array was expected"),
-        ("curve", {"windows": 2}, "no Curve: it has no points"),
-        ("privacy", {"epsilon": 1.0}, "no PrivacySpent: it has no delta"),
-        ("clients", [], "clients of a result: a JSON object was expected"),
-        ("machine", "cpu", "no Machine: a JSON object was expected"),
+        ("evaluations", [{"round": 1}], "not a valid Evaluation: it has no iteration, test"),
+        ("evaluations", {}, "evaluations of a result: expected a JSON array"),
+        ("curve", {"windows": 2}, "not a valid Curve: it has no points"),
+        ("privacy", {"epsilon": 1.0}, "not a valid PrivacySpent: it has no delta"),
+        ("clients", [], "clients of a result: expected a JSON object"),
+        ("machine", "cpu", "not a valid Machine: expected a JSON object"),
     ],
 )
 def test_what_is_no_result_is_refused_with_what_to_do(
@@ -90,12 +90,16 @@ def test_an_audit_of_a_private_run_has_what_was_spent() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "problem"),
     [
-        ("observers", {"server": {"exchanges": 1}}, "no ObserverResult: it has no membership"),
-        ("observers", [], "observers of an audit: a JSON object was expected"),
-        ("shift", None, "no MembershipResult: a JSON object was expected"),
-        ("shift", {"auc": {"value": 1.0}}, "no MembershipResult: it has no tpr"),
-        ("words", {"words": 3}, "no WordsResult: it has no known_to_the_base"),
-        ("settings", "all", "no AuditSettings: a JSON object was expected"),
+        (
+            "observers",
+            {"server": {"exchanges": 1}},
+            "not a valid ObserverResult: it has no membership",
+        ),
+        ("observers", [], "observers of an audit: expected a JSON object"),
+        ("shift", None, "not a valid MembershipResult: expected a JSON object"),
+        ("shift", {"auc": {"value": 1.0}}, "not a valid MembershipResult: it has no tpr"),
+        ("words", {"words": 3}, "not a valid WordsResult: it has no known_to_the_base"),
+        ("settings", "all", "not a valid AuditSettings: expected a JSON object"),
     ],
 )
 def test_what_is_no_audit_is_refused_with_what_to_do(

@@ -89,7 +89,7 @@ def test_dot_and_norm() -> None:
 @pytest.mark.parametrize(
     ("found", "message"),
     [
-        ({"a": torch.zeros(2), "x": torch.zeros(1)}, "foreign tensor 'x'"),
+        ({"a": torch.zeros(2), "x": torch.zeros(1)}, "unexpected tensor 'x'"),
         ({}, "'a' is missing"),
         ({"a": torch.zeros(3)}, r"'a' is float32\[3\], expected float32\[2\]"),
         ({"a": torch.zeros(2, dtype=torch.float64)}, r"'a' is float64\[2\]"),

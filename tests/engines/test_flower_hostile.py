@@ -225,7 +225,7 @@ def changed(**tensors: torch.Tensor | None) -> bytes:
 LIES = {
     "nan": (changed(b=torch.tensor([torch.nan])), "not all values of 'b' are finite"),
     "infinite": (changed(b=torch.tensor([-torch.inf])), "not all values of 'b' are finite"),
-    "a foreign name": (changed(c=torch.zeros(1)), "foreign tensor 'c'"),
+    "a foreign name": (changed(c=torch.zeros(1)), "unexpected tensor 'c'"),
     "one is missing": (changed(b=None), "tensor 'b' is missing"),
     "another shape": (changed(b=torch.zeros(1, 1)), "'b' is float32[1, 1], expected float32[1]"),
     "another dtype": (changed(b=torch.zeros(1).double()), "'b' is float64[1], expected float32[1]"),
@@ -324,7 +324,7 @@ def test_records_that_are_not_ours(name: str) -> None:
         spoil=lambda request, reply: Message(FOREIGN[name], reply_to=request),
     )
     assert Flower(grid, "run", {}, deadline=1, listener=told).members() == []
-    assert "It is not of coterie." in told.losses[0][2]
+    assert "It did not come from coterie." in told.losses[0][2]
 
 
 def test_errors_of_flower_are_told_with_their_reason() -> None:
@@ -337,8 +337,8 @@ def test_errors_of_flower_are_told_with_their_reason() -> None:
         )  # type: ignore[misc]
     assert Flower(grid, "run", {}, deadline=1, listener=told).members() == []
     assert [reason.split("\n")[0] for *_, reason in told.losses] == [
-        "Flower says: it failed (code 2)",
-        "Flower says: no reason (code 5)",
+        "Flower reports: it failed (code 2)",
+        "Flower reports: no reason (code 5)",
     ]
 
 

@@ -57,7 +57,7 @@ CLAIMS: dict[str, tuple[dict[str, Any], str]] = {
     "huge windows": ({"windows": (B, B, B)}, f"windows {B} of train"),
     "a huge position": ({"position": B}, f"position {B}"),
     "another position": ({"position": 0}, "position 0, expected 3"),
-    "the pool": ({"client": CENTRALIZED}, "is taken"),
+    "the pool": ({"client": CENTRALIZED}, "is reserved"),
     "no client of the data": ({"client": "zoe"}, "have no 'zoe'"),
     "an id like an option": ({"client": "-rf"}, "have no '-rf'"),
 }
@@ -321,7 +321,7 @@ def test_clients_with_texts_say_little_and_that_is_checked() -> None:
         ({"labels": (0,)}, "labels"),
         ({"position": 1 << 20}, "position"),
         ({"windows": (1, 0, 1)}, "windows 0 of valid"),
-        ({"client": CENTRALIZED}, "is taken"),
+        ({"client": CENTRALIZED}, "is reserved"),
     ):
         with pytest.raises(Refused, match=named):
             check_member(recipe, true.model_copy(update=wrong))

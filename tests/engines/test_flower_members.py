@@ -191,7 +191,7 @@ def test_a_newcomer_that_does_not_fit_changes_nothing() -> None:
     before = prepared.problem.federation
     for late, problem in (
         (member("c", group="random"), "held out"),
-        (member("centralized"), "is taken"),
+        (member("centralized"), "is reserved"),
     ):
         with pytest.raises(Refused, match=problem):
             joined(prepared, late)
@@ -226,8 +226,8 @@ def test_of_two_nodes_with_one_name_the_first_is_believed_until_it_goes(
         (
             f"node {second}",
             "hello",
-            "says that it is c0-0; node 1000 is, and that one is there\n  Two devices have one "
-            "name.",
+            "claims the name c0-0, which node 1000 has, and that node is connected\n"
+            "  Two devices have the same name: rename one.",
         )
     ]
     assert found.members() == []
@@ -268,7 +268,7 @@ def test_nobody_waits_twice_for_a_node_that_does_not_say_who_it_is(
     assert clock[0] == before
     clock[0] += flower_nodes.HELLO_S
     found.members()
-    assert told.losses == [(f"node {mute}", "hello", "did not say within 120 s who it is")]
+    assert told.losses == [(f"node {mute}", "hello", "did not say within 120 s which client it is")]
     before = clock[0] = clock[0] + flower_nodes.HELLO_S
     assert found.members() == []  # it is asked again, and not waited for
     assert clock[0] == before
@@ -305,8 +305,8 @@ def test_a_late_hello_is_heard_the_next_time(
 @pytest.mark.parametrize(
     ("reply", "problem"),
     [
-        (Reply(), "did not say who it is"),
-        (Reply(client="c1-1"), "did not say who it is"),
+        (Reply(), "did not say which client it is"),
+        (Reply(client="c1-1"), "did not say which client it is"),
         (Reply(problem="no data", remedy="Give --data."), "no data\n  Give --data."),
         ('{"version": "0.1.0", "member": {"client": "../../etc"}}', "reply: member."),
         ('{"version": "0.0.1"}', "reply of coterie 0.0.1, here is"),
@@ -353,7 +353,7 @@ def test_a_device_that_starts_again_while_clients_gather_counts_once(grid: Nodes
 
     with pytest.raises(
         ClientError,
-        match=r"3 clients came within 3 s: c0-0, c0-1, c1-0\n  Are the SuperNodes running",
+        match=r"3 clients connected within 3 s: c0-0, c0-1, c1-0\n  Check that the SuperNodes run",
     ):
         gathered(found, enough, patience=3)
     assert len(grid.nodes) == 4
@@ -382,7 +382,7 @@ def test_a_reply_to_something_else_is_not_taken(
     )
     result = finished(recipe, tmp_path / "out", devices(grid, recipe, 3))
     assert result["lost"] == {"c0-0": 1}
-    assert lines(tmp_path / "out", "lost")[0]["reason"].endswith("that nobody asked for")
+    assert lines(tmp_path / "out", "lost")[0]["reason"].endswith("that was not requested")
 
 
 def test_a_reply_of_an_earlier_exchange_is_not_taken_for_a_later_one(

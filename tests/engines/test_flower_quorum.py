@@ -123,7 +123,7 @@ def test_nobody_there_is_no_round(method: str, grid: Nodes, tmp_path: Path) -> N
     started.metrics.close()
     assert started.round == 1
     assert {line["reason"] for line in lines(tmp_path / "out", "lost")} == {
-        "its device is not there"
+        "its device is not connected"
     }
 
 

@@ -94,7 +94,7 @@ HOSTILE = {
     "Zoe\u202eeoZ": "RIGHT-TO-LEFT OVERRIDE",
     "x" * 10_000: "at most 100",
     "\x1b[31mred": "U+001B",
-    "__metadata__": "it is taken",
+    "__metadata__": "it is reserved",
     DECOMPOSED: "normal form C",
     "O'NEIL": 'there is "O\'Neil": names must differ by more than capitals',
 }

@@ -218,8 +218,8 @@ def test_a_client_that_was_told_something_else_has_no_part_in_a_sum(
     assert flower.answer(Ask(Pair().train, {f"c{k}": SENT for k in range(4)}), 0, 0) == {}
     reasons = " ".join(ear.reasons.values())
     assert (
-        "another cohort or exchange" in reasons
-        or "of another exchange" in reasons
+        "a different cohort or exchange" in reasons
+        or "for another exchange" in reasons
         or "InvalidToken" in reasons
     )
     sent = {
@@ -266,7 +266,7 @@ def test_an_update_of_a_model_of_its_own_is_not_alone_in_the_sum() -> None:
 
     flower, ear = engine(Told(4, change))
     assert flower.answer(Ask(Pair().train, {f"c{k}": SENT for k in range(4)}), 0, 0) == {}
-    assert "did not keep to the protocol" in ear.reasons["c1"]
+    assert "did not follow the protocol" in ear.reasons["c1"]
 
 
 def test_masks_are_for_the_exchange_that_they_were_made_for() -> None:

@@ -398,7 +398,7 @@ def test_like_users_get_the_same_generalists_however_small_the_differences() -> 
 def test_what_cannot_be_is_refused(world: World) -> None:
     with pytest.raises(ModelError, match="members must be 0, or as many as generalists"):
         replace(METHOD, generalists=5).layout(0, Layout())
-    with pytest.raises(ModelError, match="without the generalists that a gate chose"):
+    with pytest.raises(ModelError, match="lacks the generalists that the gate chose"):
         world.site.client("ann", {}).score(world.site.data["ann"].test)
     with pytest.raises(ValueError, match="2 of 2 users of each kind leaves none to train"):
         Multilingual(users=2, unseen=2)

@@ -99,7 +99,7 @@ def test_it_stands_beside_others_in_a_comparison(package: Path, tiny_base: Path)
     ("name", "why"),
     [
         ("mine.half:Whole", "AttributeError: module 'mine.half' has no attribute 'Whole'"),
-        ("mine.half:NoMethod", "NoMethod is no class of a coterie.methods.Method"),
+        ("mine.half:NoMethod", "NoMethod is not a subclass of coterie.methods.Method"),
         ("mine.none:Half", "ModuleNotFoundError: No module named 'mine.none'"),
     ],
 )

@@ -102,7 +102,7 @@ def test_batches_normalised_otherwise_embed_as_if_they_were_normalised_its_way()
 
 def test_what_does_not_fit_is_refused() -> None:
     tensors = dict(build(CONVOLUTIONS).state_dict())
-    with pytest.raises(ModelError, match="foreign"):
+    with pytest.raises(ModelError, match="unexpected tensor"):
         CommonExpert(CONVOLUTIONS, tensors | {"more": torch.zeros(1)})
     for own in (
         Normalisation((0.5,), (0.2,)),

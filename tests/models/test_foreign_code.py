@@ -78,7 +78,7 @@ def test_code_of_a_base_is_refused_by_name(
 ) -> None:
     with pytest.raises(
         ModelError,
-        match=r"brings code of its own \(own\.OwnConfig, own\.OwnModel\).*not "
+        match=r"contains its own code \(own\.OwnConfig, own\.OwnModel\).*not "
         r"run\n.*--trust-remote-code",
     ):
         load(str(foreign))
@@ -94,7 +94,7 @@ def test_code_of_a_tokenizer_is_refused(foreign: Path, tiny_base: Path, marker: 
         auto_map={"AutoTokenizer": [None, "own.OwnTokenizer"]},
         tokenizer_class="OwnTokenizer",
     )
-    with pytest.raises(ModelError, match=r"tokenizer of base .* brings code of its own.*not run"):
+    with pytest.raises(ModelError, match=r"tokenizer of base .* contains its own code.*not run"):
         tokenizer(base)
     assert not marker.exists()
 
@@ -140,7 +140,7 @@ def test_a_strangers_personal_model_runs_nothing(
     ):
         done = CliRunner().invoke(app, [words[0], str(tmp_path / "ann"), *words[1:]])
         assert done.exit_code == 2, done.output
-        assert "brings code of its own" in done.output
+        assert "contains its own code" in done.output
     assert not marker.exists()
 
 

@@ -196,7 +196,7 @@ def test_a_file_of_another_network_is_refused_by_its_first_tensor(tmp_path) -> N
     for wrong, message in (
         (
             own | {"fc.weight": torch.zeros(1), "zz": torch.zeros(1)},
-            "weights.safetensors: foreign tensor 'fc.weight' .2 in all",
+            "weights.safetensors: unexpected tensor 'fc.weight' .2 in all",
         ),
         (
             {name: tensor for name, tensor in own.items() if "bn2" not in name},

@@ -379,7 +379,7 @@ def test_bases_that_will_not_do_are_refused(bases, tmp_path) -> None:
     transformers.ViTConfig(
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2
     ).save_pretrained(tmp_path / "vit")
-    with pytest.raises(ModelError, match=r"of the kind vit.*\n.*encoder such as BERT"):
+    with pytest.raises(ModelError, match=r"is a vit model.*\n.*encoder such as BERT"):
         TextShape(str(tmp_path / "vit"), 3, 8).build()
 
 

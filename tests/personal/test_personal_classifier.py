@@ -438,7 +438,7 @@ DAMAGES = {
     "missing": (damage(lambda t: t.pop("gate/1.bias")), "tensor 'gate/1.bias' is missing"),
     "foreign": (
         damage(lambda t: t.update({"expert/2/0.weight": t[WEIGHT].clone()})),
-        "foreign tensor 'expert/2/0.weight'",
+        "unexpected tensor 'expert/2/0.weight'",
     ),
     "other shape": (
         damage(lambda t: t.update({WEIGHT: t[WEIGHT][:2].clone()})),
@@ -468,7 +468,7 @@ DAMAGES = {
     ),
     "other experts": (
         rewrite(lambda a: a["pool"].update(experts=[1, 3])),
-        "foreign tensor 'expert/4",
+        "unexpected tensor 'expert/4",
     ),
 }
 

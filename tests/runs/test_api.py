@@ -92,7 +92,7 @@ def test_a_result_of_clients_that_never_train_keeps_their_groups_and_experts(
 
 
 def test_a_result_without_its_mean_is_refused() -> None:
-    with pytest.raises(coterie.Refused, match=r"no Result: it has no .*mean"):
+    with pytest.raises(coterie.Refused, match=r"not a valid Result: it has no .*mean"):
         Result.from_json({"method": "fedavg"})
 
 

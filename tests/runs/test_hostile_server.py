@@ -225,7 +225,8 @@ def test_a_device_that_protects_its_owner_sends_no_model_in_the_clear(
             Device(tmp_path, CLIENT, **device), section, task, tensors.get(task, theta), phase=phase
         )
         assert problem.startswith(f"{task}: ")
-        assert "in the clear" in problem or "leave" in problem or "nothing says" in problem
+        told = ("without masks", "leave", "declare", "this device sends")
+        assert any(part in problem for part in told)
     assert not list(tmp_path.glob("run/states/*/round-*"))  # it was refused before it was done
 
 

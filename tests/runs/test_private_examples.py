@@ -254,9 +254,11 @@ def test_a_method_that_shares_more_is_refused_by_the_client_itself(
     backbone: Backbone, tiny_federation: Federation
 ) -> None:
     own = site(backbone, tiny_federation, FedAvg())
-    with pytest.raises(ClientError, match="no privacy of single examples covers"):
+    with pytest.raises(ClientError, match="privacy of single examples does not cover"):
         answer(own, FedSALoRA())
-    with pytest.raises(ClientError, match="midpoint_gradients: nothing says that its reply can be"):
+    with pytest.raises(
+        ClientError, match="midpoint_gradients: the task does not declare that its reply can be"
+    ):
         own.answer(CoMiGSCoBo(), "midpoint_gradients", "ann", {"ben": torch.zeros(3)}, {}, 0, 0)
     with pytest.raises(ClientError, match="CoMiGS has no task 'midpoint_gradients'"):
         own.answer(CoMiGS(), "midpoint_gradients", "ann", {"ben": torch.zeros(3)}, {}, 0, 0)
@@ -483,5 +485,5 @@ def test_a_device_refuses_what_a_server_makes_of_the_same_recipe(
             update={"privacy": privacy}
         ),
     )
-    assert "no privacy of single examples covers" in reply.problem
+    assert "privacy of single examples does not cover" in reply.problem
     assert not sent

@@ -280,7 +280,7 @@ class ClientBatch:
     def _check_role(self, *roles: Role) -> None:
         if roles != (GENERALIST,):
             raise TypeError(
-                f"a batch of clients has values of {GENERALIST} alone, asked for {roles}"
+                f"a batch of clients has only values of {GENERALIST}, asked for {roles}"
             )
 
     def _gradients(

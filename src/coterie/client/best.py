@@ -57,8 +57,8 @@ def recall(client: BoundClient) -> Tensors:
     """
     if _ROUND not in client.state:
         raise ClientError(
-            f"client {client.id!r} has kept no model: it has no score of its validation data",
-            "Was it there when clients were scored? keep: last needs no copy.",
+            f"client {client.id!r} has no best model: it was never scored on its validation data",
+            "Connect it while clients are scored, or use keep: last, which needs no scores.",
         )
     for key, tensor in client.state.items():
         if key.startswith(_MODEL):

@@ -96,22 +96,22 @@ class Outbound:
         name, sends = task.__name__, declared(task)
         if sends is Sends.PRIVATE:
             raise Refused(
-                f"{name}: nothing says that its reply can be masked or noised, or is harmless; "
-                f"it was not done",
+                f"{name}: the task does not declare that its reply can be masked or noised, or is "
+                f"harmless; it was not run",
                 PROTECTS,
             )
         if sends is Sends.SCORES and self.silent:
             raise Refused(f"{name}: this device sends no scores", PROTECTS)
         if sends is Sends.UPDATE and self.secure and not self.masked:
-            problem = f"{name}: this device lets its updates leave by secure aggregation only"
+            problem = f"{name}: this device sends its updates by secure aggregation only"
             raise Refused(problem, "Run the recipe with --set secure=true.")
         if sends is Sends.UPDATE and self.noisy and not self._noised:
             also = ", or privacy.unit: example," if self.by_examples else ""
             remedy = (
                 f"Run the recipe with privacy.where: local{also} and the noise that the device "
-                f"wants."
+                f"requires."
             )
-            raise Refused(f"{name}: this device lets its updates leave with noise only", remedy)
+            raise Refused(f"{name}: this device sends its updates with noise only", remedy)
 
     def __call__(
         self, task: Task, id: ClientId, sent: Named, reply: Tensors, round: int, phase: int
@@ -180,7 +180,7 @@ class Outbound:
             return None
         if not protects_examples(method):
             raise Refused(
-                f"{type(method).__name__} shares what no privacy of single examples covers",
+                f"privacy of single examples does not cover what {type(method).__name__} shares",
                 "Use another method.",
             )
         secret = self.secret or bool(self.key)

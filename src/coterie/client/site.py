@@ -116,9 +116,9 @@ class Site:
             return (
                 None
                 if vector
-                else f"it is {tensor.numel():,} numbers that are no tensor of a shared role"
+                else f"its {tensor.numel():,} numbers are not a tensor of a shared role"
             )
-        return f"it is of the {role}"
+        return f"its role is {role}"
 
     def _roles_of(self, id: ClientId) -> tuple[dict[str, Role], dict[Role, int]]:
         """Return the role of each tensor of a client's model by its name, and how many values each
@@ -179,7 +179,7 @@ class Site:
                 )
                 raise Refused(
                     problem,
-                    "Send what is shared alone, or declare its role in the method's `shared`.",
+                    "Send shared tensors only, or declare the role in the method's `shared`.",
                 )
         return (
             reply

@@ -89,7 +89,7 @@ class BoundClient:
             raise TensorError(
                 f"state of client {self.id!r}: {key} has {self.state[key].numel():,} values, the "
                 f"model has {size:,}",
-                "The state is from another recipe (rank, experts or base): start afresh.",
+                "The state is from another recipe (rank, experts or base): start a new run.",
             )
         flat = self.state[key] = self.state[key].to(device)
         offset = 0

@@ -93,7 +93,7 @@ def check_scores(score: Mapping[str, Tensor]) -> None:
         ):
             raise TensorError(
                 f"{split} {score[split].tolist()} cannot be sums of losses, predictions and "
-                f"right ones",
+                f"correct predictions",
                 "",
             )
     if "choices" in score:
@@ -106,7 +106,7 @@ def check_scores(score: Mapping[str, Tensor]) -> None:
             and 1 <= float(given.sum()) <= MOST
         ):
             raise TensorError(
-                "choices cannot be numbers of samples and of those that were right", ""
+                "choices must be counts of samples and of correctly classified samples", ""
             )
 
 

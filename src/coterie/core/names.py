@@ -69,13 +69,13 @@ def _mistakes(name: str) -> Iterator[str]:
         if not _allowed(name, place)
     )
     if name != normal(name):
-        yield "its accents are characters of their own, and not in Unicode's normal form C"
+        yield "its accents are separate characters: it is not in Unicode's normal form C"
     if not _begins(name[0]):
         yield f"it begins with {_named(name[0])}"
     if name.endswith(" ") or "  " in name:
         yield "it has a space at its end, or two in a row"
     if (taken := _TAKEN.get(name.casefold())) is not None:
-        yield f"it is taken: it names {taken}"
+        yield f"it is reserved: it names {taken}"
 
 
 def _begins(character: str) -> bool:
@@ -154,7 +154,7 @@ def encoded(name: str) -> str:
         ValueError: It is empty.
     """
     if not name:
-        raise ValueError("an empty name is no file's")
+        raise ValueError("an empty name cannot name a file")
     reserved = name.partition(".")[0].rstrip(" ").lower() in _DEVICES
     escaped = {0} if name[0] == "." or reserved else set[int]()
     escaped |= {len(name) - 1} if name[-1] == "." else set()

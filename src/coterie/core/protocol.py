@@ -26,7 +26,7 @@ ReplySpec = Callable[
 _SENDS, _BATCHED = "__coterie_sends__", "__coterie_batched__"
 MOST_SCORES = 64  # numbers in a reply that is called scores: in more of them a model could hide
 MOST_COUNTS = 2  # integers beside an update
-PROTECTS = "It protects its owner, whatever a run says: see docs/privacy.md."
+PROTECTS = "It protects its owner, whatever the run asks for: see docs/privacy.md."
 F = TypeVar("F", bound=Task)
 R = TypeVar("R")
 
@@ -100,7 +100,7 @@ def _undeclared(sends: Sends, name: str, sent: Named, reply: Named) -> str | Non
     """Say why a tensor of a reply is not what was declared; None where it is."""
     tensor, form = reply[name], sent.get(name)
     if sends is Sends.PRIVATE:
-        return "the task does not say that its reply can be masked or noised, or is harmless"
+        return "the task does not declare that its reply can be masked or noised, or is harmless"
     if sends is Sends.NOTHING:
         return "the task is declared to send nothing"
     if sends is Sends.SCORES:
@@ -118,11 +118,11 @@ def _undeclared(sends: Sends, name: str, sent: Named, reply: Named) -> str | Non
         return (
             None
             if fits
-            else f"integers of shape {tuple(tensor.shape)}; beside an update go at most "
+            else f"integers of shape {tuple(tensor.shape)}; an update may come with at most "
             f"{MOST_COUNTS} counts"
         )
     if form is None or form.shape != tensor.shape or form.dtype != tensor.dtype:
-        return "it did not come in that form, so that it is no update"
+        return "its shape or dtype is not what the server sent, so it is not an update"
     return None
 
 

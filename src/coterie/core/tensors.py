@@ -27,7 +27,7 @@ def check_alike(expected: Named, found: Named, what: str = "tensors") -> None:
     """
     if foreign := sorted(found.keys() - expected.keys()):
         raise TensorError(
-            f"{what}: foreign tensor {foreign[0]!r} ({len(foreign)} in all)",
+            f"{what}: unexpected tensor {foreign[0]!r} ({len(foreign)} in all)",
             "Expected only: " + _few(expected),
         )
     if missing := sorted(expected.keys() - found.keys()):

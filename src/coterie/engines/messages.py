@@ -168,17 +168,17 @@ class Reply(BaseMessage):
         another one's round.
         """
         if taken := _OF_LINES & metrics.keys():
-            raise ValueError(f"{min(taken)} is not measured")
+            raise ValueError(f"{min(taken)} cannot be the name of a measurement")
         if not isinstance(metrics.get("tokens", 0), int):
-            raise ValueError("tokens must be a number of them")
+            raise ValueError("tokens must be a whole number")
         if odd := [name for name in metrics if not _MEASURED.fullmatch(name)]:
-            raise ValueError(f"{odd[0]!r} is no name of a measurement")
+            raise ValueError(f"{odd[0]!r} is not a valid name of a measurement")
         if ragged := [
             name
             for name, value in metrics.items()
             if name.startswith("router/") and not _is_matrix(value)
         ]:
-            raise ValueError(f"{ragged[0]} must be as many weights for each block")
+            raise ValueError(f"{ragged[0]} must have the same number of weights for each block")
         if lists := [
             name
             for name, value in metrics.items()
@@ -209,7 +209,7 @@ def parsed(kind: type[Request] | type[Reply], text: str) -> Any:
     if len(text) > MOST_HEADER:
         raise TensorError(
             f"{what} of {len(text):,} characters, at most {MOST_HEADER:,}",
-            "It was damaged, or is not of coterie.",
+            "It was damaged, or did not come from coterie.",
         )
     try:
         found = kind.model_validate_json(text)
@@ -222,7 +222,7 @@ def parsed(kind: type[Request] | type[Reply], text: str) -> Any:
         ) from None
     if found.version != __version__:
         raise TensorError(
-            f"{what} of coterie {found.version}, here is {__version__}",
+            f"{what} from coterie {found.version}, but this is coterie {__version__}",
             "Install the same version on server and devices.",
         )
     return found

@@ -48,8 +48,8 @@ class Stored(Mapping[ClientId, State]):
             return load(place)[0]
         except CheckpointError as error:
             remedy = (
-                "The run's folder was changed while it went on: --resume goes on from the last "
-                "checkpoint."
+                "The run's folder was changed during the run. Resume from the last checkpoint "
+                "with --resume."
             )
             raise CheckpointError(f"state of client {client!r}: {error.problem}", remedy) from None
 

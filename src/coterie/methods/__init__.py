@@ -292,7 +292,7 @@ def import_problem(name: str) -> str | None:
     return (
         None
         if isinstance(found, type) and issubclass(found, Method)
-        else f"{name.partition(':')[2]} is no class of a coterie.methods.Method"
+        else f"{name.partition(':')[2]} is not a subclass of coterie.methods.Method"
     )
 
 

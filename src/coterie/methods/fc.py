@@ -73,8 +73,8 @@ class FC(OneAdapter):
     def check(self, model: Reader, clients: Sequence[ClientId], training: Training) -> None:
         if self.cluster_size is None and model.clusters is None:
             mistake = (
-                "method.cluster_size: null stands for the size of each client's true cluster, "
-                "which these data do not tell"
+                "method.cluster_size: null means the size of each client's true cluster, which is "
+                "unknown for these data"
             )
             raise RecipeError("method", [f"{mistake}; give a number, or one per client"])
 

@@ -51,8 +51,8 @@ class IFCA(OneAdapter, Aggregating):
         super().check(model, clients, training)
         if self.centres is None and model.clusters is None:
             mistake = (
-                "method.centres: null stands for the true number of clusters, which these data "
-                "do not tell"
+                "method.centres: null means the true number of clusters, which is unknown for "
+                "these data"
             )
             raise RecipeError("method", [f"{mistake}; give a number"])
 

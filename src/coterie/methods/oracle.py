@@ -32,8 +32,8 @@ class Oracle(FedAvg):
     def check(self, model: Reader, clients: Sequence[ClientId], training: Training) -> None:
         if model.clusters is None:
             mistake = (
-                "method.name: oracle needs the true cluster of each client, which these data do "
-                "not tell"
+                "method.name: oracle needs the true cluster of each client, which is unknown for "
+                "these data"
             )
             raise RecipeError(
                 "method",

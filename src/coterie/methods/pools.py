@@ -99,7 +99,7 @@ class Pooling(Aggregating):
         if anchors > self.size_of_pool:
             mistake = (
                 f"method.pool: {self.size_of_pool} experts for {anchors} anchors (data.anchors), "
-                f"each of which has one of its own"
+                f"each of which needs its own expert"
             )
             raise RecipeError("method", [f"{mistake}; use as many, or method.anchors: false"])
 

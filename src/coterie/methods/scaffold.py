@@ -74,7 +74,7 @@ class Scaffold(Averaged, OneAdapter):
         if not isinstance(training.experts, SGD):
             found = (
                 f"training.experts.optimiser: {training.experts.optimiser}, but control variates "
-                f"correct steps of gradient descent"
+                f"correct only steps of gradient descent"
             )
             raise RecipeError(
                 "method", [f"{found}; use optimiser: sgd with a learning rate for it"]

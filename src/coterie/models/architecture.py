@@ -178,16 +178,16 @@ def configuration(base: str | Path, **settings: Any) -> Any:
     source = locate(base)
     if not trusted() and (code := _foreign_code(source)):
         raise ModelError(
-            f"base {str(base)!r} brings code of its own ({', '.join(code)}), which was not run",
+            f"base {str(base)!r} contains its own code ({', '.join(code)}), which was not run",
             _REMEDY_FOR_CODE,
         )
     return AutoConfig.from_pretrained(source, trust_remote_code=trusted(), **settings)
 
 
 _REMEDY_FOR_CODE = (
-    "Use a base that transformers knows by itself. If you have read that code and trust it: "
+    "Use a base that transformers itself supports. If you have read that code and trust it, use "
     "--trust-remote-code, "
-    f"or {TRUST}=1 in the environment."
+    f"or set {TRUST}=1 in the environment."
 )
 
 
@@ -238,7 +238,7 @@ def _block(family: Family, block: nn.Module, index: int) -> BlockShape:
     if not callable(_find(block, f"mlp.{family.activation}")):
         raise ModelError(
             f"{where} of a {family.name} model lacks mlp.{family.activation}",
-            "Its MLP is of another kind: use another base.",
+            "This kind of MLP is not supported: use another base.",
         )
     return BlockShape(attention, MLPShape("gated" if "gate" in family.mlp else "plain", mlp))
 
@@ -338,7 +338,7 @@ def tokenizer(base: str | Path) -> Any:
         reason = str(error).strip().split("\n")[0]
         if not trusted() and "custom code" in reason:
             raise ModelError(
-                f"the tokenizer of base {source!r} brings code of its own, which was not run",
+                f"the tokenizer of base {source!r} contains its own code, which was not run",
                 _REMEDY_FOR_CODE,
             ) from None
         remedy = (

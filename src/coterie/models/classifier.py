@@ -165,7 +165,7 @@ class Classifier(Vectorised):
             )
         if size < len(y) and self._batch_norms:
             raise ModelError(
-                f"micro_batch {size} would cut a batch of {len(y)}, but batch normalisation "
+                f"micro_batch {size} would split a batch of {len(y)}, but batch normalisation "
                 f"needs all of it at once",
                 "Leave training.micro_batch out, or choose a network with norm 'group' or 'none'.",
             )
@@ -191,8 +191,8 @@ class Classifier(Vectorised):
         named = self.parameters_by_role()[GENERALIST]
         if {id(p) for p in wrt} != {id(p) for p in named.values()}:
             raise ModelError(
-                "gradients of each example are of all parameters of the network",
-                "Give all of them.",
+                "per-example gradients can only be taken of all parameters of the network",
+                "Give all of them in `wrt`.",
             )
         points = torch.cat([p.detach().flatten() for p in named.values()]).expand(len(batch), -1)
         gradients, stats = self.vectorised(points, batch.x[:, None], batch.y[:, None])
@@ -302,7 +302,7 @@ class Classifier(Vectorised):
         own, asked = list(self.network.parameters()), {id(parameter) for parameter in wrt}
         if not asked or not asked <= {id(parameter) for parameter in own}:
             raise ModelError(
-                "gradient: nothing, or a parameter of another model, to differentiate by",
+                "gradient: `wrt` is empty or holds a parameter of another model",
                 "Give parameters of this network.",
             )
         before = [parameter.requires_grad for parameter in own]

@@ -142,7 +142,7 @@ def _change(channels: int, data: Normalisation | None, own: Normalisation) -> tu
     data = data or Normalisation((0.0,) * channels, (1.0,) * channels)
     if {len(values) for values in (*data, *own)} != {channels} or min(*data.std, *own.std) <= 0:
         raise ModelError(
-            f"the common expert: {data} of the data and {own} of its own for {channels} channels",
+            f"common expert: {data} of the data and {own} of the network, for {channels} channels",
             "Give one mean and one positive std for each channel.",
         )
     mean, std, own_mean, own_std = (
@@ -269,7 +269,7 @@ def _train(
         )
     if settings.stop_at is not None and accuracy < settings.stop_at:
         problem = (
-            f"the common expert has {accuracy:.1%} of the held-out examples right after "
+            f"the common expert classifies {accuracy:.1%} of the held-out examples correctly after "
             f"{settings.epochs} epochs"
         )
         raise CoterieError(

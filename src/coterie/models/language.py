@@ -134,7 +134,7 @@ class LanguageModel:
             return None
         if self.embedded is None or ABSENT in self.numbers:
             raise ModelError(
-                "a model without the generalists that a gate chose",
+                "the model lacks the generalists that the gate chose",
                 "The server must send them before it trains or predicts.",
             )
         scores = self.affinity(self.embedded())[self.numbers.to(self.device)]
@@ -367,7 +367,7 @@ class LanguageModel:
         asked = {id(parameter) for parameter in wrt}
         if not asked or not asked <= {id(parameter) for parameter in self.adapter.parameters()}:
             raise ModelError(
-                "gradient: nothing, or a parameter of another model, to differentiate by",
+                "gradient: `wrt` is empty or holds a parameter of another model",
                 "Give parameters of this adapter.",
             )
 

@@ -62,8 +62,8 @@ class PoolClassifier:
         if layout.gated:
             if common is None:
                 raise ModelError(
-                    "a gate without a common expert",
-                    "Say in the recipe what embeds the data: model.common.",
+                    "the gate needs a common expert",
+                    "Set model.common in the recipe: it embeds the data for the gate.",
                 )
             self.gate = Classifier(
                 NetworkShape("mlp", (1, 1, common.width), layout.pool, (gate_width,)), device
@@ -235,7 +235,7 @@ class PoolClassifier:
                 "Leave training.micro_batch out, or choose a network with norm 'group' or 'none'."
             )
             raise ModelError(
-                f"micro_batch {size} would cut a batch of {len(batch)}, but batch normalisation "
+                f"micro_batch {size} would split a batch of {len(batch)}, but batch normalisation "
                 f"needs all of it",
                 remedy,
             )
@@ -261,8 +261,8 @@ class PoolClassifier:
     ) -> Any:
         """Refused: experts of a pool are compared by no method. Raises ModelError."""
         raise ModelError(
-            "a pool's experts have no gradient elsewhere",
-            "Use a method of whole models, such as cobo.",
+            "a pool of experts cannot give gradients at another client's model",
+            "Use a method without a pool, such as cobo.",
         )
 
     def score(self, batches: Iterable[Examples]) -> Tensor:
@@ -312,7 +312,7 @@ class PoolClassifier:
         count = int((self.numbers != ABSENT).sum())
         if not count:
             raise ModelError(
-                "a client without any expert of the pool",
+                "the client has no expert of the pool",
                 "The server must send some before the client trains or predicts.",
             )
         return self.experts[:count]
@@ -331,7 +331,7 @@ class PoolClassifier:
             return torch.full((len(batch), k), -math.log(k), device=self.device)
         if batch.embedding is None:
             raise ModelError(
-                "a batch without embeddings",
+                "the batch has no embeddings",
                 "Draw it from the client's own splits, which have them.",
             )
         scores, own = self._logits(batch.embedding), self.numbers[:k].to(self.device)

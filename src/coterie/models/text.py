@@ -194,8 +194,8 @@ def _config(base: str, classes: int) -> Any:
         config = configuration(base, num_labels=classes)
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise ModelError(
-            f"base {base!r} is of the kind {config.model_type}, of which transformers has no "
-            f"classifier of texts",
+            f"base {base!r} is a {config.model_type} model, and transformers has no text "
+            f"classifier of that kind",
             "Use an encoder such as BERT, DistilBERT or MiniLM, or a decoder such as Llama.",
         )
     config.use_cache = False  # of decoders: nothing is generated

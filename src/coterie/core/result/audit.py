@@ -11,7 +11,7 @@ from coterie.core.files import read_json
 from coterie.core.result.parsing import Json, PrivacySpent, Record, given, mapping, sequence
 
 AUDITED = "audit.json"  # of a run that was audited
-REMEDY = "Measure again with this version: coterie audit RUN. It writes the file anew."
+REMEDY = "Run `coterie audit RUN` with this version: it writes a new file."
 
 
 class _Nested(Record):

@@ -10,8 +10,8 @@ from coterie.core.errors import CheckpointError
 
 Json = dict[str, Any]
 REMEDY = (
-    "Give what `coterie run` or `coterie compare` wrote. If an older version did, run the recipe "
-    "again with this one, to another --out."
+    "Give a file that `coterie run` or `coterie compare` wrote. If an older version wrote it, run "
+    "the recipe again with this version and another --out."
 )
 
 
@@ -20,27 +20,29 @@ def given(kind: type, found: Any) -> Json:
     that must be there.
     """
     if not isinstance(found, Mapping):
-        raise CheckpointError(f"no {kind.__name__}: a JSON object was expected", REMEDY)
+        raise CheckpointError(f"not a valid {kind.__name__}: expected a JSON object", REMEDY)
     known = {
         field.name: field.default is MISSING and field.default_factory is MISSING
         for field in fields(kind)
     }
     if missing := [name for name, required in known.items() if required and name not in found]:
-        raise CheckpointError(f"no {kind.__name__}: it has no {', '.join(missing)}", REMEDY)
+        raise CheckpointError(
+            f"not a valid {kind.__name__}: it has no {', '.join(missing)}", REMEDY
+        )
     return {name: found[name] for name in known if name in found}
 
 
 def mapping(found: Any, what: str) -> Mapping[str, Any]:
     """Return a JSON object as it is. Raises CheckpointError if it is none."""
     if not isinstance(found, Mapping):
-        raise CheckpointError(f"{what}: a JSON object was expected", REMEDY)
+        raise CheckpointError(f"{what}: expected a JSON object", REMEDY)
     return found
 
 
 def sequence(found: Any, what: str) -> list[Any]:
     """Return a JSON array as it is. Raises CheckpointError if it is none."""
     if not isinstance(found, list | tuple):
-        raise CheckpointError(f"{what}: a JSON array was expected", REMEDY)
+        raise CheckpointError(f"{what}: expected a JSON array", REMEDY)
     return list(found)
 
 

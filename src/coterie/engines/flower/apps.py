@@ -30,7 +30,7 @@ def client_app(handle: Handle) -> ClientApp:
             text, body = _unpacked(message.content)
             if parsed(Request, text).masked:
                 raise TensorError(
-                    "asked in the clear for a reply that is to be masked",
+                    "asked without masks for a reply that must be masked",
                     "Install the same version of coterie everywhere.",
                 )
             text, body = handle(dict(context.node_config), text, body)

@@ -130,7 +130,7 @@ class Flower:
         self._count(round, phase, ask.name)
         here = self.present()
         for i in ask.to.keys() - here:
-            self.listener.lost(i, ask.name, "its device is not there")
+            self.listener.lost(i, ask.name, "its device is not connected")
         return [i for i in ask.to if i in here]
 
     def _heard(self, client: "ClientId", reply: Reply, round: int) -> None:
@@ -206,7 +206,7 @@ class Flower:
             return {"run": str(found["run"]), "begun": [int(round) for round in found["begun"]]}
         except (ValueError, TypeError, KeyError):
             raise CheckpointError(
-                f"{self.journal} is damaged", "Start the run afresh, with another --out."
+                f"{self.journal} is damaged", "Start a new run with another --out."
             ) from None
 
     def begun(self, round: int) -> list[int]:
@@ -252,7 +252,7 @@ class Flower:
         ):
             raise TensorError(
                 f"a reply of {reply.client!r} to {reply.task}, round {reply.round + 1}, that "
-                f"nobody asked for",
+                f"was not requested",
                 "",
             )
         try:
@@ -333,9 +333,9 @@ def gathered(
             return found
         if time.monotonic() > end:
             raise ClientError(
-                f"{len(found)} clients came within {patience:g} s: "
+                f"{len(found)} clients connected within {patience:g} s: "
                 f"{', '.join(m.client for m in found) or 'none'}",
-                "Are the SuperNodes running and do they know this SuperLink? Then start again, "
-                "or with a smaller --clients.",
+                "Check that the SuperNodes run and use this SuperLink's address. Then start again, "
+                "perhaps with a smaller --clients.",
             )
         time.sleep(SLOW_S)

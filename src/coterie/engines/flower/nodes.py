@@ -120,10 +120,10 @@ class Nodes:
     def _introduced(self, node: int, answered: Message | None, alive: Collection[int]) -> Member:
         """Who a node says that it is. Raises TensorError if it does not say, or is not believed."""
         if answered is None:
-            raise TensorError(f"did not say within {HELLO_S:g} s who it is", "")
+            raise TensorError(f"did not say within {HELLO_S:g} s which client it is", "")
         reply, _ = read_reply(answered, SLACK)
         if reply.problem or reply.member is None:
-            raise TensorError(reply.problem or "did not say who it is", reply.remedy)
+            raise TensorError(reply.problem or "did not say which client it is", reply.remedy)
         try:
             self.check(reply.member)
         except Refused as error:
@@ -133,8 +133,8 @@ class Nodes:
             (i for i in self.by_client if i != client and folded(i) == folded(client)), None
         ):
             raise TensorError(
-                f"says that it is {client!r}, and there is {other!r}: names must differ by more "
-                f"than capitals",
+                f"claims the name {client!r}, but there is a client {other!r}: names must differ "
+                f"by more than capitals",
                 "Rename one.",
             )
         held = self.by_client.get(client)
@@ -169,8 +169,8 @@ class _NameTaken(TensorError):
     def __init__(self, client: "ClientId", holder: int) -> None:
         self.holder = holder
         super().__init__(
-            f"says that it is {client}; node {holder} is, and that one is there",
-            "Two devices have one name.",
+            f"claims the name {client}, which node {holder} has, and that node is connected",
+            "Two devices have the same name: rename one.",
         )
 
 

@@ -36,7 +36,7 @@ def _unpacked(content: RecordDict, most: int | None = None) -> tuple[str, bytes]
     ):
         raise TensorError(
             f"a message with records {sorted(content)[:5]}, expected {_TEXT} and {_TENSORS}",
-            "It is not of coterie.",
+            "It did not come from coterie.",
         )
     if (
         set(text) != {_TEXT}
@@ -47,7 +47,7 @@ def _unpacked(content: RecordDict, most: int | None = None) -> tuple[str, bytes]
         raise TensorError(
             "a message whose records hold something else than one text and one array of "
             "safetensors",
-            "It is not of coterie.",
+            "It did not come from coterie.",
         )
     body = arrays[_TENSORS].data
     if most is not None and len(body) > most:

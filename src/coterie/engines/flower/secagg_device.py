@@ -122,11 +122,11 @@ def _share_read(share: bytes) -> tuple[int, int, bytes, bytes]:
     """
     if share[:_DIGEST] != _bound.get().cohort:
         problem = (
-            "secure aggregation: another client was shown another cohort or exchange than this one"
+            "secure aggregation: another client was sent a different cohort or exchange from this"
         )
         raise TensorError(
             problem,
-            "A server that tells clients unlike things could see a single client's update; "
+            "A server that tells clients different things could see a single client's update; "
             "nothing was sent.",
         )
     return share_keys_plaintext_separate(share[_DIGEST:])
@@ -143,7 +143,7 @@ for _name, (_ours, _users) in _REPLACED.items():
     for _user in _users:
         if _name not in _user.__globals__:  # pragma: no cover - another release of Flower
             raise Refused(
-                f"this release of Flower makes masks otherwise ({_user.__module__})",
+                f"this release of Flower makes masks differently ({_user.__module__})",
                 "Install flwr 1.41.",
             )
         _user.__globals__[_name] = _ours
@@ -206,7 +206,7 @@ def _bound_by(message: Message, context: Context, stage: str) -> _Bound:
     if stage == Stage.SETUP:
         about = content.config_records.get(EXCHANGE, ConfigRecord()).get(_ABOUT)
         if not isinstance(about, str):
-            raise TensorError("secure aggregation of an exchange that is not named", _SAME)
+            raise TensorError("secure aggregation: the server does not name the exchange", _SAME)
         state[EXCHANGE] = ConfigRecord({_ABOUT: about})
     if EXCHANGE not in state:
         raise TensorError(f"asked for {stage} before the first stage", "")
@@ -222,7 +222,7 @@ def _bound_by(message: Message, context: Context, stage: str) -> _Bound:
     if stage == Stage.COLLECT_MASKED_VECTORS:
         ins = compat.recorddict_to_fitins(content, keep_input=True)
         if _about(parsed(Request, str(ins.config[_TEXT]))) != about:
-            raise TensorError("asked for the update of another exchange than the masks are for", "")
+            raise TensorError("the masks are for another exchange than the update asked for", "")
         sent = sha256(ins.parameters.tensors[0]).digest()
     return _Bound(cast(bytes, state[EXCHANGE].get(_COHORT, b"")), sent)
 
@@ -237,13 +237,14 @@ def _admitted(message: Message, context: Context) -> str:
     if message.metadata.message_type != TRAIN:
         raise TensorError(
             f"a message of type {message.metadata.message_type!r}, whose reply would not be masked",
-            "It is not of coterie.",
+            "It did not come from coterie.",
         )
     configs = message.content.config_records.get(RECORD_KEY_CONFIGS, ConfigRecord())
     stage = str(configs.get(Key.STAGE))
     if stage not in Stage.all():
         raise TensorError(
-            "a training message that is of no stage of secure aggregation", "It is not of coterie."
+            "a training message that names no stage of secure aggregation",
+            "It did not come from coterie.",
         )
     said = {key: value for key, value in configs.items() if key != Key.STAGE}
     if stage == Stage.SETUP:
@@ -254,7 +255,7 @@ def _admitted(message: Message, context: Context) -> str:
                 if not isinstance(clients, int) or clients < FEWEST
                 else f"{_terms(clients)}"
             )
-            raise TensorError(f"secure aggregation on the terms {said}, expected {expected}", "")
+            raise TensorError(f"secure aggregation with settings {said}, expected {expected}", "")
     if stage == Stage.COLLECT_MASKED_VECTORS:
         _refuse_twice(said.get(Key.SOURCE_LIST), "sources")
     if stage == Stage.UNMASK:
@@ -264,15 +265,15 @@ def _admitted(message: Message, context: Context) -> str:
             "clients that sent and clients that did not",
         )
         if message.metadata.dst_node_id not in cast(list[int], active):
-            raise TensorError("asked to take masks from a sum that this client is not in", "")
+            raise TensorError("asked to unmask a sum that does not include this client", "")
     return stage
 
 
 def _refuse_twice(nodes: Any, what: str) -> None:
     if not isinstance(nodes, list) or len(set(nodes)) != len(nodes):
         raise TensorError(
-            f"secure aggregation: {what}, some of them twice",
-            "A server that asks so could see a single client's update.",
+            f"secure aggregation: {what}, some of them listed twice",
+            "A server that asks for this could see a single client's update.",
         )
 
 
@@ -285,7 +286,7 @@ def _trained(handle: Handle, message: Message, context: Context) -> Message:
     ins = compat.recorddict_to_fitins(message.content, keep_input=True)
     text = str(ins.config[_TEXT])
     if not parsed(Request, text).masked:
-        raise TensorError("asked by secure aggregation for a reply that is not to be masked", "")
+        raise TensorError("secure aggregation asked for a reply that is not to be masked", "")
     text, body = handle(dict(context.node_config), text, ins.parameters.tensors[0])
     reply = parsed(Reply, text)
     if reply.problem:
@@ -306,7 +307,7 @@ def _refuse_open(reply: Message, stage: str) -> None:
     content = reply.content
     if any(record for record in content.array_records.values()):
         raise TensorError(
-            "Flower left the update in the clear", "This release of Flower cannot be used."
+            "Flower left the update unmasked", "This release of Flower cannot be used."
         )
     if (Key.MASKED_PARAMETERS in content.config_records[RECORD_KEY_CONFIGS]) != (
         stage == Stage.COLLECT_MASKED_VECTORS

@@ -84,14 +84,14 @@ def summed(
         or len({bodies.get(node, b"") for node in requests}) > 1
     ):
         raise TensorError(
-            "secure aggregation: clients would be sent unlike tensors, and their masks would not "
-            "cancel",
+            "secure aggregation: clients would be sent different tensors, so their masks would "
+            "not cancel",
             "",
         )
     if len(requests) < FEWEST:
         few = (
-            f"{len(requests)} clients are there, and secure aggregation needs at least {FEWEST}: "
-            f"of fewer, the sum would tell"
+            f"{len(requests)} clients are connected, and secure aggregation needs at least "
+            f"{FEWEST}: the sum of fewer would reveal too much about each"
         )
         found.problems = dict.fromkeys(requests, few)
         return found
@@ -108,7 +108,7 @@ def summed(
         workflow(cast(Grid, grid), _context(plan))
         problem = _mean_problem(plan.mean, len(requests))
     except ValueError as error:  # shares that are not of one key
-        problem = f"the sum could not be had: {error}"
+        problem = f"the sum could not be computed: {error}"
     if problem is None:
         found.mean = plan.mean
         found.replies = {node: grid.replies[node] for node in plan.summed}
@@ -127,11 +127,11 @@ def _mean_problem(mean: np.ndarray | None, clients: int) -> str | None:
     """
     if mean is None:
         return (
-            f"the sum could not be had: fewer than {threshold(clients)} of {clients} clients "
+            f"the sum could not be computed: fewer than {threshold(clients)} of {clients} clients "
             f"stayed to the end"
         )
     if not (np.abs(mean) <= RANGE + step(clients)).all():
-        return "the sum makes no sense: a client did not keep to the protocol"
+        return "the sum is out of range: a client did not follow the protocol"
     return None
 
 
@@ -275,7 +275,7 @@ class _Checked:
         elif set(answered.content) != {RECORD_KEY_CONFIGS}:
             raise TensorError(
                 f"records {sorted(answered.content)[:5]} where only keys were asked for ({stage})",
-                "It is not of coterie.",
+                "It did not come from coterie.",
             )
         elif stage == Stage.SETUP:
             _check_lists(configs, {}, (Key.PUBLIC_KEY_1, Key.PUBLIC_KEY_2))
@@ -285,7 +285,8 @@ class _Checked:
             _check_lists(configs, {Key.NODE_ID_LIST: int, Key.SHARE_LIST: bytes})
             if not set(cast(list[int], configs[Key.NODE_ID_LIST])) <= set(self.requests):
                 raise TensorError(
-                    "shares of keys of clients that are not there", "It is not of coterie."
+                    "key shares of clients that are not in the exchange",
+                    "It did not come from coterie.",
                 )
         return answered
 
@@ -301,7 +302,7 @@ class _Checked:
         ) != {"num_examples": 1}:
             raise TensorError(
                 f"records {sorted(content.config_records)[:5]}, or another weight than 1",
-                "It is not of coterie.",
+                "It did not come from coterie.",
             )
         reply: Reply = parsed(Reply, str(content.config_records[f"{_FITRES}.metrics"][_TEXT]))
         request = self.requests[node]
@@ -313,7 +314,7 @@ class _Checked:
         ):
             raise TensorError(
                 f"a reply of {reply.client!r} to {reply.task}, round {reply.round + 1}, that "
-                f"nobody asked for",
+                f"was not requested",
                 "",
             )
         return reply
@@ -339,7 +340,7 @@ def _check_lists(
     ):
         raise TensorError(
             f"a reply with {sorted(configs)[:5]}, expected {[*kinds, *texts]}",
-            "It is not of coterie.",
+            "It did not come from coterie.",
         )
 
 
@@ -361,8 +362,6 @@ def _check_masked(configs: ConfigRecord, size: int, weight: int) -> None:
             "",
         )
     if any(((value < 0) | (value >= MODULUS)).any() for value in values):
-        raise TensorError(
-            "a masked update with values that are not of the integers modulo 2^32", ""
-        )
+        raise TensorError("a masked update with values that are not integers modulo 2^32", "")
     if int(values[0][0]) == weight:  # under a mask: with a chance of 2^-32
         raise TensorError("an update that is quantised, but not masked", _SAME)

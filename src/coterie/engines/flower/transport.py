@@ -96,7 +96,7 @@ def read_reply(message: Message, most: int) -> tuple[Reply, bytes]:
     if message.has_error():
         reason = message.error.reason or "no reason"
         raise TensorError(
-            f"Flower says: {reason} (code {message.error.code})",
+            f"Flower reports: {reason} (code {message.error.code})",
             "Look at the log of its SuperNode.",
         )
     try:
@@ -105,6 +105,6 @@ def read_reply(message: Message, most: int) -> tuple[Reply, bytes]:
         raise
     except Exception as error:  # whatever a foreign node managed to send
         raise TensorError(
-            f"unreadable: {type(error).__name__}: {error}"[:2000], "It is not of coterie."
+            f"unreadable: {type(error).__name__}: {error}"[:2000], "It did not come from coterie."
         ) from None
     return parsed(Reply, text), body
