@@ -75,8 +75,8 @@ class TensorError(CoterieError):
 
 
 class ClientError(CoterieError):
-    """A client's task failed; the message names the client and the task, `__cause__` is what
-    happened.
+    """A client's task failed; the message names the client and the task, and `__cause__` is the
+    original error.
     """
 
 

@@ -19,14 +19,14 @@ from coterie.core.tensors import Named, Tensors, _dense, _owned
 
 
 def write_atomically(path: Path, data: bytes, lasting: bool = True) -> None:
-    """Write a file atomically: after a crash or on a full disk it has the old or the new content,
-    never a part.
+    """Write a file atomically: after a crash or on a full disk the file has the old or the new
+    content, never a part of it.
 
     Args:
-        path: The file; the folders above it are made.
+        path: The file; missing parent folders are created.
         data: Its content.
-        lasting: Whether it must outlive a power cut: wait until it is on the disk. Otherwise it
-            outlives the process.
+        lasting: Whether the file must survive a power cut: the call then waits until it is on the
+            disk. Otherwise it only survives the process.
 
     Raises:
         SaveError: It could not be written; a former file of that name is unchanged.
@@ -93,7 +93,7 @@ def digest_of(path: Path) -> str:
 
 
 def digest_later(path: Path) -> "Future[str]":
-    """`digest_of` a file, computed beside other work."""
+    """Return the result of `digest_of` a file, computed in another thread."""
     return _HASHING.submit(digest_of, path)
 
 

@@ -23,8 +23,8 @@ def perplexity(score: Tensor) -> float:
 
 
 def accuracy(score: Tensor) -> float:
-    """Percent of a client's examples that were classified right, of its score, (3,): total NLL,
-    examples, right ones.
+    """Percent of a client's examples that were classified correctly, from its score, (3,): total
+    NLL, number of examples, number of correct ones.
     """
     _, examples, right = score.tolist()
     return float(100 * right / examples)
@@ -43,7 +43,7 @@ class Metric:
     Args:
         name: As in tables.
         unit: For people.
-        lower_is_better: Whether the least is the best.
+        lower_is_better: Whether lower values are better.
         of: Computes it from a client's score.
         totals: Numbers in a score.
     """
@@ -56,7 +56,7 @@ class Metric:
 
     @property
     def about(self) -> MetricInfo:
-        """What results say of it."""
+        """The metric as results state it."""
         return MetricInfo(f"test {self.name}", self.unit, self.lower_is_better)
 
     def scores(self, score: Mapping[str, Tensor]) -> dict[str, float]:
@@ -79,8 +79,8 @@ def check_scores(score: Mapping[str, Tensor]) -> None:
         score: By split (2,) or (3,), see `Metric`; `choices`, see `choices`. Finite.
 
     Raises:
-        TensorError: No predictions, more right ones than there are, a loss below zero, or a part of
-            one prediction.
+        TensorError: No predictions, more correct ones than predictions, a loss below zero, or a
+            fractional number of predictions.
     """
     for split in score.keys() & {"valid", "test"}:
         nll, predictions, *right = score[split].tolist()
@@ -115,7 +115,7 @@ ACCURACY = Metric("accuracy", "%", False, accuracy, 3)
 
 
 def metric_of(score: Tensor) -> Metric:
-    """Return the metric that a client's score is of, by how many sums it has."""
+    """Return the metric of a client's score, from the number of sums in it."""
     return PERPLEXITY if score.numel() == PERPLEXITY.totals else ACCURACY
 
 

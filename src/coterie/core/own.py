@@ -9,7 +9,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 
 def is_own(name: object) -> bool:
-    """Return whether a name is that of a module and a class in it."""
+    """Return whether a name has the form `module:Class`."""
     return isinstance(name, str) and ":" in name
 
 
@@ -34,7 +34,7 @@ def imported(name: str) -> object:
     """Import `module:Class`, also from the current folder.
 
     Raises:
-        ImportError: Saying what went wrong.
+        ImportError: The message says what went wrong.
     """
     if "" not in sys.path:
         sys.path.append("")

@@ -82,9 +82,9 @@ class Profile:
     Args:
         path: Of the trace, `.json.gz`: Chrome's trace events, with shapes and memory; None: nothing
             is recorded.
-        active: Whether the round that is going on is recorded.
-        device: Whose time `costs` are: the GPU's where it did something.
-        costs: By operator or kernel, the dearest first.
+        active: Whether the current round is recorded.
+        device: The device whose time `costs` measures: the GPU if it was used.
+        costs: By operator or kernel, the most expensive first.
     """
 
     path: Path | None = None
@@ -95,7 +95,7 @@ class Profile:
     _profiler: profile | None = None
 
     def begin(self, wanted: bool) -> None:
-        """Begin a round, and record it if it is the one of the run that is to be recorded."""
+        """Begin a round, and record it if it is the round that the run should record."""
         self.active = wanted and self.path is not None and not self._stopped
 
     def enter(self, part: str) -> None:
@@ -162,7 +162,7 @@ class Profile:
 
 
 def costs(events: Sequence[Mapping[str, Any]], kinds: Set[str]) -> dict[str, Cost]:
-    """Return what each operator of some kinds cost by itself, the dearest first.
+    """Return the own cost of each operator of some kinds, the most expensive first.
 
     Args:
         events: Of a trace: `X` events have a beginning `ts` and a length `dur` in microseconds, and

@@ -32,8 +32,8 @@ R = TypeVar("R")
 
 
 class Sends(Enum):
-    """The declared content of the reply of a task: nothing else of it leaves a device that protects
-    its owner, see `check_declared`.
+    """The declared content of a task's reply. A device that protects its owner sends nothing else,
+    see `check_declared`.
     """
 
     PRIVATE = "private"  # anything at all, which leaves only a device that protects nothing
@@ -50,8 +50,8 @@ def task(sends: Sends = Sends.PRIVATE, *, batched: bool = False) -> Callable[[F]
 
     Args:
         sends: What its reply is declared to be.
-        batched: Whether it uses nothing of its client but what a `ClientBatch` has too, so that one
-            call can serve many clients.
+        batched: Whether the task uses only what `Client` and `ClientBatch` have in common, so that
+            one call can serve many clients.
     """
 
     def mark(function: F) -> F:
@@ -82,7 +82,7 @@ def check_declared(function: Task, sent: Named, reply: Named) -> None:
 
     Args:
         function: The task.
-        sent: What the client had got.
+        sent: What the client had received.
         reply: What it would send back.
 
     Raises:
@@ -97,7 +97,7 @@ def check_declared(function: Task, sent: Named, reply: Named) -> None:
 
 
 def _undeclared(sends: Sends, name: str, sent: Named, reply: Named) -> str | None:
-    """Say why a tensor of a reply is not what was declared; None where it is."""
+    """Return why a tensor of a reply is not what was declared; None if it is."""
     tensor, form = reply[name], sent.get(name)
     if sends is Sends.PRIVATE:
         return "the task does not declare that its reply can be masked or noised, or is harmless"
@@ -127,8 +127,8 @@ def _undeclared(sends: Sends, name: str, sent: Named, reply: Named) -> str | Non
 
 
 def protects_examples(method: Any) -> bool:
-    """Whether the privacy of single examples can be promised of what a method's clients send:
-    its own class says so by `by_examples`.
+    """Whether single examples are protected in everything that a method's clients send; the
+    method's own class declares it with `by_examples`.
     """
     return "by_examples" in vars(type(method)) and bool(method.by_examples)
 
@@ -177,8 +177,8 @@ class Ask:
         """Refuse a client's reply unless it has the form that was asked for.
 
         Raises:
-            TensorError: A foreign, missing or misshapen tensor, a value that is not finite, or an
-                integer out of its range.
+            TensorError: A tensor is unexpected, missing or of the wrong shape, a value is not
+                finite, or an integer is out of its range.
         """
         spec = dict(self.reply_spec(self.to[client]))
         what = f"reply of client {client!r} to {self.name}"

@@ -31,8 +31,8 @@ GENERALIST, SPECIALIST, ROUTER, EXPERT, GATE, BACKBONE = Role
 
 
 def by_role(module: nn.Module) -> dict[Role, dict[str, nn.Parameter]]:
-    """Return the parameters of `module` by role, in the order of `named_parameters`: one that
-    several modules share is there once.
+    """Return the parameters of `module` by role, in the order of `named_parameters`: a parameter
+    that several modules share is listed once.
 
     Raises:
         TensorError: A trainable parameter has no declared role.

@@ -1,4 +1,4 @@
-"""Names under which tensors lie in a server's state and travel, made and read here alone.
+"""Names of tensors in a server's state and in messages; only this file makes and reads them.
 
 `<client>/<what>` is a client's own (`ann/generalist`), `expert/<number>` a member of a pool, and
 `<kind>/<name>` one of several sets of tensors (`mean/...`), see `tensors.prefixed`.
@@ -13,7 +13,7 @@ from coterie.core.roles import EXPERT, GENERALIST
 
 
 def of_client(client: ClientId, what: str = GENERALIST) -> str:
-    """Return the name of what is a client's own."""
+    """Return the name of a client's own tensor."""
     return f"{client}/{what}"
 
 
@@ -23,12 +23,12 @@ def by_client(values: Mapping[ClientId, Tensor], what: str = GENERALIST) -> dict
 
 
 def clients_with(named: Iterable[str], what: str = GENERALIST) -> list[ClientId]:
-    """Return the clients that have something of their own among the names, in order."""
+    """Return the clients with tensors of their own among the names, in order."""
     return sorted(name.removesuffix(f"/{what}") for name in named if name.endswith(f"/{what}"))
 
 
 def client_of(name: str) -> ClientId | None:
-    """Return whose own a tensor is; None if it is nobody's."""
+    """Return the client that a tensor belongs to; None if it belongs to no client."""
     client, sign, _ = name.partition("/")
     return client if sign else None
 

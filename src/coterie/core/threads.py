@@ -1,5 +1,5 @@
-"""With how many threads a process computes, how they wait for each other, and whether the machine
-has cores for them.
+"""The number of threads of a process, how they wait for each other, and whether the machine has
+cores for them.
 
 Threads that work on one product wait for the last of them. Where another program has that one's
 core, the others wait for it after every product; and as OpenMP has them spin while they wait, they
@@ -42,9 +42,8 @@ class Usage:
 
     Args:
         own: Cores that this process kept busy: its CPU seconds per second.
-        others: Cores that all others did; None where the system does not tell (it is Linux that
-            does).
-        running: Threads of others that wanted a core; None likewise.
+        others: Cores that all others did; None if the system does not report it (only Linux does).
+        running: Threads of others that wanted a core; None in the same case.
         cores: Of the machine.
     """
 
@@ -132,7 +131,7 @@ class ThreadChoice:
     """A number of threads.
 
     Args:
-        threads: How many.
+        threads: The number of threads.
         others: Processes that computed meanwhile, for which one thread was taken; 0: it was not for
             them.
     """
@@ -142,7 +141,7 @@ class ThreadChoice:
 
 
 def choose(work: Callable[[int], object], most: int) -> ThreadChoice:
-    """Return with how many threads work of a kind is done best on this machine as it is now: one,
+    """Return the number of threads with which some work is fastest on this machine at present: one,
     or all.
 
     One, where others compute as well, or all together are not a tenth faster. Where a single pass
@@ -150,8 +149,8 @@ def choose(work: Callable[[int], object], most: int) -> ThreadChoice:
     other is no matter: all. It takes less than a second.
 
     Args:
-        work: Does a pass of it with so many threads.
-        most: All there are.
+        work: Does one pass of the work with the given number of threads.
+        most: The number of all threads.
     """
     work(1)  # what is warmed up counts for nobody
     watch, alone = Watch(), 0

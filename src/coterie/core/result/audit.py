@@ -19,7 +19,7 @@ class _Nested(Record):
 
     @classmethod
     def from_json(cls, found: Any) -> Self:
-        """Return what a JSON object says. Raises CheckpointError."""
+        """Return the record of a JSON object. Raises CheckpointError."""
         values = given(cls, found)
         for name, hint in get_type_hints(cls).items():
             options = get_args(hint) if isinstance(hint, UnionType) else (hint,)
@@ -57,8 +57,8 @@ class Exposure(Estimate):
     """The mean exposure of planted canaries, bits.
 
     Args:
-        chance: What guessing would give.
-        most: What a canary has that ranks before all others.
+        chance: The value that guessing would give.
+        most: The exposure of a canary that ranks before all others.
     """
 
     chance: float
@@ -67,10 +67,10 @@ class Exposure(Estimate):
 
 @dataclass(frozen=True, kw_only=True)
 class TruePositiveRate(Estimate):
-    """The share of the members that are found.
+    """The share of the members that an observer finds.
 
     Args:
-        fpr: The false positive rate: the share of the others that are taken for members, at most.
+        fpr: The false positive rate: at most this share of the others is mistaken for members.
     """
 
     fpr: float
@@ -81,13 +81,13 @@ class EpsilonBound(Record):
     """A lower bound on epsilon, from guesses of which canaries were planted.
 
     Args:
-        at_least: Smaller epsilons are refuted; 0: none is.
+        at_least: Every smaller epsilon is refuted; 0 if none is.
         confidence: Of the refutation.
         delta: Of the guarantee that is tested.
         right: Guesses that are right.
         guesses: All guesses.
         coins: Candidates, each planted by the toss of a coin.
-        most: The bound that as many coins could have shown.
+        most: The largest bound that this number of coins could have shown.
     """
 
     at_least: float
@@ -105,8 +105,8 @@ class CanaryResult(_Nested):
 
     Args:
         exposure: Of the planted ones.
-        auc: Of planted ones against those left out; None where a client has but one of the two.
-        epsilon: The bound that this shows.
+        auc: Of planted canaries against those left out; None if a client has only one of the two.
+        epsilon: The lower bound that follows.
     """
 
     exposure: Exposure
@@ -138,7 +138,7 @@ class ObserverResult(_Nested):
     """What one observer can tell.
 
     Args:
-        exchanges: That it saw, at most of one client.
+        exchanges: Number of exchanges that it saw, at most of one client.
         membership: By the likelihood ratio.
         min_k: By Min-K%++; None without text.
         canaries: None without canaries.
@@ -157,7 +157,7 @@ class WordExample(Record):
     Args:
         word: As it stands in the text.
         owner: The only client that has it.
-        prompt: The end of what stands before it.
+        prompt: The end of the text before it.
         by: The clients whose models suggest it.
         shared: Whether the shared part alone suggests it.
     """
@@ -171,11 +171,11 @@ class WordExample(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class WordsResult(_Nested):
-    """How often words that one client alone has are suggested where they stand.
+    """How often models suggest, at its place in the text, a word that only one client has.
 
     Args:
-        words: How many the base does not suggest.
-        known_to_the_base: How many it does; they do not count.
+        words: Number of words that the base does not suggest.
+        known_to_the_base: Number of words that it suggests; they are not counted.
         others: The rate of other clients' models; this and the other rates are None without words.
         shared: The rate of the shared part alone.
         owner: The rate of the client's own model.
@@ -213,8 +213,8 @@ class CanarySetup(Record):
     Args:
         candidates: Of all clients.
         planted: How many of them are in training data.
-        repeats: How often each of these is.
-        prefix: Tokens that all begin with.
+        repeats: How often each planted one is repeated.
+        prefix: Number of tokens with which all of them begin.
         length: Random tokens of each.
     """
 
@@ -232,8 +232,8 @@ class AuditSettings(Record):
     Args:
         windows: Training windows, and as many test windows, of each client, at most.
         words: Rare words of each client, at most.
-        top: Suggestions that a word may be among.
-        seed: Of what is chosen by chance.
+        top: Number of suggestions in which a word is looked for.
+        seed: Of all random choices of the audit.
     """
 
     windows: int
@@ -251,15 +251,15 @@ class AuditResult(_Nested):
         method: Its name.
         seed: Of the run.
         round: Rounds done.
-        clients: Whose data it is about.
+        clients: The clients whose data were audited.
         data: What rows are: `windows` of text, or `examples`.
         canaries: None without canaries.
-        secure: Whether the server is taken to see sums alone.
+        secure: Whether the audit assumes that the server sees only sums.
         privacy: What the run has spent; None without differential privacy.
         observers: By name: `server` and `others`.
         shift: How well the rows are told apart without any trained model.
-        words: Rare words in suggestions; None where there are no models that suggest any.
-        settings: How much was measured.
+        words: Rare words in suggestions; None if no model suggests words.
+        settings: The extent of the audit.
     """
 
     recipe: str

@@ -19,8 +19,8 @@ from coterie.core.result.parsing import (
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Row:
-    """One method's line of a comparison: mean and deviation over seeds, and what it cost a client
-    in the mean.
+    """One method's line of a comparison: mean and deviation over seeds, and the mean cost for a
+    client.
 
     Example:
         >>> import coterie
@@ -34,7 +34,7 @@ class Row:
 
     Args:
         method: Its name.
-        metric: What the scores are of.
+        metric: The metric of the scores.
         mean: Of `Result.mean` over seeds.
         std: Sample standard deviation of it over seeds.
         per_seed: `Result.mean` of each seed.
@@ -48,23 +48,23 @@ class Row:
         gate_accuracy: Percent; None without a gate.
         loss: Mean test loss, nats.
         between_clients: Standard deviation of the test metric over clients.
-        improved: Percent of clients that do better than alone; None without `local` among the
-            methods.
+        improved: Percent of clients that score better than with `local`; None if `local` is not
+            among the methods.
         weights_error: Mean of `Result.weights_error`.
         iterations: Local iterations of a run.
         clients: Mean test metric of each client.
         trainable_parameters: Of a client.
-        active_parameters: That one prediction uses.
+        active_parameters: Number of parameters that one prediction uses.
         flops_per_token: Of one prediction's forward pass.
         bytes_up_per_round: Of a client.
         bytes_down_per_round: Of a client.
-        state_bytes: That a client remembers between rounds.
-        once_bytes: Of what everybody gets once.
+        state_bytes: Bytes that a client keeps between rounds.
+        once_bytes: Bytes that every client receives once.
         peak_memory_bytes: Of the process.
         wall_s: Seconds of a run.
-        lost: Replies by client that were dropped or did not come.
-        never_took_part: How many clients took part in no round.
-        privacy: What was spent; None without differential privacy.
+        lost: Number of replies of each client that were dropped or never arrived.
+        never_took_part: Number of clients that took part in no round.
+        privacy: The privacy budget spent; None without differential privacy.
     """
 
     method: str
@@ -118,7 +118,9 @@ class Row:
         return (self.groups or {})[group] if group else self.mean
 
     def std_of(self, group: str) -> float:
-        """Return the deviation of `mean_of` over seeds; 0 in rows from before that was known."""
+        """Return the deviation of `mean_of` over seeds; 0 in rows of older versions, which did not
+        store it.
+        """
         return (self.groups_std or {}).get(group, 0.0) if group else self.std
 
     def __repr__(self) -> str:
@@ -144,15 +146,15 @@ class Comparison:
         recipe: The recipe's name.
         own: The recipe's own method.
         seeds: Of the runs of each method.
-        metric: What the rows are scored by.
-        scored: Which models `mean` and `mean_synced` are of.
+        metric: The metric that ranks the rows.
+        scored: Which models `mean` and `mean_synced` score.
         rows: One for each method.
-        notes: What a reader of the table must know: budgets that are unlike, bounds, replies that
-            were lost, privacy.
+        notes: What a reader of the table must know: different budgets, bounds, lost replies,
+            privacy.
         versions: Of coterie, torch and Python.
         machine: What it was computed on.
-        folder: Where the runs, their models and `report.html` are; None for one that was read from
-            JSON alone.
+        folder: Where the runs, their models and `report.html` are; None if it was read from JSON
+            only.
     """
 
     recipe: str

@@ -18,7 +18,7 @@ class Scores(Record):
         test_loss: Mean negative log-likelihood of the test set, nats.
         gate_accuracy: Percent of its samples that the gate gave to an expert of their class; None
             without a gate, and where experts have no anchors.
-        experts: The numbers of a pool's experts that the client has; None without a pool.
+        experts: The numbers of the experts of a pool that the client has; None without a pool.
     """
 
     rare: ClassVar[Collection[str]] = ("valid", "valid_loss", "test_loss", "experts")
@@ -40,11 +40,11 @@ class Scores(Record):
 
 @dataclass(frozen=True)
 class Choices(Record):
-    """Which experts of a pool a gate gave the samples of a group of clients to.
+    """The experts of a pool to which a gate sent the samples of a group of clients.
 
     Args:
         given: (classes, M) samples of each class that each expert got.
-        right: (classes, M) of these, those that it got right.
+        right: (classes, M) samples of these that the expert classified correctly.
         gate_accuracy: Percent of the samples whose expert's anchor has their class; None where
             experts have no anchors.
     """
@@ -63,7 +63,7 @@ class Evaluation:
         iteration: Local iterations done.
         valid: The mean of the clients' validation scores, of unseen clients that of the first
             group; None at a point of a curve.
-        test: Likewise of the test scores.
+        test: The same for the test scores.
         clients: By client; empty where curves are of groups alone.
         groups: The mean test metric of each group of unseen clients; None without such.
         weights: (clients, clients) collaboration weights; None of a method without.
@@ -81,9 +81,7 @@ class Evaluation:
 
     @classmethod
     def from_json(cls, found: Any) -> Self:
-        """Return what an entry of `evaluations` or a point of a curve says. Raises
-        CheckpointError.
-        """
+        """Return an entry of `evaluations` or a point of a curve. Raises CheckpointError."""
         values = given(cls, found)
         clients = mapping(values.get("clients", {}), "clients of an evaluation")
         values["clients"] = {i: Scores.from_json(own) for i, own in clients.items()}
@@ -107,11 +105,11 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Curve:
-    """Scores on a part of each test set, between evaluations: how training goes, and no part of
-    the figures.
+    """Scores on a part of each test set, between evaluations: they show the progress of training
+    and are not part of the results.
 
     Args:
-        windows: Of each client's test set that are scored.
+        windows: Number of windows of each client's test set that are scored.
         points: In order.
     """
 
@@ -120,7 +118,7 @@ class Curve:
 
     @classmethod
     def from_json(cls, found: Any) -> Self:
-        """Return what `curve` in result.json says. Raises CheckpointError."""
+        """Return the value of `curve` in result.json. Raises CheckpointError."""
         values = given(cls, found)
         points = sequence(values["points"], "points of a curve")
         return cls(values["windows"], tuple(map(Evaluation.from_json, points)))
@@ -135,7 +133,7 @@ class BestByValid(Record):
     """The evaluation with the best validation score.
 
     Args:
-        round: When it was.
+        round: After how many rounds it was made.
         valid: Its mean validation score.
         test: Its mean test score.
     """

@@ -1,6 +1,4 @@
-"""How results are read from JSON and written to it, and the small parts that several of them
-have.
-"""
+"""Reading results from JSON and writing them, and the small records that several results share."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -16,8 +14,8 @@ REMEDY = (
 
 
 def given(kind: type, found: Any) -> Json:
-    """Return what of a JSON object a class has fields for. Raises CheckpointError if it lacks one
-    that must be there.
+    """Return the entries of a JSON object for which a class has fields. Raises CheckpointError if a
+    required one is missing.
     """
     if not isinstance(found, Mapping):
         raise CheckpointError(f"not a valid {kind.__name__}: expected a JSON object", REMEDY)
@@ -33,14 +31,14 @@ def given(kind: type, found: Any) -> Json:
 
 
 def mapping(found: Any, what: str) -> Mapping[str, Any]:
-    """Return a JSON object as it is. Raises CheckpointError if it is none."""
+    """Return a JSON object unchanged. Raises CheckpointError if the value is not one."""
     if not isinstance(found, Mapping):
         raise CheckpointError(f"{what}: expected a JSON object", REMEDY)
     return found
 
 
 def sequence(found: Any, what: str) -> list[Any]:
-    """Return a JSON array as it is. Raises CheckpointError if it is none."""
+    """Return a JSON array unchanged. Raises CheckpointError if the value is not one."""
     if not isinstance(found, list | tuple):
         raise CheckpointError(f"{what}: expected a JSON array", REMEDY)
     return list(found)
@@ -49,14 +47,15 @@ def sequence(found: Any, what: str) -> list[Any]:
 class Record:
     """A dataclass whose fields are the values of a JSON object, by their names and in their order.
 
-    What `rare` names is left out of the object where it is None: only some results have it.
+    Fields named in `rare` are left out of the object when they are None: only some results have
+    them.
     """
 
     rare: ClassVar[Collection[str]] = ()
 
     @classmethod
     def from_json(cls, found: Any) -> Self:
-        """Return what a JSON object says. Raises CheckpointError."""
+        """Return the record of a JSON object. Raises CheckpointError."""
         return cls(**given(cls, found))
 
     def to_json(self) -> Json:
@@ -70,12 +69,12 @@ class Record:
 
 @dataclass(frozen=True)
 class MetricInfo(Record):
-    """The metric that scores are of.
+    """The metric of the scores.
 
     Args:
         name: As in tables.
         unit: `per token` of a perplexity, `%` of an accuracy.
-        lower_is_better: Whether the least is the best.
+        lower_is_better: Whether lower values are better.
     """
 
     name: str
@@ -84,7 +83,9 @@ class MetricInfo(Record):
 
     @classmethod
     def from_json(cls, found: Any) -> Self:
-        """Return the metric of a result; one without is from before there were several."""
+        """Return the metric of a result; a result without one is from a version with a single
+        metric.
+        """
         perplexity = {"name": "test perplexity", "unit": "per token", "lower_is_better": True}
         return cls(**given(cls, found or perplexity))
 
@@ -97,17 +98,17 @@ class PrivacySpent(Record):
     """The differential privacy that a run has spent.
 
     Args:
-        epsilon: Of all exchanges together; None where it is infinite.
-        delta: Likewise.
+        epsilon: Of all exchanges together; None if it is infinite.
+        delta: Of all exchanges together.
         where: Who adds the noise: `central` the server, `local` each device; `examples`: each
             device to its steps on single examples.
         noise: The multiplier z.
         clip: The norm C.
-        sampling: Who was drawn how, and who neighbours are.
-        experiment: Whether the seed of the noise is known, so that nobody is protected.
-        assumes: What must be so for epsilon to hold; None of an older version.
-        covers: What it is of.
-        clients: The epsilon of each client's examples; None where it is of whole clients.
+        sampling: How clients or examples were sampled, and which data sets count as neighbours.
+        experiment: Whether the seed of the noise is known, so that the run protects nobody.
+        assumes: The assumptions under which epsilon holds; None in results of older versions.
+        covers: What the guarantee covers.
+        clients: The epsilon of each client's examples; None if the guarantee is for whole clients.
     """
 
     rare: ClassVar[Collection[str]] = ("experiment", "assumes", "clients")
@@ -146,7 +147,7 @@ class Machine(Record):
     """What a result was computed on.
 
     Args:
-        device: As PyTorch names it; `elsewhere` where others compute.
+        device: PyTorch's name of the device; `elsewhere` if other machines compute.
         dtype: Of the base.
         threads: Of PyTorch.
     """

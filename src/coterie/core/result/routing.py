@@ -1,4 +1,4 @@
-"""What trained routers do with real text, token by token, as in `routing.json`."""
+"""The decisions of trained routers on real text, token by token, as in `routing.json`."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ ROUTING = "routing.json"
 
 @dataclass(frozen=True)
 class Mixture(Record):
-    """How many experts a model with a router has.
+    """The number of experts of a model with a router.
 
     Args:
-        generalists: That are shared.
-        specialists: That stay with the client.
+        generalists: Number of shared experts.
+        specialists: Number of experts that stay with the client.
     """
 
     generalists: int
@@ -26,13 +26,13 @@ class Mixture(Record):
 
 @dataclass(frozen=True)
 class Routing(Record):
-    """Each client's text as every model with a router reads it.
+    """The routing weights of every model with a router on each client's text.
 
     Args:
         texts: The tokens of each client's text as people read them.
         experts: Of each model with a router.
         weights: By model, then by text, (blocks, tokens, experts).
-        depth: How many blocks a model has; None where none has a router.
+        depth: Number of blocks of a model; None if no model has a router.
         blocks: The indices of its first, middle and last one.
     """
 

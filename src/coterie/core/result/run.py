@@ -28,14 +28,14 @@ class Costs(Record):
     """What a run cost one client.
 
     Args:
-        trainable_parameters: That the client trains.
-        active_parameters: That one prediction uses.
+        trainable_parameters: Number of parameters that the client trains.
+        active_parameters: Number of parameters that one prediction uses.
         flops_per_token: Of one prediction's forward pass.
-        bytes_up: Sent over the whole run.
-        bytes_down: Received over the whole run.
-        state_bytes: That the client remembers between rounds.
-        generalists: Experts of its model that are shared.
-        specialists: Experts of its model that stay with it.
+        bytes_up: Bytes sent over the whole run.
+        bytes_down: Bytes received over the whole run.
+        state_bytes: Bytes that the client keeps between rounds.
+        generalists: Number of shared experts in its model.
+        specialists: Number of experts in its model that stay with it.
     """
 
     trainable_parameters: int = 0
@@ -50,7 +50,7 @@ class Costs(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ClientResult(Record):
-    """What one client got from a run, and what that cost it.
+    """The scores of one client in a run, and its costs.
 
     Example:
         >>> import coterie
@@ -62,25 +62,25 @@ class ClientResult(Record):
     Args:
         valid: The metric on its validation set.
         test: The metric on its test set, right after its last local iteration; with `keep: best`
-            of the model that it has kept, as are all scores here.
+            all scores here are of the kept model.
         valid_loss: Mean negative log-likelihood of the validation set, nats.
         test_loss: Mean negative log-likelihood of the test set, nats.
         gate_accuracy: Percent of its samples that the gate gave to an expert of their class; None
             without a gate, and where experts have no anchors.
         experts: The numbers of a pool's experts that the client has; None without a pool.
         test_synced: As `test`, after one more synchronisation; None if the client could not be
-            reached for it. What is kept by `keep: best` is synchronised no more: it is `test`.
-        kept_round: With `keep: best`, after how many rounds the model that it has kept was scored;
+            reached. A model kept by `keep: best` is not synchronised again: the value is `test`.
+        kept_round: With `keep: best`, the number of rounds after which the kept model was scored;
             None with `keep: last`.
-        trainable_parameters: As in `Costs`, and so are those below.
-        active_parameters: That one prediction uses.
+        trainable_parameters: As in `Costs`, like all costs below.
+        active_parameters: Number of parameters that one prediction uses.
         flops_per_token: Of one prediction's forward pass.
-        bytes_up: Sent over the whole run.
-        bytes_down: Received over the whole run.
-        state_bytes: That the client remembers between rounds.
-        generalists: Experts of its model that are shared.
-        specialists: Experts of its model that stay with it.
-        group: Of a client that never trained, which group; None for one that trains.
+        bytes_up: Bytes sent over the whole run.
+        bytes_down: Bytes received over the whole run.
+        state_bytes: Bytes that the client keeps between rounds.
+        generalists: Number of shared experts in its model.
+        specialists: Number of experts in its model that stay with it.
+        group: The group of a client that never trained; None for a client that trains.
     """
 
     rare: ClassVar[Collection[str]] = ("experts", "group", "kept_round")
@@ -114,8 +114,8 @@ class ClientResult(Record):
 def headline(
     clients: Mapping[str, ClientResult], groups: Mapping[str, float] | None
 ) -> dict[str, ClientResult]:
-    """Return the clients whom the mean of a result is about: all that are scored, or the first
-    group of those that were never seen.
+    """Return the clients over which the mean of a result is taken: all that are scored, or the
+    first group of clients that never trained.
     """
     first = next(iter(groups or ()), None)
     return {i: client for i, client in clients.items() if client.group == first}
@@ -138,32 +138,32 @@ class Result:
         method: Its name.
         recipe: The recipe's name.
         seed: Of the run.
-        rounds: That were done.
-        metric: What `mean` and the clients' scores are of.
+        rounds: Number of completed rounds.
+        metric: The metric of `mean` and of the clients' scores.
         mean: The test metric, averaged over clients right after their last local iteration.
         mean_loss: Mean test loss over clients, nats.
         mean_synced: As `mean`, after one more synchronisation.
         best: The best mean of all evaluations.
         best_of_last_ten: The best mean of the last ten evaluations.
         best_by_valid: The evaluation with the best validation score.
-        clients: By client, what each got and what it cost.
-        training: What training cost each client that trains, where others are scored; None
-            otherwise.
+        clients: Scores and costs by client.
+        training: The costs of each client that trains, if other clients are scored; None otherwise.
         groups: The mean of each group of clients that never trained; None without such.
-        labels: The classes that each client has; None of texts.
+        labels: The classes that each client has; None for texts.
         label_counts: Examples of each class, by client, where some clients never train; None
             otherwise.
-        anchors: The clients that experts of a pool start from; None without.
-        once_bytes: Of what everybody gets once, before the first round.
-        clusters: The true cluster of each client where it is known.
-        weights_error: How far the found collaboration weights are from the true clusters; None
-            where either is unknown.
-        evaluations: What each evaluation found, in order.
+        anchors: The clients from which experts of a pool start; None without a pool.
+        once_bytes: Bytes that every client receives once, before the first round.
+        clusters: The true cluster of each client, if known.
+        weights_error: The distance of the learned collaboration weights from the true clusters;
+            None if either is unknown.
+        evaluations: All evaluations, in order.
         curve: Scores on parts of the test sets between evaluations; None without.
-        lost: Replies by client that were dropped or did not come.
+        lost: Number of replies of each client that were dropped or never arrived.
         rounds_taken_part: By client.
         never_took_part: The clients that took part in no round.
-        privacy: What was spent, and by what reckoning; None without differential privacy.
+        privacy: The privacy budget spent, and how it was computed; None without differential
+            privacy.
         wall_s: Seconds that the run took.
         peak_memory_bytes: Of this process.
         versions: Of coterie, torch and Python.
@@ -243,12 +243,12 @@ class Result:
 
     @property
     def headline(self) -> dict[str, ClientResult]:
-        """The clients whom the mean is about, see `headline`."""
+        """The clients over which the mean is taken, see `headline`."""
         return headline(self.clients, self.groups)
 
     @property
     def valid(self) -> float:
-        """The metric on validation, averaged over the clients whom the mean is about."""
+        """The metric on validation data, averaged over the same clients as the mean."""
         return fmean(client.valid for client in self.headline.values())
 
     @property
@@ -260,7 +260,7 @@ class Result:
 
     @property
     def gates(self) -> dict[str, Choices]:
-        """What the gate chose at the end, by group of clients; empty without a gate."""
+        """The gate's choices at the end, by group of clients; empty without a gate."""
         return dict((self.evaluations[-1].choices if self.evaluations else None) or {})
 
     @property

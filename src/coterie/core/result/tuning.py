@@ -1,4 +1,4 @@
-"""What a search for settings found, as in `tune.json`."""
+"""The result of a search for settings, as in `tune.json`."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,10 +28,11 @@ class Tried(Record):
     Args:
         settings: Its values, by fields of the recipe.
         rounds: Of its runs.
-        rung: In which rung it was, counted from 0; None: beyond the edge of the grid.
+        rung: The rung of the search, counted from 0; None for a candidate beyond the edge of the
+            grid.
         valid: The metric on validation, the mean over clients and seeds; None where a run diverged
             or the method refused the settings.
-        valid_loss: Likewise the loss, nats.
+        valid_loss: The loss in the same way, nats.
         per_seed: `valid` of each seed.
         iterations: Local iterations of all its runs together.
         problem: Why it has no score.
@@ -51,7 +52,7 @@ class Tried(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class TunedRow:
-    """What was chosen for one method, and what that took.
+    """The settings that were chosen for one method, and the effort of the search.
 
     Example:
         >>> import coterie
@@ -67,11 +68,11 @@ class TunedRow:
         chosen: Values by fields of the recipe; empty for a method that trains nothing.
         rounds: Of the chosen run.
         valid: The metric of the chosen on validation; None where nothing was tuned.
-        candidates: That were tried in the first rung.
-        runs: All of them, over rungs and seeds.
+        candidates: Number of candidates in the first rung.
+        runs: Number of runs, over rungs and seeds.
         iterations: Local iterations of all runs together.
-        alike: Other candidates, run for as many rounds, that are not surely worse: by no more than
-            two standard errors of the differences, paired by client and seed.
+        alike: Other candidates, run for the same number of rounds, that are not clearly worse: they
+            differ by at most two standard errors of the differences, paired by client and seed.
         at_edge: Fields in which the best lies at the edge of what was tried.
         tried: Every candidate, in order.
     """
@@ -102,7 +103,8 @@ class TunedRow:
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Tuning:
-    """What was chosen on validation for several methods with the same effort, as in `tune.json`.
+    """The settings that were chosen on validation data for several methods with the same effort, as
+    in `tune.json`.
 
     Example:
         >>> import coterie
@@ -114,14 +116,14 @@ class Tuning:
 
     Args:
         recipe: The recipe's name.
-        metric: What candidates are scored by, on validation.
+        metric: The metric that scores candidates, on validation data.
         seeds: Of each candidate's runs.
-        effort: What every method that trains was given, a sentence.
+        effort: The effort for every method that trains, as a sentence.
         rows: One for each method.
-        notes: What a reader must know.
+        notes: Sentences that a reader of the table must know.
         versions: Of coterie, torch and Python.
         machine: What it was computed on.
-        folder: Of the search; None for one that was read from JSON alone.
+        folder: Of the search; None if it was read from JSON only.
     """
 
     recipe: str
