@@ -61,9 +61,9 @@ def test_a_new_method_without_declarations_or_with_false_ones_fails_safe(door: O
 @pytest.mark.parametrize(
     ("reply", "said"),
     [
-        ({"w": torch.zeros(3), "other": torch.zeros(3)}, "'other'.*no update"),
-        ({"w": torch.zeros(4)}, "'w'.*no update"),
-        ({"w": torch.zeros(3).double()}, "'w'.*no update"),
+        ({"w": torch.zeros(3), "other": torch.zeros(3)}, "'other'.*not an update"),
+        ({"w": torch.zeros(4)}, "'w'.*not an update"),
+        ({"w": torch.zeros(3).double()}, "'w'.*not an update"),
         ({"w": torch.zeros(3), "n": torch.zeros(3, dtype=torch.int64)}, "'n'.*counts"),
         ({"w": torch.zeros(3), **{f"n{k}": torch.tensor(k) for k in range(3)}}, "'n0'.*counts"),
     ],

@@ -339,7 +339,7 @@ def test_its_own_data_are_used_whatever_the_recipe_says(tmp_path: Path, tiny_bas
         ({"client": "c0-1"}, "asked for client 'c0-1', this device is 'c0-0'"),
         ({"client": None}, "asked for client None"),
         ({"client": "centralized"}, "asked for client 'centralized'"),
-        ({"version": "0.0.0"}, "request of coterie 0.0.0"),
+        ({"version": "0.0.0"}, "request from coterie 0.0.0"),
     ],
 )
 def test_what_it_refuses(

@@ -1,4 +1,4 @@
-"""What the server knows of the model."""
+"""The server's view of the model."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

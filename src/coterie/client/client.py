@@ -42,14 +42,14 @@ class Client(BoundClient):
             here.
         data: The client's own splits.
         training: Batch size and optimisers.
-        state: What it remembers; {} for a client that starts.
+        state: Its stored tensors; {} for a new client.
         seed: The run's seed.
         total_iterations: T * L, over which the cosine schedule runs.
         sanitizer: Makes the gradients of what is shared, if single examples are protected.
         round: Rounds that the run has done.
         round_steps: L, the client's local iterations in a round.
-        frozen: Roles whose tensors no step changes: what is the others' and not sent back, see
-            `Method.iterate`.
+        frozen: Roles whose tensors no step changes: they belong to others and are not sent back,
+            see `Method.iterate`.
     """
 
     sanitizer: Sanitizer | None = None
@@ -290,12 +290,12 @@ class Client(BoundClient):
         return {name: gradient.float() for name, gradient in zip(named, found, strict=True)}
 
     def reset_optimizer(self, role: Role) -> None:
-        """Start the optimiser of a role afresh: its moments belong to tensors that are no more."""
+        """Reset the optimiser of a role: its moments belong to tensors that no longer exist."""
         for key in [key for key in self.state if key.startswith(f"optimiser/{role}/")]:
             del self.state[key]
 
     def score(self, split: Split, batches: int | None = None) -> Tensor:
-        """Return the client's model on a split, or on its first rows.
+        """Return the score of the client's model on a split, or on its first rows.
 
         Args:
             split: One of the client's own.

@@ -1,4 +1,4 @@
-"""What a client needs of a model, and a server of its trainable part."""
+"""The interfaces of a client's model, and of its trainable part on a server."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol

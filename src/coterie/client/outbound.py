@@ -39,17 +39,17 @@ class Outbound:
         seed: The run's seed.
         privacy: Clips updates and adds noise, where that is a client's own business.
         attack: What attackers make of their replies. Only simulated ones lie.
-        attackers: Who they are.
+        attackers: The ids of the attackers.
         secret: Whether noise is drawn from what only this machine knows, as it must be on devices:
             whoever has the seed of a run could take its noise away. In a simulation it is drawn
             from the run's seed.
         key: What only this machine knows, and keeps: the same reply to the same request then leaves
             with the same noise. Otherwise whoever asks often enough could average it away.
-        secure: Whether updates leave under the masks of secure aggregation alone.
-        noisy: Whether updates leave with noise alone.
-        by_examples: Whether noise in each step, for single examples, will do for that.
-        masked: Whether the reply at hand goes under masks.
-        silent: Whether no scores and no measurements leave.
+        secure: Whether updates are sent only under the masks of secure aggregation.
+        noisy: Whether updates are sent only with noise.
+        by_examples: Whether noise in each step, for single examples, is sufficient for that.
+        masked: Whether the current reply is masked.
+        silent: Whether scores and measurements are never sent.
     """
 
     seed: int

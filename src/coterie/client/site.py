@@ -57,7 +57,7 @@ class Site:
         training: Batch size and optimisers.
         seed: The run's seed.
         total_iterations: T * L.
-        outbound: What becomes of replies; None: they leave as they are.
+        outbound: Processes replies; None: they are sent unchanged.
     """
 
     build: Callable[[Layout], Model]
@@ -92,8 +92,8 @@ class Site:
     def _unshared(
         self, shared: Sequence[Role], id: ClientId, name: str, tensor: Tensor
     ) -> str | None:
-        """Say why a tensor of a reply is none of a shared role; None where it is one, or scores or
-        counts.
+        """Return why a tensor of a reply does not have a shared role; None if it has one, or holds
+        scores or counts.
 
         What belongs to several models has a prefix for each (`change/<name>`); gradients travel
         under the names of clients.

@@ -1,4 +1,4 @@
-"""What an engine is: `answer`, and the keeping of the clients' states between tasks."""
+"""The interface of engines: `answer`, and storage of the clients' states between tasks."""
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, ClassVar, Protocol
@@ -15,9 +15,7 @@ Write = Callable[
 
 
 class Listener:
-    """A listener to events between server and clients that ignores them all: the base of those that
-    do not.
-    """
+    """The base class of listeners to events between server and clients; it ignores all events."""
 
     def measured(self, client: ClientId, metrics: Metrics) -> None:
         """Hear that a client's reply arrived, with what its task measured."""
@@ -49,23 +47,21 @@ class Engine(Protocol):
         ...
 
     def members(self) -> Sequence[Member]:
-        """Clients that have come since this was asked last; none where all are here from the
-        beginning.
-        """
+        """Clients that have joined since the last call; none if all came at the start."""
         ...
 
     def present(self) -> Set[ClientId] | None:
-        """Return the clients that can be reached now; None where all can."""
+        """Return the clients that can be reached now; None if all can."""
         ...
 
     def states(self) -> Mapping[ClientId, State]:
-        """Return the clients' states, for a checkpoint; none where devices keep them. Not to be
-        changed.
+        """Return the clients' states, for a checkpoint; none if devices keep them. Callers must not
+        change them.
         """
         ...
 
     def memo(self) -> dict[str, Any]:
-        """Return what else the engine wants back after a resumption; JSON values."""
+        """Return what else the engine needs when a run is resumed; JSON values."""
         ...
 
     def restore(self, states: Mapping[ClientId, State], memo: Mapping[str, Any] = {}) -> None:
@@ -73,8 +69,8 @@ class Engine(Protocol):
         ...
 
     def begun(self, round: int) -> Sequence[int]:
-        """Return the rounds of exchanges that had begun since `round` and cannot be had again:
-        clients answer those under masks once.
+        """Return the rounds of exchanges that began since `round` and cannot be repeated: clients
+        answer a masked exchange only once.
         """
         ...
 
@@ -84,7 +80,7 @@ class Engine(Protocol):
 
 
 class LocalEngine:
-    """The common part of engines whose clients are all in this process."""
+    """The base class of engines whose clients are all in this process."""
 
     distant: ClassVar[bool] = False
 

@@ -1,5 +1,5 @@
-"""What server and devices say to each other beside tensors. One request, one reply; tensors travel
-behind it as safetensors bytes.
+"""Messages between server and devices without their tensors: one request, one reply. Tensors follow
+as safetensors bytes.
 
 Nothing here needs torch: the program of a device may only hand a request on to the process that
 does the work.
@@ -37,7 +37,7 @@ _OF_LINES = {"kind", "round", "iteration", "client"}  # what a line of metrics.j
 
 
 def _named(client: str) -> str:
-    """Return a client's name if it is one, or that of the union of all clients' data, which a
+    """Return a client's name if it is valid, or the name of the union of all clients' data, which a
     simulation has. Raises ValueError.
     """
     if client != names.CENTRALIZED and (mistake := names.mistake(client)):
@@ -75,7 +75,7 @@ class Request(BaseMessage):
         run: The run's own name: a device keeps its states by it.
         recipe: The resolved recipe, JSON values. The device puts its own data in the place of the
             recipe's paths.
-        client: Whom the server takes the device for; None in a hello.
+        client: The client that the server expects on the device; None in a hello.
         task: Name of the task.
         round: Rounds done before.
         phase: Which exchange of the round it is to the method.
@@ -85,8 +85,8 @@ class Request(BaseMessage):
         expects: Round and number of the last exchange that the server has this client's reply of;
             None for one that is new to it.
         rounds_kept: The server may resume from here: states of the rounds since are kept.
-        threads: With how many the arithmetic is to be done, so that results are the same to the
-            bit; None: as many as suit the device.
+        threads: The number of threads for the arithmetic, so that results are the same to the bit;
+            None: the device chooses.
         folder: Where a simulated device keeps everything. A real one does not let itself be told.
         masked: Whether the reply leaves the device under the masks of secure aggregation only.
     """
@@ -138,14 +138,14 @@ class Reply(BaseMessage):
 
     Args:
         client: Who it is.
-        task: The task that was done.
+        task: The completed task.
         round: Of the request.
-        number: Likewise.
+        number: Of the request.
         member: In answer to a hello.
         metrics: What the task measured: `tokens`, losses and mean routing weights; finite.
         state_bytes: What the client remembers.
-        note: What the server should know and does not stop anything: a client that starts afresh,
-            say.
+        note: Information for the server that does not stop the run, for example that a client
+            starts without its former state.
         problem: What went wrong, if something did.
         remedy: What to do about it.
     """

@@ -1,4 +1,4 @@
-"""Clients' states within a bound of memory: those that do not fit lie in files."""
+"""Clients' states within a memory limit: those that do not fit are in files."""
 
 import math
 import os
@@ -28,7 +28,7 @@ class Stored(Mapping[ClientId, State]):
     access.
 
     Args:
-        places: Where each client's is.
+        places: The place of each client's state.
         digests: The SHA-256 of those that are in files.
     """
 
@@ -79,15 +79,15 @@ class Stored(Mapping[ClientId, State]):
 
 
 class States(Stored):
-    """The keeper of the states of clients that do tasks.
+    """The storage of the states of clients that do tasks.
 
     Clients take turns in the same order round after round. Whoever throws out what was used longest
     ago would then always throw out what is needed next: who is in memory stays there, and the
     others are read before each task and written after it. A file is not changed but replaced, so
     that a link to it is a checkpoint of its client.
 
-    The files are in a folder of their own, which goes when the keeper goes; what a killed process
-    left is removed by the next one.
+    The files are in a temporary folder, which is removed together with this object; files of a
+    killed process are removed by the next one.
 
     Args:
         within: The folder in which that folder is made when it is needed; None: the system's for

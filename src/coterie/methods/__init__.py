@@ -1,9 +1,9 @@
 """The contract of a method (`base`), families (`templates`), one file for each method, their names.
 
 The names are what `coterie methods` lists and `method.name` of a recipe may be. Each is imported
-when it is asked for: a list of their names needs no torch. A method of one's own has the name of
-its module and class, `my_package.my_file:MyMethod`; one that an installed package brings is an
-entry point of the group `coterie.methods`.
+when it is asked for: a list of their names needs no torch. Your own method has the name of its
+module and class, `my_package.my_file:MyMethod`; a method of an installed package is an entry point
+of the group `coterie.methods`.
 """
 
 from collections.abc import Iterator, Mapping

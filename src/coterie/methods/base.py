@@ -1,4 +1,4 @@
-"""What every method is: one file, state in and state out."""
+"""The base class of methods: each is one file, and maps a state to the next."""
 
 import math
 from abc import ABC, abstractmethod
@@ -43,8 +43,8 @@ class Method(ABC):
     Args:
         rounds: T, communication rounds.
         local_steps: L, local iterations per round.
-        local_epochs: Instead: how often a client goes through its own data in a round, so that
-            clients with more data do more.
+        local_epochs: Instead: number of epochs over a client's own data in a round, so that clients
+            with more data take more steps.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -114,14 +114,14 @@ class Method(ABC):
 
         Args:
             state: The server's.
-            clients: Those that take part. The other members keep what they have, at home and in the
-                state, and go on from it.
+            clients: The clients that take part. The other members keep their tensors, on the client
+                and in the state, and continue from them later.
             rng: The server's random numbers of this round.
         """
 
     def finish(self, state: State, clients: Sequence[ClientId]) -> Round:
-        """Do what comes once, after the last round, with all clients that are there; most have
-        nothing to do.
+        """Do the work that follows the last round once, with all connected clients; most methods
+        have none.
         """
         yield from ()
         return state
@@ -131,7 +131,7 @@ class Method(ABC):
 
     @property
     def needs_only_mean(self) -> bool:
-        """Whether all that the server ever needs of updates is their uniform mean."""
+        """Whether the server needs only the uniform mean of updates."""
         return False
 
     @property
@@ -140,7 +140,8 @@ class Method(ABC):
         each local iteration.
 
         Those are `Client.step` of the roles in `shared`, and `Client.gradient_to_share`. A method
-        has to say so itself: what it inherits does not count, see `protocol.protects_examples`.
+        must declare this itself: an inherited value does not count, see
+        `protocol.protects_examples`.
         """
         return False
 
@@ -150,7 +151,7 @@ class Method(ABC):
         return True
 
     def collaboration(self, state: State, clients: Sequence[ClientId]) -> Tensor | None:
-        """(N, N): row i says how much client i takes from each client, where the method has such
+        """(N, N): row i holds the weight that client i gives each client, if the method has such
         weights.
         """
         return None
@@ -186,7 +187,7 @@ class Method(ABC):
         return download
 
     def personal(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
-        """Return what a client needs beyond its own state to have its personal model: nothing,
+        """Return the tensors that a client needs beyond its own state for its personal model: none,
         right after its last local iteration.
         """
         return {i: {} for i in clients}

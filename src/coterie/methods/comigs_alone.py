@@ -20,7 +20,7 @@ from coterie.methods.comigs import CoMiGS
 
 @dataclass(frozen=True)
 class CoMiGSAlone(CoMiGS):
-    """Experts on training data, routers on validation data, attention LoRAs of one's own; no
+    """Experts on training data, routers on validation data, the client's own attention LoRAs; no
     tensor ever leaves a client.
     """
 

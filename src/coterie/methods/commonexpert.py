@@ -8,7 +8,7 @@ from coterie.models.layout import CommonLayout, Layout
 
 @dataclass(frozen=True)
 class CommonExpert(Pretrained):
-    """No rounds. Everybody classifies by the expert that DDOME uses to embed data."""
+    """No rounds. Every client classifies with the expert that DDOME uses to embed data."""
 
     def layout(self, position: int, base: Layout) -> Layout:
         return CommonLayout()

@@ -20,8 +20,8 @@ from coterie.models.pool_layout import PoolLayout
 
 @dataclass(frozen=True)
 class FedMix(WholePool):
-    """M = K: everybody trains all experts and the gate by one joint loss; there are no anchors, and
-    there is nothing to choose.
+    """M = K: every client trains all experts and the gate by one joint loss; there are no anchors
+    and no choice of experts.
 
     Args:
         experts: M = K.

@@ -1,5 +1,5 @@
-"""Oracle: FedAvg among those who truly belong together, the bound for every method that must find
-out who does.
+"""Oracle: FedAvg within the true clusters of clients, an upper bound for every method that must
+find the clusters.
 
 Hashemi et al., "CoBo: Collaborative Learning via Bilevel Optimization", NeurIPS 2024, Section 4.
 """

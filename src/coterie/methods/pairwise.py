@@ -1,4 +1,5 @@
-"""What CoBo and its relatives share: gradients halfway, weights W of pairs, and clients that join.
+"""The common part of CoBo and related methods: gradients at midpoints, weights W of pairs, and
+clients that join.
 
 "CoBo: Collaborative Learning via Bilevel Optimization", NeurIPS 2024 (papers/cobo).
 """

@@ -1,5 +1,5 @@
-"""What methods have in common whose server holds a pool of whole models, some or all of which a
-client trains at once.
+"""The base classes of methods whose server holds a pool of whole models, of which a client trains
+some or all at once.
 """
 
 from abc import abstractmethod

@@ -1,5 +1,5 @@
-"""What methods with a gate ask each client: how much its data want each member of the pool
-(DDOME, Section 4).
+"""The request of methods with a gate to each client: the scores that the gate gives the members of
+the pool on its data (DDOME, Section 4).
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,4 @@
-"""Families of methods: what those that only average, train alone, compare, or route have in
-common.
-"""
+"""Base classes for families of methods: those that average, train alone, compare, or route."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -92,7 +90,7 @@ class Averaged(Aggregating):
 
 @dataclass(frozen=True)
 class Alone(Method):
-    """A method of which nothing is ever sent."""
+    """A method whose clients never send anything."""
 
     dynamic_membership: ClassVar[bool] = True
     shared: ClassVar[tuple[Role, ...]] = ()

@@ -154,8 +154,8 @@ def outline(base: str | Path) -> nn.Module:
 
 
 def trusted() -> bool:
-    """Whether code that a base brings along may run: said by whoever runs this process, in its
-    environment, and never by a recipe.
+    """Whether code contained in a base may run: only the environment of this process can allow it,
+    never a recipe.
 
     A recipe may come from a server, and a personal model from a stranger: neither can set it.
     """

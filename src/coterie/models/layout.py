@@ -107,8 +107,8 @@ class Layout:
 
     @property
     def plain(self) -> bool:
-        """Whether it says nothing of experts that only LoRAs can have, so that any model can
-        stand for it.
+        """Whether it uses no setting that only LoRA experts have, so that any kind of model fits
+        it.
         """
         return not (
             self.routed

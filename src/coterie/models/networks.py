@@ -86,7 +86,7 @@ class NetworkShape:
 
     @property
     def title(self) -> str:
-        """What it is, in a few words."""
+        """A short description of the network."""
         return f"a {self.network} for {self.inputs} and {self.classes} classes"
 
     def build(self, device: torch.device | str = "cpu") -> "Network":

@@ -48,7 +48,7 @@ class TextShape:
 
     @property
     def title(self) -> str:
-        """What it is, in a few words."""
+        """A short description of the network."""
         return f"{self.base} for {self.length} tokens and {self.classes} classes"
 
     @property

@@ -19,8 +19,8 @@ QUERY = "query.coterie"  # one kind of message: what is asked is in the request
 
 
 def client_app(handle: Handle) -> ClientApp:
-    """Return the program of a device. Whatever happens it answers with a message: without one a
-    SuperNode would wait for good.
+    """Return the program of a device. It always answers with a message: without one a SuperNode
+    would wait forever.
     """
     app = ClientApp()
 

@@ -46,14 +46,13 @@ class Flower:
             its former one.
         recipe: The resolved recipe, JSON values.
         deadline: Seconds for the replies of one exchange.
-        kept: Gives, by the rounds done, the round that the server may go back to.
+        kept: Returns, for a number of completed rounds, the round from which the server may resume.
         positions: Of clients in the federation; whoever comes later is behind them.
         threads: With how many devices compute; None: as many as suit them.
         folder: Of a simulated run: where devices keep everything.
-        secure: Whether of what is trained only the sum is seen.
-        journal: Where it is written down that an exchange under masks begins, before it does; None:
-            nowhere.
-        check: Raises Refused for a client that cannot be what its device says.
+        secure: Whether the server sees only the sum of the updates.
+        journal: The file that records each masked exchange before it begins; None: no record.
+        check: Raises Refused for a client whose device reports something impossible.
     """
 
     distant: ClassVar[bool] = True
@@ -89,11 +88,13 @@ class Flower:
         return self._nodes.members()
 
     def await_clients(self, clients: "Collection[ClientId]", patience: float) -> None:
-        """Give these clients so many seconds to say who they are; whoever does not is not there."""
+        """Wait up to this many seconds for these clients to identify themselves; the others count
+        as not connected.
+        """
         self._nodes.await_clients(clients, patience)
 
     def present(self) -> "set[ClientId]":
-        """Return the clients whose nodes are there now."""
+        """Return the clients whose nodes are connected now."""
         return self._nodes.present()
 
     def _hello(self) -> Request:
@@ -126,7 +127,7 @@ class Flower:
         return found
 
     def _reachable(self, ask: "Ask", round: int, phase: int) -> "list[ClientId]":
-        """Whom to ask in an exchange, which gets its number; the others are lost."""
+        """Select the clients to ask in an exchange, and number it; the others are lost."""
         self._count(round, phase, ask.name)
         here = self.present()
         for i in ask.to.keys() - here:
@@ -210,8 +211,8 @@ class Flower:
             ) from None
 
     def begun(self, round: int) -> list[int]:
-        """Return the rounds of exchanges under masks that had begun since `round`, in which devices
-        do not answer again.
+        """Return the rounds of masked exchanges that began since `round`: devices do not answer
+        these again.
         """
         found = self._written()
         if (
@@ -221,7 +222,7 @@ class Flower:
         return [then for then in self._begun() if then >= round]
 
     def _count(self, round: int, phase: int, task: str) -> None:
-        """Count the exchanges of a round; what is asked again has its former number."""
+        """Count the exchanges of a round; a repeated request keeps its number."""
         if self._asked_last != (round, phase, task):
             self._number = (
                 self._number + 1
@@ -233,8 +234,8 @@ class Flower:
     def _believed(
         self, ask: "Ask", client: "ClientId", request: Request, answered: Message | None
     ) -> "tuple[Reply, State]":
-        """Return what a client answered. Raises TensorError if there is nothing, a problem, or
-        something that it was not asked for.
+        """Return a client's reply. Raises TensorError if there is none, if it reports a problem, or
+        if it was not requested.
         """
         from coterie.core.tensors import from_bytes, nbytes
 
@@ -303,7 +304,7 @@ class Flower:
         }
 
     def restore(self, states: "Mapping[ClientId, State]", memo: Mapping[str, Any] = {}) -> None:
-        """Devices have their states, and go back with the server by themselves."""
+        """Restore the counters; devices keep their own states."""
         self.run, self.traffic[:] = memo.get("run", self.run), memo.get("traffic", self.traffic)
         self.turns = {client: (turn[0], turn[1]) for client, turn in memo.get("turns", {}).items()}
         if (
@@ -318,7 +319,7 @@ class Flower:
 def gathered(
     engine: Flower, enough: Callable[[Sequence[Member]], bool], patience: float
 ) -> list[Member]:
-    """Wait until enough clients have said who they are.
+    """Wait until enough clients have identified themselves.
 
     Raises:
         ClientError: They did not within `patience` seconds.

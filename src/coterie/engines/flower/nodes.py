@@ -1,5 +1,5 @@
-"""Which client is behind which node of a grid of Flower's: nodes are asked who they are, and not
-believed without a check.
+"""Which client is behind which node of Flower's grid: nodes are asked for their client, and the
+answer is checked.
 """
 
 import time
@@ -30,8 +30,8 @@ class Nodes:
     Args:
         transport: The way to them.
         hello: Makes the request that asks a node who it is.
-        check: Raises Refused for a client that cannot be what its device says.
-        listener: Is told of nodes that are not believed.
+        check: Raises Refused for a client whose device reports something impossible.
+        listener: Receives an event for each node whose answer is refused.
         positions: Of clients in the federation; whoever comes later is put behind them.
         by_client: The node of each client that is known.
     """
@@ -51,8 +51,8 @@ class Nodes:
         self._strangers: dict[int, _RejectedNode] = {}
 
     def members(self) -> list[Member]:
-        """Who has come since this was asked last. Nodes that are new get a moment to say who
-        they are; what is later comes next time.
+        """Return the clients that have joined since the last call. New nodes get a moment to
+        identify themselves; later answers count in the next call.
         """
         end = time.monotonic() + WELCOME_S
         fresh = self._meet()
@@ -63,14 +63,16 @@ class Nodes:
         return came
 
     def await_clients(self, clients: "Collection[ClientId]", patience: float) -> None:
-        """Give these clients so many seconds to say who they are; whoever does not is not there."""
+        """Wait up to this many seconds for these clients to identify themselves; the others count
+        as not connected.
+        """
         end = time.monotonic() + patience
         while not self.by_client.keys() >= set(clients) and time.monotonic() < end:
             self._meet()
             time.sleep(QUICK_S)
 
     def present(self) -> "set[ClientId]":
-        """Return the clients whose nodes are there now."""
+        """Return the clients whose nodes are connected now."""
         self._meet()
         alive = self.transport.nodes()
         return {client for client, node in self.by_client.items() if node in alive}
@@ -100,7 +102,7 @@ class Nodes:
         return {id for id, node in sent.items() if node not in self._strangers}
 
     def _introduce(self, node: int, answered: Message | None, alive: Collection[int]) -> None:
-        """Take down who a node says that it is, if that is believed."""
+        """Record which client a node is, if its answer passes the checks."""
         try:
             member = self._introduced(node, answered, alive)
         except TensorError as error:
@@ -118,7 +120,7 @@ class Nodes:
         self._came.append(member)
 
     def _introduced(self, node: int, answered: Message | None, alive: Collection[int]) -> Member:
-        """Who a node says that it is. Raises TensorError if it does not say, or is not believed."""
+        """Return the client of a node. Raises TensorError if it gives none, or if a check fails."""
         if answered is None:
             raise TensorError(f"did not say within {HELLO_S:g} s which client it is", "")
         reply, _ = read_reply(answered, SLACK)

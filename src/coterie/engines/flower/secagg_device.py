@@ -190,7 +190,7 @@ def masked(handle: Handle, message: Message, context: Context) -> Message:
 
 
 def _forget(context: Context) -> None:
-    """Let go of the keys of an exchange."""
+    """Delete the keys of an exchange."""
     for record in (RECORD_KEY_STATE, EXCHANGE):
         context.state.config_records.pop(record, None)
 
@@ -228,11 +228,11 @@ def _bound_by(message: Message, context: Context, stage: str) -> _Bound:
 
 
 def _admitted(message: Message, context: Context) -> str:
-    """Return the stage of a message that a device goes along with.
+    """Return the stage of a message that a device accepts.
 
     Raises:
-        TensorError: Flower would not mask the reply, or the server has terms of its own, or asks
-            for both masks of a client.
+        TensorError: Flower would not mask the reply, the server uses other settings, or it asks for
+            both masks of a client.
     """
     if message.metadata.message_type != TRAIN:
         raise TensorError(

@@ -212,14 +212,14 @@ def _context(plan: _Plan) -> LegacyContext:
 
 @dataclass
 class _Checked:
-    """The grid that the workflow sees: a reply that is not what the stage wants never comes to it,
-    and its node counts as gone.
+    """The grid that the workflow sees: a reply that does not fit the stage is kept from it, and its
+    node counts as disconnected.
 
     Args:
         carry: As in `summed`.
-        requests: Likewise.
-        size: Likewise.
-        problems: Gets, by node, why a reply did not come to the workflow.
+        requests: As in `summed`.
+        size: As in `summed`.
+        problems: Receives, by node, why a reply was kept from the workflow.
     """
 
     carry: Carry
@@ -257,8 +257,8 @@ class _Checked:
         return believed
 
     def _believed(self, node: int, stage: str, answered: Message | None) -> Message:
-        """Return a reply that is what the stage wants. Raises TensorError, and whatever an
-        impossible message leads to.
+        """Return a reply that fits the stage. Raises TensorError, and whatever an impossible
+        message leads to.
         """
         if answered is None:
             raise TensorError(f"no reply in time ({stage})", "")

@@ -31,7 +31,7 @@ class Transport:
     traffic: list[int]
 
     def nodes(self) -> set[int]:
-        """Return the nodes that are there now."""
+        """Return the nodes that are connected now."""
         return set(self.grid.get_node_ids())
 
     def collected(self, sent: dict[str, int], seconds: float) -> dict[int, Message]:
