@@ -96,7 +96,7 @@ HOSTILE = {
     "\x1b[31mred": "U+001B",
     "__metadata__": "it is reserved",
     DECOMPOSED: "normal form C",
-    "O'NEIL": 'there is "O\'Neil": names must differ by more than capitals',
+    "O'NEIL": 'there is a client "O\'Neil": names must differ by more than capitals',
 }
 
 
