@@ -252,7 +252,7 @@ def test_values_that_are_missing_or_foreign_are_refused(federation: Federation) 
     moved = batch.split(batch.read(GENERALIST))
     assert torch.equal(moved[batch.ids[0]][statistic], values[statistic])
     assert torch.equal(moved[batch.ids[1]][statistic], values[statistic] + 1)
-    with pytest.raises(TypeError, match="generalist alone"):
+    with pytest.raises(TypeError, match="only values of generalist"):
         batch.read(GENERALIST, EXPERT)
 
 
