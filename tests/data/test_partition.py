@@ -261,7 +261,7 @@ def test_aligned_clients_of_disjoint_classes_do_without_whole_clusters() -> None
         unseen={"aligned": 40},
     )
     federation = check(section)  # of 45 pairs of anchors, 5 have all classes of a cluster
-    assert "41 clients, but 40 label sets of 2 anchors" in refusal(
+    assert "41 clients, but only 40 label sets of 2 anchors" in refusal(
         section.model_copy(update={"unseen": {"aligned": 41}})
     )
     assert [federation.clusters[id] for id in federation.anchors] == [q // 2 for q in range(10)]
@@ -431,7 +431,7 @@ def test_digits_are_dealt_so_too() -> None:
     [
         (
             {"partition": "iid", "replacement": True, "per_client": 3},
-            "data.replacement: iid shares toys out",
+            "data.replacement: iid divides toys without replacement",
         ),
         ({"partition": "quantity", "replacement": True}, "Give data.per_client"),
         ({"partition": "quantity", "per_client": 3}, "data.per_client: quantity decides"),
@@ -481,11 +481,11 @@ def test_digits_are_dealt_so_too() -> None:
         ),
         (
             {"partition": "quantity", "anchors": 5, "unseen": {"aligned": 11}},
-            "11 clients, but 10 label sets of 2 anchors' classes",
+            "11 clients, but only 10 label sets of 2 anchors' classes",
         ),
         (
             {"partition": "quantity", "classes_per_client": 1, "unseen": {"random": 2}},
-            "2 clients, but 0 label sets of 1 of 10 classes",
+            "2 clients, but only 0 label sets of 1 of 10 classes",
         ),
         (
             {
@@ -500,7 +500,7 @@ def test_digits_are_dealt_so_too() -> None:
         ({"partition": "quantity", "counts": (30, 0, 30)}, "no training toys of class 1"),
         (
             {"partition": "disjoint-classes", "clusters": 1, "counts": (1, 1, 99), "public": 99},
-            "class 0, 1 once 99 are public",
+            "class 0, 1 after 99 are set aside as public",
         ),
         (
             {"partition": "quantity", "counts": (60, 3, 60), "clients": 9},
@@ -579,9 +579,9 @@ def test_a_federation_names_its_anchors_and_knows_everyone() -> None:
     assert all(
         part in message
         for part in (
-            "'client-00' is there 2 times",
+            "'client-00' occurs 2 times",
             "'../x' is not valid",
-            "anchor 'x' is no client",
+            "anchor 'x' is not a client of the federation",
             "'client-00' is named 2 times",
         )
     )

@@ -48,7 +48,7 @@ def test_what_a_device_needs(tmp_path: Path) -> None:
             r"other\.crt.*authority",
         ),
         (Node(link, tmp_path), "needs its private key"),
-        (Node(link, tmp_path, key=tmp_path / "bob"), "bob.*private key is not there"),
+        (Node(link, tmp_path, key=tmp_path / "bob"), "bob.*private key does not exist"),
         (
             Node(link, tmp_path, key=key, data=tmp_path / "nothing"),
             "--data.*nothing does not exist",
@@ -114,7 +114,7 @@ def test_the_project_is_the_app_that_is_submitted() -> None:
             ],
             "method.rounds",
         ),
-        (["submit", "quickstart", "--server", "localhost:9", "--insecure"], "nobody answers"),
+        (["submit", "quickstart", "--server", "localhost:9", "--insecure"], "no server answers at localhost:9"),
         (["deploy"], "--demo"),
         (["deploy", "--demo", "--recipe", "nothing"], "nothing"),
     ],
@@ -140,7 +140,7 @@ def test_ports_that_are_taken_are_refused(tmp_path: Path) -> None:
             "--home",
             str(tmp_path / "home"),
         ]
-        assert f"port {port} is taken\n  Choose another --port." in refused(
+        assert f"port {port} is in use\n  Choose another --port." in refused(
             *common, "--port", port, "--runs-port", free
         )
         assert "Choose another --runs-port." in refused(

@@ -336,7 +336,7 @@ def test_homes_are_their_owners_alone_and_those_that_are_there_become_so(
 def test_a_folder_for_everybody_is_left_as_it_is_and_refused(tmp_path: Path) -> None:
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared").chmod(0o1777)
-    with pytest.raises(Refused, match="for everybody"):
+    with pytest.raises(Refused, match="is shared by all users of this machine"):
         private(tmp_path / "shared")
     assert (tmp_path / "shared").stat().st_mode & 0o7777 == 0o1777
     (tmp_path / "file").write_text("")

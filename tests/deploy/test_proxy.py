@@ -241,7 +241,7 @@ def test_a_front_without_encryption_and_a_superlink_that_is_gone(folder: Path) -
     here, gone = free_port(), free_port()
     with open_proxy(("127.0.0.1", here), ("127.0.0.1", gone), None, None, None):
         assert not Link(f"127.0.0.1:{here}", None).answers("fleet")
-        with pytest.raises(Refused, match="speaks no TLS"):
+        with pytest.raises(Refused, match="does not use TLS"):
             Link(f"127.0.0.1:{here}", folder / keys.CA).answers("fleet")
         connection = http.client.HTTPConnection("127.0.0.1", here, timeout=10)
         connection.request("POST", "/v1/fleet/get-run", b"x")
@@ -601,7 +601,7 @@ def test_a_front_that_fails_goes_on_and_says_so(
 
 def test_the_documented_haproxy_before_the_front(folder: Path, tmp_path: Path) -> None:
     """What docs/deploy.md gives for floods: it turns away whoever has too many connections or
-    speaks no TLS, and lets devices through.
+    does not use TLS, and lets devices through.
     """
     program = shutil.which("haproxy", path=f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin")
     if program is None:

@@ -58,8 +58,8 @@ CLAIMS: dict[str, tuple[dict[str, Any], str]] = {
     "a huge position": ({"position": B}, f"position {B}"),
     "another position": ({"position": 0}, "position 0, expected 3"),
     "the pool": ({"client": CENTRALIZED}, "is reserved"),
-    "no client of the data": ({"client": "zoe"}, "have no 'zoe'"),
-    "an id like an option": ({"client": "-rf"}, "have no '-rf'"),
+    "no client of the data": ({"client": "zoe"}, "have no client 'zoe'"),
+    "an id like an option": ({"client": "-rf"}, "have no client '-rf'"),
 }
 
 

@@ -150,7 +150,7 @@ def test_with_other_clients_it_is_not_resumed_where_all_are_needed(
     grid.nodes[1000].alive = False
     grid.add({"client": "c1-1", "home": str(tmp_path / "c1-1")})
     with pytest.raises(
-        Refused, match="pcl needs the clients that it started with: c0-0 not there; c1-1 new"
+        Refused, match="pcl needs the clients that it started with: c0-0 missing; c1-1 new"
     ):
         finished(recipe, tmp_path / "out", devices(grid, recipe, 3))
 

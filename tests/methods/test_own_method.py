@@ -106,7 +106,7 @@ def test_it_stands_beside_others_in_a_comparison(package: Path, tiny_base: Path)
 def test_what_is_no_method_is_refused_and_the_reason_named(
     package: Path, name: str, why: str
 ) -> None:
-    with pytest.raises(RecipeError, match=f"method.name: '{name}' is no method: .*{why}"):
+    with pytest.raises(RecipeError, match=f"method.name: '{name}' is not a method: .*{why}"):
         load("quickstart", [f"method.name={name}"])
     assert name not in METHODS
     assert import_problem(name)

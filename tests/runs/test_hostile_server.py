@@ -463,7 +463,7 @@ def test_what_cannot_be_written_down_does_not_leave(
 
     update(Device(tmp_path, CLIENT), noisy(), theta)
     monkeypatch.setattr(os, "fsync", full)
-    assert "nothing leaves" in refused(
+    assert "nothing is sent" in refused(
         Device(tmp_path, CLIENT), noisy(), "local_round", moved(theta, 0.1)
     )
 

@@ -219,7 +219,7 @@ def test_two_folders_whose_names_are_one_are_refused(
     with pytest.raises(DataError) as refused:
         run.run(recipe_of(tmp_path / "texts", tiny_base), tmp_path / "run")
     said = str(refused.value)
-    assert "are called 'Zoë', with accents stored differently" in said
+    assert "are both named 'Zoë', with accents stored differently" in said
     assert "client id 'a (2)' is not valid: it has '(', U+0028 LEFT PARENTHESIS" in said
     assert r"client id 'right\u202eleft' is not valid: it has U+202E RIGHT-TO-LEFT OVERRIDE" in said
     assert not (tmp_path / "run/recipe.yaml").exists()

@@ -206,13 +206,13 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
     "sums gone": (lambda f: (f / SUMS).unlink(), "SHA256SUMS does not exist"),
     "sums, one bit": (
         lambda f: flip(f / SUMS, 3),
-        r"SHA256SUMS is damaged|is damaged, it has changed since it was written",
+        r"SHA256SUMS is damaged|is damaged: it has changed since it was written",
     ),
     "sums without a client": (
         lambda f: (f / SUMS).write_text(
             "".join(line for line in (f / SUMS).read_text().splitlines(True) if "c0-0" not in line)
         ),
-        r"c0-0\.safetensors is damaged, SHA256SUMS does not list it",
+        r"c0-0\.safetensors is damaged: SHA256SUMS does not list it",
     ),
     "an empty checkpoint": (
         lambda f: (f / "checkpoints/round-00006").mkdir(),
@@ -269,7 +269,7 @@ def test_what_is_damaged_is_named_and_not_taken(name: str, cut: Path) -> None:
     assert (
         "checkpoint round" not in str(caught.value)
         or "Delete" in caught.value.remedy
-        or "afresh" in caught.value.remedy
+        or "Start a new run" in caught.value.remedy
     )
     assert not (cut / "result.json").exists()
 

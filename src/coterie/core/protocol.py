@@ -122,7 +122,7 @@ def _undeclared(sends: Sends, name: str, sent: Named, reply: Named) -> str | Non
             f"{MOST_COUNTS} counts"
         )
     if form is None or form.shape != tensor.shape or form.dtype != tensor.dtype:
-        return "its shape or dtype is not what the server sent, so it is not an update"
+        return "the server sent no tensor of its name, shape and dtype, so it is not an update"
     return None
 
 

@@ -101,7 +101,7 @@ def check_sums(folder: Path, names: Iterable[str], sums: Mapping[str, str]) -> N
                 if name in sums
                 else f"{SUMS} does not list it"
             )
-            raise CheckpointError(f"{folder / name} is damaged, {how}")
+            raise CheckpointError(f"{folder / name} is damaged: {how}")
 
 
 @contextmanager
