@@ -157,7 +157,7 @@ ODD: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "half a pair": (
         lambda f: (f / "x.jsonl").write_text('{"text":"\\ud800"}\n'),
-        "x.jsonl:1: column 'text' is not valid text (half of a surrogate pair)",
+        "x.jsonl:1: column 'text' is not valid text \\(half of a surrogate pair\\)",
     ),
     "latin1": (lambda f: (f / "x.txt").write_bytes(b"caf\xe9"), "x.txt:1: not UTF-8"),
     "a bomb": (
