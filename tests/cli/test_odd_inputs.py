@@ -91,8 +91,14 @@ FILES = {
         (LAUGHS + GOOD).encode(),
         "aliases that stand for more than 100,000 values",
     ),
-    "deep lists": (f"data: {'[' * 20_000}{']' * 20_000}".encode(), "sections nested more than 50 deep"),
-    "within itself": (b"data: &a {kind: *a}\nmethod: {name: local}", "sections nested more than 50 deep"),
+    "deep lists": (
+        f"data: {'[' * 20_000}{']' * 20_000}".encode(),
+        "sections nested more than 50 deep",
+    ),
+    "within itself": (
+        b"data: &a {kind: *a}\nmethod: {name: local}",
+        "sections nested more than 50 deep",
+    ),
     "50 MB": (
         GOOD.encode() + b"# " + b"x" * (50 << 20),
         "1,000,001 characters, a recipe has at most 1,000,000",

@@ -70,7 +70,9 @@ def test_a_package_brings_a_kind_of_data(package: Path) -> None:
     recipe = coterie.Recipe(name="own", data={"kind": "sayings"}, method=method)
     assert kind_of(recipe.data) == "two_people.data:Sayings"
     assert coterie.Recipe.load("cobo-digits").data.kind == "digits"  # no package takes such a name
-    with pytest.raises(RecipeError, match=r"data\.kind: unknown kind 'saying'; choose one of 'stdlib'"):
+    with pytest.raises(
+        RecipeError, match=r"data\.kind: unknown kind 'saying'; choose one of 'stdlib'"
+    ):
         coterie.Recipe(name="own", data={"kind": "saying"}, method=method)
     with pytest.raises(RecipeError, match=r"data\.train_tokens"):
         coterie.Recipe(name="own", data={"kind": "sayings", "train_tokens": 0}, method=method)

@@ -667,7 +667,11 @@ def test_missing_files_are_refused_all_at_once(tmp_path) -> None:
             lambda rows: [{"bytes": b"nonsense", "path": None}, *rows[1:]],
             "row 0 is not an image of 1 x 28 x 28",
         ),
-        (None, lambda rows: [*rows[:-1], {"bytes": None, "path": "a.png"}], "is not an image of 1 x 28 x 28"),
+        (
+            None,
+            lambda rows: [*rows[:-1], {"bytes": None, "path": "a.png"}],
+            "is not an image of 1 x 28 x 28",
+        ),
         (
             None,
             lambda rows: [encoded(np.zeros((28, 27), np.uint8)), *rows[1:]],
@@ -767,7 +771,9 @@ def test_files_of_emnist_that_are_missing_or_damaged_are_refused(tmp_path, monke
         file.write_bytes(broken)
         assert f"{file} cannot be read" in refusal(Emnist(root=tmp_path))
     file.write_bytes(gzip.compress(bytes([0, 0, 8, 1, 0, 0, 0, 1, 5])))
-    assert "EMNIST, test: images of shape [65, 28, 28] with labels of shape [1]" in refusal(Emnist(root=tmp_path))
+    assert "EMNIST, test: images of shape [65, 28, 28] with labels of shape [1]" in refusal(
+        Emnist(root=tmp_path)
+    )
 
     def unreachable(*_: object, **__: object) -> None:
         raise ConnectionError("no route")

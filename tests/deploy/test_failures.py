@@ -199,7 +199,11 @@ def test_a_device_that_is_killed_comes_back_and_goes_on_from_its_state(
             5 * MINUTE,
         )
         assert running.process.poll() is None
-        assert not [line for line in site.lines("note", "ben") if "starts from the beginning" in line["note"]]
+        assert not [
+            line
+            for line in site.lines("note", "ben")
+            if "starts from the beginning" in line["note"]
+        ]
         assert running.stop() == 143
         assert "The run continues" in running.text
 

@@ -114,7 +114,10 @@ def test_the_project_is_the_app_that_is_submitted() -> None:
             ],
             "method.rounds",
         ),
-        (["submit", "quickstart", "--server", "localhost:9", "--insecure"], "no server answers at localhost:9"),
+        (
+            ["submit", "quickstart", "--server", "localhost:9", "--insecure"],
+            "no server answers at localhost:9",
+        ),
         (["deploy"], "--demo"),
         (["deploy", "--demo", "--recipe", "nothing"], "nothing"),
     ],

@@ -71,7 +71,9 @@ def private(home: Path) -> None:
         home.mkdir(parents=True, exist_ok=True, mode=stat.S_IRWXU)
         mode = home.stat().st_mode
         if mode & stat.S_ISVTX:
-            raise Refused(f"{home} is shared by all users of this machine", "Choose another --home.")
+            raise Refused(
+                f"{home} is shared by all users of this machine", "Choose another --home."
+            )
         if stat.S_IMODE(mode) & (stat.S_IRWXG | stat.S_IRWXO):
             home.chmod(stat.S_IRWXU)
     except OSError as error:
