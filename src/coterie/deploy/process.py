@@ -75,7 +75,7 @@ class Program(subprocess.Popen[bytes]):
             )
 
     def stop(self, patience: float = 10.0) -> None:
-        """End it and all that it has started: first by SIGTERM, after so many seconds by SIGKILL."""
+        """End it and what it started: first with SIGTERM, after so many seconds with SIGKILL."""
         try:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGTERM)
