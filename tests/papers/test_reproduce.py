@@ -5,6 +5,7 @@ paper says.
 import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from coterie.papers.checks import _verdicts
 from coterie.papers.job import Job
 from coterie.papers.page import markdown, terminal, write_page
 from coterie.papers.remarks import effort
-from coterie.papers.reproduce import _shown, reproduce
+from coterie.papers.reproduce import _shown, reproduce, search
 from coterie.papers.tables import (
     Better,
     Gate,
@@ -33,9 +34,10 @@ from coterie.papers.tables import (
     Statement,
     Weights,
 )
-from coterie.reports import comparison
+from coterie.reports import Callback, comparison
 from coterie.runs.prepare import prepare
 from coterie.runs.recipe import Recipe, load
+from coterie.runs.search import Effort
 
 TOY = (
     "method.rounds=2",
@@ -135,7 +137,6 @@ def test_a_table_holds_measured_beside_published(toy: tuple[Job, dict]) -> None:
     assert json.loads(Path(f"{stem}.json").read_text())["columns"] == {"agnews": "AG News"}
     text = Path(f"{stem}.md").read_text()
     assert f"{cells['local']['mean']:.2f} ± {cells['local']['std']:.2f} | 41.46 ± 0.06" in text
-    assert "| Local (lr" in text
     page = Path(f"{stem}.html").read_text()
     assert "41.46 ± 0.06" in page
     assert "http" not in page.replace("http://www.w3.org", "")
@@ -150,33 +151,47 @@ def test_a_row_may_stand_in_some_columns_only(tmp_path: Path) -> None:
     assert "fc" not in rows["device"]
 
 
-def test_the_learning_rate_is_the_best_on_validation_at_the_first_seed(
-    toy: tuple[Job, dict],
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, dict]:
+    """Four rounds of a table with a row whose settings are chosen among some."""
+    job = Job(
+        "cobo/table2",
+        "small",
+        tmp_path_factory.mktemp("swept"),
+        2,
+        ("digits",),
+        ("local", "ditto"),
+        ("method.rounds=4",),
+    )
+    return job, as_json(reproduce(job))
+
+
+def test_what_is_chosen_is_the_best_on_validation_at_the_first_seed(
+    swept: tuple[Job, dict],
 ) -> None:
-    job, found = toy
-    key = "training.experts.lr"
-    for cell in found["cells"]:
-        if cell["row"] == "pretrained":
-            assert cell["choice"] == {}
-            continue
-        valid = {}
-        for lr in job.sweep(cell["row"], "agnews")[key]:
-            folder = job.run(cell["row"], "agnews", {key: lr}, 0)[1]
-            valid[lr] = json.loads((folder / RESULT).read_text())["evaluations"][-1]["valid"]
-        assert len(valid) == 2
-        assert cell["choice"] == {key: min(valid, key=lambda lr: valid[lr])}
+    job, found = swept
+    cells = {cell["row"]: cell for cell in found["cells"]}
+    assert cells["local"]["choice"] == {}
+    sweep, chosen = job.sweep("ditto", "digits"), cells["ditto"]["choice"]
+    assert chosen.keys() == sweep.keys() == {"training.experts.lr", "method.prox"}
+    valid = {}
+    for prox in sweep["method.prox"]:  # the last one that is chosen
+        folder = job.run("ditto", "digits", chosen | {"method.prox": prox}, 0)[1]
+        valid[prox] = json.loads((folder / RESULT).read_text())["evaluations"][-1]["valid"]
+    assert len(valid) == 3
+    assert chosen["method.prox"] == max(valid, key=lambda prox: valid[prox])  # accuracy
 
 
-def test_the_page_says_how_many_settings_each_row_tried(toy: tuple[Job, dict]) -> None:
-    job, _ = toy
+def test_the_page_says_how_many_settings_each_row_tried(swept: tuple[Job, dict]) -> None:
+    job, _ = swept
     for ending in ("md", "html"):
-        page = Path(f"{job.folder / 'comigs-table2'}.{ending}").read_text()
+        page = Path(f"{job.folder / 'cobo-table2'}.{ending}").read_text()
         assert "Settings that a row tried on validation at the first seed" in page
-        assert "every row 2." in page  # two learning rates; what is not trained has nothing to try
+        assert "Ditto 4, every other row 1." in page
+    assert "| Ditto (lr" in Path(f"{job.folder / 'cobo-table2'}.md").read_text()
     assert "every other row 1" in effort(
         Job("cobo/table2", "small", job.folder, columns=("digits",))
     )
-    assert "Ditto 4" in effort(Job("cobo/table2", "small", job.folder, columns=("digits",)))
 
 
 @pytest.mark.parametrize(("name", "scale"), [(n, s) for n in tables.names() for s in tables.SCALES])
@@ -232,6 +247,85 @@ def test_statements_about_rows_that_were_not_run_have_no_verdict(toy: tuple[Job,
     assert all("pfedmoe" not in s["detail"] for s in found["statements"])
     assert not any("PCL" in s["says"] for s in found["statements"])
     assert found["unjudged"] > 0
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> tuple[Job, dict]:
+    job = Job(
+        "comigs/table2",
+        "small",
+        tmp_path_factory.mktemp("tuned"),
+        2,
+        ("agnews",),
+        ("pretrained", "local", "comigs-1g1s"),
+        (*TOY, f"data.root={data_root}"),
+        effort=Effort(trials=2, extensions=1),
+    )
+    return job, as_json(reproduce(job))
+
+
+def test_with_tune_every_row_has_the_same_effort_and_keeps_the_tables_rounds(
+    tuned: tuple[Job, dict],
+) -> None:
+    job, found = tuned
+    cells = {cell["row"]: cell for cell in found["cells"]}
+    assert cells["pretrained"]["choice"] == {}
+    for row in ("local", "comigs-1g1s"):
+        assert "training.experts.lr" in cells[row]["choice"]
+        for folder in cells[row]["folders"]:
+            run = json.loads((job.folder / folder / RESULT).read_text())
+            assert run["rounds"] == 2
+    _, searched = search(job, Callback())
+    for own in searched.values():
+        first = [judged for judged in own.judged if judged.rung == 0]
+        assert len(first) in (0, 2)
+        assert len([judged for judged in own.judged if judged.rung is None]) <= 1
+    assert sum("Every row that trains tried 2 candidates" in note for note in found["notes"]) == 1
+
+
+def test_a_tuned_table_stands_beside_the_fixed_one(tuned: tuple[Job, dict]) -> None:
+    job, found = tuned
+    assert found["part"][-1] == "--tune --trials 2"
+    assert (job.folder / "comigs-table2-tuned.json").exists()
+    assert not (job.folder / "comigs-table2.json").exists()
+    fixed = Job(job.name, job.scale, job.folder)
+    for row, column in job.cells:  # which has curves, and a learning rate that all rows share
+        recipe, _ = fixed.run(row, column, {}, 0)
+        assert recipe.evaluate_every == 2
+        assert recipe.training.experts.lr == 5e-3
+        assert job.run(row, column, {}, 0)[0].evaluate_every == 0
+
+
+def test_a_tuned_table_runs_nothing_twice(tuned: tuple[Job, dict]) -> None:
+    job, found = tuned
+    stamps = {path: path.stat().st_mtime_ns for path in job.folder.rglob(RESULT)}
+    assert as_json(reproduce(replace(job))) == found
+    assert {path: path.stat().st_mtime_ns for path in job.folder.rglob(RESULT)} == stamps
+
+
+def test_texts_are_read_as_often_as_in_the_paper(tmp_path: Path) -> None:
+    """Every row that trains: 3.4 epochs of training text; 1G1S: 2.3 of validation text, with the
+    paper's 0.3 router steps in a local iteration.
+    """
+    job = Job("comigs/table2", "small", tmp_path)
+    for row, column in job.cells:
+        recipe, _ = job.run(row, column, {}, 0)
+        method, tokens = recipe.build_method(), recipe.training.batch_size * recipe.model.context
+        if method.total_iterations:
+            assert method.total_iterations == 40
+            assert 40 * tokens / recipe.data.train_tokens == pytest.approx(3.4, rel=0.01)
+        if row == "comigs-1g1s":
+            steps = 40 // method.router_every * method.router_steps
+            assert steps == 0.3 * 40
+            assert steps * tokens / recipe.data.valid_tokens == pytest.approx(2.3, rel=0.02)
+
+
+def test_figures_of_a_table_are_drawn_from_its_runs(tmp_path: Path) -> None:
+    table = Job("comigs/table2", "small", tmp_path)
+    known = {table.run(*cell, {}, seed)[1] for cell in table.cells for seed in range(3)}
+    for name in ("comigs/figure4", "comigs/figure7", "comigs/figure8"):
+        job = Job(name, "small", tmp_path)
+        assert {job.run(*cell, {}, seed)[1] for cell in job.cells for seed in range(3)} <= known
 
 
 def cell(row: str, mean: float, std: float = 0.0, **clients: float) -> dict:

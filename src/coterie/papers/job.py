@@ -92,8 +92,7 @@ class Job:
         for c in dict.fromkeys(c for _, c in self.cells):
             column = self.reproduction.columns[c]
             common = {
-                **self.reproduction.set,
-                **self.reproduction.scales.get(self.scale, {}),
+                **self.reproduction.common(self.scale, self.effort is not None),
                 **column.set,
                 **column.at.get(self.scale, {}),
             }
@@ -157,7 +156,12 @@ class Job:
     def run(self, row: str, column: str, choice: Settings, seed: int) -> tuple[Recipe, Path]:
         """One run of a cell and its folder. Cells of all tables that are the same run share one."""
         own, base = self.reproduction.rows[row], self._bases[column]
-        settings = {**own.set, **self.reproduction.columns[column].rows.get(row, {}), **choice}
+        settings = {
+            **own.set,
+            **own.at.get(self.scale, {}),
+            **self.reproduction.columns[column].rows.get(row, {}),
+            **choice,
+        }
         recipe = recipes.changed(base.with_method(own.method), settings).model_copy(
             update={"seed": seed}
         )

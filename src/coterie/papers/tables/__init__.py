@@ -1,10 +1,11 @@
 """Tables and figures of the papers: YAML files in this folder, found as `<paper>/<name>`."""
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from coterie.core.errors import RecipeError, Refused
 from coterie.runs.recipes import read
@@ -20,6 +21,18 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+class Regime(_Strict):
+    """Settings that several tables share at a scale.
+
+    Args:
+        every: Set in every run.
+        tuned: Set beside it where rows are tuned.
+    """
+
+    every: Settings = {}
+    tuned: Settings = {}
+
+
 class Row(_Strict):
     """One row: a method, and what it sets beside the recipe's."""
 
@@ -27,6 +40,7 @@ class Row(_Strict):
     method: str
     columns: tuple[str, ...] = ()  # only in these; () for all
     set: Settings = {}
+    at: Mapping[Scale, Settings] = {}
     sweep: Mapping[
         Scale, Mapping[str, tuple[Any, ...]]
     ] = {}  # keys and values; the best on validation at the first seed is the row's
@@ -189,7 +203,8 @@ class Reproduction(_Strict):
         shows: Which figure of a run is in the table. The best evaluation is chosen by the test
             metric itself, as in the paper.
         set: What is set in every recipe.
-        scales: What a scale sets in every recipe.
+        regime: Name of settings in `regimes.yaml` that tables share.
+        scales: What a scale sets in every recipe beside those of the regime.
         columns: By id.
         rows: By id.
         published: The paper's mean by row and column, and its deviation where it gives one.
@@ -203,6 +218,7 @@ class Reproduction(_Strict):
     seeds: Annotated[int, Field(ge=1)] = 3
     shows: Figure = "mean"
     set: Settings = {}
+    regime: str | None = None
     scales: Mapping[Scale, Settings] = {}
     columns: Mapping[str, Column]
     rows: Mapping[str, Row]
@@ -211,6 +227,13 @@ class Reproduction(_Strict):
     statements: tuple[Statement, ...] = ()
     pictures: tuple[Picture, ...] = ()
     notes: tuple[str, ...] = ()
+
+    def common(self, scale: Scale, tuned: bool) -> Settings:
+        """Return what is set in every recipe of a scale, where rows are tuned or not."""
+        regimes = _regimes()[self.regime] if self.regime else {}
+        shared = regimes.get(scale, Regime())
+        own = {**self.set, **shared.every, **self.scales.get(scale, {})}
+        return {**own, **shared.tuned} if tuned else own
 
     @model_validator(mode="after")
     def _names(self) -> "Reproduction":
@@ -230,7 +253,16 @@ class Reproduction(_Strict):
             {r for r in rows if r not in self.rows} | {c for c in columns if c not in self.columns}
         ):
             raise ValueError(f"no such row or column: {', '.join(unknown)}")
+        if self.regime and self.regime not in _regimes():
+            raise ValueError(f"no such regime: {self.regime}")
         return self
+
+
+@cache
+def _regimes() -> Mapping[str, Mapping[Scale, Regime]]:
+    """Return the settings that tables share, by name and scale."""
+    found = TypeAdapter(dict[str, dict[Scale, Regime]])
+    return found.validate_python(read(FOLDER / "regimes.yaml"))
 
 
 def spoken_of(statement: Statement) -> tuple[str, ...]:

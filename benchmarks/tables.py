@@ -1,0 +1,199 @@
+"""The papers' tables and figures at the small scale, in order of value.
+
+    python benchmarks/tables.py [--folder runs/tables] [--hours H] [--jobs 2] [--set KEY=VALUE ...]
+    python benchmarks/tables.py --list
+
+Every entry of `PLAN` is a call of `coterie reproduce`, with three seeds, in a process of its own
+with one thread. Runs are kept in FOLDER; the same command goes on where it stopped (Ctrl-C,
+SIGTERM, or after H hours), and skips what is complete. What is complete is copied to `results/`:
+the JSON and the Markdown of a table, and FOLDER has the HTML.
+
+With `--jobs 2` two entries run at a time, never two of one paper, as these share runs.
+"""
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import md5
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+TABLES = Path(__file__).parents[1] / "src/coterie/papers/tables"
+SEEDS = 3
+DONE = ".done"  # beside a log: the command that came to an end
+POLL = 2.0  # seconds between two looks at what runs
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One call of `coterie reproduce`.
+
+    Args:
+        name: Of the table or figure.
+        trials: Candidates of each row's search; None without one.
+        columns: Only these; () for all that have a small scale.
+    """
+
+    name: str
+    trials: int | None = None
+    columns: tuple[str, ...] = ()
+
+    @property
+    def paper(self) -> str:
+        return self.name.partition("/")[0]
+
+    @property
+    def stem(self) -> str:
+        """The name of its files in the folder of its paper, without their endings."""
+        return self.name.replace("/", "-") + ("" if self.trials is None else "-tuned")
+
+    @property
+    def result(self) -> str:
+        """The name of its files in `results/`, without their endings."""
+        return self.name.replace("/", "-") + "-small" + ("" if self.trials is None else "-tuned")
+
+    def command(self, folder: Path, overrides: Sequence[str]) -> list[str]:
+        """Return the command, whose runs are in a folder for all of the paper's tables."""
+        found = ["coterie", "reproduce", self.name, "--seeds", str(SEEDS)]
+        found += ["--columns", ",".join(self.columns)] if self.columns else []
+        found += [] if self.trials is None else ["--tune", "--trials", str(self.trials)]
+        found += ["--out", str(folder / self.paper)]
+        return found + [part for text in overrides for part in ("--set", text)]
+
+    def identity(self, folder: Path, overrides: Sequence[str]) -> str:
+        """Return what tells what an entry is from what it was before its table changed."""
+        texts = [(TABLES / name).read_bytes() for name in (f"{self.name}.yaml", "regimes.yaml")]
+        return " ".join([*self.command(folder, overrides), md5(b"".join(texts)).hexdigest()])
+
+
+PLAN = (
+    Entry("comigs/table2"),
+    Entry("comigs/table2", trials=8),
+    Entry("comigs/figure7"),
+    Entry("comigs/figure4"),
+    Entry("comigs/figure8"),
+    Entry("comigs/table1"),
+    Entry("comigs/table1", trials=4),
+    Entry("comigs/figure5"),
+    Entry("comigs/figure9"),
+    Entry("comigs/figure10"),
+    Entry("comigs/figure11"),
+    Entry("comigs/figure6"),
+    Entry("comigs/table5"),
+    Entry("comigs/table5", trials=8),
+    Entry("comigs/table6"),
+    Entry("comigs/table6", trials=4),
+)
+
+
+class Running:
+    """An entry that runs, and its log."""
+
+    def __init__(self, entry: Entry, folder: Path, overrides: Sequence[str]) -> None:
+        self.entry, self.log = entry, folder / "logs" / f"{entry.result}.log"
+        self.command = entry.command(folder, overrides)
+        threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | threads
+            )
+        print(time.strftime("%H:%M"), " ".join(self.command), flush=True)
+
+    def ended(self) -> bool:
+        """Whether it came to an end; says how."""
+        code = self.process.poll()
+        if code is None:
+            return False
+        said = "done" if code == 0 else f"failed with {code}, see {self.log}"
+        print(time.strftime("%H:%M"), f"{self.entry.result}: {said}", flush=True)
+        return True
+
+    def stop(self) -> None:
+        """Have it stop where it can be resumed, and wait until it has."""
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait()
+
+
+def marker(entry: Entry, folder: Path) -> Path:
+    """Return the file that says that an entry is complete."""
+    return folder / "logs" / f"{entry.result}{DONE}"
+
+
+def complete(entry: Entry, folder: Path, overrides: Sequence[str]) -> bool:
+    """Whether an entry came to an end, as it is now."""
+    path = marker(entry, folder)
+    return path.exists() and path.read_text() == entry.identity(folder, overrides)
+
+
+def publish(entry: Entry, folder: Path, overrides: Sequence[str]) -> None:
+    """Copy what a complete entry found to `results/`, and write down that it is complete."""
+    for ending in ("json", "md"):
+        source = folder / entry.paper / f"{entry.stem}.{ending}"
+        shutil.copyfile(source, RESULTS / f"{entry.result}.{ending}")
+    marker(entry, folder).write_text(entry.identity(folder, overrides))
+
+
+def work(folder: Path, overrides: Sequence[str], jobs: int, until: float) -> list[Entry]:
+    """Run what is not complete, in order; return what failed."""
+    left = [entry for entry in PLAN if not complete(entry, folder, overrides)]
+    at_work: list[Running] = []
+    failed: list[Entry] = []
+    try:
+        while (left or at_work) and time.monotonic() < until:
+            for running in [running for running in at_work if running.ended()]:
+                at_work.remove(running)
+                if running.process.returncode == 0:
+                    publish(running.entry, folder, overrides)
+                else:
+                    failed.append(running.entry)
+            for entry in startable(left, at_work, jobs):
+                left.remove(entry)
+                at_work.append(Running(entry, folder, overrides))
+            time.sleep(POLL)
+    finally:
+        for running in at_work:
+            running.stop()
+    return failed
+
+
+def startable(left: Sequence[Entry], at_work: Sequence[Running], jobs: int) -> Iterator[Entry]:
+    """Yield the next entries that may start, in order: at most one of each paper at a time."""
+    papers = {running.entry.paper for running in at_work}
+    for entry in list(left):
+        if len(papers) < jobs and entry.paper not in papers:
+            papers.add(entry.paper)
+            yield entry
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, default=Path("runs/tables"))
+    parser.add_argument("--hours", type=float, default=float("inf"), help="stop after so many")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--again", action="store_true", help="also what is complete, from its runs")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--list", action="store_true", help="what is complete, and what is not")
+    asked = parser.parse_args()
+    folder = asked.folder.resolve()
+    if asked.list:
+        for entry in PLAN:
+            state = "complete" if complete(entry, folder, asked.set) else "to do"
+            print(f"{entry.result:<40} {state}")
+        return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    if asked.again:
+        for entry in PLAN:
+            marker(entry, folder).unlink(missing_ok=True)
+    failed = work(folder, asked.set, asked.jobs, time.monotonic() + 3600 * asked.hours)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
