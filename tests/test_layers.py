@@ -21,7 +21,7 @@ ORDER = [
     {"engines", "reports"},
     {"personal"},
     {"runs"},
-    {"audit", "deploy", "papers"},
+    {"audit", "deploy", "export", "papers"},
     # The suite for methods runs them as commands do, on every engine: nothing is built on it.
     {"cli", "testing"},
 ]

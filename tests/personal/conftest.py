@@ -4,12 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
+from random_models import write_base, write_models
 
-from coterie import personal
-from coterie.models.adapter import Adapter, Layout
-from coterie.models.architecture import Architecture
+from coterie.models.adapter import Layout
 
 TOKENS = ("<|endoftext|>", "Ġ", "Ċ", ".", "'", "a", "b", "c", "Ġa", "Ġb", "ab", "Ġab")
 MakeRun = Callable[..., Path]
@@ -20,7 +17,7 @@ def bases(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     """Folders of a Llama and a GPT-2 with random weights that matter and a byte-level tokenizer,
     and of a Llama with twelve tokens.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig
+    from transformers import AutoTokenizer, GPT2Config, LlamaConfig
 
     llama = LlamaConfig(
         vocab_size=257,
@@ -43,15 +40,8 @@ def bases(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     few = LlamaConfig(**(llama.to_dict() | {"vocab_size": len(TOKENS)}))
     found = {}
     for name, config in {"llama": llama, "gpt2": gpt2, "few": few}.items():
-        torch.manual_seed(1)
-        model = AutoModelForCausalLM.from_config(config)
-        for parameter in model.parameters():
-            nn.init.normal_(parameter, std=0.2)
-        found[name] = tmp_path_factory.mktemp(name)
-        model.save_pretrained(found[name])
-        (
-            few_tokens() if name == "few" else AutoTokenizer.from_pretrained(tiny_base)
-        ).save_pretrained(found[name])
+        tokenizer = few_tokens() if name == "few" else AutoTokenizer.from_pretrained(tiny_base)
+        found[name] = write_base(tmp_path_factory.mktemp(name), config, tokenizer)
     return found
 
 
@@ -74,16 +64,6 @@ def make_run(bases: dict[str, Path], tmp_path: Path) -> MakeRun:
     """Writes a run's folder with one random adapter for each client."""
 
     def make(family: str, **layouts: Layout) -> Path:
-        architecture = Architecture.from_base(bases[family])
-        for seed, (client, layout) in enumerate(layouts.items()):
-            adapter = Adapter(architecture, layout)
-            torch.manual_seed(seed)
-            for parameter in adapter.parameters():
-                nn.init.normal_(parameter, std=0.3)
-            about = personal.About(
-                client, str(bases[family]), layout, 8, "comigs-1g1s", "folders", 3, 0
-            )
-            personal.save(tmp_path / "clients" / client, about, dict(adapter.named_parameters()))
-        return tmp_path
+        return write_models(tmp_path, bases[family], layouts)
 
     return make

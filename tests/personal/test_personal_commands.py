@@ -65,14 +65,19 @@ def test_generate_is_repeatable_by_its_seed(make_run):
 
 def test_export_says_what_it_leaves_out(make_run, tmp_path):
     folder = make_run("few", **TWO)
-    done = run(
-        "export", folder, "--client", "ann", "--format", "peft", "--out", tmp_path / "adapter"
-    )
+    words = ("export", folder, "--client", "ann", "--format", "peft", "--out", tmp_path / "adapter")
+    done = run(*words)
+    assert done.returncode == 2
+    assert "a fold needs the client's validation text" in done.stderr
+    done = run(*words, "--part", "generalist")
     assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
     assert "router is left out" in done.stdout
+    assert "perplexity was not measured" in done.stdout
     assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
         "adapter_config.json",
         "adapter_model.safetensors",
+        "export.json",
         "README.md",
     }
 

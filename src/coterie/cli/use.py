@@ -3,7 +3,7 @@
 import shlex
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -299,27 +299,67 @@ def export(
     run: Run,
     out: Annotated[Path, typer.Option("--out", help="A new folder.")],
     client: Client = None,
+    everyone: Annotated[
+        bool, typer.Option("--all", help="All clients of the run, over one base.")
+    ] = False,
     format: Annotated[
-        Literal["peft"],
-        typer.Option("--format", help="peft: an adapter that PeftModel.from_pretrained loads."),
+        str, typer.Option("--format", metavar="FORMAT", help="peft, mixtral or gguf.")
     ] = "peft",
+    part: Annotated[
+        str | None,
+        typer.Option(
+            "--part",
+            metavar="PART",
+            help="Of peft: fold (all experts in one, by the mean weights of the client's "
+            "validation text) or generalist. Default: fold.",
+        ),
+    ] = None,
     expert: Annotated[
         str | None,
         typer.Option(
-            "--expert", help="G, G2, S1 ... Default: the first generalist, or the only expert."
+            "--expert",
+            help="With --part generalist: G, G2, S1 ... Default: the first generalist, or the "
+            "only expert.",
+        ),
+    ] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            "--precision",
+            metavar="PRECISION",
+            help="Of what is written: f32 or f16; of gguf's base q8_0 and q4_0 too.",
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            "--data",
+            help="The client's own text, a folder or a file, if the run's folder does not name it.",
         ),
     ] = None,
     base: Base = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Export one expert and the attention updates of a client's model for other programs."""
-    with _stopping():
-        from coterie.personal import peft
+    """Write a client's model for other programs, run what was written, and print how it does."""
+    with _stopping("stopped. Nothing is kept."):
+        from coterie import export as exporting
 
-        left_out = peft.export(run, client, out, expert, base)
-        print(f"The adapter is in {out}; {out}/README.md says how to load it.")
-        for sentence in left_out:
-            print(f"  {printable(sentence)}")
+        found = exporting.export(
+            exporting.Source(run, client, everyone, base, data),
+            format,
+            out,
+            part=part,
+            precision=precision,
+            expert=expert,
+            say=lambda line: print(f"  {printable(line)}", flush=True),
+        )
+        for one in found:
+            print(f"{printable(one.client)}: {one.bytes:,} bytes in {one.folder}")
+            for sentence in one.sentences:
+                print(f"  {printable(sentence)}")
+        for note in dict.fromkeys(note for one in found for note in one.notes):
+            print(printable(note))
+        print(f"{out}/export.json says what is in the files, and how they were checked.")
 
 
 def _personal(

@@ -88,6 +88,12 @@ class SaveError(CoterieError):
     """A file could not be written (for example, the disk is full). Earlier files are intact."""
 
 
+class ExportError(CoterieError):
+    """What was written for another program does not run there, or not as the model does. Nothing of
+    it is kept.
+    """
+
+
 class CallbackError(CoterieError):
     """A callback raised an exception, which is `__cause__`. The run can be resumed from the last
     checkpoint.

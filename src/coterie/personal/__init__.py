@@ -1,4 +1,4 @@
-"""Use of personal models: loading, prediction, generation, export, and web pages to try them."""
+"""Use of personal models: loading, prediction, generation, and web pages to try them."""
 
 from coterie.personal.artifact import About, Origin, read_about, save
 from coterie.personal.classifier import PersonalClassifier, Prediction, save_classifier

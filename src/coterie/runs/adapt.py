@@ -13,15 +13,15 @@ import numpy as np
 from coterie import personal
 from coterie.client.client import Client
 from coterie.core import names
-from coterie.core.errors import CheckpointError, DataError, Refused, SaveError
+from coterie.core.errors import CheckpointError, Refused, SaveError
 from coterie.core.files import make_folder, write_json
 from coterie.core.protocol import ClientId
 from coterie.core.tensor_names import numbers_of_experts
 from coterie.core.tensors import Tensors
 from coterie.data.documents import read_many
 from coterie.data.examples import ExampleSplit
-from coterie.data.federation import ClientData, check_id, federate
-from coterie.data.folders import ENDINGS, Folders, text_files
+from coterie.data.federation import ClientData, check_id
+from coterie.data.folders import Folders
 from coterie.data.splits import SPLITS, TokenSplit
 from coterie.data.store import encode
 from coterie.methods import METHODS
@@ -38,6 +38,7 @@ from coterie.runs.execution import Execution
 from coterie.runs.folder import check_apart
 from coterie.runs.inputs import Inputs, RecordedInputs
 from coterie.runs.language import Language
+from coterie.runs.own_text import files_of_text, own_text
 from coterie.runs.personalise import Personalised, shared_part, train
 from coterie.runs.prepare import Prepared, prepare
 from coterie.runs.recipe import Recipe
@@ -274,43 +275,15 @@ def _data(prepared: Prepared, id: ClientId, data: Path, trains: bool) -> ClientD
 
 def _all_text(problem: Language, id: ClientId, data: Path) -> ClientData:
     """All text of a client that trains nothing. Raises DataError."""
-    texts = read_many(_files(data), "text")
+    texts = read_many(files_of_text(data), "text")
     tokens = np.concatenate(list(encode(problem.backbone.tokenizer, texts, None)))
     return ClientData(
         id, *(TokenSplit(name, tokens, problem.section.context, 0) for name in SPLITS)
     )
 
 
-def _files(data: Path) -> list[Path]:
-    """Return the files of a text, at least one. Raises DataError."""
-    if not (found := text_files(data)):
-        raise DataError(
-            f"{data}: no text in it",
-            f"Name a file that ends in {', '.join(ENDINGS)}, or a folder of such.",
-        )
-    return found
-
-
 def _text(recipe: Recipe, problem: Language, id: ClientId, data: Path) -> ClientData:
-    """Return the text of a client that trains, as it would be split in a folder of clients. Raises
-    DataError for too little of it.
-    """
-    _files(data)
+    """Return the text of a client that trains. Raises DataError for too little of it."""
     section = recipe.data if isinstance(recipe.data, Folders) else Folders()
-    parts = dict(zip(SPLITS, section.read_one(data), strict=True))
-    encoded = {
-        name: list(encode(problem.backbone.tokenizer, texts, None)) for name, texts in parts.items()
-    }
-    tokens = {
-        name: np.concatenate(pieces) if pieces else np.empty(0, np.uint16)
-        for name, pieces in encoded.items()
-    }
-    needed = problem.section.context + 1
-    if any(len(own) < needed for own in tokens.values()):
-        found = ", ".join(f"{len(own):,} for {name}" for name, own in tokens.items())
-        raise DataError(
-            f"{data}: too little text to train on and to judge by: tokens {found}, and each "
-            f"needs {needed:,}",
-            "Give more text (to each split, if the folder has its own), or leave --train out.",
-        )
-    return federate({id: tokens}, problem.section.context, recipe.seed, str(data)).clients[id]
+    context, tokenizer = problem.section.context, problem.backbone.tokenizer
+    return own_text(section, tokenizer, context, recipe.seed, id, data, ", or leave --train out")

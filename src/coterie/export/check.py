@@ -1,0 +1,152 @@
+"""The end of every export: what was written runs in its own program, beside the model."""
+
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from coterie.core.errors import ExportError
+from coterie.core.printing import printable
+from coterie.data.splits import Split
+from coterie.export.format import ClientModel, Format, Runtime, Written
+
+ROWS = 16  # windows at a time
+# the largest difference of logits that rounding explains, as a part of the largest logit; weights
+# of fewer bits have no such limit
+LIMITS = {"f32": 1e-3, "f16": 3e-2}
+LEAST = -80.0  # log-probabilities below are all alike: fp32 probabilities end there
+
+
+@dataclass(frozen=True)
+class Check:
+    """How what was written does, run in its own program.
+
+    Args:
+        quantity: What was compared: logits, or log-probabilities.
+        difference: The largest difference from what was expected.
+        likeness: What was expected.
+        tokens: Predicted tokens of the client's test text; 0 where it is not here.
+        perplexity: Of what was written, on these tokens.
+        original: Of the personal model, on these tokens.
+    """
+
+    quantity: str
+    difference: float
+    likeness: str
+    tokens: int = 0
+    perplexity: float | None = None
+    original: float | None = None
+
+    @property
+    def sentences(self) -> list[str]:
+        """What the command prints of it."""
+        found = [
+            f"largest difference of {self.quantity} from {self.likeness}: {self.difference:.2g}"
+        ]
+        if self.perplexity is not None and self.original is not None:
+            change = self.perplexity / self.original - 1
+            found.append(
+                f"test perplexity {self.perplexity:.2f}, of the personal model "
+                f"{self.original:.2f} ({change:+.2%}), on {self.tokens:,} tokens"
+            )
+        return found
+
+
+def checked(format: Format, precision: str, client: ClientModel, written: Written) -> Check:
+    """Run what was written and compare it with the model.
+
+    Raises:
+        ExportError: It cannot be run, its values are not finite, or it differs from what was
+            expected by more than rounding explains.
+    """
+    try:
+        with quiet(), format.runtime(client, written) as runtime:
+            return _measured(runtime, LIMITS.get(precision, math.inf), client, written)
+    except ExportError:
+        raise
+    except (RuntimeError, ValueError, KeyError, OSError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ExportError(
+            f"{printable(client.client)}: what was written as {format.name} does not run: "
+            f"{printable(reason)}",
+            "Nothing is kept. Another version of the program may read it.",
+        ) from error
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Within the block, libraries neither warn of each other nor show how far loading is."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _measured(runtime: Runtime, limit: float, client: ClientModel, written: Written) -> Check:
+    ids = _probe(runtime, client)
+    wanted, found = written.expected(ids).float(), runtime.logits(ids)
+    if runtime.quantity != "logits":
+        wanted, found = wanted.log_softmax(-1).clamp_min(LEAST), found.clamp_min(LEAST)
+    of_tokens = (wanted - found).abs().amax(dim=-1)
+    # by most tokens: where experts are nearly as good as each other, rounding may choose another
+    allowed = limit * max(1.0, float(wanted.abs().max()))
+    if not of_tokens.isfinite().all() or float(of_tokens.median()) > allowed:
+        raise ExportError(
+            f"{printable(client.client)}: what was written differs from {written.likeness} by up "
+            f"to {float(of_tokens.max()):.2g} in its {runtime.quantity}",
+            "Nothing is kept. Its program may read it in another way than it is written: report "
+            "this.",
+        )
+    check = Check(runtime.quantity, float(of_tokens.max()), written.likeness)
+    return check if client.test is None else _scored(check, runtime, client, client.test)
+
+
+def _scored(check: Check, runtime: Runtime, client: ClientModel, test: Split) -> Check:
+    """Add the perplexities on the client's test text, or on as much of it as the program takes."""
+    theirs, tokens = 0.0, 0
+    for windows in _limited(test, runtime.most_tokens):
+        theirs += runtime.nll(windows)
+        tokens += windows[:, 1:].numel()
+    ours, _ = client.model.score(_limited(test, runtime.most_tokens))
+    return Check(
+        check.quantity,
+        check.difference,
+        check.likeness,
+        tokens,
+        math.exp(theirs / tokens),
+        math.exp(ours / tokens),
+    )
+
+
+def _limited(split: Split, most: int) -> Iterator[Tensor]:
+    """Yield the windows of a text in order, up to so many predicted tokens, but at least one."""
+    rows = max(1, min(ROWS, most // split.context))
+    tokens = 0
+    for windows in split.scoring(rows):
+        yield windows
+        tokens += windows[:, 1:].numel()
+        if tokens + rows * split.context > most:
+            return
+
+
+def _probe(runtime: Runtime, client: ClientModel) -> Tensor:
+    """(B, C) the beginning of the client's test text, or else tokens by chance."""
+    rows, tokens = runtime.probe
+    tokens = min(tokens, client.model.backbone.context_limit)
+    if client.test is not None:
+        first: Tensor = next(iter(client.test.scoring(rows)))
+        return first[:, :tokens]
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = client.model.backbone.architecture.vocabulary
+    return torch.randint(vocabulary, (rows, tokens), generator=generator)

@@ -1,0 +1,167 @@
+"""The contract of a format: what it takes, what it writes, and the program that runs it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from coterie.data.splits import Split
+from coterie.personal import PersonalModel
+
+Logits = Callable[[Tensor], Tensor]  # (B, C) int64 -> (B, C, V)
+
+
+@dataclass(frozen=True)
+class ClientModel:
+    """The model of one client, and its text.
+
+    Args:
+        model: The personal model.
+        valid: The client's validation text; None where it is not here.
+        test: The client's test text; None where it is not here.
+        absent: Why there is no text; "" where there is.
+    """
+
+    model: PersonalModel
+    valid: Split | None = None
+    test: Split | None = None
+    absent: str = ""
+
+    @property
+    def client(self) -> str:
+        return self.model.about.client
+
+    @torch.no_grad()
+    def logits(self, ids: Tensor) -> Tensor:
+        """(B, C) int64 -> (B, C, V), of the personal model."""
+        return self.model.language.forward(ids)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a format is asked for, each one of those that it lists.
+
+    Args:
+        part: Which part of a model is written.
+        precision: Of the values that are written.
+        expert: The name of the expert that is written, of a part that is one expert; None: the
+            first generalist, or the only expert.
+    """
+
+    part: str
+    precision: str
+    expert: str | None = None
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written for one client.
+
+    Args:
+        folder: Where its files are.
+        files: Their names in it, those of the base included.
+        expected: What the files should compute.
+        likeness: The name of what they should compute, for messages.
+        notes: What its user has to know, sentence by sentence.
+        details: What export.json says besides.
+    """
+
+    folder: Path
+    files: tuple[str, ...]
+    expected: Logits
+    likeness: str = "the personal model"
+    notes: tuple[str, ...] = ()
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+class Runtime(ABC):
+    """What was written, loaded by the program that it is for.
+
+    `quantity` names what `logits` returns, `probe` is (rows, tokens) of what is compared value by
+    value, `most_tokens` limits the text whose perplexity is measured.
+    """
+
+    quantity: ClassVar[str] = "logits"
+    probe: tuple[int, int] = (2, 64)
+    most_tokens: int = 50_000
+
+    @abstractmethod
+    def logits(self, ids: Tensor) -> Tensor:
+        """(B, C) int64 -> (B, C, V) fp32."""
+
+    def nll(self, windows: Tensor) -> float:
+        """(B, C + 1) int64 -> the summed negative log-likelihood of all next tokens, in nats."""
+        found = self.logits(windows[:, :-1]).flatten(0, 1)
+        return float(
+            functional.cross_entropy(found, windows[:, 1:].flatten(), reduction="sum").double()
+        )
+
+
+class TorchRuntime(Runtime):
+    """A model of transformers, or one called alike.
+
+    Args:
+        model: Takes (B, C) token ids, and returns what has `logits`.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model.eval()
+
+    @torch.no_grad()
+    def logits(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.model(ids).logits
+        return found.float()
+
+
+class Format(ABC):
+    """One format of files.
+
+    `name` is what --format takes, `about` says in a few words what it is. `packages` are the
+    modules that it needs besides coterie's own; `parts` and `precisions` are what --part and
+    --precision take, the default first. Where `shares_base`, the files of all clients lie in one
+    folder beside those of the base; else several clients have folders of their own.
+    """
+
+    name: ClassVar[str]
+    about: ClassVar[str]
+    packages: ClassVar[tuple[str, ...]] = ()
+    parts: ClassVar[tuple[str, ...]] = ("routed",)
+    precisions: ClassVar[tuple[str, ...]] = ("f32", "f16")
+    shares_base: ClassVar[bool] = False
+
+    @abstractmethod
+    def check(self, client: ClientModel, options: Options) -> None:
+        """Refuse, before anything is written, a model that the format cannot hold. Raises Refused,
+        with another format as its remedy.
+        """
+
+    def write_base(  # noqa: B027 - formats without a common base write none
+        self, clients: Sequence[ClientModel], folder: Path, options: Options
+    ) -> None:
+        """Write what all clients have in common."""
+
+    @abstractmethod
+    def write(self, client: ClientModel, folder: Path, options: Options) -> Written:
+        """Write what one client has for itself. Raises SaveError."""
+
+    @abstractmethod
+    def runtime(self, client: ClientModel, written: Written) -> AbstractContextManager[Runtime]:
+        """Load what was written, by the program that it is for."""
+
+    @abstractmethod
+    def interface(self, client: ClientModel) -> dict[str, Any]:
+        """Return the inputs and the outputs of what is written, for export.json."""
+
+
+def interface(vocabulary: int) -> dict[str, Any]:
+    """Return the inputs and outputs of a causal language model as transformers has them."""
+    return {
+        "inputs": {"input_ids": {"dtype": "int64", "shape": ["batch", "tokens"]}},
+        "outputs": {"logits": {"dtype": "float32", "shape": ["batch", "tokens", vocabulary]}},
+    }

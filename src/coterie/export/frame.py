@@ -1,0 +1,178 @@
+"""One export, whatever its format: models are loaded, written beside the folder, run in their own
+program, and only then put in their place.
+"""
+
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from coterie.core import names
+from coterie.core.errors import Refused, SaveError
+from coterie.core.files import digest_of, make_folder, write_json
+from coterie.core.version import __version__
+from coterie.export.check import Check, checked
+from coterie.export.format import ClientModel, Format, Options, Written
+from coterie.export.peft import portable
+from coterie.export.registry import chosen
+from coterie.export.texts import Source
+from coterie.models.architecture import files_of
+
+SUMMARY, VERSION = "export.json", 1
+LIBRARIES = ("torch", "transformers", "peft", "safetensors")  # whose versions are written down
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written for one client, and how it does in its own program.
+
+    Args:
+        client: Its id.
+        folder: Where its files are.
+        files: Their names in it.
+        notes: What its user has to know, sentence by sentence.
+        check: How it does.
+        absent: Why its perplexity was not measured; "" where it was.
+    """
+
+    client: str
+    folder: Path
+    files: tuple[str, ...]
+    notes: tuple[str, ...]
+    check: Check
+    absent: str
+
+    @property
+    def bytes(self) -> int:
+        """Of its files."""
+        return sum((self.folder / name).stat().st_size for name in self.files)
+
+    @property
+    def sentences(self) -> list[str]:
+        """How it does, for people."""
+        missing = [f"its perplexity was not measured: {self.absent}"] if self.absent else []
+        return self.check.sentences + missing
+
+
+def export(
+    source: Source,
+    format: str,
+    out: Path,
+    *,
+    part: str | None = None,
+    precision: str | None = None,
+    expert: str | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> list[Exported]:
+    """Write models of a run for another program, and run what was written in it.
+
+    Args:
+        source: Which models, and by which text.
+        format: A name of `FORMATS`.
+        out: An empty or new folder; it is filled whole or not at all.
+        part: Which part of the models; default: the first of the format's.
+        precision: Of what is written; likewise.
+        expert: The expert, of a part that is one.
+        say: Is told a line before each client.
+
+    Returns:
+        What was written, client by client.
+
+    Raises:
+        Refused: The format, its packages, the client, its text or the folder will not do.
+        ExportError: What was written does not run, or not as the model does.
+        SaveError: It could not be written.
+    """
+    kind, options = chosen(format, part, precision, expert)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise Refused(f"{out} is not an empty folder", "Give --out a new folder.")
+    clients = source.load()
+    make_folder(out.parent)
+    for client in clients:
+        kind.check(client, options)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as beside:
+        new = Path(beside) / "export"
+        make_folder(new)
+        found = _written(kind, options, clients, new, source.everyone, say)
+        _put_in_place(new, out)
+    return [_moved(one, new, out) for one in found]
+
+
+def _written(
+    format: Format,
+    options: Options,
+    clients: Sequence[ClientModel],
+    folder: Path,
+    several: bool,
+    say: Callable[[str], None],
+) -> list[Exported]:
+    """Write and check each client's files, and the summary."""
+    format.write_base(clients, folder, options)
+    found, entries = [], {}
+    for client in clients:
+        say(f"{client.client} ...")
+        own = folder
+        if several and not format.shares_base:
+            make_folder(own := folder / names.encoded(client.client))
+        written = format.write(client, own, options)
+        check = checked(format, options.precision, client, written)
+        entries[client.client] = _entry(client, folder, written, check)
+        found.append(
+            Exported(client.client, own, written.files, written.notes, check, client.absent)
+        )
+    write_json(folder / SUMMARY, _summary(format, options, clients[0]) | {"clients": entries})
+    return found
+
+
+def _entry(client: ClientModel, folder: Path, written: Written, check: Check) -> dict[str, Any]:
+    """Describe what was written for one client."""
+    about = asdict(client.model.about)
+    del about["base"], about["client"]
+    paths = [written.folder / name for name in written.files]
+    files = {
+        path.relative_to(folder).as_posix(): {
+            "bytes": path.stat().st_size,
+            "sha256": digest_of(path),
+        }
+        for path in paths
+    }
+    return {"files": files, "check": asdict(check), "model": about} | written.details
+
+
+def _summary(format: Format, options: Options, client: ClientModel) -> dict[str, Any]:
+    """Describe the export as a whole."""
+    base = client.model.about.base
+    packages = [*LIBRARIES, *format.packages]
+    return {
+        "format": VERSION,
+        "kind": format.name,
+        "part": options.part,
+        "precision": options.precision,
+        "base": {
+            "name": portable(base),
+            "sha256": {path.name: digest_of(path) for path in files_of(base)},
+        },
+        **format.interface(client),
+        "versions": {"coterie": __version__, "python": platform.python_version()}
+        | {name: version(name) for name in packages},
+    }
+
+
+def _put_in_place(new: Path, out: Path) -> None:
+    try:
+        if out.exists():
+            out.rmdir()  # it is empty; not everywhere can a folder take the place of another
+        os.rename(new, out)
+    except OSError as error:
+        raise SaveError(
+            f"cannot write {out}: {error.strerror}",
+            "Free some space there, or choose another --out.",
+        ) from error
+
+
+def _moved(one: Exported, new: Path, out: Path) -> Exported:
+    return Exported(**(vars(one) | {"folder": out / one.folder.relative_to(new)}))

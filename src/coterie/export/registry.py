@@ -1,0 +1,45 @@
+"""All formats by name, and what may be asked of them."""
+
+from importlib.util import find_spec
+
+from coterie.core.errors import Refused, extra
+from coterie.export.format import Format, Options
+from coterie.export.peft import Peft
+
+FORMATS: dict[str, Format] = {format.name: format for format in (Peft(),)}
+
+
+def chosen(
+    name: str, part: str | None, precision: str | None, expert: str | None
+) -> tuple[Format, Options]:
+    """Return a format, and what it is asked for, with the format's own choice where nothing was
+    said.
+
+    Raises:
+        Refused: There is no such format, it lacks a package, or it has no such part or precision.
+    """
+    if name not in FORMATS:
+        raise Refused(
+            f"--format {name}: unknown",
+            "; ".join(f"{known}: {format.about}" for known, format in FORMATS.items()) + ".",
+        )
+    format = FORMATS[name]
+    if missing := [package for package in format.packages if find_spec(package) is None]:
+        raise Refused(f"--format {name} needs {' and '.join(missing)}", extra("device"))
+    if expert is not None and part is None and "generalist" in format.parts:
+        part = "generalist"
+    for option, value, known in (
+        ("--part", part, format.parts),
+        ("--precision", precision, format.precisions),
+    ):
+        if value is not None and value not in known:
+            raise Refused(
+                f"--format {name} has no {option} {value}", f"It has: {', '.join(known)}."
+            )
+    options = Options(part or format.parts[0], precision or format.precisions[0], expert)
+    if expert is not None and options.part != "generalist":
+        raise Refused(
+            f"--expert {expert} is for an export of one expert",
+            "Use --format peft --part generalist, or leave --expert out.",
+        )
+    return format, options

@@ -1,0 +1,100 @@
+"""The models of a run's clients, with the text that they are folded and measured by."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from coterie.core import names
+from coterie.core.errors import CoterieError, Refused
+from coterie.core.protocol import ClientId
+from coterie.data.federation import ClientData
+from coterie.data.folders import Folders
+from coterie.data.section import Section
+from coterie.export.format import ClientModel
+from coterie.models.backbone import Backbone
+from coterie.personal import PersonalModel, clients_of, folder_of, read_about
+from coterie.runs import files
+from coterie.runs import recipe as recipes
+from coterie.runs.own_text import own_text
+from coterie.runs.sections import LanguageSection
+
+
+@dataclass(frozen=True)
+class Source:
+    """Which models are exported, and by which text.
+
+    Args:
+        run: A run's folder, or a client's folder.
+        client: The client's id; None for the only one.
+        everyone: Whether all clients of the run are.
+        base: Path or Hub id of the base, if it has moved.
+        data: The client's own text, if the run's recipe does not name it.
+    """
+
+    run: Path
+    client: ClientId | None = None
+    everyone: bool = False
+    base: str | None = None
+    data: Path | None = None
+
+    def load(self) -> list[ClientModel]:
+        """Return the models, all on one backbone, with the client's validation and test text where
+        it is here.
+
+        Raises:
+            Refused: There is no such client, its files are damaged or of a classifier, the base or
+                the text given will not do.
+        """
+        self._check()
+        ids: list[ClientId | None] = [*clients_of(self.run)] if self.everyone else [self.client]
+        folders = [folder_of(self.run, id) for id in ids]
+        bases = {self.base or read_about(folder).base for folder in folders}
+        if len(bases) > 1:
+            raise Refused(
+                f"--all: the clients have different bases ({', '.join(sorted(bases))})",
+                "Export them one by one, with --client.",
+            )
+        backbone = Backbone.load(bases.pop())
+        models = [PersonalModel.load(folder, backbone=backbone) for folder in folders]
+        for model in models:
+            model.about = replace(model.about, base=self.base or model.about.base)
+        data, absent = self._texts(models[0], folders[0])
+        return [_with_text(model, data, absent) for model in models]
+
+    def _check(self) -> None:
+        if self.everyone and self.client is not None:
+            raise Refused("--all and --client exclude each other", "Give one of them.")
+        if self.everyone and self.data is not None:
+            raise Refused("--data is the text of one client", "Give --client instead of --all.")
+
+    def _texts(
+        self, model: PersonalModel, folder: Path
+    ) -> tuple[Mapping[ClientId, ClientData], str]:
+        """Return the clients' data, and why there are none."""
+        about = model.about
+        if self.data is not None:
+            own = own_text(
+                Folders(), model.tokenizer, about.context, about.seed, about.client, self.data
+            )
+            return {about.client: own}, ""
+        run = self.run if (self.run / files.RECIPE).is_file() else folder.parent.parent
+        if not (run / files.RECIPE).is_file():
+            return {}, f"{run} has no {files.RECIPE}, which would name it"
+        try:
+            recipe = recipes.resolve(run)
+            model_of, data = recipe.model, recipe.data
+            if not isinstance(model_of, LanguageSection) or not isinstance(data, Section):
+                return {}, f"{run} is no run of language models"
+            found = data.load(model.tokenizer, model_of.context, order_seed=recipe.seed)
+        except CoterieError as error:
+            return {}, error.problem
+        return found.everyone, ""
+
+
+def _with_text(
+    model: PersonalModel, data: Mapping[ClientId, ClientData], absent: str
+) -> ClientModel:
+    own = data.get(names.normal(model.about.client))
+    if own is None:
+        return ClientModel(model, absent=absent or "it is no client of the recipe")
+    return ClientModel(model, own.valid, own.test)
