@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def answer(node: Mapping[str, Any], text: str, body: bytes) -> tuple[str, bytes]:
-    """Return what a device does with a request.
+    """Return a device's reply to a request, as JSON and tensors.
 
     Args:
         node: The node's own configuration: `client`, `data`, `base`, `home` and `secure`, see
@@ -41,8 +41,8 @@ def answer(node: Mapping[str, Any], text: str, body: bytes) -> tuple[str, bytes]
 
 
 def device(node: Mapping[str, Any]) -> "Device":
-    """Return the device that a node's configuration describes. Raises Refused for a file of limits
-    that will not do.
+    """Return the device that a node's configuration describes. Raises Refused for an invalid
+    file of limits.
     """
     from coterie.core import names
     from coterie.runs import limits

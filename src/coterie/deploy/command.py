@@ -57,8 +57,8 @@ def flwr(arguments: Sequence[str], home: Path) -> str:
 
 
 def _flwr_json(arguments: Sequence[str], home: Path) -> dict[str, Any]:
-    """Return the same as JSON. With that, a command that fails says so in its output and exits with
-    0. Raises ClientError likewise.
+    """Return the JSON output of a command. With JSON, a failing command exits with 0 and reports
+    the error in its output. Raises ClientError with it.
     """
     said = flwr([*arguments, "--format", "json"], home)
     try:

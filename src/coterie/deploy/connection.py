@@ -54,22 +54,21 @@ class Limits:
     """The limits of connections to the proxy.
 
     Args:
-        strangers: Connections that have shown no known key, in all. Whoever comes beyond that takes
-            the place of the one that came first.
-        of_an_address: Of those, from one address; likewise.
-        of_a_device: Connections that have shown one key.
-        asked: Requests of strangers that are passed on at a time.
-        handshake: Seconds for TLS.
-        request: Seconds for a stranger's request; it then has as many again for the next one.
+        strangers: Connections without a known key, in all. A further one replaces the oldest.
+        of_an_address: The same for connections from one address.
+        of_a_device: Connections with the same key.
+        asked: Simultaneous requests of unknown callers that are passed on.
+        handshake: Seconds for the TLS handshake.
+        request: Seconds for a request of an unknown caller, and again for its next one.
         idle: Seconds without a byte until a device's connection is closed.
-        slowest: Bytes per second at which a device sends a body, after the first `idle` seconds.
+        slowest: Minimal bytes per second of a device's body, after the first `idle` seconds.
         header: Bytes of a request's header.
-        strange_body: Bytes of a stranger's body.
+        strange_body: Bytes of an unknown caller's body.
         body: Bytes of a device's body. Flower cuts arrays into parts of 5 MiB; of secure
             aggregation it sends a whole reply at once.
         large: Bytes of a body above which a device sends one at a time.
-        linger: Seconds for which what somebody goes on sending is thrown away, so that the refusal
-            reaches them.
+        linger: Seconds for which further bytes of a refused caller are discarded, so that the
+            refusal reaches it.
     """
 
     strangers: int = 256

@@ -265,6 +265,6 @@ def _make_pair(path: Path, public: Path) -> None:
 
 
 def _write_private(path: Path, content: bytes) -> None:
-    """Write what nobody else may read."""
+    """Write a file that only its owner may read."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)

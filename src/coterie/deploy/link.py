@@ -122,7 +122,7 @@ def listening(address: str) -> bool:
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody has now."""
+    """Return a port of this machine that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

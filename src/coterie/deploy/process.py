@@ -82,7 +82,7 @@ class Program(subprocess.Popen[bytes]):
             end = time.monotonic() + patience
             while (self.poll() is None or self._family()) and time.monotonic() < end:
                 time.sleep(0.1)
-        finally:  # somebody may have lost patience
+        finally:  # the wait may have been interrupted
             self._end()
 
     def _end(self) -> None:

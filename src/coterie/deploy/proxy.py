@@ -32,11 +32,10 @@ except ImportError:  # pragma: no cover - they come with Flower
 
 
 _AGAIN_S = 1.0  # seconds until what failed is tried again
-_PROBLEMS = 10  # that wait to be told
-_DESCRIPTORS = 1 << 16  # that are asked for; most systems give as many
-_OF_AN_ADDRESS = (
-    16  # devices that may be behind one address, where there are no keys to tell them apart
-)
+_PROBLEMS = 10  # that are kept until they are reported
+_DESCRIPTORS = 1 << 16  # the requested limit of open files; most systems allow it
+# Devices behind one address, if there are no keys to tell them apart.
+_OF_AN_ADDRESS = 16
 
 
 @dataclass
@@ -51,16 +50,16 @@ class Proxy:
     """A reverse proxy for Flower's Fleet API; `open_proxy` opens and closes it.
 
     Args:
-        listener: A socket that listens.
+        listener: A listening socket.
         behind: Where the SuperLink listens.
-        outer: The server's part of TLS; None: without.
-        inner: A client's part, towards the SuperLink; None: without.
-        keys: Of the devices that are known; None: without keys, where everybody is a device.
-        limits: For all of them.
+        outer: TLS settings towards callers; None: no TLS.
+        inner: TLS settings towards the SuperLink; None: no TLS.
+        keys: Public keys of the known devices; None: no keys, every caller counts as a device.
+        limits: The limits of connections and requests.
 
     Attributes:
         keys: May be replaced at any time, from any thread.
-        problems: What went wrong here, to be told; not what others did wrong.
+        problems: Errors of the proxy itself, to be reported; not errors of callers.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class Proxy:
                 self._closing.wait(_AGAIN_S)
 
     def close(self) -> None:
-        """Have `run` end, in another thread."""
+        """Tell `run`, in another thread, to end."""
         self._closing.set()
         if self._main is not None:
             loop, task = self._main
@@ -103,9 +102,8 @@ class Proxy:
         task = asyncio.current_task()
         assert task is not None
         loop = asyncio.get_running_loop()
-        self._strangers: dict[
-            asyncio.Task[None], str
-        ] = {}  # and their addresses, who came first before the others
+        # The tasks of unknown callers and their addresses, the oldest first.
+        self._strangers: dict[asyncio.Task[None], str] = {}
         self._devices: dict[bytes, _Device] = {}
         self._asked = asyncio.Semaphore(self.limits.asked)
         self._main = loop, task
@@ -115,18 +113,16 @@ class Proxy:
             while True:
                 try:
                     connection, address = await loop.sock_accept(self._listener)
-                except OSError:  # who came is gone already, or there are no descriptors left
+                except OSError:  # the caller is gone already, or there are no descriptors left
                     self._dismiss(self._strangers)
                     await asyncio.sleep(0.05)
                     continue
                 self._admit(connection, str(address[0]))
-                await asyncio.sleep(
-                    0
-                )  # `sock_accept` does not let others work while somebody is waiting
+                await asyncio.sleep(0)  # `sock_accept` never yields while callers are waiting
 
     def _client(self) -> httpx.AsyncClient:
-        """Towards the SuperLink, which closes what was idle for five seconds: connections are
-        not used again for as long as that.
+        """Return the client that talks to the SuperLink. The SuperLink closes connections that
+        were idle for five seconds, so idle ones are dropped earlier.
         """
         limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
         return httpx.AsyncClient(
@@ -134,7 +130,7 @@ class Proxy:
         )
 
     def _admit(self, connection: socket.socket, address: str) -> None:
-        """Take in somebody who came; a stranger goes where there are too many."""
+        """Serve a new connection; if there are too many unknown callers, close the oldest one."""
         alike = [task for task, where in self._strangers.items() if where == address]
         if len(alike) >= self.limits.of_an_address:
             self._dismiss(alike)
@@ -145,7 +141,7 @@ class Proxy:
         task.add_done_callback(self._left)
 
     def _dismiss(self, among: Iterable[asyncio.Task[None]]) -> None:
-        """Close the connection of the stranger that came first."""
+        """Close the oldest connection among these."""
         if (task := next(iter(among), None)) is not None:
             del self._strangers[task]
             task.cancel()
@@ -156,8 +152,8 @@ class Proxy:
             self.problems.append(f"A request failed. {type(error).__name__}: {error}")
 
     async def _serve(self, connection: socket.socket, address: str) -> None:
-        """One connection, from its first byte to its last. Whoever goes away, speaks no TLS or
-        sends nonsense is no problem of ours.
+        """Serve one connection from its first byte to its last. A caller that disconnects, does
+        not use TLS or breaks the protocol is not an error of the proxy.
         """
         loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
         protocol = asyncio.StreamReaderProtocol(reader)
@@ -185,12 +181,12 @@ class Proxy:
                 transport.abort()
 
     def device(self, key: bytes) -> _Device:
-        """Return what is open of the device with this key."""
+        """Return the open connections of the device with this key."""
         return self._devices.setdefault(key, _Device())
 
     def enter(self, key: bytes) -> None:
-        """Note that the connection which is being served is of a device. Raises _Rejected where
-        that has too many.
+        """Count the current connection for a device. Raises _Rejected if the device has too
+        many.
         """
         device, task = self.device(key), asyncio.current_task()
         if device.connections >= self.limits.of_a_device * (
@@ -211,8 +207,8 @@ class Proxy:
     async def forward(
         self, request: h11.Request, content: bytes | AsyncIterator[bytes], length: int
     ) -> httpx.Response:
-        """Pass a request on, written anew so that nothing can hide in it; returns the response,
-        whose body was not read yet.
+        """Forward a request, rewritten so that nothing can hide in it; return the response, whose
+        body is not read yet.
         """
         kept = [
             (name, value)
@@ -229,7 +225,7 @@ class Proxy:
 
     @property
     def asked(self) -> asyncio.Semaphore:
-        """Of requests of strangers."""
+        """Limits the simultaneous requests of unknown callers."""
         return self._asked
 
 
@@ -245,18 +241,18 @@ def open_proxy(
     """Open the proxy for as long as the block lasts.
 
     Args:
-        address: To listen at.
+        address: The address to listen on.
         behind: Where the SuperLink listens.
-        certificate: The server's; None: without encryption, and without keys.
+        certificate: The server's certificate; None: no encryption and no keys.
         key: Its private key.
         ca: The certificate of the authority that made it.
-        limits: For connections; default: those of `Limits`.
+        limits: The limits of connections; default: those of `Limits`.
 
     Yields:
         The proxy. With a certificate it knows no device's key at first.
 
     Raises:
-        OSError: It cannot listen there.
+        OSError: The address cannot be listened on.
     """
     outer = inner = None
     if certificate is not None:
@@ -279,7 +275,7 @@ def open_proxy(
 
 
 def _raise_descriptors() -> None:
-    """Ask for as many open files as this process may have: many devices need more than the usual
+    """Raise the limit of open files as far as allowed: many devices need more than the usual
     1,024.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -2,7 +2,7 @@
 
 Flower starts a program for every message. Loading torch, transformers and a base each time takes
 longer than most tasks: the program only hands the request on to this process, over a socket in a
-folder of the device's own that nobody else may enter.
+private folder of the device.
 """
 
 import os
@@ -61,11 +61,11 @@ def serve(home: Path, answer: Answer, ready: Callable[[], None]) -> None:
 
 
 def private(home: Path) -> None:
-    """Make a folder that nobody else may enter, or make that so of one which is there.
+    """Create a folder that only its owner may enter, or restrict an existing one to its owner.
 
     Raises:
-        Refused: It cannot be, or others need it: it is somebody else's, or for everybody as `/tmp`
-            is.
+        Refused: This is not possible: the folder belongs to another user, or all users share it,
+            as they do `/tmp`.
     """
     try:
         home.mkdir(parents=True, exist_ok=True, mode=stat.S_IRWXU)
@@ -99,8 +99,8 @@ def ask(home: Path, text: str, body: bytes) -> tuple[str, bytes]:
     """Hand a request on, and wait for the reply.
 
     Raises:
-        TensorError: Nobody serves there, the process ended while it worked, or was started again
-            with another key at this moment.
+        TensorError: No process serves there, it ended while it worked, or it was just started again
+            with another key.
     """
     try:
         with (
@@ -129,7 +129,7 @@ def _address(home: Path) -> Iterator[str]:
 
 
 def _alive(home: Path) -> bool:
-    """Whether somebody listens."""
+    """Whether a process listens."""
     with _address(home) as address, socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(address)

@@ -164,8 +164,8 @@ class Reply(BaseMessage):
     @field_validator("metrics")
     @classmethod
     def _check_metrics(cls, metrics: dict[str, Measured]) -> dict[str, Measured]:
-        """Return what a server counts and adds up must be numbers, and no client may speak of
-        another one's round.
+        """Refuse measurements that a server could not add up, and names that lines of metrics
+        use for themselves, such as the round.
         """
         if taken := _OF_LINES & metrics.keys():
             raise ValueError(f"{min(taken)} cannot be the name of a measurement")

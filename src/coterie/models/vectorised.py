@@ -23,10 +23,10 @@ class Bounds(NamedTuple):
     """The memory that many networks at once may take on a device, in bytes.
 
     Args:
-        map: What a layer puts out for one batch, averaged over a network's layers: where it is
-            more, networks are not quicker together.
-        at_once: Values of parameters and maps of those that are computed at once; more of them take
-            turns.
+        map: The output of a layer for one batch, averaged over a network's layers: above this,
+            networks are not faster together.
+        at_once: Parameters and layer outputs of the networks that are computed at once; further
+            networks follow in turn.
     """
 
     map: int
@@ -34,13 +34,13 @@ class Bounds(NamedTuple):
 
 
 # On a CPU as measured with benchmarks/cobo.py. Elsewhere an estimate: a layer that puts out 4 MiB
-# takes a GPU a few times as long as its calls do, which are all that can be saved.
-# `speed --device cuda` of that benchmark says what is so.
+# takes a GPU a few times as long as the kernel launches, which are all that can be saved.
+# `speed --device cuda` of that benchmark measures it.
 _ON_CPU, _ELSEWHERE = Bounds(1 << 17, 1 << 28), Bounds(1 << 22, 1 << 32)
 
 
 class Vectorised:
-    """What a classifier computes for many networks like its own at once."""
+    """Computations of a classifier for many networks of its architecture at once."""
 
     shape: Shape
     network: nn.Module
@@ -73,18 +73,18 @@ class Vectorised:
 
     @property
     def stacks(self) -> bool:
-        """Whether many clients' networks can be computed at once, with the same result: those
-        for images can.
+        """Whether many clients' networks can be computed at once, with the same result; image
+        networks can.
         """
         return isinstance(self.network, Network)
 
     def gains(self, examples: int) -> bool:
-        """Whether many clients' networks are quicker together than one by one, each with a batch of
-        so many examples.
+        """Whether many clients' networks are faster together than one by one, each with a batch of
+        `examples` examples.
 
-        Perceptrons are: a layer of all of them is one batched product. Convolutions become one in
-        groups, which saves the cost of calls, not of computing, so that it depends on how large a
-        layer's output is.
+        Perceptrons are: one layer of all networks is one batched product. Convolutions become one
+        grouped convolution, which saves calls but no arithmetic, so it depends on the size of a
+        layer's output.
         """
         return isinstance(self.network, MLP) or examples * mean(self._maps) <= self._bounds.map
 
@@ -94,7 +94,7 @@ class Vectorised:
 
     @cached_property
     def _maps(self) -> list[int]:
-        """Bytes that each layer puts out for one example."""
+        """Bytes of each layer's output for one example."""
         found: list[int] = []
         network = self.shape.build("meta").eval()
         for layer in network.modules():
@@ -156,8 +156,8 @@ class Vectorised:
         return gradients, {name: torch.cat([found[name] for found in stats]) for name in stats[0]}
 
     def _at_once(self, examples: int) -> int:
-        """How many points are computed at once: of each there are its parameters, a copy, their
-        gradient, and maps with theirs.
+        """Return the number of points that are computed at once. Each needs its parameters, a
+        copy, their gradient, and layer outputs with their gradients.
         """
         return max(
             1,
@@ -168,7 +168,7 @@ class Vectorised:
     def _at(
         self, points: Tensor, x: Tensor, y: Tensor, running: Tensor | None, into: Tensor
     ) -> dict[str, Tensor]:
-        """`vectorised` of so few points that they are computed at once; gradients are written
+        """Compute `vectorised` for points that fit into memory at once; gradients are written to
         `into` (m, d).
         """
         own = unflatten(points.detach().to(self.device), self.parameters_by_role()[GENERALIST])
@@ -185,7 +185,7 @@ class Vectorised:
         )
         found = torch.autograd.grad(
             losses.sum(), list(stacks.values())
-        )  # a loss depends on its own point alone
+        )  # each loss depends only on its own point
         torch.cat([gradient.flatten(1) for gradient in found], dim=1, out=into)
         if running is not None and buffers:
             torch.cat([buffer.flatten(1) for buffer in buffers.values()], dim=1, out=running)
@@ -195,8 +195,8 @@ class Vectorised:
         }
 
     def _stacked(self, stacks: Tensors, buffers: Tensors, x: Tensor) -> Tensor:
-        """(m, B, C, H, W) -> (m, B, classes), at m points, each parameter of which is (m, ...);
-        the buffers, likewise, follow in place.
+        """Map images (m, B, C, H, W) to logits (m, B, classes) at m points. Each parameter and
+        buffer is (m, ...); buffers are updated in place.
         """
         if isinstance(self.network, MLP):
             return self.network.stacked(list(stacks.values()), x)
@@ -209,7 +209,7 @@ class Vectorised:
 
 
 def unflatten(rows: Tensor, named: Named) -> Tensors:
-    """(m, d) -> views (m, ...) of the values of each tensor, by name."""
+    """Split rows (m, d) into views (m, ...) of the values of each tensor, by name."""
     pieces = torch.split(rows, [tensor.numel() for tensor in named.values()], dim=1)
     return {
         name: piece.view(-1, *t.shape)
