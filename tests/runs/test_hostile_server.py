@@ -286,6 +286,29 @@ def test_an_owner_may_have_no_figure_leave_at_all(theta: Tensors, tmp_path: Path
 # --------------------------------------------------------------------------------------------------
 
 
+def test_a_list_of_tasks_without_those_of_keep_best_refuses_such_a_run_before_it_starts(
+    theta: Tensors, tmp_path: Path
+) -> None:
+    """And not at its end, when models are recalled: then all would be lost."""
+    section = section_of(recipe_of("fedavg", "keep=best", "evaluate_every=1"))
+    known = ["local_round", "score", "keep"]
+    for tasks, lacking in (
+        (known, "score_and_keep and recall"),
+        ([*known, "score_and_keep"], "recall"),
+    ):
+        device = Device(tmp_path / lacking, CLIENT, limits=Limits(tasks=tasks))
+        for task in ("score_and_keep", "local_round"):
+            said = refused(device, section, task, theta)
+            assert f"a run with keep: best also needs {lacking}" in said
+        last = section_of(recipe_of("fedavg", "keep=last"))
+        assert asked(device, last, "local_round", theta)[0].problem == ""
+    every = Limits(tasks=[*known, "score_and_keep", "recall"])
+    device = Device(tmp_path / "every", CLIENT, limits=every)
+    for number, task in enumerate(("score_and_keep", "local_round", "score_and_keep", "recall")):
+        sent = theta if task != "recall" else {}
+        assert asked(device, section, task, sent, number=number)[0].problem == ""
+
+
 @pytest.mark.parametrize(
     ("allowed", "change", "said"),
     [

@@ -145,9 +145,10 @@ def check_code(section: Mapping[str, Any], limits: Limits) -> None:
 
 def check_run(recipe: Recipe, limits: Limits) -> None:
     """Refuse a run that the owner does not allow. Raises Refused."""
-    limits.check_run(
-        recipe.method["name"], getattr(recipe.model, "base", None), recipe.build_method().rounds
-    )
+    method = recipe.build_method()
+    limits.check_run(recipe.method["name"], getattr(recipe.model, "base", None), method.rounds)
+    if recipe.keep == "best":
+        limits.check_keeping([task.__name__ for task in (method.score_and_keep, method.recall)])
     if recipe.privacy is not None and (
         recipe.privacy.where == "local" or recipe.privacy.unit == "example"
     ):

@@ -3,6 +3,7 @@
 Nothing here needs torch: whoever starts a device has the file checked at once.
 """
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
@@ -126,6 +127,17 @@ class Limits(BaseModel):
                 f"limits.rounds: this device takes part in at most {self.rounds} rounds of a "
                 f"run, this one has {rounds}",
                 OWNERS,
+            )
+
+    def check_keeping(self, needed: Sequence[str]) -> None:
+        """Refuse a run with `keep: best` before it starts, where one of the tasks that this needs
+        is not allowed. Raises Refused.
+        """
+        if self.tasks is not None and (lacking := [t for t in needed if t not in self.tasks]):
+            raise Refused(
+                f"limits.tasks: this device does {', '.join(self.tasks)}; a run with keep: best "
+                f"also needs {' and '.join(lacking)}",
+                f"{OWNERS} A run with keep: last does without.",
             )
 
     def check_noise(self, noise: float, clip: float) -> None:
