@@ -35,7 +35,8 @@ def base_of(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
     kinds = {
         "llama": ("Llama", {"tie_word_embeddings": True}),
         "narrow": ("Llama", {"intermediate_size": 24}),
-        "mistral": ("Mistral", {"sliding_window": None}),
+        "mistral": ("Mistral", {"sliding_window": 5}),
+        "biased": ("Llama", {"attention_bias": True}),
         "qwen3": ("Qwen3", {"head_dim": 8}),
         "qwen2": ("Qwen2", {}),
         "gpt2": ("GPT2", {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}),

@@ -1,0 +1,237 @@
+"""A personal model as a stock checkpoint of a mixture of experts: every expert is a whole MLP with
+its update added, the router is the checkpoint's gate. Nothing is approximated.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from coterie.core.errors import Refused
+from coterie.core.files import write_atomically
+from coterie.export.format import (
+    ClientModel,
+    Format,
+    Options,
+    Runtime,
+    TorchRuntime,
+    Written,
+    interface,
+)
+from coterie.models.adapter import AdapterBlock
+from coterie.models.architecture import FAMILIES
+from coterie.models.lora import LoRA
+from coterie.personal import PersonalModel
+from coterie.personal.inference.packing import experts_of
+
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+README = "README.md"
+FAMILY = next(family for family in FAMILIES if family.name == "Llama-like")
+
+
+@dataclass(frozen=True)
+class Relative:
+    """The mixture of experts whose blocks are those of a family but for the MLP.
+
+    Args:
+        kind: Its `model_type`.
+        experts: Its configuration's name for the number of experts.
+        width: Its name for the width of an expert.
+        fixed: Values of its configuration that make it compute what a personal model does.
+        plain: Settings of the family that it has not, with the value that means without.
+    """
+
+    kind: str
+    experts: str
+    width: str
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    plain: Mapping[str, Any] = field(default_factory=dict)
+
+
+_MIXTRAL = Relative(
+    "mixtral", "num_local_experts", "intermediate_size", {"router_jitter_noise": 0.0}
+)
+RELATIVES = {
+    "llama": _MIXTRAL,
+    "mistral": _MIXTRAL,
+    "qwen3": Relative(
+        "qwen3_moe",
+        "num_experts",
+        "moe_intermediate_size",
+        {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        {"use_sliding_window": False},
+    ),
+}
+
+
+class Mixtral(Format):
+    """A checkpoint that `AutoModelForCausalLM.from_pretrained(folder)` loads by itself."""
+
+    name = "mixtral"
+    about = "a checkpoint of transformers with the router, of Llama, Mistral and Qwen3"
+    precisions = ("f32", "bf16", "f16")
+
+    def check(self, client: ClientModel, options: Options) -> None:
+        relative_of(client, self.name)
+        model = client.model
+        with torch.device("meta"):
+            wanted = _blank(model).state_dict()
+        found = _tensors(model, _no_update)
+        for name in sorted(wanted.keys() ^ found.keys()):
+            whose = "the base has" if name in found else "the base lacks"
+            raise _refused(client, f"{whose} {name}, unlike the {_kind(model)}", self.name)
+
+    def write(self, client: ClientModel, folder: Path, options: Options) -> Written:
+        model, dtype = client.model, DTYPES[options.precision]
+        with torch.device("meta"):
+            blank = _blank(model)
+        tensors = _tensors(model, _updated)
+        blank.load_state_dict({n: t.to(dtype) for n, t in tensors.items()}, assign=True)
+        blank.tie_weights()
+        blank.config.dtype = dtype
+        blank.generation_config = model.generation_config
+        blank.save_pretrained(folder)
+        model.tokenizer.save_pretrained(folder)
+        write_atomically(folder / README, _readme(model, options.precision).encode())
+        files = sorted(path.name for path in folder.iterdir())
+        return Written(folder, tuple(files), client.logits)
+
+    @contextmanager
+    def runtime(self, client: ClientModel, written: Written) -> Iterator[Runtime]:
+        from transformers import AutoModelForCausalLM
+
+        folder = str(written.folder)
+        yield TorchRuntime(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+
+    def interface(self, client: ClientModel) -> dict[str, Any]:
+        return interface(client.model.backbone.architecture.vocabulary)
+
+
+def _kind(model: PersonalModel) -> str:
+    return RELATIVES[model.config.model_type].kind
+
+
+def _refused(client: ClientModel, problem: str, format: str) -> Refused:
+    remedy = "Use --format peft, which holds a fold of the router, of any base."
+    return Refused(f"{client.client}: --format {format}: {problem}", remedy)
+
+
+def relative_of(client: ClientModel, format: str) -> Relative:
+    """Return the mixture of experts that a personal model is one of.
+
+    Raises:
+        Refused: Its base's family has none, or it has what that has not.
+    """
+    model = client.model
+    kind = model.config.model_type
+    if kind not in RELATIVES:
+        known = ", ".join(RELATIVES)
+        problem = f"{kind} has no relative with experts whose gate is a router (have: {known})"
+        raise _refused(client, problem, format)
+    if any(router.bias is not None for router in model.adapter.routers()):
+        problem = "its routers have biases, from a gate's choice, and gates of such models none"
+        raise _refused(client, problem, format)
+    for name, plain in RELATIVES[kind].plain.items():
+        if getattr(model.config, name, plain) != plain:
+            raise _refused(client, f"{name} of the base is not {plain}", format)
+    return RELATIVES[kind]
+
+
+def _blank(model: PersonalModel) -> Any:
+    """Return the mixture of experts with the base's configuration, on the current device."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    relative, layout = RELATIVES[model.config.model_type], model.layout
+    kind: Any = CONFIG_MAPPING[relative.kind]
+    base = model.config.to_dict()
+    base["head_dim"] = getattr(model.config, "head_dim", None)
+    own = {name: value for name, value in base.items() if name in kind().to_dict()}
+    for name in ("model_type", "architectures", "transformers_version", "dtype"):
+        own.pop(name, None)
+    own |= {
+        **relative.fixed,
+        "head_dim": base["head_dim"] or base["hidden_size"] // base["num_attention_heads"],
+        relative.experts: layout.experts,
+        relative.width: model.config.intermediate_size,
+        "num_experts_per_tok": layout.active,
+    }
+    return AutoModelForCausalLM.from_config(kind(**own))
+
+
+def _no_update(weight: Tensor, lora: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the shape of a layer's updated weight, on the meta device."""
+    return torch.empty(*lora[1].shape[:-1], weight.shape[-1], device="meta")
+
+
+def _updated(weight: Tensor, lora: tuple[Tensor, Tensor]) -> Tensor:
+    """Return (..., out, in): W + B A, of one update or of a stack of them."""
+    return weight.float() + lora[1] @ lora[0]
+
+
+def _tensors(model: PersonalModel, updated: Any) -> dict[str, Tensor]:
+    """Return the checkpoint's tensors by name: those of the base, with experts for each MLP.
+
+    Args:
+        model: The personal model.
+        updated: Makes an updated weight, of `_updated` or `_no_update`.
+    """
+    # the slots of a backbone hold the base's own layers as `base`
+    found = {
+        name.replace(".base.", "."): tensor
+        for name, tensor in model.backbone.model.state_dict().items()
+    }
+    for i, block in enumerate(cast(Iterable[AdapterBlock], model.adapter.blocks)):
+        path = f"{FAMILY.blocks}.{i}"
+        for name in FAMILY.linears:
+            weight = f"{path}.{FAMILY.attention}.{name}.weight"
+            found[weight] = updated(found[weight], _pair(block.attention[name]))
+        stacks = {}
+        for ours, theirs in FAMILY.mlp.items():
+            A, B = experts_of(block.mlp, ours)
+            weight = found.pop(f"{path}.mlp.{theirs}.weight")
+            stacks[ours] = updated(weight, (A, block.mlp.gamma * B))  # (n, out, in)
+        found[f"{path}.mlp.experts.gate_up_proj"] = torch.cat([stacks["gate"], stacks["up"]], dim=1)
+        found[f"{path}.mlp.experts.down_proj"] = stacks["down"]
+        found[f"{path}.mlp.gate.weight"] = gate_of(block, model.layout.experts)
+    return found
+
+
+def _pair(lora: nn.Module) -> tuple[Tensor, Tensor]:
+    """Return A (r, in) and B (out, r), scaled."""
+    own = cast(LoRA, lora)
+    return own.A.detach()[0], own.gamma * own.B.detach()[0]
+
+
+def gate_of(block: AdapterBlock, experts: int) -> Tensor:
+    """Return a router's weight, (n, d_model); of zeros where all experts have the same weight."""
+    router = block.mlp.router
+    if router is not None:
+        return router.weight.detach()
+    down = experts_of(block.mlp, "down")[1]
+    return down.new_zeros((experts, down.shape[1]))
+
+
+def _readme(model: PersonalModel, precision: str) -> str:
+    about, layout = model.about, model.layout
+    return f"""---
+library_name: transformers
+---
+# {about.client}, exported from coterie
+
+The personal model of the client `{about.client}` after {about.round} rounds of `{about.method}`
+(recipe `{about.recipe}`, seed {about.seed}) as a stock `{_kind(model)}` with {layout.experts}
+experts, of which each token uses {layout.active}. It needs neither coterie nor its base.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("this folder", dtype="float32")
+tokenizer = AutoTokenizer.from_pretrained("this folder")
+```
+
+`export.json` says how far it is from the personal model. Weights are {precision}.
+"""
