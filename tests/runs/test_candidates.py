@@ -9,8 +9,9 @@ import coterie
 from coterie.core.result import RESULT, Result, Tuning
 from coterie.papers.job import Job
 from coterie.papers.reproduce import reproduce
-from coterie.runs.candidates import confirm, folder_of, lighten, mark
+from coterie.runs.candidates import confirm, lighten, mark
 from coterie.runs.search import Effort
+from coterie.runs.tune import chosen_run
 
 SHORT = {"rounds": 4}
 LEFT = {"result.json", "recipe.yaml", "inputs.json", "metrics.jsonl", "SHA256SUMS"}
@@ -41,13 +42,9 @@ class Looks(coterie.Callback):
             raise KeyboardInterrupt
 
 
-def chosen_folders(found: Tuning, root: Path, seeds: int = 1) -> set[Path]:
-    recipes = [coterie.Recipe.load(found.path(row.method)) for row in found.rows if row.chosen]
-    return {
-        folder_of(recipe.model_copy(update={"seed": seed}), root)
-        for recipe in recipes
-        for seed in range(seeds)
-    }
+def chosen_folders(found: Tuning, seeds: int = 1) -> set[Path]:
+    first = [chosen_run(found, row.method) for row in found.rows if row.chosen]
+    return {run.parent / f"seed-{seed}" for run in first for seed in range(seeds)}
 
 
 @pytest.mark.parametrize(
@@ -66,7 +63,7 @@ def test_only_what_was_chosen_keeps_its_models(
     resume = stop is not None
     found = told(tmp_path / "out", *methods, seeds=seeds, callbacks=[looks], resume=resume)
     runs = {path.parent for path in root.rglob(RESULT)}
-    chosen = chosen_folders(found, root, seeds)
+    chosen = chosen_folders(found, seeds)
     assert len(runs) == sum(row.runs for row in found.rows)
     assert with_models(root) == chosen < runs
     leading = 2 * len(methods) * seeds  # the best of all rounds, and of fewer

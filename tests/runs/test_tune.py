@@ -55,7 +55,8 @@ def test_every_method_that_trains_has_the_same_effort(tuned: Tuning) -> None:
         ]
         assert row.runs == len(row.tried)
         assert row.iterations == sum(own.rounds for own in row.tried)
-    for said in ("4 candidates for 2 of 8 rounds", "the best 2 for 4", "validation data"):
+    tried = "tried 4 settings in runs of 2 rounds, the best 2 of them in runs of 4 rounds, and the "
+    for said in (f"{tried}best one in runs of 8 rounds; ", "judged on validation data alone"):
         assert said in tuned.effort
 
 
@@ -195,6 +196,61 @@ def test_what_was_stopped_goes_on_and_ends_as_the_whole(tuned: Tuning, tmp_path:
     assert all(path.stat().st_mtime_ns == stamp for path, stamp in done.items())
 
 
+class Killed(coterie.Callback):
+    """Kills its own process at an event of a run, when it has come so often."""
+
+    def __init__(self, event: str, count: int) -> None:
+        self.event, self.left = event, count
+
+    def checkpoint(self, round: int, folder: Path) -> None:
+        self._count("checkpoint")
+
+    def end(self, result: Result) -> None:
+        self._count("end")
+
+    def _count(self, event: str) -> None:
+        self.left -= event == self.event
+        if not self.left:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+KILLS = """
+import os, signal, sys
+from pathlib import Path
+
+sys.path.insert(0, sys.argv[1])
+import torch
+from test_tune import Killed, told
+
+torch.set_num_threads(1)
+for k, (event, count) in enumerate((("checkpoint", 3), ("end", 3), ("end", 5))):
+    if not (pid := os.fork()):
+        fields = {"method.rho": [0.01, 0.03]}
+        killed = [Killed(event, count)]
+        told(Path("out"), "cobo", "local", fields=fields, callbacks=killed, resume=k > 0)
+        os._exit(1)
+    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL, k
+"""
+
+
+def test_killed_in_a_run_and_between_runs_it_goes_on(tuned: Tuning, tmp_path: Path) -> None:
+    """The same as below, at events that are named, in processes that need not start anew."""
+    words = [sys.executable, "-c", KILLS, str(Path(__file__).parent)]
+    subprocess.run(words, cwd=tmp_path, check=True)
+    done = {path: path.stat().st_mtime_ns for path in tmp_path.rglob(RESULT)}
+    assert len(done) == 2 + 3 + 5
+    fields = {"method.rho": [0.01, 0.03]}
+    found = told(tmp_path / "out", "cobo", "local", fields=fields, resume=True)
+    assert [row.to_json() for row in found.rows] == [row.to_json() for row in tuned.rows[:2]]
+    assert all(path.stat().st_mtime_ns == stamp for path, stamp in done.items())
+    whole, killed = (
+        {path.relative_to(folder) for path in folder.rglob("client*/*.safetensors")}
+        for folder in (tuned.folder, tmp_path / "out")
+        if folder is not None
+    )
+    assert killed == whole  # the models of what was chosen, and no others
+
+
 @pytest.mark.slow
 def test_after_kill_9_it_goes_on_and_does_nothing_twice(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -301,7 +357,7 @@ def test_a_recipe_alone_means_its_own_method_and_a_field_of_rounds_keeps_them(
 def test_a_comparison_tunes_every_row_first_and_says_so(tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"seeds": 2, "tune": True, "trials": 2, "method": SHORT}
     found = coterie.compare(["cobo", "local"], "cobo-digits", out=tmp_path / "out", **arguments)
-    assert "2 candidates for 2 of 8 rounds" in found.notes[0]
+    assert "tried 2 settings in runs of 2 rounds" in found.notes[0]
     searched = Tuning.read(tmp_path / "out" / "tune")
     for row in searched.rows:
         recipe = coterie.Recipe.load(tmp_path / "out" / row.method / "seed-1")

@@ -12,14 +12,17 @@ Fields = Annotated[
     typer.Option(
         "--field",
         metavar="KEY=V1,V2",
-        help="Search this field of the recipe too, from these values, for the methods that have "
-        "it. Repeatable.",
+        help="Search this field of the recipe too, beside the learning rates: the values to begin "
+        "with. Methods that do not have it do without. Repeatable.",
     ),
 ]
 Trials = Annotated[
     int | None,
     typer.Option(
-        "--trials", min=1, help="Candidates of each method in the first rung; default: 8."
+        "--trials",
+        min=1,
+        help="How many settings to try for each method: all of them in short runs, the better "
+        "half again in longer ones, and so on. Default: 8.",
     ),
 ]
 
@@ -39,7 +42,9 @@ def tune(
     ] = None,
     field: Fields = None,
     trials: Trials = None,
-    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Runs of each candidate.")] = 1,
+    seeds: Annotated[
+        int, typer.Option("--seeds", min=1, help="Runs of each setting, with consecutive seeds.")
+    ] = 1,
     set_: Set = None,
     seed: Seed = None,
     out: Out = None,
@@ -48,7 +53,7 @@ def tune(
     trust_remote_code: Trust = False,
 ) -> None:
     """Choose settings on validation data: learning rates, rounds and any field, with the same
-    effort for every method.
+    effort for every method. For instance: coterie tune cobo local --recipe cobo-digits
     """
     with _stopping():
         names, source = _meant(methods or [], recipe)
@@ -57,6 +62,7 @@ def tune(
 
         from coterie.reports import tuning as reports
         from coterie.runs import api, spaces
+        from coterie.runs.tune import chosen_run
 
         found = api.tune(
             names or [loaded.method["name"]],
@@ -72,11 +78,13 @@ def tune(
         console, folder = Console(), found.folder
         console.print()
         console.print(reports.terminal(found))
-        for note in (found.effort, *found.notes):
+        for note in (*reports.READING, found.effort, *found.notes):
             console.print(f"- {note}", markup=False, highlight=False)
         first = next(row for row in found.rows if row.valid is not None)
+        kept = chosen_run(found, first.method)
         console.print(
-            f"Everything is in {folder}: open {folder}/tune.html, or run what was chosen, e.g. "
+            f"Open {folder}/tune.html for pictures of the search. The runs of what was chosen are "
+            f"there with their models, e.g. {kept}; to run it again, say with other seeds: "
             f"`coterie run {found.path(first.method)}`.",
             markup=False,
             highlight=False,

@@ -70,14 +70,14 @@ def tuned(job: Job, effort: Effort, searched: Mapping[tuple[str, str], Found]) -
     rounds = dict.fromkeys(job.rounds(*cell) for cell in trained)
     titles, columns = job.reproduction.rows, job.reproduction.columns
     edges = [
-        f"{titles[r].title} on {columns[c].title}: the best lies at the edge of its grid in "
+        f"{titles[r].title} on {columns[c].title}: the best lies at the end of its range in "
         f"{', '.join(map(name_of, searched[r, c].at_edge))}."
         for r, c in trained
         if searched[r, c].at_edge
     ]
     fewer = [
-        f"{titles[r].title} on {columns[c].title}: {count} candidates, as its fields have no more "
-        f"values."
+        f"{titles[r].title} on {columns[c].title}: only {count} settings, as its fields have no "
+        f"more values."
         for r, c in trained
         if (count := sum(j.rung == 0 for j in searched[r, c].judged)) < effort.trials
     ]

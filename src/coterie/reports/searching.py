@@ -26,8 +26,8 @@ class SearchTerminal(Terminal):
     def searching(self, runs: int, rounds: Sequence[int]) -> None:
         self.row, self.rows = 0, runs
         of = " or ".join(f"{n:,}" for n in sorted(set(rounds)))
-        many = "1 run" if runs == 1 else f"{runs:,} runs"
-        self._say(f"{many} of {of} rounds:")
+        if runs > 1:  # the line of a single one says as much
+            self._say(f"{runs:,} runs of {of} {'round' if of == '1' else 'rounds'}:")
 
     def unfit(self, title: str, problem: str) -> None:
         if not self.heading.endswith(title):  # it did not begin

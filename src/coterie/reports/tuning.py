@@ -40,16 +40,16 @@ TUNED_PAGE = "tune.html"
 _COLOURS = (BLUE, GREEN, ORANGE, PINK, SKY, BROWN, GREY)  # of numbers of rounds, the most first
 _CHOSEN = Style(VERMILION, number=3)
 PICTURE = (
-    "<p>Validation against each field that was searched. A line is of runs of equal length, and "
-    "shows for each value the best that was reached with it, whatever the other fields were; "
-    "the chosen settings are marked. Runs that diverged are not drawn.</p>"
+    "<p>How well each value did on validation. A line joins runs of equal length, and has for each "
+    "value the best that was reached with it, whatever the other fields were; in the panel of "
+    "rounds it has the best of each length. Where a line is best in its middle, the range was wide "
+    "enough. The chosen settings are marked; runs that diverged are not drawn.</p>"
 )
 
-ALIKE = (
-    "<p class=note><em>alike</em>: other candidates of as many rounds that are not worse by more "
-    "than two standard errors of the differences, paired by client and seed: between these the "
-    "validation data cannot tell. A run of fewer rounds is chosen only where it is better by more "
-    "than that.</p>"
+READING = (
+    "as good: how many other settings the validation data cannot tell from the chosen ones, in "
+    "runs of as many rounds: within two standard errors of the differences by client and seed.",
+    "iterations: local iterations of all runs together.",
 )
 
 
@@ -76,25 +76,24 @@ def settings(row: TunedRow) -> str:
 
 
 def lies(row: TunedRow) -> str:
-    """Say whether the best lies inside of what was tried."""
+    """Say whether the best lies within what was tried, or at an end of it."""
     if row.valid is None:
         return ""
     edges = ", ".join(map(name_of, row.at_edge))
-    return f"at the edge of its grid: {edges}" if edges else "inside"
+    return f"at the end of its range: {edges}" if edges else "within its range"
 
 
 def terminal(found: Tuning) -> Table:
     """Return the table that fits a terminal: a line for each method."""
     metric = found.metric
     shown = Table(
-        title=printable(f"chosen on validation; {metric}, {direction(metric)}"),
+        title=printable(f"settings chosen on validation; {metric}, {direction(metric)}"),
         title_justify="left",
         box=SIMPLE,
         pad_edge=False,
     )
-    columns = ("method", "valid", "chosen", "alike", "tried", "runs", "iterations", "lies")
-    for k, name in enumerate(columns):
-        right = name in ("valid", "alike", "tried", "runs", "iterations")
+    for k, name in enumerate(("method", "validation", "chosen", "as good", "runs", "iterations")):
+        right = name not in ("method", "chosen")
         shown.add_column(name, justify="right" if right else "left", no_wrap=right or k == 0)
     for row in found.rows:
         shown.add_row(METHODS[row.method].title, *map(printable, _cells(row)))
@@ -103,9 +102,10 @@ def terminal(found: Tuning) -> Table:
 
 def _cells(row: TunedRow) -> tuple[str, ...]:
     if row.valid is None:
-        return "", "trains nothing", "", "", "", "", ""
-    counts = (f"{row.alike:,}", f"{row.candidates:,}", f"{row.runs:,}", f"{row.iterations:,}")
-    return figure(row.valid), settings(row), *counts, lies(row)
+        return "", "trains nothing", "", "", ""
+    counts = (f"{row.alike:,}", f"{row.runs:,}", f"{row.iterations:,}")
+    chosen = f"{settings(row)} ({lies(row)})" if row.at_edge else settings(row)
+    return figure(row.valid), chosen, *counts
 
 
 def write_tuning(folder: Path, found: Tuning, description: str) -> None:
@@ -131,7 +131,7 @@ def write_tuning(folder: Path, found: Tuning, description: str) -> None:
             "What was chosen",
             f"<p>{escape(which)}</p><p>{escape(found.effort)}</p>",
             _table(found),
-            ALIKE,
+            "".join(f"<p class=note>{escape(note)}</p>" for note in READING),
             f'<ul class="notes">{notes}</ul>' if notes else "",
         ),
         *(_picture(k, row, found.metric) for k, row in enumerate(found.rows) if row.tried),
@@ -159,9 +159,9 @@ def _table(found: Tuning) -> str:
         },
         "rounds": column(f"{row.rounds:,}" for row in rows),
         "validation": column("" if row.valid is None else figure(row.valid) for row in rows),
-        "alike": column(f"{row.alike:,}" for row in rows),
-        "the best lies": [lies(row) for row in rows],
-        "candidates": column(f"{row.candidates:,}" for row in rows),
+        "as good": column(f"{row.alike:,}" for row in rows),
+        "best": [lies(row) for row in rows],
+        "tried": column(f"{row.candidates:,}" for row in rows),
         "runs": column(f"{row.runs:,}" for row in rows),
         "iterations": bars([row.iterations if row.tried else None for row in rows], ",.0f"),
         "recipe": [row.recipe for row in rows],
@@ -246,8 +246,8 @@ def _trials(row: TunedRow, metric: MetricInfo) -> str:
     keys = [key for key in row.chosen if key != ROUNDS]
     lines = []
     for own in row.tried:
-        stage = "beyond the edge" if own.rung is None else f"rung {own.rung + 1}"
+        stage = "beyond the range" if own.rung is None else f"stage {own.rung + 1}"
         score = own.problem or figure(own.valid if own.valid is not None else math.inf)
         lines.append([stage, *(value(own.settings[key]) for key in keys), f"{own.rounds:,}", score])
     chosen = [own.settings == row.chosen and own.rounds == row.rounds for own in row.tried]
-    return table(["stage", *map(name_of, keys), "rounds", str(metric)], lines, chosen.index(True))
+    return table(["", *map(name_of, keys), "rounds", str(metric)], lines, chosen.index(True))

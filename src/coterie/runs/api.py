@@ -275,8 +275,9 @@ def tune(
             all rows.
         fields: Values by dotted keys of the recipe, `{"method.rho": [0.01, 0.03]}`: searched for
             the methods that have them. `method.rounds` here fixes what else is chosen.
-        trials: Candidates of the first rung; default: 8.
-        seeds: Runs of each candidate, with consecutive seeds.
+        trials: Settings that are tried for each method, most of them in short runs only; default:
+            8.
+        seeds: Runs of each setting, with consecutive seeds.
         out: Folder for the search; default: a new one under runs/.
         resume: Continue the search in `out`, or the latest one of this recipe under runs/.
         resume_changed: Like `resume`, and accept that base, data or clients have changed, or that

@@ -221,7 +221,8 @@ class TrialRuns(Generic[K]):
         """Return what the reporter calls a run."""
         who = self.prefix(key) if self.prefix else METHODS[recipe.method["name"]].title
         settings = {k: v for k, v in trial.candidate.items() if k != ROUNDS}
-        parts = [f"{recipe.build_method().rounds} rounds", written(settings)]
+        rounds = recipe.build_method().rounds
+        parts = [f"{rounds} {'round' if rounds == 1 else 'rounds'}", written(settings)]
         parts += [f"seed {recipe.seed}"] if len(self.seeds) > 1 else []
         return f"{who}, {', '.join(part for part in parts if part)}"
 

@@ -265,19 +265,34 @@ def _said(row: TunedRow) -> str:
 def stated(effort: Effort, rounds: int, who: str) -> str:
     """Say what a search cost, in a sentence."""
     first, *others = [part_of(rounds, share) for share in effort.shares(rounds)]
-    rungs = [f"{effort.count(0)} candidates for {first} of {rounds} rounds"]
-    rungs += [f"the best {effort.count(k + 1)} for {part}" for k, part in enumerate(others)]
-    runs = "one run" if effort.seeds == 1 else f"{effort.seeds} runs"
+    stages = [f"{_settings(effort.count(0))} in runs of {_rounds(first)}"]
+    stages += [
+        f"the best {f'{count} of them' if count > 1 else 'one'} in runs of {_rounds(part)}"
+        for k, part in enumerate(others)
+        if (count := effort.count(k + 1))
+    ]
+    *before, last = stages
+    tried = f"{', '.join(before)}, and {last}" if before else last
+    runs = "once" if effort.seeds == 1 else f"with {effort.seeds} seeds"
     return (
-        f"{who} tried {', '.join(rungs)}, {runs} each, and at most {effort.extensions} candidates "
-        f"beyond the edges of its grid; all was chosen on validation data."
+        f"{who} had the same effort: it tried {tried}; where the best value was the smallest or "
+        f"largest of its range, up to {effort.extensions} more beyond it. Each was run {runs}, and "
+        f"judged on validation data alone."
     )
+
+
+def _settings(count: int) -> str:
+    return f"{count} settings" if count > 1 else "one setting"
+
+
+def _rounds(count: int) -> str:
+    return f"{count} rounds" if count > 1 else "one round"
 
 
 def _notes(plan: Plan, rows: Sequence[TunedRow]) -> list[str]:
     """Return further notes for a reader, a sentence each."""
     found = [
-        f"{row.method}: {row.candidates} candidates, as its fields have no more values."
+        f"{row.method}: only {_settings(row.candidates)}, as its fields have no more values."
         for row in rows
         if row.valid is not None and row.candidates < plan.effort.count(0)
     ]
@@ -299,11 +314,17 @@ def chosen_recipes(found: Tuning) -> dict[str, Recipe]:
     return {row.method: recipes.load(str(found.path(row.method))) for row in found.rows}
 
 
+def chosen_run(found: Tuning, method: str) -> Path:
+    """Return the folder of the run that was chosen for a method, of the first seed."""
+    path = found.path(method)
+    return folder_of(recipes.load(str(path)), path.parent.parent / RUNS)
+
+
 def effort_of(found: Tuning) -> str:
     """Describe the search, the result of each row, and which values lie at an edge of a grid."""
     parts = []
     for row in found.rows:
-        edge = " (at the edge of its grid)" if row.at_edge else ""
+        edge = " (at the end of its range)" if row.at_edge else ""
         values = written(row.chosen)
         parts.append(f"{row.method}: {values}, {row.rounds} rounds{edge}" if row.chosen else "")
-    return f"{found.effort} {'; '.join(part for part in parts if part)}."
+    return f"{found.effort} Chosen: {'; '.join(part for part in parts if part)}."

@@ -68,7 +68,7 @@ class TunedRow:
         chosen: Values by fields of the recipe; empty for a method that trains nothing.
         rounds: Of the chosen run.
         valid: The metric of the chosen on validation; None where nothing was tuned.
-        candidates: Number of candidates in the first rung.
+        candidates: Number of settings that were tried, most of them in short runs only.
         runs: Number of runs, over rungs and seeds.
         iterations: Local iterations of all runs together.
         alike: Other candidates, run for the same number of rounds, that are not clearly worse: they
