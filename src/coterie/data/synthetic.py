@@ -24,32 +24,32 @@ _FUNCTION = """the and for with that this from are was were which have has had n
 all can will one two about after again also any because been before being between both could did
 does down during each either even every few how into its many may more most much must near need
 never next now off often once only other our out over"""
-_CONTENT = """able access action actual added addition address air algorithm answer apply
-approximately area argument art artist ask assume author available back band base basis become bed
-best big bit black block book born bound building business call called capital car care case
-category certain change character child children church circuit class classical clear close closed
-club code come common company complete complex computer condition consider construction contain
-control correct cost country course cover create current dark data day deep define degree design
-different dimension direct discuss district door east effect element end energy equal error event
-exact example exist express extra face fact factor family father feel field file film final find
-finite fire flat flow form founded free friend full function gate general generated genus girl
-give given going good great ground group half hand hard head heart high hill hold home hope host
-house idea image import information input instance interest key kind land large last law least
-left length less level life light like limit line linear list live local located long look love
-low machine main major making man map mark match matrix mean measure member method mind model
-module moment mother mountain music name natural new night north note nothing novel number object
-obtain old open operation operator option order origin original output paper part particular
-passed path people perfect period person phase place plant play point popular port position
-possible post power present previous probability problem process produced product program project
-proof proper property protocol prove public pure put quantum question quite random range read real
-reason record red rest result return right ring river rock room round run same say scheme school
-search second section see send sense sent sequence series set several shall short side sign
-similar simple single size small smooth social soft something son song source south space special
-specific stack stand standard star start state story strange string struct structure sub success
-sum super support suppose system take talk tell term test text theory thing things thought thread
-time title together too top total town transport true try turn turned type unique unit universal
-used value vector version village voice wait walk want war water way web week well west white
-whole wife wind woman wood word work world write year young zero"""
+_CONTENT = """able access action added addition address afternoon air answer approximately area art
+ask author available back balance band bank base become bed best big bit black block body book born
+building business call called camp capital car care case century certain change character child
+children church class clear close code come common community company complete complex condition
+consider control corn correct cost country course cover create culture current customer dark data
+day death deep degree demand design detail different dinner direct discuss district doctor document
+door east education effect end energy engine equal event exact example exist express extra face
+fact family father feel field film final find fire form forward founded free friend front full
+function future general genus girl give given going good great ground group half hand hard head
+health heart high history hold home hope host hour house human idea impact import improve increase
+information interest key kind knowledge land large last law least leave left length less level life
+light like line list live local located long look love low main major making man mark market match
+material matter mean measure media meet member method mind mission model modern moment mother mount
+mountain movie music name natural nature new night north note nothing novel number object office
+old open order origin original page paper part particular passed path peace people perfect period
+person phone place plant play point popular port position possible post power present previous
+private problem process produced product program project proper property public put question quite
+range read real reason record red report research respect rest result return right river road rock
+role room round run same say schedule school science search second section see send sense sent
+series set several shall share short side sign similar simple single site size small social soft
+something son song sound source south space special specific stand standard star start state
+station story strange struct structure sub subject success sum super support suppose system table
+take talk tell term test text thing things thought thousand time title together too top total town
+trade travel true try turn turned type used value version video village visit voice walk want war
+water way wealth weather web week well west white whole wife wind woman wood word work world write
+year young"""
 _SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
 
 Counted = Annotated[int, Field(ge=0)]
