@@ -155,9 +155,7 @@ def test_an_unfinished_word_is_completed_whatever_its_tokens_are():
     """What follows the tokens of " peop" is never "le", since " people" is one token."""
     backbone = Backbone.load("embedded")
     words = Words(backbone)
-    (found,) = words.of(
-        LanguageModel(backbone, Layout()).adapter, ["The number of peop"], 3
-    )
+    (found,) = words.of(LanguageModel(backbone, Layout()).adapter, ["The number of peop"], 3)
     assert (found[0].word, found[0].insert) == ("people", "le")
     assert found[0].probability > 0.5
     (found,) = words.of(LanguageModel(backbone, Layout()).adapter, ["(the so"], 3)

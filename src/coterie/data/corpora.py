@@ -28,7 +28,7 @@ class Corpus(Section):
         Field(description="folder of data; null: the environment variable COTERIE_DATA"),
     ] = None
     exclude_pretraining: Annotated[
-        bool, Field(description="leave out the documents that earlier embedded bases were pretrained on")
+        bool, Field(description="leave out what earlier embedded bases were pretrained on")
     ] = False
 
     files: ClassVar[tuple[str, ...]]  # below the root
