@@ -15,8 +15,8 @@ Whole works are taken, in an order that hashes of their names fix, until a topic
 sentences of WikiNEuRal as they come. The same sources make the same rows. They are not the rows
 that the published tables read, since sources change and sentences meet on other lines: the
 repository's own part (corpora/) is for repeating those. With `exclude_pretraining` works of
-`topics` that earlier embedded bases have seen are left out as ever; rows of `multilingual` are told by
-their text, so here some may have sentences that it has seen.
+`topics` that earlier embedded bases have seen are left out as ever; rows of `multilingual` are told
+by their text, so here some may have sentences that it has seen.
 """
 
 import argparse
