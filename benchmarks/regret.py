@@ -41,7 +41,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "comigs-2s": {"name": "comigs-2s", **ROUTERS},
     "comigs-1g1s": {"name": "comigs-1g1s", **ROUTERS},
     "comigs-1g2s": {"name": "comigs", "specialists": 2, "top_k": 3, **ROUTERS},
-    "comigs-residual": {"name": "comigs-residual"},
+    "comigs-elastic": {"name": "comigs-elastic"},
 }
 Run = dict[str, Any]
 
@@ -171,18 +171,20 @@ def mean_loss(run: Run) -> float:
 
 
 def rows_of(sweep: Sweep, federation: str, ours: Sequence[str], last: bool) -> list[dict[str, Any]]:
-    """Return a line for each client of a federation: test perplexity of each row, regret of ours in
-    percent of perplexity, with its standard deviation over seeds.
+    """Return a line for each client of a federation: test perplexity of each row that was run, and
+    the regret of ours against the best of the references that were, in percent of perplexity, with
+    its standard deviation over seeds.
     """
     names = [row for row in ROWS if sweep.find(federation=federation, row=row)]
     chosen = {row: best_runs(sweep, federation, row) for row in names}
-    if not all(chosen.get(row) for row in REFERENCES):
+    references = [row for row in REFERENCES if row in names]
+    if not references:
         return []
     lines = []
-    for client in chosen["pretrained"][0]["evaluations"][-1]["clients"]:
+    for client in chosen[references[0]][0]["evaluations"][-1]["clients"]:
         loss = {row: {r["seed"]: kept(r, client, last)[1] for r in chosen[row]} for row in names}
         mean = {row: statistics.mean(own.values()) for row, own in loss.items()}
-        best = min(REFERENCES, key=lambda row: mean[row])
+        best = min(references, key=lambda row: mean[row])
         line: dict[str, Any] = {"client": f"{federation}/{client}"}
         line |= {row: math.exp(mean[row]) for row in names} | {"best": best}
         for row in ours:
@@ -207,7 +209,9 @@ def best_runs(sweep: Sweep, federation: str, row: str) -> list[Run]:
 
 
 def show(sweep: Sweep, ours: Sequence[str], last: bool) -> None:
-    """Print the table of regret, and a summary with the work of each row."""
+    """Print the table of regret, and a summary with the work of each row: in that of 1G1S where it
+    was run, otherwise in passes.
+    """
     for federation in (*CORPORA, *FOLDERS):
         if lines := rows_of(sweep, federation, ours, last):
             print(table(lines) + "\n")
@@ -216,10 +220,10 @@ def show(sweep: Sweep, ours: Sequence[str], last: bool) -> None:
                 for row in ROWS
                 if sweep.find(federation=federation, row=row)
             }
-            reference = runs["comigs-1g1s"][0]["work"]
+            unit = runs["comigs-1g1s"][0]["work"] if "comigs-1g1s" in runs else 1
             print(
                 ", ".join(
-                    f"{row}: work {own[0]['work'] / reference:.2f}, lr {own[0]['lr']:g}"
+                    f"{row}: work {own[0]['work'] / unit:.2f}, lr {own[0]['lr']:g}"
                     for row, own in runs.items()
                 )
                 + "\n"

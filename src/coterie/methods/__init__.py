@@ -113,11 +113,11 @@ _SHIPPED: Mapping[str, Entry] = {
         "CoMiGS with CoBo's weights",
         "beyond the papers: CoMiGS whose generalists are averaged with weights that gradients find",
     ),
-    "comigs-residual": Entry(
-        "comigs_residual.CoMiGSResidual",
-        "CoMiGS-residual",
-        "beyond the papers: FedAvg of generalists, specialists that learn the rest, and a "
-        "share of each that validation chooses",
+    "comigs-elastic": Entry(
+        "comigs_elastic.CoMiGSElastic",
+        "CoMiGS-elastic",
+        "beyond the papers: FedAvg, and beside it a mixture of one's own that is pulled to its "
+        "mean as far as validation says",
     ),
     "comigs-pool": Entry(
         "comigs_pool.CoMiGSPool",

@@ -1,5 +1,6 @@
 """Base classes for families of methods: those that average, train alone, compare, or route."""
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -231,6 +232,45 @@ class Routed(Method):
             balance=self.balance,
             balance_weight=self.balance_weight,
         )
+
+
+OFF = 1000.0  # a logit that leaves the other experts a weight of exp(-1000), which is 0
+
+
+@dataclass(frozen=True)
+class WeightedMixture(Method):
+    """A method whose mixtures have weights that are the same for all tokens: constants that each
+    router adds to its logits. No token is routed, no router trained.
+
+    Args:
+        generalists: g, shared experts per MLP.
+        specialists: s, local experts per MLP.
+    """
+
+    generalists: Annotated[int, Field(ge=1, description="g, shared experts per MLP block")] = 2
+    specialists: Annotated[int, Field(ge=1, description="s, local experts per MLP block")] = 2
+
+    def layout(self, position: int, base: Layout) -> Layout:
+        return replace(
+            base,
+            generalists=self.generalists,
+            specialists=self.specialists,
+            top_k=self.generalists + self.specialists,
+            biased=True,
+            balance="none",
+        )
+
+    def mixing(self, client: Client, weight: float) -> Tensors:
+        """Return routers that give each of g generalists (1 - a) / g and each of s specialists
+        a / s.
+        """
+        g, s = self.generalists, self.specialists
+        logit = OFF if weight == 1 else math.log(weight * g / (1 - weight) / s) if weight else -OFF
+        bias = torch.tensor([0.0] * g + [logit] * s)
+        return {
+            name: bias if name.endswith("bias") else torch.zeros_like(t)
+            for name, t in client.read(ROUTER).items()
+        }
 
 
 @dataclass(frozen=True)

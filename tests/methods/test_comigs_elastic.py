@@ -1,5 +1,5 @@
-"""CoMiGS-residual against its formulas written out naively, and what it has FedAvg, CoMiGS and the
-base for.
+"""CoMiGS-elastic against its formulas written out naively, and against its special cases: FedAvg,
+Local, CoMiGS and the base.
 """
 
 from functools import partial
@@ -18,13 +18,13 @@ from coterie.client.settings import Training
 from coterie.client.site import Site
 from coterie.core.protocol import drive
 from coterie.core.roles import GENERALIST, ROUTER, SPECIALIST
-from coterie.core.tensors import Tensors
 from coterie.data.federation import Federation
 from coterie.engines import InProcess
 from coterie.methods import Method
 from coterie.methods.comigs import CoMiGS
-from coterie.methods.comigs_residual import CoMiGSResidual
+from coterie.methods.comigs_elastic import CoMiGSElastic
 from coterie.methods.fedavg import FedAvg
+from coterie.methods.local import Local
 from coterie.models.adapter import Adapter, Layout
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
@@ -134,51 +134,58 @@ def gradient(
 def test_rounds_are_the_formula_written_out(
     backbone: Backbone, tiny_base: Path, tiny_federation: Federation
 ) -> None:
-    """Generalists descend on generalists alone, specialists on the even mixture, both at the same
-    point; specialists begin after a third of the run.
+    """FedAvg's generalists descend on generalists alone and are averaged; the personal model, from
+    their mean after a third of the run, descends on the mixture, and goes to the mean as far as two
+    windows of validation say.
     """
-    method = CoMiGSResidual(**SHORT, start=1 / 3)
+    pulls, a = (0.0, 0.4, 1.0), 0.3
+    method = CoMiGSElastic(**SHORT, start=1 / 3, pulls=pulls, pull_windows=2, weight=a)
     world = World(method, backbone, tiny_federation)
     model = LanguageModel(backbone, world.site.layouts["ann"])
     roles = {r: list(model.parameters_by_role()[r]) for r in (GENERALIST, SPECIALIST)}
+    both = roles[GENERALIST] + roles[SPECIALIST]
+    alone, mixed = [0.5, 0.5, 0.0, 0.0], [(1 - a) / 2] * 2 + [a / 2] * 2
     mean = model.initial(GENERALIST, initial_seed(SEED, GENERALIST, ""))
-    own = {i: model.initial(SPECIALIST, initial_seed(SEED, SPECIALIST, i)) for i in world.names}
-    adam = {i: {r: Adam() for r in roles} for i in world.names}
+    u = {i: model.initial(SPECIALIST, initial_seed(SEED, SPECIALIST, i)) for i in world.names}
+    adam = {i: {r: Adam() for r in ("w", "v", "u")} for i in world.names}
+    v: dict[str, dict[str, Tensor]] = {}
+    chosen = set()
     for t in range(3):
         sent = []
         for i in world.names:
-            values = {n: v.clone() for n, v in (mean | own[i]).items()}
+            data, w = world.site.data[i], dict(mean)
+            if t == 1:
+                v[i] = dict(mean)
+            elif t == 2:
+                points = [{n: (1 - b) * v[i][n] + b * w[n] for n in w} for b in pulls]
+                batch, weights = data.valid.batch(2 * 2, 2), torch.tensor(mixed)
+                with torch.no_grad():
+                    scores = [naive_loss(tiny_base, p | u[i], batch, weights) for p in points]
+                best = min(range(3), key=lambda k: float(scores[k]))
+                chosen.add(pulls[best])
+                v[i] = points[best]
             for k in range(2 * t, 2 * t + 2):
-                batch, lr = world.site.data[i].train.batch(4 * k, 4), ADAMW.lr_at(k, 6)
-                alone, mixed = [0.5, 0.5, 0.0, 0.0], [0.25] * 4
-                first = gradient(tiny_base, values, roles[GENERALIST], batch, alone)
-                second = gradient(tiny_base, values, roles[SPECIALIST], batch, mixed)
-                adam[i][GENERALIST].step(values, first, lr)
-                if k >= 2:
-                    adam[i][SPECIALIST].step(values, second, lr)
-            own[i] = {n: values[n] for n in roles[SPECIALIST]}
-            sent.append({n: values[n] for n in roles[GENERALIST]})
+                batch, lr = data.train.batch(4 * k, 4), ADAMW.lr_at(k, 6)
+                first = gradient(tiny_base, w | u[i], roles[GENERALIST], batch, alone)
+                adam[i]["w"].step(w, first, lr)
+                if t == 0:
+                    continue
+                second = gradient(tiny_base, v[i] | u[i], both, batch, mixed)
+                adam[i]["v"].step(v[i], {n: second[n] for n in roles[GENERALIST]}, lr)
+                adam[i]["u"].step(u[i], {n: second[n] for n in roles[SPECIALIST]}, lr)
+            sent.append(w)
         mean = {n: sum(s[n] for s in sent) / len(sent) for n in mean}
     world.rounds(3)
+    assert chosen
     for n, wanted in mean.items():
         torch.testing.assert_close(world.server[n], wanted, rtol=1e-3, atol=2e-4, msg=n)
     for i in world.names:
-        found = world.client(i).read(SPECIALIST)
-        assert any((found[n] != world.client("ann").read(SPECIALIST)[n]).any() for n in found) or (
-            i == "ann"
-        )
-        for n, wanted in own[i].items():
+        found = world.client(i).read(GENERALIST, SPECIALIST)
+        for n, wanted in (v[i] | u[i]).items():
             torch.testing.assert_close(found[n], wanted, rtol=1e-3, atol=2e-4, msg=n)
 
 
-def test_with_generalists_alone_every_client_has_the_model_of_fedavg(
-    backbone: Backbone, tiny_federation: Federation
-) -> None:
-    ours = CoMiGSResidual(**SHORT, weights=(0.0,), fallback=False, synchronise=False)
-    a = World(ours, backbone, tiny_federation).rounds(3).finish()
-    b = World(FedAvg(**SHORT), backbone, tiny_federation).rounds(3)
-    for n in b.server:
-        torch.testing.assert_close(a.server[n], b.server[n], rtol=1e-4, atol=2e-5)
+def assert_same_models(a: World, b: World) -> None:
     for i in a.names:
         batch = a.site.data[i].test.batch(0, 4)[:, :-1]
         torch.testing.assert_close(
@@ -186,18 +193,40 @@ def test_with_generalists_alone_every_client_has_the_model_of_fedavg(
         )
 
 
-def test_what_is_shared_does_not_depend_on_specialists(
+def test_without_a_personal_model_every_client_is_one_of_fedavg(
     backbone: Backbone, tiny_federation: Federation
 ) -> None:
-    ends = [
-        World(CoMiGSResidual(**SHORT, start=start, specialists=s), backbone, tiny_federation)
-        .rounds(3)
-        .server
-        for start, s in ((0.0, 2), (1.0, 2), (0.5, 1))
-    ]
+    ours = CoMiGSElastic(**SHORT, start=1, fallback=False)
+    a = World(ours, backbone, tiny_federation).rounds(3).finish()
+    b = World(FedAvg(**SHORT), backbone, tiny_federation).rounds(3)
+    for n in b.server:
+        torch.testing.assert_close(a.server[n], b.server[n], rtol=1e-4, atol=2e-5)
+    assert_same_models(a, b)
+
+
+def test_without_pull_and_specialists_the_personal_model_is_that_of_local(
+    backbone: Backbone, tiny_federation: Federation
+) -> None:
+    ours = CoMiGSElastic(**SHORT, start=0, pulls=(0.0,), weight=0)
+    a = World(ours, backbone, tiny_federation).rounds(3)
+    b = World(Local(**SHORT), backbone, tiny_federation).rounds(3)
+    assert_same_models(a, b)
+
+
+def test_what_is_shared_does_not_depend_on_the_personal_model(
+    backbone: Backbone, tiny_federation: Federation
+) -> None:
+    methods = (
+        CoMiGSElastic(**SHORT, start=0),
+        CoMiGSElastic(**SHORT, start=1),
+        CoMiGSElastic(**SHORT, start=0.5, pulls=(1.0,), weight=0.9),
+        CoMiGSElastic(**SHORT, start=0.5, specialists=1),
+    )
+    ends = [World(m, backbone, tiny_federation).rounds(3).server for m in methods]
     for name, wanted in ends[0].items():
         assert torch.equal(ends[1][name], wanted)
-        torch.testing.assert_close(ends[2][name], wanted, rtol=1e-4, atol=2e-5)
+        assert torch.equal(ends[2][name], wanted)
+        torch.testing.assert_close(ends[3][name], wanted, rtol=1e-4, atol=2e-5)
 
 
 class Unrouted(CoMiGS):
@@ -211,7 +240,9 @@ class Unrouted(CoMiGS):
 def test_with_one_gradient_for_both_it_is_comigs_with_even_weights(
     backbone: Backbone, tiny_federation: Federation
 ) -> None:
-    ours = CoMiGSResidual(**SHORT, start=0, own_loss=False, generalists=1, specialists=1)
+    ours = CoMiGSElastic(
+        **SHORT, start=0, standalone=False, pulls=(1.0,), generalists=1, specialists=1
+    )
     theirs = Unrouted(**SHORT, router_steps=0)
     a, b = (World(m, backbone, tiny_federation).rounds(3) for m in (ours, theirs))
     for name, wanted in b.server.items():
@@ -225,15 +256,16 @@ def test_with_one_gradient_for_both_it_is_comigs_with_even_weights(
 def losses(world: World, i: str) -> dict[str, float]:
     """The validation loss of each candidate of a client before it has chosen."""
     method, client = world.method, world.client(i)
-    assert isinstance(method, CoMiGSResidual)
-    found = {
-        str(share): method.loss(client, method.mixing(client, share)) for share in method.weights
+    assert isinstance(method, CoMiGSElastic)
+    own = client.read(GENERALIST, SPECIALIST)
+    alone = {GENERALIST: client.state["elastic/shared"], **method.mixing(client, 0.0)}
+    pulled = {n: (t + world.server[n]) / 2 for n, t in client.read(GENERALIST).items()}
+    return {
+        "personal": method.loss(client, {}),
+        "blend": method.loss(client, pulled | method.mixing(client, method.weight / 2)),
+        "fedavg": method.loss(client, alone),
+        "base": method.loss(client, {n: torch.zeros_like(t) for n, t in own.items()}),
     }
-    best = min(method.weights, key=lambda share: found[str(share)])
-    found["mean"] = method.loss(client, method.mixing(client, best) | world.server)
-    tensors = client.read(GENERALIST, SPECIALIST)
-    found["base"] = method.loss(client, {n: torch.zeros_like(t) for n, t in tensors.items()})
-    return found
 
 
 def end(world: World, i: str) -> float:
@@ -242,35 +274,59 @@ def end(world: World, i: str) -> float:
     return float(nll / count)
 
 
+@pytest.mark.parametrize("best", ["personal", "fedavg", "blend", "base"])
 def test_a_client_ends_with_the_candidate_of_least_validation_loss(
-    backbone: Backbone, tiny_federation: Federation
+    best: str, backbone: Backbone, tiny_federation: Federation
 ) -> None:
-    for method in (
-        CoMiGSResidual(**SHORT, weights=(0.0, 0.1, 0.5, 1.0)),
-        CoMiGSResidual(**SHORT, weights=(0.5,), fallback=False, synchronise=False),
-    ):
-        world = World(method, backbone, tiny_federation).rounds(3)
-        before = {i: losses(world, i) for i in world.names}
-        world.finish()
-        for i, candidates in before.items():
-            wanted = candidates if method.fallback else {"0.5": candidates["0.5"]}
-            assert end(world, i) == pytest.approx(min(wanted.values()), rel=1e-6)
-
-
-def test_a_client_whose_adapters_do_harm_goes_back_to_the_base(
-    backbone: Backbone, tiny_federation: Federation
-) -> None:
-    world = World(CoMiGSResidual(**SHORT), backbone, tiny_federation).rounds(3)
+    """All candidates but one are spoiled."""
+    method = CoMiGSElastic(**SHORT, start=0, windows=32)
+    world = World(method, backbone, tiny_federation).rounds(3)
     client = world.client("ann")
-    wild: Tensors = {
-        n: t + 3 * torch.ones_like(t) for n, t in client.read(GENERALIST, SPECIALIST).items()
-    }
-    client.load(wild)
-    world.method.choose(client, {n: t + 3 for n, t in world.server.items()})  # type: ignore[attr-defined]
-    batch = client.test.batch(0, 4)[:, :-1]
-    with backbone.using(None):
-        wanted = backbone.model(batch).logits
-    torch.testing.assert_close(client.model(batch), wanted, rtol=1e-5, atol=1e-5)
+    noise = torch.randn(client.flat().shape, generator=torch.Generator().manual_seed(0))
+    away = 0.0 if best == "personal" else 4.0
+    own, mean = client.flat(), 4 * noise
+    client.load({GENERALIST: own + away * noise})
+    if best == "blend":
+        mean = own - away * noise
+    with client.borrowing({GENERALIST: mean}):
+        world.server = client.read(GENERALIST)
+    if best != "fedavg":
+        client.state["elastic/shared"] += 4 * noise
+    candidates = losses(world, "ann")
+    assert min(candidates, key=candidates.__getitem__) == best
+    world.finish()
+    assert end(world, "ann") == pytest.approx(candidates[best], rel=1e-6)
+    if best == "base":
+        batch = client.test.batch(0, 4)[:, :-1]
+        with backbone.using(None):
+            wanted = backbone.model(batch).logits
+        torch.testing.assert_close(client.model(batch), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_each_candidate_can_be_left_out(backbone: Backbone, tiny_federation: Federation) -> None:
+    off = {"fallback": False, "blend": False}
+    for method in (CoMiGSElastic(**SHORT, windows=32), CoMiGSElastic(**SHORT, windows=32, **off)):
+        world = World(method, backbone, tiny_federation).rounds(3)
+        names = ("personal", "fedavg", *(("blend", "base") if method.blend else ()))
+        wanted = {i: min(losses(world, i)[n] for n in names) for i in world.names}
+        world.finish()
+        for i, loss in wanted.items():
+            assert end(world, i) == pytest.approx(loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("round", [1, 2])
+def test_the_pull_is_chosen_on_validation_windows_of_the_round(
+    round: int, backbone: Backbone, tiny_federation: Federation
+) -> None:
+    method = CoMiGSElastic(**SHORT, start=0, pulls=(0.0, 0.5, 1.0), pull_windows=2)
+    client = World(method, backbone, tiny_federation).rounds(round).client("ann")
+    client.round = round
+    batch, found = client.valid.batch(2 * round, 2), {}
+    for b in method.pulls:
+        with client.borrowing({GENERALIST: client.flat() * (1 - 2 * b)}):
+            found[b] = client.loss(batch)
+    wanted = client.flat() * (1 - 2 * min(found, key=found.__getitem__))
+    torch.testing.assert_close(method.pulled(client, -client.flat()), wanted)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 1.0])
@@ -278,7 +334,7 @@ def test_a_client_whose_adapters_do_harm_goes_back_to_the_base(
 def test_shares_are_the_weights_of_the_experts(
     backbone: Backbone, tiny_federation: Federation, g: int, s: int, share: float
 ) -> None:
-    method = CoMiGSResidual(**SHORT, generalists=g, specialists=s)
+    method = CoMiGSElastic(**SHORT, generalists=g, specialists=s)
     client = World(method, backbone, tiny_federation).client("ann")
     client.load(method.mixing(client, share))
     assert isinstance(client.model, LanguageModel)

@@ -1,0 +1,146 @@
+"""CoMiGS whose personal generalists are pulled towards FedAvg's model, as far as validation says:
+beyond the papers.
+
+The pull is that of elastic averaging (Zhang et al., "Deep learning with Elastic Averaging SGD",
+NeurIPS 2015); a global model trained beside the personal one is Ditto's (Li et al., ICML 2021).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from coterie.client.client import Client
+from coterie.core.protocol import Ask, ClientId, Round, Sends, State, empty_reply, task
+from coterie.core.roles import GENERALIST, SPECIALIST
+from coterie.core.tensors import Tensors
+from coterie.data.splits import Batch
+from coterie.methods.templates import Averaged, WeightedMixture
+
+SHARED = "elastic/shared"  # (d,) what the client last sent: FedAvg's model after its local steps
+MEMORY = "optimiser/generalist/"  # of the client's own model
+SHARED_MEMORY = "elastic/optimiser"  # of FedAvg's
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+@dataclass(frozen=True)
+class CoMiGSElastic(WeightedMixture, Averaged):
+    """Two models per client, trained on the same batches: w, FedAvg's, and a personal one with
+    generalists v, attention LoRAs included, and specialists u of weight a. In each round
+
+        v <- (1 - b) v + b w for the mean w, with the b of `pulls` of least validation loss;
+        L times: w <- w - eta grad f(w), and (v, u) <- (v, u) - eta grad f(v, u); send w.
+
+    Who writes like nobody else keeps b = 0 and is alone; who overfits is pulled. Before the share
+    `start` of the rounds there is w alone. After the last one each client takes (v, u), its w,
+    (v, u) pulled once more with a / 2, which is between the two and often better than both, or the
+    base, whichever has the least loss on m validation windows.
+
+    What is sent depends on no personal model: with `start` 1 all is FedAvg; with pulls of 0 and
+    a = 0 v is that of Local. Of K candidates with losses in [0, M] the choice is within
+    2 M sqrt(log(2 K / delta) / (2 m)) of the best with probability 1 - delta, by Hoeffding's
+    inequality. Weights are constants that routers add to their logits; no router is trained. The
+    passes through the base are those of FedAvg and Local together, 1.5 times those of 1G1S; what
+    `start` saves pays for validation.
+
+    Args:
+        weight: a.
+        start: The share of the rounds without a personal model.
+        pulls: The values of b; with one alone nothing is chosen.
+        pull_windows: Validation windows for that, others in each round.
+        windows: m.
+        blend: Whether a last pull, by the largest b, with a / 2 is a candidate.
+        standalone: Whether w is trained; otherwise v is what is sent, as in CoMiGS.
+        fallback: Whether the base is a candidate.
+    """
+
+    stateful: ClassVar[bool] = True
+
+    weight: Annotated[Share, Field(description="a, weight of the specialists")] = 0.5
+    start: Annotated[Share, Field(description="share of rounds without a personal model")] = 0.15
+    pulls: Annotated[
+        tuple[Share, ...],
+        Field(min_length=1, description="steps to the mean, from which validation chooses"),
+    ] = (0.0, 0.5)
+    pull_windows: Annotated[int, Field(ge=1, description="windows for that choice, per round")] = 3
+    windows: Annotated[int, Field(ge=1, description="windows for the choice at the end")] = 10
+    blend: Annotated[bool, Field(description="a pulled model with a / 2 is a candidate")] = True
+    standalone: Annotated[bool, Field(description="FedAvg's model is trained, and sent")] = True
+    fallback: Annotated[bool, Field(description="the base is a candidate")] = True
+
+    @task(Sends.UPDATE)
+    def local_round(self, client: Client, mean: Tensors) -> Tensors:
+        with client.borrowing(mean):
+            w = client.flat()
+        personal = client.round >= self.start * self.rounds
+        if personal and SHARED in client.state:
+            client.load({GENERALIST: self.pulled(client, w)})
+        else:
+            self.begin(client, w, personal)
+        for _ in range(self.steps(client)):
+            batch, eta = client.draw(client.train), client.lr
+            both = personal and self.standalone
+            gradient = self.shared_gradient(client, w, batch) if both else None
+            client.step_on(batch, GENERALIST, *([SPECIALIST] if personal else []))
+            if gradient is not None:
+                client.training.experts.step(w, gradient, eta, client.state, SHARED_MEMORY)
+        w = w if personal and self.standalone else client.flat()
+        if personal:
+            client.state[SHARED] = w
+        with client.borrowing({GENERALIST: w}):
+            return client.read(GENERALIST) | self.sample_count(client)
+
+    def begin(self, client: Client, w: Tensor, personal: bool) -> None:
+        """Take over w; where the personal model begins, FedAvg's goes on with the optimiser's
+        memory.
+        """
+        client.load({GENERALIST: w, **self.mixing(client, self.weight if personal else 0.0)})
+        if personal and self.standalone:
+            for key in [key for key in client.state if key.startswith(MEMORY)]:
+                moved = f"{SHARED_MEMORY}/{key.removeprefix(MEMORY)}"
+                client.state[moved] = client.state.pop(key)
+
+    def shared_gradient(self, client: Client, w: Tensor, batch: Batch) -> Tensor:
+        """Return the gradient of FedAvg's loss at w, (d,): of generalists alone."""
+        with client.borrowing(self.mixing(client, 0.0)):
+            return client.gradient_at(w, batch)
+
+    def pulled(self, client: Client, w: Tensor) -> Tensor:
+        """Return (1 - b) v + b w of the least validation loss, (d,), on windows of this round."""
+        points = [torch.lerp(client.flat(), w, b) for b in self.pulls]
+        if len(points) == 1:
+            return points[0]
+        batch = client.valid.batch(client.round * self.pull_windows, self.pull_windows)
+        losses = []
+        for point in points:
+            with client.borrowing({GENERALIST: point}):
+                losses.append(client.loss(batch))
+        return points[losses.index(min(losses))]
+
+    def finish(self, state: State, clients: Sequence[ClientId]) -> Round:
+        yield Ask(self.choose, self.download(state, clients), empty_reply)
+        return state
+
+    @task(Sends.NOTHING)
+    def choose(self, client: Client, mean: Tensors) -> Tensors:
+        """Make the candidate with the least validation loss the client's model."""
+        own, candidates = client.read(GENERALIST, SPECIALIST), [Tensors()]
+        if SHARED in client.state:
+            candidates.append({GENERALIST: client.state[SHARED], **self.mixing(client, 0.0)})
+        if SHARED in client.state and self.blend:
+            pulled = {name: torch.lerp(own[name], t, max(self.pulls)) for name, t in mean.items()}
+            candidates.append(pulled | self.mixing(client, self.weight / 2))
+        if self.fallback:
+            candidates.append({name: torch.zeros_like(t) for name, t in own.items()})
+        if len(candidates) > 1:
+            losses = [self.loss(client, candidate) for candidate in candidates]
+            client.load(candidates[losses.index(min(losses))])
+        return {}
+
+    def loss(self, client: Client, candidate: Tensors) -> float:
+        with client.borrowing(candidate):
+            nll, predictions, *_ = client.score_part(client.valid, self.windows).tolist()
+        return float(nll / predictions)
