@@ -74,7 +74,7 @@ class Entry:
 
 PLAN = (
     Entry("comigs/table2"),
-    Entry("comigs/table2", trials=8),
+    Entry("comigs/table2", trials=6),
     Entry("comigs/figure7"),
     Entry("comigs/figure4"),
     Entry("comigs/figure8"),
@@ -86,7 +86,7 @@ PLAN = (
     Entry("comigs/figure11"),
     Entry("comigs/figure6"),
     Entry("comigs/table5"),
-    Entry("comigs/table5", trials=8),
+    Entry("comigs/table5", trials=4),
     Entry("comigs/table6"),
     Entry("comigs/table6", trials=4),
 )

@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import Any
 
 from coterie.core.result import Comparison, Evaluation, Machine, Result, Routing, Row, Versions
-from coterie.papers.found import Cell, Reproduced
+from coterie.papers.found import Cell, Reproduced, SeedFigures
 
 _ROW = {field.name for field in fields(Row)}
 
@@ -55,8 +55,17 @@ def _cell(found: dict) -> Cell:
     evaluations = [Evaluation.from_json(own) for own in found.get("evaluations", ())]
     own = {field.name: None for field in fields(Cell) if field.name not in _ROW} | {"valid": 0.0}
     own |= {name: found[name] for name in own.keys() & found.keys()}
+    own["seeds"] = _seeds(found)
     line = {"method": found["row"]} | {name: found[name] for name in _ROW & found.keys()}
     return Cell.of(_row(line), **own | {"evaluations": evaluations})
+
+
+def _seeds(found: dict) -> list[SeedFigures]:
+    """A cell's own, or a single one with its means."""
+    if "seeds" in found:
+        return [SeedFigures(**own) for own in found["seeds"]]
+    known = {field.name for field in fields(SeedFigures)} & found.keys()
+    return [SeedFigures(**{"mean": 0.0, "clients": {}} | {name: found[name] for name in known})]
 
 
 def _reproduced(found: dict) -> Reproduced:

@@ -5,7 +5,7 @@ paper says.
 import io
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -15,13 +15,14 @@ from rich.console import Console
 
 from coterie.core.errors import Refused
 from coterie.core.metrics import ACCURACY, PERPLEXITY
-from coterie.core.result import RESULT
+from coterie.core.result import RESULT, Result
 from coterie.papers import tables
 from coterie.papers.checks import _verdicts
 from coterie.papers.job import Job
 from coterie.papers.page import markdown, terminal, write_page
 from coterie.papers.remarks import effort
 from coterie.papers.reproduce import _shown, reproduce, search
+from coterie.papers.seeds import seed_figures
 from coterie.papers.tables import (
     Better,
     Gate,
@@ -333,7 +334,7 @@ def cell(row: str, mean: float, std: float = 0.0, **clients: float) -> dict:
 
 
 def verdict(statement: Statement, *cells: dict) -> tuple[bool, str] | None:
-    found = list(_verdicts(statement, typed(cells), Path()))
+    found = list(_verdicts(statement, typed(cells)))
     return (found[0].holds, found[0].detail) if found else None
 
 
@@ -342,10 +343,6 @@ def test_lower_means_every_row_below_every_other() -> None:
     assert verdict(s, cell("a", 1), cell("b", 2), cell("x", 3), cell("y", 4))[0]  # type: ignore[index]
     assert not verdict(s, cell("a", 1), cell("b", 3.5), cell("x", 3), cell("y", 4))[0]  # type: ignore[index]
     assert verdict(s, cell("a", 1), cell("x", 3), cell("y", 4)) is None
-    close = verdict(s, cell("a", 1), cell("b", 2.9, std=0.5), cell("x", 3), cell("y", 4))
-    assert close is not None
-    assert close[0]
-    assert "closer than a standard deviation" in close[1]
 
 
 def test_statements_about_some_clients_look_at_those() -> None:
@@ -377,11 +374,8 @@ def test_better_follows_the_direction_of_the_metric() -> None:
         s.model_copy(update={"by": 0.0}), accurate("a", 72), accurate("b", 73), accurate("x", 72)
     )[0]  # type: ignore[index]
     assert verdict(s, accurate("a", 80), accurate("x", 72)) is None
-    told = verdict(s, accurate("a", 80), accurate("b", 77, std=6), accurate("x", 72))
-    assert told == (
-        True,
-        "a 80.00, b 77.00 against x 72.00 (by at least 4), closer than a standard deviation",
-    )
+    told = verdict(s, accurate("a", 80), accurate("b", 77), accurate("x", 72))
+    assert told == (True, "a 80.00, b 77.00 against x 72.00 (by at least 4)")
 
 
 @pytest.mark.parametrize(
@@ -451,10 +445,11 @@ def test_router_statements_read_the_metrics(
         for k, w in enumerate(weights)
     ]
     (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    own = [{"row": "a", "column": "c", "folders": ["run"]}]
+    figures = seed_figures([1.0], [Result.read(run)], (), [run], routed=True)
+    own = [{"row": "a", "column": "c", "seeds": [asdict(seed) for seed in figures]}]
     for kind, expected in (("falls", falls), ("below half at the end", below)):
         s = Routers(kind="routers", says="", source="", columns=("c",), row="a", generalist=kind)  # type: ignore[arg-type]
-        assert next(_verdicts(s, typed(own), tmp_path)).holds is expected
+        assert next(_verdicts(s, typed(own))).holds is expected
 
 
 def test_mistakes_are_refused_before_anything_runs(tmp_path: Path) -> None:
@@ -531,6 +526,7 @@ def mixed(tmp_path: Path) -> dict:
         "order": {},
         "notes": [],
         "unjudged": 1,
+        "hours": 0.0,
         "versions": {"coterie": "0", "torch": "2"},
         "machine": {"device": "cpu", "dtype": "float32", "threads": 1},
     }

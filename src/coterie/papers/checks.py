@@ -1,11 +1,11 @@
 """Checks of a paper's statements on the measured numbers."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 
 from coterie.core import metrics
-from coterie.core.result import MetricInfo, Result
-from coterie.papers.found import Cell, Verdict
+from coterie.core.result import MetricInfo
+from coterie.papers.found import Cell, SeedFigures, Verdict
+from coterie.papers.judgement import Condition, Judgement
 from coterie.papers.tables import (
     Better,
     Gate,
@@ -16,146 +16,207 @@ from coterie.papers.tables import (
     Statement,
     Weights,
     spoken_of,
+    with_other_rows,
 )
-from coterie.reports.curves import router_series
-from coterie.runs.metrics import METRICS
+
+Cells = Mapping[str, Cell]  # of a column, by row
+Compared = Lower | Better | Near
+Found = tuple[Judgement, str]  # and the measured numbers in words
 
 
-def _verdicts(statement: Statement, cells: Sequence[Cell], folder: Path) -> Iterator[Verdict]:
+def _verdicts(statement: Statement, cells: Sequence[Cell]) -> Iterator[Verdict]:
     """Yield a verdict for each of the statement's columns in which all its rows were run."""
     for c in statement.columns:
         own = {cell.row: cell for cell in cells if cell.column == c}
-        if not {*spoken_of(statement)} <= own.keys():
+        if (found := _judged(statement, own)) is None:
             continue
-        if (verdict := _CHECKS[type(statement)](statement, own, folder)) is None:
-            continue
-        holds, detail = verdict
-        yield Verdict(statement.says, statement.source, c, holds, detail)
+        judgement, detail = found
+        verdict = Verdict(
+            statement.says,
+            statement.source,
+            c,
+            judgement.holds,
+            judgement.surely,
+            detail,
+            judgement.decisive.told() if judgement.decisive.interval else "",
+            None if judgement.holds else _only_with(statement, own),
+        )
+        yield verdict
 
 
-def _value(cell: Cell, statement: Lower | Better | Near) -> float:
-    if statement.clients:
-        return metrics.mean(cell.clients[i] for i in statement.clients)
-    return cell.mean_of(statement.group or "")
+def _judged(statement: Statement, cells: Cells) -> Found | None:
+    """Judge a statement on the rows of a column; None where not all that it needs is known."""
+    if not {*spoken_of(statement)} <= cells.keys():
+        return None
+    return _CHECKS[type(statement)](statement, cells)
 
 
-def _against(
-    cells: Mapping[str, Cell],
-    lower: Mapping[str, float],
-    higher: Mapping[str, float],
-    by: float = 0,
-) -> tuple[bool, str]:
-    """Whether all of some values are below all of others, and by at least so much; with the
-    values, in the words of a table.
-    """
-    top, bottom = max(lower, key=lambda r: lower[r]), min(higher, key=lambda r: higher[r])
-    gap, noise = higher[bottom] - lower[top], max(cells[top].std, cells[bottom].std)
-    return gap > 0 and gap >= by, ", closer than a standard deviation" if abs(gap) < noise else ""
+def _only_with(statement: Statement, cells: Cells) -> str | None:
+    """Return the first of the statement's other rows that it holds with; None for none."""
+    if not isinstance(statement, Lower | Better | Near):
+        return None
+    for name, rows in statement.only_with.items():
+        found = _judged(with_other_rows(statement, rows), cells)
+        if found is not None and (found[0].surely or _is_single(found[0])):
+            return name
+    return None
 
 
-def _told(cells: Mapping[str, Cell], *sides: Mapping[str, float]) -> str:
-    return " against ".join(
-        ", ".join(f"{cells[r].title} {value:.2f}" for r, value in side.items()) for side in sides
+def _is_single(judgement: Judgement) -> bool:
+    """Whether a judgement that holds has one seed alone."""
+    return judgement.holds and judgement.decisive.interval is None
+
+
+def _values(cell: Cell, statement: Compared) -> list[float]:
+    """Return what a statement compares of a row, seed by seed."""
+
+    def of(seed: SeedFigures) -> float:
+        if statement.clients:
+            return metrics.mean(seed.clients[i] for i in statement.clients)
+        return (seed.groups or {})[statement.group] if statement.group else seed.mean
+
+    return [of(seed) for seed in cell.seeds]
+
+
+def _told(statement: Compared, cells: Cells, *sides: Sequence[str]) -> str:
+    def value(row: str) -> str:
+        return f"{cells[row].title} {metrics.mean(_values(cells[row], statement)):.2f}"
+
+    return " against ".join(", ".join(map(value, side)) for side in sides)
+
+
+def _gains(statement: Lower | Better, good: Cell, bad: Cell, lower_is_better: bool) -> Condition:
+    """Return by how much one row is better than another, seed by seed."""
+    sign = 1 if lower_is_better else -1
+    pairs = zip(_values(good, statement), _values(bad, statement), strict=True)
+    return Condition(
+        f"{good.title} better than {bad.title} by",
+        [sign * (theirs - ours) for ours, theirs in pairs],
+        statement.by if isinstance(statement, Better) else 0.0,
+        strict=not (isinstance(statement, Better) and statement.by),
+        wins=None if statement.group else _wins(statement, good, bad, sign),
     )
 
 
-def _lower(statement: Lower, cells: Mapping[str, Cell], folder: Path) -> tuple[bool, str]:
-    low = {r: _value(cells[r], statement) for r in statement.lower}
-    high = {r: _value(cells[r], statement) for r in statement.than}
-    holds, close = _against(cells, low, high)
-    return holds, _told(cells, low, high) + close
+def _wins(statement: Compared, good: Cell, bad: Cell, sign: int) -> tuple[int, int] | None:
+    """Return for how many clients and seeds one row is better than another, and of how many."""
+    pairs = [
+        sign * (theirs.clients[i] - ours.clients[i])
+        for ours, theirs in zip(good.seeds, bad.seeds, strict=True)
+        for i in statement.clients or ours.clients
+        if i in ours.clients and i in theirs.clients
+    ]
+    return (sum(gain > 0 for gain in pairs), len(pairs)) if pairs else None
 
 
-def _better(statement: Better, cells: Mapping[str, Cell], folder: Path) -> tuple[bool, str]:
-    good = {r: _value(cells[r], statement) for r in statement.better}
-    bad = {r: _value(cells[r], statement) for r in statement.than}
+def _ordered(
+    statement: Lower | Better,
+    cells: Cells,
+    good: Sequence[str],
+    bad: Sequence[str],
+    lower_is_better: bool,
+) -> Found:
+    conditions = [_gains(statement, cells[a], cells[b], lower_is_better) for a in good for b in bad]
+    return Judgement(conditions), _told(statement, cells, good, bad)
+
+
+def _lower(statement: Lower, cells: Cells) -> Found:
+    return _ordered(statement, cells, statement.lower, statement.than, lower_is_better=True)
+
+
+def _better(statement: Better, cells: Cells) -> Found:
     lower_is_better = _metric(cells).lower_is_better
-    holds, close = _against(
-        cells, *((good, bad) if lower_is_better else (bad, good)), by=statement.by
-    )
-    return holds, _told(cells, good, bad) + (
-        f" (by at least {statement.by:g})" if statement.by else ""
-    ) + close
+    judgement, told = _ordered(statement, cells, statement.better, statement.than, lower_is_better)
+    return judgement, told + (f" (by at least {statement.by:g})" if statement.by else "")
 
 
-def _near(statement: Near, cells: Mapping[str, Cell], folder: Path) -> tuple[bool, str]:
+def _near(statement: Near, cells: Cells) -> Found:
     metric = _metric(cells)
-    values = {r: _value(cells[r], statement) for r in (statement.row, *statement.best_of)}
-    best = min(statement.best_of, key=lambda r: metrics.sort_key(values[r], metric))
-    difference = values[statement.row] - values[best]
-    form, far = ("+.2f", difference) if statement.points else ("+.1%", difference / values[best])
-    limit = statement.within if metric.lower_is_better else -statement.within
+    values = {r: _values(cells[r], statement) for r in (statement.row, *statement.best_of)}
+    means = {r: metrics.mean(own) for r, own in values.items()}
+    best = min(statement.best_of, key=lambda r: metrics.sort_key(means[r], metric))
+    title, other = cells[statement.row].title, cells[best].title
+    scale = 1 if statement.points else 100
+    limit = scale * (statement.within if metric.lower_is_better else -statement.within)
+    sign = "" if statement.points else " %"
+    condition = Condition(
+        f"{title} against {other}",
+        [
+            (own - theirs) if statement.points else 100 * (own - theirs) / theirs
+            for own, theirs in zip(values[statement.row], values[best], strict=True)
+        ],
+        limit,
+        above=not metric.lower_is_better,
+        strict=False,
+        form="" if statement.points else "%",
+    )
+    most = "most" if metric.lower_is_better else "least"
     told = (
-        f"{cells[statement.row].title} {values[statement.row]:.2f}, {far:{form}} against "
-        f"{cells[best].title}"
+        f"{title} {means[statement.row]:.2f}, {condition.mean:+.2f}{sign} against {other} "
+        f"(at {most} {limit:+g}{sign})"
     )
-    bound = (
-        f"at {'most' if metric.lower_is_better else 'least'} "
-        f"{limit:{'+g' if statement.points else '+.0%'}}"
-    )
-    return metrics.sort_key(far, metric) <= statement.within, f"{told} ({bound})"
+    return Judgement([condition]), told
 
 
-def _metric(cells: Mapping[str, Cell]) -> MetricInfo:
+def _metric(cells: Cells) -> MetricInfo:
     return next(iter(cells.values())).metric
 
 
-def _weights(
-    statement: Weights, cells: Mapping[str, Cell], folder: Path
-) -> tuple[bool, str] | None:
-    error = cells[statement.row].weights_error
-    if error is None:
+def _one(name: str, values: Sequence[float | None], bound: float, above: bool) -> Judgement | None:
+    """Judge a figure of a single row; None where a seed does not have it."""
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
         return None
-    return (
-        error <= statement.at_most,
-        f"W error of {cells[statement.row].title} {error:.3f} (at most {statement.at_most:g})",
-    )
+    return Judgement([Condition(name, known, bound, above, strict=False)])
 
 
-def _improved(
-    statement: Improved, cells: Mapping[str, Cell], folder: Path
-) -> tuple[bool, str] | None:
-    share = cells[statement.row].improved
-    if share is None:
-        return None
-    return (
-        share >= statement.at_least,
-        f"Imp.% of {cells[statement.row].title} {share:.0f} (at least {statement.at_least:g})",
-    )
-
-
-def _gate(statement: Gate, cells: Mapping[str, Cell], folder: Path) -> tuple[bool, str] | None:
-    right = cells[statement.row].gate_accuracy
-    if right is None:
-        return None
-    return (
-        right >= statement.at_least,
-        f"gate accuracy of {cells[statement.row].title} {right:.1f} (at least "
-        f"{statement.at_least:g})",
-    )
-
-
-def _routers(statement: Routers, cells: Mapping[str, Cell], folder: Path) -> tuple[bool, str]:
+def _weights(statement: Weights, cells: Cells) -> Found | None:
     cell = cells[statement.row]
-    clients = Result.read(folder / cell.folders[0]).clients
-    series = router_series(folder / cell.folders[0] / METRICS)
-    generalist = [
-        metrics.mean(
-            sum(weights[: clients[i].generalists])
-            for i, rounds in series.items()
-            for weights in rounds[at][1]
-        )
-        for at in (0, -1)
-    ]
-    holds = generalist[1] < (generalist[0] if statement.generalist == "falls" else 0.5)
+    name = f"W error of {cell.title}"
+    errors = [seed.weights_error for seed in cell.seeds]
+    judgement = _one(name, errors, statement.at_most, above=False)
+    if judgement is None:
+        return None
+    return judgement, f"{name} {judgement.conditions[0].mean:.3f} (at most {statement.at_most:g})"
+
+
+def _improved(statement: Improved, cells: Cells) -> Found | None:
+    cell = cells[statement.row]
+    name = f"Imp.% of {cell.title}"
+    shares = [seed.improved for seed in cell.seeds]
+    judgement = _one(name, shares, statement.at_least, above=True)
+    if judgement is None:
+        return None
+    return judgement, f"{name} {judgement.conditions[0].mean:.0f} (at least {statement.at_least:g})"
+
+
+def _gate(statement: Gate, cells: Cells) -> Found | None:
+    cell = cells[statement.row]
+    name = f"gate accuracy of {cell.title}"
+    right = [seed.gate_accuracy for seed in cell.seeds]
+    judgement = _one(name, right, statement.at_least, above=True)
+    if judgement is None:
+        return None
+    return judgement, f"{name} {judgement.conditions[0].mean:.1f} (at least {statement.at_least:g})"
+
+
+def _routers(statement: Routers, cells: Cells) -> Found | None:
+    found = [seed.generalist for seed in cells[statement.row].seeds]
+    known = [pair for pair in found if pair is not None]
+    if len(known) < len(found):
+        return None
+    first, last = (metrics.mean(pair[at] for pair in known) for at in (0, 1))
+    if statement.generalist == "falls":
+        condition = Condition("change of its weight", [b - a for a, b in known], above=False)
+    else:
+        condition = Condition("its weight at the end", [b for _, b in known], 0.5, above=False)
     return (
-        holds,
-        f"mean weight of the generalist {generalist[0]:.3f} in the first round, "
-        f"{generalist[1]:.3f} in the last",
+        Judgement([condition]),
+        f"mean weight of the generalist {first:.3f} in the first round, {last:.3f} in the last",
     )
 
 
-_CHECKS: Mapping[type, Callable[..., tuple[bool, str] | None]] = {
+_CHECKS: Mapping[type, Callable[..., Found | None]] = {
     Lower: _lower,
     Better: _better,
     Near: _near,

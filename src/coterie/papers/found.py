@@ -3,10 +3,33 @@ file.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from coterie.core.result import Evaluation, Json, Machine, MetricInfo, Row, Versions
+
+
+@dataclass(frozen=True)
+class SeedFigures:
+    """What the run of one seed came to, as far as statements speak of it.
+
+    Args:
+        mean: As the table shows it.
+        clients: The test metric of each client that the mean is over.
+        groups: The mean of each group of clients that never trained.
+        improved: Imp.%.
+        weights_error: W error.
+        gate_accuracy: Percent.
+        generalist: Mean routing weight of the generalist in the first and in the last round.
+    """
+
+    mean: float
+    clients: Mapping[str, float]
+    groups: Mapping[str, float] | None = None
+    improved: float | None = None
+    weights_error: float | None = None
+    gate_accuracy: float | None = None
+    generalist: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -25,6 +48,7 @@ class Cell(Row):
         settings: Of the method.
         folders: Of the runs, in that of the reproduction; one for each seed.
         evaluations: Of the first seed, without matrices.
+        seeds: What the run of each seed came to.
     """
 
     row: str
@@ -38,6 +62,7 @@ class Cell(Row):
     settings: Mapping[str, Any]
     folders: Sequence[str]
     evaluations: Sequence[Evaluation]
+    seeds: Sequence[SeedFigures]
 
     @classmethod
     def of(cls, line: Row, **values: Any) -> "Cell":
@@ -46,7 +71,10 @@ class Cell(Row):
 
     def to_json(self) -> Json:
         """Return the JSON object."""
-        return super().to_json() | {"evaluations": [e.to_json() for e in self.evaluations]}
+        return super().to_json() | {
+            "evaluations": [e.to_json() for e in self.evaluations],
+            "seeds": [asdict(seed) for seed in self.seeds],
+        }
 
 
 @dataclass(frozen=True)
@@ -57,15 +85,44 @@ class Verdict:
         says: The statement.
         source: Where it stands.
         column: The id of the column.
-        holds: Whether it does.
+        holds: Whether it does in the mean over seeds.
+        surely: Whether the interval over seeds says so too; None if it leaves that open, or there
+            is a single seed.
         detail: The measured numbers, in words.
+        by: The difference that decides, in words, with its interval; "" for a single seed.
+        only_with: What it holds with if it does not hold without; None for nothing that was run.
     """
 
     says: str
     source: str
     column: str
     holds: bool
+    surely: bool | None
     detail: str
+    by: str = ""
+    only_with: str | None = None
+
+    @property
+    def state(self) -> bool | None:
+        """Whether it holds; None if that is open. Of a single seed, whether it does there."""
+        return self.surely if self.by else self.holds
+
+    @property
+    def word(self) -> str:
+        """The verdict."""
+        if self.only_with is not None:
+            return f"holds only with {self.only_with}"
+        return {True: "holds", False: "does not hold", None: "undecided"}[self.state]
+
+    @property
+    def measured(self) -> str:
+        """The measured numbers, with the difference that decides."""
+        only = "" if self.only_with is None else f"; holds only with {self.only_with}"
+        return f"{self.detail}{'; ' if self.by else ''}{self.by}{only}"
+
+    def to_json(self) -> Json:
+        """Return the JSON object."""
+        return {**vars(self), "verdict": self.word}
 
 
 @dataclass(frozen=True)
@@ -89,6 +146,7 @@ class Reproduced:
         order: By column Kendall's tau between the measured and the published order of rows.
         notes: What a reader must know to compare.
         unjudged: Statements of which not all rows were run.
+        hours: Of all runs that the table takes, those that it shares with others too.
         versions: Of coterie, torch and Python.
         machine: What it was computed on.
     """
@@ -109,6 +167,7 @@ class Reproduced:
     order: Mapping[str, float]
     notes: Sequence[str]
     unjudged: int
+    hours: float
     versions: Versions
     machine: Machine | None
 
@@ -122,7 +181,7 @@ class Reproduced:
         return vars(self) | {
             "metrics": {column: metric.to_json() for column, metric in self.metrics.items()},
             "cells": [cell.to_json() for cell in self.cells],
-            "statements": [dict(vars(verdict)) for verdict in self.statements],
+            "statements": [verdict.to_json() for verdict in self.statements],
             "versions": self.versions.to_json(),
             "machine": None if self.machine is None else self.machine.to_json(),
         }

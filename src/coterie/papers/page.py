@@ -9,11 +9,15 @@ from rich.table import Table
 from coterie.core.files import write_atomically
 from coterie.core.metrics import direction, prediction, sort_key
 from coterie.core.result import MetricInfo
-from coterie.papers.found import Cell, Reproduced, Verdict
+from coterie.papers.found import Cell, Reproduced
 from coterie.papers.pictures import _name, _picture
 from coterie.papers.tables import Picture
 from coterie.reports.parts import bars, escape, figure, page, section, table, verdicts
 
+INTERVALS = (
+    "Intervals are Student's 95 % intervals over seeds of the difference between runs of the same "
+    "seed; a statement whose interval reaches across its bound is undecided."
+)
 _BEST = "chosen by the test data themselves, as in the paper, of the mean"
 _LEADS = {
     "mean": "Mean",
@@ -34,10 +38,6 @@ def _measured(found: Reproduced, cell: Cell) -> str:
     return plus_minus(cell.mean, cell.std if len(found.seeds) > 1 else None)
 
 
-def _verdict(statement: Verdict) -> str:
-    return "holds" if statement.holds else "does not hold"
-
-
 def notes(found: Reproduced) -> list[str]:
     """Return notes for a fair comparison, and the statements that could not be judged."""
     count = found.unjudged
@@ -51,15 +51,15 @@ def notes(found: Reproduced) -> list[str]:
     ]
 
 
-def said(found: Reproduced) -> Iterator[tuple[bool, str, str]]:
-    """Return the paper's statements: whether each holds, the statement with its place in the paper,
-    and the measured numbers.
+def said(found: Reproduced) -> Iterator[tuple[bool | None, str, str]]:
+    """Return the paper's statements: whether each holds, or None if that is open; the statement
+    with its place in the paper; and the measured numbers.
     """
     for s in found.statements:
         yield (
-            s.holds,
+            s.state,
             f"{found.columns[s.column]}: {s.says} ({s.source})",
-            s.detail,
+            s.measured,
         )
 
 
@@ -211,13 +211,14 @@ def markdown(found: Reproduced) -> str:
         lines += [
             "## What the paper says",
             "",
+            INTERVALS,
+            "",
             "| verdict | statement | on | measured |",
             "| --- | --- | --- | --- |",
         ]
         for s in found.statements:
             lines.append(
-                f"| {_verdict(s)} | {s.says} ({s.source}) | "
-                f"{found.columns[s.column]} | {s.detail} |"
+                f"| {s.word} | {s.says} ({s.source}) | {found.columns[s.column]} | {s.measured} |"
             )
         lines.append("")
     lines += [f"- {note}" for note in notes(found)]
@@ -301,11 +302,12 @@ def write_page(path: Path, found: Reproduced, pictures: Sequence[Picture], runs:
             )
         )
     if found.statements:
-        parts.append(section("statements", "What the paper says", verdicts(said(found))))
-    told = "".join(f"<p class=note>{escape(note)}</p>" for note in notes(found))
+        told = f"<p class=note>{escape(INTERVALS)}</p>"
+        parts.append(section("statements", "What the paper says", told, verdicts(said(found))))
+    noted = "".join(f"<p class=note>{escape(note)}</p>" for note in notes(found))
     about = escape(_about(found).replace("`", ""))
     body = (
         f"<header><h1>{escape(found.title)}</h1><p "
-        f"class=about>{about}</p>{told}</header><main>{''.join(parts)}</main>"
+        f"class=about>{about}</p>{noted}</header><main>{''.join(parts)}</main>"
     )
     write_atomically(path, page(found.title, body))

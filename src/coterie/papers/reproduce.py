@@ -22,9 +22,10 @@ from coterie.papers.found import Cell, Reproduced
 from coterie.papers.job import Job
 from coterie.papers.page import markdown, write_page
 from coterie.papers.remarks import effort, orders, tuned, unlike
+from coterie.papers.seeds import seed_figures, speaks_of_routers
 from coterie.papers.tables import Figure, Settings
 from coterie.reports import Callback, comparison
-from coterie.runs.candidates import confirm
+from coterie.runs.candidates import UNFIT, confirm
 from coterie.runs.recipe import Recipe
 from coterie.runs.search import Found
 from coterie.runs.trials import RunAt, TrialRuns, execute_missing
@@ -58,9 +59,7 @@ def reproduce(job: Job, reporter: Callback | None = None) -> Reproduced:
     }
     _execute([run for cell in runs.values() for run in cell], reporter or Callback(), job.changed)
     cells = _cells(job, choices, runs)
-    statements = [
-        verdict for s in reproduction.statements for verdict in _verdicts(s, cells, folder)
-    ]
+    statements = [verdict for s in reproduction.statements for verdict in _verdicts(s, cells)]
     found = Reproduced(
         name=job.name,
         title=reproduction.title,
@@ -83,6 +82,7 @@ def reproduce(job: Job, reporter: Callback | None = None) -> Reproduced:
         order=orders(cells),
         notes=[*reproduction.notes, *_effort(job, searched), *unlike(cells)],
         unjudged=sum(len(s.columns) for s in reproduction.statements) - len(statements),
+        hours=_hours(trial_runs, searched, runs),
         versions=Versions(__version__, torch.__version__, platform.python_version()),
         machine=Result.read(folder / cells[0].folders[0]).machine,
     )
@@ -90,6 +90,20 @@ def reproduce(job: Job, reporter: Callback | None = None) -> Reproduced:
     write_atomically(Path(f"{job.stem}.md"), markdown(found).encode())
     write_page(Path(f"{job.stem}.html"), found, reproduction.pictures, folder)
     return found
+
+
+def _hours(
+    trial_runs: TrialRuns[CellId],
+    searched: Mapping[CellId, Found],
+    runs: Mapping[CellId, Sequence[RunAt]],
+) -> float:
+    """Return how many hours all runs of a table took, those of searches too."""
+    folders = {path for own in runs.values() for _, path in own}
+    for cell, found in searched.items():
+        for judged in found.judged:
+            folders.update(path for _, path in trial_runs.runs_of(cell, judged.trial))
+    done = [path for path in folders if not (path / UNFIT).exists()]
+    return sum(Result.read(path).wall_s for path in done) / 3600
 
 
 def _effort(job: Job, searched: Mapping[CellId, Found]) -> list[str]:
@@ -159,11 +173,10 @@ def _cell(
     number = job.reproduction.published.get(row, {}).get(column)
     mean, std = number if isinstance(number, tuple) else (number, None)
     recipe = runs[0][0]
+    shown = _shown(results, job.reproduction.shows)
+    routed = speaks_of_routers(job.reproduction, row)
     return Cell.of(
-        replace(
-            comparison.row(recipe.method["name"], results, alone),
-            **_shown(results, job.reproduction.shows),
-        ),
+        replace(comparison.row(recipe.method["name"], results, alone), **shown),
         row=row,
         title=job.reproduction.rows[row].title,
         column=column,
@@ -175,6 +188,7 @@ def _cell(
         settings=recipe.method,
         folders=[path.relative_to(job.folder).as_posix() for _, path in runs],
         evaluations=[_brief(e) for e in results[0].evaluations],
+        seeds=seed_figures(shown["per_seed"], results, alone, [path for _, path in runs], routed),
     )
 
 

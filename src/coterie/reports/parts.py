@@ -3,7 +3,7 @@ marked as HTML by its type.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape as html_escape
 from importlib.resources import files
@@ -205,19 +205,27 @@ def legend(items: Iterable[tuple[str, str]]) -> str:
     )
 
 
+VERDICTS: Mapping[bool | None, str] = {
+    True: "holds",
+    False: "does not hold",
+    None: "undecided",
+}
+_CLASSES: Mapping[bool | None, str] = {True: "holds", False: "fails", None: "open"}
+
+
 def verdicts(
-    items: Iterable[tuple[bool, str, str]], typeset: Callable[[str], str] | None = None
+    items: Iterable[tuple[bool | None, str, str]], typeset: Callable[[str], str] | None = None
 ) -> str:
     """Sentences that were checked.
 
     Args:
-        items: Whether each holds, the sentence, and the numbers behind the verdict.
+        items: Whether each holds, or None if that is open; the sentence; and the numbers behind
+            the verdict.
         typeset: Makes HTML of sentences and numbers; default: `escape`.
     """
     shown = typeset or escape
     lines = (
-        f"<li "
-        f'class="{"holds" if holds else "fails"}"><b>{"holds" if holds else "does not hold"}</b>'
+        f'<li class="{_CLASSES[holds]}"><b>{VERDICTS[holds]}</b>'
         f"<span>{shown(says)}<small>{shown(detail)}</small></span></li>"
         for holds, says, detail in items
     )

@@ -19,7 +19,7 @@ from coterie.core.result import MetricInfo, Row
 from coterie.data.splits import SPLITS
 from coterie.methods import METHODS
 from coterie.reports.comparison import BESIDE
-from coterie.reports.parts import rounded, size, unseen
+from coterie.reports.parts import VERDICTS, rounded, size, unseen
 
 W_ERROR = "W error", "W\u00a0error"  # which stays on one line
 FEW = 8  # clients that a table has a column for, if it has room for all of them
@@ -117,16 +117,12 @@ def _say(console: Console, text: str) -> None:
     console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
 
-def verdicts(console: Console, items: Iterable[tuple[bool, str, str]]) -> None:
-    """Print sentences that were checked: whether each holds, the sentence, and the numbers
-    behind the verdict.
+def verdicts(console: Console, items: Iterable[tuple[bool | None, str, str]]) -> None:
+    """Print sentences that were checked: whether each holds, or None if that is open; the
+    sentence; and the numbers behind the verdict.
     """
     for holds, says, detail in items:
-        console.print(
-            Text.assemble(
-                ("holds  " if holds else "does not hold  ", "green" if holds else "yellow"), says
-            )
-        )
+        console.print(Text.assemble((f"{VERDICTS[holds]}  ", "green" if holds else "yellow"), says))
         console.print(Padding(Text(detail, style="dim"), (0, 0, 0, 4)))
 
 

@@ -72,6 +72,7 @@ class Lower(_Strict):
     than: tuple[str, ...]
     clients: tuple[str, ...] = ()  # of these clients; () for the mean over all
     group: str | None = None  # of these unseen clients, after the last round
+    only_with: Mapping[str, Mapping[str, str]] = {}  # rows that stand for others, by what they add
 
 
 class Better(_Strict):
@@ -88,6 +89,7 @@ class Better(_Strict):
     by: Annotated[float, Field(ge=0)] = 0.0  # at least so much, in the metric's unit
     clients: tuple[str, ...] = ()
     group: str | None = None
+    only_with: Mapping[str, Mapping[str, str]] = {}
 
 
 class Near(_Strict):
@@ -105,6 +107,7 @@ class Near(_Strict):
     points: bool = False
     clients: tuple[str, ...] = ()
     group: str | None = None
+    only_with: Mapping[str, Mapping[str, str]] = {}
 
 
 class Weights(_Strict):
@@ -157,6 +160,7 @@ class Routers(_Strict):
     generalist: Literal["falls", "below half at the end"]
 
 
+Compared = Lower | Better | Near
 Statement = Lower | Better | Near | Weights | Improved | Gate | Routers
 
 
@@ -241,7 +245,7 @@ class Reproduction(_Strict):
         rows = [r for c in self.columns.values() for r in c.rows] + [
             r for known in published for r in known
         ]
-        rows += [r for s in self.statements for r in spoken_of(s)] + [
+        rows += [r for s in self.statements for r in (*spoken_of(s), *_stand_ins(s))] + [
             r for p in self.pictures for r in p.rows
         ]
         columns = [c for spoken in (*self.statements, *self.pictures) for c in spoken.columns]
@@ -274,6 +278,28 @@ def spoken_of(statement: Statement) -> tuple[str, ...]:
     if isinstance(statement, Near):
         return (statement.row, *statement.best_of)
     return (statement.row,)
+
+
+def with_other_rows(statement: Compared, rows: Mapping[str, str]) -> Compared:
+    """Return a statement of other rows: those that `rows` gives for its own."""
+
+    def others(own: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(rows.get(row, row) for row in own)
+
+    if isinstance(statement, Lower):
+        changed: Mapping[str, Any] = {"lower": others(statement.lower)}
+    elif isinstance(statement, Better):
+        changed = {"better": others(statement.better)}
+    else:
+        changed = {"row": rows.get(statement.row, statement.row)}
+    return statement.model_copy(update=changed)
+
+
+def _stand_ins(statement: Statement) -> list[str]:
+    """Return the rows that a statement names beside those that it compares."""
+    if not isinstance(statement, Lower | Better | Near):
+        return []
+    return [row for rows in statement.only_with.values() for row in (*rows, *rows.values())]
 
 
 def names() -> list[str]:
