@@ -72,23 +72,34 @@ class Entry:
         return " ".join([*self.command(folder, overrides), md5(b"".join(texts)).hexdigest()])
 
 
+DIGITS = ("digits-80", "digits")
 PLAN = (
     Entry("comigs/table2"),
+    Entry("cobo/table2"),
+    Entry("ddome/table1", columns=DIGITS),
     Entry("comigs/table2", trials=6),
     Entry("comigs/figure7"),
     Entry("comigs/figure4"),
     Entry("comigs/figure8"),
+    Entry("cobo/table2", trials=6),
+    Entry("ddome/table1", trials=6, columns=DIGITS),
+    Entry("ddome/table2", columns=("clinc150",)),
+    Entry("ddome/table4", columns=("digits",)),
+    Entry("ddome/table4", trials=6, columns=("digits",)),
     Entry("comigs/table1"),
     Entry("comigs/table1", trials=4),
-    Entry("comigs/figure5"),
-    Entry("comigs/figure9"),
-    Entry("comigs/figure10"),
-    Entry("comigs/figure11"),
-    Entry("comigs/figure6"),
+    *(Entry(f"cobo/{name}") for name in ("table1", "figure2a", "figure2b", "figure3")),
+    *(Entry(f"cobo/{name}") for name in ("figure4", "figure5", "figure6")),
+    *(Entry(f"comigs/figure{k}") for k in (5, 9, 10, 11, 6)),
     Entry("comigs/table5"),
     Entry("comigs/table5", trials=4),
     Entry("comigs/table6"),
     Entry("comigs/table6", trials=4),
+    Entry("ddome/figure3", columns=("digits",)),
+    *(Entry(f"ddome/figure{k}") for k in (4, 5, 6, 7, 8, 9, 10)),
+    *(Entry(f"ddome/{name}") for name in ("table3", "table6", "table7", "table8")),
+    Entry("ddome/table5", columns=("digits",)),
+    Entry("ddome/table2", trials=4, columns=("clinc150",)),
 )
 
 
