@@ -281,7 +281,13 @@ def test_with_tune_every_row_has_the_same_effort_and_keeps_the_tables_rounds(
         first = [judged for judged in own.judged if judged.rung == 0]
         assert len(first) in (0, 2)
         assert len([judged for judged in own.judged if judged.rung is None]) <= 1
-    assert sum("Every row that trains tried 2 candidates" in note for note in found["notes"]) == 1
+    assert (
+        sum(
+            "Every row that trains had the same effort: it tried 2 settings" in note
+            for note in found["notes"]
+        )
+        == 1
+    )
 
 
 def test_a_tuned_table_stands_beside_the_fixed_one(tuned: tuple[Job, dict]) -> None:

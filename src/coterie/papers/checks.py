@@ -100,12 +100,11 @@ def _gains(statement: Lower | Better, good: Cell, bad: Cell, lower_is_better: bo
 
 def _wins(statement: Compared, good: Cell, bad: Cell, sign: int) -> tuple[int, int] | None:
     """Return for how many clients and seeds one row is better than another, and of how many."""
-    pairs = [
-        sign * (theirs.clients[i] - ours.clients[i])
-        for ours, theirs in zip(good.seeds, bad.seeds, strict=True)
-        for i in statement.clients or ours.clients
-        if i in ours.clients and i in theirs.clients
-    ]
+    pairs: list[float] = []
+    for ours, theirs in zip(good.seeds, bad.seeds, strict=True):
+        known = ours.clients.keys() & theirs.clients.keys()
+        asked = [i for i in statement.clients or ours.clients if i in known]
+        pairs += [sign * (theirs.clients[i] - ours.clients[i]) for i in asked]
     return (sum(gain > 0 for gain in pairs), len(pairs)) if pairs else None
 
 
