@@ -2,11 +2,13 @@
 
     python benchmarks/tables.py [--folder runs/tables] [--hours H] [--jobs 2] [--set KEY=VALUE ...]
     python benchmarks/tables.py --list
+    python benchmarks/tables.py --page
 
 Every entry of `PLAN` is a call of `coterie reproduce`, with three seeds, in a process of its own
 with one thread. Runs are kept in FOLDER; the same command goes on where it stopped (Ctrl-C,
 SIGTERM, or after H hours), and skips what is complete. What is complete is copied to `results/`:
-the JSON and the Markdown of a table, and FOLDER has the HTML.
+the JSON and the Markdown of a table, and FOLDER has the HTML. `results/README.md`, all statements
+with their verdicts, is written anew each time, and by `--page` alone.
 
 With `--jobs 2` two entries run at a time, never two of one paper, as these share runs.
 """
@@ -22,6 +24,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import md5
 from pathlib import Path
+
+import verdicts
 
 RESULTS = Path(__file__).parent / "results"
 TABLES = Path(__file__).parents[1] / "src/coterie/papers/tables"
@@ -148,7 +152,13 @@ def publish(entry: Entry, folder: Path, overrides: Sequence[str]) -> None:
     for ending in ("json", "md"):
         source = folder / entry.paper / f"{entry.stem}.{ending}"
         shutil.copyfile(source, RESULTS / f"{entry.result}.{ending}")
+    write_page()
     marker(entry, folder).write_text(entry.identity(folder, overrides))
+
+
+def write_page() -> None:
+    """Write the page of all statements from the results that there are."""
+    (RESULTS / "README.md").write_text(verdicts.page(RESULTS), encoding="utf-8")
 
 
 def work(folder: Path, overrides: Sequence[str], jobs: int, until: float) -> list[Entry]:
@@ -191,7 +201,11 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="also what is complete, from its runs")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--list", action="store_true", help="what is complete, and what is not")
+    parser.add_argument("--page", action="store_true", help="write results/README.md alone")
     asked = parser.parse_args()
+    if asked.page:
+        write_page()
+        return 0
     folder = asked.folder.resolve()
     if asked.list:
         for entry in PLAN:

@@ -1,8 +1,10 @@
 """The command that works through all tables: what it runs, what it skips, and where it stops."""
 
-import importlib.util
+import importlib
+import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -15,15 +17,10 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def driver() -> ModuleType:
-    path = REPOSITORY / "benchmarks/tables.py"
-    spec = importlib.util.spec_from_file_location("benchmark_tables", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # as dataclasses ask for it
-    spec.loader.exec_module(module)
-    return module
+def driver() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(REPOSITORY / "benchmarks"))
+        yield importlib.import_module("tables")
 
 
 def test_every_entry_is_a_table_with_a_small_scale(driver: ModuleType, tmp_path: Path) -> None:
@@ -61,3 +58,57 @@ def test_it_says_what_is_to_do(tmp_path: Path) -> None:
     shown = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert "comigs-table2-small-tuned" in shown.stdout
     assert "complete" not in shown.stdout
+
+
+def test_the_page_of_verdicts_is_that_of_the_committed_results(driver: ModuleType) -> None:
+    results = REPOSITORY / "benchmarks/results"
+    now = (results / "README.md").read_text(encoding="utf-8")
+    assert now == driver.verdicts.page(results), "run: python benchmarks/tables.py --page"
+
+
+def test_the_page_has_every_statement_of_the_three_papers(driver: ModuleType) -> None:
+    text = driver.verdicts.page(REPOSITORY / "benchmarks/results")
+    for name in tables.names():
+        if not name.partition("/")[2].startswith("with-") and tables.load(name).statements:
+            assert f"### {tables.load(name).title}" in text
+
+
+def found_of(name: str, verdicts: dict[tuple[str, str], str]) -> str:
+    """A table's JSON file with some verdicts."""
+    statements = [
+        {"says": says, "column": column, "verdict": word, "by": f"by 1 ({word})", "detail": ""}
+        for (says, column), word in verdicts.items()
+    ]
+    columns = dict.fromkeys((column for _, column in verdicts), "")
+    about = {"hours": 1.26, "seeds": [0, 1, 2], "part": [], "columns": columns}
+    return json.dumps({"name": name, "statements": statements, **about})
+
+
+@pytest.mark.parametrize(
+    ("fixed", "tuned", "verdict"),
+    [
+        ("holds", "holds", "holds"),
+        ("holds", "does not hold", "holds only with one fixed learning rate for all rows"),
+        ("does not hold", "holds", "holds only with every row tuned"),
+        ("undecided", "holds", "undecided"),
+        ("holds only with a leak", "does not hold", "holds only with a leak"),
+        ("does not hold", None, "does not hold"),
+        (None, None, "not run"),
+    ],
+)
+def test_a_verdict_is_that_of_fixed_and_tuned_rows(
+    fixed: str | None, tuned: str | None, verdict: str, driver: ModuleType, tmp_path: Path
+) -> None:
+    says = next(iter(tables.load("comigs/figure4").statements)).says
+    for ending, word in (("", fixed), ("-tuned", tuned)):
+        if word is not None:
+            text = found_of("comigs/figure4", {(says, "agnews"): word})
+            (tmp_path / f"comigs-figure4-small{ending}.json").write_text(text)
+    section = driver.verdicts.page(tmp_path).split("### CoMiGS, Figure 4")[1].split("###")[0]
+    if verdict == "not run":
+        assert "not run yet" in section
+        return
+    assert f"| {verdict} | {says} (Section 3.1.2) | AG News |" in section
+    assert "1.3 hours" in section
+    for word in (fixed, tuned):
+        assert word is None or f"{word}: by 1 ({word})" in section

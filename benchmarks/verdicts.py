@@ -1,0 +1,185 @@
+"""One page of all statements of the three papers, from the committed results of their tables:
+`results/README.md`, written by `python benchmarks/tables.py --page`.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coterie.papers import tables
+from coterie.papers.tables import Reproduction
+
+PAPERS = {"comigs": "CoMiGS", "cobo": "CoBo", "ddome": "DDOME"}
+NOT_RUN = "not run"
+ONLY = {"fixed": "one fixed learning rate for all rows", "tuned": "every row tuned"}
+HEADER = """# What the papers say, and what holds
+
+Written by `python benchmarks/tables.py --page` from the JSON files in this folder. Each statement
+of a table or figure is judged twice: *fixed*, with the settings of the table's file, which all rows
+share (where that names several, as for Ditto's lambda, a row's best of these by validation); and
+*tuned*, with the same search on validation for every row. Verdicts and intervals are explained in
+[docs/tables.md](../../docs/tables.md): Student's 95 % intervals over three seeds of the difference
+between runs of the same seed. `undecided`: the interval reaches across the bound. All is at the
+small scale: orders and signs can be compared with the papers, values cannot.
+"""
+Found = Mapping[str, Any]  # a table's JSON file
+Key = tuple[str, str]  # what a statement says, and the id of a column
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table or figure, with what was found of it.
+
+    Args:
+        name: `<paper>/<table or figure>`.
+        reproduction: Its file.
+        fixed: Its results with fixed settings; None where it was not run.
+        tuned: Those with every row tuned.
+    """
+
+    name: str
+    reproduction: Reproduction
+    fixed: Found | None
+    tuned: Found | None
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Titles of the columns that were run, or else of all at the small scale, by id."""
+        run = {c for found in (self.fixed, self.tuned) if found for c in found["columns"]}
+        own = self.reproduction.columns
+        return {c: own[c].title for c in own if c in run or (not run and "small" in own[c].recipes)}
+
+    @property
+    def statements(self) -> list[tuple[Key, str]]:
+        """Statements and columns, with where each stands in the paper."""
+        found = []
+        for s in self.reproduction.statements:
+            found += [((s.says, c), s.source) for c in s.columns if c in self.columns]
+        return found
+
+
+def page(results: Path) -> str:
+    """Return the page of all statements, from the JSON files of a folder."""
+    names = sorted(tables.names(), key=_place)
+    known = [table for name in names if (table := _table(name, results)) is not None]
+    lines = [HEADER, *_summary(known)]
+    for paper, title in PAPERS.items():
+        lines += [f"## {title}", ""]
+        for table in known:
+            if table.name.startswith(f"{paper}/"):
+                lines += _section(table)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _place(name: str) -> tuple[str, bool, int, str]:
+    """Return what names are ordered by: tables before figures, by number."""
+    paper, _, own = name.partition("/")
+    number = re.search(r"\d+", own)
+    return paper, own.startswith("figure"), int(number[0]) if number else 0, own
+
+
+def _table(name: str, results: Path) -> Table | None:
+    """Return a table of the papers with what was found of it; None for one without statements,
+    and for those beyond the papers.
+    """
+    paper, _, own = name.partition("/")
+    reproduction = tables.load(name)
+    if paper not in PAPERS or own.startswith("with-") or not reproduction.statements:
+        return None
+    stem = name.replace("/", "-")
+    return Table(
+        name,
+        reproduction,
+        _found(results / f"{stem}-small.json"),
+        _found(results / f"{stem}-small-tuned.json"),
+    )
+
+
+def _found(path: Path) -> Found | None:
+    """Return a table's results; None where there are none, or they are from before statements had
+    intervals.
+    """
+    if not path.exists():
+        return None
+    found: Found = json.loads(path.read_text(encoding="utf-8"))
+    return found if "hours" in found else None
+
+
+def _summary(known: Sequence[Table]) -> list[str]:
+    """Return how many statements there are of each verdict, by paper."""
+    counts = {paper: Counter[str]() for paper in PAPERS}
+    for table in known:
+        for key, _ in table.statements:
+            verdict = _overall(table, key)
+            kind = "holds only with ..." if verdict.startswith("holds only") else verdict
+            counts[table.name.partition("/")[0]][kind] += 1
+    kinds = ["holds", "holds only with ...", "undecided", "does not hold", NOT_RUN]
+    return [
+        f"| paper | {' | '.join(kinds)} |",
+        "| --- |" + " ---: |" * len(kinds),
+        *(
+            f"| {PAPERS[paper]} | {' | '.join(str(own[kind]) for kind in kinds)} |"
+            for paper, own in counts.items()
+        ),
+        "",
+    ]
+
+
+def _section(table: Table) -> list[str]:
+    """Return the lines of a table: its commands, and its statements."""
+    lines = [f"### {table.reproduction.title}", ""]
+    for kind, found in (("Fixed", table.fixed), ("Tuned", table.tuned)):
+        if found is not None:
+            command = " ".join(
+                [
+                    f"coterie reproduce {table.name} --seeds {len(found['seeds'])}",
+                    *found["part"],
+                ]
+            )
+            lines += [f"{kind}: `{command}`, {found['hours']:.1f} hours of one thread.  "]
+    if table.fixed is None and table.tuned is None:
+        return [*lines, f"`coterie reproduce {table.name} --seeds 3`: not run yet.", ""]
+    lines += ["", "| verdict | statement | on | fixed | tuned |", "| --- | --- | --- | --- | --- |"]
+    lines += [_line(table, key, source) for key, source in table.statements]
+    return [*lines, ""]
+
+
+def _line(table: Table, key: Key, source: str) -> str:
+    says, column = key
+    told = [_told(found, key) for found in (table.fixed, table.tuned)]
+    cells = [_overall(table, key), f"{says} ({source})", table.columns[column], *told]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _verdict(found: Found | None, key: Key) -> Mapping[str, Any] | None:
+    """Return the verdict of a statement in a column; None where it was not judged."""
+    said: Iterator[Mapping[str, Any]] = iter(found["statements"] if found else ())
+    return next((s for s in said if (s["says"], s["column"]) == key), None)
+
+
+def _told(found: Found | None, key: Key) -> str:
+    """Return a verdict with by how much, or nothing."""
+    verdict = _verdict(found, key)
+    if verdict is None:
+        return ""
+    return f"{verdict['verdict']}: {verdict['by'] or verdict['detail']}"
+
+
+def _overall(table: Table, key: Key) -> str:
+    """Return the verdict of a statement from both of its verdicts."""
+    both = {"fixed": _verdict(table.fixed, key), "tuned": _verdict(table.tuned, key)}
+    words = {kind: str(found["verdict"]) for kind, found in both.items() if found is not None}
+    if not words:
+        return NOT_RUN
+    if len({*words.values()}) == 1:
+        return next(iter(words.values()))
+    if {*words.values()} == {"holds", "does not hold"}:
+        kind = next(kind for kind, word in words.items() if word == "holds")
+        return f"holds only with {ONLY[kind]}"
+    if "undecided" in words.values():
+        return "undecided"
+    return next(word for word in words.values() if word.startswith("holds only"))
