@@ -15,7 +15,7 @@ from coterie.core.errors import RecipeError
 from coterie.data.section import Section
 from coterie.data.splits import Tokens, TokenSplit
 from coterie.engines.states import half_of_memory
-from coterie.models.architecture import EMBEDDED, Architecture, configuration, tokenizer
+from coterie.models.architecture import Architecture, configuration, tokenizer
 from coterie.runs import dotted, recipes
 from coterie.runs.dotted import BATCH, CONTEXT, LR, MICRO_BATCH, STEPS
 from coterie.runs.language import pick_dtype
@@ -28,8 +28,7 @@ FEWEST, MOST = 50, 1000  # local iterations of a run
 ENOUGH = 100  # of them, for which batches are made smaller
 SHORTEST, LONGEST, LEAST = 64, 1024, 16  # tokens of a window; at least, where a split is short
 LARGEST_BATCH, SMALLEST_BATCH = 8, 2
-EMBEDDED_LR = 1e-2  # see benchmarks/results/quickstart.md
-LEAST_LR, MOST_LR = 2e-4, 1e-3
+LEAST_LR, MOST_LR = 2e-4, 8e-3
 UNSEEN = {CONTEXT: 128, BATCH: 8, MICRO_BATCH: None, STEPS: 10}  # of texts that nobody here has
 
 
@@ -55,20 +54,17 @@ class Texts:
 def learning_rate(base: str) -> tuple[float, str]:
     """Return the peak learning rate of the experts for a base, and why.
 
-    A pretrained base gets 10 * 5e-5 * (2000 / width)^0.781, between 2e-4 and 1e-3: ten times that
-    of full fine-tuning, falling with the width (Schulman et al., "LoRA Without Regret", 2025, and
-    the exponent for Llama of tinker-cookbook's `get_lr`); 2e-4 is what LoRA's authors (Hu et al.,
-    2021, Table 11) and most libraries use. The base in the package is far smaller than those, and
-    its value is measured.
+    It is 10 * 5e-5 * (2000 / width)^0.781, between 2e-4 and 8e-3: ten times that of full
+    fine-tuning, falling with the width (Schulman et al., "LoRA Without Regret", 2025, and the
+    exponent for Llama of tinker-cookbook's `get_lr`); 2e-4 is what LoRA's authors (Hu et al., 2021,
+    Table 11) and most libraries use. At widths of 64 and 256 it was measured, see docs/own-text.md.
 
     Raises:
         ModelError: There is no such base.
     """
-    if base == EMBEDDED:
-        return EMBEDDED_LR, "the embedded base"
     width = Architecture.from_base(base).d_model
     rate = 10 * 5e-5 * (2000 / width) ** 0.781
-    return float(f"{min(max(rate, LEAST_LR), MOST_LR):.1g}"), f"a base of width {width:,}"
+    return float(f"{min(max(rate, LEAST_LR), MOST_LR):.2g}"), f"a base of width {width:,}"
 
 
 def context_of(texts: Texts, limit: int) -> tuple[int, str]:
