@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from coterie.core.result import ROUNDS
 from coterie.reports import Callback
 from coterie.reports.progress import Terminal
 from coterie.reports.searching import SearchTerminal
+from coterie.runs.recipe import changed, load
 from coterie.runs.search import (
     LOST,
     Effort,
@@ -28,6 +30,7 @@ from coterie.runs.search import (
     thinned,
     together,
 )
+from coterie.runs.trials import TrialRuns
 
 LR, RHO = "training.experts.lr", "method.rho"
 GRID = Field(LR, (0.25, 0.5, 1.0, 2.0))
@@ -277,3 +280,20 @@ def test_searches_go_on_side_by_side_and_find_what_each_finds_alone() -> None:
 def test_a_search_is_not_estimated_by_steps_of_each_of_its_runs() -> None:
     assert Callback.shows_estimate is SearchTerminal.shows_estimate is False
     assert Terminal.shows_estimate
+
+
+def test_routers_learn_as_often_in_a_run_of_fewer_rounds() -> None:
+    recipe = load("quickstart")
+    trials = TrialRuns[str](
+        lambda name, settings, seed: (changed(recipe, {"method.name": name, **settings}), Path()),
+        (0,),
+    )
+
+    def shorter(name: str, share: float, **candidate: Any) -> Mapping[str, Any]:
+        return trials.settings(name, Trial(candidate, share))
+
+    every, steps = "method.router_every", "method.router_steps"
+    assert shorter("comigs-1g1s", 1 / 4) == {ROUNDS: 2, every: 4, steps: 1}
+    assert shorter("comigs-1g1s", 1 / 2, **{every: 8}) == {ROUNDS: 5, every: 4, steps: 2}
+    assert shorter("comigs-1g1s", 1, **{LR: 0.1}) == {LR: 0.1}
+    assert shorter("pfedmoe", 1 / 2, **{LR: 0.1}) == {LR: 0.1, ROUNDS: 5}

@@ -21,8 +21,13 @@ from coterie.runs.inputs import RecordedInputs
 from coterie.runs.recipe import Recipe
 from coterie.runs.run import execute_all
 from coterie.runs.search import LOST, Found, Judged, Score, Search, Trial, part_of, together
+from coterie.runs.spaces import has, value_of
 
 SURE = 2.0  # standard errors
+# Fields of a method that count iterations, tau and s of CoMiGS. A run of fewer rounds has them in
+# proportion: a quarter of the iterations may end before routers learn for the first time, and all
+# their learning rates would score alike.
+_PERIODS = ("method.router_every", "method.router_steps")
 K = TypeVar("K")
 Settings = Mapping[str, Any]  # dotted keys of a recipe
 RunAt = tuple[Recipe, Path]  # a run: what, and where
@@ -139,12 +144,17 @@ class TrialRuns(Generic[K]):
         return found
 
     def settings(self, key: K, trial: Trial) -> Settings:
-        """Return what a trial sets: its candidate, and fewer rounds if it has but a share."""
+        """Return what a trial sets: its candidate, and if it has but a share of the rounds, these
+        and the iterations between updates of routers in proportion.
+        """
         if trial.share == 1:
             return trial.candidate
         recipe, _ = self.run(key, trial.candidate, self.seeds[0])
-        rounds = part_of(recipe.build_method().rounds, trial.share)
-        return {**trial.candidate, ROUNDS: rounds}
+        whole = {name: value_of(recipe, name) for name in (ROUNDS, *_PERIODS) if has(recipe, name)}
+        return {
+            **trial.candidate,
+            **{name: part_of(value, trial.share) for name, value in whole.items()},
+        }
 
     def runs_of(self, key: K, trial: Trial) -> list[RunAt]:
         """Return the runs of a trial, one for each seed."""
