@@ -8,7 +8,8 @@ Every entry of `PLAN` is a call of `coterie reproduce`, with three seeds, in a p
 with one thread. Runs are kept in FOLDER; the same command goes on where it stopped (Ctrl-C,
 SIGTERM, or after H hours), and skips what is complete. What is complete is copied to `results/`:
 the JSON and the Markdown of a table, and FOLDER has the HTML. `results/README.md`, all statements
-with their verdicts, is written anew each time, and by `--page` alone.
+with their verdicts, is written anew each time, and by `--page` alone. Checkpoints and models are
+removed then: FOLDER keeps results and metrics.
 
 With `--jobs 2` two entries run at a time, never two of one paper, as these share runs.
 """
@@ -42,11 +43,13 @@ class Entry:
         name: Of the table or figure.
         trials: Candidates of each row's search; None without one.
         columns: Only these; () for all that have a small scale.
+        rows: Only these; () for all.
     """
 
     name: str
     trials: int | None = None
     columns: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
 
     @property
     def paper(self) -> str:
@@ -66,6 +69,7 @@ class Entry:
         """Return the command, whose runs are in a folder for all of the paper's tables."""
         found = ["coterie", "reproduce", self.name, "--seeds", str(SEEDS)]
         found += ["--columns", ",".join(self.columns)] if self.columns else []
+        found += ["--rows", ",".join(self.rows)] if self.rows else []
         found += [] if self.trials is None else ["--tune", "--trials", str(self.trials)]
         found += ["--out", str(folder / self.paper)]
         return found + [part for text in overrides for part in ("--set", text)]
@@ -77,33 +81,34 @@ class Entry:
 
 
 DIGITS = ("digits-80", "digits")
+ROUTED = ("local-moe", "fedavg-moe", "local-moe-tr", "fedavg-moe-tr", "comigs-tr", "comigs-1g1s")
 PLAN = (
     Entry("comigs/table2"),
-    Entry("cobo/table2"),
-    Entry("ddome/table1", columns=DIGITS),
+    *(Entry(f"comigs/figure{k}") for k in (7, 4, 8)),  # from the runs of Table 2
     Entry("comigs/table2", trials=6),
-    Entry("comigs/figure7"),
-    Entry("comigs/figure4"),
-    Entry("comigs/figure8"),
-    Entry("cobo/table2", trials=6),
-    Entry("ddome/table1", trials=6, columns=DIGITS),
-    Entry("ddome/table2", columns=("clinc150",)),
-    Entry("ddome/table4", columns=("digits",)),
-    Entry("ddome/table4", trials=6, columns=("digits",)),
     Entry("comigs/table1"),
     Entry("comigs/table1", trials=4),
-    *(Entry(f"cobo/{name}") for name in ("table1", "figure2a", "figure2b", "figure3")),
-    *(Entry(f"cobo/{name}") for name in ("figure4", "figure5", "figure6")),
-    *(Entry(f"comigs/figure{k}") for k in (5, 9, 10, 11, 6)),
-    Entry("comigs/table5"),
-    Entry("comigs/table5", trials=4),
-    Entry("comigs/table6"),
-    Entry("comigs/table6", trials=4),
+    Entry("cobo/table2"),
+    *(Entry(f"cobo/figure{k}") for k in (4, 5, 6)),  # likewise
+    Entry("cobo/table2", trials=4),
+    Entry("ddome/table1", columns=DIGITS),
+    Entry("ddome/table1", trials=6, columns=DIGITS),
+    Entry("ddome/table4", columns=("digits",)),
+    Entry("ddome/table4", trials=6, columns=("digits",)),
+    Entry("ddome/table2", columns=("clinc150",)),
     Entry("ddome/figure3", columns=("digits",)),
-    *(Entry(f"ddome/figure{k}") for k in (4, 5, 6, 7, 8, 9, 10)),
-    *(Entry(f"ddome/{name}") for name in ("table3", "table6", "table7", "table8")),
-    Entry("ddome/table5", columns=("digits",)),
+    *(Entry(f"ddome/figure{k}") for k in (4, 7, 8)),
+    *(Entry(f"comigs/figure{k}") for k in (5, 9, 10, 11, 6)),
+    Entry("cobo/table1"),
+    *(Entry(f"cobo/figure{k}") for k in ("2a", "2b", "3")),
+    Entry("comigs/table5"),
+    Entry("comigs/table5", trials=4, rows=ROUTED),  # the others are in Table 2
+    Entry("comigs/table6"),
+    *(Entry(f"ddome/figure{k}") for k in (5, 6, 9, 10)),
+    *(Entry(f"ddome/table{k}", columns=("digits",)) for k in (5, 6)),
+    *(Entry(f"ddome/table{k}") for k in (3, 7, 8)),
     Entry("ddome/table2", trials=4, columns=("clinc150",)),
+    Entry("comigs/table6", trials=4),
 )
 
 
@@ -153,7 +158,15 @@ def publish(entry: Entry, folder: Path, overrides: Sequence[str]) -> None:
         source = folder / entry.paper / f"{entry.stem}.{ending}"
         shutil.copyfile(source, RESULTS / f"{entry.result}.{ending}")
     write_page()
+    without_models(folder / entry.paper)
     marker(entry, folder).write_text(entry.identity(folder, overrides))
+
+
+def without_models(folder: Path) -> None:
+    """Remove the checkpoints and models of runs that have a result: tables need that alone."""
+    for result in folder.glob("*/*/*/result.json"):
+        for name in ("checkpoints", "clients"):
+            shutil.rmtree(result.parent / name, ignore_errors=True)
 
 
 def write_page() -> None:
@@ -212,6 +225,8 @@ def main() -> int:
             state = "complete" if complete(entry, folder, asked.set) else "to do"
             print(f"{entry.result:<40} {state}")
         return 0
+    for paper in {entry.paper for entry in PLAN}:
+        without_models(folder / paper)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if asked.again:
         for entry in PLAN:

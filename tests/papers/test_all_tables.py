@@ -25,7 +25,7 @@ def driver() -> Iterator[ModuleType]:
 
 def test_every_entry_is_a_table_with_a_small_scale(driver: ModuleType, tmp_path: Path) -> None:
     for entry in driver.PLAN:
-        assert Job(entry.name, "small", tmp_path, driver.SEEDS, entry.columns).cells
+        assert Job(entry.name, "small", tmp_path, driver.SEEDS, entry.columns, entry.rows).cells
     assert len({entry.result for entry in driver.PLAN}) == len(driver.PLAN)
 
 
@@ -112,3 +112,15 @@ def test_a_verdict_is_that_of_fixed_and_tuned_rows(
     assert "1.3 hours" in section
     for word in (fixed, tuned):
         assert word is None or f"{word}: by 1 ({word})" in section
+
+
+def test_runs_that_are_done_keep_no_models(driver: ModuleType, tmp_path: Path) -> None:
+    done, begun = (tmp_path / f"topics/local-{k}/seed-0" for k in range(2))
+    for folder in (done, begun):
+        for name in ("checkpoints", "clients"):
+            (folder / name).mkdir(parents=True)
+        (folder / "metrics.jsonl").touch()
+    (done / "result.json").touch()
+    driver.without_models(tmp_path)
+    assert {path.name for path in done.iterdir()} == {"metrics.jsonl", "result.json"}
+    assert {path.name for path in begun.iterdir()} == {"checkpoints", "clients", "metrics.jsonl"}
