@@ -22,6 +22,7 @@ from coterie.methods.templates import Averaged, WeightedMixture
 
 SHARED = "elastic/shared"  # (d,) what the client last sent: FedAvg's model after its local steps
 MEMORY = "optimiser/generalist/"  # of the client's own model
+LOSSES = "elastic/losses"  # (len(pulls),) sums over rounds
 SHARED_MEMORY = "elastic/optimiser"  # of FedAvg's
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -31,13 +32,13 @@ class CoMiGSElastic(WeightedMixture, Averaged):
     """Two models per client, trained on the same batches: w, FedAvg's, and a personal one with
     generalists v, attention LoRAs included, and specialists u of weight a. In each round
 
-        v <- (1 - b) v + b w for the mean w, with the b of `pulls` of least validation loss;
+        v <- (1 - b) v + b w for the mean w, with the b of `pulls` of least validation loss so far;
         L times: w <- w - eta grad f(w), and (v, u) <- (v, u) - eta grad f(v, u); send w.
 
     Who writes like nobody else keeps b = 0 and is alone; who overfits is pulled. Before the share
-    `start` of the rounds there is w alone. After the last one each client takes (v, u), its w,
-    (v, u) pulled once more with a / 2, which is between the two and often better than both, or the
-    base, whichever has the least loss on m validation windows.
+    `start` of the rounds there is w alone. After the last one each client takes (v, u), its w, or
+    (v, u) pulled once more with a / 2, which lies between the two and is often better than both,
+    whichever has the least loss on m validation windows. (`keep: best` has the base, too.)
 
     What is sent depends on no personal model: with `start` 1 all is FedAvg; with pulls of 0 and
     a = 0 v is that of Local. Of K candidates with losses in [0, M] the choice is within
@@ -65,11 +66,11 @@ class CoMiGSElastic(WeightedMixture, Averaged):
         tuple[Share, ...],
         Field(min_length=1, description="steps to the mean, from which validation chooses"),
     ] = (0.0, 0.5)
-    pull_windows: Annotated[int, Field(ge=1, description="windows for that choice, per round")] = 3
-    windows: Annotated[int, Field(ge=1, description="windows for the choice at the end")] = 10
+    pull_windows: Annotated[int, Field(ge=1, description="windows for that choice, per round")] = 2
+    windows: Annotated[int, Field(ge=1, description="windows for the choice at the end")] = 16
     blend: Annotated[bool, Field(description="a pulled model with a / 2 is a candidate")] = True
     standalone: Annotated[bool, Field(description="FedAvg's model is trained, and sent")] = True
-    fallback: Annotated[bool, Field(description="the base is a candidate")] = True
+    fallback: Annotated[bool, Field(description="the base is a candidate")] = False
 
     @task(Sends.UPDATE)
     def local_round(self, client: Client, mean: Tensors) -> Tensors:
@@ -109,16 +110,16 @@ class CoMiGSElastic(WeightedMixture, Averaged):
             return client.gradient_at(w, batch)
 
     def pulled(self, client: Client, w: Tensor) -> Tensor:
-        """Return (1 - b) v + b w of the least validation loss, (d,), on windows of this round."""
+        """Return (1 - b) v + b w, (d,), with the b of the least loss on the windows so far."""
         points = [torch.lerp(client.flat(), w, b) for b in self.pulls]
         if len(points) == 1:
             return points[0]
         batch = client.valid.batch(client.round * self.pull_windows, self.pull_windows)
-        losses = []
-        for point in points:
+        losses = client.state.setdefault(LOSSES, torch.zeros(len(points), dtype=torch.float64))
+        for number, point in enumerate(points):
             with client.borrowing({GENERALIST: point}):
-                losses.append(client.loss(batch))
-        return points[losses.index(min(losses))]
+                losses[number] += client.loss(batch)
+        return points[int(losses.argmin())]
 
     def finish(self, state: State, clients: Sequence[ClientId]) -> Round:
         yield Ask(self.choose, self.download(state, clients), empty_reply)
