@@ -4,15 +4,18 @@ by it.
 
 import math
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 from figures import typed
+from reports.samples import classified
 from scipy import stats
 
 from coterie.papers.checks import _verdicts
 from coterie.papers.found import SeedFigures, Verdict
 from coterie.papers.judgement import Condition, Judgement
-from coterie.papers.tables import Better, Improved, Lower, Near, Reproduction
+from coterie.papers.seeds import seed_figures
+from coterie.papers.tables import Better, Favours, Improved, Lower, Near, Reproduction
 
 
 def test_the_interval_is_that_of_a_paired_t_test() -> None:
@@ -113,6 +116,39 @@ def test_rows_that_stand_in_must_be_rows() -> None:
         Reproduction.model_validate(
             known | {"statements": [other | {"only_with": {"x": {"ghost": "ghost"}}}]}
         )
+
+
+def test_whom_a_client_favours_is_judged_against_each_other_client() -> None:
+    s = Favours(kind="favours", says="", source="", columns=("c",), row="a", client="ca", most="es")
+
+    def weighted(*weights: tuple[float, float, float]) -> dict:
+        seeds = [
+            asdict(SeedFigures(0.0, {}, weights={"ca": {"es": es, "de": de, "nl": nl}}))
+            for es, de, nl in weights
+        ]
+        return row("a", []) | {"seeds": seeds}
+
+    clear = judged(s, weighted((0.5, 0.3, 0.2), (0.52, 0.3, 0.18), (0.51, 0.29, 0.2)))
+    assert clear.word == "holds"
+    assert "es 0.510, de 0.297, nl 0.193" in clear.detail
+    assert "above that for de by +0.213" in clear.by
+    open_ = judged(s, weighted((0.5, 0.3, 0.2), (0.3, 0.32, 0.38), (0.4, 0.3, 0.3)))
+    assert open_.word == "undecided"
+
+
+def test_weights_are_means_over_evaluations() -> None:
+    plain = classified("local")
+    for evaluated in plain["evaluations"]:
+        evaluated.pop("weights")
+    results = typed([classified("cobo"), plain])
+    with_weights, without = (
+        seed_figures([0.0], [result], (), [Path()], {"weights"})[0].weights for result in results
+    )
+    assert without is None
+    assert with_weights is not None
+    clients = list(results[0].clients)
+    at = [e.weights[0][1] for e in results[0].evaluations if e.weights is not None]
+    assert with_weights[clients[0]][clients[1]] == pytest.approx(sum(at) / len(at))
 
 
 def test_what_is_not_finite_has_no_interval() -> None:

@@ -461,7 +461,7 @@ def test_router_statements_read_the_metrics(
         for k, w in enumerate(weights)
     ]
     (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    figures = seed_figures([1.0], [Result.read(run)], (), [run], routed=True)
+    figures = seed_figures([1.0], [Result.read(run)], (), [run], {"routers"})
     own = [{"row": "a", "column": "c", "seeds": [asdict(seed) for seed in figures]}]
     for kind, expected in (("falls", falls), ("below half at the end", below)):
         s = Routers(kind="routers", says="", source="", columns=("c",), row="a", generalist=kind)  # type: ignore[arg-type]

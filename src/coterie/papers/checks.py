@@ -8,6 +8,7 @@ from coterie.papers.found import Cell, SeedFigures, Verdict
 from coterie.papers.judgement import Condition, Judgement
 from coterie.papers.tables import (
     Better,
+    Favours,
     Gate,
     Improved,
     Lower,
@@ -215,6 +216,21 @@ def _routers(statement: Routers, cells: Cells) -> Found | None:
     )
 
 
+def _favours(statement: Favours, cells: Cells) -> Found | None:
+    cell, one, most = cells[statement.row], statement.client, statement.most
+    known = [seed.weights[one] for seed in cell.seeds if seed.weights]
+    if len(known) < len(cell.seeds):
+        return None
+    conditions = [
+        Condition(f"weight for {most} above that for {i} by", [own[most] - own[i] for own in known])
+        for i in known[0]
+        if i != most
+    ]
+    means = {i: metrics.mean(own[i] for own in known) for i in known[0]}
+    told = ", ".join(f"{i} {mean:.3f}" for i, mean in means.items())
+    return Judgement(conditions), f"mean weights of {one}: {told}"
+
+
 _CHECKS: Mapping[type, Callable[..., Found | None]] = {
     Lower: _lower,
     Better: _better,
@@ -223,4 +239,5 @@ _CHECKS: Mapping[type, Callable[..., Found | None]] = {
     Improved: _improved,
     Gate: _gate,
     Routers: _routers,
+    Favours: _favours,
 }

@@ -21,6 +21,8 @@ class SeedFigures:
         weights_error: W error.
         gate_accuracy: Percent.
         generalist: Mean routing weight of the generalist in the first and in the last round.
+        weights: Of a client for each other one, the mean over evaluations; None where no statement
+            speaks of them.
     """
 
     mean: float
@@ -30,6 +32,7 @@ class SeedFigures:
     weights_error: float | None = None
     gate_accuracy: float | None = None
     generalist: tuple[float, float] | None = None
+    weights: Mapping[str, Mapping[str, float]] | None = None
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)

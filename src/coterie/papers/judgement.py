@@ -92,7 +92,8 @@ class Condition:
         return margin > 0 or (margin == 0 and not self.strict)
 
     def _figure(self, value: float) -> str:
-        return f"{value:+.2f}{' %' if self.form else ''}"
+        small = max(map(abs, self.per_seed)) < 1
+        return f"{value:+.{3 if small else 2}f}{' %' if self.form else ''}"
 
 
 @dataclass(frozen=True)

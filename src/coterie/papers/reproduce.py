@@ -22,7 +22,7 @@ from coterie.papers.found import Cell, Reproduced
 from coterie.papers.job import Job
 from coterie.papers.page import markdown, write_page
 from coterie.papers.remarks import effort, orders, tuned, unlike
-from coterie.papers.seeds import seed_figures, speaks_of_routers
+from coterie.papers.seeds import seed_figures, spoken_of_row
 from coterie.papers.tables import Figure, Settings
 from coterie.reports import Callback, comparison
 from coterie.runs.candidates import UNFIT, confirm
@@ -174,7 +174,7 @@ def _cell(
     mean, std = number if isinstance(number, tuple) else (number, None)
     recipe = runs[0][0]
     shown = _shown(results, job.reproduction.shows)
-    routed = speaks_of_routers(job.reproduction, row)
+    spoken = spoken_of_row(job.reproduction, row)
     return Cell.of(
         replace(comparison.row(recipe.method["name"], results, alone), **shown),
         row=row,
@@ -188,7 +188,7 @@ def _cell(
         settings=recipe.method,
         folders=[path.relative_to(job.folder).as_posix() for _, path in runs],
         evaluations=[_brief(e) for e in results[0].evaluations],
-        seeds=seed_figures(shown["per_seed"], results, alone, [path for _, path in runs], routed),
+        seeds=seed_figures(shown["per_seed"], results, alone, [path for _, path in runs], spoken),
     )
 
 

@@ -1,15 +1,20 @@
 """What the runs of a cell came to, seed by seed."""
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from itertools import permutations
 from pathlib import Path
+from typing import Literal
 
 from coterie.core import metrics
 from coterie.core.result import Result
 from coterie.papers.found import SeedFigures
-from coterie.papers.tables import Reproduction, Routers
+from coterie.papers.tables import Favours, Reproduction, Routers
 from coterie.reports import comparison
 from coterie.reports.curves import router_series
 from coterie.runs.metrics import METRICS
+
+Spoken = AbstractSet[Literal["routers", "weights"]]
 
 
 def seed_figures(
@@ -17,7 +22,7 @@ def seed_figures(
     results: Sequence[Result],
     alone: Sequence[Result],
     folders: Sequence[Path],
-    routed: bool,
+    spoken: Spoken,
 ) -> list[SeedFigures]:
     """Return the figures of each seed.
 
@@ -26,7 +31,7 @@ def seed_figures(
         results: Of the runs.
         alone: Of Local, with the same seeds in the same order; () where it was not run.
         folders: Of the runs.
-        routed: Whether a statement speaks of the routers.
+        spoken: What statements speak of.
     """
     return [
         SeedFigures(
@@ -36,15 +41,30 @@ def seed_figures(
             improved=comparison.improved([result], alone) if alone else None,
             weights_error=result.weights_error,
             gate_accuracy=result.gate_accuracy,
-            generalist=_generalist(result, folder) if routed else None,
+            generalist=_generalist(result, folder) if "routers" in spoken else None,
+            weights=_weights(result) if "weights" in spoken else None,
         )
         for mean, result, folder in zip(shown, results, folders, strict=True)
     ]
 
 
-def speaks_of_routers(reproduction: Reproduction, row: str) -> bool:
-    """Whether a statement of a table speaks of the routers of a row."""
-    return any(isinstance(s, Routers) and s.row == row for s in reproduction.statements)
+def spoken_of_row(reproduction: Reproduction, row: str) -> Spoken:
+    """Return what the statements of a table speak of a row that needs more than its result."""
+    own = [s for s in reproduction.statements if isinstance(s, Routers | Favours) and s.row == row]
+    return {"routers" if isinstance(s, Routers) else "weights" for s in own}
+
+
+def _weights(result: Result) -> dict[str, dict[str, float]] | None:
+    """Return each client's weights for the others, the mean over evaluations; None of a method
+    without.
+    """
+    known = [e.weights for e in result.evaluations if e.weights is not None]
+    if not known:
+        return None
+    found: dict[str, dict[str, float]] = {client: {} for client in result.clients}
+    for (i, one), (j, other) in permutations(enumerate(result.clients), 2):
+        found[one][other] = metrics.mean(weights[i][j] for weights in known)
+    return found
 
 
 def _generalist(result: Result, folder: Path) -> tuple[float, float]:

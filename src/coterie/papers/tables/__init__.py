@@ -160,8 +160,20 @@ class Routers(_Strict):
     generalist: Literal["falls", "below half at the end"]
 
 
+class Favours(_Strict):
+    """A client gives one other client more weight than any other, in the mean over training."""
+
+    kind: Literal["favours"]
+    says: str
+    source: str
+    columns: tuple[str, ...]
+    row: str
+    client: str
+    most: str
+
+
 Compared = Lower | Better | Near
-Statement = Lower | Better | Near | Weights | Improved | Gate | Routers
+Statement = Lower | Better | Near | Weights | Improved | Gate | Routers | Favours
 
 
 class Picture(_Strict):
