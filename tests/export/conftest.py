@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from byte_pairs import byte_pairs
 from random_models import write_base, write_models
 
 import coterie
@@ -15,7 +16,7 @@ from coterie.models.adapter import Layout
 
 MakeRun = Callable[..., Path]
 SIZES = {
-    "vocab_size": 257,
+    "vocab_size": 272,
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
@@ -27,8 +28,18 @@ SIZES = {
 }
 
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
 @pytest.fixture(scope="session")
-def base_of(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def base_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Writes a base of a family, once."""
     import transformers
 
@@ -39,6 +50,7 @@ def base_of(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
         "biased": ("Llama", {"attention_bias": True}),
         "qwen3": ("Qwen3", {"head_dim": 8}),
         "qwen2": ("Qwen2", {}),
+        "scaled": ("Llama", {"rope_parameters": LLAMA3}),
         "gpt2": ("GPT2", {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}),
     }
 
@@ -49,8 +61,7 @@ def base_of(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
         config = getattr(transformers, f"{name}Config")(
             **(sizes if family == "gpt2" else SIZES) | own
         )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_base)
-        return write_base(tmp_path_factory.mktemp(family), config, tokenizer)
+        return write_base(tmp_path_factory.mktemp(family), config, byte_pairs())
 
     return make
 
@@ -82,7 +93,7 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
     coterie.run(
         "quickstart",
         out=folder,
-        data={"train_tokens": 1500, "valid_tokens": 600, "test_tokens": 600},
+        data={"train_tokens": 1500, "valid_tokens": 200, "test_tokens": 200},
         method={"rounds": 1, "local_steps": 3, "router_every": 2, "router_steps": 1},
         training={"batch_size": 4},
         compare_with=[],

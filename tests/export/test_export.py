@@ -43,7 +43,7 @@ def test_everybody_of_a_quickstart_is_exported_and_measured(quickstart, tmp_path
             content = (tmp_path / "out" / name).read_bytes()
             assert file == {"bytes": len(content), "sha256": sha256(content).hexdigest()}
         assert entry["check"]["difference"] < 1e-4
-        assert entry["check"]["tokens"] == 599
+        assert entry["check"]["tokens"] == 199
         measured = result["clients"][client]["test"]
         assert entry["check"]["original"] == pytest.approx(measured, rel=1e-4)
         shown = f"perplexity {entry['check']['perplexity']:.2f}, of the personal model"
@@ -112,4 +112,4 @@ def test_the_text_of_a_client_is_that_of_its_run(quickstart):
     (client,) = Source(quickstart / "clients/network").load()
     (same,) = Source(quickstart, "network").load()
     assert client.test.digest() == same.test.digest()
-    assert (len(client.valid), len(client.test)) == (600, 600)
+    assert (len(client.valid), len(client.test)) == (200, 200)

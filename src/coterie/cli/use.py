@@ -354,7 +354,7 @@ def export(
             say=lambda line: print(f"  {printable(line)}", flush=True),
         )
         for one in found:
-            print(f"{printable(one.client)}: {one.bytes:,} bytes in {one.folder}")
+            print(f"{printable(one.client)}: {one.size}, in {one.folder}")
             for sentence in one.sentences:
                 print(f"  {printable(sentence)}")
         for note in dict.fromkeys(note for one in found for note in one.notes):

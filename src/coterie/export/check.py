@@ -1,9 +1,7 @@
 """The end of every export: what was written runs in its own program, beside the model."""
 
 import math
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -64,7 +62,7 @@ def checked(format: Format, precision: str, client: ClientModel, written: Writte
             expected by more than rounding explains.
     """
     try:
-        with quiet(), format.runtime(client, written) as runtime:
+        with format.runtime(client, written) as runtime:
             return _measured(runtime, LIMITS.get(precision, math.inf), client, written)
     except ExportError:
         raise
@@ -75,22 +73,6 @@ def checked(format: Format, precision: str, client: ClientModel, written: Writte
             f"{printable(reason)}",
             "Nothing is kept. Another version of the program may read it.",
         ) from error
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Within the block, libraries neither warn of each other nor show how far loading is."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _measured(runtime: Runtime, limit: float, client: ClientModel, written: Written) -> Check:
@@ -115,10 +97,10 @@ def _measured(runtime: Runtime, limit: float, client: ClientModel, written: Writ
 def _scored(check: Check, runtime: Runtime, client: ClientModel, test: Split) -> Check:
     """Add the perplexities on the client's test text, or on as much of it as the program takes."""
     theirs, tokens = 0.0, 0
-    for windows in _limited(test, runtime.most_tokens):
+    for windows in _limited(test, runtime):
         theirs += runtime.nll(windows)
         tokens += windows[:, 1:].numel()
-    ours, _ = client.model.score(_limited(test, runtime.most_tokens))
+    ours, _ = client.model.score(_limited(test, runtime))
     return Check(
         check.quantity,
         check.difference,
@@ -129,21 +111,24 @@ def _scored(check: Check, runtime: Runtime, client: ClientModel, test: Split) ->
     )
 
 
-def _limited(split: Split, most: int) -> Iterator[Tensor]:
-    """Yield the windows of a text in order, up to so many predicted tokens, but at least one."""
-    rows = max(1, min(ROWS, most // split.context))
+def _limited(split: Split, runtime: Runtime) -> Iterator[Tensor]:
+    """Yield the windows of a text in order, as many and as long as a program takes, at least one
+    batch.
+    """
+    rows = max(1, min(ROWS, runtime.most_tokens // split.context))
     tokens = 0
     for windows in split.scoring(rows):
-        yield windows
-        tokens += windows[:, 1:].numel()
-        if tokens + rows * split.context > most:
+        taken = windows if runtime.longest is None else windows[:, : runtime.longest + 1]
+        yield taken
+        tokens += taken[:, 1:].numel()
+        if tokens + rows * split.context > runtime.most_tokens:
             return
 
 
 def _probe(runtime: Runtime, client: ClientModel) -> Tensor:
     """(B, C) the beginning of the client's test text, or else tokens by chance."""
     rows, tokens = runtime.probe
-    tokens = min(tokens, client.model.backbone.context_limit)
+    tokens = min(tokens, runtime.longest or client.model.backbone.context_limit)
     if client.test is not None:
         first: Tensor = next(iter(client.test.scoring(rows)))
         return first[:, :tokens]

@@ -65,11 +65,12 @@ class Written:
 
     Args:
         folder: Where its files are.
-        files: Their names in it, those of the base included.
+        files: Their names in it.
         expected: What the files should compute.
         likeness: The name of what they should compute, for messages.
         notes: What its user has to know, sentence by sentence.
         details: What export.json says besides.
+        shared: Names of the files in `folder` that are all clients', the base first.
     """
 
     folder: Path
@@ -78,18 +79,21 @@ class Written:
     likeness: str = "the personal model"
     notes: tuple[str, ...] = ()
     details: dict[str, Any] = field(default_factory=dict)
+    shared: tuple[str, ...] = ()
 
 
 class Runtime(ABC):
     """What was written, loaded by the program that it is for.
 
     `quantity` names what `logits` returns, `probe` is (rows, tokens) of what is compared value by
-    value, `most_tokens` limits the text whose perplexity is measured.
+    value, `most_tokens` limits the text whose perplexity is measured, and `longest` is how many
+    tokens the program takes at once, if that is less than the base.
     """
 
     quantity: ClassVar[str] = "logits"
     probe: tuple[int, int] = (2, 64)
     most_tokens: int = 50_000
+    longest: int | None = None
 
     @abstractmethod
     def logits(self, ids: Tensor) -> Tensor:

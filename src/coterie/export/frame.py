@@ -5,7 +5,9 @@ program, and only then put in their place.
 import os
 import platform
 import tempfile
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -34,6 +36,7 @@ class Exported:
         client: Its id.
         folder: Where its files are.
         files: Their names in it.
+        shared: Of the files that are all clients'.
         notes: What its user has to know, sentence by sentence.
         check: How it does.
         absent: Why its perplexity was not measured; "" where it was.
@@ -42,14 +45,19 @@ class Exported:
     client: str
     folder: Path
     files: tuple[str, ...]
+    shared: tuple[str, ...]
     notes: tuple[str, ...]
     check: Check
     absent: str
 
     @property
-    def bytes(self) -> int:
-        """Of its files."""
-        return sum((self.folder / name).stat().st_size for name in self.files)
+    def size(self) -> str:
+        """Of its files, for people."""
+        own, shared = (
+            sum((self.folder / name).stat().st_size for name in names)
+            for names in (self.files, self.shared)
+        )
+        return f"{own:,} bytes" + (f", and {shared:,} that all clients share" if shared else "")
 
     @property
     def sentences(self) -> list[str]:
@@ -97,7 +105,8 @@ def export(
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as beside:
         new = Path(beside) / "export"
         make_folder(new)
-        found = _written(kind, options, clients, new, source.everyone, say)
+        with quiet():
+            found = _written(kind, options, clients, new, source.everyone, say)
         _put_in_place(new, out)
     return [_moved(one, new, out) for one in found]
 
@@ -122,7 +131,15 @@ def _written(
         check = checked(format, options.precision, client, written)
         entries[client.client] = _entry(client, folder, written, check)
         found.append(
-            Exported(client.client, own, written.files, written.notes, check, client.absent)
+            Exported(
+                client.client,
+                own,
+                written.files,
+                written.shared,
+                written.notes,
+                check,
+                client.absent,
+            )
         )
     write_json(folder / SUMMARY, _summary(format, options, clients[0]) | {"clients": entries})
     return found
@@ -132,15 +149,16 @@ def _entry(client: ClientModel, folder: Path, written: Written, check: Check) ->
     """Describe what was written for one client."""
     about = asdict(client.model.about)
     del about["base"], about["client"]
-    paths = [written.folder / name for name in written.files]
     files = {
-        path.relative_to(folder).as_posix(): {
-            "bytes": path.stat().st_size,
-            "sha256": digest_of(path),
-        }
-        for path in paths
+        (written.folder / name).relative_to(folder).as_posix(): _file(written.folder / name)
+        for name in (*written.files, *written.shared)
     }
     return {"files": files, "check": asdict(check), "model": about} | written.details
+
+
+def _file(path: Path) -> dict[str, Any]:
+    """Describe a file."""
+    return {"bytes": path.stat().st_size, "sha256": digest_of(path)}
 
 
 def _summary(format: Format, options: Options, client: ClientModel) -> dict[str, Any]:
@@ -160,6 +178,22 @@ def _summary(format: Format, options: Options, client: ClientModel) -> dict[str,
         "versions": {"coterie": __version__, "python": platform.python_version()}
         | {name: version(name) for name in packages},
     }
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Within the block, libraries neither warn of each other nor show how far loading is."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _put_in_place(new: Path, out: Path) -> None:

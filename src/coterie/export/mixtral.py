@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from coterie.core.errors import Refused
 from coterie.core.files import write_atomically
@@ -22,15 +22,13 @@ from coterie.export.format import (
     Written,
     interface,
 )
+from coterie.export.layers import FAMILY, base_tensors, gate_of, pair
 from coterie.models.adapter import AdapterBlock
-from coterie.models.architecture import FAMILIES
-from coterie.models.lora import LoRA
 from coterie.personal import PersonalModel
 from coterie.personal.inference.packing import experts_of
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 README = "README.md"
-FAMILY = next(family for family in FAMILIES if family.name == "Llama-like")
 
 
 @dataclass(frozen=True)
@@ -179,16 +177,12 @@ def _tensors(model: PersonalModel, updated: Any) -> dict[str, Tensor]:
         model: The personal model.
         updated: Makes an updated weight, of `_updated` or `_no_update`.
     """
-    # the slots of a backbone hold the base's own layers as `base`
-    found = {
-        name.replace(".base.", "."): tensor
-        for name, tensor in model.backbone.model.state_dict().items()
-    }
+    found = base_tensors(model)
     for i, block in enumerate(cast(Iterable[AdapterBlock], model.adapter.blocks)):
         path = f"{FAMILY.blocks}.{i}"
         for name in FAMILY.linears:
-            weight = f"{path}.{FAMILY.attention}.{name}.weight"
-            found[weight] = updated(found[weight], _pair(block.attention[name]))
+            own = f"{path}.{FAMILY.attention}.{name}.weight"
+            found[own] = updated(found[own], pair(block.attention[name]))
         stacks = {}
         for ours, theirs in FAMILY.mlp.items():
             A, B = experts_of(block.mlp, ours)
@@ -198,21 +192,6 @@ def _tensors(model: PersonalModel, updated: Any) -> dict[str, Tensor]:
         found[f"{path}.mlp.experts.down_proj"] = stacks["down"]
         found[f"{path}.mlp.gate.weight"] = gate_of(block, model.layout.experts)
     return found
-
-
-def _pair(lora: nn.Module) -> tuple[Tensor, Tensor]:
-    """Return A (r, in) and B (out, r), scaled."""
-    own = cast(LoRA, lora)
-    return own.A.detach()[0], own.gamma * own.B.detach()[0]
-
-
-def gate_of(block: AdapterBlock, experts: int) -> Tensor:
-    """Return a router's weight, (n, d_model); of zeros where all experts have the same weight."""
-    router = block.mlp.router
-    if router is not None:
-        return router.weight.detach()
-    down = experts_of(block.mlp, "down")[1]
-    return down.new_zeros((experts, down.shape[1]))
 
 
 def _readme(model: PersonalModel, precision: str) -> str:

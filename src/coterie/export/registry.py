@@ -4,10 +4,11 @@ from importlib.util import find_spec
 
 from coterie.core.errors import Refused, extra
 from coterie.export.format import Format, Options
+from coterie.export.gguf import Gguf
 from coterie.export.mixtral import Mixtral
 from coterie.export.peft import Peft
 
-FORMATS: dict[str, Format] = {format.name: format for format in (Peft(), Mixtral())}
+FORMATS: dict[str, Format] = {format.name: format for format in (Peft(), Mixtral(), Gguf())}
 
 
 def chosen(

@@ -1,0 +1,276 @@
+"""Personal models for llama.cpp: one base for all clients, and for each a small file with its
+experts and its router. Stock programs run them, and choose the client by request.
+"""
+
+import json
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from coterie.core import names
+from coterie.core.errors import ExportError, Refused
+from coterie.core.files import write_atomically
+from coterie.export import gguf_files
+from coterie.export.format import ClientModel, Format, Options, Runtime, Written
+from coterie.export.gguf_tokens import Tokens
+from coterie.export.mixtral import relative_of
+from coterie.personal import PersonalModel
+
+README = "README.md"
+QUANTIZED = ("q8_0", "q4_0")
+COMPARED = 100_000  # log-probabilities that are asked for, each an entry of an answer in JSON
+SAMPLE = "It's 1st: 2,345 words, naïve ones too.\n\n  They're split\tas the base's tokenizer does!"
+
+
+class Gguf(Format):
+    """A base and LoRAs on it, which llama.cpp and all that is built on it read."""
+
+    name = "gguf"
+    about = "a base and a routed LoRA for each client, for llama.cpp, of Llama, Mistral and Qwen3"
+    packages = ("gguf", "xllamacpp")
+    precisions = ("f16", "f32", *QUANTIZED)
+    shares_base = True
+
+    def check(self, client: ClientModel, options: Options) -> None:
+        relative_of(client, self.name)
+        model = client.model
+        if found := list(_obstacles(model)):
+            raise Refused(
+                f"{client.client}: --format {self.name}: {found[0]}",
+                "Use --format peft, which holds a fold of the router, of any base.",
+            )
+        if options.precision in QUANTIZED and (rows := gguf_files.undividable(model)):
+            raise Refused(
+                f"--precision {options.precision}: blocks of {gguf_files.BLOCK} weights have one "
+                f"scale, and that does not divide the input width of {', '.join(rows)}",
+                "Use --precision f16, or a base whose widths it divides.",
+            )
+        Tokens.of(model.tokenizer, model.config.vocab_size)
+
+    def write_base(self, clients: Sequence[ClientModel], folder: Path, options: Options) -> None:
+        models = {_base(client.model, options.precision): client.model for client in clients}
+        for name, model in models.items():
+            gguf_files.write_base(folder / name, model, options.precision)
+        write_atomically(folder / README, _readme(clients, options.precision).encode())
+
+    def write(self, client: ClientModel, folder: Path, options: Options) -> Written:
+        base, own = _base(client.model, options.precision), _own(client)
+        gguf_files.write_client(folder / own, client.model, options.precision)
+        return Written(folder, (own,), client.logits, shared=(base, README))
+
+    @contextmanager
+    def runtime(self, client: ClientModel, written: Written) -> Iterator[Runtime]:
+        precise = written.shared[0].startswith("base-f32")
+        base = written.folder / written.shared[0]
+        server = LlamaServer(base, client.model.about.context, client.model.tokenizer)
+        with server.running([written.folder / written.files[0]], precise):
+            server.check_tokens(client)
+            server.longest = gguf_files.context_length(client.model) - 1  # and one to answer
+            server.probe = (1, max(1, min(48, COMPARED // server.vocabulary)))
+            yield server
+
+    def interface(self, client: ClientModel) -> dict[str, Any]:
+        return {
+            "inputs": {"prompt": "text, or token ids", "lora": [{"id": "int", "scale": "float"}]},
+            "outputs": {"content": "text", "logprobs": "of each token, where asked for"},
+        }
+
+
+def _base(model: PersonalModel, precision: str) -> str:
+    """Return the name of the base for models of one layout."""
+    n, k = model.layout.experts, model.layout.active
+    experts = "" if n == 1 else f"-{n}-experts" + ("" if k == n else f"-top-{k}")
+    return f"base-{precision}{experts}.gguf"
+
+
+def _own(client: ClientModel) -> str:
+    return f"{names.encoded(client.client)}.lora.gguf"
+
+
+def _obstacles(model: PersonalModel) -> Iterator[str]:
+    """Yield what llama.cpp would compute in another way."""
+    config = model.config
+    if config.hidden_act != "silu":
+        yield f"its MLPs have the activation {config.hidden_act}, and llama.cpp's silu"
+    if unknown := gguf_files.unknown_tensors(model):
+        yield f"llama.cpp has no place for the base's {unknown[0]}"
+    rotary = model.backbone.model.model.rotary_emb
+    kind = config.rope_parameters.get("rope_type", "default")
+    scaled = gguf_files.rope_factors(model) is not None
+    fixed = kind in ("default", "linear", "llama3") and rotary.attention_scaling == 1
+    if not fixed or (scaled and config.model_type == "qwen3"):
+        yield f"the base scales its positions by {kind}"
+
+
+class LlamaServer(Runtime):
+    """A server of llama.cpp in this process, which other programs of this machine can reach.
+
+    Args:
+        base: The file of the base.
+        context: Tokens of a request, at most.
+        tokenizer: The base's.
+        slots: Requests at a time.
+
+    `adapter` is the number of the client that answers.
+    """
+
+    quantity = "log-probabilities"
+    most_tokens = 2048
+
+    def __init__(self, base: Path, context: int, tokenizer: Any, slots: int = 1) -> None:
+        self.base, self.context, self.slots = base, context, slots
+        self.vocabulary = self.adapter = 0
+        self.plain = int(tokenizer("a", add_special_tokens=False)["input_ids"][0])
+        self.server: Any = None
+
+    @contextmanager
+    def running(self, adapters: Sequence[Path], precise: bool = False) -> Iterator[None]:
+        """Within the block the server runs, with these LoRAs, none of them in use by itself.
+
+        Args:
+            adapters: The files of clients.
+            precise: Whether it keeps keys and values in fp32.
+        """
+        import xllamacpp
+
+        params = xllamacpp.CommonParams()
+        params.model.path = str(self.base)
+        params.n_parallel = self.slots
+        params.n_ctx = self.slots * (self.context + 8)
+        params.n_gpu_layers = 0
+        params.cpuparams.n_threads = torch.get_num_threads()
+        params.verbosity = -1
+        params.warmup = params.ui = params.fit_params = False
+        params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(str(p), 0.0) for p in adapters]
+        if precise:
+            flash = xllamacpp.llama_flash_attn_type
+            params.flash_attn_type = flash.LLAMA_FLASH_ATTN_TYPE_DISABLED
+            params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+        self.server = xllamacpp.Server(params)
+        self.vocabulary = int(self._get("/v1/models")["data"][0]["meta"]["n_vocab"])
+        try:
+            yield
+        finally:
+            self.server = None  # which ends it
+
+    def _get(self, path: str, content: Mapping[str, Any] | None = None) -> Any:
+        """Return the server's answer to a request by its own protocol."""
+        request = urllib.request.Request(
+            f"{self.server.listening_address}{path}",
+            None if content is None else json.dumps(content).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)
+
+    def complete(self, prompt: Sequence[int] | str, **settings: Any) -> dict[str, Any]:
+        """Return the first choice of one completion, by the client of `adapter`."""
+        request = {
+            "prompt": prompt if isinstance(prompt, str) else [*prompt],
+            "n_predict": 1,
+            "temperature": 0.0,
+            "samplers": [],
+            "lora": [{"id": self.adapter, "scale": 1.0}],
+        }
+        answer = self.server.handle_completions(request | settings)
+        if "choices" not in answer:
+            raise ExportError(f"llama.cpp refuses a request: {answer}", "Report this.")
+        return cast(dict[str, Any], answer["choices"][0])
+
+    def _following(self, prompt: Sequence[int], token: int, entries: int) -> dict[str, Any] | None:
+        """Return what the server says of the token behind a prompt, with so many log-probabilities,
+        best first; None where that token has no text of its own.
+
+        A bias makes the server choose `token`; what it says is without the bias.
+        """
+        bias = [[token, 1e4]]
+        choice = self.complete(prompt, logprobs=entries, n_probs=entries, logit_bias=bias)
+        content = (choice["logprobs"] or {}).get("content")
+        return cast(dict[str, Any], content[0]) if content else None
+
+    def _all_following(self, prompt: Sequence[int]) -> Tensor:
+        """(V,) the log-probabilities of all tokens behind a prompt."""
+        found = self._following(prompt, self.plain, self.vocabulary)
+        assert found is not None
+        values = torch.full((self.vocabulary,), -torch.inf)
+        entries = found["top_logprobs"]
+        places = torch.tensor([entry["id"] for entry in entries])
+        values[places] = torch.tensor([entry["logprob"] for entry in entries])
+        return values
+
+    def logits(self, ids: Tensor) -> Tensor:
+        """(B, C) int64 -> (B, C, V) log-probabilities: each token is one request."""
+        rows = [
+            torch.stack([self._all_following(row[: end + 1]) for end in range(len(row))])
+            for row in ids.tolist()
+        ]
+        return torch.stack(rows)
+
+    def nll(self, windows: Tensor) -> float:
+        """(B, C + 1) int64 -> the summed negative log-likelihood of all next tokens, in nats."""
+        total = 0.0
+        for row in windows.tolist():
+            for place, token in enumerate(row[1:], start=1):
+                found = self._following(row[:place], token, 1)
+                if found is not None and found["id"] == token:
+                    total -= found["logprob"]
+                else:  # it ends the text, or is part of a letter
+                    total -= float(self._all_following(row[:place])[token])
+        return total
+
+    def tokens(self, text: str) -> list[int]:
+        """Return the ids of a text's tokens, without special ones."""
+        asked = {"content": text, "add_special": False, "parse_special": False}
+        found: list[int] = self._get("/tokenize", asked)["tokens"]
+        return found
+
+    def check_tokens(self, client: ClientModel) -> None:
+        """Refuse to keep a base whose texts llama.cpp splits into other tokens. Raises
+        ExportError.
+        """
+        tokenizer, text = client.model.tokenizer, SAMPLE
+        if client.test is not None:
+            ids: Tensor = next(iter(client.test.scoring(4)))
+            text += tokenizer.decode(ids.flatten().tolist(), skip_special_tokens=True)
+        wanted = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if (found := self.tokens(text)) != wanted:
+            raise ExportError(
+                f"{client.client}: llama.cpp splits text into {len(found):,} tokens, the base's "
+                f"tokenizer into {len(wanted):,}, or into others",
+                "Nothing is kept. Use --format mixtral, and llama.cpp's own converter.",
+            )
+
+
+def _readme(clients: Sequence[ClientModel], precision: str) -> str:
+    """Return how the files are used."""
+    bases: dict[str, list[ClientModel]] = {}
+    for client in clients:
+        bases.setdefault(_base(client.model, precision), []).append(client)
+    parts = []
+    for base, own in bases.items():
+        files = ",".join(_own(client) for client in own)
+        ids = "\n".join(f"| {i} | {client.client} |" for i, client in enumerate(own))
+        parts.append(
+            f"""## `{base}`
+
+```
+llama-server -m {base} --lora-init-without-apply --lora {files}
+```
+
+| id | client |
+| --- | --- |
+{ids}
+"""
+        )
+    return """# Personal models for llama.cpp, exported from coterie
+
+Each client's file holds its experts and its router, on a base that they share. A request names the
+client, each time: `{"prompt": "...", "n_predict": 20, "lora": [{"id": 0, "scale": 1.0}]}`.
+`export.json` says how far each is from the personal model.
+
+""" + "\n".join(parts)

@@ -1,0 +1,226 @@
+"""Files of llama.cpp: a base whose every MLP is there once for each expert, and for each client a
+LoRA on it. The router is the client's too: a LoRA on a gate of zeros.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from coterie.export.gguf_tokens import Tokens
+from coterie.export.layers import FAMILY, base_tensors, gate_of, pair
+from coterie.models.adapter import AdapterBlock
+from coterie.personal import PersonalModel
+from coterie.personal.inference.packing import experts_of
+
+Values = npt.NDArray[Any]
+ATTENTION = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output"}
+NORMS = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    f"{FAMILY.attention}.q_norm": "attn_q_norm",
+    f"{FAMILY.attention}.k_norm": "attn_k_norm",
+}
+WHOLE = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+# llama.cpp's names of architectures, without and with experts; those of "llama" have the two halves
+# of each rotated head interleaved
+ARCHITECTURES = {
+    "llama": ("llama", "llama"),
+    "mistral": ("llama", "llama"),
+    "qwen3": ("qwen3", "qwen3moe"),
+}
+BLOCK = 32  # weights of a row that have one scale, in Q8_0 and Q4_0
+
+
+def layer_names(kind: str, experts: int) -> Mapping[str, str]:
+    """Return llama.cpp's name, within a block, of each layer of a base by its own."""
+    last = "" if experts == 1 else "_exps"
+    mlp = {f"mlp.{theirs}": f"ffn_{ours}{last}" for ours, theirs in FAMILY.mlp.items()}
+    attention = {f"{FAMILY.attention}.{name}": theirs for name, theirs in ATTENTION.items()}
+    norms = {
+        n: t for n, t in NORMS.items() if kind == "qwen3" or not n.endswith(("q_norm", "k_norm"))
+    }
+    return mlp | attention | norms
+
+
+def unknown_tensors(model: PersonalModel) -> list[str]:
+    """Return the base's tensors that llama.cpp has no place for."""
+    layers = layer_names(model.config.model_type, model.layout.experts)
+    blocks = range(len(model.adapter.blocks))
+    known = {f"{FAMILY.blocks}.{i}.{name}.weight" for i in blocks for name in layers}
+    return sorted(base_tensors(model).keys() - known - WHOLE.keys())
+
+
+def undividable(model: PersonalModel) -> list[str]:
+    """Return the layers of a block whose rows cannot be quantised in blocks of 32, with their
+    width.
+    """
+    shape = model.backbone.architecture.blocks[0]
+    linears = [*shape.attention, *shape.mlp.linears]
+    return [f"{one.name} ({one.inputs})" for one in linears if one.inputs % BLOCK]
+
+
+def context_length(model: PersonalModel) -> int:
+    """Return how many tokens llama.cpp may take: beyond its window a base would see less than
+    llama.cpp shows it.
+    """
+    longest: int = model.config.max_position_embeddings
+    return min(longest, getattr(model.config, "sliding_window", None) or longest)
+
+
+def rope_factors(model: PersonalModel) -> Values | None:
+    """Return by what llama.cpp divides the frequencies of the rotary embedding, (head / 2,); None
+    where they are the plain ones.
+    """
+    own = model.backbone.model.model.rotary_emb.inv_freq.double().cpu().numpy()
+    theta = float(model.config.rope_parameters["rope_theta"])
+    plain = theta ** -(np.arange(len(own)) / len(own))
+    factors = (plain / own).astype(np.float32)
+    return None if np.allclose(factors, 1, rtol=1e-4) else factors
+
+
+def write_base(path: Path, model: PersonalModel, precision: str) -> None:
+    """Write the base for all models of one layout, each of its MLPs once for each expert."""
+    import gguf
+
+    experts, kind = model.layout.experts, model.config.model_type
+    writer = gguf.GGUFWriter(str(path), ARCHITECTURES[kind][experts > 1], use_temp_file=True)
+    _describe(writer, model, precision)
+    Tokens.of(model.tokenizer, model.config.vocab_size).write(writer, model.tokenizer)
+    layers = layer_names(kind, experts)
+    tensors = base_tensors(model)
+    if model.config.tie_word_embeddings:
+        tensors.pop("lm_head.weight", None)
+    for name, tensor in tensors.items():
+        if name in WHOLE:
+            _add(writer, WHOLE[name], _values(tensor), precision)
+            continue
+        block, _, layer = name.removeprefix(f"{FAMILY.blocks}.").partition(".")
+        layer = layer.removesuffix(".weight")
+        values = _interleaved(_values(tensor), layer, model)
+        if layers[layer].endswith("_exps"):
+            values = np.broadcast_to(values, (experts, *values.shape))
+        _add(writer, f"blk.{block}.{layers[layer]}.weight", values, precision)
+    for i in range(len(model.adapter.blocks) * (experts > 1)):
+        gate = np.zeros((experts, model.config.hidden_size), np.float32)
+        writer.add_tensor(f"blk.{i}.ffn_gate_inp.weight", gate)
+    if (factors := rope_factors(model)) is not None:
+        writer.add_tensor("rope_freqs.weight", factors)
+    _finish(writer)
+
+
+def write_client(path: Path, model: PersonalModel, precision: str) -> None:
+    """Write what one client has for itself: its updates, its experts and its router."""
+    import gguf
+
+    experts, kind = model.layout.experts, model.config.model_type
+    writer = gguf.GGUFWriter(str(path), ARCHITECTURES[kind][experts > 1])
+    writer.add_type("adapter")
+    writer.add_name(model.about.client)
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", 0.0)  # B is scaled already
+    layers = layer_names(kind, experts)
+    dtype = np.float32 if precision == "f32" else np.float16
+    for i, block in enumerate(cast(Iterable[AdapterBlock], model.adapter.blocks)):
+        pairs = {
+            f"{FAMILY.attention}.{name}": pair(block.attention[name]) for name in FAMILY.linears
+        }
+        for ours, theirs in FAMILY.mlp.items():
+            A, B = experts_of(block.mlp, ours)  # (n, r, in), (n, out, r)
+            B = block.mlp.gamma * B
+            pairs[f"mlp.{theirs}"] = (A, B) if experts > 1 else (A[0], B[0])
+        for layer, (A, B) in pairs.items():
+            name = f"blk.{i}.{layers[layer]}.weight"
+            writer.add_tensor(f"{name}.lora_a", _values(A).astype(dtype))
+            up = _interleaved(_values(B), layer, model)
+            writer.add_tensor(f"{name}.lora_b", np.ascontiguousarray(up).astype(dtype))
+        if model.layout.routed:
+            name = f"blk.{i}.ffn_gate_inp.weight"
+            writer.add_tensor(f"{name}.lora_a", _values(gate_of(block, experts)))
+            writer.add_tensor(f"{name}.lora_b", np.eye(experts, dtype=np.float32))
+    _finish(writer)
+
+
+def _describe(writer: Any, model: PersonalModel, precision: str) -> None:
+    """Write the sizes of a base."""
+    import gguf
+
+    config, layout = model.config, model.layout
+    heads = config.num_attention_heads
+    head = getattr(config, "head_dim", None) or config.hidden_size // heads
+    writer.add_name(str(config.model_type))
+    writer.add_context_length(context_length(model))
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head)
+    writer.add_value_length(head)
+    writer.add_rope_dimension_count(head)
+    writer.add_rope_freq_base(float(config.rope_parameters["rope_theta"]))
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_file_type(getattr(gguf.LlamaFileType, _FILE_TYPES[precision]))
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    if layout.experts > 1:
+        writer.add_expert_count(layout.experts)
+        writer.add_expert_used_count(layout.active)
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+
+
+_FILE_TYPES = {
+    "f32": "ALL_F32",
+    "f16": "MOSTLY_F16",
+    "q8_0": "MOSTLY_Q8_0",
+    "q4_0": "MOSTLY_Q4_0",
+}
+
+
+def _add(writer: Any, name: str, values: Values, precision: str) -> None:
+    """Add a tensor of a base: norms as they are, matrices in the precision asked for."""
+    import gguf
+
+    if values.ndim == 1 or precision == "f32":
+        writer.add_tensor(name, np.ascontiguousarray(values, dtype=np.float32))
+        return
+    if precision == "f16":
+        writer.add_tensor(name, np.ascontiguousarray(values, dtype=np.float16))
+        return
+    # the embeddings are the output layer too in small bases, which has to be more precise
+    whole = "Q8_0" if name in WHOLE.values() else precision.upper()
+    kind = gguf.GGMLQuantizationType[whole]
+    quantized = gguf.quants.quantize(np.ascontiguousarray(values), kind)
+    writer.add_tensor(name, quantized, raw_dtype=kind)
+
+
+def _finish(writer: Any) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _interleaved(values: Values, layer: str, model: PersonalModel) -> Values:
+    """(out, ...) -> (out, ...): rows of queries and keys in the order of llama.cpp's "llama"."""
+    config = model.config
+    if ARCHITECTURES[config.model_type][0] != "llama":
+        return values
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    count = heads.get(layer.rpartition(".")[2])
+    if count is None:
+        return values
+    halves = values.reshape(count, 2, values.shape[0] // count // 2, *values.shape[1:])
+    return halves.swapaxes(1, 2).reshape(values.shape)
+
+
+def _values(tensor: Tensor) -> Values:
+    found: Values = tensor.detach().float().cpu().contiguous().numpy()
+    return found

@@ -1,0 +1,103 @@
+"""A tokenizer as llama.cpp has it: the tokens and merges of a byte-level BPE, and how text is split
+before them, which llama.cpp knows by name only.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from coterie.core.errors import Refused
+
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # llama.cpp's kinds of tokens
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPLITS = {  # by what tokenizer.json says: digits apart, then the pattern
+    (False, _GPT2): "gpt-2",
+    (True, _GPT2): "smollm",
+    (False, _WORDS % "{1,3}"): "llama-bpe",
+    (False, _WORDS % ""): "qwen2",
+}
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of a byte-level BPE.
+
+    Args:
+        texts: Of each token, by id; ids beyond the tokenizer's are unused.
+        kinds: Of each token, as llama.cpp numbers them.
+        merges: In their order.
+        split: llama.cpp's name of how text is split first.
+    """
+
+    texts: list[str]
+    kinds: list[int]
+    merges: list[str]
+    split: str
+
+    @classmethod
+    def of(cls, tokenizer: Any, size: int) -> "Tokens":
+        """Return the tokens of a tokenizer, for a base with so many.
+
+        Raises:
+            Refused: It is of another kind, or splits text in a way that llama.cpp does not know.
+        """
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        found = json.loads(backend.to_str()) if backend is not None else {}
+        model = found.get("model", {})
+        split = _split(found)
+        merges = model.get("merges")
+        if model.get("type") != "BPE" or model.get("byte_fallback") or not merges or not split:
+            raise Refused(
+                "the base's tokenizer is none that can be written for llama.cpp here: a byte-level "
+                "BPE that splits text as GPT-2, SmolLM, Llama 3 or Qwen 2 does",
+                "Use --format mixtral, whose checkpoint llama.cpp's own convert_hf_to_gguf.py "
+                "reads, or --format peft.",
+            )
+        texts = [f"[UNUSED{i}]" for i in range(size)]
+        kinds = [UNUSED] * size
+        for text, i in model["vocab"].items():
+            texts[i], kinds[i] = text, NORMAL
+        for token in found["added_tokens"]:
+            texts[token["id"]] = token["content"]
+            kinds[token["id"]] = CONTROL if token["special"] else USER_DEFINED
+        pairs = [pair if isinstance(pair, str) else " ".join(pair) for pair in merges]
+        return cls(texts, kinds, pairs, split)
+
+    def write(self, writer: Any, tokenizer: Any) -> None:
+        """Write them to a file of llama.cpp, with the tokenizer's special tokens and template."""
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(self.split)
+        writer.add_token_list(self.texts)
+        writer.add_token_types(self.kinds)
+        writer.add_token_merges(self.merges)
+        first = tokenizer("a")["input_ids"][:1]
+        for name in ("bos", "eos", "pad", "unk"):
+            if (token := getattr(tokenizer, f"{name}_token_id")) is not None:
+                getattr(writer, f"add_{name}_token_id")(token)
+        writer.add_add_bos_token(first == [tokenizer.bos_token_id])
+        if isinstance(template := getattr(tokenizer, "chat_template", None), str):
+            writer.add_chat_template(template)
+
+
+def _split(found: dict[str, Any]) -> str:
+    """Return llama.cpp's name of how a tokenizer.json splits text; "" where it has none."""
+    normalizer = (found.get("normalizer") or {}).get("type", "NFC")  # which llama.cpp leaves out
+    own = found.get("pre_tokenizer") or {}
+    steps = own["pretokenizers"] if own.get("type") == "Sequence" else [own]
+    kinds = [step.get("type") for step in steps]
+    last = steps[-1]
+    if normalizer != "NFC" or kinds[-1] != "ByteLevel" or last.get("add_prefix_space"):
+        return ""
+    digits, pattern = False, _GPT2 if last.get("use_regex", True) else ""
+    for step in steps[:-1]:
+        if step["type"] == "Digits" and step.get("individual_digits"):
+            digits = True
+        elif step["type"] == "Split" and not pattern:
+            pattern = step["pattern"].get("Regex", "")
+        else:
+            return ""
+    return SPLITS.get((digits, pattern), "")
