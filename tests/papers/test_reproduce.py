@@ -226,6 +226,14 @@ def test_ditto_is_swept_alike_wherever_it_stands_beside_cobo(tmp_path: Path) -> 
         ).sweep("ditto", column)
 
 
+def test_what_only_a_search_tries_is_not_tried_without_one(tmp_path: Path) -> None:
+    fixed, tuned = (
+        Job("cobo/table2", "small", tmp_path, effort=effort) for effort in (None, Effort())
+    )
+    assert tuned.sweep("cobo", "silo").keys() - fixed.sweep("cobo", "silo").keys() == {"method.rho"}
+    assert tuned.sweep("local", "silo") == fixed.sweep("local", "silo")
+
+
 def test_the_pull_between_languages_is_as_long_as_the_papers() -> None:
     """After all rounds 1/e^0.5 of a disagreement is left where gradients are nought."""
     for name in ("cobo-languages", "gpt2-languages"):

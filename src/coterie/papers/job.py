@@ -111,6 +111,7 @@ class Job:
         return {
             **self.reproduction.columns[column].tune.get(self.scale, {}),
             **own.sweep.get(self.scale, {}),
+            **(own.search.get(self.scale, {}) if self.effort is not None else {}),
         }
 
     def search(self, cell: tuple[str, str], allowed: Callable[[Trial], bool]) -> Search:

@@ -44,6 +44,9 @@ class Row(_Strict):
     sweep: Mapping[
         Scale, Mapping[str, tuple[Any, ...]]
     ] = {}  # keys and values; the best on validation at the first seed is the row's
+    search: Mapping[
+        Scale, Mapping[str, tuple[Any, ...]]
+    ] = {}  # likewise, but only where rows are tuned, all with the same effort
 
 
 class Column(_Strict):
