@@ -139,6 +139,7 @@ def _section(table: Table) -> list[str]:
                 [
                     f"coterie reproduce {table.name} --seeds {len(found['seeds'])}",
                     *found["part"],
+                    *(f"--set {text}" for text in found["overrides"]),
                 ]
             )
             lines += [f"{kind}: `{command}`, {found['hours']:.1f} hours of one thread.  "]

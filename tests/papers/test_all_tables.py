@@ -80,7 +80,8 @@ def found_of(name: str, verdicts: dict[tuple[str, str], str]) -> str:
         for (says, column), word in verdicts.items()
     ]
     columns = dict.fromkeys((column for _, column in verdicts), "")
-    about = {"hours": 1.26, "seeds": [0, 1, 2], "part": [], "columns": columns}
+    about = {"hours": 1.26, "seeds": [0, 1, 2], "part": [], "overrides": ["a.b=1"]}
+    about["columns"] = columns
     return json.dumps({"name": name, "statements": statements, **about})
 
 
@@ -109,7 +110,7 @@ def test_a_verdict_is_that_of_fixed_and_tuned_rows(
         assert "not run yet" in section
         return
     assert f"| {verdict} | {says} (Section 3.1.2) | AG News |" in section
-    assert "1.3 hours" in section
+    assert "--seeds 3 --set a.b=1`, 1.3 hours" in section
     for word in (fixed, tuned):
         assert word is None or f"{word}: by 1 ({word})" in section
 

@@ -47,7 +47,7 @@ def test_what_a_seed_does_to_both_rows_cancels() -> None:
     a, x = row("a", [30.0, 40.0, 50.0]), row("x", [31.0, 40.9, 51.1])
     verdict = judged(LOWER, a, x)
     assert (verdict.word, verdict.surely) == ("holds", True)
-    assert "a better than x by +1.00 (interval +0.75 to +1.25)" in verdict.by
+    assert "gain of a over x +1.00 (interval +0.75 to +1.25)" in verdict.by
     assert judged(LOWER, row("a", [31.0, 40.9, 51.1]), row("x", [30.0, 40.0, 50.0])).word == (
         "does not hold"
     )
@@ -73,7 +73,7 @@ def test_every_part_of_a_statement_must_hold() -> None:
     s = LOWER.model_copy(update={"than": ("x", "y")})
     a, x, y = row("a", [1.0, 1.1, 0.9]), row("x", [5.0, 5.1, 5.2]), row("y", [1.0, 1.3, 0.6])
     assert judged(s, a, x, y).word == "undecided"
-    assert "better than y" in judged(s, a, x, y).by  # the part that decides
+    assert "gain of a over y" in judged(s, a, x, y).by  # the part that decides
     worse = row("y", [0.5, 0.55, 0.45])
     assert judged(s, a, x, worse).word == "does not hold"
 

@@ -91,7 +91,7 @@ def _gains(statement: Lower | Better, good: Cell, bad: Cell, lower_is_better: bo
     sign = 1 if lower_is_better else -1
     pairs = zip(_values(good, statement), _values(bad, statement), strict=True)
     return Condition(
-        f"{good.title} better than {bad.title} by",
+        f"gain of {good.title} over {bad.title}",
         [sign * (theirs - ours) for ours, theirs in pairs],
         statement.by if isinstance(statement, Better) else 0.0,
         strict=not (isinstance(statement, Better) and statement.by),
