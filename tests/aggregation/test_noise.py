@@ -279,6 +279,7 @@ HARMLESS = {  # files that draw from generators which anybody can predict, and w
     "data/canaries.py": "canaries of an experiment, whose coins follow from its seed",
     "data/schemes.py": "how data are dealt out to simulated clients",
     "data/splits.py": "the order of a client's own batches",
+    "export/check.py": "tokens on which a model without text is compared",
     "methods/pairs.py": "which pairs of clients CoBo compares, see below",
     "methods/pairwise.py": "which pairs of clients CoBo compares, see below",
     "models/adapter.py": "where training starts",

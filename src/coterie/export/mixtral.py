@@ -103,7 +103,10 @@ class Mixtral(Format):
         from transformers import AutoModelForCausalLM
 
         folder = str(written.folder)
-        yield TorchRuntime(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, trust_remote_code=False
+        )
+        yield TorchRuntime(model)
 
     def interface(self, client: ClientModel) -> dict[str, Any]:
         return interface(client.model.backbone.architecture.vocabulary)
@@ -157,7 +160,7 @@ def _blank(model: PersonalModel) -> Any:
         relative.width: model.config.intermediate_size,
         "num_experts_per_tok": layout.active,
     }
-    return AutoModelForCausalLM.from_config(kind(**own))
+    return AutoModelForCausalLM.from_config(kind(**own), trust_remote_code=False)
 
 
 def _no_update(weight: Tensor, lora: tuple[Tensor, Tensor]) -> Tensor:
