@@ -162,42 +162,34 @@ def _metric(cells: Cells) -> MetricInfo:
     return next(iter(cells.values())).metric
 
 
-def _one(name: str, values: Sequence[float | None], bound: float, above: bool) -> Judgement | None:
+def _one(
+    name: str, values: Sequence[float | None], bound: float, above: bool, digits: int
+) -> Found | None:
     """Judge a figure of a single row; None where a seed does not have it."""
     known = [value for value in values if value is not None]
     if len(known) < len(values):
         return None
-    return Judgement([Condition(name, known, bound, above, strict=False)])
+    condition = Condition(name, known, bound, above, strict=False)
+    limit = f"at {'least' if above else 'most'} {bound:g}"
+    return Judgement([condition]), f"{name} {condition.mean:.{digits}f} ({limit})"
 
 
 def _weights(statement: Weights, cells: Cells) -> Found | None:
     cell = cells[statement.row]
-    name = f"W error of {cell.title}"
     errors = [seed.weights_error for seed in cell.seeds]
-    judgement = _one(name, errors, statement.at_most, above=False)
-    if judgement is None:
-        return None
-    return judgement, f"{name} {judgement.conditions[0].mean:.3f} (at most {statement.at_most:g})"
+    return _one(f"W error of {cell.title}", errors, statement.at_most, above=False, digits=3)
 
 
 def _improved(statement: Improved, cells: Cells) -> Found | None:
     cell = cells[statement.row]
-    name = f"Imp.% of {cell.title}"
     shares = [seed.improved for seed in cell.seeds]
-    judgement = _one(name, shares, statement.at_least, above=True)
-    if judgement is None:
-        return None
-    return judgement, f"{name} {judgement.conditions[0].mean:.0f} (at least {statement.at_least:g})"
+    return _one(f"Imp.% of {cell.title}", shares, statement.at_least, above=True, digits=0)
 
 
 def _gate(statement: Gate, cells: Cells) -> Found | None:
     cell = cells[statement.row]
-    name = f"gate accuracy of {cell.title}"
     right = [seed.gate_accuracy for seed in cell.seeds]
-    judgement = _one(name, right, statement.at_least, above=True)
-    if judgement is None:
-        return None
-    return judgement, f"{name} {judgement.conditions[0].mean:.1f} (at least {statement.at_least:g})"
+    return _one(f"gate accuracy of {cell.title}", right, statement.at_least, above=True, digits=1)
 
 
 def _routers(statement: Routers, cells: Cells) -> Found | None:

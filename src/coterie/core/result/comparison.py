@@ -13,7 +13,9 @@ from coterie.core.result.parsing import (
     Versions,
     given,
     mapping,
-    sequence,
+    row_of,
+    table_json,
+    table_values,
 )
 
 
@@ -172,31 +174,14 @@ class Comparison:
     def from_json(cls, found: Any, folder: Path | None = None) -> Self:
         """Return what is in comparison.json. Raises CheckpointError."""
         values = given(cls, {"metric": None} | dict(mapping(found, "a comparison")))
-        values["metric"] = MetricInfo.from_json(values["metric"])
-        values["rows"] = tuple(map(Row.from_json, sequence(values["rows"], "rows")))
-        kinds: Mapping[str, type[Versions | Machine]] = {"versions": Versions, "machine": Machine}
-        values |= {
-            name: kind.from_json(values[name])
-            for name, kind in kinds.items()
-            if values.get(name) is not None
-        }
-        return cls(**values | {"folder": folder})
+        return cls(**values | table_values(values, Row.from_json) | {"folder": folder})
 
     def to_json(self) -> Json:
         """Return what is in comparison.json."""
-        found = {name: value for name, value in vars(self).items() if name != "folder"}
-        return found | {
-            "metric": self.metric.to_json(),
-            "rows": [row.to_json() for row in self.rows],
-            "versions": None if self.versions is None else self.versions.to_json(),
-            "machine": None if self.machine is None else self.machine.to_json(),
-        }
+        return table_json(self)
 
     def __getitem__(self, method: str) -> Row:
-        for row in self.rows:
-            if row.method == method:
-                return row
-        raise KeyError(method)
+        return row_of(self.rows, method)
 
     @property
     def best(self) -> Row:

@@ -1,8 +1,8 @@
 """Reading results from JSON and writing them, and the small records that several results share."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 from coterie.core.errors import CheckpointError
 
@@ -155,3 +155,55 @@ class Machine(Record):
     device: str
     dtype: str
     threads: int
+
+
+# ---- tables with a row for each method ----------------------------------------------------------
+
+
+class _Row(Protocol):
+    @property
+    def method(self) -> str: ...
+
+
+R = TypeVar("R", bound=_Row)
+
+
+def table_values(values: Json, row: Callable[[Any], object]) -> Json:
+    """Return the parsed values of a table's JSON: metric, rows, versions, machine.
+
+    Args:
+        values: The JSON object.
+        row: Parses a row.
+
+    Raises:
+        CheckpointError: One of them is not what it should be.
+    """
+    kinds: Mapping[str, type[Versions | Machine]] = {"versions": Versions, "machine": Machine}
+    parsed = {
+        name: kind.from_json(values[name])
+        for name, kind in kinds.items()
+        if values.get(name) is not None
+    }
+    return parsed | {
+        "metric": MetricInfo.from_json(values["metric"]),
+        "rows": tuple(map(row, sequence(values["rows"], "rows"))),
+    }
+
+
+def table_json(table: Any) -> Json:
+    """Return the JSON object of a table, its folder left out."""
+    found = {name: value for name, value in vars(table).items() if name != "folder"}
+    return found | {
+        "metric": table.metric.to_json(),
+        "rows": [row.to_json() for row in table.rows],
+        "versions": None if table.versions is None else table.versions.to_json(),
+        "machine": None if table.machine is None else table.machine.to_json(),
+    }
+
+
+def row_of(rows: Sequence[R], method: str) -> R:
+    """Return a method's row. Raises KeyError."""
+    for row in rows:
+        if row.method == method:
+            return row
+    raise KeyError(method)

@@ -14,7 +14,10 @@ from coterie.core.result.parsing import (
     Versions,
     given,
     mapping,
+    row_of,
     sequence,
+    table_json,
+    table_values,
 )
 
 TUNING = "tune.json"
@@ -145,31 +148,14 @@ class Tuning:
     def from_json(cls, found: Any, folder: Path | None = None) -> Self:
         """Return what is in tune.json. Raises CheckpointError."""
         values = given(cls, dict(mapping(found, "a tuning")))
-        values["metric"] = MetricInfo.from_json(values["metric"])
-        values["rows"] = tuple(map(TunedRow.from_json, sequence(values["rows"], "rows")))
-        kinds: Mapping[str, type[Versions | Machine]] = {"versions": Versions, "machine": Machine}
-        values |= {
-            name: kind.from_json(values[name])
-            for name, kind in kinds.items()
-            if values.get(name) is not None
-        }
-        return cls(**values | {"folder": folder})
+        return cls(**values | table_values(values, TunedRow.from_json) | {"folder": folder})
 
     def to_json(self) -> Json:
         """Return what is in tune.json."""
-        found = {name: value for name, value in vars(self).items() if name != "folder"}
-        return found | {
-            "metric": self.metric.to_json(),
-            "rows": [row.to_json() for row in self.rows],
-            "versions": None if self.versions is None else self.versions.to_json(),
-            "machine": None if self.machine is None else self.machine.to_json(),
-        }
+        return table_json(self)
 
     def __getitem__(self, method: str) -> TunedRow:
-        for row in self.rows:
-            if row.method == method:
-                return row
-        raise KeyError(method)
+        return row_of(self.rows, method)
 
     def path(self, method: str) -> Path:
         """Return the file of the recipe that was chosen for a method."""
