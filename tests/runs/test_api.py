@@ -243,6 +243,19 @@ def test_a_callback_that_raises_stops_the_run_by_its_name_and_it_can_be_resumed(
     assert figures(run.folder) == figures(whole.folder)
 
 
+@pytest.mark.parametrize("engine", ["inprocess", "loopback"])
+def test_no_exchange_has_more_answers_than_clients_asked(engine: str, tmp_path: Path) -> None:
+    heard = Notes()
+    coterie.run("cobo-digits", out=tmp_path / "run", engine=engine, callbacks=[heard], **SHORT)
+    asked = answers = 0
+    for event, told in heard.heard:
+        if event == "asking":
+            asked, answers = told[1], 0
+        answers += event in ("client", "answered")
+        assert answers <= asked
+    assert asked
+
+
 class Meddler(coterie.Callback):
     """Changes whatever it is given, and draws random numbers."""
 

@@ -218,6 +218,7 @@ class EvaluatedExecution(ScoredExecution):
     def _keep_personal_models(self) -> None:
         own = dict.fromkeys(self.recalled, Tensors()) if self.keeps_best else self._personal()
         ask = Ask(self.method.keep, own, empty_reply)
+        self.reporter.asking(ask.name, len(own))
         self.engine.keep(
             ask,
             self.round,
