@@ -14,10 +14,10 @@ MakeRun = Callable[..., Path]
 
 @pytest.fixture(scope="session")
 def bases(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders of a Llama and a GPT-2 with random weights that matter and a byte-level tokenizer,
-    and of a Llama with twelve tokens.
+    """Folders of a Llama, a GPT-2 and a Mistral with a sliding window, with random weights that
+    matter and a byte-level tokenizer, and of a Llama with twelve tokens.
     """
-    from transformers import AutoTokenizer, GPT2Config, LlamaConfig
+    from transformers import AutoTokenizer, GPT2Config, LlamaConfig, MistralConfig
 
     llama = LlamaConfig(
         vocab_size=257,
@@ -38,8 +38,11 @@ def bases(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         eos_token_id=0,
     )
     few = LlamaConfig(**(llama.to_dict() | {"vocab_size": len(TOKENS)}))
+    # attention that reaches no further than 8 tokens back
+    sliding = MistralConfig(**(llama.to_dict() | {"model_type": "mistral", "sliding_window": 8}))
     found = {}
-    for name, config in {"llama": llama, "gpt2": gpt2, "few": few}.items():
+    configs = {"llama": llama, "gpt2": gpt2, "few": few, "sliding": sliding}
+    for name, config in configs.items():
         tokenizer = few_tokens() if name == "few" else AutoTokenizer.from_pretrained(tiny_base)
         found[name] = write_base(tmp_path_factory.mktemp(name), config, tokenizer)
     return found

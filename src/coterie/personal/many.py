@@ -22,6 +22,8 @@ from coterie.personal.model import PersonalModel
 from coterie.personal.text_inference import TextInference
 from coterie.personal.word_search import Word
 
+CHOICES = 2  # choices of clients whose copies are kept: prompts and next tokens take turns
+
 
 class ManyModels:
     """Personal models that share a backbone, in one batch. Each row gets the output of its client's
@@ -30,7 +32,7 @@ class ManyModels:
     Layouts may differ: smaller ranks are padded with zeros and missing experts get no weight, so
     that every row costs as much as the largest. A second, stacked copy of the adapters is kept.
     Rows for all models in order use it directly; for another choice of clients, their part of it is
-    copied once, until the choice changes.
+    copied once, and the copies for the last two choices are kept.
 
     Args:
         models: By client.
@@ -51,7 +53,7 @@ class ManyModels:
         (self.backbone,) = backbones.values()
         self._places = {client: place for place, client in enumerate(self.models)}
         self._stacks = Stacks.of([model.adapter for model in self.models.values()], self.backbone)
-        self._chosen: tuple[tuple[str, ...], Attachable] = (tuple(self.models), self._stacks)
+        self._chosen: dict[tuple[str, ...], Attachable] = {}
         self._inference = TextInference(self.backbone)
 
     def __repr__(self) -> str:
@@ -157,13 +159,13 @@ class ManyModels:
             return self.models[groups[0]].fast
         if groups == tuple(self.models):
             return self._stacks
-        chosen, adapter = self._chosen
-        if chosen != groups:
-            places = {client: place for place, client in enumerate(self.models)}
-            adapter = self._stacks.select(
-                torch.tensor([places[client] for client in groups], device=self.backbone.device)
-            )
-            self._chosen = groups, adapter
+        adapter = self._chosen.pop(groups, None)
+        if adapter is None:
+            places = [self._places[client] for client in groups]
+            adapter = self._stacks.select(torch.tensor(places, device=self.backbone.device))
+        self._chosen[groups] = adapter
+        if len(self._chosen) > CHOICES:
+            self._chosen.pop(next(iter(self._chosen)))
         return adapter
 
 

@@ -1,0 +1,144 @@
+"""Keys and values of texts of different lengths that are continued in one batch.
+
+All texts end in the same column, and shorter ones begin later: left padding, which transformers'
+masks and sliding windows understand. There is one buffer for each layer; a next token writes one
+column of it, and a text that comes or goes copies its own row, never the others'.
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import Cache
+from transformers.cache_utils import DynamicLayer
+
+SPARE = 64  # columns that are added when there is no room for the next token
+
+
+class _Columns:
+    """The columns that all layers show: those from `begin` on hold tokens, and from `end` on the
+    next ones are written.
+    """
+
+    def __init__(self) -> None:
+        self.begin = self.end = 0
+
+
+class _Layer(DynamicLayer):  # type: ignore[misc]  # transformers' types are not read
+    """The buffers of one layer, (rows, heads, columns, d) each."""
+
+    def __init__(self, columns: _Columns) -> None:
+        super().__init__()
+        self.columns = columns
+
+    def resize(self, rows: int, columns: int, end: int, like: Tensor) -> None:
+        """Make new buffers, in which the used columns end at `end`.
+
+        Args:
+            rows: At least as many as there are.
+            columns: More than `end`.
+            end: At least the number of used columns.
+            like: (heads, ..., d) keys of one row.
+        """
+        used = slice(self.columns.begin, self.columns.end)
+        for name in ("keys", "values"):  # zeros: what is masked must still be finite
+            made = like.new_zeros((rows, like.shape[0], columns, like.shape[-1]))
+            if (old := getattr(self, name)) is not None:
+                made[: len(old), :, end - used.stop + used.start : end] = old[:, :, used]
+            setattr(self, name, made)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """(B, heads, t, d) of the next tokens -> (B, heads, used columns + t, d)."""
+        rows, begin, end = len(key_states), self.columns.begin, self.columns.end
+        after = end + key_states.shape[-2]
+        self.keys[:rows, :, end:after] = key_states
+        self.values[:rows, :, end:after] = value_states
+        return self.keys[:rows, :, begin:after], self.values[:rows, :, begin:after]
+
+    def get_seq_length(self) -> int:
+        """Return the number of used columns."""
+        return self.columns.end - self.columns.begin
+
+
+class RowCache(Cache):  # type: ignore[misc]  # transformers' types are not read
+    """The cache of a running batch. A row is a text; rows are numbered from 0 without gaps.
+
+    Args:
+        blocks: Number of transformer blocks of the base.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        self.columns = _Columns()
+        super().__init__(layers=[_Layer(self.columns) for _ in range(blocks)])
+        self.lengths: list[int] = []  # tokens of each row
+
+    def put(self, row: int, source: Cache, place: int, length: int) -> None:
+        """Set a row, an existing one or the next, to a text of another cache.
+
+        Args:
+            row: The row to be set.
+            source: A cache of texts that all end in the last column.
+            place: The row of the text there.
+            length: Number of tokens of the text.
+        """
+        lengths = [*self.lengths[:row], length, *self.lengths[row + 1 :]]
+        self._fit(len(lengths), max(lengths), source.layers[0].keys[place])
+        self.lengths = lengths
+        columns = slice(self.columns.end - length, self.columns.end)
+        for own, given in zip(self.layers, source.layers, strict=True):
+            own.keys[row, :, columns] = given.keys[place, :, -length:]
+            own.values[row, :, columns] = given.values[place, :, -length:]
+        self._narrow()
+
+    def drop(self, row: int) -> None:
+        """Remove a row; the last one takes its number."""
+        last = len(self.lengths) - 1
+        columns = slice(self.columns.end - self.lengths[last], self.columns.end)
+        if row != last:
+            for layer in self.layers:
+                layer.keys[row, :, columns] = layer.keys[last, :, columns]
+                layer.values[row, :, columns] = layer.values[last, :, columns]
+        self.lengths[row] = self.lengths[last]
+        self.lengths.pop()
+        self._narrow()
+
+    def reserve(self) -> tuple[Tensor, Tensor]:
+        """Make room for the next token of every row.
+
+        Returns:
+            (B, used columns + 1) int64 which columns each row sees, that of the next token
+            included, and (B, 1) int64 the position of the next token in its text.
+        """
+        self._fit(len(self.lengths), max(self.lengths), self._layer.keys[0])
+        lengths = torch.tensor(self.lengths, device=self._layer.keys.device)
+        column = torch.arange(self.columns.end - self.columns.begin + 1, device=lengths.device)
+        return (column >= len(column) - 1 - lengths[:, None]).long(), lengths[:, None]
+
+    def advance(self) -> None:
+        """Count the column that the last pass wrote."""
+        self.columns.end += 1
+        self.lengths = [length + 1 for length in self.lengths]
+
+    @property
+    def _layer(self) -> _Layer:
+        return cast(_Layer, self.layers[0])
+
+    def _narrow(self) -> None:
+        """Show no more columns than the longest row has."""
+        self.columns.begin = self.columns.end - max(self.lengths, default=0)
+
+    def _fit(self, rows: int, longest: int, like: Tensor) -> None:
+        """Make room for so many rows, for the longest of them, and for one token more."""
+        keys, end = self._layer.keys, self.columns.end
+        self.columns.begin = max(self.columns.begin, end - longest)
+        size = (0, 0) if keys is None else (keys.shape[0], keys.shape[2])
+        if rows <= size[0] and longest <= end < size[1]:
+            return
+        rows = size[0] if rows <= size[0] else max(rows, 2 * size[0])
+        for layer in self.layers:
+            layer.resize(rows, longest + SPARE, longest, like)
+        self.columns.begin += longest - end
+        self.columns.end = longest

@@ -1,0 +1,283 @@
+"""Continuous batching (Orca, Yu et al. 2022): texts of many personal models in one batch that is
+never waited for. A new text joins between two tokens of the others, and a finished one leaves.
+
+The prompts of new texts are computed apart from the running batch, in parts: a long one delays the
+others by no more than one part for each of their tokens.
+"""
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, cast
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from coterie.personal.inference.row_cache import RowCache
+from coterie.personal.many import ManyModels
+from coterie.personal.sampling import Sampling, Token, choose, scored
+from coterie.personal.words import left_padded
+
+ROWS = 16  # texts that are continued at once
+PART = 512  # tokens of prompts between two tokens of the running texts
+SCORED_PART = 128  # likewise, where each of them has logits
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / the golden ratio: far apart seeds of neighbouring choices
+
+Finish = Literal["stop", "length"]
+
+
+@dataclass(eq=False)
+class Continuation:
+    """A prompt that is to be continued by a client's model.
+
+    Args:
+        client: Whose model continues it.
+        prompt: Its tokens, at least one.
+        most: Tokens to generate at most; 0: the prompt is only scored.
+        sampling: How tokens are chosen.
+        seed: Of the random numbers, 64 bits.
+        choices: How many texts are generated, each with random numbers of its own.
+        ends: Tokens that end a text.
+        scores_prompt: Whether the prompt's own tokens get log-probabilities.
+
+    Attributes:
+        scored: The prompt's tokens with their log-probabilities, once they are known.
+    """
+
+    client: str
+    prompt: Sequence[int]
+    most: int
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = 0
+    choices: int = 1
+    ends: frozenset[int] = frozenset()
+    scores_prompt: bool = False
+    scored: list[Token] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A token of a text, or the end of one without tokens.
+
+    Args:
+        of: The continuation.
+        choice: The number of the text among its choices.
+        token: None where a prompt was only scored.
+        finish: "stop" after a token that ends texts, "length" after the last token that was
+            allowed.
+    """
+
+    of: Continuation
+    choice: int
+    token: Token | None
+    finish: Finish | None
+
+
+class _Row:
+    """A text that is being generated."""
+
+    def __init__(self, of: Continuation, choice: int) -> None:
+        self.of, self.choice = of, choice
+        self.generator = torch.Generator()
+        self.generator.manual_seed((of.seed + choice * _GOLDEN) % 2**64)
+        self.generated: Counter[int] = Counter()
+        self.last = 0
+        self.over = False
+
+    def take(self, token: Token) -> Progress:
+        """Add a token to the text."""
+        self.last = token.id
+        self.generated[token.id] += 1
+        finish: Finish | None = None
+        if token.id in self.of.ends:
+            finish = "stop"
+        elif self.generated.total() >= self.of.most:
+            finish = "length"
+        self.over = finish is not None
+        return Progress(self.of, self.choice, token, finish)
+
+
+class _Prompts:
+    """Prompts that are computed together, part by part."""
+
+    def __init__(self, all_of: Sequence[Continuation]) -> None:
+        self.all_of = list(all_of)
+        self.ids, self.mask = left_padded([one.prompt for one in all_of], 0)
+        self.cache = DynamicCache()
+        self.done = 0  # columns
+        self.unwanted: set[Continuation] = set()  # removed while they are computed
+        self.scores = any(one.scores_prompt for one in all_of)
+        for one in all_of:
+            one.scored = [Token(one.prompt[0])] if one.scores_prompt else []
+
+    def advance(self, models: ManyModels) -> Tensor | None:
+        """Compute one part more.
+
+        Returns:
+            (B, V) the logits behind the prompts; None before their last part.
+        """
+        rows, width = self.ids.shape
+        begin = self.done
+        self.done = min(begin + max((SCORED_PART if self.scores else PART) // rows, 1), width)
+        padding = {}
+        if not self.mask.all():
+            positions = (self.mask.cumsum(dim=1) - 1).clamp(min=0)
+            padding = {
+                "attention_mask": self.mask[:, : self.done],
+                "position_ids": positions[:, begin : self.done],
+            }
+        logits = models(
+            self.ids[:, begin : self.done],
+            [one.client for one in self.all_of],
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=0 if self.scores else 1,
+            **padding,
+        ).logits
+        if self.scores:
+            self._score(logits, begin)
+        return cast(Tensor, logits[:, -1]) if self.done == width else None
+
+    def _score(self, logits: Tensor, begin: int) -> None:
+        """Score the tokens behind those of a part, (B, t, V) from column `begin` on."""
+        width = self.ids.shape[1]
+        for row, one in enumerate(self.all_of):
+            first = max(begin, width - len(one.prompt))
+            last = min(self.done, width - 1)
+            if one.scores_prompt and first < last:
+                tokens = self.ids[row, first + 1 : last + 1].tolist()
+                own = logits[row, first - begin : last - begin]
+                one.scored += scored(own, tokens, one.sampling.logprobs or 0)
+
+
+class RunningBatch:
+    """Texts of many models that are continued together, token by token.
+
+    Args:
+        models: Of all clients.
+        rows: How many texts are continued at once.
+    """
+
+    def __init__(self, models: ManyModels, rows: int = ROWS) -> None:
+        self.models, self.most = models, rows
+        self.waiting: deque[Continuation] = deque()
+        self._prompts: _Prompts | None = None
+        self._rows: list[_Row] = []
+        self._cache = RowCache(len(models.backbone.architecture.blocks))
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self.waiting or self._prompts or self._rows)
+
+    def add(self, continuation: Continuation) -> None:
+        """Have a prompt wait until it can join. It must fit the base's context with all that it
+        may generate, and have no more choices than the batch has rows.
+        """
+        self.waiting.append(continuation)
+
+    def remove(self, continuation: Continuation, choice: int | None = None) -> None:
+        """Stop a text of a continuation, or all of them. Nothing happens if it is over."""
+        if choice is None and continuation in self.waiting:
+            self.waiting.remove(continuation)
+        for row in self._rows:
+            if row.of is continuation and choice in (None, row.choice):
+                row.over = True
+        if self._prompts is not None and choice is None:
+            self._prompts.unwanted.add(continuation)
+            if self._prompts.unwanted.issuperset(self._prompts.all_of):
+                self._prompts = None
+
+    @torch.no_grad()
+    def step(self) -> list[Progress]:
+        """Compute a part of the waiting prompts, and the next token of every running text.
+
+        A text may go on for one more token after `remove`, if it joined in the same step.
+        """
+        joining, found = self._join()
+        self._settle(joining)
+        if self._rows:
+            found += self._next_tokens()
+        return found
+
+    def _join(self) -> tuple[list[tuple[_Row, int, DynamicCache]], list[Progress]]:
+        """Advance the prompts that are being computed, or the first ones that wait.
+
+        Returns:
+            The texts that go on behind their first token, each with its place in a cache; and
+            what was generated.
+        """
+        self._prompts = self._prompts or self._admitted()
+        if self._prompts is None:
+            return [], []
+        prompts = self._prompts
+        logits = prompts.advance(self.models)
+        if logits is None:
+            return [], []
+        self._prompts = None
+        wanted = [(i, c) for i, c in enumerate(prompts.all_of) if c not in prompts.unwanted]
+        rows = [
+            (_Row(one, choice), place)
+            for place, one in wanted
+            for choice in range(one.choices if one.most else 0)
+        ]
+        found = [Progress(one, 0, None, "length") for _, one in wanted if not one.most]
+        if rows:
+            found += self._take([row for row, _ in rows], logits[[place for _, place in rows]])
+        return [(row, place, prompts.cache) for row, place in rows if not row.over], found
+
+    def _admitted(self) -> _Prompts | None:
+        """Return the prompts whose turn it is: as many as there is room for, and as one part
+        holds.
+        """
+        free = self.most - sum(not row.over for row in self._rows)
+        chosen: list[Continuation] = []
+        width = 0
+        while self.waiting and (one := self.waiting[0]).choices <= free:
+            width = max(width, len(one.prompt))
+            if chosen and width * (len(chosen) + 1) > PART:
+                break
+            chosen.append(self.waiting.popleft())
+            free -= one.choices
+        return _Prompts(chosen) if chosen else None
+
+    def _settle(self, joining: Sequence[tuple[_Row, int, DynamicCache]]) -> None:
+        """Put new texts in the place of those that are over, or behind the others, and close what
+        gaps are left.
+        """
+        gaps = [place for place, row in enumerate(self._rows) if row.over]
+        for row, source, cache in joining:
+            place = gaps.pop(0) if gaps else len(self._rows)
+            self._rows[place : place + 1] = [row]
+            self._cache.put(place, cache, source, len(row.of.prompt))
+        for place in reversed(gaps):
+            self._cache.drop(place)
+            self._rows[place] = self._rows[-1]
+            self._rows.pop()
+
+    def _next_tokens(self) -> list[Progress]:
+        """Generate a token of every row."""
+        mask, positions = self._cache.reserve()
+        padding = {} if mask.all() else {"attention_mask": mask}
+        logits = self.models(
+            torch.tensor([[row.last] for row in self._rows]),
+            [row.of.client for row in self._rows],
+            past_key_values=self._cache,
+            position_ids=positions,
+            use_cache=True,
+            logits_to_keep=1,
+            **padding,
+        ).logits[:, -1]
+        self._cache.advance()
+        return self._take(self._rows, logits)
+
+    def _take(self, rows: Sequence[_Row], logits: Tensor) -> list[Progress]:
+        """Choose the next token of rows by (B, V) logits."""
+        tokens = choose(
+            logits,
+            [row.of.sampling for row in rows],
+            [row.generated for row in rows],
+            [row.generator for row in rows],
+        )
+        return [row.take(token) for row, token in zip(rows, tokens, strict=True)]

@@ -1,0 +1,148 @@
+"""Choice of the next token of a text, greedy or sampled, and its log-probability."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+COLDEST = 1e-6  # the least temperature: single precision cannot divide by much less
+NUCLEUS = 256  # most likely tokens that are sorted before the whole vocabulary is
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The settings of one text, as in OpenAI's completions.
+
+    Args:
+        temperature: Divides the logits; 0: always the most likely token.
+        top_p: Only the most likely tokens whose probabilities reach this sum are sampled (nucleus
+            sampling, Holtzman et al. 2020).
+        presence_penalty: Subtracted from the logit of every token that was generated.
+        frequency_penalty: Likewise, for each time that it was.
+        bias: Added to the logits of tokens.
+        logprobs: How many of the most likely tokens are reported with each token; None: no
+            log-probabilities.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether logits are changed before the choice."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.bias)
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token of a text.
+
+    Args:
+        id: In the vocabulary.
+        logprob: Its log-probability by the model, at temperature 1 and without penalties; None
+            where it was not asked for, or the token is the first of a text.
+        top: The most likely tokens in its place and their log-probabilities, best first.
+    """
+
+    id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def choose(
+    logits: Tensor,
+    settings: Sequence[Sampling],
+    generated: Sequence[Counter[int]],
+    generators: Sequence[torch.Generator],
+) -> list[Token]:
+    """Choose the next token of each row.
+
+    Args:
+        logits: (B, V).
+        settings: Of each row.
+        generated: How often each row has generated each token.
+        generators: The random numbers of each row, on the CPU: what is drawn for a row does not
+            depend on the others.
+    """
+    logits = logits.float()
+    ids = logits.argmax(dim=-1).tolist()
+    for row, own in enumerate(settings):
+        if own.temperature > 0 or own.changes_logits:
+            ids[row] = _choose(logits[row], own, generated[row], generators[row])
+    found: list[Token] = []
+    for row, (token, own) in enumerate(zip(ids, settings, strict=True)):
+        found += scored(logits[row : row + 1], [token], own.logprobs)
+    return found
+
+
+def scored(logits: Tensor, tokens: Sequence[int], count: int | None) -> list[Token]:
+    """Return tokens with their log-probabilities, and those of the `count` most likely ones.
+
+    Args:
+        logits: (n, V) in their places.
+        tokens: Their ids.
+        count: None: without log-probabilities.
+    """
+    if count is None:
+        return [Token(token) for token in tokens]
+    logprobs = logits.float().log_softmax(dim=-1)
+    chosen = torch.tensor(tokens, device=logits.device)[:, None]
+    own = logprobs.gather(1, chosen)[:, 0].tolist()
+    values, ids = logprobs.topk(min(count, logprobs.shape[1]), dim=-1)
+    top = zip(ids.tolist(), values.tolist(), strict=True)
+    return [
+        Token(token, logprob, tuple(zip(*best, strict=True)))
+        for token, logprob, best in zip(tokens, own, top, strict=True)
+    ]
+
+
+def _choose(
+    logits: Tensor, own: Sampling, generated: Counter[int], generator: torch.Generator
+) -> int:
+    """Return the id that is chosen by (V,) logits of a row."""
+    if own.changes_logits:
+        logits = _changed(logits, own, generated)
+    if own.temperature == 0:
+        return int(logits.argmax())
+    p = ((logits - logits.max()) / max(own.temperature, COLDEST)).softmax(dim=-1)
+    if own.top_p >= 1:
+        return _drawn(p, generator)
+    values, ids = _nucleus(p, own.top_p)
+    return int(ids[_drawn(values, generator)])
+
+
+def _changed(logits: Tensor, own: Sampling, generated: Counter[int]) -> Tensor:
+    """Return logits with penalties and biases."""
+    changes = dict(own.bias)
+    for token, count in generated.items():
+        penalty = own.presence_penalty + count * own.frequency_penalty
+        changes[token] = changes.get(token, 0.0) - penalty
+    ids = torch.tensor(list(changes), dtype=torch.int64, device=logits.device)
+    values = torch.tensor(list(changes.values()), dtype=logits.dtype, device=logits.device)
+    return logits.index_add(0, ids, values)
+
+
+def _nucleus(p: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
+    """Return probabilities and ids of the most likely tokens, as few as reach the sum `top_p`."""
+    values, ids = p.topk(min(NUCLEUS, len(p)))
+    if values.sum() < top_p:
+        values, ids = p.sort(descending=True)
+    before = values.cumsum(dim=0) - values
+    kept = before < top_p
+    kept[0] = True
+    return values[kept], ids[kept]
+
+
+def _drawn(p: Tensor, generator: torch.Generator) -> int:
+    """Return a place, drawn in proportion to p (n,): the inverse of the distribution function at a
+    uniform number.
+    """
+    sums = p.double().cumsum(dim=0)
+    threshold = torch.rand((), generator=generator, dtype=torch.float64).to(p.device) * sums[-1]
+    return min(int(torch.searchsorted(sums, threshold, right=True)), len(p) - 1)
