@@ -1,4 +1,5 @@
-"""Write docs/recipes.md: every field of a recipe, from the code that validates it.
+"""Write docs/recipes.md and the pages in docs/recipes/: every field of a recipe, from the code that
+validates it.
 
 python scripts/recipe_reference.py [--check]
 """
@@ -9,6 +10,7 @@ import re
 import sys
 import textwrap
 import typing
+from collections.abc import Callable
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -47,13 +49,20 @@ from coterie.runs.sections import (
     TextClassifierSection,
 )
 
-PAGE = Path(__file__).parents[1] / "docs/recipes.md"
-HEAD = """# Recipes
+DOCS = Path(__file__).parents[1] / "docs"
+WRITTEN = "*Written by `scripts/recipe_reference.py` from the code; do not edit by hand.*"
+HEAD = f"""# Recipes
 
 A recipe is a YAML file with the sections `data`, `model`, `method` and `training`. `coterie
 recipes` lists the shipped ones; they lie in `src/coterie/runs/recipes/`. Any field is changed on
 the command line by `--set section.field=value`, values being YAML. All mistakes of a recipe are
-named at once, before any work. Written by `scripts/recipe_reference.py`; do not edit by hand.
+named at once, before any work.
+
+{WRITTEN}
+
+## An example
+
+`coterie recipes quickstart` prints this recipe:
 
 ```yaml
 """
@@ -113,14 +122,13 @@ def about(section: type[BaseModel]) -> str:
 
 def models() -> list[str]:
     parts = [
-        "## `model`",
         "Which fields there are depends on `model.kind`: texts need `language`, the default, "
         "images `classifier`, and labelled texts"
         " `text-classifier`.",
     ]
     for section in (LanguageSection, ClassifierSection, TextClassifierSection):
         parts += [
-            f"### `model.kind: {kind_of(section)}`",
+            f"## `model.kind: {kind_of(section)}`",
             about(section),
             fields_of(section, "model.", skip=("kind",)),
         ]
@@ -128,7 +136,7 @@ def models() -> list[str]:
         ("model.common", CommonSection),
         ("model.common.pretraining", Pretraining),
     ):
-        parts += [f"### `{name}`, of classifiers", about(common), fields_of(common, f"{name}.")]
+        parts += [f"## `{name}`, of classifiers", about(common), fields_of(common, f"{name}.")]
     return parts
 
 
@@ -141,7 +149,7 @@ def optimisers() -> list[str]:
     ]
     for optimiser in (AdamW, SGD):
         parts += [
-            f"### `optimiser: {kind_of(optimiser, 'optimiser')}`",
+            f"## `optimiser: {kind_of(optimiser, 'optimiser')}`",
             about(optimiser),
             fields_of(optimiser, skip=("optimiser",)),
         ]
@@ -150,10 +158,10 @@ def optimisers() -> list[str]:
 
 def rules() -> list[str]:
     parts = [
-        "## `method.aggregation`",
         "How a method that averages what clients send makes one of many: a `rule`, `mean` if "
         "none, and its fields. Each method's default is"
-        " among its fields above. What rules withstand is also in [privacy.md](privacy.md).",
+        " among its [fields](method.md). What rules withstand is also in "
+        "[privacy.md](../privacy.md#clients-that-lie-robust-rules).",
     ]
     for rule in (Mean, Median, TrimmedMean, Krum, MultiKrum, GeometricMedian, ClippedMean):
         own = (
@@ -161,7 +169,7 @@ def rules() -> list[str]:
             if len(rule.model_fields) > 1
             else "No fields."
         )
-        parts += [f"### `rule: {kind_of(rule, 'rule')}`", inspect.cleandoc(rule.__doc__ or ""), own]
+        parts += [f"## `rule: {kind_of(rule, 'rule')}`", inspect.cleandoc(rule.__doc__ or ""), own]
     return parts
 
 
@@ -169,7 +177,6 @@ def trust() -> list[str]:
     """The sections on clients that fail, that lie, and that share no more than they must."""
     parts = []
     for name, section in (
-        ("quorum", Quorum),
         ("privacy", Privacy),
         ("privacy.adaptive", Adaptive),
         ("audit", Audit),
@@ -180,17 +187,17 @@ def trust() -> list[str]:
 
 
 def data() -> list[str]:
-    parts = ["## `data`", "Which fields there are depends on `data.kind`."]
+    parts = ["Which fields there are depends on `data.kind`."]
     for kind in (Stdlib, AgNews, Multilingual, Topics, Folders, Hub, HubClients, Synthetic):
         parts += [
-            f"### `data.kind: {kind_of(kind)}`",
+            f"## `data.kind: {kind_of(kind)}`",
             about(kind),
             fields_of(kind, "data.", skip=("kind",)),
         ]
         if kind is HubClients:
             parts += ["Each of `data.clients` has:", fields_of(HubClient)]
     for examples in (Digits, Cifar100, Cifar10, Mnist, Emnist, Clinc150, DBpedia14, YahooAnswers):
-        parts += [f"### `data.kind: {kind_of(examples)}`", about(examples)]
+        parts += [f"## `data.kind: {kind_of(examples)}`", about(examples)]
         if examples is not Digits:
             parts += [fields_of(examples, "data.", skip=("kind", *Partitioner.model_fields))]
     partitions = inspect.cleandoc((Partitioner.__doc__ or "").split("Partitions:")[1]).split(
@@ -200,7 +207,7 @@ def data() -> list[str]:
     named = [
         f"- `{name}`: {text}" for name, _, text in (entry.partition(": ") for entry in entries)
     ]
-    shared = "### Images and labelled texts, of whichever kind"
+    shared = "## Images and labelled texts, of whichever kind"
     return [
         *parts,
         shared,
@@ -217,7 +224,7 @@ def methods() -> list[str]:
         groups.setdefault(
             tuple((f.name, f.default) for f in dataclasses.fields(entry.method)), []
         ).append(name)
-    parts = ["## `method`"]
+    parts: list[str] = []
     for names in groups.values():
         fixed = [
             f"`{o}` fixes {', '.join(f'{k}={v}' for k, v in METHODS[o].fixed.items())}"
@@ -225,36 +232,69 @@ def methods() -> list[str]:
             if METHODS[o].fixed
         ]
         parts += [
-            "### " + ", ".join(f"`{o}`" for o in names),
+            "## " + ", ".join(f"`{o}`" for o in names),
             *(["; ".join(fixed) + "."] if fixed else []),
         ]
         parts += [fields_of_method(METHODS[names[0]].method, ())]
     return parts
 
 
-def page() -> str:
-    parts = [HEAD + (recipes.FOLDER / "quickstart.yaml").read_text() + "```"]
-    parts += [
+def training() -> list[str]:
+    return [fields_of(Training, "training.", skip=("experts", "routers")), *optimisers()]
+
+
+def who_takes_part() -> list[str]:
+    parts = []
+    for name, section in (("participation", Participation), ("quorum", Quorum)):
+        parts += [f"## `{name}`", about(section), fields_of(section, f"{name}.")]
+    return parts
+
+
+# Title, what is on the page, and what writes it.
+SECTIONS: dict[str, tuple[str, str, Callable[[], list[str]]]] = {
+    "data": ("The section `data`", "which texts or images, and who holds what", data),
+    "model": ("The section `model`", "the base, its adapters, and classifiers", models),
+    "method": ("The section `method`", "the fields of every method", methods),
+    "training": ("The section `training`", "batches, steps and optimisers", training),
+    "aggregation": ("`method.aggregation`", "means, and rules that withstand liars", rules),
+    "participation": ("Who takes part", "`participation` and `quorum`", who_takes_part),
+    "privacy": ("Privacy and attacks", "`privacy`, `audit` and `attack`", trust),
+}
+
+
+def index() -> str:
+    """Return the first page: an example, the sections, and the fields beside the sections."""
+    listed = [f"| [{o}](recipes/{o}.md) | {said} |" for o, (_, said, _) in SECTIONS.items()]
+    parts = [
+        HEAD + (recipes.FOLDER / "quickstart.yaml").read_text() + "```",
+        "## The sections",
+        "\n".join(["| page | fields of |", "| --- | --- |", *listed]),
         "## The recipe itself",
         fields_of(Recipe, skip=("data", "model", "method", "training", "participation", "quorum")),
     ]
-    parts += [
-        "## `participation`",
-        about(Participation),
-        fields_of(Participation, "participation."),
-        *trust(),
-    ]
-    parts += models()
-    parts += [
-        "## `training`",
-        fields_of(Training, "training.", skip=("experts", "routers")),
-        *optimisers(),
-    ]
-    parts += [*data(), *methods(), *rules()]
     return "\n\n".join(parts) + "\n"
+
+
+def pages() -> dict[Path, str]:
+    """Return every page, by its file."""
+    found = {DOCS / "recipes.md": index()}
+    for name, (title, _, write) in SECTIONS.items():
+        head = [f"# {title}", f"[All sections](../recipes.md). {WRITTEN}"]
+        found[DOCS / "recipes" / f"{name}.md"] = "\n\n".join([*head, *write()]) + "\n"
+    return found
+
+
+def out_of_date() -> list[Path]:
+    """Return the pages that are not what the code says, and those that nothing writes."""
+    found = pages()
+    wrong = [path for path, text in found.items() if not path.exists() or path.read_text() != text]
+    return wrong + [path for path in (DOCS / "recipes").glob("*.md") if path not in found]
 
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--check"]:
-        sys.exit(f"{PAGE} is out of date: run {sys.argv[0]}" if PAGE.read_text() != page() else 0)
-    PAGE.write_text(page())
+        wrong = [str(path) for path in out_of_date()]
+        sys.exit(f"{', '.join(wrong)}: out of date, run {sys.argv[0]}" if wrong else 0)
+    for path, text in pages().items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
