@@ -303,7 +303,7 @@ def export(
         bool, typer.Option("--all", help="All clients of the run, over one base.")
     ] = False,
     format: Annotated[
-        str, typer.Option("--format", metavar="FORMAT", help="peft, mixtral or gguf.")
+        str, typer.Option("--format", metavar="FORMAT", help="peft, mixtral, gguf or onnx.")
     ] = "peft",
     part: Annotated[
         str | None,
@@ -327,7 +327,15 @@ def export(
         typer.Option(
             "--precision",
             metavar="PRECISION",
-            help="Of what is written: f32 or f16; of gguf's base q8_0 and q4_0 too.",
+            help="Of what is written: f32 or f16; of gguf's base q8_0 and q4_0 too, of onnx int8.",
+        ),
+    ] = None,
+    base_precision: Annotated[
+        str | None,
+        typer.Option(
+            "--base-precision",
+            metavar="PRECISION",
+            help="Of onnx: of the base, f32, int8, w8 or w4. Default: f32.",
         ),
     ] = None,
     data: Annotated[
@@ -351,6 +359,7 @@ def export(
             part=part,
             precision=precision,
             expert=expert,
+            base_precision=base_precision,
             say=lambda line: print(f"  {printable(line)}", flush=True),
         )
         for one in found:

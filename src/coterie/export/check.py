@@ -10,12 +10,13 @@ from torch import Tensor
 from coterie.core.errors import ExportError
 from coterie.core.printing import printable
 from coterie.data.splits import Split
-from coterie.export.format import ClientModel, Format, Runtime, Written
+from coterie.export.format import ClientModel, Format, Options, Runtime, Written
 
 ROWS = 16  # windows at a time
 # the largest difference of logits that rounding explains, as a part of the largest logit; weights
 # of fewer bits have no such limit
 LIMITS = {"f32": 1e-3, "f16": 3e-2}
+EXACT = ("", "f32")  # precisions of a base that are no other weights
 LEAST = -80.0  # log-probabilities below are all alike: fp32 probabilities end there
 
 
@@ -27,6 +28,8 @@ class Check:
         quantity: What was compared: logits, or log-probabilities.
         difference: The largest difference from what was expected.
         likeness: What was expected.
+        by_token: The largest difference where each token was computed with the cache of those
+            before; None of a program without one of its own.
         tokens: Predicted tokens of the client's test text; 0 where it is not here.
         perplexity: Of what was written, on these tokens.
         original: Of the personal model, on these tokens.
@@ -35,6 +38,7 @@ class Check:
     quantity: str
     difference: float
     likeness: str
+    by_token: float | None = None
     tokens: int = 0
     perplexity: float | None = None
     original: float | None = None
@@ -44,6 +48,7 @@ class Check:
         """What the command prints of it."""
         found = [
             f"largest difference of {self.quantity} from {self.likeness}: {self.difference:.2g}"
+            + ("" if self.by_token is None else f", token by token {self.by_token:.2g}")
         ]
         if self.perplexity is not None and self.original is not None:
             change = self.perplexity / self.original - 1
@@ -54,16 +59,18 @@ class Check:
         return found
 
 
-def checked(format: Format, precision: str, client: ClientModel, written: Written) -> Check:
+def checked(format: Format, options: Options, client: ClientModel, written: Written) -> Check:
     """Run what was written and compare it with the model.
 
     Raises:
         ExportError: It cannot be run, its values are not finite, or it differs from what was
             expected by more than rounding explains.
     """
+    exact = options.base_precision in EXACT
+    limit = LIMITS.get(options.precision, math.inf) if exact else math.inf
     try:
         with format.runtime(client, written) as runtime:
-            return _measured(runtime, LIMITS.get(precision, math.inf), client, written)
+            return _measured(runtime, limit, client, written)
     except ExportError:
         raise
     except (RuntimeError, ValueError, KeyError, OSError) as error:
@@ -80,17 +87,28 @@ def _measured(runtime: Runtime, limit: float, client: ClientModel, written: Writ
     wanted, found = written.expected(ids).float(), runtime.logits(ids)
     if runtime.quantity != "logits":
         wanted, found = wanted.log_softmax(-1).clamp_min(LEAST), found.clamp_min(LEAST)
-    of_tokens = (wanted - found).abs().amax(dim=-1)
     # by most tokens: where experts are nearly as good as each other, rounding may choose another
     allowed = limit * max(1.0, float(wanted.abs().max()))
-    if not of_tokens.isfinite().all() or float(of_tokens.median()) > allowed:
-        raise ExportError(
-            f"{printable(client.client)}: what was written differs from {written.likeness} by up "
-            f"to {float(of_tokens.max()):.2g} in its {runtime.quantity}",
-            "Nothing is kept. Its program may read it in another way than it is written: report "
-            "this.",
-        )
-    check = Check(runtime.quantity, float(of_tokens.max()), written.likeness)
+
+    def difference(found: Tensor) -> float:
+        of_tokens = (wanted - found).abs().amax(dim=-1)
+        largest = float(of_tokens.max())
+        if not of_tokens.isfinite().all() or float(of_tokens.median()) > allowed:
+            raise ExportError(
+                f"{printable(client.client)}: what was written differs from {written.likeness} by "
+                f"up to {largest:.2g} in its {runtime.quantity}",
+                "Nothing is kept. Its program may read it in another way than it is written: "
+                "report this.",
+            )
+        return largest
+
+    by_token = runtime.logits_by_token(ids)
+    check = Check(
+        runtime.quantity,
+        difference(found),
+        written.likeness,
+        None if by_token is None else difference(by_token),
+    )
     return check if client.test is None else _scored(check, runtime, client, client.test)
 
 
@@ -105,6 +123,7 @@ def _scored(check: Check, runtime: Runtime, client: ClientModel, test: Split) ->
         check.quantity,
         check.difference,
         check.likeness,
+        check.by_token,
         tokens,
         math.exp(theirs / tokens),
         math.exp(ours / tokens),

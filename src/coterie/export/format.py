@@ -52,11 +52,14 @@ class Options:
         precision: Of the values that are written.
         expert: The name of the expert that is written, of a part that is one expert; None: the
             first generalist, or the only expert.
+        base_precision: Of the base, of a format that writes one for all clients apart from theirs;
+            "" of others.
     """
 
     part: str
     precision: str
     expert: str | None = None
+    base_precision: str = ""
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,12 @@ class Runtime(ABC):
     def logits(self, ids: Tensor) -> Tensor:
         """(B, C) int64 -> (B, C, V) fp32."""
 
+    def logits_by_token(self, ids: Tensor) -> Tensor | None:
+        """Return the same logits computed token by token, with a cache of those before; None of
+        what has none of its own.
+        """
+        return None
+
     def nll(self, windows: Tensor) -> float:
         """(B, C + 1) int64 -> the summed negative log-likelihood of all next tokens, in nats."""
         found = self.logits(windows[:, :-1]).flatten(0, 1)
@@ -128,8 +137,9 @@ class Format(ABC):
 
     `name` is what --format takes, `about` says in a few words what it is. `packages` are the
     modules that it needs besides coterie's own; `parts` and `precisions` are what --part and
-    --precision take, the default first. Where `shares_base`, the files of all clients lie in one
-    folder beside those of the base; else several clients have folders of their own.
+    --precision take, the default first, and `base_precisions` what --base-precision takes, where
+    the base is written apart. Where `shares_base`, the files of all clients lie in one folder
+    beside those of the base; else several clients have folders of their own.
     """
 
     name: ClassVar[str]
@@ -137,6 +147,7 @@ class Format(ABC):
     packages: ClassVar[tuple[str, ...]] = ()
     parts: ClassVar[tuple[str, ...]] = ("routed",)
     precisions: ClassVar[tuple[str, ...]] = ("f32", "f16")
+    base_precisions: ClassVar[tuple[str, ...]] = ()
     shares_base: ClassVar[bool] = False
 
     @abstractmethod

@@ -74,6 +74,7 @@ def export(
     part: str | None = None,
     precision: str | None = None,
     expert: str | None = None,
+    base_precision: str | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[Exported]:
     """Write models of a run for another program, and run what was written in it.
@@ -85,6 +86,7 @@ def export(
         part: Which part of the models; default: the first of the format's.
         precision: Of what is written; likewise.
         expert: The expert, of a part that is one.
+        base_precision: Of the base, of a format that writes it apart; default: the first.
         say: Is told a line before each client.
 
     Returns:
@@ -95,7 +97,7 @@ def export(
         ExportError: What was written does not run, or not as the model does.
         SaveError: It could not be written.
     """
-    kind, options = chosen(format, part, precision, expert)
+    kind, options = chosen(format, part, precision, expert, base_precision)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise Refused(f"{out} is not an empty folder", "Give --out a new folder.")
     clients = source.load()
@@ -128,7 +130,7 @@ def _written(
         if several and not format.shares_base:
             make_folder(own := folder / names.encoded(client.client))
         written = format.write(client, own, options)
-        check = checked(format, options.precision, client, written)
+        check = checked(format, options, client, written)
         entries[client.client] = _entry(client, folder, written, check)
         found.append(
             Exported(
@@ -170,6 +172,7 @@ def _summary(format: Format, options: Options, client: ClientModel) -> dict[str,
         "kind": format.name,
         "part": options.part,
         "precision": options.precision,
+        **({"base_precision": options.base_precision} if options.base_precision else {}),
         "base": {
             "name": portable(base),
             "sha256": {path.name: digest_of(path) for path in files_of(base)},

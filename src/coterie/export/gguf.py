@@ -18,7 +18,7 @@ from coterie.core.files import write_atomically
 from coterie.export import gguf_files
 from coterie.export.format import ClientModel, Format, Options, Runtime, Written
 from coterie.export.gguf_tokens import Tokens
-from coterie.export.mixtral import relative_of
+from coterie.export.mixtral import OTHERS, relative_of
 from coterie.personal import PersonalModel
 
 README = "README.md"
@@ -40,10 +40,7 @@ class Gguf(Format):
         relative_of(client, self.name)
         model = client.model
         if found := list(_obstacles(model)):
-            raise Refused(
-                f"{client.client}: --format {self.name}: {found[0]}",
-                "Use --format peft, which holds a fold of the router, of any base.",
-            )
+            raise Refused(f"{client.client}: --format {self.name}: {found[0]}", OTHERS)
         if options.precision in QUANTIZED and (rows := gguf_files.undividable(model)):
             raise Refused(
                 f"--precision {options.precision}: blocks of {gguf_files.BLOCK} weights have one "

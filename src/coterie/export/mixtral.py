@@ -29,6 +29,10 @@ from coterie.personal.inference.packing import experts_of
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 README = "README.md"
+OTHERS = (
+    "Use --format onnx, which is exact for any base, or --format peft, which holds a fold of the "
+    "router."
+)
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,7 @@ def _kind(model: PersonalModel) -> str:
 
 
 def _refused(client: ClientModel, problem: str, format: str) -> Refused:
-    remedy = "Use --format peft, which holds a fold of the router, of any base."
+    remedy = OTHERS
     return Refused(f"{client.client}: --format {format}: {problem}", remedy)
 
 

@@ -6,13 +6,18 @@ from coterie.core.errors import Refused, extra
 from coterie.export.format import Format, Options
 from coterie.export.gguf import Gguf
 from coterie.export.mixtral import Mixtral
+from coterie.export.onnx import Onnx
 from coterie.export.peft import Peft
 
-FORMATS: dict[str, Format] = {format.name: format for format in (Peft(), Mixtral(), Gguf())}
+FORMATS: dict[str, Format] = {format.name: format for format in (Peft(), Mixtral(), Gguf(), Onnx())}
 
 
 def chosen(
-    name: str, part: str | None, precision: str | None, expert: str | None
+    name: str,
+    part: str | None,
+    precision: str | None,
+    expert: str | None,
+    base_precision: str | None,
 ) -> tuple[Format, Options]:
     """Return a format, and what it is asked for, with the format's own choice where nothing was
     said.
@@ -33,12 +38,17 @@ def chosen(
     for option, value, known in (
         ("--part", part, format.parts),
         ("--precision", precision, format.precisions),
+        ("--base-precision", base_precision, format.base_precisions),
     ):
         if value is not None and value not in known:
-            raise Refused(
-                f"--format {name} has no {option} {value}", f"It has: {', '.join(known)}."
-            )
-    options = Options(part or format.parts[0], precision or format.precisions[0], expert)
+            remedy = f"It has: {', '.join(known)}." if known else f"Leave {option} out."
+            raise Refused(f"--format {name} has no {option} {value}", remedy)
+    options = Options(
+        part or format.parts[0],
+        precision or format.precisions[0],
+        expert,
+        base_precision or next(iter(format.base_precisions), ""),
+    )
     if expert is not None and options.part != "generalist":
         raise Refused(
             f"--expert {expert} is for an export of one expert",

@@ -1,0 +1,53 @@
+"""The file of one client beside a graph: its tensors as safetensors, by the names of the graph's
+inputs.
+
+Safetensors is 8 bytes of length, a JSON of names, shapes and places, and the values: any language
+reads it in a few lines, a browser too.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from coterie.core.files import load, save
+
+PRECISIONS = ("f32", "f16", "int8")
+ENDING, SCALE = ".safetensors", ".scale"
+
+
+def write(path: Path, tensors: Mapping[str, Tensor], precision: str) -> None:
+    """Write tensors in a precision. Raises SaveError.
+
+    `int8` rounds every matrix to 8 bits: beside NAME (..., width) lies NAME.scale (..., 1), and the
+    value is their product. Integers, and vectors in `int8`, stay as they are.
+    """
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and precision == "f16":
+            found[name] = tensor.half()
+        elif tensor.is_floating_point() and precision == "int8" and tensor.ndim > 1:
+            found[name], found[name + SCALE] = _rounded(tensor)
+        else:
+            found[name] = tensor
+    save(path, found, {"format": "pt", "precision": precision})
+
+
+def _rounded(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    scale = tensor.abs().amax(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / 127
+    return (tensor / scale).round().to(torch.int8), scale
+
+
+def read(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a client by the names of the graph's inputs, fp32 or integers. Raises
+    CheckpointError.
+    """
+    found, _ = load(path)
+    values: dict[str, Tensor] = {}
+    for name, tensor in found.items():
+        if name + SCALE in found:
+            values[name] = tensor.float() * found[name + SCALE]
+        elif not name.endswith(SCALE):
+            values[name] = tensor.float() if tensor.is_floating_point() else tensor
+    return values

@@ -1,0 +1,299 @@
+"""A base with cache and adapter as a function of tensors alone: what exporters of graphs trace.
+
+One graph serves every client: the tensors of an adapter are inputs, whatever their number of
+experts and their ranks. The base's own blocks are traced, through the slots that training uses, so
+each family computes here what it computes there.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from coterie.export.layers import gate_of, pair
+from coterie.models.adapter import AdapterBlock
+from coterie.models.architecture import Architecture, BlockShape
+from coterie.models.backbone import Backbone
+from coterie.models.mixture_kernel import FrozenMLP
+from coterie.personal import PersonalModel
+from coterie.personal.inference.packing import experts_of
+
+ACTIVE = "active"  # the name of k among a client's tensors
+KEPT = "logits_to_keep"
+
+
+def client_tensors(model: PersonalModel) -> dict[str, Tensor]:
+    """Return a client's tensors by the names of the graph's inputs, fp32 but for `active`.
+
+    `blocks.0.attention.q_proj.A` (r, in) and `.B` (r, out); `blocks.0.mlp.up.A` (n, r, in) and `.B`
+    (n, r, out), of all experts, generalists first; an update is x A^T B, so B is transposed and
+    holds the scale. `blocks.0.mlp.router` (n, d_model), of zeros where all experts have the same
+    weight, and `.bias` (n,). `active` (1,) int64 is k.
+    """
+    found: dict[str, Tensor] = {}
+    n = model.layout.experts
+    for i, block in enumerate(cast(Iterable[AdapterBlock], model.adapter.blocks)):
+        path = f"blocks.{i}"
+        for name, lora in block.attention.items():
+            A, B = pair(lora)
+            found[f"{path}.attention.{name}.A"], found[f"{path}.attention.{name}.B"] = A, B.mT
+        mixture = block.mlp
+        for name in (*mixture.first, "down"):
+            A, B = experts_of(mixture, name)
+            found[f"{path}.mlp.{name}.A"] = A
+            found[f"{path}.mlp.{name}.B"] = mixture.gamma * B.mT
+        bias = None if mixture.router is None else mixture.router.bias
+        found[f"{path}.mlp.router"] = gate_of(block, n)
+        found[f"{path}.mlp.bias"] = torch.zeros(n) if bias is None else bias.detach()
+    found = {name: tensor.float().cpu().contiguous() for name, tensor in found.items()}
+    return found | {ACTIVE: torch.tensor([model.layout.active])}
+
+
+class _Attention:
+    """The update of one attention layer, called as a `SingleLoRA` is."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], path: str) -> None:
+        self.A, self.B = tensors[f"{path}.A"], tensors[f"{path}.B"]
+
+    def __call__(self, x: Tensor, base: nn.Module) -> Tensor:
+        """(B, C, in) -> (B, C, out)."""
+        y: Tensor = base(x) + x @ self.A.mT @ self.B
+        return y
+
+
+class _Experts:
+    """The mixture of one MLP, called as a `Mixture` is: all experts for every token."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], path: str, first: Sequence[str]) -> None:
+        self.tensors, self.path, self.first = tensors, path, first
+
+    def _tensor(self, name: str) -> Tensor:
+        return self.tensors[f"{self.path}.{name}"]
+
+    def _update(self, x: Tensor, name: str) -> Tensor:
+        """(1 or n, T, in) -> (n, T, out)."""
+        return x @ self._tensor(f"{name}.A").mT @ self._tensor(f"{name}.B")
+
+    def _weights(self, tokens: Tensor) -> Tensor:
+        """(T, d_model) -> (n, T, 1): the softmax over the k largest logits, 0 elsewhere."""
+        logits = tokens @ self._tensor("router").mT + self._tensor("bias")
+        # how many are before each, counted pair by pair: n and k may be any
+        mine, others = logits[:, :, None], logits[:, None, :]
+        place = torch.arange(logits.shape[-1], device=logits.device)
+        earlier = place[None, :] < place[:, None]
+        before = (others > mine) | ((others == mine) & earlier)
+        kept = before.to(torch.int64).sum(dim=-1) < self.tensors[ACTIVE]
+        return logits.masked_fill(~kept, -math.inf).softmax(dim=-1).mT[:, :, None]
+
+    def __call__(self, x: Tensor, base: FrozenMLP, record: Any = None) -> Tensor:
+        """(B, C, d_model) -> (B, C, d_model)."""
+        tokens = x.reshape(-1, x.shape[-1])
+        # the base's products keep three dimensions: as such quantisers know them
+        wide = [layer(x) for layer in base.first]
+        first, *second = (
+            y.reshape(1, -1, y.shape[-1]) + self._update(tokens[None], name)
+            for y, name in zip(wide, self.first, strict=True)
+        )
+        h = base.activation.forward(first)
+        h = (h * second[0] if second else h) * self._weights(tokens)
+        mixed = base.down(h.sum(dim=0).view_as(wide[0]))
+        y: Tensor = mixed + self._update(h, "down").sum(dim=0).view_as(x)
+        return y
+
+
+class _Block:
+    def __init__(self, tensors: Mapping[str, Tensor], path: str, shape: BlockShape) -> None:
+        self.attention = {
+            linear.name: _Attention(tensors, f"{path}.attention.{linear.name}")
+            for linear in shape.attention
+        }
+        first = [linear.name for linear in shape.mlp.linears if linear.name != "down"]
+        self.mlp = _Experts(tensors, f"{path}.mlp", first)
+
+
+class _Client:
+    """What stands for the adapter while the base is traced."""
+
+    def __init__(self, architecture: Architecture, tensors: Mapping[str, Tensor]) -> None:
+        self.architecture = architecture
+        self.blocks = [
+            _Block(tensors, f"blocks.{i}", shape) for i, shape in enumerate(architecture.blocks)
+        ]
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """The shape of what one layer keeps: (B, heads, P, key) and (B, heads, P, value)."""
+
+    heads: int
+    key: int
+    value: int
+
+    def zeros(self, batch: int, tokens: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values of so many tokens."""
+        return (
+            torch.zeros(batch, self.heads, tokens, self.key),
+            torch.zeros(batch, self.heads, tokens, self.value),
+        )
+
+
+def cache_shapes(backbone: Backbone) -> list[CacheShape]:
+    """Return what a base keeps of the tokens that it has seen, layer by layer."""
+    layers = _run(backbone, torch.zeros((1, 2), dtype=torch.int64)).layers
+    return [CacheShape(k.shape[1], k.shape[-1], v.shape[-1]) for k, v in _kept(layers)]
+
+
+@torch.no_grad()
+def _run(backbone: Backbone, ids: Tensor) -> Any:
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    backbone.model(ids, past_key_values=cache, use_cache=True)
+    return cache
+
+
+def _kept(layers: Sequence[Any]) -> Iterator[tuple[Tensor, Tensor]]:
+    for layer in layers:
+        if layer.is_initialized:
+            yield layer.keys, layer.values
+
+
+class Functional(nn.Module):
+    """A base whose cache and adapter are arguments.
+
+    Args:
+        backbone: The base. While this is traced nobody else may use it.
+    """
+
+    def __init__(self, backbone: Backbone) -> None:
+        super().__init__()
+        self.base, self.backbone = backbone.model, backbone
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        logits_to_keep: Tensor,
+        past: Sequence[tuple[Tensor, Tensor]],
+        client: Mapping[str, Tensor],
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Return logits (B, K, V), and keys and values of all tokens, (B, heads, P + C, width).
+
+        Args:
+            input_ids: (B, C) int64.
+            logits_to_keep: (K,) int64, which of these C tokens logits are wanted for.
+            past: Keys and values of each layer that keeps them, (B, heads, P, width).
+            client: See `client_tensors`.
+        """
+        from transformers import DynamicCache
+
+        cache = DynamicCache(ddp_cache_data=past)
+        with self.backbone.using(_Client(self.backbone.architecture, client)):
+            found = self.base(
+                input_ids, past_key_values=cache, use_cache=True, logits_to_keep=logits_to_keep
+            )
+        return found.logits, [*_kept(cache.layers)]
+
+
+Axes = list[str | int]  # of one tensor: names of dimensions that may have any size, and sizes
+
+
+@dataclass(frozen=True)
+class Interface:
+    """What a traced base takes and returns.
+
+    Args:
+        caches: What it keeps.
+        client: The dimensions of a client's tensors, by their names.
+        vocabulary: V.
+    """
+
+    caches: list[CacheShape]
+    client: dict[str, Axes]
+    vocabulary: int
+
+    @classmethod
+    def of(cls, model: PersonalModel) -> "Interface":
+        """Return the interface of a model's base."""
+        client = {name: _axes(name, value) for name, value in client_tensors(model).items()}
+        return cls(cache_shapes(model.backbone), client, model.backbone.architecture.vocabulary)
+
+    @property
+    def inputs(self) -> dict[str, Axes]:
+        """The dimensions of the inputs, in their order; those of the cache have the names that
+        other exporters give them.
+        """
+        tokens: dict[str, Axes] = {"input_ids": ["batch", "tokens"], KEPT: ["kept"]}
+        return tokens | self._cache("past_key_values", "past") | self.client
+
+    @property
+    def outputs(self) -> dict[str, Axes]:
+        """The dimensions of the outputs, in their order."""
+        logits: dict[str, Axes] = {"logits": ["batch", "kept", self.vocabulary]}
+        return logits | self._cache("present", "past + tokens")
+
+    def _cache(self, prefix: str, tokens: str) -> dict[str, Axes]:
+        return {
+            f"{prefix}.{i}.{what}": ["batch", shape.heads, tokens, width]
+            for i, shape in enumerate(self.caches)
+            for what, width in (("key", shape.key), ("value", shape.value))
+        }
+
+    def described(self) -> dict[str, Any]:
+        """Return the inputs and the outputs for export.json."""
+        integers = ("input_ids", KEPT, ACTIVE)
+        return {
+            kind: {
+                name: {"dtype": "int64" if name in integers else "float32", "shape": axes}
+                for name, axes in found.items()
+            }
+            for kind, found in (("inputs", self.inputs), ("outputs", self.outputs))
+        }
+
+
+def _axes(name: str, tensor: Tensor) -> Axes:
+    """Return the dimensions of a client's tensor."""
+    if name == ACTIVE:
+        return [1]
+    if ".attention." in name:
+        return ["rank", tensor.shape[1]]
+    ranks: Axes = ["expert_rank"] if tensor.ndim == 3 else []
+    widths: Axes = [tensor.shape[-1]] if tensor.ndim > 1 else []
+    return ["experts", *ranks, *widths]
+
+
+# of the example that is traced: what is 1, or 0, would be taken for a constant
+_SIZES = {"experts": 3, "rank": 4, "expert_rank": 6}
+
+
+@torch.no_grad()
+def traced(model: PersonalModel, interface: Interface) -> torch.export.ExportedProgram:
+    """Trace the base of a model; whatever has a name in the interface may have any size."""
+    any_size: Any = torch.export.Dim.DYNAMIC
+    example = {
+        name: torch.zeros([_SIZES[axis] if isinstance(axis, str) else axis for axis in axes])
+        for name, axes in interface.client.items()
+    } | {ACTIVE: torch.tensor([2])}
+    shapes = {
+        name: {i: any_size for i, axis in enumerate(axes) if isinstance(axis, str)}
+        for name, axes in interface.client.items()
+    }
+    cache = ({0: any_size, 2: any_size}, {0: any_size, 2: any_size})
+    return torch.export.export(
+        Functional(model.backbone),
+        (
+            torch.zeros((2, 3), dtype=torch.int64),
+            torch.arange(2),
+            [shape.zeros(2, 5) for shape in interface.caches],
+            example,
+        ),
+        dynamic_shapes=(
+            {0: any_size, 1: any_size},
+            {0: any_size},
+            [cache] * len(interface.caches),
+            shapes,
+        ),
+        strict=False,
+    )

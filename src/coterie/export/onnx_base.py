@@ -1,0 +1,103 @@
+"""The base as an ONNX graph with its weights beside it, quantised if asked for."""
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coterie.export.functional import Axes, Interface, traced
+from coterie.personal import PersonalModel
+
+BASE, WEIGHTS = "base.onnx", "base.onnx.data"
+PRECISIONS = ("f32", "int8", "w8", "w4")
+_BITS = {"w8": 8, "w4": 4}
+_BLOCK = 32  # weights of a row that have one scale
+
+
+def write_base(folder: Path, model: PersonalModel, interface: Interface, precision: str) -> None:
+    """Write BASE and WEIGHTS.
+
+    Args:
+        folder: Where to.
+        model: A model on the base.
+        interface: What its base takes and returns.
+        precision: "f32"; "int8": weights in 8 bits, and activations too, rounded as they come;
+            "w8", "w4": weights of matrices in 8 or 4 bits, computed in fp32.
+    """
+    with _silence():
+        graph: Any = torch.onnx.export(
+            traced(model, interface),
+            dynamo=True,
+            input_names=[*interface.inputs],
+            output_names=[*interface.outputs],
+            verbose=False,
+        )
+        _slim(graph.model)
+        _name_axes(graph.model.graph.inputs, interface.inputs)
+        _name_axes(graph.model.graph.outputs, interface.outputs)
+        if precision == "f32":
+            graph.save(str(folder / BASE), external_data=True)
+            return
+        whole = folder / "whole.onnx"
+        graph.save(str(whole), external_data=True)
+        quantise(whole, folder / BASE, precision)
+    for path in (whole, whole.with_name(f"{whole.name}.data")):
+        path.unlink()
+
+
+def _slim(model: Any) -> None:
+    """Remove where each operation came from, which is twenty times the graph itself."""
+    model.metadata_props.clear()
+    for graph in (model.graph, *model.functions.values()):
+        graph.metadata_props.clear()
+        for node in graph:
+            node.metadata_props.clear()
+            node.doc_string = None
+            for value in node.outputs:
+                value.metadata_props.clear()
+
+
+def _name_axes(values: Iterable[Any], axes: Mapping[str, Axes]) -> None:
+    import onnx_ir
+
+    for value in values:
+        value.shape = onnx_ir.Shape(axes[value.name])
+
+
+def quantise(whole: Path, out: Path, precision: str) -> None:
+    """Write a base in fewer bits, see `write_base`."""
+    with _silence():
+        if precision in _BITS:
+            import onnx
+            from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+
+            quantizer = MatMulNBitsQuantizer(
+                onnx.load(whole), bits=_BITS[precision], block_size=_BLOCK, is_symmetric=False
+            )
+            quantizer.process()
+            quantizer.model.save_model_to_file(str(out), use_external_data_format=True)
+        else:
+            from onnxruntime.quantization import QuantType, quantize_dynamic
+
+            quantize_dynamic(
+                whole,
+                out,
+                weight_type=QuantType.QInt8,
+                per_channel=True,
+                op_types_to_quantize=["MatMul", "Gemm", "Gather"],
+                use_external_data_format=True,
+            )
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Within the block, exporter and quantisers do not report each operation."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
