@@ -29,6 +29,7 @@ from coterie.core.result import (
 from coterie.core.roles import GENERALIST
 from coterie.core.tensors import Tensors, weighted_sum
 from coterie.data.canaries import PlantedCanaries
+from coterie.data.chats.splits import ChatSplit
 from coterie.data.splits import SplitBase, TokenSplit
 from coterie.personal import PersonalModel
 from coterie.personal.words import Words
@@ -379,6 +380,8 @@ def _personal(model: SharedText, like: Mapping[ClientId, Any]) -> PersonalModel:
 
 
 def _documents(tokenizer: Any, split: Any) -> list[str]:
+    if isinstance(split, ChatSplit):
+        split = split.plain()
     assert isinstance(split, TokenSplit)
     return words.documents(tokenizer, split.tokens)
 

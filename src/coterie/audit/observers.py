@@ -16,9 +16,11 @@ from coterie.core.errors import Refused, TensorError
 from coterie.core.protocol import ClientId
 from coterie.core.roles import GENERALIST
 from coterie.core.tensors import Named, Tensors
+from coterie.data.chats.batches import ChatBatch
 from coterie.data.examples import Examples as Batch
 from coterie.models.classifier import Classifier
 from coterie.models.language import LanguageModel
+from coterie.models.windows import TextBatch
 from coterie.runs.language import Language
 from coterie.runs.prepare import Prepared
 
@@ -81,7 +83,7 @@ class SharedText(Shared):
             site.total_iterations,
         )
 
-    def likelihoods(self, rows: Tensor) -> Values:
+    def likelihoods(self, rows: TextBatch) -> Values:
         return -np.concatenate(
             [nll.mean(dim=1).double().cpu().numpy() for nll, _ in self._scored(rows)]
         )
@@ -92,7 +94,7 @@ class SharedText(Shared):
             [nll[:, -length:].mean(dim=1).double().cpu().numpy() for nll, _ in self._scored(rows)]
         )
 
-    def min_k(self, rows: Tensor) -> Values:
+    def min_k(self, rows: TextBatch) -> Values:
         """Return (N,) Min-K%++ (Zhang et al., ICLR 2025): the mean of the lowest fifth of a row's
         standardised log-likelihoods of tokens.
 
@@ -118,17 +120,18 @@ class SharedText(Shared):
         return np.concatenate(found)
 
     @torch.no_grad()
-    def _scored(self, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def _scored(self, rows: TextBatch) -> Iterator[tuple[Tensor, Tensor]]:
         """Of (N, C + 1) ids, some rows at a time: (n, C) the loss of each next token, and (n, C,
-        V) the logits.
+        V) the logits; of conversations row by row, of the T tokens that count, (1, T) and (1, T,
+        V).
         """
-        size = max(LOGITS // (rows.shape[1] * self.language.backbone.architecture.vocabulary), 1)
-        for part in torch.split(rows, size):
-            logits = self.language(part[:, :-1]).float()
-            nll = cross_entropy(
-                logits.flatten(0, 1), part[:, 1:].flatten().to(logits.device), reduction="none"
-            )
-            yield nll.view(len(part), -1), logits
+        chats = isinstance(rows, ChatBatch)
+        width = rows.ids.shape[1] if isinstance(rows, ChatBatch) else rows.shape[1]
+        size = max(LOGITS // (width * self.language.backbone.architecture.vocabulary), 1)
+        for part in rows.split(1 if chats else size):
+            logits, targets = self.language.predicted(part)
+            nll = cross_entropy(logits.float(), targets, reduction="none")
+            yield nll.view(len(part), -1), logits.float().view(len(part), -1, logits.shape[-1])
 
 
 class SharedClassifier(Shared):

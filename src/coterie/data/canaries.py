@@ -173,7 +173,11 @@ def plant(
     clients, found = dict(federation.clients), dict[ClientId, Canaries]()
     with Refusals() as refusals:
         for id, data in federation.clients.items():
-            assert isinstance(data.train, TokenSplit)
+            if not isinstance(data.train, TokenSplit):
+                raise DataError(
+                    "audit.canaries: they are planted in running text only, not in conversations",
+                    "Set audit.canaries: 0; what members tell is measured all the same.",
+                )
             rng = np.random.default_rng(derive_seed(seed, "audit", audit.seed, "client", id))
             tokens = rng.choice(allowed, (audit.canaries, audit.length))
             planted = rng.random(audit.canaries) < 0.5

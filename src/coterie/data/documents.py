@@ -23,7 +23,7 @@ _PLAIN, _RATIO = (
     # bytes that any gzip file may become, and how many times its size; text is a tenth or a fifth
     # of itself
 )
-_SHOWN = 5  # mistakes of one file that a message lists
+SHOWN = 5  # mistakes of one file that a message lists
 
 # Where text may be cut, best first: before a blank line, behind a line, behind a space.
 _BOUNDARIES = tuple(map(re.compile, (r"(?<=\n)(?=[^\S\n]*\n)", r"(?<=\n)", r"(?<=\s)")))
@@ -100,30 +100,47 @@ def read_rows(path: Path, columns: Mapping[str, type]) -> list[Row]:
         DataError: As `read_text`, or lines that are not JSON objects or lack a column of its type;
             each by file and line.
     """
-    rows: list[Row] = []
+    return [row for _, row in read_objects(path, columns)]
+
+
+def read_objects(path: Path, columns: Mapping[str, type] | None = None) -> list[tuple[str, Row]]:
+    """Return the objects of a JSON-lines file, each with its file and line; blank lines are
+    skipped.
+
+    Args:
+        path: The file.
+        columns: Which of their columns, and the types of these; None: all.
+
+    Raises:
+        DataError: As `read_rows`.
+    """
+    rows: list[tuple[str, Row]] = []
     mistakes: list[str] = []
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         if not line.strip():
             continue
         row, mistake = _parse(line, columns)
-        rows.append(row)
+        rows.append((f"{path}:{number}", row))
         if mistake:
             mistakes.append(f"{path}:{number}: {mistake}")
     if mistakes:
         more = (
-            [f"... and {len(mistakes) - _SHOWN:,} more lines of {path}"]
-            if len(mistakes) > _SHOWN
+            [f"... and {len(mistakes) - SHOWN:,} more lines of {path}"]
+            if len(mistakes) > SHOWN
             else []
         )
-        described = " and ".join(f"{name!r} ({kind.__name__})" for name, kind in columns.items())
+        described = " and ".join(
+            f"{name!r} ({kind.__name__})" for name, kind in (columns or {}).items()
+        )
         raise DataError(
-            "\n".join(mistakes[:_SHOWN] + more),
-            f"Every line must be a JSON object with {described}.",
+            "\n".join(mistakes[:SHOWN] + more),
+            f"Every line must be a JSON object{f' with {described}' if described else ''}."
+            f"{_CHATS if _look_like_chats(rows) else ''}",
         )
     return rows
 
 
-def _parse(line: str, columns: Mapping[str, type]) -> tuple[Row, str]:
+def _parse(line: str, columns: Mapping[str, type] | None) -> tuple[Row, str]:
     """Return the row of a line, and what is wrong with it, if anything."""
     try:
         row = json.loads(line)
@@ -131,14 +148,27 @@ def _parse(line: str, columns: Mapping[str, type]) -> tuple[Row, str]:
         return {}, f"not JSON ({error})"
     if not isinstance(row, dict):
         return {}, f"found {type(row).__name__}, expected a JSON object"
+    return (row, "") if columns is None else _chosen(row, columns)
+
+
+def _chosen(row: Row, columns: Mapping[str, type]) -> tuple[Row, str]:
+    """Return the columns that are asked for, and what is wrong with them; then the whole row."""
     for name, kind in columns.items():
         if name not in row:
-            return {}, f"no column {name!r} (found: {', '.join(row) or 'none'})"
+            return row, f"no column {name!r} (found: {', '.join(row) or 'none'})"
         if not isinstance(row[name], kind):
-            return {}, f"column {name!r} is {type(row[name]).__name__}, expected {kind.__name__}"
+            return row, f"column {name!r} is {type(row[name]).__name__}, expected {kind.__name__}"
         if kind is str and not _encodable(row[name]):
-            return {}, f"column {name!r} is not valid text (half of a surrogate pair)"
+            return row, f"column {name!r} is not valid text (half of a surrogate pair)"
     return {name: row[name] for name in columns}, ""
+
+
+_CHATS = " These look like conversations: --set data.content=chats."
+
+
+def _look_like_chats(rows: Iterable[tuple[str, Row]]) -> bool:
+    """Whether rows have a column of conversations."""
+    return any({"messages", "conversations", "completion"} & row.keys() for _, row in rows)
 
 
 def _encodable(text: str) -> bool:

@@ -139,6 +139,11 @@ class ExampleSplit(SplitBase):
         """Examples of one epoch."""
         return len(self.rows)
 
+    @property
+    def predictions(self) -> int:
+        """One for each example."""
+        return len(self.rows)
+
     def __len__(self) -> int:
         return len(self.rows)
 

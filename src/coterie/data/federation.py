@@ -1,7 +1,7 @@
 """A federation: clients, each with its own train, valid and test split."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from coterie.core import names
@@ -11,6 +11,8 @@ from coterie.data.refusals import Refusals
 from coterie.data.splits import SPLITS, Split, Tokens, TokenSplit, UnionSplit
 
 CENTRALIZED: ClientId = names.CENTRALIZED
+# of a split's name, a client's arrays, the window length and a seed
+MakeSplit = Callable[[str, Mapping[str, Tokens], int, int], Split]
 _SHOWN = 120  # characters of an id that a message shows
 
 
@@ -166,8 +168,17 @@ class Federation:
         }
 
 
+def token_split(name: str, arrays: Mapping[str, Tokens], context: int, seed: int) -> Split:
+    """Return a split of running text. Raises DataError."""
+    return TokenSplit(name, arrays[name], context, seed)
+
+
 def federate(
-    arrays: Mapping[ClientId, Mapping[str, Tokens]], context: int, seed: int, description: str
+    arrays: Mapping[ClientId, Mapping[str, Tokens]],
+    context: int,
+    seed: int,
+    description: str,
+    make: MakeSplit = token_split,
 ) -> Federation:
     """Return a federation of token streams.
 
@@ -176,6 +187,7 @@ def federate(
         context: Window length C in tokens.
         seed: Fixes the orders of all walks; every client's is its own.
         description: One line: what the data are.
+        make: Makes a split of its name, a client's arrays, C and the seed of its walk.
 
     Raises:
         DataError: All clients and splits that are shorter than one window.
@@ -186,7 +198,7 @@ def federate(
             splits: list[Split] = []
             for name in SPLITS:
                 with refusals.gather(f"client {id!r}, "):
-                    splits.append(TokenSplit(name, streams[name], context, derive_seed(seed, id)))
+                    splits.append(make(name, streams, context, derive_seed(seed, id)))
             if len(splits) == len(SPLITS):
                 clients[id] = ClientData(id, *splits)
     return Federation(clients, description)

@@ -9,13 +9,15 @@ from pydantic import Field
 
 from coterie.core import names
 from coterie.core.errors import DataError
-from coterie.data.documents import cut, keyed_by_text, read_many, split
+from coterie.data.chats import files
+from coterie.data.chats.fields import ChatFields
+from coterie.data.documents import Document, cut, keyed_by_text, read_many, split
 from coterie.data.federation import check_id
 from coterie.data.refusals import Refusals
-from coterie.data.section import Fractions, Section, Source, Texts, stamps
+from coterie.data.section import Fractions, Source, Texts, stamps
 from coterie.data.splits import SPLITS
 
-ENDINGS = (".txt", ".md", ".jsonl", ".jsonl.gz")
+ENDINGS = (".txt", ".md", ".jsonl", ".jsonl.gz")  # of text; of conversations see chats.files
 
 _OF_RUNS = (
     "recipe.yaml",
@@ -28,7 +30,7 @@ _FEW = 10
 Files = dict[str, list[Path]]  # by split, or all of them under ""
 
 
-class Folders(Section):
+class Folders(ChatFields):
     """One folder per client; its name is the client's id: letters and digits of any alphabet,
     single spaces, and `-_.'&+@`.
 
@@ -38,6 +40,9 @@ class Folders(Section):
     with `train`, `valid` and `test` (each a file of these kinds, or a folder of such) is taken as
     it is. Hidden files, files of other kinds, and what runs have written into the folder are left
     alone.
+
+    With `content: chats` a folder holds conversations instead: *.jsonl, *.jsonl.gz, *.json,
+    *.parquet or *.csv, one a row, which are not cut but split as they are.
     """
 
     kind: Literal["folders"] = "folders"
@@ -62,23 +67,23 @@ class Folders(Section):
 
     def source(self) -> Source:
         with Refusals() as refusals:
-            files: dict[str, Files] = {}
+            found: dict[str, Files] = {}
             for folder in self._folders():
                 id = names.normal(folder.name)
                 with refusals.gather():
                     check_id(id)
-                if id in files:
+                if id in found:
                     refusals.add(
                         f"two folders of {self.path} are both named {id!r}, with accents stored "
                         f"differently",
                         "Rename one of them.",
                     )
                 with refusals.gather(f"client {id!r}: "):
-                    files[id] = _find(folder)
-        paths = {id: [str(path) for path in found] for id, found in files.items()}
-        parts = [part for found in files.values() for part in found.values()]
+                    found[id] = _find(folder, self.endings)
+        paths = {id: [str(path) for path in own] for id, own in found.items()}
+        parts = [part for own in found.values() for part in own.values()]
         every = list(chain.from_iterable(parts))
-        return Source([paths, stamps(every)], lambda: self._read(files))
+        return Source([paths, stamps(every)], lambda: self._read(found))
 
     def _folders(self) -> list[Path]:
         remedy = "Name a folder that has one folder of text per client: --set data.path=DIR."
@@ -104,21 +109,40 @@ class Folders(Section):
             )
         return folders
 
-    def _read(self, files: dict[str, Files]) -> Texts:
+    def _read(self, found: dict[str, Files]) -> Texts:
         texts: dict[str, Sequence[Sequence[str]]] = {}
         with Refusals() as refusals:
-            for id, found in files.items():
+            for id, own in found.items():
                 with refusals.gather(f"client {id!r}: "):
-                    texts[id] = self._read_client(found)
+                    texts[id] = self._read_client(own)
         return texts
 
-    def _read_client(self, files: Files) -> Sequence[Sequence[str]]:
-        if "" not in files:
-            return [read_many(files[name], self.text_column) for name in SPLITS]
-        texts = read_many(files[""], self.text_column)
-        if len(texts) < _FEW:
+    @property
+    def endings(self) -> tuple[str, ...]:
+        """How the names of files end that are read."""
+        return ENDINGS if self.content == "text" else files.ENDINGS
+
+    def _read_client(self, found: Files) -> Sequence[Sequence[str]]:
+        if "" not in found:
+            return [[own.text for own in self.documents(found[name])] for name in SPLITS]
+        return split(self.documents(found[""], few=True), self.fractions, self.seed)
+
+    def documents(self, paths: Sequence[Path], few: bool = False) -> list[Document]:
+        """Return the documents of files: texts, or conversations as JSON.
+
+        Args:
+            paths: The files.
+            few: Whether texts are cut into chunks where there are few.
+
+        Raises:
+            DataError: All that is wrong with any of the files.
+        """
+        if self.content == "chats":
+            return self.conversations(files.rows_of(paths))
+        texts = read_many(paths, self.text_column)
+        if few and len(texts) < _FEW:
             texts = [chunk for text in texts for chunk in cut(text)]
-        return split(keyed_by_text(texts), self.fractions, self.seed)
+        return keyed_by_text(texts) if few else [Document(text, text) for text in texts]
 
     def read_one(self, path: Path) -> Sequence[Sequence[str]]:
         """Read the documents of one client, as if its folder, or its only file, were in the folder
@@ -127,10 +151,12 @@ class Folders(Section):
         Raises:
             DataError: No text, splits that are incomplete, or files that cannot be read.
         """
-        return self._read_client(_find(path) if path.is_dir() else {"": text_files(path)})
+        if path.is_dir():
+            return self._read_client(_find(path, self.endings))
+        return self._read_client({"": text_files(path, self.endings)})
 
 
-def _find(folder: Path) -> Files:
+def _find(folder: Path, endings: tuple[str, ...]) -> Files:
     """Return the files of a client: by split if the folder fixes them, else all under "".
 
     Raises:
@@ -139,7 +165,7 @@ def _find(folder: Path) -> Files:
     entries = {
         entry: found
         for entry in sorted(folder.iterdir())
-        if (found := text_files(entry, frozenset({folder.resolve()})))
+        if (found := text_files(entry, endings, frozenset({folder.resolve()})))
     }
     fixed: dict[str, list[Path]] = {name: [] for name in SPLITS}
     for entry, found in entries.items():
@@ -149,7 +175,7 @@ def _find(folder: Path) -> Files:
     every = [path for found in entries.values() for path in found]
     if not every:
         raise DataError(
-            f"no text in {folder}", f"Put files into it that end in {', '.join(ENDINGS)}."
+            f"no text in {folder}", f"Put files into it that end in {', '.join(endings)}."
         )
     if not present:
         return {"": every}
@@ -166,12 +192,15 @@ def _find(folder: Path) -> Files:
     return fixed
 
 
-def text_files(entry: Path, above: frozenset[Path] = frozenset()) -> list[Path]:
+def text_files(
+    entry: Path, endings: tuple[str, ...] = ENDINGS, above: frozenset[Path] = frozenset()
+) -> list[Path]:
     """Return the text files that an entry of a folder is or holds; none of those that are hidden,
     or that a run has written.
 
     Args:
         entry: A file or folder.
+        endings: How the names of such files end.
         above: The folders that led to it.
 
     Raises:
@@ -191,13 +220,13 @@ def text_files(entry: Path, above: frozenset[Path] = frozenset()) -> list[Path]:
             return [
                 path
                 for inner in sorted(entry.iterdir())
-                for path in text_files(inner, above | {own})
+                for path in text_files(inner, endings, above | {own})
             ]
     except OSError as error:
         raise DataError(
             f"{entry}: cannot be read ({error.strerror})", "Check its permissions."
         ) from None
-    if not entry.name.endswith(ENDINGS):
+    if not entry.name.endswith(endings):
         return []
     if not entry.is_file():
         what = "a broken link" if entry.is_symlink() else "not a regular file"

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Annotated, Any, Literal
 
@@ -10,7 +10,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from coterie.core import names
 from coterie.core.errors import DataError
-from coterie.data.documents import keyed_by_text, split
+from coterie.data.chats.fields import ChatFields
+from coterie.data.chats.reading import BESIDE, COLUMNS
+from coterie.data.documents import Document, keyed_by_text, split
 from coterie.data.fetching import Format, fetch, files_of, local
 from coterie.data.refusals import Refusals
 from coterie.data.section import Names, Section, Source, TextFractions, Texts, choose, stamps
@@ -27,13 +29,14 @@ SplitName = Annotated[
 ]
 
 
-class Hub(Section):
+class Hub(ChatFields):
     """Any data set that `datasets.load_dataset` knows, by its Hub id or as a local folder or file;
     one column names the client.
 
     Client ids are the column's values (the names of class labels); what no name may have, and in
     plain ASCII every space and sign but `._-`, is replaced by `-`.
-    Rows without a value or without text are left out.
+    Rows without a value or without text are left out. With `content: chats` every row is a
+    conversation.
     """
 
     kind: Literal["hub"] = "hub"
@@ -67,7 +70,7 @@ class Hub(Section):
             "folder or file in data.dataset."
         )
         data = fetch(self.dataset, self.subset, self.split, remedy)
-        wanted = (self.text_column, self.client_column)
+        wanted = (*self._columns(data.column_names), self.client_column)
         if missing := [column for column in wanted if column not in data.column_names]:
             found = ", ".join(data.column_names)
             raise DataError(
@@ -78,26 +81,42 @@ class Hub(Section):
             data._fingerprint, lambda: self._read(data.select_columns(list(dict.fromkeys(wanted))))
         )
 
+    def _columns(self, found: Sequence[str]) -> Sequence[str]:
+        """Return which columns hold what clients say."""
+        if self.content == "text":
+            return (self.text_column,)
+        if self.chat_column is not None:
+            return (self.chat_column, *(name for name in BESIDE if name in found))
+        return [name for name in COLUMNS if name in found] or COLUMNS[:1]
+
     def _read(self, data: Any) -> Texts:
-        columns = data[:]
-        owners = _names(columns[self.client_column], data.features[self.client_column])
-        documents: dict[str, list[str]] = {}
-        for owner, text in zip(owners, columns[self.text_column], strict=True):
+        owners = _names(data[self.client_column], data.features[self.client_column])
+        documents: dict[str, list[Document]] = {}
+        for owner, document in zip(owners, self._documents(data), strict=True):
+            if owner is not None and document.text:
+                documents.setdefault(owner, []).append(document)
+        chosen = self._choose(documents)
+        return {_id(name): split(documents[name], self.fractions, self.seed) for name in chosen}
+
+    def _documents(self, data: Any) -> list[Document]:
+        """Return a document for each row; one without text is empty."""
+        if self.content == "chats":
+            return self.conversations(
+                (f"data set {self.dataset}: row {i}", row) for i, row in enumerate(data)
+            )
+        documents = []
+        for text in data[self.text_column]:
             if not isinstance(text, str | None):
                 raise DataError(
                     f"data set {self.dataset}: column {self.text_column!r} is "
                     f"{type(text).__name__}, not text",
                     "Name another.",
                 )
-            if owner is not None and text:
-                documents.setdefault(owner, []).append(text)
-        chosen = self._choose(documents)
-        return {
-            _id(name): split(keyed_by_text(documents[name]), self.fractions, self.seed)
-            for name in chosen
-        }
+            own = text if text and text.strip() else ""
+            documents.append(Document(own, own))
+        return documents
 
-    def _choose(self, documents: dict[str, list[str]]) -> list[str]:
+    def _choose(self, documents: Mapping[str, Sequence[Document]]) -> list[str]:
         if self.clients is not None:
             choose(
                 documents,

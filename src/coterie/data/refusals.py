@@ -14,9 +14,13 @@ class Refusals:
         for client in clients:
             with refusals.gather():
                 check(client)
+
+    Args:
+        most: How many are shown; None: all.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int | None = None) -> None:
+        self.most = most
         self.errors: list[DataError] = []
 
     def __enter__(self) -> "Refusals":
@@ -40,11 +44,13 @@ class Refusals:
         trace: TracebackType | None,
     ) -> None:
         if error is None and self.errors:
-            raise _joined(self.errors)
+            raise _joined(self.errors, self.most)
 
 
-def _joined(errors: list[DataError]) -> DataError:
+def _joined(errors: list[DataError], most: int | None) -> DataError:
     """One error: its problems are all the problems, its remedies each distinct one once."""
     problems = list(dict.fromkeys(error.problem for error in errors))
+    if most is not None and len(problems) > most:
+        problems[most:] = [f"... and {len(problems) - most:,} more"]
     remedies = list(dict.fromkeys(error.remedy for error in errors if error.remedy))
     return DataError("\n".join(problems), "\n  ".join(remedies))

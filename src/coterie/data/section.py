@@ -8,13 +8,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from coterie.core.errors import DataError
 from coterie.core.files import digest_of
 from coterie.core.own import own_name
 from coterie.core.protocol import ClientId
-from coterie.data.federation import ClientInfo, Federation, check_id, federate
+from coterie.data.chats.encoding import Encoder
+from coterie.data.federation import ClientInfo, Federation, check_id, federate, token_split
 from coterie.data.origins import PART
 from coterie.data.refusals import Refusals
 from coterie.data.splits import SPLITS
@@ -137,7 +139,8 @@ class Section(BaseModel, ABC):
 
         Args:
             tokenizer: A fast tokenizer of transformers. Its end token is put behind every document.
-            context: Window length C in tokens; the cache does not depend on it.
+            context: Window length C in tokens; the cache does not depend on it, but for
+                conversations, which are cut to it.
             cache: Folder; default $COTERIE_CACHE, else $XDG_CACHE_HOME/coterie, else
                 ~/.cache/coterie.
             order_seed: Fixes the order in which training and validation windows are drawn: the
@@ -148,28 +151,25 @@ class Section(BaseModel, ABC):
                 all mistakes that could be found.
             SaveError: The cache cannot be written.
         """
-        source = self.source()
-        about = self.model_dump(mode="json", exclude={"root", "path"})
-        # Sections of one's own have no field for it, and two of them must not share an entry.
-        about.setdefault("kind", own_name(type(self)))
-        key = key_of(tokenizer, about, source.fingerprint)
+        source, encoder = self.source(), self.encoder(tokenizer)
+        how = [] if encoder is None else [encoder.fingerprint, context]
+        key = key_of(tokenizer, self.about(), source.fingerprint, *how)
         arrays = stored(
             cache or default_cache(),
             key,
-            dtype_for(tokenizer),
-            lambda: self._streams(source.read(), tokenizer),
+            dtype_for(tokenizer) if encoder is None else np.uint32,
+            lambda: self._streams(source.read(), tokenizer, encoder, context),
         )
         where = (
             " (the part of it in this repository)"
             if any(name.startswith(f"{PART}/") for name in source.files)
             else ""
         )
-        found = federate(
-            arrays,
-            context,
-            order_seed,
-            f"{self.title}{where}: {len(arrays)} client{'s' * (len(arrays) != 1)}",
-        )
+        said = f"{self.title}{where}: {len(arrays)} client{'s' * (len(arrays) != 1)}"
+        if encoder is not None:
+            said += f"; {encoder.said(arrays)}"
+        make = token_split if encoder is None else encoder.maker
+        found = federate(arrays, context, order_seed, said, make)
         found = replace(found, files={name: digest_of(path) for name, path in source.files.items()})
         if not self.newcomers:
             return found
@@ -184,14 +184,31 @@ class Section(BaseModel, ABC):
             description=f"{found.description}, {len(new)} of them new",
         )
 
-    def _streams(self, texts: Texts, tokenizer: Tokenizer) -> Streams:
-        """Token streams of texts, lazily, after all that can be refused without encoding."""
+    def about(self) -> dict[str, Any]:
+        """Return the fields that token ids may depend on, for the cache: not where texts are."""
+        found = self.model_dump(mode="json", exclude={"root", "path"})
+        # Sections of one's own have no field for it, and two of them must not share an entry.
+        return {"kind": own_name(type(self))} | found
+
+    def encoder(self, tokenizer: Tokenizer) -> Encoder | None:
+        """Return what makes token ids of conversations; None for text. Raises DataError."""
+        return None
+
+    def _streams(
+        self, texts: Texts, tokenizer: Tokenizer, encoder: Encoder | None, context: int
+    ) -> Streams:
+        """Token streams of texts, lazily, after all that can be refused without encoding; of
+        conversations at once.
+        """
         self._check(list(texts))
-        return (
-            (id, name, encode(tokenizer, documents, self._bound(name, position)))
+        parts = [
+            (id, name, documents, self._bound(name, position))
             for position, (id, splits) in enumerate(texts.items())
             for name, documents in zip(SPLITS, splits, strict=True)
-        )
+        ]
+        if encoder is not None:
+            return encoder.streams(parts, context)
+        return ((id, name, encode(tokenizer, own, bound)) for id, name, own, bound in parts)
 
     def _check(self, clients: list[ClientId]) -> None:
         with Refusals() as refusals:

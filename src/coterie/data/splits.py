@@ -49,6 +49,10 @@ class Split(Protocol):
     def windows(self) -> int:
         """Rows of one epoch."""
 
+    @property
+    def predictions(self) -> int:
+        """Predictions of one epoch that count."""
+
     def __len__(self) -> int:
         """Tokens or examples held."""
 
@@ -162,6 +166,11 @@ class TokenSplit(SplitBase):
         """
         return (len(self.tokens) - 1) // self.context
 
+    @property
+    def predictions(self) -> int:
+        """Targets of the full windows."""
+        return self.windows * self.context
+
     def __len__(self) -> int:
         return len(self.tokens)
 
@@ -215,6 +224,10 @@ class UnionSplit(SplitBase):
     def windows(self) -> int:
         return sum(part.windows for part in self.parts)
 
+    @property
+    def predictions(self) -> int:
+        return sum(part.predictions for part in self.parts)
+
     def __len__(self) -> int:
         return sum(map(len, self.parts))
 
@@ -261,6 +274,10 @@ class RemoteSplit(SplitBase):
     @property
     def windows(self) -> int:
         return self.rows
+
+    @property
+    def predictions(self) -> int:
+        return self.rows * self.context
 
     def __len__(self) -> int:
         return self.rows

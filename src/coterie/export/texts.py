@@ -7,9 +7,11 @@ from pathlib import Path
 from coterie.core import names
 from coterie.core.errors import CoterieError, Refused
 from coterie.core.protocol import ClientId
+from coterie.data.chats.splits import ChatSplit
 from coterie.data.federation import ClientData
 from coterie.data.folders import Folders
 from coterie.data.section import Section
+from coterie.data.splits import Split
 from coterie.export.format import ClientModel
 from coterie.models.backbone import Backbone
 from coterie.personal import PersonalModel, clients_of, folder_of, read_about
@@ -97,4 +99,9 @@ def _with_text(
     own = data.get(names.normal(model.about.client))
     if own is None:
         return ClientModel(model, absent=absent or "it is no client of the recipe")
-    return ClientModel(model, own.valid, own.test)
+    return ClientModel(model, _running(own.valid), _running(own.test))
+
+
+def _running(split: Split) -> Split:
+    """Return a split as running text: conversations too, for programs that know no masks."""
+    return split.plain() if isinstance(split, ChatSplit) else split

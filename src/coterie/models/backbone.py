@@ -265,12 +265,54 @@ class Backbone:
             )
         return (head.weight, head.bias) if same else None
 
-    def hidden(self, ids: Tensor) -> Tensor:
+    def hidden(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
         """(B, C) -> (B, C, d_model): the last hidden states, normalised as the output layer
         takes them.
+
+        Args:
+            ids: Token ids.
+            positions: (B, C) of each token; where they begin anew, so does what it sees, see
+                `check_packing`. None: those of one text a row.
         """
-        found: Tensor = self.model.base_model(ids, use_cache=False).last_hidden_state
+        placed = {} if positions is None else {"position_ids": positions}
+        found: Tensor = self.model.base_model(ids, use_cache=False, **placed).last_hidden_state
         return found
+
+    def logits(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        """(B, C) -> (B, C, V), see `hidden`."""
+        placed = {} if positions is None else {"position_ids": positions}
+        found: Tensor = self.model(ids, use_cache=False, **placed).logits
+        return found
+
+    def check_packing(self) -> None:
+        """Refuse a base in which texts of one row would see each other.
+
+        transformers keeps them apart by their positions, in its masks for eager attention, SDPA and
+        flex attention; whether it does so for this base is tried out once.
+
+        Raises:
+            ModelError: It does not.
+        """
+        if not self._packs:
+            raise ModelError(
+                f"{type(self.model).__name__} does not keep conversations of one row apart",
+                "Set data.packing: false, so that every window holds one.",
+            )
+
+    @cached_property
+    def _packs(self) -> bool:
+        size = min(self.architecture.vocabulary, 8)
+        first, second = (torch.arange(n, device=self.device).remainder(size)[None] for n in (5, 7))
+        positions = torch.cat([torch.arange(n, device=self.device) for n in (5, 7)])[None]
+        both = torch.cat([first, second.flip(1)], dim=1)
+        with torch.no_grad(), self.using(None):
+            alone = self.hidden(second.flip(1)).float()
+            try:
+                found = self.hidden(both, positions)[:, 5:].float()
+            except TypeError:  # a base without positions
+                return False
+        rounding = 1e-4 if self.dtype == torch.float32 else 3e-2
+        return bool((found - alone).norm() <= rounding * alone.norm())
 
     @torch.no_grad()
     def flops_per_token(self, adapter: Adapter | None, context: int) -> int:

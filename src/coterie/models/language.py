@@ -13,15 +13,17 @@ from torch import Tensor, nn
 from coterie.core.errors import ModelError
 from coterie.core.roles import EXPERT, GATE, Role
 from coterie.core.tensors import Tensors
+from coterie.data.chats.batches import ChatBatch
 from coterie.models.adapter import Adapter
 from coterie.models.backbone import Attachable, Backbone
 from coterie.models.layout import Layout
+from coterie.models.likelihood import nll_by_row, nll_of, nll_sum
 from coterie.models.lora import LoRA
-from coterie.models.loss import head_loss, head_nll
 from coterie.models.objective import Totals, balance_by_row
 from coterie.models.per_example import CopiedAdapter, copies
 from coterie.models.pool_layout import ABSENT
 from coterie.models.routing import Routing
+from coterie.models.windows import TextBatch, Windows
 
 
 class LanguageModel:
@@ -73,21 +75,21 @@ class LanguageModel:
         self.numbers, self.embedded = numbers, embeddings
 
     @property
-    def embed(self) -> Callable[[Tensor], Tensor] | None:
+    def embed(self) -> Callable[[TextBatch], Tensor] | None:
         """What makes (B, e) embeddings of windows, on the CPU: the mean of the base's last
         hidden states; None without a gate.
         """
         return self._embed if self.layout.members else None
 
     @torch.no_grad()
-    def _embed(self, ids: Tensor) -> Tensor:
+    def _embed(self, batch: TextBatch) -> Tensor:
         with self.backbone.using(None):
-            return (
-                self.backbone.hidden(self.backbone.checked(ids)[:, : self.backbone.context_limit])
-                .float()
-                .mean(dim=1)
-                .cpu()
-            )
+            if isinstance(batch, ChatBatch):
+                windows = Windows.of(self.backbone, batch)
+                hidden = self.backbone.hidden(windows.inputs, windows.positions)
+                return windows.means(hidden.float()).cpu()
+            ids = self.backbone.checked(batch)[:, : self.backbone.context_limit]
+            return self.backbone.hidden(ids).float().mean(dim=1).cpu()
 
     def affinity(self, embeddings: Tensor) -> Tensor:
         """1/N sum_i softmax g(x_i), (M,): how much some text, embedded (N, e), wants each member
@@ -175,10 +177,17 @@ class LanguageModel:
     def forward(self, ids: Tensor) -> Tensor:
         """(B, C) int64 -> (B, C, V) logits."""
         with self._using():
-            logits: Tensor = self.backbone.model(self.backbone.checked(ids), use_cache=False).logits
-        return logits
+            return self.backbone.logits(self.backbone.checked(ids))
 
     __call__ = forward
+
+    @torch.no_grad()
+    def predicted(self, batch: TextBatch) -> tuple[Tensor, Tensor]:
+        """Return the logits of the targets of a batch that count, (T, V), and these, (T,)."""
+        windows = Windows.of(self.backbone, batch)
+        with self._using():
+            logits = self.backbone.logits(windows.inputs, windows.positions)
+        return windows.chosen(logits.flatten(0, 1)), windows.targets
 
     @torch.no_grad()
     def generate(self, ids: Tensor, **settings: Any) -> Tensor:
@@ -206,11 +215,13 @@ class LanguageModel:
         return torch.stack([decision.weights.view(*ids.shape, -1) for decision in record])
 
     @torch.no_grad()
-    def score(self, batches: Iterable[Tensor]) -> Tensor:
-        """Return the negative log-likelihood of every next token of every window.
+    def score(self, batches: Iterable[TextBatch]) -> Tensor:
+        """Return the negative log-likelihood of every next token of every window; of conversations,
+        of the tokens that count.
 
         Args:
             batches: Each (B, C + 1) int64; windows of other lengths come in batches of their own.
+                Or conversations.
 
         Returns:
             (2,) float64: its sum in nats, and the number of predicted tokens.
@@ -218,13 +229,13 @@ class LanguageModel:
         total, tokens = torch.zeros((), dtype=torch.float64, device=self.backbone.device), 0
         with self._using():
             for batch in batches:
-                ids = self.backbone.checked(batch, predicts=True)
-                total += self._nll(ids).double().sum()
-                tokens += ids[:, 1:].numel()
+                windows = Windows.of(self.backbone, batch)
+                total += nll_of(self.backbone, windows).double().sum()
+                tokens += windows.predictions
         return torch.tensor([float(total), tokens], dtype=torch.float64)
 
     def gradient(
-        self, batch: Tensor, wrt: Sequence[nn.Parameter], micro_batch: int | None = None
+        self, batch: TextBatch, wrt: Sequence[nn.Parameter], micro_batch: int | None = None
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Return the gradient of the whole batch's objective with respect to the given parameters
         only.
@@ -235,7 +246,8 @@ class LanguageModel:
         for the device, except for the group sizes on the way when k < n.
 
         Args:
-            batch: (B, C + 1) int64.
+            batch: (B, C + 1) int64, or conversations: then the mean is over the tokens that count,
+                and load balancing over all that are there.
             wrt: Parameters of this model's adapter.
             micro_batch: Rows per forward pass; all at once by default.
 
@@ -248,13 +260,13 @@ class LanguageModel:
             ModelError: `wrt` is empty or holds a foreign parameter, the batch has another form, or
                 `micro_batch` is not positive.
         """
-        ids = self.backbone.checked(batch, predicts=True)
+        windows = Windows.of(self.backbone, batch)
         if micro_batch is not None and micro_batch < 1:
             raise ModelError(
                 f"micro_batch is {micro_batch}", "Use at least 1, or None for the whole batch."
             )
-        parts = torch.split(ids, micro_batch or len(ids))
-        totals = Totals(self.layout, tokens=ids[:, 1:].numel())
+        parts = windows.split(micro_batch or len(windows))
+        totals = Totals(self.layout, windows.predictions, windows.routed)
         gradients: list[Tensor] = []
         with self._training(wrt):
             load = self._load(parts) if len(parts) > 1 and self._load_varies else None
@@ -275,7 +287,7 @@ class LanguageModel:
     gradient_elsewhere = gradient  # there are no running statistics that would notice
 
     def per_example(
-        self, batch: Tensor, wrt: Sequence[nn.Parameter]
+        self, batch: TextBatch, wrt: Sequence[nn.Parameter]
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Return the gradient of each row's objective, exactly that of `gradient` of a batch of
         this row alone, but without dropout.
@@ -284,7 +296,7 @@ class LanguageModel:
         own tokens.
 
         Args:
-            batch: (B, C + 1) int64.
+            batch: (B, C + 1) int64, or conversations.
             wrt: Parameters of this model's adapter.
 
         Returns:
@@ -294,29 +306,27 @@ class LanguageModel:
         Raises:
             ModelError: `wrt` is empty or holds a foreign parameter, or the batch has another form.
         """
-        ids = self.backbone.checked(batch, predicts=True)
+        windows = Windows.of(self.backbone, batch)
         self._check_own(wrt)
-        totals, copied = Totals(self.layout, tokens=ids[:, 1:].numel()), copies(wrt, len(ids))
-        record: list[Routing] = []
+        totals = Totals(self.layout, windows.predictions, windows.routed)
+        copied, record = copies(wrt, len(windows)), list[Routing]()
         with self._using(record, CopiedAdapter(self.adapter, copied)):
-            nll = self._nll_sum(ids)
-        totals.add(nll, record, None)
-        objective = nll / ids[:, 1:].shape[1]
+            nll, objective = nll_by_row(self.backbone, windows)
+        totals.add(nll, windows.of_tokens(record), None)
         if self.layout.balance_has_gradient:
-            objective = objective + self.layout.balance_weight * balance_by_row(
-                self.layout, record, len(ids)
-            )
+            balance = balance_by_row(self.layout, windows.by_row(record))
+            objective = objective + self.layout.balance_weight * balance
         gradients = torch.autograd.grad(objective, list(copied.values()), materialize_grads=True)
         return list(gradients), totals.statistics()
 
-    def _objective(self, ids: Tensor, totals: Totals, load: Tensor | None) -> Tensor:
+    def _objective(self, windows: Windows, totals: Totals, load: Tensor | None) -> Tensor:
         """Return this micro-batch's share of the whole batch's objective; `load` is f of the whole
         batch, if this is but a part of it.
         """
         record: list[Routing] = []
         with self._using(record):
-            nll = self._nll_sum(ids)
-        balance = totals.add(nll, record, load)
+            nll = nll_sum(self.backbone, windows)
+        balance = totals.add(nll, windows.of_tokens(record), load)
         objective = nll / totals.tokens
         return objective if balance is None else objective + self.layout.balance_weight * balance
 
@@ -326,7 +336,7 @@ class LanguageModel:
         return self.layout.balance_has_gradient and self.layout.active < self.layout.experts
 
     @torch.no_grad()
-    def _load(self, parts: Sequence[Tensor]) -> Tensor:
+    def _load(self, parts: Sequence[Windows]) -> Tensor:
         """(blocks, n) f over all parts. Leaves the random generators as they were, so that
         dropout is the same in the pass that follows.
         """
@@ -336,31 +346,9 @@ class LanguageModel:
             for part in parts:
                 record: list[Routing] = []
                 with self._using(record):
-                    self.backbone.hidden(part[:, :-1])
-                users.append(torch.stack([decision.users() for decision in record]))
-        return torch.stack(users).sum(dim=0) / sum(part[:, 1:].numel() for part in parts)
-
-    def _nll_sum(self, ids: Tensor) -> Tensor:
-        """Return the summed NLL of (B, C + 1) token ids, differentiable."""
-        if self.backbone.head is None:
-            return self._nll(ids).sum()
-        return head_loss(
-            self.backbone.hidden(ids[:, :-1]).flatten(0, 1),
-            *self.backbone.head,
-            ids[:, 1:].flatten(),
-        )
-
-    def _nll(self, ids: Tensor) -> Tensor:
-        """(B * C,) the NLL of each next token, at least fp32."""
-        inputs, targets = ids[:, :-1], ids[:, 1:].flatten()
-        if self.backbone.head is not None and not torch.is_grad_enabled():
-            return head_nll(
-                self.backbone.hidden(inputs).flatten(0, 1), *self.backbone.head, targets
-            )
-        logits = self.backbone.model(inputs, use_cache=False).logits.flatten(0, 1)
-        return nn.functional.cross_entropy(
-            logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, reduction="none"
-        )
+                    self.backbone.hidden(part.inputs, part.positions)
+                users.append(torch.stack([decision.users() for decision in part.of_tokens(record)]))
+        return torch.stack(users).sum(dim=0) / sum(part.routed for part in parts)
 
     def _check_own(self, wrt: Sequence[nn.Parameter]) -> None:
         """Refuse anything but parameters of this adapter, at least one."""

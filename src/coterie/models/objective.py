@@ -16,11 +16,13 @@ class Totals:
 
     Args:
         layout: Says which load-balancing loss.
-        tokens: Predicted tokens of the whole batch.
+        tokens: Predicted tokens of the whole batch that count.
+        routed: Tokens that are routed; None: as many.
     """
 
-    def __init__(self, layout: Layout, tokens: int) -> None:
+    def __init__(self, layout: Layout, tokens: int, routed: int | None = None) -> None:
         self.layout, self.tokens = layout, tokens
+        self.routed = tokens if routed is None else routed
         self.nll: Tensor | float = 0.0
         self.weights: Tensor | float = 0.0
         self.users: Tensor | float = 0.0
@@ -46,17 +48,17 @@ class Totals:
             return None
         if load is None:  # the whole batch in one, or k = n: then f is 1 in any part of it
             load = users / users.sum(dim=-1, keepdim=True) * self.layout.active
-        return balance_loss(self.layout.balance_coefficients, load, probabilities / self.tokens)
+        return balance_loss(self.layout.balance_coefficients, load, probabilities / self.routed)
 
     def statistics(self) -> dict[str, Tensor]:
         nll = cast(Tensor, self.nll)
         found = {"loss": nll / self.tokens, "balance": torch.zeros_like(nll)}
         if isinstance(self.weights, Tensor):
-            found["router"] = self.weights / self.tokens
+            found["router"] = self.weights / self.routed
             if self.layout.balance_coefficients:
                 users, probabilities = (
-                    cast(Tensor, self.users) / self.tokens,
-                    cast(Tensor, self.probabilities) / self.tokens,
+                    cast(Tensor, self.users) / self.routed,
+                    cast(Tensor, self.probabilities) / self.routed,
                 )
                 found["balance"] = balance_loss(
                     self.layout.balance_coefficients, users, probabilities
@@ -64,11 +66,15 @@ class Totals:
         return found
 
 
-def balance_by_row(layout: Layout, record: Sequence[Routing], rows: int) -> Tensor:
-    """Return the sum over rows of the load-balancing loss of each row's own tokens."""
+def balance_by_row(layout: Layout, records: Sequence[Sequence[Routing]]) -> Tensor:
+    """Return the sum over rows of the load-balancing loss of each row's own tokens.
+
+    Args:
+        layout: Says which loss.
+        records: Of each row, the decisions of its tokens, block by block.
+    """
     terms = []
-    for row in range(rows):
-        own = [decision.part(row, rows) for decision in record]
+    for own in records:
         users = torch.stack([decision.users() for decision in own])
         probabilities = torch.stack([decision.probabilities.mean(dim=0) for decision in own])
         load = users / users.sum(dim=-1, keepdim=True) * layout.active

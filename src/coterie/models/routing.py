@@ -39,6 +39,15 @@ class Routing:
             )
         return torch.zeros_like(self.probabilities).scatter_(1, self.selected, 1.0).sum(dim=0)
 
+    def at(self, places: Tensor) -> "Routing":
+        """Return the decision for some tokens, (t,) int64."""
+        selected = None if self.selected is None else self.selected.index_select(0, places)
+        return Routing(
+            self.weights.index_select(0, places),
+            self.probabilities.index_select(0, places),
+            selected,
+        )
+
     def part(self, number: int, parts: int) -> "Routing":
         """One of so many equal parts of the tokens, in their order."""
         selected = None if self.selected is None else self.selected.chunk(parts)[number]

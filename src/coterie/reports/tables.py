@@ -79,10 +79,7 @@ def estimate_table(console: Console, prepared: Any, estimate: Any, first: bool) 
     if first:
         _say(console, federation.description)
         for split in SPLITS:
-            counts = [
-                getattr(data, split).windows * (data.test.context if what == "token" else 1)
-                for data in federation.everyone.values()
-            ]
+            counts = [getattr(data, split).predictions for data in federation.everyone.values()]
             each = (
                 f"{min(counts):,} to {max(counts):,} per client"
                 if min(counts) != max(counts)

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
 from coterie import personal
 from coterie.client.client import Client
 from coterie.core import names
@@ -18,12 +16,9 @@ from coterie.core.files import make_folder, write_json
 from coterie.core.protocol import ClientId
 from coterie.core.tensor_names import numbers_of_experts
 from coterie.core.tensors import Tensors
-from coterie.data.documents import read_many
 from coterie.data.examples import ExampleSplit
 from coterie.data.federation import ClientData, check_id
-from coterie.data.folders import Folders
-from coterie.data.splits import SPLITS, TokenSplit
-from coterie.data.store import encode
+from coterie.data.splits import SPLITS
 from coterie.methods import METHODS
 from coterie.models.language import LanguageModel
 from coterie.models.pool import PoolClassifier
@@ -38,7 +33,7 @@ from coterie.runs.execution import Execution
 from coterie.runs.folder import check_apart
 from coterie.runs.inputs import Inputs, RecordedInputs
 from coterie.runs.language import Language
-from coterie.runs.own_text import files_of_text, own_text
+from coterie.runs.own_text import all_text, own_text, section_of
 from coterie.runs.personalise import Personalised, shared_part, train
 from coterie.runs.prepare import Prepared, prepare
 from coterie.runs.recipe import Recipe
@@ -263,7 +258,7 @@ def _data(prepared: Prepared, id: ClientId, data: Path, trains: bool) -> ClientD
     """
     problem = prepared.problem
     if isinstance(problem, Language):
-        return _text(prepared.recipe, problem, id, data) if trains else _all_text(problem, id, data)
+        return _text(prepared.recipe, problem, id, data, trains)
     assert isinstance(problem, Classification)
     like = next(iter(problem.federation.clients.values())).test
     assert isinstance(like, ExampleSplit)
@@ -273,17 +268,10 @@ def _data(prepared: Prepared, id: ClientId, data: Path, trains: bool) -> ClientD
     )
 
 
-def _all_text(problem: Language, id: ClientId, data: Path) -> ClientData:
-    """All text of a client that trains nothing. Raises DataError."""
-    texts = read_many(files_of_text(data), "text")
-    tokens = np.concatenate(list(encode(problem.backbone.tokenizer, texts, None)))
-    return ClientData(
-        id, *(TokenSplit(name, tokens, problem.section.context, 0) for name in SPLITS)
-    )
-
-
-def _text(recipe: Recipe, problem: Language, id: ClientId, data: Path) -> ClientData:
-    """Return the text of a client that trains. Raises DataError for too little of it."""
-    section = recipe.data if isinstance(recipe.data, Folders) else Folders()
-    context, tokenizer = problem.section.context, problem.backbone.tokenizer
+def _text(recipe: Recipe, problem: Language, id: ClientId, data: Path, trains: bool) -> ClientData:
+    """Return the text of a client, read as the run's own. Raises DataError for too little of it."""
+    section, context = section_of(recipe.data), problem.section.context
+    tokenizer = problem.backbone.tokenizer
+    if not trains:
+        return all_text(section, tokenizer, context, id, data)
     return own_text(section, tokenizer, context, recipe.seed, id, data, ", or leave --train out")

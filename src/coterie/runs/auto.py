@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from coterie.core.errors import RecipeError
+from coterie.data.chats.splits import ChatSplit
 from coterie.data.section import Section
 from coterie.data.splits import Tokens, TokenSplit
 from coterie.engines.states import half_of_memory
@@ -28,6 +29,7 @@ FEWEST, MOST = 50, 1000  # local iterations of a run
 ENOUGH = 100  # of them, for which batches are made smaller
 SHORTEST, LONGEST, LEAST = 64, 1024, 16  # tokens of a window; at least, where a split is short
 LARGEST_BATCH, SMALLEST_BATCH = 8, 2
+WHOLE = 0.95  # of conversations that fit into a window
 LEAST_LR, MOST_LR = 2e-4, 8e-3
 UNSEEN = {CONTEXT: 128, BATCH: 8, MICRO_BATCH: None, STEPS: 10}  # of texts that nobody here has
 
@@ -39,7 +41,8 @@ class Texts:
     Args:
         train: Of each client.
         shortest: The least that a client has of any split.
-        document: The length of the document that the middle token of all training text is in.
+        document: The length of the document that the middle token of all training text is in; of
+            conversations, that which 19 of 20 are within.
     """
 
     train: Sequence[int]
@@ -133,9 +136,16 @@ def texts_of(recipe: Recipe) -> Texts:
     """Measure the texts of a recipe, encoded by its base's tokenizer. Raises Refused."""
     assert isinstance(recipe.data, Section)
     own = tokenizer(recipe.model.base)  # type: ignore[union-attr] # `_language` has looked
-    federation = recipe.data.load(own, 2, order_seed=recipe.seed)
+    encoder = recipe.data.encoder(own)
+    context = 2 if encoder is None else LONGEST
+    federation = recipe.data.load(own, context, order_seed=recipe.seed)
     splits = [data.splits for data in federation.clients.values()]
-    streams = [split.tokens for train, *_ in splits if isinstance(split := train, TokenSplit)]
+    train = [split for split, *_ in splits]
+    if chats := [split for split in train if isinstance(split, ChatSplit)]:
+        lengths = np.sort(np.concatenate([split.lengths for split in chats]))
+        fitting = int(lengths[int(WHOLE * (len(lengths) - 1))])
+        return Texts(list(map(len, train)), LONGEST + 1, fitting)
+    streams = [split.tokens for split in train if isinstance(split, TokenSplit)]
     return Texts(
         [len(stream) for stream in streams],
         min(len(split) for own in splits for split in own),

@@ -21,6 +21,7 @@ from coterie.core import names
 from coterie.core.errors import CoterieError, DataError, Refused
 from coterie.core.protocol import ClientId, State
 from coterie.core.tensors import Tensors, from_bytes, nbytes, to_bytes
+from coterie.data.chats.template import is_template
 from coterie.engines.messages import Member, Reply, Request, failed, parsed
 from coterie.runs import loading
 from coterie.runs import recipe as recipes
@@ -89,6 +90,12 @@ def _loaded(section: str, data: str | None, base: str | None, alone: bool) -> Pr
 def _own(section: dict[str, Any], data: str | None, base: str | None) -> dict[str, Any]:
     """Return a server's recipe with the device's own places in the place of the server's."""
     places = {key: value for key, value in section["data"].items() if key not in ("root", "path")}
+    template = places.get("chat_template")
+    if template is not None and not is_template(str(template)):
+        raise Refused(
+            "data.chat_template: the server's recipe names a file, which is not read here",
+            "A recipe that was loaded at the server holds the template itself.",
+        )
     if data is not None:
         places["path" if "path" in section["data"] else "root"] = data
     model = section["model"] | ({"base": base} if base is not None else {})

@@ -1,5 +1,6 @@
 """The text of one client alone, from its own files."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -7,20 +8,44 @@ import numpy as np
 
 from coterie.core.errors import DataError
 from coterie.core.protocol import ClientId
-from coterie.data.federation import ClientData, federate
-from coterie.data.folders import ENDINGS, Folders, text_files
-from coterie.data.splits import SPLITS
+from coterie.data.chats.fields import ChatFields
+from coterie.data.federation import ClientData, MakeSplit, federate, token_split
+from coterie.data.folders import Folders, text_files
+from coterie.data.splits import SPLITS, Tokens
 from coterie.data.store import encode
 
 
-def files_of_text(data: Path) -> list[Path]:
-    """Return the files of a text, at least one. Raises DataError."""
-    if not (found := text_files(data)):
+def files_of_text(section: Folders, data: Path) -> list[Path]:
+    """Return the files of a text or of conversations, at least one. Raises DataError."""
+    if not (found := text_files(data, section.endings)):
         raise DataError(
-            f"{data}: no text in it",
-            f"Name a file that ends in {', '.join(ENDINGS)}, or a folder of such.",
+            f"{data}: no {'text' if section.content == 'text' else 'conversations'} in it",
+            f"Name a file that ends in {', '.join(section.endings)}, or a folder of such.",
         )
     return found
+
+
+def section_of(data: Any) -> Folders:
+    """Return how a client's own files are read in a run with these data: as texts or as
+    conversations, alike.
+    """
+    if isinstance(data, Folders):
+        return data
+    if not isinstance(data, ChatFields):
+        return Folders()
+    shared = ChatFields.model_fields.keys() & Folders.model_fields.keys()
+    return Folders(**{name: getattr(data, name) for name in shared})
+
+
+def all_text(
+    section: Folders, tokenizer: Any, context: int, id: ClientId, data: Path
+) -> ClientData:
+    """Return all that a client has, alike in all splits: of one that trains nothing. Raises
+    DataError.
+    """
+    documents = [own.text for own in section.documents(files_of_text(section, data))]
+    arrays, make = _arrays(section, tokenizer, dict.fromkeys(SPLITS, documents), context)
+    return ClientData(id, *(make(name, arrays, context, 0) for name in SPLITS))
 
 
 def own_text(
@@ -46,19 +71,32 @@ def own_text(
     Raises:
         DataError: There is none, or too little for three splits.
     """
-    files_of_text(data)
+    files_of_text(section, data)
     parts = dict(zip(SPLITS, section.read_one(data), strict=True))
-    encoded = {name: list(encode(tokenizer, texts, None)) for name, texts in parts.items()}
-    tokens = {
-        name: np.concatenate(pieces) if pieces else np.empty(0, np.uint16)
-        for name, pieces in encoded.items()
-    }
-    needed = context + 1
-    if any(len(own) < needed for own in tokens.values()):
-        found = ", ".join(f"{len(own):,} for {name}" for name, own in tokens.items())
+    arrays, make = _arrays(section, tokenizer, parts, context)
+    needed = context + 1 if section.content == "text" else 1
+    tokens = {name: len(arrays[name]) for name in SPLITS}
+    if min(tokens.values()) < needed:
+        found = ", ".join(f"{own:,} for {name}" for name, own in tokens.items())
         raise DataError(
             f"{data}: too little text to train on and to judge by: tokens {found}, and each "
             f"needs {needed:,}",
             f"Give more text (to each split, if the folder has its own){otherwise}.",
         )
-    return federate({id: tokens}, context, seed, str(data)).clients[id]
+    return federate({id: arrays}, context, seed, str(data), make).clients[id]
+
+
+def _arrays(
+    section: Folders, tokenizer: Any, parts: Mapping[str, Sequence[str]], context: int
+) -> tuple[dict[str, Tokens], MakeSplit]:
+    """Return the arrays of some splits, and what makes splits of them."""
+    if (encoder := section.encoder(tokenizer)) is None:
+        encoded = {name: list(encode(tokenizer, texts, None)) for name, texts in parts.items()}
+        return {
+            name: np.concatenate(pieces) if pieces else np.empty(0, np.uint16)
+            for name, pieces in encoded.items()
+        }, token_split
+    arrays: dict[str, Tokens] = {}
+    for name, texts in parts.items():
+        arrays |= encoder.arrays(texts, name, context)
+    return arrays, encoder.maker

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from coterie.core.protocol import ClientId
 from coterie.core.result import Mixture, Routing
+from coterie.data.chats.splits import ChatSplit
 from coterie.data.splits import Split
 from coterie.models.language import LanguageModel
 
@@ -66,8 +67,10 @@ def _weights(
 
 def beginning(split: Split) -> Tensor:
     """(W, C) int64: as many of the split's first windows, in their order, as hold `TOKENS`
-    tokens, or all of them.
+    tokens, or all of them; or the first conversation.
     """
+    if isinstance(split, ChatSplit):
+        return torch.from_numpy(split.conversation(0))[None]
     wanted = -(-TOKENS // split.context)
     windows: Tensor = split.take(np.arange(min(wanted, split.windows)))[:, :-1].to(torch.int64)
     return windows

@@ -1,0 +1,158 @@
+"""Conversations as streams of token ids in the cache, and as a federation."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from coterie.core.errors import DataError
+from coterie.core.protocol import ClientId
+from coterie.data.chats.reading import Conversation
+from coterie.data.chats.splits import ChatSplit
+from coterie.data.chats.template import ChatTemplate, Loss, Rendered
+from coterie.data.documents import SHOWN
+from coterie.data.federation import MakeSplit
+from coterie.data.refusals import Refusals
+from coterie.data.splits import Tokens
+
+Arrays = Mapping[str, Tokens]
+
+_NOTES = "notes"
+_UNANSWERED = (
+    "Give each an answer, or have them left out (data.unanswered: leave-out), or train on all "
+    "tokens (data.loss: all)."
+)
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Makes token ids of conversations.
+
+    Args:
+        template: The base's.
+        loss: What is counted.
+        packing: Whether rows hold several conversations.
+        leaves_out: Whether conversations without an answer are left out, otherwise refused.
+    """
+
+    template: ChatTemplate
+    loss: Loss
+    packing: bool
+    leaves_out: bool
+
+    @property
+    def fingerprint(self) -> Any:
+        """What token ids depend on beside the texts and the tokenizer, as JSON."""
+        return ["chats", 1, self.template.template]
+
+    def arrays(
+        self, documents: Sequence[str], name: str, context: int, limit: int | None = None
+    ) -> dict[str, Tokens]:
+        """Return one split of a client as arrays, see `ChatSplit`, and notes for `said`.
+
+        Args:
+            documents: Of `Conversation.document`.
+            name: The split's.
+            context: C: a conversation has C + 1 tokens at most.
+            limit: Most tokens: those from the first conversation on that goes beyond are left out.
+
+        Raises:
+            DataError: Conversations that cannot be rendered, or have no answer.
+        """
+        rendered, unanswered = list[Rendered](), list[str]()
+        cut = tokens = 0
+        with Refusals(SHOWN) as refusals:
+            for document in documents:
+                conversation = Conversation.of_document(document)
+                if self.loss == "answers" and not conversation.answered:
+                    unanswered.append(conversation.where)
+                    continue
+                found = list[Rendered]()
+                with refusals.gather():
+                    found = self.template.fitted(conversation, context + 1, self.loss)
+                tokens += sum(len(own.ids) for own in found)
+                if limit is not None and tokens > limit:
+                    break
+                cut += any(own.cut for own in found)
+                rendered += [own for own in found if own.counted.any()]
+            if unanswered and not self.leaves_out:
+                for where in unanswered:
+                    refusals.add(f"{where}: no answer of an assistant to train on", _UNANSWERED)
+        return {
+            name: _joined([own.ids for own in rendered]),
+            f"{name}.counted": _joined([own.counted for own in rendered]),
+            f"{name}.lengths": np.array([len(own.ids) for own in rendered], dtype=np.uint32),
+            f"{name}.{_NOTES}": _written({"cut": cut, "unanswered": unanswered}),
+        }
+
+    def streams(
+        self, parts: Iterable[tuple[ClientId, str, Sequence[str], int | None]], context: int
+    ) -> list[tuple[ClientId, str, list[Tokens]]]:
+        """Return the arrays of splits as streams of the cache.
+
+        Args:
+            parts: A client, the name of one of its splits, the documents, and their bound.
+            context: C.
+
+        Raises:
+            DataError: As `arrays`, of all of them.
+        """
+        found: list[tuple[ClientId, str, list[Tokens]]] = []
+        with Refusals() as refusals:
+            for client, name, documents, limit in parts:
+                with refusals.gather(f"client {client!r}, {name}: "):
+                    arrays = self.arrays(documents, name, context, limit)
+                    found += [(client, key, [values]) for key, values in arrays.items()]
+        return found
+
+    @property
+    def maker(self) -> MakeSplit:
+        """What makes a split of arrays."""
+        return partial(_split, self.packing)
+
+    def said(self, arrays: Mapping[ClientId, Arrays]) -> str:
+        """Return what was made of the conversations, in words."""
+        splits = [
+            (own, name)
+            for own in arrays.values()
+            for name in (key.removesuffix(".lengths") for key in own if key.endswith(".lengths"))
+        ]
+        count = sum(len(own[f"{name}.lengths"]) for own, name in splits)
+        notes = [_read(own[f"{name}.{_NOTES}"]) for own, name in splits]
+        found = [f"{count:,} conversations"]
+        if self.loss == "answers":
+            found.append(f"loss on the answers, found by {self.template.way}")
+        if cut := sum(note["cut"] for note in notes):
+            found.append(f"{cut:,} of them without their oldest turns or tokens, to fit a window")
+        if left := [where for note in notes for where in note["unanswered"]]:
+            more = f" and {len(left) - SHOWN:,} more" if len(left) > SHOWN else ""
+            found.append(f"left out, without an answer: {', '.join(left[:SHOWN])}{more}")
+        return "; ".join(found)
+
+
+def _split(packing: bool, name: str, arrays: Arrays, context: int, seed: int) -> ChatSplit:
+    """Return a split of the arrays of a client."""
+    ids, counted, lengths = (arrays[key] for key in (name, f"{name}.counted", f"{name}.lengths"))
+    if not len(lengths):
+        raise DataError(
+            f"{name}: no conversations",
+            "Give this client more conversations, or use larger fractions or token bounds.",
+        )
+    return ChatSplit(name, ids, counted, lengths, context, seed, packing)
+
+
+def _joined(parts: Sequence[Any]) -> Tokens:
+    return np.concatenate(parts).astype(np.uint32) if parts else np.empty(0, np.uint32)
+
+
+def _written(notes: Mapping[str, Any]) -> Tokens:
+    """Return notes as what the cache holds."""
+    return np.frombuffer(json.dumps(notes).encode(), dtype=np.uint8).astype(np.uint32)
+
+
+def _read(notes: Tokens) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(notes.astype(np.uint8).tobytes())
+    return found

@@ -1,0 +1,79 @@
+"""The fields of a `data` section whose rows may be conversations."""
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from coterie.data.chats.encoding import Encoder
+from coterie.data.chats.reading import read_conversations
+from coterie.data.chats.template import ChatTemplate, Loss, template_text
+from coterie.data.documents import Document
+from coterie.data.section import Section
+from coterie.data.store import Tokenizer
+
+_OWN = ("loss", "chat_template", "chat_column", "packing", "unanswered")
+
+
+class ChatFields(Section):
+    """A section whose rows are texts or conversations."""
+
+    content: Annotated[
+        Literal["text", "chats"],
+        Field(
+            description="what rows hold: text, or conversations (`messages`, ShareGPT's "
+            "`conversations`, or `prompt` and `completion`)"
+        ),
+    ] = "text"
+    loss: Annotated[
+        Loss,
+        Field(
+            description="of conversations, what is trained and scored: the assistant's answers "
+            "with the token that ends them, or all tokens"
+        ),
+    ] = "answers"
+    chat_template: Annotated[
+        Annotated[str, AfterValidator(template_text)] | None,
+        Field(description="file with a chat template (Jinja), or its text; null: the base's own"),
+    ] = None
+    chat_column: Annotated[
+        str | None,
+        Field(min_length=1, description="column that has the conversation; null: the usual ones"),
+    ] = None
+    packing: Annotated[
+        bool,
+        Field(
+            description="whether a window may hold several conversations, none of which sees "
+            "another"
+        ),
+    ] = True
+    unanswered: Annotated[
+        Literal["refuse", "leave-out"],
+        Field(description="what is done with conversations that have no answer to train on"),
+    ] = "refuse"
+
+    @model_validator(mode="after")
+    def _only_of_chats(self) -> Self:
+        fields = type(self).model_fields
+        given = [name for name in _OWN if getattr(self, name) != fields[name].default]
+        if self.content == "text" and given:
+            raise ValueError(f"{given[0]}: for conversations only; set content: chats")
+        return self
+
+    def encoder(self, tokenizer: Tokenizer) -> Encoder | None:
+        """Return what makes token ids of conversations; None for text. Raises DataError."""
+        if self.content == "text":
+            return None
+        template = ChatTemplate(tokenizer, self.chat_template)
+        return Encoder(template, self.loss, self.packing, self.unanswered == "leave-out")
+
+    def conversations(self, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Document]:
+        """Return the conversations of rows, each given with where it stands, as documents. Raises
+        DataError.
+        """
+        return [own.document() for own in read_conversations(rows, self.chat_column)]
+
+    def about(self) -> dict[str, Any]:
+        found = super().about()
+        ignored = ("content", *_OWN) if self.content == "text" else ("packing",)
+        return {key: value for key, value in found.items() if key not in ignored}

@@ -1,0 +1,128 @@
+"""A batch of token ids on the base's device: windows of running text, or packed conversations."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from coterie.data.chats.batches import ChatBatch
+from coterie.models.backbone import Backbone
+from coterie.models.routing import Routing
+
+TextBatch = Tensor | ChatBatch
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Rows of token ids, and which of their tokens count.
+
+    Args:
+        ids: (B, C + 1) int64.
+        predictions: Targets that count.
+        routed: Inputs that have a next token: what load balancing and routing weights are means of.
+        positions: (B, C) each input's place in its own conversation, where a row holds several.
+        counted: (B, C) which targets count, on the CPU; None: all.
+        real: (B, C) which inputs have a next token in their conversation, on the CPU; None: all.
+    """
+
+    ids: Tensor
+    predictions: int
+    routed: int
+    positions: Tensor | None = None
+    counted: Tensor | None = None
+    real: Tensor | None = None
+
+    @classmethod
+    def of(cls, backbone: Backbone, batch: TextBatch) -> "Windows":
+        """Return a batch on the device of a base. Raises ModelError for another form, or where the
+        base mixes conversations of one row.
+        """
+        if isinstance(batch, Tensor):
+            ids = backbone.checked(batch, predicts=True)
+            return cls(ids, ids[:, 1:].numel(), ids[:, 1:].numel())
+        ids = backbone.checked(batch.ids, predicts=True)
+        positions = None
+        if batch.packed:
+            backbone.check_packing()
+            positions = batch.positions[:, :-1].clamp(min=0).to(ids.device)
+        # the last token of a conversation predicts nothing, and is no input of it alone
+        real = batch.positions[:, 1:] == batch.positions[:, :-1] + 1
+        real &= batch.positions[:, :-1] >= 0
+        counted = batch.counted[:, 1:]
+        return cls(ids, int(counted.sum()), int(real.sum()), positions, counted, real)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def inputs(self) -> Tensor:
+        """(B, C)."""
+        return self.ids[:, :-1]
+
+    @property
+    def targets(self) -> Tensor:
+        """(T,) those that count, row by row."""
+        return self.chosen(self.ids[:, 1:].flatten())
+
+    def chosen(self, values: Tensor) -> Tensor:
+        """Return of (B C, ...) values those of targets that count, (T, ...)."""
+        return _selected(values, self.counted)
+
+    def split(self, rows: int) -> list[Self]:
+        """In order, at most `rows` rows each."""
+        if rows >= len(self):
+            return [self]
+        return [self._part(slice(start, start + rows)) for start in range(0, len(self), rows)]
+
+    def rows(self) -> list[Self]:
+        """Return one for each row."""
+        return [self._part(slice(row, row + 1)) for row in range(len(self))]
+
+    def _part(self, rows: slice) -> Self:
+        ids = self.ids[rows]
+        if self.counted is None or self.real is None:
+            count = ids[:, 1:].numel()
+            return replace(self, ids=ids, predictions=count, routed=count)
+        counted, real = self.counted[rows], self.real[rows]
+        positions = None if self.positions is None else self.positions[rows]
+        return replace(
+            self,
+            ids=ids,
+            predictions=int(counted.sum()),
+            routed=int(real.sum()),
+            positions=positions,
+            counted=counted,
+            real=real,
+        )
+
+    def of_tokens(self, record: Sequence[Routing]) -> Sequence[Routing]:
+        """Return routing decisions of the inputs that have a next token."""
+        if self.real is None or self.real.all():
+            return record
+        places = self.real.flatten().nonzero()[:, 0].to(self.ids.device)
+        return [decision.at(places) for decision in record]
+
+    def by_row(self, record: Sequence[Routing]) -> list[Sequence[Routing]]:
+        """Return the decisions of each row's own tokens."""
+        parts = self.rows()
+        return [
+            own.of_tokens([decision.part(row, len(parts)) for decision in record])
+            for row, own in enumerate(parts)
+        ]
+
+    def means(self, hidden: Tensor) -> Tensor:
+        """(B, C, d) -> (B, d): the mean over each row's tokens."""
+        if self.real is None:
+            return hidden.mean(dim=1)
+        weights = self.real.to(hidden.device, hidden.dtype)[..., None]
+        return (hidden * weights).sum(dim=1) / weights.sum(dim=1)
+
+
+def _selected(values: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the values at a mask that is on the CPU, so that nothing waits for a device."""
+    if mask is None:
+        return values
+    places = torch.nonzero(mask.flatten())[:, 0]
+    return values.index_select(0, places.to(values.device, non_blocking=True))
