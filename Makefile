@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: quickstart test test-all lint format benchmarks clean
+.PHONY: quickstart test test-all lint format docs benchmarks clean
 
 quickstart: .venv/.run  ## set up, then train four personal language models and compare
 	$(BIN)/coterie run quickstart
@@ -22,6 +22,9 @@ lint: $(INSTALLED)  ## ruff and mypy
 format: $(INSTALLED)  ## let ruff rewrite the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: $(INSTALLED)  ## build the documentation site; any warning fails
+	$(BIN)/python scripts/website/build.py
 
 benchmarks: $(INSTALLED)  ## measure speed, memory and scale on this machine, and compare with what was aimed at (hours)
 	$(BIN)/python benchmarks/suite.py

@@ -7,7 +7,7 @@ class CoterieError(Exception):
     """An error that stops a command. `str(error)` is the whole message: the problem, then the
     remedy on a line of its own.
 
-    Example:
+    Examples:
         >>> import coterie
         >>> try:
         ...     coterie.load("no-such-run")
@@ -35,7 +35,7 @@ def extra(name: str) -> str:
 class Refused(CoterieError):
     """Wrong input, found before any work started.
 
-    Example:
+    Examples:
         >>> import coterie
         >>> try:
         ...     coterie.run("quickstart", method={"roundz": 3})
@@ -98,7 +98,7 @@ class CallbackError(CoterieError):
     """A callback raised an exception, which is `__cause__`. The run can be resumed from the last
     checkpoint.
 
-    Example:
+    Examples:
         >>> import coterie
         >>> class Enough(coterie.Callback):
         ...     def round(self, done):

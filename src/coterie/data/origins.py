@@ -15,7 +15,7 @@ BUILD = "scripts/build_corpora.py"
 class Origin(NamedTuple):
     """A source of text.
 
-    Args:
+    Attributes:
         of: The languages or the topic that are from it.
         what: It is, in a few words.
         address: Where it is public.

@@ -69,7 +69,7 @@ class BaseMessage(BaseModel):
 class Request(BaseMessage):
     """A message to a device.
 
-    Args:
+    Attributes:
         action: "hello": who it is; "task": one task of the recipe's method; "keep": a last task,
             after which its personal model is written.
         run: The run's own name: a device keeps its states by it.
@@ -111,7 +111,7 @@ class Member(BaseModel):
     """A client as the server knows it: its name, and how much data it has, but nothing of the data
     themselves.
 
-    Args:
+    Attributes:
         client: Its id.
         position: Its place among those that the device's data hold: 0 where it holds its own data
             alone.
@@ -136,7 +136,7 @@ class Member(BaseModel):
 class Reply(BaseMessage):
     """A message from a device.
 
-    Args:
+    Attributes:
         client: Who it is.
         task: The completed task.
         round: Of the request.

@@ -22,7 +22,7 @@ from coterie.models.networks import MLP, Network, Shape
 class Bounds(NamedTuple):
     """The memory that many networks at once may take on a device, in bytes.
 
-    Args:
+    Attributes:
         map: The output of a layer for one batch, averaged over a network's layers: above this,
             networks are not faster together.
         at_once: Parameters and layer outputs of the networks that are computed at once; further

@@ -27,7 +27,7 @@ def load(
 ) -> Personal:
     """Load the personal model of a client.
 
-    Example:
+    Examples:
         >>> import coterie
         >>> run = coterie.run("cobo-digits", out="digits", method={"rounds": 1}, compare_with=[])
         >>> model = coterie.load("digits", "c0-0")
@@ -77,7 +77,7 @@ def load_all(
     """Load the personal models of several clients. Language models share a backbone, so that each
     needs little more memory than its adapter.
 
-    Example:
+    Examples:
         >>> import coterie
         >>> run = coterie.run("cobo-digits", out="digits", method={"rounds": 1}, compare_with=[])
         >>> models = coterie.load_all("digits", ["c0-0", "c3-1"])
@@ -125,7 +125,7 @@ def load_many(
 ) -> ManyModels:
     """Load language models of several clients of a run, to compute all of them in one batch.
 
-    Example:
+    Examples:
         >>> import coterie
         >>> run = coterie.run(
         ...     "synthetic",

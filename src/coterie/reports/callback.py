@@ -18,7 +18,7 @@ class Callback:
     results do not depend on them. If a callback raises an exception, the run stops with a
     `CallbackError` that names it, and can be resumed from the last checkpoint.
 
-    Example:
+    Examples:
         >>> import coterie
         >>> class Scores(coterie.Callback):
         ...     def __init__(self):

@@ -29,7 +29,7 @@ class Run:
     """A run, finished or not: its results, report and personal models, read from its folder on
     first use.
 
-    Example:
+    Examples:
         >>> import coterie
         >>> short = {"method": {"rounds": 1}, "compare_with": ["local"]}
         >>> run = coterie.run("cobo-digits", out="digits", **short)
@@ -119,7 +119,7 @@ def run(
     """Run a recipe and the methods of its `compare_with`: train and evaluate a personal model for
     every client.
 
-    Example:
+    Examples:
         >>> import coterie
         >>> short = {"method": {"rounds": 1}, "compare_with": []}
         >>> run = coterie.run("cobo-digits", out="digits", seed=3, **short)
@@ -170,7 +170,7 @@ def compare(
     With `tune`, each method first has its settings chosen on validation, all with the same effort,
     see `coterie.tune`; the notes of the result say what that was.
 
-    Example:
+    Examples:
         >>> import coterie
         >>> short = {"name": "fedavg", "rounds": 1}
         >>> table = coterie.compare(
@@ -197,7 +197,8 @@ def compare(
         changes: Other values for fields of the recipe, see `Recipe.load`.
 
     Raises:
-        Refused: See `run`. CoterieError: See `run`.
+        Refused: See `run`.
+        CoterieError: See `run`.
     """
     given = [methods] if isinstance(methods, str | type) else methods
     names, chosen = [name_of(method) for method in given], _recipe(recipe, changes)
@@ -259,7 +260,7 @@ def tune(
     What is searched: the learning rates that a method has, how many rounds, and the fields that are
     named; by successive halving, and beyond the edge of a grid whose best lies there.
 
-    Example:
+    Examples:
         >>> import coterie
         >>> short = {"method": {"rounds": 4}}
         >>> found = coterie.tune(["cobo", "local"], "cobo-digits", trials=2, out="tuned", **short)
@@ -317,7 +318,7 @@ def dry_run(recipe: Recipe | str | Path, **changes: Any) -> dict[str, Estimate]:
     """Estimate the cost of a recipe and the methods of its `compare_with` on this machine, from a
     few measured steps, without writing anything.
 
-    Example:
+    Examples:
         >>> import coterie
         >>> estimate = coterie.dry_run("cobo-digits", compare_with=[])["cobo"]
         >>> estimate.seconds > 0, estimate.up > 0

@@ -30,7 +30,7 @@ BATCHES = 2  # of a test set that are scored
 class Estimate:
     """The time and memory that one method will take on this machine as it is now.
 
-    Example:
+    Examples:
         >>> import coterie
         >>> found = coterie.dry_run("cobo-digits", compare_with=["fedavg"])
         >>> list(found), found["cobo"].seconds > 0, found["fedavg"].up > 0

@@ -28,7 +28,7 @@ _FEW = 5  # changes that a message lists
 class Inputs(BaseModel):
     """SHA-256 of contents.
 
-    Args:
+    Attributes:
         bases: Of the files of each base, by their names.
         clients: Of each client's own splits, by their names, in the order of the clients; none
             where their data are on their devices.

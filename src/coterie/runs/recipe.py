@@ -41,7 +41,7 @@ class Recipe(BaseModel):
     Its fields are keyword arguments, its sections mappings as in YAML. All mistakes are refused at
     once, with a `RecipeError`.
 
-    Example:
+    Examples:
         >>> import coterie
         >>> recipe = coterie.Recipe(
         ...     name="mine",

@@ -85,7 +85,7 @@ def check_method(
         ValueError: There is no such setting, or no such check to leave out.
         Refused: No world has a model for this method.
 
-    Example:
+    Examples:
         >>> from coterie.testing import check_method
         >>> print(check_method("fedavg"))  # doctest: +SKIP
     """

@@ -41,7 +41,6 @@ class World:
         trainable: Makes the trainable part of one, as a server has it.
         check: Raises ModelError for a layout that models of this kind cannot have.
         separate: As `build`, of models that are never stacked; None: they are not in any case.
-        memo: What checks computed that others need too.
     """
 
     name: str
@@ -50,6 +49,7 @@ class World:
     trainable: Callable[[Layout], Trainable]
     check: Callable[[str, Layout], None]
     separate: Callable[[Layout], Model] | None = None
+    # What checks computed that others need too.
     memo: dict[object, Any] = field(init=False, repr=False, default_factory=dict)
 
     def among(self, clients: Mapping[ClientId, ClientData]) -> "World":

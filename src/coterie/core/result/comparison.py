@@ -24,7 +24,7 @@ class Row:
     """One method's line of a comparison: mean and deviation over seeds, and the mean cost for a
     client.
 
-    Example:
+    Examples:
         >>> import coterie
         >>> short = {"name": "fedavg", "rounds": 1}
         >>> table = coterie.compare(
@@ -133,7 +133,7 @@ class Row:
 class Comparison:
     """Methods on the same data, base and budget, as in `comparison.json`.
 
-    Example:
+    Examples:
         >>> import coterie
         >>> short = {"name": "fedavg", "rounds": 1}
         >>> table = coterie.compare(

@@ -52,7 +52,7 @@ class Costs(Record):
 class ClientResult(Record):
     """The scores of one client in a run, and its costs.
 
-    Example:
+    Examples:
         >>> import coterie
         >>> run = coterie.run("cobo-digits", out="digits", method={"rounds": 1}, compare_with=[])
         >>> client = run.result.clients["c0-0"]
@@ -125,7 +125,7 @@ def headline(
 class Result:
     """The figures of one method's run, as in its `result.json`.
 
-    Example:
+    Examples:
         >>> import coterie
         >>> run = coterie.run("cobo-digits", out="digits", method={"rounds": 1}, compare_with=[])
         >>> result = run.result

@@ -57,7 +57,7 @@ class Tried(Record):
 class TunedRow:
     """The settings that were chosen for one method, and the effort of the search.
 
-    Example:
+    Examples:
         >>> import coterie
         >>> short = {"method": {"rounds": 4}}
         >>> found = coterie.tune("fedavg", "cobo-digits", trials=2, out="tuned", **short)
@@ -109,7 +109,7 @@ class Tuning:
     """The settings that were chosen on validation data for several methods with the same effort, as
     in `tune.json`.
 
-    Example:
+    Examples:
         >>> import coterie
         >>> short = {"method": {"rounds": 4}}
         >>> found = coterie.tune(["fedavg", "local"], "cobo-digits", trials=2, out="tuned", **short)

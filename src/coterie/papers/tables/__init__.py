@@ -24,7 +24,7 @@ class _Strict(BaseModel):
 class Regime(_Strict):
     """Settings that several tables share at a scale.
 
-    Args:
+    Attributes:
         every: Set in every run.
         tuned: Set beside it where rows are tuned.
     """
@@ -216,7 +216,7 @@ class Picture(_Strict):
 class Reproduction(_Strict):
     """A table or a figure of a paper.
 
-    Args:
+    Attributes:
         title: What it is, as the paper names it.
         seeds: Runs per cell that the paper averages over.
         shows: Which figure of a run is in the table. The best evaluation is chosen by the test

@@ -1,0 +1,1 @@
+"""The documentation site: pages from docs/, from the code, and from measured results."""

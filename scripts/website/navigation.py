@@ -1,0 +1,59 @@
+"""The pages of the site, in the order in which they are listed."""
+
+from typing import TypeAlias
+
+Entry: TypeAlias = "str | dict[str, str | list[Entry]]"
+
+NAVIGATION: list[Entry] = [
+    {"Start": "index.md"},
+    {
+        "How-to": [
+            {"Your own text": "own-text.md"},
+            {"From Python": "python.md"},
+            {"Use a personal model": "personal.md"},
+            {"Export for other programs": "on-device.md"},
+            {"Choose settings": "tune.md"},
+            {"Run on real machines": "deploy.md"},
+            {"Privacy and attackers": "privacy.md"},
+            {"Security": "security.md"},
+            {"Write a method": "write-a-method.md"},
+            {"Examples": "examples.md"},
+        ]
+    },
+    {"Methods": []},
+    {
+        "Reference": [
+            {"Recipes": "recipes.md"},
+            {"Data": "recipes/data.md"},
+            {"Model": "recipes/model.md"},
+            {"Method": "recipes/method.md"},
+            {"Training": "recipes/training.md"},
+            {"Aggregation": "recipes/aggregation.md"},
+            {"Who takes part": "recipes/participation.md"},
+            {"Privacy and attacks": "recipes/privacy.md"},
+            {"The command line": "reference/command-line.md"},
+            {"The package": "reference/coterie.md"},
+            {"Personal models": "reference/personal.md"},
+            {"What a method is made of": "reference/methods.md"},
+            {"Testing": "reference/testing.md"},
+        ]
+    },
+    {
+        "Results": [
+            {"What the papers say": "results/index.md"},
+            {"How statements are judged": "tables.md"},
+            {"From the papers to the code": "paper-index.md"},
+            {"Never worse than alone": "research.md"},
+            {"Quickstart": "results/quickstart.md"},
+            {"Speed and scale": "results/suite.md"},
+            {"Benchmarks": "benchmarks.md"},
+        ]
+    },
+    {
+        "Project": [
+            {"Architecture": "architecture.md"},
+            {"Contributing": "contributing.md"},
+            {"Changelog": "changelog.md"},
+        ]
+    },
+]
