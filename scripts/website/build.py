@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from recipe_reference import WRITTEN
+
 from website import methods, reference
 from website.diagrams import drawn
 from website.links import turned
@@ -68,7 +70,7 @@ def texts(known: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 def prepared(text: str, source: str, known: Mapping[str, str]) -> str:
     """Return a page of the repository as a page of the site."""
-    text = re.sub(r"<!--.*?-->\n*", "", text, flags=re.DOTALL)
+    text = re.sub(r"<!--.*?-->\n*", "", text, flags=re.DOTALL).replace(WRITTEN, "")
     # Generated parts have links as on the site already.
     text = drawn(turned(text, source, known | {f"docs/{v}": v for v in made()}))
     return typeset(text) if source.startswith("docs/methods/") else text
