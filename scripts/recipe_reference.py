@@ -30,7 +30,17 @@ from coterie.aggregation.attacks import Attack
 from coterie.aggregation.privacy import Adaptive, Privacy
 from coterie.client.optimizers import SGD, AdamW
 from coterie.client.settings import Training
-from coterie.data import AgNews, Folders, Hub, HubClients, Multilingual, Stdlib, Synthetic, Topics
+from coterie.data import (
+    AgNews,
+    Folders,
+    Hub,
+    HubClients,
+    Multilingual,
+    Stdlib,
+    Synthetic,
+    Table,
+    Topics,
+)
 from coterie.data.canaries import Audit
 from coterie.data.hub import HubClient
 from coterie.data.image_sets import Cifar10, Cifar100, Digits, Emnist, Mnist
@@ -188,7 +198,7 @@ def trust() -> list[str]:
 
 def data() -> list[str]:
     parts = ["Which fields there are depends on `data.kind`."]
-    for kind in (Stdlib, AgNews, Multilingual, Topics, Folders, Hub, HubClients, Synthetic):
+    for kind in (Stdlib, AgNews, Multilingual, Topics, Folders, Hub, HubClients, Table, Synthetic):
         parts += [
             f"## `data.kind: {kind_of(kind)}`",
             about(kind),

@@ -23,6 +23,7 @@ from coterie.data import (
     Multilingual,
     Stdlib,
     Synthetic,
+    Table,
     Topics,
     stdlib,
 )
@@ -62,7 +63,7 @@ def assert_disjoint(parts) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["stdlib", "agnews", "multilingual", "topics", "folders", "synthetic"]
+    "kind", ["stdlib", "agnews", "multilingual", "topics", "folders", "table", "synthetic"]
 )
 def test_the_union_knows_every_kind(kind: str) -> None:
     section = TypeAdapter(Data).validate_python({"kind": kind})
@@ -72,7 +73,7 @@ def test_the_union_knows_every_kind(kind: str) -> None:
 
 @pytest.mark.parametrize(
     "section",
-    [Stdlib, AgNews, Multilingual, Topics, Folders, Hub, HubClients, HubClient, Synthetic],
+    [Stdlib, AgNews, Multilingual, Topics, Folders, Hub, HubClients, HubClient, Table, Synthetic],
 )
 def test_every_field_is_described(section) -> None:
     assert all(info.description or name == "kind" for name, info in section.model_fields.items())

@@ -14,6 +14,7 @@ from coterie.data.own import kind_of, validated, written
 from coterie.data.section import Section, Source
 from coterie.data.stdlib import Stdlib
 from coterie.data.synthetic import Synthetic
+from coterie.data.table import Table
 from coterie.data.text_sets import Clinc150, DBpedia14, YahooAnswers
 
 Data = Annotated[
@@ -24,6 +25,7 @@ Data = Annotated[
     | Folders
     | Hub
     | HubClients
+    | Table
     | Synthetic
     | Digits
     | Cifar100
@@ -58,6 +60,7 @@ __all__ = [
     "Source",
     "Stdlib",
     "Synthetic",
+    "Table",
     "Topics",
     "YahooAnswers",
     "kind_of",

@@ -1,8 +1,6 @@
 """Data sets of the Hugging Face Hub, and local files in the same formats."""
 
-import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Annotated, Any, Literal
 
@@ -10,12 +8,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from coterie.core import names
 from coterie.core.errors import DataError
-from coterie.data.chats.fields import ChatFields
-from coterie.data.chats.reading import BESIDE, COLUMNS
+from coterie.data.by_client import ByClient
 from coterie.data.documents import Document, keyed_by_text, split
 from coterie.data.fetching import Format, fetch, files_of, local
 from coterie.data.refusals import Refusals
-from coterie.data.section import Names, Section, Source, TextFractions, Texts, choose, stamps
+from coterie.data.section import Section, Source, TextFractions, Texts, stamps
 
 _REMEDY = (
     "Check its dataset, subset, split and revision; without a network, name a local folder or "
@@ -29,7 +26,7 @@ SplitName = Annotated[
 ]
 
 
-class Hub(ChatFields):
+class Hub(ByClient):
     """Any data set that `datasets.load_dataset` knows, by its Hub id or as a local folder or file;
     one column names the client.
 
@@ -49,16 +46,9 @@ class Hub(ChatFields):
     ]
     subset: Subset = None
     split: SplitName = "train"
-    text_column: Annotated[str, Field(min_length=1, description="column with the text")] = "text"
-    client_column: Annotated[
-        str, Field(min_length=1, description="column that names the document's client")
-    ]
-    clients: Annotated[
-        Names | None,
-        Field(description="values of the client column; null: those with the most documents"),
-    ] = None
-    max_clients: Annotated[int, Field(ge=1, description="most clients, if `clients` is null")] = 16
-    fractions: TextFractions = (0.8, 0.1, 0.1)
+    max_clients: Annotated[
+        int | None, Field(ge=1, description="most clients, if `clients` is null; null: all")
+    ] = 16
 
     @property
     def title(self) -> str:
@@ -70,7 +60,7 @@ class Hub(ChatFields):
             "folder or file in data.dataset."
         )
         data = fetch(self.dataset, self.subset, self.split, remedy)
-        wanted = (*self._columns(data.column_names), self.client_column)
+        wanted = (*self.columns(data.column_names), self.client_column)
         if missing := [column for column in wanted if column not in data.column_names]:
             found = ", ".join(data.column_names)
             raise DataError(
@@ -81,22 +71,9 @@ class Hub(ChatFields):
             data._fingerprint, lambda: self._read(data.select_columns(list(dict.fromkeys(wanted))))
         )
 
-    def _columns(self, found: Sequence[str]) -> Sequence[str]:
-        """Return which columns hold what clients say."""
-        if self.content == "text":
-            return (self.text_column,)
-        if self.chat_column is not None:
-            return (self.chat_column, *(name for name in BESIDE if name in found))
-        return [name for name in COLUMNS if name in found] or COLUMNS[:1]
-
     def _read(self, data: Any) -> Texts:
         owners = _names(data[self.client_column], data.features[self.client_column])
-        documents: dict[str, list[Document]] = {}
-        for owner, document in zip(owners, self._documents(data), strict=True):
-            if owner is not None and document.text:
-                documents.setdefault(owner, []).append(document)
-        chosen = self._choose(documents)
-        return {_id(name): split(documents[name], self.fractions, self.seed) for name in chosen}
+        return self.by_client(owners, self._documents(data), self.dataset)
 
     def _documents(self, data: Any) -> list[Document]:
         """Return a document for each row; one without text is empty."""
@@ -115,26 +92,6 @@ class Hub(ChatFields):
             own = text if text and text.strip() else ""
             documents.append(Document(own, own))
         return documents
-
-    def _choose(self, documents: Mapping[str, Sequence[Document]]) -> list[str]:
-        if self.clients is not None:
-            choose(
-                documents,
-                self.clients,
-                "clients",
-                f"column {self.client_column!r} of {self.dataset}",
-            )
-            names = list(self.clients)
-        else:
-            names = sorted(documents, key=lambda name: (-len(documents[name]), name))[
-                : self.max_clients
-            ]
-        if doubled := [id for id, count in Counter(map(_id, names)).items() if count > 1]:
-            raise DataError(
-                f"data set {self.dataset}: several clients would be called {', '.join(doubled)}",
-                "Rename them, or list data.clients.",
-            )
-        return names
 
 
 class HubClient(BaseModel):
@@ -314,13 +271,6 @@ def _columns(row: Mapping[str, Any], prefix: str = "") -> list[str]:
             _columns(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [f"{prefix}{key}"]
         )
     ]
-
-
-def _id(name: str) -> str:
-    """Return the id of a client whom a column names."""
-    if name.isascii():
-        return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip(".")
-    return names.nearest(name)
 
 
 def _names(values: Iterable[Any], feature: Any) -> list[str | None]:

@@ -19,7 +19,7 @@ from coterie.data.chats.encoding import Encoder
 from coterie.data.federation import ClientInfo, Federation, check_id, federate, token_split
 from coterie.data.origins import PART
 from coterie.data.refusals import Refusals
-from coterie.data.splits import SPLITS
+from coterie.data.splits import SPLITS, Tokens
 from coterie.data.store import Streams, Tokenizer, default_cache, dtype_for, encode, key_of, stored
 
 Texts = Mapping[
@@ -154,7 +154,7 @@ class Section(BaseModel, ABC):
         source, encoder = self.source(), self.encoder(tokenizer)
         how = [] if encoder is None else [encoder.fingerprint, context]
         key = key_of(tokenizer, self.about(), source.fingerprint, *how)
-        arrays = stored(
+        every = stored(
             cache or default_cache(),
             key,
             dtype_for(tokenizer) if encoder is None else np.uint32,
@@ -165,9 +165,11 @@ class Section(BaseModel, ABC):
             if any(name.startswith(f"{PART}/") for name in source.files)
             else ""
         )
+        arrays, left = self.enough(every, context)
         said = f"{self.title}{where}: {len(arrays)} client{'s' * (len(arrays) != 1)}"
         if encoder is not None:
             said += f"; {encoder.said(arrays)}"
+        said += f"; {left}" * bool(left)
         make = token_split if encoder is None else encoder.maker
         found = federate(arrays, context, order_seed, said, make)
         found = replace(found, files={name: digest_of(path) for name, path in source.files.items()})
@@ -189,6 +191,14 @@ class Section(BaseModel, ABC):
         found = self.model_dump(mode="json", exclude={"root", "path"})
         # Sections of one's own have no field for it, and two of them must not share an entry.
         return {"kind": own_name(type(self))} | found
+
+    def enough(
+        self, arrays: Mapping[ClientId, Mapping[str, Tokens]], context: int
+    ) -> tuple[Mapping[ClientId, Mapping[str, Tokens]], str]:
+        """Return the streams of the clients that have enough for windows of this length, and what
+        became of the others, in words. Raises DataError.
+        """
+        return arrays, ""
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder | None:
         """Return what makes token ids of conversations; None for text. Raises DataError."""

@@ -11,6 +11,7 @@ from coterie import personal
 from coterie.core.errors import Refused
 from coterie.core.profiling import Profile
 from coterie.core.result import Comparison, Result, Row, Tuning
+from coterie.data.table import in_memory
 from coterie.methods import Method, name_of
 from coterie.personal.loading import Personal
 from coterie.reports import Callback, Callbacks
@@ -336,7 +337,9 @@ def dry_run(recipe: Recipe | str | Path, **changes: Any) -> dict[str, Estimate]:
 
 
 def _recipe(recipe: Recipe | str | Path, changes: dict[str, Any]) -> Recipe:
-    """Return the recipe of the arguments. Raises Refused."""
+    """Return the recipe of the arguments, a table in memory written to a file. Raises Refused."""
+    if "data" in changes:
+        changes = changes | {"data": in_memory(changes["data"])}
     if not isinstance(recipe, Recipe):
         return Recipe.load(recipe, **changes)
     return recipe.with_changes(**changes) if changes else recipe

@@ -153,6 +153,13 @@ def _written(notes: Mapping[str, Any]) -> Tokens:
     return np.frombuffer(json.dumps(notes).encode(), dtype=np.uint8).astype(np.uint32)
 
 
+def merged_notes(notes: Sequence[Tokens]) -> Tokens:
+    """Return the notes of several clients as those of one."""
+    found = [_read(own) for own in notes]
+    unanswered = [where for own in found for where in own["unanswered"]]
+    return _written({"cut": sum(own["cut"] for own in found), "unanswered": unanswered})
+
+
 def _read(notes: Tokens) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(notes.astype(np.uint8).tobytes())
     return found

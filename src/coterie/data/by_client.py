@@ -1,0 +1,157 @@
+"""Sections whose rows name their client in a column; what becomes of clients with too little."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import Field
+
+from coterie.core import names
+from coterie.core.errors import DataError
+from coterie.core.protocol import ClientId
+from coterie.data.chats.encoding import merged_notes
+from coterie.data.chats.fields import ChatFields
+from coterie.data.chats.reading import BESIDE, COLUMNS
+from coterie.data.documents import SHOWN, Document, split
+from coterie.data.section import Bound, Names, TextFractions, Texts, choose
+from coterie.data.splits import SPLITS, Tokens
+
+Arrays = Mapping[ClientId, Mapping[str, Tokens]]
+
+OTHERS = "others"  # the client that those with too little are merged into
+
+
+class ByClient(ChatFields):
+    """A section of rows, each with the name of its client in a column."""
+
+    text_column: Annotated[str, Field(min_length=1, description="column with the text")] = "text"
+    client_column: Annotated[
+        str, Field(min_length=1, description="column that names the row's client")
+    ]
+    clients: Annotated[
+        Names | None,
+        Field(description="values of the client column; null: those with the most documents"),
+    ] = None
+    max_clients: Annotated[
+        int | None, Field(ge=1, description="most clients, if `clients` is null; null: all")
+    ] = None
+    small_clients: Annotated[
+        Literal["refuse", "leave-out", "merge"],
+        Field(
+            description="what is done with clients that have less than a window of text, or no "
+            f"conversation, for one of their splits: merge makes them one client, `{OTHERS}`"
+        ),
+    ] = "refuse"
+    least_tokens: Annotated[
+        Bound | None,
+        Field(description="training tokens below which a client counts as small, too; null: none"),
+    ] = None
+    fractions: TextFractions = (0.8, 0.1, 0.1)
+
+    def columns(self, found: Sequence[str]) -> Sequence[str]:
+        """Return which columns hold what clients say, of those that there are."""
+        if self.content == "text":
+            return (self.text_column,)
+        if self.chat_column is not None:
+            return (self.chat_column, *(name for name in BESIDE if name in found))
+        return [name for name in COLUMNS if name in found] or COLUMNS[:1]
+
+    def by_client(
+        self, owners: Iterable[str | None], documents: Iterable[Document], where: str
+    ) -> Texts:
+        """Return the documents of each client in splits; none of those without an owner or text.
+
+        Args:
+            owners: The client's name for each row.
+            documents: Of each row.
+            where: The table, for messages.
+        """
+        found: dict[str, list[Document]] = {}
+        for owner, document in zip(owners, documents, strict=True):
+            if owner is not None and document.text:
+                found.setdefault(owner, []).append(document)
+        chosen = self._choose(found, where)
+        return {client_id(i): split(found[i], self.fractions, self.seed) for i in chosen}
+
+    def _choose(self, documents: Mapping[str, Sequence[Document]], where: str) -> list[str]:
+        if self.clients is not None:
+            wanted = f"column {self.client_column!r} of {where}"
+            choose(documents, self.clients, "clients", wanted)
+            chosen = list(self.clients)
+        else:
+            by_size = sorted(documents, key=lambda name: (-len(documents[name]), name))
+            chosen = by_size[: self.max_clients]
+        doubled = [id for id, count in Counter(map(client_id, chosen)).items() if count > 1]
+        if doubled:
+            raise DataError(
+                f"data set {where}: several clients would be called {', '.join(doubled)}",
+                "Rename them, or list data.clients.",
+            )
+        return chosen
+
+    def about(self) -> dict[str, Any]:
+        left = ("small_clients", "least_tokens")
+        return {key: value for key, value in super().about().items() if key not in left}
+
+    def enough(self, arrays: Arrays, context: int) -> tuple[Arrays, str]:
+        small = {id: why for id, own in arrays.items() if (why := self._lack(own, context))}
+        if not small:
+            return arrays, ""
+        if self.small_clients == "refuse":
+            raise DataError(f"clients with too little: {_named(small)}", _REMEDY)
+        kept = {id: own for id, own in arrays.items() if id not in small}
+        if self.small_clients == "leave-out":
+            if not kept:
+                raise DataError(f"every client has too little: {_named(small)}", _REMEDY)
+            return kept, f"left out, with too little text: {_named(small)}"
+        if OTHERS in kept:
+            raise DataError(
+                f"small clients are to be merged into {OTHERS!r}, but there is such a client",
+                "Rename it.",
+            )
+        together = merged([arrays[id] for id in small])
+        if why := self._lack(together, context):
+            raise DataError(f"{', '.join(small)}: too little even when merged ({why})", _REMEDY)
+        return {**kept, OTHERS: together}, f"merged into {OTHERS!r}: {_named(small)}"
+
+    def _lack(self, own: Mapping[str, Tokens], context: int) -> str:
+        """Return what a client has too little of; "" for one that has enough."""
+        if self.least_tokens is not None and len(own["train"]) < self.least_tokens:
+            return f"train has {len(own['train']):,} of {self.least_tokens:,} tokens"
+        for name in SPLITS:
+            if self.content == "chats" and not len(own[f"{name}.lengths"]):
+                return f"{name} has no conversation"
+            if self.content == "text" and len(own[name]) <= context:
+                return f"{name} has {len(own[name]):,} of {context + 1:,} tokens"
+        return ""
+
+
+_REMEDY = (
+    "Give them more, or have them left out or merged: data.small_clients: leave-out or merge; or "
+    "lower data.least_tokens or model.context."
+)
+
+
+def _named(small: Mapping[ClientId, str]) -> str:
+    """Return clients with what they lack, the first ones."""
+    shown = [f"{id} ({why})" for id, why in list(small.items())[:SHOWN]]
+    return ", ".join(shown) + (f" and {len(small) - SHOWN:,} more" if len(small) > SHOWN else "")
+
+
+def merged(clients: Sequence[Mapping[str, Tokens]]) -> dict[str, Tokens]:
+    """Return the streams of several clients as those of one."""
+    return {
+        key: merged_notes([own[key] for own in clients])
+        if key.endswith(".notes")
+        else np.concatenate([own[key] for own in clients])
+        for key in clients[0]
+    }
+
+
+def client_id(name: str) -> ClientId:
+    """Return the id of a client whom a column names."""
+    if name.isascii():
+        return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip(".")
+    return names.nearest(name)

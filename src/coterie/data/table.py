@@ -1,0 +1,166 @@
+"""One table with the rows of all clients: in a file, or in memory."""
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from coterie.core.errors import DataError, SaveError
+from coterie.data.by_client import ByClient
+from coterie.data.chats.files import ENDINGS, Row, rows_of
+from coterie.data.documents import Document
+from coterie.data.section import Source, Texts, stamps
+from coterie.data.store import default_cache
+
+
+class Table(ByClient):
+    """One table, of which a column names each row's client: *.parquet, *.csv, *.jsonl, *.jsonl.gz
+    or *.json.
+
+    From Python it can be in memory: `coterie.run("table", data={"table": rows, ...})` with a
+    `datasets.Dataset`, a pandas data frame, a dict of lists or a list of dicts, which is written to
+    the cache.
+
+    Client ids are the column's values; what no name may have is replaced by `-`. Rows without a
+    value or without text are left out. With `content: chats` every row is a conversation.
+    """
+
+    kind: Literal["table"] = "table"
+    path: Annotated[Path | None, Field(description="file with the table; required")] = None
+    client_column: Annotated[
+        str, Field(min_length=1, description="column that names the row's client")
+    ] = "client"
+
+    @property
+    def title(self) -> str:
+        name = self.path.name if self.path is not None else "a table"
+        return f"{name} by {self.client_column}"
+
+    def source(self) -> Source:
+        remedy = f"Name a file that ends in {', '.join(ENDINGS)}: --set data.path=FILE."
+        if self.path is None:
+            raise DataError("data.path is missing", remedy)
+        path = self.path.expanduser()
+        if not path.is_file():
+            raise DataError(
+                f"data.path: {path} {'is not a file' if path.exists() else 'does not exist'}",
+                remedy,
+            )
+        return Source([stamps([path])], lambda: self._read(path))
+
+    def _read(self, path: Path) -> Texts:
+        rows = list(rows_of([path]))
+        there = {name for _, row in rows for name in row}
+        wanted = [*self.columns(sorted(there)), self.client_column]
+        if missing := [name for name in wanted if name not in there]:
+            raise DataError(
+                f"{path}: no column {', '.join(map(repr, missing))}",
+                f"Choose among: {', '.join(sorted(there)) or 'none; the table is empty'}.",
+            )
+        owned = [(where, row) for where, row in rows if row.get(self.client_column) is not None]
+        owners = [str(row[self.client_column]) for _, row in owned]
+        return self.by_client(owners, self._documents(owned), str(path))
+
+    def _documents(self, rows: Sequence[Row]) -> list[Document]:
+        if self.content == "chats":
+            return self.conversations(rows)
+        texts = []
+        for where, row in rows:
+            if not isinstance(text := row.get(self.text_column) or "", str):
+                raise DataError(
+                    f"{where}: column {self.text_column!r} is {type(text).__name__}, not text",
+                    "Name another: data.text_column.",
+                )
+            texts.append(text if text.strip() else "")
+        return [Document(text, text) for text in texts]
+
+
+def in_memory(data: Any) -> Any:
+    """Return a `data` section of Python, in which a table in memory has become a file in the cache:
+    the table itself, or a mapping of fields with it under `table`.
+
+    Raises:
+        DataError: It is no table.
+        SaveError: The cache cannot be written.
+    """
+    if isinstance(data, Mapping) and "table" in data:
+        fields = {name: value for name, value in data.items() if name != "table"}
+        return {"kind": "table", "path": str(_kept(_rows(data["table"])))} | fields
+    if _is_table(data):
+        return {"kind": "table", "path": str(_kept(_rows(data)))}
+    return data
+
+
+def _is_table(data: Any) -> bool:
+    """Whether a value is a table and not the fields of a section, which have a kind or a path."""
+    if isinstance(data, Mapping):
+        columns = list(data.values())
+        return len(columns) > 1 and all(_is_column(column) for column in columns)
+    return hasattr(data, "column_names") or hasattr(data, "to_dict") or isinstance(data, list)
+
+
+def _is_column(value: Any) -> bool:
+    return isinstance(value, list | tuple) or hasattr(value, "tolist")
+
+
+def _rows(table: Any) -> list[dict[str, Any]]:
+    """Return the rows of a table."""
+    if hasattr(table, "features") and hasattr(table, "column_names"):  # a datasets.Dataset
+        called = {
+            name: feature.int2str
+            for name, feature in table.features.items()
+            if hasattr(feature, "int2str")
+        }
+        return [
+            {
+                name: called[name](value) if name in called and value is not None else value
+                for name, value in row.items()
+            }
+            for row in table
+        ]
+    if hasattr(table, "to_dict") and hasattr(table, "columns"):  # a data frame
+        table = table.to_dict("list")
+    if isinstance(table, Mapping):
+        columns = {
+            str(name): value.tolist() if hasattr(value, "tolist") else list(value)
+            for name, value in table.items()
+        }
+        if len({len(column) for column in columns.values()}) > 1:
+            sizes = ", ".join(f"{name} {len(column):,}" for name, column in columns.items())
+            raise DataError(
+                f"the columns of the table have unlike lengths: {sizes}", "Give all as many rows."
+            )
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    if isinstance(table, list) and all(isinstance(row, Mapping) for row in table):
+        return [dict(row) for row in table]
+    raise DataError(
+        f"{type(table).__name__} is no table",
+        "Give a datasets.Dataset, a data frame, a dict of lists or a list of dicts.",
+    )
+
+
+def _kept(rows: Sequence[Mapping[str, Any]]) -> Path:
+    """Write rows as JSON lines to the cache, under a name by their content. Raises SaveError."""
+    lines = [json.dumps(row, ensure_ascii=False, default=str) for row in rows]
+    text = "".join(f"{line}\n" for line in lines).encode("utf-8", errors="surrogatepass")
+    folder = default_cache() / "tables"
+    path = folder / f"{blake2b(text, digest_size=12).hexdigest()}.jsonl"
+    if path.is_file() and path.read_bytes() == text:
+        return path
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+            file.write(text)
+        os.replace(file.name, path)
+    except OSError as error:
+        raise SaveError(
+            f"cannot write the table to {folder}: {error.strerror}",
+            "Free some space there, or name another folder in the environment variable "
+            "COTERIE_CACHE.",
+        ) from error
+    return path
