@@ -2,9 +2,9 @@
 
 # Each registers its commands, in the order of `coterie --help`.
 # isort: off
-from coterie.cli import train, tune, papers, lists, use, deploy
+from coterie.cli import train, tune, papers, lists, use, serve, deploy
 
 # isort: on
 from coterie.cli.base import app, main
 
-__all__ = ["app", "deploy", "lists", "main", "papers", "train", "tune", "use"]
+__all__ = ["app", "deploy", "lists", "main", "papers", "serve", "train", "tune", "use"]

@@ -1,7 +1,6 @@
-"""Commands that use a run: adapt, audit, predict, generate, serve, export."""
+"""Commands that use a run: adapt, audit, predict, generate, export."""
 
 import shlex
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -265,33 +264,6 @@ def generate(
             else {"do_sample": False}
         )
         print(printable(model.generate(text, max_new_tokens=tokens, **chosen), lines=True))
-
-
-@app.command()
-def serve(
-    run: Run,
-    client: Clients = None,
-    port: Annotated[
-        int,
-        typer.Option(
-            "--port", min=1024, max=65535, help="Port of the page. Only this machine can open it."
-        ),
-    ] = 7860,
-    base: Base = None,
-    trust_remote_code: Trust = False,
-) -> None:
-    """Serve a local web page that shows each client's next-word suggestions, or the answers of its
-    classifier (extra `serve`).
-    """
-    with _stopping("stopped."):
-        from coterie.personal.ui import keyboard, sorter
-
-        models, classifiers = _personal(run, client, base)
-        with (
-            keyboard.served(models, port) if models else sorter.served(classifiers, port) as address
-        ):
-            print(f"Open {address} (only this machine can). Ctrl-C stops it.", flush=True)
-            threading.Event().wait()
 
 
 @app.command()

@@ -222,7 +222,11 @@ class RunningBatch:
             for place, one in wanted
             for choice in range(one.choices if one.most else 0)
         ]
-        found = [Progress(one, 0, None, "length") for _, one in wanted if not one.most]
+        found = [
+            Progress(one, choice, None, "length")
+            for _, one in wanted
+            for choice in range(0 if one.most else one.choices)
+        ]
         if rows:
             found += self._take([row for row, _ in rows], logits[[place for _, place in rows]])
         return [(row, place, prompts.cache) for row, place in rows if not row.over], found

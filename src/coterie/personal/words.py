@@ -22,6 +22,7 @@ from torch import Tensor
 
 from coterie.models.backbone import Attachable, Backbone
 from coterie.models.routing import Routing
+from coterie.personal.vocabulary import Vocabulary
 from coterie.personal.word_search import PUNCTUATION, SPACES, Beginning, Search, Word
 
 LONGEST = 8  # tokens of a word
@@ -51,9 +52,8 @@ class Words:
         self.starts = torch.tensor([_starts(name) for name in self.names], device=device)
         self.inside = torch.tensor([_continues(name) for name in self.names], device=device)
         self._sorted = sorted((name, i) for i, name in enumerate(self.names) if name)
-        # put before what is decoded, since tokenizers may swallow its first space
-        self.anchor: int = self.tokenizer("a", add_special_tokens=False)["input_ids"][-1]
-        self.anchor_text: str = self.tokenizer.decode([self.anchor])
+        self.vocabulary = Vocabulary(self.tokenizer)
+        self.anchor = self.vocabulary.anchor
 
     @torch.no_grad()
     def of(self, adapter: Attachable, texts: Sequence[str], k: int) -> list[list[Word]]:
@@ -105,7 +105,9 @@ class Words:
         cut = len(ids) - self._unfinished(ids)
         end = "".join(self.names[i] for i in ids[cut:])
         # a word's end is seen one token later, hence one more
-        search = Search(text, end, self._decode(ids[cut:]), len(ids) - cut + LONGEST + 1, k)
+        search = Search(
+            text, end, self.vocabulary.decode(ids[cut:]), len(ids) - cut + LONGEST + 1, k
+        )
         first = (
             self.tokenizer.bos_token_id
             if self.tokenizer.bos_token_id is not None
@@ -138,7 +140,7 @@ class Words:
         goes_on = p * allowed
         for b, end in zip(search.level, (1 - goes_on.sum(dim=-1)).tolist(), strict=True):
             if b.begun:
-                search.note(self._decode(b.ids), b, b.p * max(end, 0.0))
+                search.note(self.vocabulary.decode(b.ids), b, b.p * max(end, 0.0))
         top, ids = goes_on.topk(min(search.beam, p.shape[1]), dim=-1)
         level: list[Beginning] = []
         for number, (b, row, e, values, tokens) in enumerate(
@@ -206,9 +208,6 @@ class Words:
         own = experts if before is None or experts is None else before + experts
         letters = b.letters + (" " + name.lstrip(SPACES) if name[0] in SPACES else name)
         return Beginning((*b.ids, token), p, left, letters, begun, tokens + 1, own, row)
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode([self.anchor, *ids]))[len(self.anchor_text) :]
 
     def _forward(
         self, adapter: Attachable, ids: Tensor, cache: Any = None, mask: Tensor | None = None

@@ -1,0 +1,133 @@
+"""The command that serves a run: pages for people, and an interface for programs."""
+
+import sys
+import threading
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from coterie.cli.base import Base, Clients, Run, Trust, _stopping, app
+from coterie.cli.use import _personal
+from coterie.core.errors import Refused
+from coterie.core.printing import printable
+
+TOKEN = "COTERIE_TOKEN"  # environment variable: a command line shows in the list of processes
+
+
+@app.command()
+def serve(
+    context_of_command: typer.Context,
+    run: Run,
+    client: Clients = None,
+    port: Annotated[
+        int,
+        typer.Option(
+            "--port",
+            min=1024,
+            max=65535,
+            help="Port of the page or interface. Only this machine can open it.",
+        ),
+    ] = 7860,
+    api: Annotated[
+        bool,
+        typer.Option(
+            "--api",
+            help="Instead of a page: OpenAI's completions and chat completions, over HTTP. The "
+            "model's name is the client's.",
+        ),
+    ] = False,
+    token: Annotated[
+        str | None,
+        typer.Option(
+            "--token",
+            envvar=TOKEN,
+            show_envvar=True,
+            help="With --api: what callers must send as API key. Default: a new one, which is "
+            "printed.",
+        ),
+    ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(
+            "--host",
+            help="With --api: the address to listen on. Default: 127.0.0.1, which only this "
+            "machine can reach. Nothing is encrypted.",
+        ),
+    ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            "--batch",
+            min=1,
+            max=1024,
+            help="With --api: number of texts that are written at once. Default: 16.",
+        ),
+    ] = None,
+    queue: Annotated[
+        int | None,
+        typer.Option(
+            "--queue", min=0, help="With --api: number of texts that may wait. Default: 64."
+        ),
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            "--context",
+            min=2,
+            help="With --api: most tokens of a prompt and its answer. Default: the base's "
+            "context, at most 4096.",
+        ),
+    ] = None,
+    base: Base = None,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Serve a local web page that shows each client's next-word suggestions, or the answers of its
+    classifier; or with --api an interface for programs (extra `serve`).
+    """
+    with _stopping("stopped."):
+        given = {"token": token, "host": host, "rows": batch, "queue": queue, "context": context}
+        if api:
+            _serve_api(run, client, base, port, {k: v for k, v in given.items() if v is not None})
+            return
+        source = context_of_command.get_parameter_source("token")
+        if source is not None and source.name == "ENVIRONMENT":
+            given["token"] = None
+        if extra := [name for name, value in given.items() if value is not None]:
+            raise Refused(
+                f"--{extra[0].replace('rows', 'batch')} needs --api", "Give both, or neither."
+            )
+        from coterie.personal.ui import keyboard, sorter
+
+        models, classifiers = _personal(run, client, base)
+        with (
+            keyboard.served(models, port) if models else sorter.served(classifiers, port) as address
+        ):
+            print(f"Open {address} (only this machine can). Ctrl-C stops it.", flush=True)
+            threading.Event().wait()
+
+
+def _serve_api(
+    run: Path, clients: list[str] | None, base: str | None, port: int, given: dict[str, Any]
+) -> None:
+    """Serve OpenAI's protocol until a signal comes."""
+    from coterie.personal.api import server
+
+    settings = server.Settings(port, **given)
+    models, classifiers = _personal(run, clients, base)
+    if classifiers:
+        raise Refused(
+            f"{run} holds classifiers, which continue no text",
+            "Leave out --api: their page classifies images and texts.",
+        )
+    with server.served(models, settings, _report) as address:
+        print(f"{len(models)} model{'s' * (len(models) != 1)} at {address}. Ctrl-C stops it.")
+        print(f"  models: {', '.join(map(printable, models))}")
+        if "token" not in given:
+            print(f"  token:  {settings.token}")
+        print(f"  export OPENAI_BASE_URL={address} OPENAI_API_KEY=TOKEN", flush=True)
+        threading.Event().wait()
+
+
+def _report(line: str) -> None:
+    print(f"coterie: {printable(line)}", file=sys.stderr, flush=True)

@@ -1,0 +1,1 @@
+"""OpenAI's completions protocol over HTTP, for the models of many clients."""

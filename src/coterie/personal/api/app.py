@@ -1,0 +1,225 @@
+"""The routes of the server."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from coterie.personal.api.answers import Answers, ChatAnswers, sse
+from coterie.personal.api.errors import ApiError, shown
+from coterie.personal.api.guard import Limits, error_response
+from coterie.personal.api.jobs import Job
+from coterie.personal.api.preparation import Preparation, Prepared
+from coterie.personal.api.requests import ChatRequest, CompletionRequest, parsed
+from coterie.personal.api.scheduler import Scheduler
+from coterie.personal.api.texts import Piece
+
+_GONE = 499  # the caller is gone; nobody reads this
+_DRAINED = 16  # bodies of the largest size that are read and thrown away before an error is told
+_R = TypeVar("_R", CompletionRequest, ChatRequest)
+
+
+class Api:
+    """OpenAI's completions, chat completions and models, for the models of clients.
+
+    Args:
+        preparation: Makes prompts of requests.
+        scheduler: Continues them.
+        limits: Of requests.
+        report: Takes one line about each error that is the server's own.
+    """
+
+    def __init__(
+        self,
+        preparation: Preparation,
+        scheduler: Scheduler,
+        limits: Limits,
+        report: Callable[[str], None],
+    ) -> None:
+        self.preparation, self.scheduler, self.limits = preparation, scheduler, limits
+        self._report = report
+        self._begun = int(time.time())
+        # tokenizing a large prompt takes long: it holds up neither the event loop nor the batch
+        self._worker = ThreadPoolExecutor(1, "tokenizer")
+
+    def app(self) -> Starlette:
+        """Return the routes."""
+        routes = [
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{model}", self.model),
+        ]
+        handlers: dict[Any, Any] = {
+            ApiError: _told,
+            HTTPException: _no_route,
+            ClientDisconnect: _unread,
+            Exception: self._unexpected,
+        }
+        return Starlette(routes=routes, exception_handlers=handlers)
+
+    async def models(self, request: Request) -> Response:
+        """List the clients."""
+        data = [self._about(client) for client in self.preparation.models.models]
+        return JSONResponse({"object": "list", "data": data})
+
+    async def model(self, request: Request) -> Response:
+        """Describe a client's model."""
+        return JSONResponse(self._about(self.preparation.client(request.path_params["model"])))
+
+    async def completions(self, request: Request) -> Response:
+        """Continue prompts."""
+        asked = await self._asked(request, CompletionRequest)
+        prepared = await self._prepared(self.preparation.completion, asked)
+        return await self._answer(request, asked, prepared, Answers)
+
+    async def chat(self, request: Request) -> Response:
+        """Answer the last message of a chat."""
+        asked = await self._asked(request, ChatRequest)
+        prepared = await self._prepared(self.preparation.chat, asked)
+        return await self._answer(request, asked, prepared, ChatAnswers)
+
+    def _about(self, client: str) -> dict[str, Any]:
+        return {"id": client, "object": "model", "created": self._begun, "owned_by": "coterie"}
+
+    async def _asked(self, request: Request, kind: type[_R]) -> _R:
+        """Read a request. Raises ApiError."""
+        given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if given != "application/json":
+            raise ApiError(
+                415, f"The content type must be application/json, and is '{shown(given)}'."
+            )
+        return parsed(kind, await self._body(request))
+
+    async def _body(self, request: Request) -> bytes:
+        """Read the body. Raises ApiError where it is too large or too slow."""
+        most, body, size = self.limits.body, bytearray(), 0
+        length = request.headers.get("content-length", "")
+        drained = most * _DRAINED
+        try:
+            async with asyncio.timeout(self.limits.body_s):
+                if not (length.isdecimal() and int(length) > drained):
+                    async for chunk in request.stream():
+                        size += len(chunk)
+                        if size <= most:
+                            body += chunk
+                        elif size > drained:
+                            break
+        except TimeoutError:
+            raise ApiError(408, "The body of the request did not come in time.") from None
+        if size > most or (length.isdecimal() and int(length) > most):
+            raise ApiError(413, f"The body has more than {most:,} bytes. Send fewer prompts.")
+        return bytes(body)
+
+    async def _prepared(self, prepare: Callable[[_R], Prepared], asked: _R) -> Prepared:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._worker, prepare, asked)
+
+    async def _answer(
+        self,
+        request: Request,
+        asked: CompletionRequest | ChatRequest,
+        prepared: Prepared,
+        shapes: type[Answers],
+    ) -> Response:
+        """Start the work, and return its answer, whole or as a stream. A caller who goes stops
+        it.
+        """
+        job = Job(prepared, self.preparation.vocabulary, self.scheduler)
+        told = prepared.continuations[0].sampling.logprobs is not None
+        answers = shapes(prepared.client, self.preparation.vocabulary, told)
+        job.start()
+        if asked.stream:
+            return _Stream(job, _events(job, answers, asked.stream_options.include_usage))
+        work = asyncio.ensure_future(_whole(job, answers))
+        gone = asyncio.ensure_future(request.receive())  # the body is read: only the end can come
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            return JSONResponse(work.result()) if work.done() else Response(status_code=_GONE)
+        finally:
+            job.cancel()
+            gone.cancel()
+            work.cancel()
+
+    async def _unexpected(self, request: Request, error: Exception) -> Response:
+        """Tell the operator of an error that is the server's own, and the caller no more than
+        that.
+        """
+        self._report(f"a request failed: {type(error).__name__}: {error}")
+        return error_response(ApiError(500, "The server failed.", kind="server_error"))
+
+
+class _Stream(StreamingResponse):
+    """A stream whose work stops where nobody reads it any more."""
+
+    def __init__(self, job: Job, events: AsyncIterator[bytes]) -> None:
+        super().__init__(events, headers={"Cache-Control": "no-cache"})
+        self.job = job
+
+    media_type = "text/event-stream"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.job.cancel()
+
+
+async def _whole(job: Job, answers: Answers) -> dict[str, Any]:
+    """Return the whole response."""
+    pieces: dict[int, list[Piece]] = {}
+    generated = 0
+    async for said in job.pieces():
+        pieces.setdefault(said.index, []).append(said.piece)
+        generated += said.generated
+    return answers.response([pieces[index] for index in sorted(pieces)], _usage(job, generated))
+
+
+async def _events(job: Job, answers: Answers, with_usage: bool) -> AsyncIterator[bytes]:
+    """Yield the events of a stream."""
+    generated = 0
+    try:
+        for event in answers.begin(job.count):
+            yield event
+        async with aclosing(job.pieces()) as pieces:
+            async for said in pieces:
+                generated += said.generated
+                if told := answers.event(said.index, said.piece):
+                    yield told
+        yield answers.end(_usage(job, generated) if with_usage else None)
+    except ApiError as error:
+        yield sse(error.body())
+
+
+def _usage(job: Job, generated: int) -> dict[str, int]:
+    prompt = job.prepared.prompt_tokens
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+    }
+
+
+async def _told(request: Request, error: ApiError) -> Response:
+    return error_response(error)
+
+
+async def _unread(request: Request, error: ClientDisconnect) -> Response:
+    return Response(status_code=_GONE)
+
+
+async def _no_route(request: Request, error: HTTPException) -> Response:
+    where = f"{request.method} {shown(request.url.path)}"
+    known = "POST /v1/completions, POST /v1/chat/completions, GET /v1/models"
+    return error_response(
+        ApiError(error.status_code, f"There is no {where} here. There are: {known}.")
+    )

@@ -1,0 +1,198 @@
+"""Requests as prompts of tokens, within the server's limits."""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from coterie.core import names
+from coterie.personal.api.errors import ApiError, shown
+from coterie.personal.api.requests import ChatRequest, CompletionRequest
+from coterie.personal.many import ManyModels
+from coterie.personal.running_batch import Continuation
+from coterie.personal.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What is to be continued, and how it is told.
+
+    Args:
+        client: Whose model answers.
+        continuations: One for each prompt.
+        stops: Texts that end an answer.
+        echoes: The text of each prompt where it is part of the answer; otherwise "".
+    """
+
+    client: str
+    continuations: list[Continuation]
+    stops: list[str]
+    echoes: list[str]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """How many tokens the prompts have together."""
+        return sum(len(one.prompt) for one in self.continuations)
+
+
+class Preparation:
+    """Makes prompts of tokens of requests, in one thread.
+
+    Args:
+        models: Of all clients.
+        context: Most tokens of a prompt and its answer.
+        texts: Most texts of one request.
+        rows: Most choices of one prompt.
+    """
+
+    def __init__(self, models: ManyModels, context: int, texts: int, rows: int) -> None:
+        self.models, self.context, self.texts, self.rows = models, context, texts, rows
+        self.tokenizer = models.tokenizer
+        self.vocabulary = Vocabulary(self.tokenizer)
+        ends = models.backbone.model.generation_config.eos_token_id
+        own = self.tokenizer.eos_token_id
+        ends = [own] if ends is None else ends if isinstance(ends, list) else [ends]
+        self.ends = frozenset(i for i in ends if i is not None)
+        self.chat_ends = self.ends | frozenset(() if own is None else (own,))
+
+    def client(self, model: str) -> str:
+        """Return the client that a request's model names.
+
+        Raises:
+            ApiError: There is none of that name.
+        """
+        if (client := names.normal(model)) in self.models.models:
+            return client
+        known = shown(", ".join(self.models.models))
+        raise ApiError(
+            404,
+            f"The model '{shown(model)}' does not exist. There are: {known}",
+            "model",
+            "model_not_found",
+        )
+
+    def completion(self, request: CompletionRequest) -> Prepared:
+        """Return what a completion continues. Raises ApiError."""
+        client = self.client(request.model)
+        self._check(len(request.prompts), request.n)
+        prompts = [self._tokens(prompt) for prompt in request.prompts]
+        echoes = [
+            (prompt if isinstance(prompt, str) else self.vocabulary.decode(prompt))
+            if request.echo
+            else ""
+            for prompt in request.prompts
+        ]
+        for prompt in prompts:
+            self._fits(len(prompt), request.max_tokens, "max_tokens")
+        seed = _seed(request.seed)
+        continuations = [
+            Continuation(
+                client,
+                prompt,
+                request.max_tokens,
+                request.sampling(),
+                (seed + place) % 2**64,
+                request.n,
+                self.ends,
+                request.echo and request.logprobs is not None,
+            )
+            for place, prompt in enumerate(prompts)
+        ]
+        self._check_biases(request.sampling().bias)
+        return Prepared(client, continuations, request.stops, echoes)
+
+    def chat(self, request: ChatRequest) -> Prepared:
+        """Return what a chat completion continues. Raises ApiError."""
+        client = self.client(request.model)
+        self._check(1, request.n)
+        prompt = self._template(request)
+        most = self.context - len(prompt) if request.most is None else request.most
+        self._fits(len(prompt), max(most, 1), "messages")
+        self._check_biases(request.sampling().bias)
+        continuation = Continuation(
+            client,
+            prompt,
+            most,
+            request.sampling(),
+            _seed(request.seed),
+            request.n,
+            self.chat_ends,
+        )
+        return Prepared(client, [continuation], request.stops, [""])
+
+    def _template(self, request: ChatRequest) -> list[int]:
+        """Return the messages as tokens, by the base's chat template."""
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise ApiError(
+                400,
+                "The base of these models has no chat template, so they cannot chat. Use "
+                "/v1/completions, or train on a base whose tokenizer has a chat template.",
+                "messages",
+                "no_chat_template",
+            )
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [message.as_template() for message in request.messages],
+                add_generation_prompt=True,
+                tokenize=False,
+            )
+        except Exception as error:  # whatever the base's template happens to raise
+            raise ApiError(
+                400, f"The base's chat template refuses these messages: {shown(error)}", "messages"
+            ) from None
+        # templates write special tokens themselves
+        return self._tokens(text, add_special_tokens=False)
+
+    def _tokens(self, prompt: str | Sequence[int], **settings: Any) -> list[int]:
+        """Return a prompt as tokens; an empty one as the token that ends texts, as `generate`
+        does.
+        """
+        if isinstance(prompt, str):
+            ids: list[int] = self.tokenizer(prompt or self.tokenizer.eos_token, **settings)[
+                "input_ids"
+            ]
+            return ids
+        self._check_ids(prompt, "prompt")
+        return list(prompt)
+
+    def _check_ids(self, ids: Sequence[int], param: str) -> None:
+        size = self.models.backbone.architecture.vocabulary
+        if max(ids, default=0) >= size:
+            raise ApiError(
+                400,
+                f"Invalid '{param}': there is no token {max(ids)}, but 0 to {size - 1}.",
+                param,
+                "invalid_value",
+            )
+
+    def _check_biases(self, bias: Mapping[int, float]) -> None:
+        self._check_ids(list(bias), "logit_bias")
+
+    def _check(self, prompts: int, choices: int) -> None:
+        """Refuse more texts than the server ever takes at once."""
+        if choices > self.rows:
+            raise ApiError(
+                400, f"Invalid 'n': this server writes at most {self.rows} at once.", "n"
+            )
+        if prompts * choices > self.texts:
+            raise ApiError(
+                400,
+                f"This server takes at most {self.texts} texts in a request, and this one asks "
+                f"for {prompts * choices}. Send fewer prompts at once.",
+                "prompt",
+            )
+
+    def _fits(self, prompt: int, new: int, param: str) -> None:
+        if prompt + new > self.context:
+            raise ApiError(
+                400,
+                f"The maximum context length here is {self.context} tokens. However, you requested "
+                f"{prompt + new} tokens ({prompt} in the prompt, {new} for the completion). "
+                f"Shorten the prompt, or ask for fewer tokens.",
+                param,
+                "context_length_exceeded",
+            )
+
+
+def _seed(given: int | None) -> int:
+    return secrets.randbits(64) if given is None else given % 2**64

@@ -1,0 +1,223 @@
+"""The requests of OpenAI's completions and chat completions: what is read, and what is refused."""
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails, from_json
+
+from coterie.personal.api.errors import ApiError, shown
+from coterie.personal.sampling import Sampling
+
+MOST_BIASES = 300  # as OpenAI allows
+DEFAULT_TOKENS = 16  # of OpenAI's completions
+# what does not change an answer here
+_WITHOUT_EFFECT = (
+    "metadata",
+    "parallel_tool_calls",
+    "prompt_cache_key",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
+)
+# what would change an answer and is not supported, with the values that ask for nothing
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "function_call": ("none",),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": (),
+    "web_search_options": (),
+}
+_EXPECTED = {
+    "prompt": "Expected a text, a list of texts, a list of token ids, or a list of such lists.",
+    "stop": "Expected a text that is not empty, or up to 4 of them.",
+    "messages": "Expected a list of messages, each with a role (system, developer, user or "
+    "assistant) and a content (a text, or a list of parts of type text).",
+}
+
+_Id = Annotated[int, Field(ge=0, lt=2**31)]
+_Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+_Texts = Annotated[list[str], Field(min_length=1)]
+_Ids = Annotated[list[_Id], Field(min_length=1)]
+_Lists = Annotated[list[_Ids], Field(min_length=1)]
+_Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+class _Fields(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class StreamOptions(_Fields):
+    """The options of a stream."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False  # nothing is obfuscated
+
+
+class _Request(_Fields):
+    """What completions and chat completions have in common."""
+
+    model: str
+    n: int = Field(default=1, ge=1, le=128)
+    temperature: float = Field(default=1.0, ge=0, le=2)
+    top_p: float = Field(default=1.0, ge=0, le=1)
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], _Bias] = Field(
+        default_factory=dict, max_length=MOST_BIASES
+    )
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=4)] = Field(default_factory=list)
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+
+    @property
+    def stops(self) -> list[str]:
+        """The texts that end an answer."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def top_logprobs_wanted(self) -> int | None:
+        """How many log-probabilities are asked for at each token."""
+        raise NotImplementedError
+
+    def sampling(self) -> Sampling:
+        """Return how tokens are chosen."""
+        return Sampling(
+            self.temperature,
+            self.top_p,
+            self.presence_penalty,
+            self.frequency_penalty,
+            {int(token): bias for token, bias in self.logit_bias.items()},
+            self.top_logprobs_wanted,
+        )
+
+
+class CompletionRequest(_Request):
+    """A request to /v1/completions."""
+
+    prompt: str | _Texts | _Ids | _Lists = ""
+    max_tokens: int = Field(default=DEFAULT_TOKENS, ge=0, lt=2**31)
+    echo: bool = False
+    logprobs: int | None = Field(default=None, ge=0, le=5)
+    best_of: int | None = Field(default=None, ge=1)
+
+    @property
+    def top_logprobs_wanted(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """Each prompt by itself: texts, or token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [[i for i in self.prompt if isinstance(i, int)]]
+        return self.prompt  # type: ignore[return-value]  # one of the two that are left
+
+
+class _Part(_Fields):
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Fields):
+    """A message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[_Part], Field(min_length=1)]
+    name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nothing(cls, given: Any) -> Any:
+        """Leave out what says nothing: a client may send an answer's message as it came."""
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value not in (None, [])}
+
+    def as_template(self) -> dict[str, str]:
+        """Return the message as chat templates know it."""
+        parts = [self.content] if isinstance(self.content, str) else [p.text for p in self.content]
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": "".join(parts)}
+
+
+class ChatRequest(_Request):
+    """A request to /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
+    max_completion_tokens: int | None = Field(default=None, ge=1, lt=2**31)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+
+    @property
+    def top_logprobs_wanted(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def most(self) -> int | None:
+        """How many tokens an answer may have; None: as many as there is room for."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+_R = TypeVar("_R", bound=_Request)
+
+
+def parsed(kind: type[_R], body: bytes) -> _R:
+    """Return the request in a body.
+
+    Raises:
+        ApiError: It is no JSON, or a field is missing, unknown, unsupported or out of range.
+    """
+    try:
+        given = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"The body is not JSON: {shown(error)}") from None
+    if not isinstance(given, dict):
+        raise ApiError(400, "The body is not a JSON object.")
+    fields = {
+        name: value
+        for name, value in given.items()
+        if value is not None and name not in _WITHOUT_EFFECT
+    }
+    for name, neutral in _UNSUPPORTED.items():
+        if name in fields and fields.pop(name) not in neutral:
+            raise ApiError(
+                400,
+                f"Unsupported parameter: '{name}' is not supported by these models.",
+                name,
+                "unsupported_parameter",
+            )
+    try:
+        found = kind.model_validate(fields)
+    except ValidationError as error:
+        raise _refusal(error.errors(include_url=False, include_context=False)[0]) from None
+    if isinstance(found, CompletionRequest) and found.best_of not in (None, found.n):
+        raise ApiError(
+            400,
+            "'best_of' can only be equal to 'n': ask for more choices, with 'logprobs'.",
+            "best_of",
+            "unsupported_value",
+        )
+    return found
+
+
+def _refusal(error: ErrorDetails) -> ApiError:
+    """Return the first mistake of a request in OpenAI's words."""
+    name = shown(error["loc"][0])
+    if error["type"] == "extra_forbidden" and len(error["loc"]) == 1:
+        return ApiError(400, f"Unknown parameter: '{name}'.", name, "unknown_parameter")
+    if error["type"] == "missing" and len(error["loc"]) == 1:
+        message = f"Missing required parameter: '{name}'."
+        return ApiError(400, message, name, "missing_required_parameter")
+    wanted = _EXPECTED.get(name, f"{error['msg']}.")
+    return ApiError(400, f"Invalid '{name}': {wanted}", name, "invalid_value")

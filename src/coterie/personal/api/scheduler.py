@@ -1,0 +1,136 @@
+"""The thread in which the running batch works: it takes continuations from many requests, and tells
+each request what its texts say.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from coterie.core.errors import CoterieError
+from coterie.personal.many import ManyModels
+from coterie.personal.running_batch import Continuation, Progress, RunningBatch
+
+
+class Listener(Protocol):
+    """A request that waits for its continuations. It is told in the scheduler's thread."""
+
+    def progress(self, progress: Progress) -> bool:
+        """Take a token; return whether its text is over, by the token or by what it says."""
+
+    def failed(self, error: Exception) -> None:
+        """Take an error, after which nothing more comes."""
+
+
+class Full(CoterieError):
+    """There is no room for more requests at the moment."""
+
+
+@dataclass(eq=False)
+class _Work:
+    """A continuation, who waits for it, and how many of its texts are not over."""
+
+    continuation: Continuation
+    listener: Listener
+    left: int
+
+
+class Scheduler:
+    """The running batch of a server.
+
+    Args:
+        models: Of all clients.
+        rows: How many texts are continued at once.
+        queue: How many more may wait.
+        report: Takes one line about each error that is the server's own.
+    """
+
+    def __init__(
+        self, models: ManyModels, rows: int, queue: int, report: Callable[[str], None]
+    ) -> None:
+        self.models, self.rows, self.capacity = models, rows, rows + queue
+        self._report = report
+        self._changed = threading.Condition()
+        self._work: dict[Continuation, _Work] = {}
+        self._new: list[Continuation] = []
+        self._gone: list[Continuation] = []
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="batch", daemon=True)
+        self._thread.start()
+
+    def submit(self, continuations: Sequence[Continuation], listener: Listener) -> None:
+        """Have prompts continued: all of them, or none. From any thread.
+
+        Raises:
+            Full: So many texts are not over that there is no room for these.
+        """
+        works = [_Work(one, listener, max(one.choices, 1)) for one in continuations]
+        with self._changed:
+            texts = sum(work.left for work in self._work.values())
+            if self._closing or texts + sum(work.left for work in works) > self.capacity:
+                raise Full(f"{texts} texts are being written or wait", "Try again later.")
+            self._work |= {work.continuation: work for work in works}
+            self._new += continuations
+            self._changed.notify()
+
+    def cancel(self, continuations: Sequence[Continuation]) -> None:
+        """Stop continuations that are not over; their listener is told nothing more. From any
+        thread.
+        """
+        with self._changed:
+            found = [one for one in continuations if self._work.pop(one, None) is not None]
+            self._gone += found
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Stop everything, and wait for the thread to end."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        batch = RunningBatch(self.models, self.rows)
+        while self._take_up(batch):
+            try:
+                found = batch.step()
+            except Exception as error:  # of the computation, as out of memory: the server goes on
+                self._report(f"a batch failed: {type(error).__name__}: {error}")
+                batch = RunningBatch(self.models, self.rows)
+                self._fail(error)
+                continue
+            for progress in found:
+                self._tell(batch, progress)
+        self._fail(Full("the server is stopping", "Start it again."))
+
+    def _take_up(self, batch: RunningBatch) -> bool:
+        """Wait for something to do, and add and remove what has come and gone. Returns whether to
+        go on.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing or self._new or self._gone or batch.busy)
+            for one in self._new:
+                batch.add(one)
+            for one in self._gone:
+                batch.remove(one)
+            self._new, self._gone = [], []
+            return not self._closing
+
+    def _tell(self, batch: RunningBatch, progress: Progress) -> None:
+        """Tell a request of a token, and stop what is over."""
+        with self._changed:
+            work = self._work.get(progress.of)
+        if work is None or not work.listener.progress(progress):
+            return
+        batch.remove(progress.of, progress.choice)
+        with self._changed:
+            work.left -= 1
+            if not work.left:
+                self._work.pop(progress.of, None)
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            works, self._work = list(self._work.values()), {}
+            self._new, self._gone = [], []
+        for listener in {id(work.listener): work.listener for work in works}.values():
+            listener.failed(error)

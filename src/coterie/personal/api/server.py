@@ -1,0 +1,155 @@
+"""The server: one port, one thread for requests, one for the batch."""
+
+import errno
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from coterie.core.errors import Refused, extra
+from coterie.personal.many import ManyModels
+from coterie.personal.model import PersonalModel
+from coterie.personal.running_batch import ROWS
+
+try:
+    import uvicorn
+
+    from coterie.personal.api.app import Api
+    from coterie.personal.api.guard import Guard, Limits, protocol
+except ImportError:
+    raise Refused("--api needs uvicorn and starlette", extra("serve")) from None
+
+from coterie.personal.api.preparation import Preparation
+from coterie.personal.api.scheduler import Scheduler
+
+CONTEXT = 4096  # most tokens of a prompt and its answer, where the base's context is longer
+QUEUE = 64
+_TOKEN = re.compile(r"[!-~]{8,200}")  # what a header can carry, and nobody guesses at once
+_HEAD = 1 << 15  # bytes of a request's head
+
+
+def new_token() -> str:
+    """Return a token that nobody can guess: 192 bits."""
+    return secrets.token_urlsafe(24)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a server.
+
+    Args:
+        port: To listen on.
+        host: The address to listen on.
+        token: What callers must send.
+        rows: Texts that are written at once.
+        queue: Texts that may wait.
+        context: Most tokens of a prompt and its answer; None: the base's context, at most
+            `CONTEXT`.
+        limits: Of requests.
+    """
+
+    port: int
+    host: str = "127.0.0.1"
+    token: str = field(default_factory=new_token, repr=False)
+    rows: int = ROWS
+    queue: int = QUEUE
+    context: int | None = None
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        if not _TOKEN.fullmatch(self.token):
+            raise Refused(
+                "the token is unusable",
+                "Give 8 to 200 letters, digits or signs of ASCII without spaces, or leave it out: "
+                "then one is made.",
+            )
+
+
+@contextmanager
+def served(
+    models: Mapping[str, PersonalModel], settings: Settings, report: Callable[[str], None]
+) -> Iterator[str]:
+    """Serve models while the block runs; yields the address of the interface.
+
+    Args:
+        models: A personal model for each client, on one backbone.
+        settings: Of the server.
+        report: Takes one line about each error that is the server's own.
+
+    Raises:
+        Refused: The port is taken, the host is no address of this machine, or the context is longer
+            than the base's.
+        ModelError: The base has no tokenizer.
+    """
+    together = ManyModels(models)
+    preparation = Preparation(
+        together, _context(together, settings), settings.rows + settings.queue, settings.rows
+    )
+    with _listening(settings.host, settings.port) as listener:
+        scheduler = Scheduler(together, settings.rows, settings.queue, report)
+        api = Api(preparation, scheduler, settings.limits, report)
+        guard = Guard(api.app(), settings.host, settings.token, settings.limits)
+        server = uvicorn.Server(_configuration(guard, settings.limits))
+        thread = threading.Thread(target=server.run, args=([listener],), name="api", daemon=True)
+        thread.start()
+        while thread.is_alive() and not server.started:
+            time.sleep(0.01)
+        try:
+            host = f"[{settings.host}]" if ":" in settings.host else settings.host
+            yield f"http://{host}:{listener.getsockname()[1]}/v1"
+        finally:
+            scheduler.close()
+            server.should_exit = True
+            thread.join()
+
+
+def _configuration(guard: Guard, limits: Limits) -> "uvicorn.Config":
+    """Return uvicorn's settings: it logs nothing, neither texts nor who asks."""
+    return uvicorn.Config(
+        guard,
+        http=protocol(limits),
+        ws="none",
+        lifespan="off",
+        loop="asyncio",
+        log_config=None,
+        log_level="critical",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=2,
+        h11_max_incomplete_event_size=_HEAD,
+    )
+
+
+def _context(models: ManyModels, settings: Settings) -> int:
+    limit = models.backbone.context_limit
+    if settings.context is not None and settings.context > limit:
+        raise Refused(
+            f"--context {settings.context} is longer than the base's, {limit} tokens",
+            f"Give at most {limit}.",
+        )
+    return settings.context or min(limit, CONTEXT)
+
+
+@contextmanager
+def _listening(host: str, port: int) -> Iterator[socket.socket]:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.create_server((host, port), family=family, backlog=256)
+    except socket.gaierror:
+        raise Refused(f"--host {host!r} is no address", "For example 127.0.0.1.") from None
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise Refused(
+                f"port {port} is taken", f"Give another one, for example --port {port + 1}."
+            ) from None
+        raise Refused(
+            f"cannot listen on {host} port {port}: {error.strerror}",
+            "Give an address of this machine, for example --host 127.0.0.1.",
+        ) from None
+    with listener:
+        yield listener

@@ -1,0 +1,145 @@
+"""Tokens as text, while they come: whole letters, and nothing behind what ends the answer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from coterie.personal.running_batch import Finish
+from coterie.personal.sampling import Token
+from coterie.personal.vocabulary import Vocabulary
+
+BROKEN = "\ufffd"  # stands for bytes that are no letter
+LONGEST = 32  # tokens that may be held back
+
+
+@dataclass(frozen=True)
+class Spoken:
+    """A token at its place in a text.
+
+    Args:
+        token: With its log-probability.
+        offset: The number of characters before it.
+    """
+
+    token: Token
+    offset: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is new of a text.
+
+    Args:
+        text: Its characters.
+        tokens: Its tokens.
+        finish: Why it ends here; None: it goes on.
+    """
+
+    text: str
+    tokens: tuple[Spoken, ...] = ()
+    finish: Finish | None = None
+
+
+class Decoder:
+    """Text of tokens that come one by one. A letter may be several tokens, which are no letter each
+    by itself: what may still become one is held back.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+        self._before: list[int] = []  # tokens whose text is given out
+        self._held: list[int] = []
+        self._out = 0  # characters of the held tokens that are given out
+
+    def add(self, token: int) -> str:
+        """Return the text that is whole with this token."""
+        self._held.append(token)
+        text = self._text(self._before, self._held)
+        found = self._give(text, len(text.rstrip(BROKEN)))
+        if self._out == len(text):
+            self._before, self._held, self._out = self._held, [], 0
+        elif len(self._held) >= LONGEST:
+            found += self._shorten(text)
+        return found
+
+    def rest(self) -> str:
+        """Return what is held back."""
+        text = self._text(self._before, self._held)
+        return self._give(text, len(text))
+
+    def _shorten(self, text: str) -> str:
+        """Give out what is surely no letter: a letter has four bytes at most, so three tokens are
+        held back.
+        """
+        old, new = self._held[:-3], self._held[-3:]
+        first = self._text(self._before, old)
+        if first + self._text(old, new) != text:
+            return ""
+        found = self._give(text, len(first))
+        self._before, self._held, self._out = old, new, self._out - len(first)
+        return found
+
+    def _give(self, text: str, end: int) -> str:
+        found = text[self._out : end]
+        self._out = max(self._out, end)
+        return found
+
+    def _text(self, before: list[int], ids: list[int]) -> str:
+        """Return the text of tokens behind others."""
+        size = len(self.vocabulary.decode(before, special=False))
+        return self.vocabulary.decode(before + ids, special=False)[size:]
+
+
+class Answer:
+    """The text of one choice.
+
+    Args:
+        vocabulary: Of its tokens.
+        stops: Texts that end it, and are no part of it.
+        begin: The number of characters before it (of an echoed prompt).
+    """
+
+    def __init__(self, vocabulary: Vocabulary, stops: Sequence[str], begin: int = 0) -> None:
+        self._decoder, self._stops, self._begin = Decoder(vocabulary), stops, begin
+        self._text, self._out = "", 0
+        self._tokens: list[Spoken] = []  # that are not given out
+
+    def add(self, token: Token, finish: Finish | None) -> Piece:
+        """Return what is new with a token; one that ends the text is no part of it."""
+        before = len(self._text)
+        if finish != "stop":
+            self._tokens.append(Spoken(token, self._begin + before))
+            self._text += self._decoder.add(token.id)
+        if finish is not None:
+            self._text += self._decoder.rest()
+        if (end := self._stop(before)) is not None:
+            self._text, finish = self._text[:end], "stop"
+            self._tokens = [one for one in self._tokens if one.offset < self._begin + end]
+        ready = len(self._text) if finish else len(self._text) - self._unsure()
+        text, self._out = self._text[self._out : ready], max(ready, self._out)
+        given = [one for one in self._tokens if finish or one.offset < self._begin + ready]
+        self._tokens = self._tokens[len(given) :]
+        return Piece(text, tuple(given), finish)
+
+    def _stop(self, before: int) -> int | None:
+        """Return where the first text begins that ends the answer, if it ends behind `before`."""
+        places = [self._text.find(stop, max(before - len(stop) + 1, 0)) for stop in self._stops]
+        return min((place for place in places if place >= 0), default=None)
+
+    def _unsure(self) -> int:
+        """Return how many characters at the end may be the beginning of a text that ends the
+        answer.
+        """
+        longest = 0
+        for stop in self._stops:
+            sizes = range(min(len(stop) - 1, len(self._text)), longest, -1)
+            longest = next((n for n in sizes if self._text.endswith(stop[:n])), longest)
+        return longest
+
+
+def spoken(vocabulary: Vocabulary, tokens: Sequence[Token]) -> tuple[Spoken, ...]:
+    """Return the tokens of a prompt at their places in its text."""
+    decoder, offset, found = Decoder(vocabulary), 0, []
+    for token in tokens:
+        found.append(Spoken(token, offset))
+        offset += len(decoder.add(token.id))
+    return tuple(found)
