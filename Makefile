@@ -2,8 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+DEVICE ?= cuda
+GPU_BENCHMARKS := gpu-local_step_embedded_cuda gpu-local_step_gpt2_cuda gpu-local_step_llama1b_cuda gpu-cobo_resnet9_cuda gpu-ddome_cuda
 
-.PHONY: quickstart test test-all lint format docs benchmarks clean
+.PHONY: quickstart test test-all lint format docs benchmarks gpu gpu-tests $(GPU_BENCHMARKS) clean
 
 quickstart: .venv/.run  ## set up, then train four personal language models and compare
 	$(BIN)/coterie run quickstart
@@ -28,6 +30,14 @@ docs: $(INSTALLED)  ## build the documentation site; any warning fails
 
 benchmarks: $(INSTALLED)  ## measure speed, memory and scale on this machine, and compare with what was aimed at (hours)
 	$(BIN)/python benchmarks/suite.py
+
+gpu: gpu-tests $(GPU_BENCHMARKS)  ## on a machine with a GPU: the tests on it and its benchmarks, each part at most 10 minutes. DEVICE=xpu: another accelerator; BIN=FOLDER: another Python, with a torch of its own
+
+gpu-tests: $(if $(filter .venv/bin,$(BIN)),$(INSTALLED))
+	COTERIE_TEST_DEVICE=$(DEVICE) timeout 600 $(BIN)/python -m pytest -n 4 -m "slow or not slow" tests/accelerators/checks.py
+
+$(GPU_BENCHMARKS): $(if $(filter .venv/bin,$(BIN)),$(INSTALLED))
+	timeout 600 $(BIN)/python benchmarks/suite.py --only $(@:gpu-%=%)
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "coterie needs Python 3.11 or newer: make PYTHON=python3.12 ..."; exit 1; }

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from coterie.core import devices
 from coterie.core.protocol import ClientId
 
 _CHUNK = 1 << 16  # columns at a time
@@ -45,7 +46,7 @@ def threshold_clustering(points: Sequence[Tensor], start: int, size: int, rounds
     """
     products = torch.zeros(len(points), len(points), dtype=torch.float64)
     for parts in zip(*(torch.split(z, _CHUNK) for z in points), strict=True):
-        relative = (torch.stack(list(parts)) - parts[start]).double()
+        relative = devices.exact(torch.stack(list(parts)) - parts[start])
         products += (relative @ relative.T).cpu()
     weights = torch.zeros(len(points), dtype=torch.float64)
     weights[start] = 1.0

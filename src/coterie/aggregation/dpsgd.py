@@ -117,7 +117,7 @@ def clipped_sum(gradients: Sequence[Tensor], clip: float, step: float) -> npt.ND
     Raises:
         TensorError: A value of a gradient is not a number.
     """
-    rows = torch.cat([gradient.flatten(1) for gradient in gradients], dim=1).double().cpu().numpy()
+    rows = torch.cat([gradient.flatten(1) for gradient in gradients], dim=1).cpu().double().numpy()
     return sum(
         (on_grid(row, clip, step) for row in rows), start=np.zeros(rows.shape[1], dtype=np.int64)
     )

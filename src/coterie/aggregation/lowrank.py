@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from coterie.core import devices
 from coterie.core.tensors import Named, Tensors
 from coterie.models.lora import LoRA
 
@@ -77,7 +78,8 @@ def truncated(tensors: Named, ranks: Iterable[int]) -> Tensors:
 
 def product_norm(A: Tensor, B: Tensor) -> float:
     """||B A||_F over all updates of a stack, from the small Gram matrices: tr((B^T B)(A A^T))."""
-    left, right = B.double().mT @ B.double(), A.double() @ A.double().mT
+    A, B = devices.exact(A), devices.exact(B)
+    left, right = B.mT @ B, A @ A.mT
     return float((left * right.mT).sum().clamp(min=0).sqrt())
 
 
@@ -89,12 +91,12 @@ def svd_of_sum(terms: Iterable[tuple[float, Factors]], rank: int) -> Factors:
     decomposition of each only a small matrix is left to decompose. Computed in float64, returned in
     the dtype of the terms.
     """
-    found = [(weight, A.double(), B.double(), A.dtype) for weight, (A, B) in terms]
+    found = [(weight, devices.exact(A), devices.exact(B), A[:0]) for weight, (A, B) in terms]
     left = torch.cat([weight * B for weight, _, B, _ in found], dim=2)
     right = torch.cat([A for _, A, _, _ in found], dim=1)
     Q1, R1 = torch.linalg.qr(left)
     Q2, R2 = torch.linalg.qr(right.mT)
     U, S, Vh = torch.linalg.svd(R1 @ R2.mT, full_matrices=False)
     A, B = Vh @ Q2.mT, (Q1 @ U) * S[:, None, :]
-    dtype = found[0][3]
-    return resized(A, rank, 1).to(dtype), resized(B, rank, 2).to(dtype)
+    like = found[0][3]
+    return resized(A, rank, 1).to(like), resized(B, rank, 2).to(like)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from coterie.aggregation.collaboration import CHUNK
 from coterie.aggregation.means import Combining, Mean, ordered, uniform_mean, weighted_mean
+from coterie.core import devices
 from coterie.core.errors import RecipeError
 from coterie.core.protocol import Replies
 from coterie.core.tensors import Named, Tensors, weighted_sum
@@ -256,7 +257,7 @@ def _updates(models: Sequence[Named], around: Named) -> Iterator[Tensor]:
         for origin, *rows in zip(
             *(torch.split(value, CHUNK) for value in (start, *values)), strict=True
         ):
-            yield torch.stack(rows).double() - origin.double()
+            yield devices.exact(torch.stack(rows)) - devices.exact(origin)
 
 
 def _norms(models: Sequence[Named], around: Named) -> list[float]:

@@ -70,10 +70,10 @@ def update(sent: Named, reply: Named) -> Tensor:
     """
     check_form(sent, sent, reply)
     parts = [
-        (reply[name].double() - sent[name].to(reply[name].device).double()).flatten()
+        (reply[name].detach().cpu().double() - sent[name].cpu().double()).flatten()
         for name in sorted(sent)
     ]
-    found = torch.cat(parts).cpu() if parts else torch.empty(0, dtype=torch.float64)
+    found = torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64)
     if not bool((found.abs() <= RANGE).all()):  # of NaN: not true
         raise TensorError(
             f"reply to be masked: an update with values that are not numbers, or beyond "
@@ -95,7 +95,7 @@ def moved(sent: Sequence[Named], mean: np.ndarray) -> Tensors:
     for name in sorted(sent[0]):
         form = sent[0][name]
         part = vector[start : start + form.numel()].view(form.shape)
-        origin = torch.stack([tensors[name].double().cpu() for tensors in sent]).mean(dim=0)
+        origin = torch.stack([tensors[name].cpu().double() for tensors in sent]).mean(dim=0)
         found[name] = (origin + part).to(form.device, form.dtype)
         start += form.numel()
     return found

@@ -85,13 +85,13 @@ class SharedText(Shared):
 
     def likelihoods(self, rows: TextBatch) -> Values:
         return -np.concatenate(
-            [nll.mean(dim=1).double().cpu().numpy() for nll, _ in self._scored(rows)]
+            [nll.mean(dim=1).cpu().double().numpy() for nll, _ in self._scored(rows)]
         )
 
     def of_ends(self, rows: Tensor, length: int) -> Values:
         """Return (N,) the mean log-likelihood of the last `length` tokens of each row."""
         return -np.concatenate(
-            [nll[:, -length:].mean(dim=1).double().cpu().numpy() for nll, _ in self._scored(rows)]
+            [nll[:, -length:].mean(dim=1).cpu().double().numpy() for nll, _ in self._scored(rows)]
         )
 
     def min_k(self, rows: TextBatch) -> Values:
@@ -152,7 +152,7 @@ class SharedClassifier(Shared):
         for part in rows.split(256):
             x, y = self.model.checked(part)
             found.append(
-                -cross_entropy(self.model(x).float(), y, reduction="none").double().cpu().numpy()
+                -cross_entropy(self.model(x).float(), y, reduction="none").cpu().double().numpy()
             )
         return np.concatenate(found)
 

@@ -16,6 +16,7 @@ from coterie.client.counters import advance, draw, position
 from coterie.client.interfaces import Metrics
 from coterie.client.settings import UPPER
 from coterie.client.state import OWNED, BoundClient
+from coterie.core import devices
 from coterie.core.errors import Divergence
 from coterie.core.profiling import STEP, span
 from coterie.core.roles import GENERALIST, Role
@@ -346,7 +347,7 @@ class Client(BoundClient):
         found: Metrics = {"tokens": self.tokens} if self.tokens else {}
         for roles, steps in self.stats.items():
             for name in steps[0]:
-                value = torch.stack([stats[name] for stats in steps]).double().mean(dim=0)
+                value = devices.exact(torch.stack([stats[name] for stats in steps])).mean(dim=0)
                 if not torch.isfinite(value).all():
                     raise Divergence(
                         f"client {self.id!r}: {name} is not finite near iteration {self.iteration}",

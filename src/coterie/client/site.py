@@ -12,6 +12,7 @@ from coterie.client.interfaces import Metrics, Model
 from coterie.client.outbound import Outbound
 from coterie.client.settings import Training
 from coterie.client.state import EXPERT_IDS
+from coterie.core import devices
 from coterie.core.errors import ClientError, CoterieError, Divergence, Refused
 from coterie.core.profiling import span
 from coterie.core.protocol import (
@@ -34,15 +35,6 @@ _OF_THE_MODEL = (
     "buffers",
     EXPERT_IDS,
 )  # what the keys of a client's state that a stateless one drops begin with
-
-
-def _seed(seed: int, device: torch.device) -> None:
-    """`torch.manual_seed` for the device in use only: for others, which may still come, it would
-    note at length where it was called.
-    """
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
 
 
 @dataclass
@@ -210,10 +202,10 @@ class Site:
         """
         device = self.model(id).device
         with (
-            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+            devices.forked(device),
             span(f"{task} {id}"),
         ):
-            _seed(derive_seed(self.seed, round, phase, id), device)
+            devices.seed(derive_seed(self.seed, round, phase, id), device)
             try:
                 if self.outbound is not None:
                     self.outbound.check(find_task(method, task))

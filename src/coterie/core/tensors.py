@@ -12,6 +12,7 @@ from safetensors.torch import load as _decode
 from safetensors.torch import save as _encode
 from torch import Tensor
 
+from coterie.core import devices
 from coterie.core.errors import TensorError
 
 Named = Mapping[str, Tensor]
@@ -57,7 +58,8 @@ def _form(tensor: Tensor) -> str:
 
 
 def weighted_sum(terms: Iterable[tuple[float, Named]]) -> Tensors:
-    """sum_i w_i x_i, name by name, in the order given. Of no terms: the empty dict.
+    """sum_i w_i x_i, name by name, in the order given, on the devices of the first: what a server
+    has kept meets what clients on an accelerator sent. Of no terms: the empty dict.
 
     Raises:
         TensorError: The terms differ in names, shapes or dtypes.
@@ -70,7 +72,7 @@ def weighted_sum(terms: Iterable[tuple[float, Named]]) -> Tensors:
             continue
         check_alike(first, named, "terms of a sum")
         for name, tensor in named.items():
-            total[name].add_(tensor, alpha=weight)
+            total[name].add_(tensor.to(total[name].device), alpha=weight)
     return total
 
 
@@ -82,7 +84,7 @@ def axpy(alpha: float, x: Named, y: Named) -> Tensors:
 def dot(x: Named, y: Named) -> float:
     """Return the inner product over all names, accumulated in float64."""
     check_alike(x, y, "inner product")
-    return float(sum(torch.sum(x[name].double() * y[name].double()) for name in x))
+    return float(sum(torch.sum(devices.exact(x[name]) * devices.exact(y[name])) for name in x))
 
 
 def norm(x: Named) -> float:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from filelock import BaseFileLock, FileLock, Timeout
 
+from coterie.core import devices
 from coterie.core.errors import CheckpointError, SaveError
 from coterie.core.files import digest_later, load, nbytes_of_file, same_as_file, save
 from coterie.core.names import encoded
@@ -189,12 +190,8 @@ def half_of_memory(device: torch.device) -> float:
     """Half of the bytes of memory where a device's tensors lie; infinite on a platform that does
     not tell.
     """
-    if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory / 2)
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
-    except (AttributeError, ValueError, OSError):
-        return math.inf
+    found = devices.memory(device) or devices.memory_here()
+    return math.inf if found is None else found / 2
 
 
 def link(source: Path, target: Path) -> None:

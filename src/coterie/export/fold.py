@@ -46,7 +46,7 @@ def mean_weights(client: ClientModel) -> Tensor:
     total, tokens = torch.zeros(blocks, experts, dtype=torch.float64), 0
     for windows in client.valid.scoring(ROWS):
         weights = model.routing(windows[:, :-1])  # (blocks, B, C, n)
-        total += weights.double().sum(dim=(1, 2)).cpu()
+        total += weights.cpu().double().sum(dim=(1, 2))
         tokens += weights[0, ..., 0].numel()
     return (total / tokens).float()
 

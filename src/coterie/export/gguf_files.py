@@ -79,7 +79,7 @@ def rope_factors(model: PersonalModel) -> Values | None:
     """Return by what llama.cpp divides the frequencies of the rotary embedding, (head / 2,); None
     where they are the plain ones.
     """
-    own = model.backbone.model.model.rotary_emb.inv_freq.double().cpu().numpy()
+    own = model.backbone.model.model.rotary_emb.inv_freq.cpu().double().numpy()
     theta = float(model.config.rope_parameters["rope_theta"])
     plain = theta ** -(np.arange(len(own)) / len(own))
     factors = (plain / own).astype(np.float32)

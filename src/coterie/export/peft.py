@@ -25,8 +25,9 @@ from coterie.export.format import (
     interface,
 )
 from coterie.models.adapter import AdapterBlock
-from coterie.models.architecture import EMBEDDED, FAMILIES, Family, locate, trusted
+from coterie.models.architecture import EMBEDDED, Family, is_transposed, locate, trusted
 from coterie.models.language import LanguageModel
+from coterie.models.lora import LoRA
 from coterie.personal import About, PersonalModel
 
 PREFIX = "base_model.model."  # PEFT's, of every module of the base
@@ -48,7 +49,7 @@ class Peft(Format):
             check_text(client)
 
     def write(self, client: ClientModel, folder: Path, options: Options) -> Written:
-        model, family = client.model, _family(client.model)
+        model, family = client.model, client.model.backbone.family
         if options.part == "generalist":
             index = _expert(model, options.expert)
             weights = torch.zeros(len(model.adapter.blocks), model.layout.experts)
@@ -61,7 +62,7 @@ class Peft(Format):
             left_out = _folded_away(model)
         whole = folded(model, weights, used)
         save(folder / WEIGHTS, tensors_of(whole, family, options.precision), {"format": "pt"})
-        config(model.about, family, whole.layout.rank).save_pretrained(str(folder))
+        config(model, family, rank := rank_of(whole, family)).save_pretrained(str(folder))
         readme = _readme(model.about, kept, left_out)
         write_atomically(folder / README, readme.encode())
         expected = f"the {'fold' if options.part == 'fold' else 'expert'} in coterie"
@@ -71,7 +72,7 @@ class Peft(Format):
             torch.no_grad()(whole.forward),
             expected if left_out else "the personal model",
             tuple(left_out),
-            {"rank": whole.layout.rank, "weights": weights.tolist(), "experts": model.experts},
+            {"rank": rank, "weights": weights.tolist(), "experts": model.experts},
         )
 
     @contextmanager
@@ -91,11 +92,6 @@ class Peft(Format):
         return interface(client.model.backbone.architecture.vocabulary)
 
 
-def _family(model: PersonalModel) -> Family:
-    name = model.backbone.architecture.family
-    return next(family for family in FAMILIES if family.name == name)
-
-
 def _expert(model: PersonalModel, wanted: str | None) -> int:
     """Return the number of an expert: the one asked for, the first generalist, or the only one.
     Raises Refused.
@@ -110,32 +106,61 @@ def _expert(model: PersonalModel, wanted: str | None) -> int:
 
 
 def tensors_of(model: LanguageModel, family: Family, precision: str) -> dict[str, Tensor]:
-    """Return the tensors of a model of one expert, by PEFT's names."""
+    """Return the tensors of a model of one expert, by PEFT's names, all of rank `rank_of`."""
     found: dict[str, Tensor] = {}
+    rank = rank_of(model, family)
     for i, block in enumerate(cast(Iterable[AdapterBlock], model.adapter.blocks)):
-        loras = {f"{family.attention}.{name}": block.attention[name] for name in family.linears}
-        experts = cast(nn.ModuleDict, block.mlp.generalist)
-        loras |= {f"mlp.{theirs}": experts[ours] for ours, theirs in family.mlp.items()}
-        for name, lora in loras.items():
-            path = f"{PREFIX}{family.blocks}.{i}.{name}"
-            for matrix in "AB":
-                value = getattr(lora, matrix)[0].to(DTYPES[precision])
-                found[f"{path}.lora_{matrix}.weight"] = value.contiguous()
+        for name, factors in _factors(block, family).items():
+            A, B = _padded(*factors, rank)
+            for matrix, value in (("A", A), ("B", B)):
+                path = f"{PREFIX}{family.blocks}.{i}.{name}.lora_{matrix}.weight"
+                found[path] = value.to(DTYPES[precision]).contiguous()
     return found
 
 
-def config(about: About, family: Family, rank: int) -> Any:
+def rank_of(model: LanguageModel, family: Family) -> int:
+    """Return the rank of what is written: twice the model's where gate and up are one layer, whose
+    update is those of both.
+    """
+    return model.layout.rank * (2 if family.fused else 1)
+
+
+def _factors(block: AdapterBlock, family: Family) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return A (r, in) and B (out, r) of each layer of a block, by the family's names."""
+    attention = {f"{family.attention}.{name}": block.attention[name] for name in family.linears}
+    experts = cast(nn.ModuleDict, block.mlp.generalist)
+    found = {name: _of(lora) for name, lora in attention.items()}
+    found |= {family.within(theirs): _of(experts[ours]) for ours, theirs in family.mlp.items()}
+    if family.fused:
+        (A1, B1), (A2, B2) = _of(experts["gate"]), _of(experts["up"])
+        both = torch.cat([A1, A2]), torch.block_diag(B1, B2)  # type: ignore[no-untyped-call]
+        found[family.within(family.fused)] = both
+    return found
+
+
+def _of(lora: nn.Module) -> tuple[Tensor, Tensor]:
+    return cast(LoRA, lora).A.detach()[0], cast(LoRA, lora).B.detach()[0]
+
+
+def _padded(A: Tensor, B: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Return factors of a higher rank with the same product."""
+    more = rank - len(A)
+    return nn.functional.pad(A, (0, 0, 0, more)), nn.functional.pad(B, (0, more))
+
+
+def config(model: PersonalModel, family: Family, rank: int) -> Any:
     """Return PEFT's configuration of one rank everywhere and a scale of 1."""
     from peft import LoraConfig, TaskType
 
+    first = getattr(model.backbone.attentions[0], family.linears[0]).base
     return LoraConfig(
         task_type=TaskType.CAUSAL_LM,
-        base_model_name_or_path=portable(about.base),
+        base_model_name_or_path=portable(model.about.base),
         r=rank,
         lora_alpha=rank,
         target_modules=[f"{family.attention}.{name}" for name in family.linears]
-        + [f"mlp.{name}" for name in family.mlp.values()],
-        fan_in_fan_out=family.name == "GPT-2",  # its Conv1D keeps the weight transposed
+        + [family.within(name) for name in dict.fromkeys(family.mlp.values())],
+        fan_in_fan_out=is_transposed(first),
         inference_mode=True,
     )
 

@@ -27,4 +27,4 @@ def own_scores(client: Client, gate: Tensors, data: Split) -> Tensors:
     """Return the answer: sum_i softmax g(x_i), (M,) float64, over a client's embedded data."""
     with client.borrowing(gate), torch.no_grad():
         assert isinstance(client.model, PoolClassifier | LanguageModel)
-        return {SCORES: client.model.affinity(client.embeddings(data)).double().cpu()}
+        return {SCORES: client.model.affinity(client.embeddings(data)).cpu().double()}

@@ -7,12 +7,34 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any
 
 import torch
 from torch import nn
 
 from coterie.core.errors import ModelError
+from coterie.models.families import (
+    FAMILIES,
+    REMEDY,
+    BlockShape,
+    Family,
+    LinearShape,
+    MLPShape,
+    family_of,
+    is_transposed,
+    shape_of,
+)
+
+__all__ = [
+    "FAMILIES",
+    "Architecture",
+    "BlockShape",
+    "Family",
+    "LinearShape",
+    "MLPShape",
+    "family_of",
+    "is_transposed",
+]
 
 EMBEDDED = "embedded"  # the name of the small base model that comes with the package
 # environment variable: 1 where whoever runs this process lets a base bring code of its own
@@ -21,84 +43,11 @@ _EMBEDDED_FOLDER = Path(__file__).parent / "mini"
 
 
 @dataclass(frozen=True)
-class LinearShape:
-    """A frozen linear layer: its name within its part of the block, input and output width."""
-
-    name: str
-    inputs: int
-    outputs: int
-
-
-@dataclass(frozen=True)
-class MLPShape:
-    """The MLP of a block, its layers under the names up and down ("plain") or gate, up and down
-    ("gated").
-    """
-
-    kind: Literal["plain", "gated"]
-    linears: tuple[LinearShape, ...]
-
-    @property
-    def width(self) -> int:
-        """d_model."""
-        return self.linears[0].inputs
-
-
-@dataclass(frozen=True)
-class BlockShape:
-    """One transformer block: the linears of its attention, and its MLP."""
-
-    attention: tuple[LinearShape, ...]
-    mlp: MLPShape
-
-
-@dataclass(frozen=True)
-class Family:
-    """The module names of one family of causal LMs.
-
-    Args:
-        name: For messages.
-        blocks: Path of the list of blocks.
-        attention: Path of the attention within a block; the MLP is always `mlp`.
-        linears: Names of its linears.
-        mlp: The MLP's linears: our name -> theirs, in our order.
-        activation: Name of the MLP's activation.
-    """
-
-    name: str
-    blocks: str
-    attention: str
-    linears: tuple[str, ...]
-    mlp: dict[str, str]
-    activation: str
-
-
-FAMILIES = (
-    Family(
-        "GPT-2",
-        "transformer.h",
-        "attn",
-        ("c_attn", "c_proj"),
-        {"up": "c_fc", "down": "c_proj"},
-        "act",
-    ),
-    Family(
-        "Llama-like",
-        "model.layers",
-        "self_attn",
-        ("q_proj", "k_proj", "v_proj", "o_proj"),
-        {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"},
-        "act_fn",
-    ),
-)
-
-
-@dataclass(frozen=True)
 class Architecture:
     """The layers that an adapter attaches to, with their sizes.
 
     Args:
-        family: "GPT-2" or "Llama-like".
+        family: The name of one of `FAMILIES`.
         blocks: From the input to the output.
         d_model: Width of the residual stream.
         vocabulary: Number of token ids.
@@ -117,13 +66,7 @@ class Architecture:
             ModelError: It lacks layers that an adapter attaches to.
         """
         family = family_of(model)
-        stack = cast(nn.ModuleList, _find(model, family.blocks))
-        blocks = tuple(_block(family, block, i) for i, block in enumerate(stack))
-        if not blocks:
-            raise ModelError(
-                f"{type(model).__name__} has no blocks at {family.blocks}",
-                "Use a base with at least one transformer block.",
-            )
+        blocks = shape_of(family, model)
         config: Any = model.config
         return cls(family.name, blocks, blocks[0].mlp.width, int(config.vocab_size))
 
@@ -144,10 +87,16 @@ def outline(base: str | Path) -> nn.Module:
     """Return a base from its configuration alone, on the meta device. Raises ModelError where it is
     missing or unknown to transformers.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     with explained(base):
         own = configuration(base)
+        if type(own) not in MODEL_FOR_CAUSAL_LM_MAPPING and not trusted():
+            raise ModelError(
+                f"base {str(base)!r} is a {own.model_type} model, and transformers has no causal "
+                f"language model of that kind",
+                REMEDY,
+            )
         with torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(own, trust_remote_code=trusted())
     return model
@@ -202,62 +151,6 @@ def _foreign_code(source: str) -> list[str]:
     if not isinstance(named, dict) or found.get("model_type") in CONFIG_MAPPING:
         return []
     return sorted({str(value) for value in named.values()})
-
-
-def family_of(model: nn.Module) -> Family:
-    """Return the family whose list of blocks the model has.
-
-    Raises:
-        ModelError: None of them.
-    """
-    for family in FAMILIES:
-        if isinstance(_find(model, family.blocks), nn.ModuleList):
-            return family
-    paths = " nor ".join(f"{family.blocks} ({family.name})" for family in FAMILIES)
-    raise ModelError(
-        f"{type(model).__name__} has neither {paths}",
-        "Use a GPT-2 or a Llama-like model (Llama, Qwen2, Qwen3, SmolLM).",
-    )
-
-
-def _find(module: nn.Module, path: str) -> nn.Module | None:
-    for name in path.split("."):
-        found = getattr(module, name, None)
-        if not isinstance(found, nn.Module):
-            return None
-        module = found
-    return module
-
-
-def _block(family: Family, block: nn.Module, index: int) -> BlockShape:
-    where = f"block {index} ({family.blocks}.{index})"
-    attention = tuple(
-        _linear(block, f"{family.attention}.{name}", name, where) for name in family.linears
-    )
-    mlp = tuple(_linear(block, f"mlp.{theirs}", ours, where) for ours, theirs in family.mlp.items())
-    if not callable(_find(block, f"mlp.{family.activation}")):
-        raise ModelError(
-            f"{where} of a {family.name} model lacks mlp.{family.activation}",
-            "This kind of MLP is not supported: use another base.",
-        )
-    return BlockShape(attention, MLPShape("gated" if "gate" in family.mlp else "plain", mlp))
-
-
-def _linear(block: nn.Module, path: str, name: str, where: str) -> LinearShape:
-    """Return the shape of an nn.Linear, or of GPT-2's Conv1D (whose weight is transposed)."""
-    layer = _find(block, path)
-    if isinstance(layer, nn.Linear):
-        return LinearShape(name, layer.in_features, layer.out_features)
-    if layer is not None and hasattr(layer, "nf") and hasattr(layer, "nx"):
-        return LinearShape(name, int(layer.nx), int(layer.nf))  # type: ignore[arg-type]
-    problem = (
-        f"lacks the layer {path}"
-        if layer is None
-        else f"has at {path} a {type(layer).__name__}, not a linear layer"
-    )
-    raise ModelError(
-        f"{where} {problem}", "Use a GPT-2 or a Llama-like model (Llama, Qwen2, Qwen3, SmolLM)."
-    )
 
 
 def locate(base: str | Path) -> str:

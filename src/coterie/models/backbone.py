@@ -5,19 +5,18 @@ long as they are used.
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
+from coterie.core import devices
 from coterie.core.errors import ModelError
-from coterie.models.adapter import Adapter, AdapterBlock
+from coterie.models.adapter import Adapter
 from coterie.models.architecture import (
     Architecture,
-    Family,
     explained,
     family_of,
     locate,
@@ -25,87 +24,13 @@ from coterie.models.architecture import (
     tokenizer,
     trusted,
 )
-from coterie.models.mixture_kernel import Activation, FrozenMLP
+from coterie.models.mixture_kernel import FrozenMLP
 from coterie.models.routing import Routing
+from coterie.models.slots import Attachable, Attached, LinearSlot, check_mlps, slotted
+
+__all__ = ["DTYPES", "Attachable", "Backbone"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-class Attachable(Protocol):
-    """An `Adapter`, or what stands for one: `blocks[i]` is called like an `AdapterBlock`."""
-
-    @property
-    def architecture(self) -> Architecture:
-        """What it was made for."""
-
-    @property
-    def blocks(self) -> Any:
-        """From the input to the output."""
-
-
-@dataclass
-class _Attached:
-    """The state that all slots of a backbone share: the adapter in use, and where to note its
-    routing decisions.
-    """
-
-    adapter: Attachable | None = None
-    record: list[Routing] | None = None
-
-    def block(self, index: int) -> AdapterBlock | None:
-        return None if self.adapter is None else cast(AdapterBlock, self.adapter.blocks[index])
-
-
-class _LinearSlot(nn.Module):
-    """A frozen linear of the attention, with the LoRA of the adapter in use."""
-
-    def __init__(self, base: nn.Module, attached: _Attached, block: int, name: str) -> None:
-        super().__init__()
-        self.base, self.attached, self.block, self.name = base, attached, block, name
-
-    def forward(self, x: Tensor) -> Tensor:
-        block = self.attached.block(self.block)
-        y: Tensor = self.base(x) if block is None else block.attention[self.name](x, self.base)
-        return y
-
-    # a module's own looks for hooks, which for one token of a small base is a few percent of the
-    # time
-    __call__ = forward
-
-
-class _MLPSlot(nn.Module):
-    """A frozen MLP, with the mixture of the adapter in use."""
-
-    def __init__(self, base: nn.Module, family: Family, attached: _Attached, block: int) -> None:
-        super().__init__()
-        self.base, self.attached, self.block = base, attached, block
-        activation = _fused(getattr(base, family.activation))
-        setattr(base, family.activation, activation)
-        linears = {ours: getattr(base, theirs) for ours, theirs in family.mlp.items()}
-        down = linears.pop("down")
-        self.frozen = FrozenMLP(tuple(linears.values()), down, Activation.of(activation))
-
-    def forward(self, x: Tensor) -> Tensor:
-        block = self.attached.block(self.block)
-        y: Tensor = (
-            self.base(x) if block is None else block.mlp(x, self.frozen, self.attached.record)
-        )
-        return y
-
-    __call__ = forward  # see _LinearSlot
-
-
-def _fused(activation: nn.Module) -> nn.Module:
-    """Torch's own module for an activation that transformers writes out in Python (GPT-2's costs
-    eight passes over the hidden layer).
-    """
-    from transformers import activations
-
-    if isinstance(activation, (activations.NewGELUActivation, activations.GELUTanh)):
-        return nn.GELU(approximate="tanh")
-    if isinstance(activation, activations.GELUActivation):
-        return nn.GELU()
-    return nn.SiLU() if isinstance(activation, activations.SiLUActivation) else activation
 
 
 class Backbone:
@@ -123,16 +48,22 @@ class Backbone:
         self.architecture = Architecture.of(model)
         self.model: Any = model.requires_grad_(False).eval()
         self.config: Any = model.config
-        self._source, self._attached = source, _Attached()
+        self._source, self._attached = source, Attached()
         self._in_use = threading.RLock()
-        family = family_of(model)
+        self.family = family = family_of(model)
+        # of each block, from the input to the output
+        self.attentions: list[nn.Module] = []
+        self.mlps: list[FrozenMLP] = []
         for i, block in enumerate(cast(nn.ModuleList, model.get_submodule(family.blocks))):
             attention = block.get_submodule(family.attention)
             for name in family.linears:
                 setattr(
-                    attention, name, _LinearSlot(getattr(attention, name), self._attached, i, name)
+                    attention, name, LinearSlot(getattr(attention, name), self._attached, i, name)
                 )
-            block.mlp = _MLPSlot(cast(nn.Module, block.mlp), family, self._attached, i)
+            self.attentions.append(attention)
+            self.mlps.append(slotted(block, family, self._attached, i))
+        if self.device.type != "meta":
+            check_mlps(model, self.architecture.d_model)
 
     @classmethod
     def load(
@@ -162,10 +93,7 @@ class Backbone:
             raise ModelError(
                 f"dtype {dtype!r} of the base is unknown", f"Allowed: {', '.join(DTYPES)}."
             )
-        if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-            raise ModelError(
-                f"device {str(device)!r}: there is no CUDA device here", "Use device cpu."
-            )
+        devices.check(device)
         Architecture.from_base(base)  # refuses an unsupported model before its weights are read
         source = locate(base)
         # of reading weights into memory; that of a download is another one

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from coterie.core import devices
 from coterie.core.errors import ModelError
 from coterie.core.roles import GENERALIST, Role, by_role
 from coterie.core.tensors import Tensors
@@ -227,14 +228,13 @@ class Classifier(Vectorised):
             (3,) float64 on the CPU: its sum in nats, the number of examples, and how many of them
             have their label as the likeliest.
         """
-        total = torch.zeros(3, dtype=torch.float64, device=self.device)
+        total = devices.exact(torch.zeros(3, device=self.device))
         for batch in batches:
             x, y = self.checked(batch)
             logits = self.network(x)
-            nll = cross_entropy(logits, y, reduction="none").double().sum()
-            total += torch.stack(
-                [nll, torch.full_like(nll, len(y)), (logits.argmax(dim=1) == y).double().sum()]
-            )
+            nll = devices.exact(cross_entropy(logits, y, reduction="none")).sum()
+            right = devices.exact(logits.argmax(dim=1) == y).sum()
+            total += torch.stack([nll, torch.full_like(nll, len(y)), right])
         return total.cpu()
 
     def flops(self) -> int:

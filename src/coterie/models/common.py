@@ -17,6 +17,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from coterie.core import devices
 from coterie.core.errors import CheckpointError, CoterieError, ModelError, SaveError
 from coterie.core.files import save
 from coterie.core.protocol import derive_seed
@@ -201,8 +202,8 @@ def trained(
         tensors = network_tensors.load(entry, shape)
     except (CheckpointError, ModelError):  # missing or damaged
         device = torch.device(device)
-        with torch.random.fork_rng([] if device.type == "cpu" else [device]):
-            torch.manual_seed(derive_seed(settings.seed, "dropout"))
+        with devices.forked(device):
+            devices.seed(derive_seed(settings.seed, "dropout"), device)
             tensors = _train(shape, start, public, settings, device)
         _write(entry, tensors)
     return CommonExpert(shape, tensors, device)

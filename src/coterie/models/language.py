@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from coterie.core import devices
 from coterie.core.errors import ModelError
 from coterie.core.roles import EXPERT, GATE, Role
 from coterie.core.tensors import Tensors
@@ -226,11 +227,11 @@ class LanguageModel:
         Returns:
             (2,) float64: its sum in nats, and the number of predicted tokens.
         """
-        total, tokens = torch.zeros((), dtype=torch.float64, device=self.backbone.device), 0
+        total, tokens = devices.exact(torch.zeros((), device=self.backbone.device)), 0
         with self._using():
             for batch in batches:
                 windows = Windows.of(self.backbone, batch)
-                total += nll_of(self.backbone, windows).double().sum()
+                total += devices.exact(nll_of(self.backbone, windows)).sum()
                 tokens += windows.predictions
         return torch.tensor([float(total), tokens], dtype=torch.float64)
 
@@ -340,9 +341,8 @@ class LanguageModel:
         """(blocks, n) f over all parts. Leaves the random generators as they were, so that
         dropout is the same in the pass that follows.
         """
-        device = self.backbone.device
         users: list[Tensor] = []
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with devices.forked(self.backbone.device):
             for part in parts:
                 record: list[Routing] = []
                 with self._using(record):

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-LOGITS_AT_ONCE = {"cpu": 2**20, "cuda": 2**27}  # values; on a CPU about what its last cache holds
+# values; on a CPU about what its last cache holds
+LOGITS_AT_ONCE, ON_ACCELERATORS = 2**20, 2**27
 # but at least, of a large vocabulary: fewer would read the whole head, far more than a cache holds,
 # for little work
 TOKENS_AT_ONCE = 128
@@ -46,7 +47,8 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _parts(hidden: Tensor, weight: Tensor) -> list[slice]:
-    rows = max(LOGITS_AT_ONCE.get(hidden.device.type, 2**20) // weight.shape[0], TOKENS_AT_ONCE)
+    most = LOGITS_AT_ONCE if hidden.device.type == "cpu" else ON_ACCELERATORS
+    rows = max(most // weight.shape[0], TOKENS_AT_ONCE)
     return [slice(start, start + rows) for start in range(0, len(hidden), rows)]
 
 

@@ -145,7 +145,8 @@ class Mixture(nn.Module):
         """
         n, active = self.layout.experts, self.layout.active
         cached = CACHED_VALUES * torch.get_num_threads()  # each thread has a cache of its own
-        chunk = max(len(x), 1) if x.is_cuda else max(cached // self.hidden, 16)
+        on_cpu = x.device.type == "cpu"
+        chunk = max(cached // self.hidden, 16) if on_cpu else max(len(x), 1)
         if (
             selected is None or x.is_meta
         ):  # where there are no values, any k experts do: only operations are counted
@@ -154,7 +155,7 @@ class Mixture(nn.Module):
                 activation,
                 self.gamma,
             ), None
-        if not x.is_cuda and n < 63 and math.comb(n, active) * TOKENS_PER_SET <= len(x):
+        if on_cpu and n < 63 and math.comb(n, active) * TOKENS_PER_SET <= len(x):
             order, sets = by_experts(selected)
             return Plan(tuple(sorted_pieces(sets, chunk)), activation, self.gamma), order
         return Plan(

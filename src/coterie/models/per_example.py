@@ -67,8 +67,14 @@ class _Block:
         self._mixture, self._copied = block.mlp, copied
 
     def mlp(self, x: Tensor, base: FrozenMLP, record: list[Routing] | None = None) -> Tensor:
-        """See `Mixture.forward`: the same, by autograd, all experts for all tokens."""
+        """See `Mixture.forward`: the same, by autograd, all experts for all tokens.
+
+        OPT's blocks lay the rows of a batch end to end before the MLP, (B C, d_model).
+        """
         mixture, copied = self._mixture, self._copied
+        if x.ndim == 2:
+            rows = len(next(iter(copied.values())))
+            return self.mlp(x.view(rows, -1, x.shape[1]), base, record).flatten(0, 1)
         routing = None if mixture.router is None else _routing(mixture.router, x, copied)
         if record is not None and routing is not None:
             record.append(routing)

@@ -197,7 +197,7 @@ class PoolClassifier:
         """sum_i softmax g(x_i), (M,) float64 on the CPU: how much of some data, embedded (N, e),
         each expert is wanted for.
         """
-        return self._logits(embeddings).softmax(dim=1).double().sum(dim=0).cpu()
+        return self._logits(embeddings).softmax(dim=1).cpu().double().sum(dim=0)
 
     def gradient(
         self,

@@ -198,6 +198,12 @@ def _config(base: str, classes: int) -> Any:
             f"classifier of that kind",
             "Use an encoder such as BERT, DistilBERT or MiniLM, or a decoder such as Llama.",
         )
+    if config.is_encoder_decoder:
+        raise ModelError(
+            f"base {base!r} is a {config.model_type} model, of an encoder and a decoder: text "
+            f"classifiers of that kind are not supported",
+            "Use an encoder such as BERT, DistilBERT or MiniLM, or a decoder such as Llama.",
+        )
     config.use_cache = False  # of decoders: nothing is generated
     return config
 

@@ -11,6 +11,7 @@ from itertools import islice
 
 import torch
 
+from coterie.core import devices
 from coterie.core.errors import CoterieError
 from coterie.core.metrics import peak_memory
 from coterie.core.protocol import Ask, ClientId, Replies, derive_seed, drive
@@ -204,7 +205,7 @@ class _Trial:
             chosen = dict(islice(ask.to.items(), self.few))
             begun = time.monotonic()
             replies = engine.answer(replace(ask, to=chosen), 0, phase)
-            _synchronise(self.prepared.problem.device)
+            devices.synchronise(self.prepared.problem.device)
             if chosen:
                 share = len(ask.to) / len(chosen)
                 self.seconds += share * (time.monotonic() - begun)
@@ -239,7 +240,7 @@ class _Trial:
         with client.borrowing(self.prepared.method.loadable(client, sent)):
             begun = time.monotonic()
             client.score(client.test, BATCHES)
-            _synchronise(client.model.device)
+            devices.synchronise(client.model.device)
             seconds = time.monotonic() - begun
         windows = sum(found.valid.windows + found.test.windows for found in scored)
         return seconds * windows / max(rows, 1)
@@ -253,8 +254,3 @@ class _Trial:
         engine = InProcess(prepared.site, method, Listener())
         found = drive(method.adapt(server, (client,)), lambda ask, at: engine.answer(ask, 0, at))
         return dict(found[client])
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

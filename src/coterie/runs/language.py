@@ -9,6 +9,7 @@ from typing import Literal
 
 from coterie import personal
 from coterie.client.client import Client
+from coterie.core import devices
 from coterie.core.errors import ModelError
 from coterie.core.metrics import PERPLEXITY
 from coterie.core.protocol import ClientId
@@ -108,9 +109,9 @@ def load_backbone(base: str, dtype: Literal["fp32", "bf16"], device: str) -> Bac
 
 
 def pick_dtype(dtype: Literal["auto", "fp32", "bf16"], device: str) -> Literal["fp32", "bf16"]:
-    """`auto`: bf16 on CUDA; fp32 on a CPU, where bf16 without native support is many times
-    slower.
+    """`auto`: bf16 on an accelerator that computes in it; fp32 on others and on a CPU, where bf16
+    without native support is many times slower.
     """
     if dtype != "auto":
         return dtype
-    return "bf16" if device.startswith("cuda") else "fp32"
+    return "bf16" if devices.suits_bf16(device) else "fp32"

@@ -2,6 +2,7 @@
 
 import torch
 
+from coterie.core import devices
 from coterie.core.errors import ModelError, RecipeError
 from coterie.data.federation import Federation
 from coterie.data.images import Images
@@ -17,16 +18,17 @@ from coterie.runs.sections import ClassifierSection, LanguageSection, TextClassi
 
 
 def pick_device(device: str) -> str:
-    """`auto`: CUDA where there is one.
+    """`auto`: this machine's accelerator where there is one.
 
     Raises:
-        RecipeError: CUDA is asked for and is not there.
+        RecipeError: The device asked for is not here.
     """
     if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if device.startswith("cuda") and not torch.cuda.is_available():
+        return devices.accelerator() or "cpu"
+    if not devices.is_available(device):
+        allowed = " or ".join(["auto", *devices.here()])
         raise RecipeError(
-            "recipe", [f"model.device: {device} is not available here; use auto or cpu"]
+            "recipe", [f"model.device: {device} is not available here; use {allowed}"]
         )
     return device
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from coterie.client.client import Client
+from coterie.core import devices
 from coterie.core.errors import ModelError
 from coterie.core.metrics import perplexity
 from coterie.core.protocol import derive_seed
@@ -144,10 +145,8 @@ def train(
     found, at, looked = before, 0, 0
     every = min(method.steps(client), most)
     device = client.model.device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.default_generator.manual_seed(derive_seed(client.seed, "personalise", client.id))
-        if device.type == "cuda":
-            torch.cuda.manual_seed(derive_seed(client.seed, "personalise", client.id))
+    with devices.forked(device):
+        devices.seed(derive_seed(client.seed, "personalise", client.id), device)
         while client.iteration < most and looked < PATIENCE:
             done = client.iteration
             for _ in range(min(every, most - done)):

@@ -4,9 +4,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Literal, cast
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
 
 from coterie.aggregation.noise import Source
+from coterie.core import devices
 from coterie.core.protocol import derive_seed
 from coterie.models.common import Pretraining
 from coterie.models.layers import Norm
@@ -15,11 +24,20 @@ from coterie.models.networks import NetworkShape
 from coterie.models.text import TextShape
 from coterie.runs.mistakes import Mistakes
 
+
+def _device(value: str) -> str:
+    """Refuse what PyTorch knows no device by."""
+    if value != "auto" and not devices.is_known(value):
+        raise ValueError("is auto, cpu, or an accelerator that PyTorch knows (cuda:1, mps, xpu)")
+    return value
+
+
 Device = Annotated[
     str,
+    AfterValidator(_device),
     Field(
-        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
-        description="auto: CUDA if available, otherwise the CPU",
+        description="where models are: cpu, or any accelerator of PyTorch, such as cuda:1, mps or "
+        "xpu; auto: the accelerator if there is one, otherwise the CPU",
     ),
 ]
 
@@ -43,7 +61,7 @@ class LanguageSection(BaseModel):
     ] = "embedded"
     dtype: Annotated[
         Literal["auto", "fp32", "bf16"],
-        Field(description="dtype of the base; auto: bf16 on CUDA, fp32 on CPU"),
+        Field(description="dtype of the base; auto: bf16 on an accelerator that has it, else fp32"),
     ] = "auto"
     device: Device = "auto"
     context: Annotated[int, Field(ge=2, description="window length in tokens")] = 128

@@ -75,7 +75,7 @@ class Merged:
 
     def __call__(self, x: Tensor, base: nn.Module) -> Tensor:
         """(..., in) -> (..., out)."""
-        return base_layer(self.layer, x.view(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+        return base_layer(self.layer, x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
 
 class _Joined:
@@ -99,7 +99,7 @@ class _Joined:
     def part(self, index: int, x: Tensor) -> Tensor:
         """(..., in) -> (..., out) of one of the layers."""
         if self.x is not x or self.parts[index] is None:
-            tokens = x.view(-1, x.shape[-1])
+            tokens = x.reshape(-1, x.shape[-1])
             y = functional.linear(tokens, self.weight, self.bias)
             if not self.merged:
                 y.addmm_(functional.linear(tokens, self.A), self.B)
@@ -165,7 +165,7 @@ def _merged(layer: nn.Module, lora: SingleLoRA) -> nn.Module:
     """Return a copy of a layer with its update added. Raises ModelError where it has no plain
     weight.
     """
-    if type(layer) is not nn.Linear and not hasattr(layer, "nf"):
+    if not isinstance(layer, nn.Linear) and not hasattr(layer, "nf"):
         raise ModelError(
             f"a {type(layer).__name__} cannot take up an update", "Leave out merged=True."
         )

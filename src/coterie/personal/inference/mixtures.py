@@ -155,7 +155,7 @@ class Mixtures:
             return self._one(x.view(1, -1), base, record).view_as(x)
         tokens = x.reshape(models, -1, x.shape[-1])  # (models, t, d)
         count = tokens.shape[1]
-        if count == 1 if models > 1 and not x.is_cuda else count <= FEW and models == 1:
+        if count == 1 if models > 1 and x.device.type == "cpu" else count <= FEW and models == 1:
             return self._few(tokens, base, record).view_as(x)
         if self.original is not None and not self._sorts(count):
             found: Tensor = self.original(x, base, record)
@@ -285,7 +285,7 @@ class Mixtures:
                 order, sets = by_experts(selected[0])
                 x, weights = x.index_select(0, order), weights.index_select(0, order)
         groups, size = max(MANY // count, 1), min(count, MANY)
-        if x.is_cuda:
+        if x.device.type != "cpu":
             groups, size = models, count
         y = torch.empty_like(x)
         for first in range(0, models, groups):

@@ -10,7 +10,7 @@ from typing import cast
 from torch import Tensor, nn
 
 from coterie.models.adapter import Adapter, AdapterBlock
-from coterie.models.architecture import Architecture, family_of
+from coterie.models.architecture import Architecture
 from coterie.models.backbone import Backbone
 from coterie.models.lora import SingleLoRA
 from coterie.personal.inference.attention import Attended, Updates, attended
@@ -54,18 +54,20 @@ class Stacks:
             merged: Of one adapter: whether the attention's updates are added to a copy of the
                 base's weights, see `PersonalModel`.
         """
-        family = family_of(backbone.model)
-        bases = cast(nn.ModuleList, backbone.model.get_submodule(family.blocks))
         blocks = []
-        for base, *own in zip(bases, *(adapter.blocks for adapter in adapters), strict=True):
+        for slots, mlp, *own in zip(
+            backbone.attentions,
+            backbone.mlps,
+            *(adapter.blocks for adapter in adapters),
+            strict=True,
+        ):
             each = cast(Sequence[AdapterBlock], own)
             loras = [
                 {name: cast(SingleLoRA, lora) for name, lora in block.attention.items()}
                 for block in each
             ]
-            slots = base.get_submodule(family.attention)
             layers = {name: cast(nn.Module, getattr(slots, name).base) for name in loras[0]}
-            mixtures = Mixtures.of([block.mlp for block in each], base.mlp.frozen, backbone.dtype)
+            mixtures = Mixtures.of([block.mlp for block in each], mlp, backbone.dtype)
             blocks.append(_Block(attended(loras, layers, backbone.dtype, merged), mixtures))
         return cls(adapters[0].architecture, blocks)
 

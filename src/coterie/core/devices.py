@@ -1,0 +1,158 @@
+"""Devices that models compute on: the CPU, or any accelerator that PyTorch has (`cuda`, also of
+AMD, `mps`, `xpu`, `npu` ...).
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coterie.core.errors import ModelError
+
+
+def accelerator() -> str | None:
+    """Return the type of this machine's accelerator; None where there is none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None else found.type
+
+
+def is_known(device: str) -> bool:
+    """Whether PyTorch has a type of device of this name, be there one here or not."""
+    try:
+        torch.device(device)
+    except RuntimeError:
+        return False
+    return True
+
+
+def is_available(device: str | torch.device) -> bool:
+    """Whether tensors can be on a device."""
+    if not is_known(str(device)):
+        return False
+    device = torch.device(device)
+    if device.type in ("cpu", "meta"):
+        return True
+    module = _module(device)
+    if module is None or not module.is_available():
+        return False
+    return device.index is None or device.index < int(module.device_count())
+
+
+def check(device: str | torch.device) -> None:
+    """Refuse a device that is not here. Raises ModelError."""
+    if not is_available(device):
+        raise ModelError(
+            f"device {str(device)!r} is not available here", f"Use {' or '.join(here())}."
+        )
+
+
+def here() -> list[str]:
+    """Return the types of device that this machine has."""
+    found = accelerator()
+    return ["cpu"] if found is None else ["cpu", found]
+
+
+def suits_bf16(device: str | torch.device) -> bool:
+    """Whether bf16 is the precision for a device. On a CPU without native support it would be many
+    times slower.
+    """
+    return torch.device(device).type != "cpu" and has_bf16(device)
+
+
+def has_bf16(device: str | torch.device) -> bool:
+    """Whether a device itself computes in bf16, rather than by other types (CUDA before Ampere)."""
+    module = _module(torch.device(device))
+    if (supported := getattr(module, "is_bf16_supported", None)) is None:
+        return _computes(torch.device(device), torch.bfloat16)
+    try:
+        return bool(supported(including_emulation=False))
+    except TypeError:  # only CUDA's takes it
+        return bool(supported())
+
+
+def exact(tensor: Tensor) -> Tensor:
+    """Return a tensor in float64: on its device, or on the CPU where that has no float64 (Apple's
+    GPUs, some of Intel's).
+    """
+    return (tensor if _computes(tensor.device, torch.float64) else tensor.cpu()).double()
+
+
+def seed(value: int, device: torch.device) -> None:
+    """Seed the CPU's generator and that of one device: for others, which may still come,
+    `torch.manual_seed` would note at length where it was called.
+    """
+    torch.default_generator.manual_seed(value)
+    if device.type not in ("cpu", "meta") and (module := _module(device)) is not None:
+        with _current(module, device):
+            module.manual_seed(value)
+
+
+@contextmanager
+def forked(device: torch.device) -> Iterator[None]:
+    """Within the block random generators, the CPU's and a device's, can be used freely: afterwards
+    they are as before.
+    """
+    if device.type in ("cpu", "meta"):
+        with torch.random.fork_rng(devices=[]):
+            yield
+    else:
+        with torch.random.fork_rng(devices=[device], device_type=device.type):
+            yield
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until a device has done what it was asked for."""
+    if device.type not in ("cpu", "meta"):
+        torch.accelerator.synchronize(device)
+
+
+def memory(device: torch.device) -> float | None:
+    """Return the bytes of memory that an accelerator has for itself; None where it shares the
+    machine's, or does not tell.
+    """
+    module = None if device.type == "cpu" else _module(device)
+    read = getattr(module, "get_device_properties", None)
+    total = getattr(read(device), "total_memory", None) if read is not None else None
+    return None if total is None else float(total)
+
+
+def memory_here() -> float | None:
+    """Return the bytes of memory of this machine; None on a platform that does not tell."""
+    try:
+        return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+@contextmanager
+def _current(module: Any, device: torch.device) -> Iterator[None]:
+    """Within the block a device, of several of its type, is the one in use."""
+    if device.index is None or not hasattr(module, "device"):
+        yield
+    else:
+        with module.device(device):
+            yield
+
+
+def _module(device: torch.device) -> Any:
+    """Return PyTorch's module for a type of device (`torch.cuda`); None where this PyTorch has
+    none.
+    """
+    try:
+        return torch.get_device_module(device)
+    except RuntimeError:
+        return None
+
+
+@lru_cache
+def _computes(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a device has a type of numbers, by trying."""
+    try:
+        one = torch.ones(2, 2, device=device, dtype=dtype)
+        return float((one @ one).sum()) == 8.0
+    except (TypeError, RuntimeError):
+        return False

@@ -1,0 +1,310 @@
+"""The families of causal LMs that adapters attach to: which modules of a block are its layers."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from torch import nn
+
+from coterie.core.errors import ModelError
+
+QKVO = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """A frozen linear layer: its name within its part of the block, input and output width."""
+
+    name: str
+    inputs: int
+    outputs: int
+
+
+@dataclass(frozen=True)
+class MLPShape:
+    """The MLP of a block, its layers under the names up and down ("plain") or gate, up and down
+    ("gated").
+    """
+
+    kind: Literal["plain", "gated"]
+    linears: tuple[LinearShape, ...]
+
+    @property
+    def width(self) -> int:
+        """d_model."""
+        return self.linears[0].inputs
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """One transformer block: the linears of its attention, and its MLP."""
+
+    attention: tuple[LinearShape, ...]
+    mlp: MLPShape
+
+
+@dataclass(frozen=True)
+class Family:
+    """The module names of one family of causal LMs.
+
+    Args:
+        name: For messages.
+        models: The models that are known to be of it, for people.
+        blocks: Path of the list of blocks.
+        attention: Path of the attention within a block.
+        linears: Names of its linears, in the order in which it calls them.
+        mlp: The MLP's linears: our name -> theirs, in our order. Two of ours may be parts of one of
+            theirs, one above the other.
+        activation: Name of the MLP's activation.
+        place: Path of the MLP within a block; "": its layers are the block's own.
+    """
+
+    name: str
+    models: str
+    blocks: str
+    attention: str
+    linears: tuple[str, ...]
+    mlp: dict[str, str]
+    activation: str
+    place: str = "mlp"
+
+    @property
+    def fused(self) -> str | None:
+        """The name of the layer that is gate and up together, where there is one."""
+        gate = self.mlp.get("gate")
+        return gate if gate == self.mlp["up"] else None
+
+    def within(self, name: str) -> str:
+        """Return the path within a block of a module of the MLP."""
+        return f"{self.place}.{name}" if self.place else name
+
+
+FAMILIES = (
+    Family(
+        "GPT-2",
+        "GPT-2, GPT-BigCode",
+        "transformer.h",
+        "attn",
+        ("c_attn", "c_proj"),
+        {"up": "c_fc", "down": "c_proj"},
+        "act",
+    ),
+    Family(
+        "Llama-like",
+        "Llama, Mistral, Ministral, Qwen2, Qwen3, SmolLM3, Gemma 1 to 4 (text), OLMo 1 to 3, "
+        "Granite, Cohere 1 and 2, StableLM, Helium, EXAONE 4, ERNIE 4.5, Seed-OSS",
+        "model.layers",
+        "self_attn",
+        QKVO,
+        {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"},
+        "act_fn",
+    ),
+    Family(
+        "ungated Llama",
+        "Nemotron, Arcee, Apertus, Jais2",
+        "model.layers",
+        "self_attn",
+        QKVO,
+        {"up": "up_proj", "down": "down_proj"},
+        "act_fn",
+    ),
+    Family(
+        "StarCoder2",
+        "StarCoder2",
+        "model.layers",
+        "self_attn",
+        QKVO,
+        {"up": "c_fc", "down": "c_proj"},
+        "act",
+    ),
+    Family(
+        "GLM",
+        "GLM, GLM4",
+        "model.layers",
+        "self_attn",
+        QKVO,
+        {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"},
+        "activation_fn",
+    ),
+    Family(
+        "Phi-3",
+        "Phi-3, Phi-4",
+        "model.layers",
+        "self_attn",
+        ("qkv_proj", "o_proj"),
+        {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"},
+        "activation_fn",
+    ),
+    Family(
+        "Phi",
+        "Phi 1, 1.5 and 2",
+        "model.layers",
+        "self_attn",
+        ("q_proj", "k_proj", "v_proj", "dense"),
+        {"up": "fc1", "down": "fc2"},
+        "activation_fn",
+    ),
+    Family(
+        "GPT-NeoX",
+        "GPT-NeoX, Pythia",
+        "gpt_neox.layers",
+        "attention",
+        ("query_key_value", "dense"),
+        {"up": "dense_h_to_4h", "down": "dense_4h_to_h"},
+        "act",
+    ),
+    Family(
+        "Falcon",
+        "Falcon",
+        "transformer.h",
+        "self_attention",
+        ("query_key_value", "dense"),
+        {"up": "dense_h_to_4h", "down": "dense_4h_to_h"},
+        "act",
+    ),
+    Family(
+        "GPT-J",
+        "GPT-J",
+        "transformer.h",
+        "attn",
+        ("q_proj", "k_proj", "v_proj", "out_proj"),
+        {"up": "fc_in", "down": "fc_out"},
+        "act",
+    ),
+    Family(
+        "CodeGen",
+        "CodeGen",
+        "transformer.h",
+        "attn",
+        ("qkv_proj", "out_proj"),
+        {"up": "fc_in", "down": "fc_out"},
+        "act",
+    ),
+    Family(
+        "GPT-Neo",
+        "GPT-Neo",
+        "transformer.h",
+        "attn.attention",
+        ("q_proj", "k_proj", "v_proj", "out_proj"),
+        {"up": "c_fc", "down": "c_proj"},
+        "act",
+    ),
+    Family(
+        "OPT",
+        "OPT",
+        "model.decoder.layers",
+        "self_attn",
+        ("q_proj", "k_proj", "v_proj", "out_proj"),
+        {"up": "fc1", "down": "fc2"},
+        "activation_fn",
+        place="",
+    ),
+    Family(
+        "XGLM",
+        "XGLM",
+        "model.layers",
+        "self_attn",
+        ("q_proj", "k_proj", "v_proj", "out_proj"),
+        {"up": "fc1", "down": "fc2"},
+        "activation_fn",
+        place="",
+    ),
+)
+REMEDY = f"Use a base of one of these kinds: {'; '.join(family.models for family in FAMILIES)}."
+
+
+def family_of(model: nn.Module) -> Family:
+    """Return the family whose layers the model's blocks have.
+
+    Raises:
+        ModelError: None of them.
+    """
+    known = [f for f in FAMILIES if isinstance(find(model, f.blocks), nn.ModuleList)]
+    if not known:
+        paths = " nor ".join(dict.fromkeys(family.blocks for family in FAMILIES))
+        raise ModelError(f"{type(model).__name__} has neither {paths}", REMEDY)
+    blocks = {family.name: list(_blocks(model, family)) for family in known}
+    for family in known:
+        found = blocks[family.name]
+        if found and not lacking(family, found[0]):
+            return family
+    first = known[0]
+    if not blocks[first.name]:
+        raise ModelError(
+            f"{type(model).__name__} has no blocks at {first.blocks}",
+            "Use a base with at least one transformer block.",
+        )
+    raise ModelError(_problem(first, blocks[first.name][0], 0), REMEDY)
+
+
+def find(module: nn.Module, path: str) -> nn.Module | None:
+    """Return the module at a path; None where there is none."""
+    for name in path.split("."):
+        found = getattr(module, name, None)
+        if not isinstance(found, nn.Module):
+            return None
+        module = found
+    return module
+
+
+def shape_of(family: Family, model: nn.Module) -> tuple[BlockShape, ...]:
+    """Return the shapes of a model's blocks. Raises ModelError where one lacks a layer."""
+    found = []
+    for index, block in enumerate(_blocks(model, family)):
+        if lacking(family, block):
+            raise ModelError(_problem(family, block, index), REMEDY)
+        attention = tuple(
+            _linear(find(block, f"{family.attention}.{name}"), name) for name in family.linears
+        )
+        mlp = tuple(
+            _linear(find(block, family.within(theirs)), ours) for ours, theirs in family.mlp.items()
+        )
+        if family.fused:
+            mlp = tuple(
+                LinearShape(x.name, x.inputs, x.outputs // 2) if x.name != "down" else x
+                for x in mlp
+            )
+        kind: Literal["plain", "gated"] = "gated" if "gate" in family.mlp else "plain"
+        found.append(BlockShape(attention, MLPShape(kind, mlp)))
+    return tuple(found)
+
+
+def lacking(family: Family, block: nn.Module) -> tuple[str, str] | None:
+    """Return the first layer of a family that a block lacks, and what it has there; None where it
+    has all.
+    """
+    paths = [f"{family.attention}.{name}" for name in family.linears]
+    paths += [family.within(name) for name in family.mlp.values()]
+    for path in paths:
+        layer = find(block, path)
+        if not (isinstance(layer, nn.Linear) or is_transposed(layer)):
+            return path, "" if layer is None else type(layer).__name__
+    if not callable(find(block, family.within(family.activation))):
+        return family.within(family.activation), ""
+    return None
+
+
+def is_transposed(layer: nn.Module | None) -> bool:
+    """Whether a layer is GPT-2's Conv1D, whose weight is transposed."""
+    return hasattr(layer, "nf") and hasattr(layer, "nx")
+
+
+def _problem(family: Family, block: nn.Module, index: int) -> str:
+    """Say what a block lacks."""
+    path, instead = cast(tuple[str, str], lacking(family, block))
+    where = f"block {index} ({family.blocks}.{index})"
+    if instead:
+        return f"{where} has at {path} a {instead}, not a linear layer"
+    return f"{where} lacks the layer {path}"
+
+
+def _blocks(model: nn.Module, family: Family) -> Iterator[nn.Module]:
+    return iter(cast(nn.ModuleList, find(model, family.blocks)))
+
+
+def _linear(layer: nn.Module | None, name: str) -> LinearShape:
+    """Return the shape of an nn.Linear, or of GPT-2's Conv1D."""
+    if isinstance(layer, nn.Linear):
+        return LinearShape(name, layer.in_features, layer.out_features)
+    assert layer is not None
+    return LinearShape(name, int(layer.nx), int(layer.nf))  # type: ignore[arg-type]  # of a Conv1D

@@ -1,0 +1,168 @@
+"""Where a frozen base calls the adapter in use: slots in the place of its attention's linears and
+of its MLPs.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from coterie.core.errors import ModelError
+from coterie.models.adapter import AdapterBlock
+from coterie.models.architecture import Architecture
+from coterie.models.families import REMEDY, Family
+from coterie.models.lora import project
+from coterie.models.mixture_kernel import Activation, FrozenMLP
+from coterie.models.routing import Routing
+
+
+class Attachable(Protocol):
+    """An `Adapter`, or what stands for one: `blocks[i]` is called like an `AdapterBlock`."""
+
+    @property
+    def architecture(self) -> Architecture:
+        """What it was made for."""
+
+    @property
+    def blocks(self) -> Any:
+        """From the input to the output."""
+
+
+@dataclass
+class Attached:
+    """The state that all slots of a backbone share: the adapter in use, and where to note its
+    routing decisions.
+    """
+
+    adapter: Attachable | None = None
+    record: list[Routing] | None = None
+
+    def block(self, index: int) -> AdapterBlock | None:
+        return None if self.adapter is None else cast(AdapterBlock, self.adapter.blocks[index])
+
+
+class LinearSlot(nn.Module):
+    """A frozen linear of the attention, with the LoRA of the adapter in use."""
+
+    def __init__(self, base: nn.Module, attached: Attached, block: int, name: str) -> None:
+        super().__init__()
+        self.base, self.attached, self.block, self.name = base, attached, block, name
+
+    def forward(self, x: Tensor) -> Tensor:
+        block = self.attached.block(self.block)
+        y: Tensor = self.base(x) if block is None else block.attention[self.name](x, self.base)
+        return y
+
+    # a module's own looks for hooks, which for one token of a small base is a few percent of the
+    # time
+    __call__ = forward
+
+
+class MLPSlot(nn.Module):
+    """A frozen MLP, with the mixture of the adapter in use."""
+
+    def __init__(self, base: nn.Module, frozen: FrozenMLP, attached: Attached, block: int) -> None:
+        super().__init__()
+        self.base, self.frozen, self.attached, self.block = base, frozen, attached, block
+
+    def forward(self, x: Tensor) -> Tensor:
+        block = self.attached.block(self.block)
+        y: Tensor = (
+            self.base(x) if block is None else block.mlp(x, self.frozen, self.attached.record)
+        )
+        return y
+
+    __call__ = forward  # see LinearSlot
+
+
+class _Together(nn.Module):
+    """Two layers with the same input, in the place of one that was both, one above the other."""
+
+    def __init__(self, whole: nn.Linear) -> None:
+        super().__init__()
+        half = whole.out_features // 2
+        self.gate, self.up = _part(whole, slice(half)), _part(whole, slice(half, None))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.gate(x), self.up(x)], dim=-1)
+
+
+def _part(whole: nn.Linear, rows: slice) -> nn.Linear:
+    """Return some outputs of a layer as a layer; they share its memory."""
+    weight = whole.weight.detach()[rows]
+    found = nn.Linear(whole.in_features, len(weight), bias=whole.bias is not None, device="meta")
+    found.weight = nn.Parameter(weight, requires_grad=False)
+    if whole.bias is not None:
+        found.bias = nn.Parameter(whole.bias.detach()[rows], requires_grad=False)
+    return found
+
+
+class _InTheBlock(nn.Module):
+    """The MLP of a block that has its layers itself (OPT)."""
+
+    def __init__(self, up: nn.Module, activation: nn.Module, down: nn.Module) -> None:
+        super().__init__()
+        self.up, self.activation, self.down = up, activation, down
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.activation(self.up(x)))
+        return y
+
+
+def slotted(block: nn.Module, family: Family, attached: Attached, index: int) -> FrozenMLP:
+    """Give a block's MLP a slot, and return what it is made of."""
+    owner = block.get_submodule(family.place)
+    activation = _fused(cast(nn.Module, getattr(owner, family.activation)))
+    setattr(owner, family.activation, activation)
+    if family.fused:
+        setattr(owner, family.fused, together := _Together(getattr(owner, family.fused)))
+        first: tuple[nn.Module, ...] = (together.gate, together.up)
+    else:
+        first = tuple(
+            getattr(owner, theirs) for ours, theirs in family.mlp.items() if ours != "down"
+        )
+    frozen = FrozenMLP(first, getattr(owner, family.mlp["down"]), Activation.of(activation))
+    if family.place:
+        setattr(block, family.place, MLPSlot(owner, frozen, attached, index))
+    else:  # the first of the layers that the block calls in turn does everything
+        whole = _InTheBlock(first[0], activation, frozen.down)
+        setattr(block, family.mlp["up"], MLPSlot(whole, frozen, attached, index))
+        setattr(block, family.activation, nn.Identity())
+        setattr(block, family.mlp["down"], nn.Identity())
+    return frozen
+
+
+def _fused(activation: nn.Module) -> nn.Module:
+    """Torch's own module for an activation that transformers writes out in Python (GPT-2's costs
+    eight passes over the hidden layer).
+    """
+    from transformers import activations
+
+    if isinstance(activation, (activations.NewGELUActivation, activations.GELUTanh)):
+        return nn.GELU(approximate="tanh")
+    if isinstance(activation, activations.GELUActivation):
+        return nn.GELU()
+    return nn.SiLU() if isinstance(activation, activations.SiLUActivation) else activation
+
+
+@torch.no_grad()
+def check_mlps(model: nn.Module, width: int) -> None:
+    """Refuse a base whose MLPs have a family's layers, but compute something else with them.
+
+    Raises:
+        ModelError: One is not what an adapter takes it for.
+    """
+    like = next(model.parameters())
+    x = torch.linspace(-1, 1, width, device=like.device).sin().to(like.dtype)[None, None]
+    off = 1e-3 if like.dtype.itemsize >= 4 else 0.05
+    for slot in (module for module in model.modules() if isinstance(module, MLPSlot)):
+        wanted, frozen = slot.base(x).float(), slot.frozen
+        first, *second = (project(layer, x[0]) for layer in frozen.first)
+        h = frozen.activation.forward(first)
+        found = project(frozen.down, h * second[0] if second else h)[None].float()
+        if (found - wanted).norm() > off * wanted.norm():
+            form = "down(act(gate x) * up x)" if second else "down(act(up x))"
+            raise ModelError(
+                f"the MLP of block {slot.block} of a {type(model).__name__} is not {form}", REMEDY
+            )
