@@ -187,15 +187,18 @@ def test_a_run_of_language_models(tmp_path: Path, base: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "client", "method"),
-    [("cobo-digits", "c0-0", SMALL), ("ddome-digits", None, {"rounds": 1})],
+    ("recipe", "client", "changes"),
+    [
+        ("cobo-digits", "c0-0", {"method": SMALL}),
+        ("ddome-digits", None, {"method": {"rounds": 1}, "data": {"clients": 5, "unseen": None}}),
+    ],
 )
 def test_a_run_of_classifiers(
-    recipe: str, client: str | None, method: dict[str, Any], tmp_path: Path
+    recipe: str, client: str | None, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     found, predicted = {}, {}
     for name in ("cpu", NAME):
-        found[name] = ran(recipe, tmp_path / name, {"device": name}, method=method)
+        found[name] = ran(recipe, tmp_path / name, {"device": name}, **changes)
         client = client or min(found[name])
         model = coterie.load(tmp_path / name, client, device=name)
         predicted[name] = model(torch.linspace(-1, 1, 128).view(2, 1, 8, 8))
