@@ -70,7 +70,7 @@ def test_mistakes_are_refused_with_the_remedy(make_run, own_text, tmp_path, monk
     monkeypatch.setattr(type(FORMATS["peft"]), "packages", ("no_such_package",))
     missing = command(run, "--client", "ann", "--out", tmp_path / "out")
     assert missing.exit_code == 2
-    assert re.search(r"needs no_such_package\n.*pip install -e '\.\[device\]'", missing.stderr)
+    assert re.search(r"needs no_such_package, .*\n.*pip install -e '\.\[export\]'", missing.stderr)
     assert not (tmp_path / "out").exists()
 
 

@@ -13,6 +13,7 @@ from coterie.audit import membership, words
 from coterie.audit.observers import ABLE, Shared, SharedText, View, calibrated, shared
 from coterie.audit.statistics import Values
 from coterie.core.errors import CheckpointError, Refused
+from coterie.core.extras import require
 from coterie.core.files import read_json, write_json
 from coterie.core.protocol import ClientId, derive_seed
 from coterie.core.result import (
@@ -88,6 +89,7 @@ def audit(
             model; or there is no such client.
         SaveError: The result could not be written.
     """
+    require("coterie audit", "scipy")
     found = _Auditor(run, settings or Settings(), say).measured()
     write_json(run / AUDITED, found.to_json())
     if (run / RESULT).exists():

@@ -119,6 +119,17 @@ Changed = Annotated[
 ]
 
 
+Track = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--track",
+        metavar="PROGRAM",
+        help="Also send the figures to wandb, mlflow or trackio (extras of these names). "
+        "Repeatable.",
+    ),
+]
+
+
 def _version(show: bool) -> None:
     if show:
         print(f"coterie {__version__}")

@@ -8,6 +8,7 @@ import typer
 from coterie.cli.base import Changed, Set, Trust, _stopping, app
 from coterie.cli.tune import Trials
 from coterie.core.errors import Refused
+from coterie.core.extras import require
 
 if TYPE_CHECKING:
     from coterie.runs.search import Effort
@@ -80,6 +81,7 @@ def reproduce(
                 f"--scale {scale}: there is no such scale",
                 f"Choose among: {', '.join(tables.SCALES)}.",
             )
+        require("coterie reproduce", "scipy")
         folder = out or Path("runs") / f"reproduce-{name.partition('/')[0]}-{scale}"
         if name in THEOREMS:
             if seeds or columns or rows or set_ or tune or scale != "small":

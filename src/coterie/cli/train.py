@@ -12,6 +12,7 @@ from coterie.cli.base import (
     Resume,
     Seed,
     Set,
+    Track,
     Trust,
     _folder,
     _load,
@@ -19,6 +20,7 @@ from coterie.cli.base import (
     app,
 )
 from coterie.cli.tune import Fields, Trials
+from coterie.core.extras import available
 from coterie.core.printing import printable
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ def run(
     out: Out = None,
     resume: Resume = False,
     resume_changed: Changed = False,
+    track: Track = None,
     profile: Annotated[
         bool,
         typer.Option(
@@ -75,6 +78,7 @@ def run(
             out=folder,
             resume=resume,
             resume_changed=resume_changed,
+            track=track or (),
             progress=True,
             profile=trace,
         )
@@ -82,8 +86,8 @@ def run(
         if profile:
             profiled(console, trace, elsewhere=loaded.engine == "flower")
         console.print(
-            f"Everything is in {folder}: open {folder}/report.html, or `tensorboard --logdir "
-            f"{folder}`.",
+            f"Everything is in {folder}: open {folder}/report.html"
+            + (f", or `tensorboard --logdir {folder}`." if available("tensorboard") else "."),
             markup=False,
             highlight=False,
             soft_wrap=True,
@@ -140,6 +144,7 @@ def compare(
     out: Out = None,
     resume: Resume = False,
     resume_changed: Changed = False,
+    track: Track = None,
     trust_remote_code: Trust = False,
 ) -> None:
     """Compare methods on the same data, base and budget: mean and standard deviation over seeds."""
@@ -159,6 +164,7 @@ def compare(
             out=out,
             resume=resume,
             resume_changed=resume_changed,
+            track=track or (),
             progress=True,
         )
         folder, console = found.folder, Console()

@@ -28,8 +28,24 @@ class CoterieError(Exception):
 
 
 def extra(name: str) -> str:
-    """Return how to install an optional extra."""
-    return f"In a checkout: pip install -e '.[{name}]'"
+    """Return how to install an optional extra: in a checkout, or of an installed package."""
+    return (
+        f"In a checkout: pip install -e '.[{name}]'"
+        if _in_checkout()
+        else f"pip install 'coterie[{name}]'"
+    )
+
+
+def _in_checkout() -> bool:
+    """Whether coterie is installed from a folder in which its source is edited."""
+    import json
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    try:
+        origin = json.loads(distribution("coterie").read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, ValueError):
+        return True
+    return bool(origin.get("dir_info", {}).get("editable", False))
 
 
 class Refused(CoterieError):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from coterie.core.errors import DataError
+from coterie.core.extras import require
 from coterie.data.refusals import Refusals
 
 OFFLINE = "Without a network: --set data.root=DIR, or the environment variable COTERIE_DATA."
@@ -71,6 +72,7 @@ def fetch(
     Raises:
         DataError: It cannot be had, with `remedy`.
     """
+    require(f"data set {dataset}", "hub")
     from datasets import load_dataset
 
     path, options = (

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coterie.core.errors import DataError
+from coterie.core.extras import require
 from coterie.data.documents import decompressed
 from coterie.data.fetching import download
 from coterie.data.images import Images, StoredImages
@@ -49,6 +50,7 @@ class Digits(Images):
     std: ClassVar[tuple[float, ...]] = (0.3760,)
 
     def images(self, cache: Path) -> Labelled:
+        require("data.kind: digits", "vision", "sklearn")
         from sklearn.datasets import load_digits
 
         found = load_digits()

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from pydantic import Field
 
 from coterie.core.errors import DataError, SaveError
+from coterie.core.extras import require
 from coterie.data.federation import Federation
 from coterie.data.fetching import OFFLINE, fetch, located
 from coterie.data.partition import Labelled, Partitioner
@@ -165,6 +166,7 @@ class StoredImages(Images):
 
 def _read(path: Path, columns: Sequence[str]) -> Any:
     """Return some columns of a parquet file, as an Arrow table. Raises DataError."""
+    require(f"{path}: a parquet file", "vision", "pyarrow")
     from pyarrow import ArrowException, parquet
 
     try:
@@ -183,6 +185,7 @@ def pixels(file: Path | BytesIO, shape: tuple[int, int, int]) -> npt.NDArray[np.
     """(C, H, W) of an image file. Raises ValueError if it is of another size, and what PIL
     raises.
     """
+    require("reading images", "vision", "PIL")
     from PIL import Image
 
     channels, height, width = shape

@@ -136,15 +136,17 @@ class Format(ABC):
     """One format of files.
 
     `name` is what --format takes, `about` says in a few words what it is. `packages` are the
-    modules that it needs besides coterie's own; `parts` and `precisions` are what --part and
-    --precision take, the default first, and `base_precisions` what --base-precision takes, where
-    the base is written apart. Where `shares_base`, the files of all clients lie in one folder
-    beside those of the base; else several clients have folders of their own.
+    modules that it needs besides coterie's own, and `extra` brings them; `parts` and `precisions`
+    are what --part and --precision take, the default first, and `base_precisions` what
+    --base-precision takes, where the base is written apart. Where `shares_base`, the files of all
+    clients lie in one folder beside those of the base; else several clients have folders of their
+    own.
     """
 
     name: ClassVar[str]
     about: ClassVar[str]
     packages: ClassVar[tuple[str, ...]] = ()
+    extra: ClassVar[str] = "device"
     parts: ClassVar[tuple[str, ...]] = ("routed",)
     precisions: ClassVar[tuple[str, ...]] = ("f32", "f16")
     base_precisions: ClassVar[tuple[str, ...]] = ()

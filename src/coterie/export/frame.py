@@ -25,7 +25,7 @@ from coterie.export.texts import Source
 from coterie.models.architecture import files_of
 
 SUMMARY, VERSION = "export.json", 1
-LIBRARIES = ("torch", "transformers", "peft", "safetensors")  # whose versions are written down
+LIBRARIES = ("torch", "transformers", "safetensors")  # whose versions are written down
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def _file(path: Path) -> dict[str, Any]:
 def _summary(format: Format, options: Options, client: ClientModel) -> dict[str, Any]:
     """Describe the export as a whole."""
     base = client.model.about.base
-    packages = [*LIBRARIES, *format.packages]
+    packages = dict.fromkeys([*LIBRARIES, *format.packages])
     return {
         "format": VERSION,
         "kind": format.name,

@@ -40,6 +40,8 @@ class Peft(Format):
 
     name = "peft"
     about = "an adapter for PEFT, vLLM and llama.cpp's converter, of every base; routing is folded"
+    packages = ("peft",)
+    extra = "export"
     parts = ("fold", "generalist")
 
     def check(self, client: ClientModel, options: Options) -> None:

@@ -1,8 +1,7 @@
 """All formats by name, and what may be asked of them."""
 
-from importlib.util import find_spec
-
-from coterie.core.errors import Refused, extra
+from coterie.core.errors import Refused
+from coterie.core.extras import require
 from coterie.export.format import Format, Options
 from coterie.export.gguf import Gguf
 from coterie.export.mixtral import Mixtral
@@ -31,8 +30,8 @@ def chosen(
             "; ".join(f"{known}: {format.about}" for known, format in FORMATS.items()) + ".",
         )
     format = FORMATS[name]
-    if missing := [package for package in format.packages if find_spec(package) is None]:
-        raise Refused(f"--format {name} needs {' and '.join(missing)}", extra("device"))
+    if format.packages:
+        require(f"--format {name}", format.extra, *format.packages)
     if expert is not None and part is None and "generalist" in format.parts:
         part = "generalist"
     for option, value, known in (

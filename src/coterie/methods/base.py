@@ -64,6 +64,8 @@ class Method(ABC):
     stateful: ClassVar[bool] = False
     # Whether clients keep nothing of the model between rounds, whatever the recipe says.
     stateless: ClassVar[bool] = False
+    # Modules of other packages that it needs besides coterie's core.
+    packages: ClassVar[tuple[str, ...]] = ()
 
     rounds: Annotated[int, Field(ge=0, description="T, communication rounds")] = 20
     local_steps: Annotated[int, Field(ge=1, description="L, local iterations per round")] = 10

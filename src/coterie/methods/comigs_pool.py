@@ -46,6 +46,7 @@ class CoMiGSPool(CoMiGS):
     """
 
     shared: ClassVar[tuple[Role, ...]] = (GENERALIST, EXPERT, GATE)
+    packages: ClassVar[tuple[str, ...]] = ("scipy",)
 
     generalists: Annotated[
         int, Field(ge=1, description="K, generalists of the pool that each client gets")

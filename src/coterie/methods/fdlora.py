@@ -7,7 +7,7 @@ Qi et al., "FDLoRA: Personalized Federated Learning of Large Language Model via 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field
@@ -46,6 +46,7 @@ class FDLoRA(OneAdapter, Aggregating):
             paper's fusion follows.
     """
 
+    packages: ClassVar[tuple[str, ...]] = ("scipy",)
     alone: Annotated[
         float,
         Field(

@@ -13,10 +13,10 @@ class Callback:
     """A callback for the events of a run. Subclasses override the methods that they need; the
     others do nothing.
 
-    For each method, a run calls `begin`; in each round `client`, `evaluated`, `round` and
-    `checkpoint`; and at the end `end`. Callbacks only observe: their arguments are copies, and
-    results do not depend on them. If a callback raises an exception, the run stops with a
-    `CallbackError` that names it, and can be resumed from the last checkpoint.
+    For each method, a run calls `opened` and `begin`; in each round `recorded`, `client`,
+    `evaluated`, `round` and `checkpoint`; and at the end `end`. Callbacks only observe: their
+    arguments are copies, and results do not depend on them. If a callback raises an exception, the
+    run stops with a `CallbackError` that names it, and can be resumed from the last checkpoint.
 
     Examples:
         >>> import coterie
@@ -59,6 +59,11 @@ class Callback:
     def unfit(self, title: str, problem: str) -> None:
         """Hear that a run of a search has no result: it diverged, or its settings are refused."""
 
+    def opened(self, folder: Path, recipe: Mapping[str, Any]) -> None:
+        """Receive the folder of a method's run, and its recipe as in recipe.yaml, before it begins
+        or goes on.
+        """
+
     def begin(
         self,
         title: str,
@@ -81,6 +86,11 @@ class Callback:
 
     def client(self, round: int, client: str, metrics: Mapping[str, Any]) -> None:
         """Handle the end of a client's training task in the current round."""
+
+    def recorded(self, kind: str, round: int, client: str, values: Mapping[str, Any]) -> None:
+        """Receive a line of metrics.jsonl. Its texts (of kinds `lost` and `note`) are messages; all
+        its figures are numbers.
+        """
 
     def spent(self, round: int, epsilon: float, delta: float) -> None:
         """Receive the privacy spent so far."""

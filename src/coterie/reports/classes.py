@@ -1,7 +1,10 @@
 """Who has which classes as pictures, and what K-means makes of them (DDOME, Fig. 2 and 11)."""
 
 from collections.abc import Iterable, Sequence
+from html import escape
 
+from coterie.core.errors import extra
+from coterie.core.extras import available
 from coterie.core.result import Result
 from coterie.reports import marks
 from coterie.reports.chart import Style
@@ -88,6 +91,8 @@ def clustering(result: Result) -> str:
     """K-means on the label shares of the normal clients, in their two principal components (Fig.
     11); nothing where they are too few.
     """
+    if not available("sklearn"):
+        return f"<p>K-means on these shares needs scikit-learn: {escape(extra('vision'))}</p>"
     from sklearn.cluster import KMeans
     from sklearn.decomposition import PCA
     from sklearn.metrics import silhouette_score

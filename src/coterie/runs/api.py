@@ -16,6 +16,7 @@ from coterie.methods import Method, name_of
 from coterie.personal.loading import Personal
 from coterie.reports import Callback, Callbacks
 from coterie.reports import comparison as comparing
+from coterie.reports.trackers import tracked
 from coterie.runs import run as runs
 from coterie.runs import tune as tuning
 from coterie.runs.backends import LocalBackend
@@ -113,6 +114,7 @@ def run(
     resume: bool = False,
     resume_changed: bool = False,
     callbacks: Sequence[Callback] = (),
+    track: Sequence[str] = (),
     progress: bool = False,
     profile: Profile | None = None,
     **changes: Any,
@@ -134,6 +136,7 @@ def run(
         resume_changed: Like `resume`, and accept that base, data or clients have changed, or that
             metrics were lost.
         callbacks: Called at the events of the run, see `Callback`.
+        track: Programs that get the figures besides: `wandb`, `mlflow`, `trackio`.
         progress: Whether to show progress in the terminal.
         profile: Recorder for a profile of a few steps of the second round; default: none.
         changes: Other values for fields of the recipe, see `Recipe.load`.
@@ -144,7 +147,7 @@ def run(
     """
     chosen = _recipe(recipe, changes)
     folder = _folder(out, chosen.name, resume or resume_changed)
-    with _told(callbacks, progress, len(chosen.compare_with) + 1) as told:
+    with _told(callbacks, progress, len(chosen.compare_with) + 1, track, folder) as told:
         runs.run(
             chosen, folder, resume=resume, changed=resume_changed, reporter=told, profile=profile
         )
@@ -163,6 +166,7 @@ def compare(
     resume: bool = False,
     resume_changed: bool = False,
     callbacks: Sequence[Callback] = (),
+    track: Sequence[str] = (),
     progress: bool = False,
     **changes: Any,
 ) -> Comparison:
@@ -194,6 +198,7 @@ def compare(
         resume_changed: Like `resume`, and accept that base, data or clients have changed, or that
             metrics were lost.
         callbacks: Called at the events of each run, see `Callback`.
+        track: As in `coterie.run`; the runs of a search are tracked too.
         progress: Whether to show progress in the terminal.
         changes: Other values for fields of the recipe, see `Recipe.load`.
 
@@ -212,7 +217,7 @@ def compare(
     going, extra = resume or resume_changed, dict[str, Any]()
     if tune:
         runs.check_new(folder, going)
-        with _told(callbacks, progress, None) as told:
+        with _told(callbacks, progress, None, track, folder) as told:
             found = tuning.tune(
                 names,
                 chosen,
@@ -229,7 +234,7 @@ def compare(
             "searched": folder / tuning.TUNED / tuning.RUNS,
         }
         going = going and (folder / "lock").exists()  # otherwise only the search has begun
-    with _told(callbacks, progress, len(set(names)) * seeds) as told:
+    with _told(callbacks, progress, len(set(names)) * seeds, track, folder) as told:
         return runs.compare(
             names,
             chosen,
@@ -353,18 +358,26 @@ def _folder(out: Path | str | None, name: str, resume: bool) -> Path:
 
 
 @contextmanager
-def _told(callbacks: Sequence[Callback], progress: bool, rows: int | None) -> Iterator[Callback]:
+def _told(
+    callbacks: Sequence[Callback],
+    progress: bool,
+    rows: int | None,
+    track: Sequence[str] = (),
+    folder: Path = Path(),
+) -> Iterator[Callback]:
     """Provide the callbacks within the block, with the terminal among them if progress is shown:
-    that of so many runs, or with None that of a search.
+    that of so many runs, or with None that of a search; and trackers of the runs in a folder.
     """
-    if not progress:
-        yield Callbacks(callbacks)
-        return
-    from rich.console import Console
+    with tracked(track, folder) as trackers:
+        own = [*callbacks, *trackers]
+        if not progress:
+            yield Callbacks(own)
+            return
+        from rich.console import Console
 
-    from coterie.reports.progress import Terminal
-    from coterie.reports.searching import SearchTerminal
+        from coterie.reports.progress import Terminal
+        from coterie.reports.searching import SearchTerminal
 
-    shown = SearchTerminal(Console()) if rows is None else Terminal(Console(), rows)
-    with shown as terminal:
-        yield Callbacks([terminal, *callbacks]) if callbacks else terminal
+        shown = SearchTerminal(Console()) if rows is None else Terminal(Console(), rows)
+        with shown as terminal:
+            yield Callbacks([terminal, *own]) if own else terminal

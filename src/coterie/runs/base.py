@@ -177,16 +177,17 @@ class ExecutionBase(Listener):
         self._say("note", client, {"note": note})
 
     def _say(self, kind: str, client: ClientId, said: Mapping[str, str]) -> None:
-        """Write a line of metrics.jsonl, and tell whoever looks on."""
+        """Write a line of metrics.jsonl, and warn of it."""
         self._write(kind, self.round + 1, self.iteration, client, said)
         self.reporter.warning(self.round, client, said.get("reason") or said["note"])
 
     def _write(
         self, kind: str, round: int, iteration: int, client: ClientId, values: Mapping[str, Any]
     ) -> None:
-        """Write a line of metrics.jsonl, while that is open."""
+        """Write a line of metrics.jsonl, while that is open, and tell whoever looks on."""
         if self.metrics is not None:
             self.metrics.write(kind, round, iteration, client, values)
+            self.reporter.recorded(kind, round, client, values)
 
     def _look_at_cores(self) -> None:
         """Tell the reporter, now and then, how many others compute while this process lacks

@@ -139,6 +139,7 @@ class Execution(EvaluatedExecution):
         self.cores = Watch()
         self._keep_canaries()
         try:
+            self.reporter.opened(self.folder, self.recipe.model_dump(mode="json"))
             self.reporter.begin(
                 self.title, self.method.rounds, self.round, self.clients, self.metric.about
             )

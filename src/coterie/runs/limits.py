@@ -4,14 +4,14 @@ Nothing here needs torch: whoever starts a device has the file checked at once.
 """
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
-from coterie.core.errors import RecipeError, Refused, extra
+from coterie.core.errors import RecipeError, Refused
+from coterie.core.extras import require
 
 EXCHANGES = (
     8  # answers in a round of a device that protects its owner, unless its owner says otherwise
@@ -103,12 +103,13 @@ class Limits(BaseModel):
         return self.local_privacy is not None or self.epsilon is not None
 
     def check_installed(self) -> None:
-        """Refuse an epsilon that nobody could count here. Raises Refused."""
-        if self.epsilon is not None and find_spec("opacus") is None:
-            raise Refused(
-                "limits.epsilon: counting what is spent needs opacus, which is not installed",
-                extra("privacy"),
-            )
+        """Refuse an epsilon that nobody could count here, and noise that nobody could draw. Raises
+        Refused.
+        """
+        if self.epsilon is not None:
+            require("limits.epsilon: counting what is spent", "privacy", "opacus")
+        if self.noisy:
+            require("limits: noise", "privacy")
 
     def check_run(self, method: str, base: str | None, rounds: int) -> None:
         """Refuse a run that the owner does not allow. Raises Refused."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.core.errors import CheckpointError, SaveError
+from coterie.core.extras import available
 from coterie.core.files import write_atomically
 from coterie.core.protocol import ClientId
 
@@ -50,7 +51,8 @@ def check_metrics(folder: Path, position: int, digest: str | None) -> None:
 
 
 class MetricsFile:
-    """`metrics.jsonl`, one JSON object a line, and the same figures as TensorBoard events.
+    """`metrics.jsonl`, one JSON object a line, and the same figures as events of TensorBoard
+    where that is installed.
 
     Args:
         folder: The run's folder.
@@ -118,10 +120,25 @@ _WRITABLE = "Check the permissions of that folder, and that the disk is not full
 
 
 def _events(folder: Path, purge: int | None) -> Any:
-    """TensorBoard's writer. Raises OSError."""
+    """TensorBoard's writer; one that writes nothing where it is not installed. Raises OSError."""
+    if not available("tensorboard"):
+        return _NoEvents()
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(str(folder), purge_step=purge)
+
+
+class _NoEvents:
+    """A writer that writes nothing."""
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        """Forget a figure, which is in metrics.jsonl."""
+
+    def flush(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from coterie.client.interfaces import Trainable
 from coterie.client.outbound import Outbound
 from coterie.client.site import Site
 from coterie.core.errors import RecipeError
+from coterie.core.extras import require
 from coterie.core.protocol import ClientId, protects_examples
 from coterie.data.canaries import PlantedCanaries, plant
 from coterie.data.federation import CENTRALIZED, Federation
@@ -104,6 +105,8 @@ def _plant(recipe: Recipe, problem: LearningProblem) -> PlantedCanaries | None:
 def assembled(recipe: Recipe, problem: LearningProblem) -> Prepared:
     """Return a recipe with its base and data, checked to fit. Raises Refused."""
     method, federation = recipe.build_method(), problem.federation
+    for module in method.packages:
+        require(f"method.name: {recipe.method['name']}", module, module)
     data, clients = federation.everyone, tuple(federation.clients)
     layouts = _layouts(recipe, method, problem, clients)
     layouts |= dict.fromkeys(data.keys() - layouts.keys(), method.layout(0, problem.base))

@@ -1,0 +1,348 @@
+"""Experiment trackers beside TensorBoard: Weights & Biases, MLflow and trackio.
+
+They get numbers, the recipe and the names of clients, and never a client's text: what the programs
+collect on their own (the terminal's output, the command line, the repository) is switched off.
+"""
+
+import os
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+from uuid import uuid4
+
+from coterie.core.errors import CoterieError, Refused
+from coterie.core.extras import EXTRAS, require
+from coterie.core.files import read_json, write_json
+from coterie.core.names import encoded
+from coterie.core.result import Result
+from coterie.reports.callback import Callback
+
+PROJECT = "coterie"  # where the program's own environment variable names no other
+TRACKED = "tracked.json"  # in a run's folder: the id that each program knows the run by
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """A method's run, as a tracker is told of it.
+
+    Args:
+        name: Within the group: the method, or the path of the run's folder in the group's.
+        group: Name of the folder of all runs that belong together.
+        config: The recipe; of folders on this machine the last part of the path alone.
+        known: The id under which the program knows the run from before; None for a new run.
+    """
+
+    name: str
+    group: str
+    config: Mapping[str, Any]
+    known: str | None
+
+
+class Tracker(ABC):
+    """A program that keeps figures of runs. One run is open at a time.
+
+    `name` is what --track takes, `remedy` what to do where the program cannot be reached.
+    """
+
+    name: ClassVar[str]
+    remedy: ClassVar[str]
+
+    @abstractmethod
+    def open(self, run: TrackedRun) -> str:
+        """Begin a run, or go on with it; returns its id."""
+
+    @abstractmethod
+    def log(self, round: int, values: Mapping[str, float]) -> None:
+        """Keep figures of a round."""
+
+    @abstractmethod
+    def close(self, complete: bool) -> None:
+        """End the run that is open."""
+
+
+class WeightsAndBiases(Tracker):
+    """Weights & Biases; `WANDB_MODE=offline` keeps everything on this machine."""
+
+    name = "wandb"
+    remedy = "Log in (`wandb login`), or keep the figures on this machine: WANDB_MODE=offline."
+
+    def __init__(self) -> None:
+        import wandb
+
+        self._wandb = wandb
+        self._run: Any = None
+        mode = os.environ.get("WANDB_MODE") or wandb.setup().settings.mode or "online"
+        if mode == "online" and not wandb.api.api_key:  # it would ask in the middle of a run
+            raise Refused("--track wandb: nobody is logged in on this machine", self.remedy)
+
+    def open(self, run: TrackedRun) -> str:
+        own = self._wandb.Settings(
+            console="off",
+            disable_code=True,
+            disable_git=True,
+            quiet=True,
+            save_code=False,
+            x_disable_machine_info=True,
+            x_disable_meta=True,
+        )
+        id = run.known or uuid4().hex[:12]
+        self._run = self._wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            group=run.group,
+            name=run.name,
+            id=id,
+            resume="allow",
+            config=dict(run.config),
+            settings=own,
+        )
+        self._run.define_metric("round")
+        self._run.define_metric("*", step_metric="round")  # rounds may be done again
+        return id
+
+    def log(self, round: int, values: Mapping[str, float]) -> None:
+        self._run.log({**values, "round": round})
+
+    def close(self, complete: bool) -> None:
+        self._run.finish(exit_code=0 if complete else 1)
+
+
+class MLflow(Tracker):
+    """MLflow; `MLFLOW_TRACKING_URI` names the server, or the file on this machine."""
+
+    name = "mlflow"
+    remedy = "Set MLFLOW_TRACKING_URI to a server that runs, or to a file: sqlite:///mlflow.db."
+    _most = 500  # figures in a request; the server takes 1,000, and 100 of the recipe
+    _longest = 500  # characters of a value of the recipe that every release takes
+
+    def __init__(self) -> None:
+        from mlflow.entities import Metric, Param
+        from mlflow.tracking import MlflowClient
+
+        self._metric, self._param, self._client = Metric, Param, MlflowClient()
+        self._id = ""
+
+    def open(self, run: TrackedRun) -> str:
+        project = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        found = self._client.get_experiment_by_name(project)
+        experiment = found.experiment_id if found else self._client.create_experiment(project)
+        if run.known is not None:
+            self._id = run.known
+            self._client.update_run(self._id, status="RUNNING")
+            return self._id
+        tags = {"coterie.group": run.group}
+        self._id = self._client.create_run(experiment, tags=tags, run_name=run.name).info.run_id
+        settings = [
+            self._param(key, value[: self._longest]) for key, value in _flat(run.config).items()
+        ]
+        for k in range(0, len(settings), 100):
+            self._client.log_batch(self._id, params=settings[k : k + 100])
+        return self._id
+
+    def log(self, round: int, values: Mapping[str, float]) -> None:
+        from time import time
+
+        now = int(1000 * time())
+        found = [
+            self._metric(name.replace("%", ":"), float(value), now, round)
+            for name, value in values.items()
+        ]
+        for k in range(0, len(found), self._most):
+            self._client.log_batch(self._id, metrics=found[k : k + self._most])
+
+    def close(self, complete: bool) -> None:
+        self._client.set_terminated(self._id, "FINISHED" if complete else "FAILED")
+
+
+class Trackio(Tracker):
+    """trackio, which keeps figures on this machine unless `TRACKIO_SPACE_ID` names a Space."""
+
+    name = "trackio"
+    remedy = "Check TRACKIO_DIR, TRACKIO_SPACE_ID and TRACKIO_SERVER_URL."
+
+    def __init__(self) -> None:
+        import trackio
+
+        self._trackio = trackio
+
+    def open(self, run: TrackedRun) -> str:
+        id = run.known or f"{run.group}/{run.name}/{uuid4().hex[:6]}"  # a run is known by its name
+        self._run = self._trackio.init(
+            project=os.environ.get("TRACKIO_PROJECT", PROJECT),
+            name=id,
+            group=run.group,
+            config=dict(run.config),
+            resume="allow",
+            private=True,
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+        return id
+
+    def log(self, round: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=round)
+
+    def close(self, complete: bool) -> None:
+        self._run.finish()
+
+
+TRACKERS: Mapping[str, type[Tracker]] = {
+    tracker.name: tracker for tracker in (WeightsAndBiases, MLflow, Trackio)
+}
+
+
+def check(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of trackers without repetitions.
+
+    Raises:
+        Refused: There is no such tracker.
+    """
+    if unknown := [name for name in names if name not in TRACKERS]:
+        raise Refused(f"--track {unknown[0]}: there is no such tracker", f"{', '.join(TRACKERS)}.")
+    return tuple(dict.fromkeys(names))
+
+
+def _built(name: str) -> Tracker:
+    """Return a tracker that can be used. Raises Refused."""
+    if name in EXTRAS:
+        require(f"--track {name}", name)
+    try:
+        return TRACKERS[name]()
+    except CoterieError:
+        raise
+    except Exception as error:
+        raise Refused(f"--track {name}: {_line(error)}", TRACKERS[name].remedy) from error
+
+
+@contextmanager
+def tracked(names: Sequence[str], folder: Path) -> Iterator[list[Callback]]:
+    """Provide callbacks that tell trackers of every run within the block.
+
+    Args:
+        names: Of `TRACKERS`.
+        folder: The runs lie in it; its name is that of their group.
+
+    Raises:
+        Refused: There is no such tracker, it is not installed, or it cannot be used.
+    """
+    callbacks = [Tracking(_built(name), folder) for name in check(names)]
+    try:
+        yield list(callbacks)
+    finally:
+        for callback in callbacks:
+            callback.close(complete=False)
+
+
+class Tracking(Callback):
+    """A callback that tells a tracker of each method's run: the figures of a round in one piece.
+
+    A tracker that fails while a run is under way is left alone from then on, with a warning: the
+    run goes on, and metrics.jsonl has all figures.
+
+    Args:
+        tracker: The program.
+        folder: Of the group.
+    """
+
+    def __init__(self, tracker: Tracker, folder: Path) -> None:
+        self._tracker, self._folder = tracker, folder
+        self._open, self._round, self._values = False, 0, dict[str, float]()
+
+    def opened(self, folder: Path, recipe: Mapping[str, Any]) -> None:
+        self.close(complete=False)
+        name, path = self._tracker.name, folder / TRACKED
+        ids = read_json(path) if path.exists() else {}
+        parts = [part for part in folder.relative_to(self._folder).parts if part != "baselines"]
+        run = TrackedRun(
+            "/".join(parts) or str(recipe["method"]["name"]),
+            self._folder.resolve().name,
+            _without_paths(recipe),
+            ids.get(name),
+        )
+        try:
+            ids[name] = self._tracker.open(run)
+        except Exception as error:
+            raise Refused(f"--track {name}: {_line(error)}", self._tracker.remedy) from error
+        self._open = True
+        write_json(path, ids)
+
+    def recorded(self, kind: str, round: int, client: str, values: Mapping[str, Any]) -> None:
+        if round != self._round:
+            self._send()
+            self._round = round
+        parts = (encoded(client),) if client else ()
+        for name, value in values.items():
+            if isinstance(value, int | float):
+                self._values["/".join((kind, name, *parts))] = value
+
+    def evaluated(self, round: int, means: Mapping[str, float]) -> None:
+        self.recorded("score", round, "", means)
+
+    def end(self, result: Result) -> None:
+        self.recorded(
+            "result",
+            result.rounds,
+            "",
+            {"mean": result.mean, "mean_synced": result.mean_synced, "seconds": result.wall_s},
+        )
+        self.close(complete=True)
+
+    def close(self, complete: bool) -> None:
+        """End the run that is open, if one is."""
+        self._send()
+        if self._open:
+            self._tried(lambda: self._tracker.close(complete))
+        self._open, self._round = False, 0
+
+    def _send(self) -> None:
+        """Hand over the figures of a round."""
+        values, self._values = self._values, {}
+        if values and self._open:
+            self._tried(lambda: self._tracker.log(self._round, values))
+
+    def _tried(self, step: Any) -> None:
+        """Take a step; the tracker is left alone where that fails."""
+        try:
+            step()
+        except Exception as error:
+            self._open = False
+            warnings.warn(
+                f"--track {self._tracker.name} has stopped: {_line(error)}. The run goes on, and "
+                f"metrics.jsonl has all figures.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def _line(error: Exception) -> str:
+    """Return an error in one line."""
+    text = " ".join(str(error).split())
+    return text[:300] or type(error).__name__
+
+
+def _without_paths(value: Any) -> Any:
+    """Return JSON values, of each path on this machine the last part alone."""
+    if isinstance(value, Mapping):
+        return {key: _without_paths(own) for key, own in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_paths(own) for own in value]
+    if isinstance(value, str) and os.sep in value:
+        path = Path(value)
+        local = path.is_absolute() or value.startswith(("~", ".")) or path.exists()
+        return path.name if local else value
+    return value
+
+
+def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return the fields of a recipe as texts, by dotted keys."""
+    found: dict[str, str] = {}
+    for key, value in section.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = str(value)
+    return found

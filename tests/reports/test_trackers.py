@@ -1,0 +1,280 @@
+"""Experiment trackers: what the real programs keep in their offline modes."""
+
+import importlib.util
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import coterie
+from coterie.cli.base import app
+from coterie.reports import trackers
+from coterie.reports.trackers import TRACKED, TRACKERS, TrackedRun, Tracker
+
+SHORT = {"method": {"rounds": 2}, "compare_with": ["local"], "threads": 1, "evaluate_every": 1}
+SECRETS = ("quibblefrost", "zephyrine", "marrowgate")  # words of the clients' texts
+TINY = [
+    "method.rounds=2",
+    "method.local_steps=1",
+    "model.context=64",
+    "compare_with=[]",
+    "threads=1",
+]
+MODULES = {"wandb": "wandb", "mlflow": "mlflow.tracking", "trackio": "trackio"}
+
+
+@pytest.fixture
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in which all three programs keep what they get, and nothing leaves the machine."""
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    monkeypatch.chdir(kept)
+    settings = {
+        "WANDB_MODE": "offline",
+        "WANDB_DIR": str(kept),
+        "WANDB_CACHE_DIR": str(kept / "wandb-cache"),
+        "WANDB_CONFIG_DIR": str(kept / "wandb-config"),
+        "MLFLOW_TRACKING_URI": f"sqlite:///{kept}/mlflow.db",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "TRACKIO_DIR": str(kept / "trackio"),
+        "HF_HUB_OFFLINE": "1",
+    }
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    return kept
+
+
+def every_byte(place: Path) -> bytes:
+    """A file, or all of a folder with their names, one after the other; SQLite's journals too."""
+    paths = [place] if place.is_file() else sorted(place.rglob("*"))
+    return b"\0".join(
+        str(path).encode() + b"\0" + path.read_bytes() for path in paths if path.is_file()
+    )
+
+
+def mlflow_rows(folder: Path, query: str) -> list[tuple[Any, ...]]:
+    with sqlite3.connect(folder / "mlflow.db") as base:
+        return base.execute(query).fetchall()
+
+
+class Recorder(Tracker):
+    """Keeps what a tracker is told, in this process."""
+
+    name, remedy = "recorder", "None."
+
+    def __init__(self) -> None:
+        self.runs: list[dict[str, Any]] = []
+        self.fails = False
+
+    def open(self, run: TrackedRun) -> str:
+        self.runs.append({"run": run, "rounds": [], "complete": None})
+        return run.known or f"id-{len(self.runs)}"
+
+    def log(self, round: int, values: Mapping[str, float]) -> None:
+        if self.fails:
+            raise ConnectionError("the server\nhas gone")
+        self.runs[-1]["rounds"].append((round, dict(values)))
+
+    def close(self, complete: bool) -> None:
+        self.runs[-1]["complete"] = complete
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    found = Recorder()
+    monkeypatch.setattr(trackers, "TRACKERS", {**TRACKERS, "recorder": lambda: found})
+    return found
+
+
+def test_figures_are_those_of_metrics_jsonl_by_round_and_client(
+    recorder: Recorder, tmp_path: Path
+) -> None:
+    run = coterie.run("cobo-digits", out=tmp_path / "mine", track=["recorder"], **SHORT)
+    local, own = recorder.runs
+    assert [local["run"].name, own["run"].name] == ["local", "cobo"]
+    assert {local["run"].group, own["run"].group} == {"mine"}
+    assert own["run"].config["method"]["rounds"] == 2
+    assert own["complete"]
+    assert local["complete"]
+    told = {(round, name): v for round, values in own["rounds"] for name, v in values.items()}
+    kept = {}  # of two exchanges in a round the later one counts
+    for line in map(json.loads, (run.folder / "metrics.jsonl").read_text().splitlines()):
+        kind, round, _, client = (line.pop(k) for k in ("kind", "round", "iteration", "client"))
+        kept |= {(round, f"{kind}/{name}/{client}"): value for name, value in line.items()}
+    assert len(kept) > 50
+    assert {key: told[key] for key in kept} == kept
+    assert told[2, "score/test"] == run.result.evaluations[-1].test
+    assert told[2, "result/mean"] == run.result.mean
+    assert [round for round, _ in own["rounds"]] == sorted({round for round, _ in own["rounds"]})
+
+
+def test_a_comparison_is_one_group(recorder: Recorder, tmp_path: Path) -> None:
+    coterie.compare(
+        ["local", "fedavg"],
+        "cobo-digits",
+        seeds=2,
+        out=tmp_path / "table",
+        track=["recorder"],
+        method={"name": "fedavg", "rounds": 1},
+    )
+    assert [own["run"].name for own in recorder.runs] == [
+        f"{method}/seed-{seed}" for method in ("local", "fedavg") for seed in (0, 1)
+    ]
+    assert {own["run"].group for own in recorder.runs} == {"table"}
+
+
+def test_a_resumed_run_is_the_same_run(recorder: Recorder, tmp_path: Path) -> None:
+    class Stops(coterie.Callback):
+        def round(self, done: int) -> None:
+            raise RuntimeError("enough")
+
+    short = {**SHORT, "compare_with": [], "checkpoint_every": 1}
+    with pytest.raises(coterie.CallbackError):
+        coterie.run("cobo-digits", out=tmp_path, track=["recorder"], callbacks=[Stops()], **short)
+    assert recorder.runs[0]["complete"] is False
+    assert json.loads((tmp_path / TRACKED).read_text()) == {"recorder": "id-1"}
+    coterie.run("cobo-digits", out=tmp_path, track=["recorder"], resume=True, **short)
+    assert recorder.runs[1]["run"].known == "id-1"
+    assert recorder.runs[1]["complete"]
+
+
+def test_a_tracker_that_fails_does_not_stop_the_run(recorder: Recorder, tmp_path: Path) -> None:
+    recorder.fails = True
+    with pytest.warns(RuntimeWarning, match="recorder has stopped: the server has gone"):
+        run = coterie.run("cobo-digits", out=tmp_path, track=["recorder"], **SHORT)
+    assert run.result.rounds == 2
+
+
+def test_paths_of_this_machine_stay_here(recorder: Recorder, tmp_path: Path) -> None:
+    texts(data := tmp_path / "ann-smith" / "letters")
+    coterie.run(
+        "folders",
+        out=tmp_path / "run",
+        track=["recorder"],
+        data={"path": str(data)},
+        model={"context": 64},
+        method={"name": "local", "rounds": 1, "local_steps": 1},
+        compare_with=[],
+        samples=False,
+        threads=1,
+    )
+    told = json.dumps(recorder.runs[-1]["run"].config)
+    assert "ann-smith" not in told
+    assert '"letters"' in told
+
+
+def texts(folder: Path) -> None:
+    """Two clients whose texts hold secret words."""
+    for client in ("ann", "bob"):
+        (folder / client).mkdir(parents=True)
+        for k in range(20):
+            line = f"{SECRETS[k % 3]} said {SECRETS[(k + 1) % 3]} by the river number {k}. "
+            (folder / client / f"{k}.txt").write_text(line * 6)
+
+
+def test_no_text_of_a_client_is_in_what_the_trackers_keep(offline: Path, tmp_path: Path) -> None:
+    found = [name for name in TRACKERS if importlib.util.find_spec(name)]
+    if not found:
+        pytest.skip("no tracker is installed")
+    texts(tmp_path / "letters")
+    words = ["-m", "coterie", "run", "folders", "--out", str(tmp_path / "run")]
+    settings = [*TINY, "threads=1", f"data.path={tmp_path / 'letters'}", "evaluate_every=1"]
+    for option, values in (("--set", settings), ("--track", found)):
+        words += [word for value in values for word in (option, value)]
+    done = subprocess.run(
+        [sys.executable, *words],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "WANDB_ERROR_REPORTING": "false"},
+    )
+    assert done.returncode == 0, done.stderr
+    for folder in {"wandb": "wandb", "mlflow": "mlflow.db", "trackio": "trackio"}.items():
+        if folder[0] in found:
+            kept = every_byte(offline / folder[1])
+            assert b"score/test/ann" in kept  # its files can be read as they are
+            assert b"local_steps" in kept
+    kept = every_byte(offline)
+    for secret in (*SECRETS, "by the river"):
+        assert secret.encode() not in kept
+
+    assert str(tmp_path / "letters").encode() not in kept
+
+
+def test_mlflow_has_the_figures_in_its_database(offline: Path, tmp_path: Path) -> None:
+    pytest.importorskip("mlflow.tracking")
+    run = coterie.run("cobo-digits", out=tmp_path / "mine", track=["mlflow"], **SHORT)
+    names = mlflow_rows(offline, "select name, status from runs order by start_time")
+    assert names == [("local", "FINISHED"), ("cobo", "FINISHED")]
+    groups = mlflow_rows(offline, "select distinct value from tags where key = 'coterie.group'")
+    assert groups == [("mine",)]
+    query = (
+        "select step, value from metrics m join runs r on m.run_uuid = r.run_uuid "
+        "where r.name = 'cobo' and m.key = 'score/test/c0-0' order by step"
+    )
+    expected = [(e.round, e.clients["c0-0"].test) for e in run.result.evaluations]
+    assert mlflow_rows(offline, query) == expected
+    query = "select value from params where key = 'method.rounds'"
+    assert {value for (value,) in mlflow_rows(offline, query)} == {"2"}
+
+
+def test_trackio_has_the_figures(offline: Path, tmp_path: Path) -> None:
+    pytest.importorskip("trackio")
+    run = coterie.run("cobo-digits", out=tmp_path / "mine", track=["trackio"], **SHORT)
+    with sqlite3.connect(next((offline / "trackio").glob("*.db"))) as base:
+        configs = dict(base.execute("select run_name, config from configs").fetchall())
+        assert sorted(n.rsplit("/", 1)[0] for n in configs) == ["mine/cobo", "mine/local"]
+        found = [json.loads(config) for config in configs.values()]
+        assert [config["_Group"] for config in found] == ["mine", "mine"]
+        assert [config["method"]["rounds"] for config in found] == [2, 2]
+        rows = base.execute("select run_name, step, metrics from metrics").fetchall()
+    told = {}
+    for name, step, metrics in rows:
+        if "/cobo/" in name:
+            told |= {(step, key): value for key, value in json.loads(metrics).items()}
+    for evaluation in run.result.evaluations:
+        value = told[evaluation.round, "score/test/c0-0"]
+        assert value == pytest.approx(evaluation.clients["c0-0"].test)
+
+
+@pytest.mark.parametrize("name", list(MODULES))
+def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_written(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    for module in [module for module in sys.modules if module.startswith(f"{name}.")]:
+        monkeypatch.delitem(sys.modules, module)
+    out = tmp_path / "run"
+    done = CliRunner().invoke(app, ["run", "cobo-digits", "--out", str(out), "--track", name])
+    assert done.exit_code == 2
+    assert f"--track {name} needs {name}, which is not installed" in " ".join(done.stderr.split())
+    assert f"[{name}]" in done.stderr
+    assert not out.exists()
+
+
+def test_a_tracker_that_nobody_knows_is_refused(tmp_path: Path) -> None:
+    out = str(tmp_path / "run")
+    done = CliRunner().invoke(app, ["run", "cobo-digits", "--out", out, "--track", "neptune"])
+    assert done.exit_code == 2
+    assert "wandb, mlflow, trackio" in done.stderr
+
+
+def test_without_a_login_wandb_is_refused_and_not_asked_for(
+    offline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    with pytest.raises(coterie.Refused, match="WANDB_MODE=offline"):
+        coterie.run("cobo-digits", out=tmp_path / "run", track=["wandb"], **SHORT)
+    assert not (tmp_path / "run").exists()
