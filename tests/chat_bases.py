@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from byte_pairs import byte_pairs
-from random_models import write_base
 
 # ChatML, of which each message adds to what was there before
 CHATML = (
@@ -45,8 +44,9 @@ def chat_tokenizer(template: str | None = CHATML) -> Any:
 
 
 def write_chat_base(folder: Path, template: str | None = CHATML) -> Path:
-    """Write a random Llama of two blocks with such a tokenizer."""
-    from transformers import LlamaConfig
+    """Write a random Llama of two blocks with such a tokenizer, which can become sure of a word."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     tokenizer = chat_tokenizer(template)
     config = LlamaConfig(
@@ -56,8 +56,15 @@ def write_chat_base(folder: Path, template: str | None = CHATML) -> Path:
         num_hidden_layers=2,
         num_attention_heads=4,
         max_position_embeddings=128,
+        initializer_range=0.2,
     )
-    return write_base(folder, config, tokenizer)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = LlamaForCausalLM(config)
+    model.model.norm.weight.data.fill_(4.0)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def turns(*said: str) -> list[dict[str, str]]:

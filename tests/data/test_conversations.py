@@ -144,8 +144,11 @@ def test_a_template_that_rewrites_gives_each_answer_a_conversation_of_its_own() 
 )
 def test_templates_whose_answers_cannot_be_told_are_refused(template: str, why: str) -> None:
     with pytest.raises(DataError, match=why) as told:
-        ChatTemplate(chat_tokenizer(template))
+        ChatTemplate(chat_tokenizer(template)).way  # noqa: B018
     assert "data.chat_template=FILE" in told.value.remedy
+    served = ChatTemplate(chat_tokenizer(template))  # it can be used all the same
+    assert served.prompt(TALK[:1])
+    assert served.stops == (0,)
 
 
 def test_without_a_template_pairs_are_plain_text_and_messages_are_refused() -> None:

@@ -94,6 +94,13 @@ def _trust(said: bool) -> bool:
     return said
 
 
+Chat = Annotated[
+    bool,
+    typer.Option(
+        "--chat",
+        help="Answer a message, by the base's chat template or that of the run.",
+    ),
+]
 Trust = Annotated[
     bool,
     typer.Option(

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from coterie.cli.base import Base, Clients, Run, Trust, _stopping, app
+from coterie.cli.base import Base, Chat, Clients, Run, Trust, _stopping, app
 from coterie.cli.use import _personal
 from coterie.core.errors import Refused
 from coterie.core.printing import printable
@@ -79,6 +79,7 @@ def serve(
             "context, at most 4096.",
         ),
     ] = None,
+    chat: Chat = False,
     base: Base = None,
     trust_remote_code: Trust = False,
 ) -> None:
@@ -87,6 +88,10 @@ def serve(
     """
     with _stopping("stopped."):
         given = {"token": token, "host": host, "rows": batch, "queue": queue, "context": context}
+        if api and chat:
+            raise Refused(
+                "--chat is for the page", "Leave it out: --api answers chats wherever it can."
+            )
         if api:
             _serve_api(run, client, base, port, {k: v for k, v in given.items() if v is not None})
             return
@@ -100,8 +105,12 @@ def serve(
         from coterie.personal.ui import keyboard, sorter
 
         models, classifiers = _personal(run, client, base)
+        if chat and not models:
+            raise Refused(f"{run} holds classifiers, which do not chat", "Leave --chat out.")
         with (
-            keyboard.served(models, port) if models else sorter.served(classifiers, port) as address
+            keyboard.served(models, port, chat)
+            if models
+            else sorter.served(classifiers, port) as address
         ):
             print(f"Open {address} (only this machine can). Ctrl-C stops it.", flush=True)
             threading.Event().wait()

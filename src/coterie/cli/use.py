@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coterie.cli.base import Base, Client, Clients, Run, Trust, _normal, _stopping, app
+from coterie.cli.base import Base, Chat, Client, Clients, Run, Trust, _normal, _stopping, app
 from coterie.core.errors import Refused
 from coterie.core.printing import printable
 
@@ -194,6 +194,7 @@ def predict(
     ] = None,
     client: Clients = None,
     top: Annotated[int, typer.Option("--top", min=1, max=20, help="Number of words.")] = 3,
+    chat: Chat = False,
     base: Base = None,
     trust_remote_code: Trust = False,
 ) -> None:
@@ -203,6 +204,7 @@ def predict(
     with _stopping():
         from rich.console import Console
 
+        from coterie.data.chats.reading import user
         from coterie.models.text import TextShape
         from coterie.personal import ManyModels
         from coterie.personal.ui import terminal
@@ -219,8 +221,12 @@ def predict(
                     f"{run} holds language models, which do not classify",
                     "Give --text instead of --data.",
                 )
-            terminal.show(Console(), models, ManyModels(models).next_words(text, top), text)
+            together = ManyModels(models)
+            opened = together.chats.opening([user(text)]) if chat else text
+            terminal.show(Console(), models, together.next_words(opened, top), text)
             return
+        if chat:
+            raise Refused(f"{run} holds classifiers, which do not chat", "Leave --chat out.")
         from coterie.personal.samples import as_samples
 
         shape = next(iter(classifiers.values())).shape
@@ -237,8 +243,9 @@ def predict(
 @app.command()
 def generate(
     run: Run,
-    text: Annotated[str, typer.Option("--text", help="Text to continue.")],
+    text: Annotated[str, typer.Option("--text", help="Text to continue, or a message to answer.")],
     client: Client = None,
+    chat: Chat = False,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Most tokens to generate.")] = 40,
     temperature: Annotated[
         float,
@@ -250,7 +257,7 @@ def generate(
     base: Base = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Continue a text with one client's model."""
+    """Continue a text with one client's model, or answer a message."""
     with _stopping():
         import torch
 
@@ -263,7 +270,8 @@ def generate(
             if temperature > 0
             else {"do_sample": False}
         )
-        print(printable(model.generate(text, max_new_tokens=tokens, **chosen), lines=True))
+        speak = model.answer if chat else model.generate
+        print(printable(speak(text, max_new_tokens=tokens, **chosen), lines=True))
 
 
 @app.command()

@@ -49,6 +49,7 @@ class About:
         recipe: Name of the recipe.
         round: Rounds done.
         seed: The run's seed.
+        chat_template: The chat template that it was trained with, if not the base's own.
     """
 
     client: str
@@ -59,12 +60,16 @@ class About:
     recipe: str
     round: int
     seed: int
+    chat_template: str | None = None
 
 
 def save(folder: Path, about: About, tensors: Named) -> None:
     """Write a personal model to `folder`. Raises SaveError; the previous files stay valid."""
     save_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
-    write_json(folder / ABOUT, {"format": FORMAT} | asdict(about))
+    found = asdict(about)
+    if about.chat_template is None:  # which nearly all are without
+        del found["chat_template"]
+    write_json(folder / ABOUT, {"format": FORMAT} | found)
 
 
 def read_about(folder: Path) -> About:

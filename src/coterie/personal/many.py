@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from coterie.core.errors import ModelError
+from coterie.data.chats import ChatTemplate
 from coterie.models.backbone import Attachable
 from coterie.personal.inference.stacks import Stacks
 from coterie.personal.model import PersonalModel
@@ -63,6 +64,11 @@ class ManyModels:
     def tokenizer(self) -> Any:
         """The base's tokenizer. Raises ModelError if it has none."""
         return self.backbone.tokenizer
+
+    @property
+    def chats(self) -> ChatTemplate:
+        """The chat template, see `PersonalModel.chats`; models of one run have the same."""
+        return next(iter(self.models.values())).chats
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor, clients: Sequence[str], **inputs: Any) -> Any:

@@ -2,7 +2,7 @@
 largest weight. Used like a transformers model.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, cast, overload
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from coterie.core.files import load as load_tensors
+from coterie.data.chats import ChatTemplate
+from coterie.data.chats.reading import user
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
 from coterie.personal.artifact import (
@@ -25,6 +27,8 @@ from coterie.personal.artifact import (
 from coterie.personal.inference.stacks import Stacks
 from coterie.personal.text_inference import TextInference
 from coterie.personal.word_search import Word
+
+ANSWER = 128  # tokens at most, unless told otherwise
 
 
 class PersonalModel:
@@ -185,6 +189,38 @@ class PersonalModel:
             return cast(str, self.tokenizer.decode(found[0], skip_special_tokens=True))
         given = settings if prompt is None else {"input_ids": prompt} | settings
         return self._inference.generate(self.fast, given)
+
+    @cached_property
+    def chats(self) -> ChatTemplate:
+        """The chat template: that which the model was trained with, else the base's own."""
+        return ChatTemplate(self.tokenizer, self.about.chat_template)
+
+    def answer(self, messages: str | Sequence[Mapping[str, Any]], **settings: Any) -> str:
+        """Answer the last message of a chat, by the base's chat template.
+
+            model.answer("What is two and two?")
+            model.answer([{"role": "user", "content": "What is two and two?"}], do_sample=False)
+
+        Args:
+            messages: A user's message, or all of a chat, each with its `role` and `content`.
+            settings: Anything that transformers' `generate` takes; by default an answer has 128
+                tokens at most, or as many as there is room for.
+
+        Raises:
+            DataError: The base has no chat template, or it refuses the messages.
+            ModelError: The chat would grow longer than the base's context.
+        """
+        given = [user(messages)] if isinstance(messages, str) else messages
+        ids = self.chats.prompt([dict(message) for message in given])
+        room = max(self.backbone.context_limit - len(ids), 1)
+        found = self._inference.generate(
+            self.fast,
+            {"max_new_tokens": min(ANSWER, room), "eos_token_id": list(self.chats.stops) or None}
+            | {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids))}
+            | settings,
+        )
+        answer = self.tokenizer.decode(found[0, len(ids) :], skip_special_tokens=True)
+        return cast(str, answer)
 
     @overload
     def next_words(self, text: str, k: int = 3) -> list[Word]: ...

@@ -32,6 +32,7 @@ class Language(LearningProblem):
     section: LanguageSection
     backbone: Backbone
     federation: Federation
+    chat_template: str | None = None  # in place of the base's own
     metric = PERPLEXITY
 
     def __post_init__(self) -> None:
@@ -77,7 +78,14 @@ class Language(LearningProblem):
         """
         personal.save(
             folder,
-            personal.About(id, self.section.base, layout, self.section.context, **vars(origin)),
+            personal.About(
+                id,
+                self.section.base,
+                layout,
+                self.section.context,
+                **vars(origin),
+                chat_template=self.chat_template,
+            ),
             tensors,
         )
 

@@ -4,6 +4,7 @@ import torch
 
 from coterie.core import devices
 from coterie.core.errors import ModelError, RecipeError
+from coterie.data.chats.fields import ChatFields
 from coterie.data.federation import Federation
 from coterie.data.images import Images
 from coterie.data.labelled import LabelledTexts
@@ -79,6 +80,7 @@ def load(recipe: Recipe) -> LearningProblem:
                 section,
                 backbone,
                 data.load(backbone.tokenizer, section.context, order_seed=recipe.seed),
+                data.chat_template if isinstance(data, ChatFields) else None,
             )
     raise AssertionError("the recipe checked that data and model fit")
 

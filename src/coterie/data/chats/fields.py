@@ -65,6 +65,8 @@ class ChatFields(Section):
         if self.content == "text":
             return None
         template = ChatTemplate(tokenizer, self.chat_template)
+        if self.loss == "answers":
+            template.way  # noqa: B018 - refuses a template whose answers cannot be told
         return Encoder(template, self.loss, self.packing, self.unanswered == "leave-out")
 
     def conversations(self, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Document]:

@@ -65,6 +65,11 @@ class Conversation:
         return cls(where, messages, given, tools, None if pair is None else tuple(pair))
 
 
+def user(text: str) -> Message:
+    """Return a user's message."""
+    return {"role": "user", "content": text}
+
+
 def is_answer(message: Message) -> bool:
     """Whether a message is an assistant's and not empty."""
     said = str(message.get("content") or "").strip() or message.get("tool_calls")

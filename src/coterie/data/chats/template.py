@@ -74,10 +74,6 @@ class ChatTemplate:
         tokenizer: A fast tokenizer of transformers.
         template: Jinja; None: the tokenizer's own, which it may lack: then only prompts and
             completions of plain text can be encoded.
-
-    Raises:
-        DataError: It cannot be found out exactly which tokens are the assistant's, or nothing ends
-            its answers.
     """
 
     def __init__(self, tokenizer: Any, template: str | None = None) -> None:
@@ -87,18 +83,29 @@ class ChatTemplate:
             own = own.get("default")
         self.template: str | None = own if template is None else template
         self.marked = self.template is not None and _MARKED.search(self.template) is not None
-        self.way = self._checked() if self.template is not None else "completions"
+
+    @cached_property
+    def way(self) -> str:
+        """How answers are found, in words.
+
+        Raises:
+            DataError: It cannot be found out exactly which tokens are the assistant's, or nothing
+                ends its answers.
+        """
+        return self._checked() if self.template is not None else "completions"
 
     @cached_property
     def stops(self) -> tuple[int, ...]:
         """The ids that end an answer: the template's, and the tokenizer's end token."""
         end = self.tokenizer.eos_token_id
         ends = [] if end is None else [int(end)]
-        if self.template is not None:
-            for rendered in self.encode(Conversation("the example", _EXAMPLE)):
-                ids, counted = rendered.ids, rendered.counted
-                behind = counted & ~np.append(counted[1:], False)
-                ends += ids[behind].tolist()
+        try:
+            found = [] if self.template is None else self.encode(Conversation("example", _EXAMPLE))
+        except DataError:  # nothing else does
+            found = []
+        for rendered in found:
+            behind = rendered.counted & ~np.append(rendered.counted[1:], False)
+            ends += rendered.ids[behind].tolist()
         return tuple(dict.fromkeys(ends))
 
     @cached_property
@@ -139,6 +146,14 @@ class ChatTemplate:
         text = self.render(messages, tools, prompt=True)
         found = self.tokenizer([text], add_special_tokens=False, verbose=False)
         return [int(id) for id in found["input_ids"][0]]
+
+    def opening(self, messages: Sequence[Message], answer: str = "") -> str:
+        """Return the text of `prompt` and of an answer so far, for who encodes it as text: without
+        the first token that the tokenizer itself puts before texts. Raises DataError.
+        """
+        text, first = self.render(messages, prompt=True), self.tokenizer.bos_token
+        adds = bool(first) and self.tokenizer("a")["input_ids"][:1] == [self.tokenizer.bos_token_id]
+        return (text.removeprefix(first) if adds else text) + answer
 
     def encode(self, conversation: Conversation, loss: Loss = "answers") -> list[Rendered]:
         """Return a conversation as token ids, or as several, where the template rewrites what came

@@ -3,9 +3,9 @@
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from coterie.core import names
+from coterie.core.errors import DataError
 from coterie.personal.api.errors import ApiError, shown
 from coterie.personal.api.requests import ChatRequest, CompletionRequest
 from coterie.personal.many import ManyModels
@@ -53,7 +53,8 @@ class Preparation:
         own = self.tokenizer.eos_token_id
         ends = [own] if ends is None else ends if isinstance(ends, list) else [ends]
         self.ends = frozenset(i for i in ends if i is not None)
-        self.chat_ends = self.ends | frozenset(() if own is None else (own,))
+        self.chats = models.chats
+        self.chat_ends = self.ends | frozenset(self.chats.stops)
 
     def client(self, model: str) -> str:
         """Return the client that a request's model names.
@@ -122,7 +123,7 @@ class Preparation:
 
     def _template(self, request: ChatRequest) -> list[int]:
         """Return the messages as tokens, by the base's chat template."""
-        if not getattr(self.tokenizer, "chat_template", None):
+        if self.chats.template is None:
             raise ApiError(
                 400,
                 "The base of these models has no chat template, so they cannot chat. Use "
@@ -131,26 +132,19 @@ class Preparation:
                 "no_chat_template",
             )
         try:
-            text = self.tokenizer.apply_chat_template(
-                [message.as_template() for message in request.messages],
-                add_generation_prompt=True,
-                tokenize=False,
-            )
-        except Exception as error:  # whatever the base's template happens to raise
+            return self.chats.prompt([message.as_template() for message in request.messages])
+        except DataError as error:
+            reason = shown(error.problem.partition(": ")[2])
             raise ApiError(
-                400, f"The base's chat template refuses these messages: {shown(error)}", "messages"
+                400, f"The base's chat template refuses these messages: {reason}", "messages"
             ) from None
-        # templates write special tokens themselves
-        return self._tokens(text, add_special_tokens=False)
 
-    def _tokens(self, prompt: str | Sequence[int], **settings: Any) -> list[int]:
+    def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
         """Return a prompt as tokens; an empty one as the token that ends texts, as `generate`
         does.
         """
         if isinstance(prompt, str):
-            ids: list[int] = self.tokenizer(prompt or self.tokenizer.eos_token, **settings)[
-                "input_ids"
-            ]
+            ids: list[int] = self.tokenizer(prompt or self.tokenizer.eos_token)["input_ids"]
             return ids
         self._check_ids(prompt, "prompt")
         return list(prompt)

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from coterie.core.printing import printable
+from coterie.data.chats.reading import user
 from coterie.models.adapter import Layout
 from coterie.models.language import LanguageModel
 from coterie.personal.many import ManyModels
@@ -25,6 +26,14 @@ EXAMPLES = (
     "A new",
     "It was found that",
     "My favourite",
+)
+MESSAGES = (
+    "How are you?",
+    "What should I do in my free time?",
+    "What is this about?",
+    "Can you help me?",
+    "Tell me something new.",
+    "Why is that?",
 )
 BASE = "(the base, untrained)"  # brackets are in no client's name
 FOCUS = """() => setTimeout(() => {
@@ -56,22 +65,25 @@ STYLE = """
 )
 
 
-def keyboard(models: Mapping[str, PersonalModel]) -> Any:
+def keyboard(models: Mapping[str, PersonalModel], chat: bool = False) -> Any:
     """Return the page, a Gradio `Blocks` that is not started yet.
 
     Args:
         models: A personal model for each client, in the order of the rows.
+        chat: Whether the text is the answer to a message, which the page asks for, too.
 
     Raises:
         Refused: Gradio is not installed.
+        DataError: The base has no chat template.
     """
     gradio = page.gradio()
-    examples = most_disputed(ManyModels(models), EXAMPLES)
+    offers = MESSAGES if chat else EXAMPLES
+    examples = most_disputed(ManyModels(models), offers, chat)
     models = with_base(models)
     together = ManyModels(models)
 
-    def suggest(text: str) -> list[Any]:
-        found = together.next_words(text, SHOWN)
+    def suggest(text: str, message: str = "") -> list[Any]:
+        found = together.next_words(_opening(together, message, text) if chat else text, SHOWN)
         inserts = [[word.insert for word in words] for words in found.values()]
         return [
             (text, inserts),
@@ -102,9 +114,13 @@ def keyboard(models: Mapping[str, PersonalModel]) -> Any:
 
     with gradio.Blocks(title="coterie", analytics_enabled=False) as blocks:
         gradio.Markdown(
-            "## What would each client write next?\nType, choose a word, or start with an example."
+            f"## What would each client {'answer' if chat else 'write next'}?\n"
+            "Type, choose a word, or start with an example."
         )
-        text = gradio.Textbox(label="Text", lines=3, autofocus=True, elem_id="text")
+        message = gradio.Textbox(label="Message", lines=2, elem_id="message", visible=chat)
+        text = gradio.Textbox(
+            label="Answer" if chat else "Text", lines=3, autofocus=True, elem_id="text"
+        )
         with gradio.Row():
             offered = [
                 gradio.Button(example, size="sm", elem_classes="example") for example in examples
@@ -119,16 +135,25 @@ def keyboard(models: Mapping[str, PersonalModel]) -> Any:
                 )
         gradio.HTML(_legend(models))
         everything = [state, *(button for row in rows for button in row)]
-        blocks.load(suggest, text, everything, **page.QUIET)
-        text.change(suggest, text, everything, trigger_mode="always_last", **page.QUIET)
+        written = [text, message] if chat else [text]
+        blocks.load(suggest, written, everything, **page.QUIET)
+        for box in written:
+            box.change(suggest, written, everything, trigger_mode="always_last", **page.QUIET)
         for i, row in enumerate(rows):
             for place, button in enumerate(row):
                 button.click(append(i, place), [text, state], text, **page.QUIET).then(
                     None, js=FOCUS
                 )
         for button, example in zip(offered, examples, strict=True):
-            button.click(partial(str, example), None, text, **page.QUIET).then(None, js=FOCUS)
+            button.click(partial(str, example), None, written[-1], **page.QUIET).then(
+                None, js=FOCUS
+            )
     return blocks
+
+
+def _opening(models: ManyModels, message: str, text: str) -> str:
+    """Return a message, and what was answered so far, by the chat template."""
+    return models.chats.opening([user(message)], text)
 
 
 def with_base(models: Mapping[str, PersonalModel]) -> dict[str, PersonalModel]:
@@ -143,18 +168,26 @@ def with_base(models: Mapping[str, PersonalModel]) -> dict[str, PersonalModel]:
     return {**models, BASE: base}
 
 
-def most_disputed(models: ManyModels, texts: Sequence[str]) -> list[str]:
-    """Those texts after which the clients' models suggest the most different words, most first."""
+def most_disputed(models: ManyModels, texts: Sequence[str], chat: bool = False) -> list[str]:
+    """Those texts after which the clients' models suggest the most different words, most first; of
+    a chat, those messages.
+    """
     words = {
-        text: {word.word for found in models.next_words(text, 1).values() for word in found}
+        text: {
+            word.word
+            for found in models.next_words(_opening(models, text, "") if chat else text, 1).values()
+            for word in found
+        }
         for text in texts
     }
     return sorted(texts, key=lambda text: -len(words[text]))[:OFFERED]
 
 
-def served(models: Mapping[str, PersonalModel], port: int) -> AbstractContextManager[str]:
+def served(
+    models: Mapping[str, PersonalModel], port: int, chat: bool = False
+) -> AbstractContextManager[str]:
     """Show the page on this machine only, see `page.served`."""
-    return page.served(keyboard(models), STYLE, port)
+    return page.served(keyboard(models, chat), STYLE, port)
 
 
 def _label(model: PersonalModel, word: Any) -> str:
