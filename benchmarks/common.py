@@ -45,19 +45,22 @@ def _processor() -> str:
     return f"{len(names)} x {names[0]}" if names else platform.processor() or platform.machine()
 
 
-def seconds(work: Callable[[], object]) -> float:
-    """How long one call takes, until the GPU is done where there is one."""
+def seconds(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    """How long one call takes by a clock, until the GPU is done where there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    start = time.perf_counter()
+    start = clock()
     work()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def in_turns(
-    work: Mapping[str, Callable[[], object]], repeats: int, warm: int = 1
+    work: Mapping[str, Callable[[], object]],
+    repeats: int,
+    warm: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Seconds of each call in each repeat; nobody is always first, so that a noisy machine disturbs
     all alike.
@@ -66,13 +69,14 @@ def in_turns(
         work: What is measured, by name.
         repeats: That count.
         warm: Repeats before them.
+        clock: In seconds.
     """
     taken: dict[str, list[float]] = {name: [] for name in work}
     names = list(work)
     for repeat in range(-warm, repeats):
         first = repeat % len(names)
         for name in names[first:] + names[:first]:
-            elapsed = seconds(work[name])
+            elapsed = seconds(work[name], clock)
             if repeat >= 0:
                 taken[name].append(elapsed)
     return taken

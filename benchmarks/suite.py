@@ -124,6 +124,7 @@ BENCHMARKS = (
     Benchmark("ddome_cuda", "ddome.py --device cuda", "--repeats 1 --data digits", gpu=True),
     Benchmark("next_token", "next_token.py", "--repeats 1 --shape embedded"),
     Benchmark("many_models", "next_token.py --many 64", "--repeats 1 --shape embedded --many 4"),
+    Benchmark("serving", "serving.py", "--requests 4 --rows 2 --repeats 1"),
 )
 
 
@@ -319,6 +320,23 @@ AIMS = (
         )
         for shape in ("embedded", "gpt2")
         for work in ("next token", "prefill")
+    ),
+    Aim(
+        "requests of 32 clients in one running batch / to one model, throughput",
+        "serving",
+        of("throughput", shape="embedded", requests="of many clients"),
+        least=0.7,
+    ),
+    Aim(
+        "requests of 32 clients in one running batch / one after the other, throughput",
+        "serving",
+        lambda rows: (
+            of("throughput", shape="embedded", requests="of many clients")(rows)
+            / of("throughput", shape="embedded", requests="of many clients, one after the other")(
+                rows
+            )
+        ),
+        least=3,
     ),
     Aim("coterie --help, s", "startup", of("seconds", what="coterie --help"), most=0.5),
 )

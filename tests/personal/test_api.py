@@ -470,6 +470,28 @@ def test_a_batch_that_fails_is_told_and_the_server_goes_on(make_run, monkeypatch
     assert problems == ["a batch failed: ZeroDivisionError: division by zero"] * 2
 
 
+def test_an_answer_that_fails_harms_no_other(make_run, monkeypatch):
+    from coterie.personal.api.texts import Decoder
+
+    add = Decoder.add
+    monkeypatch.setattr(Decoder, "add", lambda self, token: add(self, token + 0 // (token - 7)))
+    problems: list[str] = []
+    models = coterie.load_all(make_run("few", **LAYOUTS))
+    with server.served(models, Settings(0, token=TOKEN, queue=0), problems.append) as address:
+        client = connect(address)
+        bias = {str(token): -100 for token in (2, 7)}
+        with ThreadPoolExecutor(2) as pool:
+            settings = {"model": "ann", "prompt": "cab", "max_tokens": 30, "temperature": 0}
+            good = pool.submit(client.completions.create, **settings, logit_bias=bias)
+            for _ in range(3):
+                with pytest.raises(openai.InternalServerError):
+                    client.completions.create(**settings, logit_bias={"7": 100}, n=2)
+            assert good.result().usage.completion_tokens == 30
+    assert set(problems) == {
+        "a request failed: ZeroDivisionError: integer division or modulo by zero"
+    }
+
+
 def test_a_server_that_stops_ends_its_streams(make_run, monkeypatch):
     slowed(monkeypatch)
     models = coterie.load_all(make_run("few", **LAYOUTS))
@@ -511,3 +533,11 @@ def test_a_port_that_is_taken(serve, make_run):
         server.served(models, Settings(port), print),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("host", "local"),
+    [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("box", False)],
+)
+def test_what_others_can_reach_is_not_local(host, local):
+    assert Settings(0, host).is_local == local

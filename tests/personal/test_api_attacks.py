@@ -163,7 +163,7 @@ def test_the_servers_own_names_and_addresses_are_taken(port):
     def app(*_):
         raise AssertionError
 
-    guard = Guard(app, "127.0.0.1", TOKEN, LIMITS)
+    guard = Guard(app, "127.0.0.1", TOKEN)
     for host in ("127.0.0.1", f"127.0.0.1:{port}", "localhost:1", "LOCALHOST", "[::1]:7860"):
         assert guard._is_own(host)
         assert _status(port, request(json.dumps(ASKED).encode(), Host=host)) == 200
@@ -296,3 +296,4 @@ def test_a_caller_who_does_not_read_is_cut_off(bases, tmp_path):
                     continue
             else:
                 pytest.fail("the work of a caller who does not read goes on")
+    assert problems == []

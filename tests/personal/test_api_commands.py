@@ -56,8 +56,9 @@ def test_it_says_where_it_is_answers_as_the_documentation_says_and_stops(make_ru
     with serving(folder, *chosen) as (process, address, lines):
         assert lines[0] == f"2 models at {address}. Ctrl-C stops it.\n"
         assert lines[1] == "  models: network, numbers\n"
-        token = re.fullmatch(r"  token:  (\S{32})\n", lines[2])[1]
-        own = os.environ | {"OPENAI_BASE_URL": address, "OPENAI_API_KEY": token}
+        told = r"  export OPENAI_BASE_URL=(\S+) OPENAI_API_KEY=(\S{32})\n"
+        told_address, token = re.fullmatch(told, lines[2]).groups()
+        own = os.environ | {"OPENAI_BASE_URL": told_address, "OPENAI_API_KEY": token}
         said = []
         for command in (["bash", "-c", shell], [sys.executable, "-c", python]):
             done = subprocess.run(
@@ -77,6 +78,7 @@ def test_one_clients_folder_and_a_token_of_the_environment(make_run):
     token = "of-the-environment"
     with serving(folder, environment={"COTERIE_TOKEN": token}) as (_, address, lines):
         assert lines[0].startswith("1 model at ")
+        assert lines[2:] == [f"  export OPENAI_BASE_URL={address}\n"]
         assert token not in "".join(lines)
         client = openai.OpenAI(base_url=address, api_key=token)
         assert [model.id for model in client.models.list()] == ["ann"]

@@ -132,9 +132,10 @@ def _serve_api(
     with server.served(models, settings, _report) as address:
         print(f"{len(models)} model{'s' * (len(models) != 1)} at {address}. Ctrl-C stops it.")
         print(f"  models: {', '.join(map(printable, models))}")
-        if "token" not in given:
-            print(f"  token:  {settings.token}")
-        print(f"  export OPENAI_BASE_URL={address} OPENAI_API_KEY=TOKEN", flush=True)
+        if not settings.is_local:
+            print("  Others in the network can reach it, and nothing is encrypted.")
+        key = "" if "token" in given else f" OPENAI_API_KEY={settings.token}"
+        print(f"  export OPENAI_BASE_URL={address}{key}", flush=True)
         threading.Event().wait()
 
 

@@ -96,7 +96,9 @@ class Api:
         given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if given != "application/json":
             raise ApiError(
-                415, f"The content type must be application/json, and is '{shown(given)}'."
+                415,
+                f"The content type must be application/json, and is '{shown(given)}'. Send the "
+                "header Content-Type: application/json.",
             )
         return parsed(kind, await self._body(request))
 

@@ -1,17 +1,15 @@
 """What a server lets nobody do: ask under another name, ask without the token, or be slow."""
 
-import asyncio
 import hmac
 import ipaddress
 import re
 import socket
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from coterie.personal.api.errors import ApiError, shown
@@ -28,7 +26,7 @@ class Limits:
         head_s: Seconds until a request's head is complete, from the connection or the last answer
             on.
         body_s: Seconds until its body is.
-        write_s: Seconds until a caller has read what was sent.
+        write_s: Seconds until a caller who does not read what is sent is cut off.
         connections: Open at once.
     """
 
@@ -53,17 +51,15 @@ class Guard:
         app: What answers.
         host: The address that the server listens on.
         token: What callers must know.
-        limits: Of requests.
     """
 
-    def __init__(self, app: ASGIApp, host: str, token: str, limits: Limits) -> None:
-        self.app, self.limits = app, limits
+    def __init__(self, app: ASGIApp, host: str, token: str) -> None:
+        self.app = app
         self._names = {"localhost", host.lower(), socket.gethostname().lower()}
         self._token = token.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, as ASGI has it."""
-        send = _in_time(send, self.limits.write_s)
         try:
             self._check(Headers(scope=scope))
         except ApiError as error:
@@ -104,19 +100,9 @@ class Guard:
         return True
 
 
-def _in_time(send: Send, seconds: float) -> Callable[[Message], Awaitable[None]]:
-    """Return `send` that gives up a caller who does not read."""
-
-    async def limited(message: Message) -> None:
-        async with asyncio.timeout(seconds):
-            await send(message)
-
-    return limited
-
-
 def protocol(limits: Limits) -> type[H11Protocol]:
-    """Return uvicorn's protocol with a limit of connections and of the time until a request's head
-    is complete, which uvicorn has not.
+    """Return uvicorn's protocol with limits that uvicorn has not: of connections, and of the time
+    until a request's head is complete and until a caller reads on.
     """
 
     class Limited(H11Protocol):
@@ -129,6 +115,14 @@ def protocol(limits: Limits) -> type[H11Protocol]:
         def on_response_complete(self) -> None:
             super().on_response_complete()
             self._expect_head()
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._unread = self.loop.call_later(limits.write_s, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self._unread.cancel()
 
         def _expect_head(self) -> None:
             self.loop.call_later(limits.head_s, self._close_unless_asked)

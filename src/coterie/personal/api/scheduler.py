@@ -120,13 +120,25 @@ class Scheduler:
         """Tell a request of a token, and stop what is over."""
         with self._changed:
             work = self._work.get(progress.of)
-        if work is None or not work.listener.progress(progress):
+        if work is None:
             return
-        batch.remove(progress.of, progress.choice)
+        try:
+            over = work.listener.progress(progress)
+        except Exception as error:  # of one request, as of what its tokens mean: others go on
+            self._report(f"a request failed: {type(error).__name__}: {error}")
+            work.listener.failed(error)
+            self.cancel([w.continuation for w in self._works_of(work.listener)])
+            return
+        if over:
+            batch.remove(progress.of, progress.choice)
+            with self._changed:
+                work.left -= 1
+                if not work.left:
+                    self._work.pop(progress.of, None)
+
+    def _works_of(self, listener: Listener) -> list[_Work]:
         with self._changed:
-            work.left -= 1
-            if not work.left:
-                self._work.pop(progress.of, None)
+            return [work for work in self._work.values() if work.listener is listener]
 
     def _fail(self, error: Exception) -> None:
         with self._changed:

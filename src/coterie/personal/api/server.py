@@ -1,6 +1,7 @@
 """The server: one port, one thread for requests, one for the batch."""
 
 import errno
+import ipaddress
 import re
 import secrets
 import socket
@@ -68,6 +69,14 @@ class Settings:
                 "then one is made.",
             )
 
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach the server."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
 
 @contextmanager
 def served(
@@ -92,7 +101,7 @@ def served(
     with _listening(settings.host, settings.port) as listener:
         scheduler = Scheduler(together, settings.rows, settings.queue, report)
         api = Api(preparation, scheduler, settings.limits, report)
-        guard = Guard(api.app(), settings.host, settings.token, settings.limits)
+        guard = Guard(api.app(), settings.host, settings.token)
         server = uvicorn.Server(_configuration(guard, settings.limits))
         thread = threading.Thread(target=server.run, args=([listener],), name="api", daemon=True)
         thread.start()
