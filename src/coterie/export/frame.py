@@ -175,6 +175,7 @@ def _summary(format: Format, options: Options, client: ClientModel) -> dict[str,
         **({"base_precision": options.base_precision} if options.base_precision else {}),
         "base": {
             "name": portable(base),
+            "quantised": client.model.about.quantise,
             "sha256": {path.name: digest_of(path) for path in files_of(base)},
         },
         **format.interface(client),

@@ -45,6 +45,13 @@ class Peft(Format):
     parts = ("fold", "generalist")
 
     def check(self, client: ClientModel, options: Options) -> None:
+        if (bits := client.model.about.quantise) is not None:
+            raise Refused(
+                f"{client.client} was trained on a base in {bits}, and PEFT would load the base "
+                f"itself",
+                "Choose a format that holds the base (onnx, mixtral, gguf), or train with "
+                "model.quantise: null.",
+            )
         if options.part == "generalist":
             _expert(client.model, options.expert)
         else:

@@ -51,12 +51,13 @@ class Source:
         ids: list[ClientId | None] = [*clients_of(self.run)] if self.everyone else [self.client]
         folders = [folder_of(self.run, id) for id in ids]
         bases = {self.base or read_about(folder).base for folder in folders}
-        if len(bases) > 1:
+        bits = {read_about(folder).quantise for folder in folders}
+        if len(bases) > 1 or len(bits) > 1:
             raise Refused(
                 f"--all: the clients have different bases ({', '.join(sorted(bases))})",
                 "Export them one by one, with --client.",
             )
-        backbone = Backbone.load(bases.pop())
+        backbone = Backbone.load(bases.pop(), quantised=bits.pop(), plain=True)
         models = [PersonalModel.load(folder, backbone=backbone) for folder in folders]
         for model in models:
             model.about = replace(model.about, base=self.base or model.about.base)

@@ -25,6 +25,7 @@ from coterie.models.architecture import (
     trusted,
 )
 from coterie.models.mixture_kernel import FrozenMLP
+from coterie.models.quantised import dequantise, quantise
 from coterie.models.routing import Routing
 from coterie.models.slots import Attachable, Attached, LinearSlot, check_mlps, slotted
 
@@ -39,18 +40,31 @@ class Backbone:
     Args:
         model: A Hugging Face causal LM; it is frozen, put into eval mode and given slots, in place.
         source: Where its tokenizer comes from: a folder or a Hub id.
+        quantised: Bits of its blocks' weights, see `models.quantised`; None: they stay.
+        plain: Whether weights that were quantised are kept as plain ones of the same values.
 
     Raises:
         ModelError: It lacks layers that an adapter attaches to.
     """
 
-    def __init__(self, model: nn.Module, source: str | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        source: str | None = None,
+        quantised: str | None = None,
+        plain: bool = False,
+    ) -> None:
         self.architecture = Architecture.of(model)
+        self.family = family = family_of(model)
+        self.quantised = quantised
+        if quantised is not None:
+            quantise(model, family, quantised)
+            if plain:
+                dequantise(model)
         self.model: Any = model.requires_grad_(False).eval()
         self.config: Any = model.config
         self._source, self._attached = source, Attached()
         self._in_use = threading.RLock()
-        self.family = family = family_of(model)
         # of each block, from the input to the output
         self.attentions: list[nn.Module] = []
         self.mlps: list[FrozenMLP] = []
@@ -72,6 +86,8 @@ class Backbone:
         *,
         dtype: Literal["fp32", "bf16"] = "fp32",
         device: str | torch.device = "cpu",
+        quantised: str | None = None,
+        plain: bool = False,
     ) -> "Backbone":
         """Load a base.
 
@@ -81,6 +97,9 @@ class Backbone:
             dtype: Of the weights and of the computation. bf16 is slow on CPUs without native
                 support.
             device: Where it lives.
+            quantised: Bits of its blocks' weights: "int8", "int4" or "nf4"; None: as `dtype` says.
+                They are read in the precision that they are stored in.
+            plain: Whether quantised weights are then kept as plain ones of the same values.
 
         Raises:
             ModelError: The base is missing, incomplete, damaged or unsupported, or the device is
@@ -101,7 +120,7 @@ class Backbone:
         with explained(base):
             model, found = AutoModelForCausalLM.from_pretrained(
                 source,
-                dtype=DTYPES[dtype],
+                dtype=DTYPES[dtype] if quantised is None or dtype != "fp32" else "auto",
                 output_loading_info=True,
                 trust_remote_code=trusted(),
                 weights_only=True,
@@ -112,7 +131,16 @@ class Backbone:
                 f"all)",
                 "The files are incomplete or belong to another configuration: get the base again.",
             )
-        return cls(model.to(device), source)
+        found = cls(model.to(device), source, quantised, plain)
+        for parameter in found.model.parameters():
+            parameter.data = parameter.data.to(DTYPES[dtype])
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """What its weights take, in bytes."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        return sum(tensor.nbytes for tensor in tensors)
 
     @classmethod
     def outlined(cls, base: str | Path) -> "Backbone":

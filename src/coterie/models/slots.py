@@ -14,6 +14,7 @@ from coterie.models.architecture import Architecture
 from coterie.models.families import REMEDY, Family
 from coterie.models.lora import project
 from coterie.models.mixture_kernel import Activation, FrozenMLP
+from coterie.models.quantised import QuantisedLinear
 from coterie.models.routing import Routing
 
 
@@ -79,7 +80,7 @@ class MLPSlot(nn.Module):
 class _Together(nn.Module):
     """Two layers with the same input, in the place of one that was both, one above the other."""
 
-    def __init__(self, whole: nn.Linear) -> None:
+    def __init__(self, whole: nn.Linear | QuantisedLinear) -> None:
         super().__init__()
         half = whole.out_features // 2
         self.gate, self.up = _part(whole, slice(half)), _part(whole, slice(half, None))
@@ -88,8 +89,10 @@ class _Together(nn.Module):
         return torch.cat([self.gate(x), self.up(x)], dim=-1)
 
 
-def _part(whole: nn.Linear, rows: slice) -> nn.Linear:
+def _part(whole: nn.Linear | QuantisedLinear, rows: slice) -> nn.Module:
     """Return some outputs of a layer as a layer; they share its memory."""
+    if isinstance(whole, QuantisedLinear):
+        return whole.part(rows)
     weight = whole.weight.detach()[rows]
     found = nn.Linear(whole.in_features, len(weight), bias=whole.bias is not None, device="meta")
     found.weight = nn.Parameter(weight, requires_grad=False)

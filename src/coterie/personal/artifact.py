@@ -17,6 +17,7 @@ from coterie.core.files import save as save_tensors
 from coterie.core.roles import GENERALIST, SPECIALIST, Role
 from coterie.core.tensors import Named, all_finite, check_alike
 from coterie.models.adapter import Adapter, Architecture, Layout
+from coterie.models.quantised import Quantisation
 
 FORMAT = 1
 WEIGHTS, CLASSIFIER_WEIGHTS, ABOUT = "adapter.safetensors", "classifier.safetensors", "client.json"
@@ -50,6 +51,7 @@ class About:
         round: Rounds done.
         seed: The run's seed.
         chat_template: The chat template that it was trained with, if not the base's own.
+        quantise: Bits of the base's weights that it was trained on; None: all of them.
     """
 
     client: str
@@ -61,6 +63,7 @@ class About:
     round: int
     seed: int
     chat_template: str | None = None
+    quantise: Quantisation | None = None
 
 
 def save(folder: Path, about: About, tensors: Named) -> None:

@@ -270,7 +270,9 @@ class PersonalModel:
         """Return the personal model in a client's folder; see `personal.load`."""
         about = read_about(folder)
         tensors, _ = load_tensors(folder / WEIGHTS)
-        backbone = backbone or Backbone.load(base or about.base, dtype=dtype, device=device)
+        backbone = backbone or Backbone.load(
+            base or about.base, dtype=dtype, device=device, quantised=about.quantise
+        )
         check_size(backbone.architecture, about, tensors, str(folder / WEIGHTS))
         language = LanguageModel(backbone, about.layout)
         fill(dict(language.adapter.named_parameters()), tensors, str(folder / WEIGHTS))

@@ -17,6 +17,7 @@ from coterie.data.section import Section
 from coterie.data.splits import Tokens, TokenSplit
 from coterie.engines.states import half_of_memory
 from coterie.models.architecture import Architecture, configuration, tokenizer
+from coterie.models.quantised import bytes_per_weight
 from coterie.runs import dotted, recipes
 from coterie.runs.dotted import BATCH, CONTEXT, LR, MICRO_BATCH, STEPS
 from coterie.runs.language import pick_dtype
@@ -107,7 +108,9 @@ def steps_of(texts: Texts, context: int, batch: int, rounds: int) -> tuple[int, 
     return found, f"{epochs:.1f} epochs of {texts.mean:,.0f} tokens a client in {rounds} rounds"
 
 
-def rows_that_fit(base: str, context: int, dtype: str, memory: float) -> int:
+def rows_that_fit(
+    base: str, context: int, dtype: str, memory: float, quantised: str | None = None
+) -> int:
     """Return how many windows about fit into memory in a training step.
 
     A block keeps about 17 values for each position and unit of its width (Korthikanti et al., 2022,
@@ -118,13 +121,16 @@ def rows_that_fit(base: str, context: int, dtype: str, memory: float) -> int:
         context: Tokens of a window.
         dtype: `fp32` or `bf16`.
         memory: Bytes, for weights and activations.
+        quantised: Bits of the blocks' weights, if not those of the dtype.
     """
     shape, size = Architecture.from_base(base), 4 if dtype == "fp32" else 2
-    weights = shape.vocabulary * shape.d_model
+    each = float(size) if quantised is None else bytes_per_weight(quantised)
+    weights = float(size * shape.vocabulary * shape.d_model)
     for block in shape.blocks:
-        weights += sum(own.inputs * own.outputs for own in (*block.attention, *block.mlp.linears))
+        linears = (*block.attention, *block.mlp.linears)
+        weights += each * sum(own.inputs * own.outputs for own in linears)
     row = 17 * size * context * shape.d_model * len(shape.blocks)
-    return max(int((memory - size * weights) / row), 1) if math.isfinite(memory) else LARGEST_BATCH
+    return max(int((memory - weights) / row), 1) if math.isfinite(memory) else LARGEST_BATCH
 
 
 def micro_batch_of(batch: int, rows: int) -> tuple[int | None, str]:
@@ -203,7 +209,8 @@ def resolved(recipe: Recipe, folder: Path | None = None) -> tuple[Recipe, str]:
     context = value(CONTEXT, context_of(texts, limit))
     batch = value(BATCH, batch_of(texts, context))
     memory = half_of_memory(torch.device(device))
-    rows = rows_that_fit(section.base, context, pick_dtype(section.dtype, device), memory)
+    dtype = pick_dtype(section.dtype, device)
+    rows = rows_that_fit(section.base, context, dtype, memory, section.quantise)
     value(MICRO_BATCH, micro_batch_of(batch, rows))
     if rounds and not recipe.method.get("local_epochs"):
         value(STEPS, steps_of(texts, context, batch, rounds))

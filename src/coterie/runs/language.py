@@ -85,6 +85,7 @@ class Language(LearningProblem):
                 self.section.context,
                 **vars(origin),
                 chat_template=self.chat_template,
+                quantise=self.section.quantise,
             ),
             tensors,
         )
@@ -111,9 +112,11 @@ class Language(LearningProblem):
 
 
 @lru_cache(maxsize=1)
-def load_backbone(base: str, dtype: Literal["fp32", "bf16"], device: str) -> Backbone:
+def load_backbone(
+    base: str, dtype: Literal["fp32", "bf16"], device: str, quantised: str | None = None
+) -> Backbone:
     """Return the frozen base; the last one is kept, so that the rows of a comparison share it."""
-    return Backbone.load(base, dtype=dtype, device=device)
+    return Backbone.load(base, dtype=dtype, device=device, quantised=quantised)
 
 
 def pick_dtype(dtype: Literal["auto", "fp32", "bf16"], device: str) -> Literal["fp32", "bf16"]:

@@ -69,7 +69,9 @@ def load(recipe: Recipe) -> LearningProblem:
                 data.names,
             )
         case LanguageSection() as section, Section() as data:
-            backbone = load_backbone(section.base, pick_dtype(section.dtype, device), device)
+            backbone = load_backbone(
+                section.base, pick_dtype(section.dtype, device), device, section.quantise
+            )
             if section.context > backbone.context_limit:
                 problem = (
                     f"model.context: {section.context} tokens, but {section.base} allows "

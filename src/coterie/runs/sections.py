@@ -21,6 +21,7 @@ from coterie.models.common import Pretraining
 from coterie.models.layers import Norm
 from coterie.models.layout import Layout
 from coterie.models.networks import NetworkShape
+from coterie.models.quantised import Quantisation
 from coterie.models.text import TextShape
 from coterie.runs.mistakes import Mistakes
 
@@ -63,6 +64,13 @@ class LanguageSection(BaseModel):
         Literal["auto", "fp32", "bf16"],
         Field(description="dtype of the base; auto: bf16 on an accelerator that has it, else fp32"),
     ] = "auto"
+    quantise: Annotated[
+        Quantisation | None,
+        Field(
+            description="bits of the base's weights while clients train on it: 8, 4, or 4 by a "
+            "normal distribution; null: as dtype says"
+        ),
+    ] = None
     device: Device = "auto"
     context: Annotated[int, Field(ge=2, description="window length in tokens")] = 128
     rank: Annotated[int, Field(ge=1, le=1024, description="rank r of every LoRA")] = 8

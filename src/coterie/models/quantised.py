@@ -1,0 +1,186 @@
+"""Frozen linear layers in 8 or 4 bits, so that a large base fits where people are: weights are
+kept as codes with scales, and computed with as numbers, one layer at a time.
+
+The gradient goes through the numbers that the codes stand for, exactly. What is trained, the
+adapter, is in fp32 as ever (Dettmers et al., "QLoRA", NeurIPS 2023). Everything is in plain
+PyTorch, so it works on every device.
+"""
+
+from typing import Any, Literal, cast, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from coterie.core.errors import ModelError
+from coterie.models.families import Family, find, is_transposed
+
+Quantisation = Literal["int8", "int4", "nf4"]
+GROUPS = {"int4": 32, "nf4": 64}  # consecutive weights of a row that share a scale
+# Quantiles of the normal distribution, scaled to [-1, 1], 0 among them (QLoRA, Appendix E).
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+
+
+class QuantisedLinear(nn.Module):
+    """A frozen linear layer whose weight is codes and scales.
+
+    int8: w = scale c, one scale for each output. int4: w = scale c + least with c in 0 ... 15, for
+    each group of 32 inputs. nf4: w = scale q_c with q the quantiles of a normal distribution, for
+    each group of 64.
+
+    Args:
+        weight: (out, in).
+        bias: (out,) or None; kept as it is.
+        kind: Which of them.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    least: Tensor | None
+    levels: Tensor | None
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, kind: Quantisation) -> None:
+        super().__init__()
+        self.kind, (self.out_features, self.in_features) = kind, weight.shape
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        codes, scale, least = _ENCODE[kind](weight.detach().float())
+        self.register_buffer("codes", codes)
+        self.register_buffer("scale", scale)
+        self.register_buffer("least", least)
+        levels = torch.tensor(NF4, device=weight.device) if kind == "nf4" else None
+        self.register_buffer("levels", levels, persistent=False)
+
+    def weight_as(self, dtype: torch.dtype) -> Tensor:
+        """Return what the codes stand for, (out, in)."""
+        if self.kind == "int8":
+            return self.codes.to(dtype).mul_(self.scale.to(dtype))
+        codes = torch.stack([self.codes & 15, self.codes >> 4], dim=-1).flatten(1)
+        groups = codes.view(len(codes), -1, GROUPS[self.kind])
+        if self.least is None:
+            found = cast(Tensor, self.levels).to(dtype)[groups.int()]
+            found.mul_(self.scale.to(dtype)[..., None])
+        else:
+            found = groups.to(dtype).mul_(self.scale.to(dtype)[..., None])
+            found.add_(self.least.to(dtype)[..., None])
+        return found.flatten(1)[:, : self.in_features]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in) -> (..., out)."""
+        y: Tensor = _Product.apply(x, self)  # type: ignore[no-untyped-call]
+        return y
+
+    def part(self, rows: slice) -> "QuantisedLinear":
+        """Return some of its outputs as a layer; they share its memory."""
+        found = QuantisedLinear.__new__(QuantisedLinear)
+        nn.Module.__init__(found)
+        found.kind, found.in_features = self.kind, self.in_features
+        for name in ("codes", "scale", "least"):
+            values = getattr(self, name)
+            found.register_buffer(name, None if values is None else values[rows])
+        found.register_buffer("levels", self.levels, persistent=False)
+        found.out_features = len(found.codes)
+        bias = None if self.bias is None else self.bias[rows]
+        found.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        return found
+
+    def extra_repr(self) -> str:
+        return f"{self.kind}, in_features={self.in_features}, out_features={self.out_features}"
+
+
+class _Product(torch.autograd.Function):
+    """x W^T + b. Neither pass keeps W, which is made anew."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: QuantisedLinear) -> Tensor:
+        ctx.layer = layer
+        bias = None if layer.bias is None else layer.bias.to(x.dtype)
+        return functional.linear(x, layer.weight_as(x.dtype), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad @ ctx.layer.weight_as(grad.dtype), None
+
+
+def _int8(weight: Tensor) -> tuple[Tensor, Tensor, None]:
+    """(out, in) -> codes int8 (out, in), scales (out, 1)."""
+    scale = (weight.abs().amax(dim=1, keepdim=True) / 127).clamp(min=1e-12)
+    return (weight / scale).round_().to(torch.int8), scale, None
+
+
+def _int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, in) -> two codes in a byte (out, in / 2), scales and least values (out, groups)."""
+    groups = _grouped(weight, GROUPS["int4"])
+    least, most = groups.aminmax(dim=-1)
+    least = least.to(torch.float16)
+    scale = ((most - least.float()) / 15).clamp(min=1e-7).to(torch.float16)
+    codes = (groups - least.float()[..., None]) / scale.float()[..., None]
+    return _packed(codes.round_().clamp_(0, 15)), scale, least
+
+
+def _nf4(weight: Tensor) -> tuple[Tensor, Tensor, None]:
+    """(out, in) -> two codes in a byte (out, in / 2), scales (out, groups)."""
+    groups = _grouped(weight, GROUPS["nf4"])
+    scale = groups.abs().amax(dim=-1).clamp(min=1e-7).to(torch.float16)
+    levels = torch.tensor(NF4, device=weight.device)
+    middles = (levels[1:] + levels[:-1]) / 2
+    return _packed(torch.bucketize(groups / scale.float()[..., None], middles)), scale, None
+
+
+_ENCODE = {"int8": _int8, "int4": _int4, "nf4": _nf4}
+
+
+def _grouped(weight: Tensor, size: int) -> Tensor:
+    """(out, in) -> (out, groups, size); the last group is filled up with its last weight."""
+    missing = -weight.shape[1] % size
+    filled = torch.cat([weight, weight[:, -1:].expand(-1, missing)], dim=1)
+    return filled.view(len(weight), -1, size)
+
+
+def _packed(codes: Tensor) -> Tensor:
+    """(out, groups, size) of 0 ... 15 -> (out, groups size / 2) uint8."""
+    pairs = codes.to(torch.uint8).view(len(codes), -1, 2)
+    return pairs[..., 0] | (pairs[..., 1] << 4)
+
+
+def quantise(model: nn.Module, family: Family, kind: str) -> None:
+    """Put the linears of a base's attention and MLPs into 8 or 4 bits, in place; its embeddings and
+    its output layer stay.
+
+    Raises:
+        ModelError: There is no such kind.
+    """
+    if kind not in get_args(Quantisation):
+        raise ModelError(
+            f"a base cannot be quantised to {kind!r}",
+            f"Allowed: {', '.join(get_args(Quantisation))}.",
+        )
+    names = [f"{family.attention}.{name}" for name in family.linears]
+    names += dict.fromkeys(family.within(name) for name in family.mlp.values())
+    for block in cast(nn.ModuleList, find(model, family.blocks)):
+        for name in names:
+            layer: Any = block.get_submodule(name)
+            weight = layer.weight.T if is_transposed(layer) else layer.weight
+            found = QuantisedLinear(weight, layer.bias, cast(Quantisation, kind))
+            block.set_submodule(name, found)
+
+
+def dequantise(model: nn.Module) -> None:
+    """Put what `quantise` made into plain layers of the same values, in place."""
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, QuantisedLinear):
+            plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+            plain.weight = nn.Parameter(layer.weight_as(torch.float32), requires_grad=False)
+            plain.register_parameter("bias", layer.bias)
+            model.set_submodule(name, plain)
+
+
+def bytes_per_weight(kind: str) -> float:
+    """Return the bytes that a weight takes, with its share of scales."""
+    return {"int8": 1.0, "int4": 0.5 + 4 / GROUPS["int4"], "nf4": 0.5 + 2 / GROUPS["nf4"]}[kind]
