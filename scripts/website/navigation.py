@@ -9,6 +9,7 @@ NAVIGATION: list[Entry] = [
     {
         "How-to": [
             {"Your own text": "own-text.md"},
+            {"Base models": "bases.md"},
             {"From Python": "python.md"},
             {"Use a personal model": "personal.md"},
             {"Export for other programs": "on-device.md"},

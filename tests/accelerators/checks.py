@@ -148,6 +148,17 @@ def test_every_method(case: str, base: Path) -> None:
     assert done
 
 
+@pytest.mark.parametrize("bits", ["int8", "int4", "nf4"])
+def test_a_base_in_few_bits(bits: str, base: Path) -> None:
+    """Reduced on the device, it has the values of the CPU's, and a step's gradients."""
+    batch, found = torch.randint(257, (3, 9)), []
+    for device in ("cpu", NAME):
+        model = LanguageModel(Backbone.load(base, device=device, quantised=bits), Layout(rank=2))
+        gradients, stats = model.gradient(batch, list(model.adapter.parameters()))
+        found.append((stats["loss"].cpu(), [gradient.cpu() for gradient in gradients]))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-5)
+
+
 def ran(recipe: str, folder: Path, model: dict[str, Any], **changes: Any) -> dict[str, float]:
     """Each client's test score of a run."""
     coterie.run(recipe, out=str(folder), model=model, compare_with=[], **changes)
