@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from coterie.core import devices
 from coterie.core.errors import SaveError
 
 STEPS, TASKS = (
@@ -106,10 +106,9 @@ class Profile:
         if not self.active:
             return
         self._steps = self._tasks = 0
-        device = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-        self._profiler = profile(
-            activities=[ProfilerActivity.CPU, *device], record_shapes=True, profile_memory=True
-        )
+        own = getattr(ProfilerActivity, (devices.accelerator() or "cpu").upper(), None)
+        activities = {ProfilerActivity.CPU} | ({own} if own is not None else set())
+        self._profiler = profile(activities=activities, record_shapes=True, profile_memory=True)
         with _quiet():
             self._profiler.start()
         self._range = ExitStack()
