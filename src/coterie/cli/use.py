@@ -283,7 +283,7 @@ def export(
         bool, typer.Option("--all", help="All clients of the run, over one base.")
     ] = False,
     format: Annotated[
-        str, typer.Option("--format", metavar="FORMAT", help="peft, mixtral, gguf or onnx.")
+        str, typer.Option("--format", metavar="FORMAT", help="peft, mixtral, gguf, onnx or web.")
     ] = "peft",
     part: Annotated[
         str | None,
@@ -307,7 +307,8 @@ def export(
         typer.Option(
             "--precision",
             metavar="PRECISION",
-            help="Of what is written: f32 or f16; of gguf's base q8_0 and q4_0 too, of onnx int8.",
+            help="Of what is written: f32 or f16; of gguf's base q8_0 and q4_0 too, of onnx and "
+            "web int8.",
         ),
     ] = None,
     base_precision: Annotated[
@@ -315,7 +316,7 @@ def export(
         typer.Option(
             "--base-precision",
             metavar="PRECISION",
-            help="Of onnx: of the base, f32, int8, w8 or w4. Default: f32.",
+            help="Of onnx and web: of the base, f32, int8, w8 or w4. Default: f32, of web int8.",
         ),
     ] = None,
     data: Annotated[

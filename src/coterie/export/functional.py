@@ -88,8 +88,8 @@ class _Experts:
         kept = before.to(torch.int64).sum(dim=-1) < self.tensors[ACTIVE]
         return logits.masked_fill(~kept, -math.inf).softmax(dim=-1).mT[:, :, None]
 
-    def __call__(self, x: Tensor, base: FrozenMLP, record: Any = None) -> Tensor:
-        """(B, C, d_model) -> (B, C, d_model)."""
+    def __call__(self, x: Tensor, base: FrozenMLP, record: list[Tensor] | None = None) -> Tensor:
+        """(B, C, d_model) -> (B, C, d_model); the weights (T, n) are appended to `record`."""
         tokens = x.reshape(-1, x.shape[-1])
         # the base's products keep three dimensions: as such quantisers know them
         wide = [layer(x) for layer in base.first]
@@ -98,7 +98,10 @@ class _Experts:
             for y, name in zip(wide, self.first, strict=True)
         )
         h = base.activation.forward(first)
-        h = (h * second[0] if second else h) * self._weights(tokens)
+        weights = self._weights(tokens)
+        if record is not None:
+            record.append(weights[..., 0].mT)
+        h = (h * second[0] if second else h) * weights
         mixed = base.down(h.sum(dim=0).view_as(wide[0]))
         y: Tensor = mixed + self._update(h, "down").sum(dim=0).view_as(x)
         return y
@@ -166,11 +169,12 @@ class Functional(nn.Module):
 
     Args:
         backbone: The base. While this is traced nobody else may use it.
+        routing: Whether routing weights are returned too.
     """
 
-    def __init__(self, backbone: Backbone) -> None:
+    def __init__(self, backbone: Backbone, routing: bool = False) -> None:
         super().__init__()
-        self.base, self.backbone = backbone.model, backbone
+        self.base, self.backbone, self.routing = backbone.model, backbone, routing
 
     def forward(
         self,
@@ -178,8 +182,9 @@ class Functional(nn.Module):
         logits_to_keep: Tensor,
         past: Sequence[tuple[Tensor, Tensor]],
         client: Mapping[str, Tensor],
-    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Return logits (B, K, V), and keys and values of all tokens, (B, heads, P + C, width).
+    ) -> tuple[Any, ...]:
+        """Return logits (B, K, V), keys and values of all tokens, (B, heads, P + C, width), in a
+        list; and with `routing` the experts' weights, (B, K, n), the mean over all blocks.
 
         Args:
             input_ids: (B, C) int64.
@@ -190,11 +195,15 @@ class Functional(nn.Module):
         from transformers import DynamicCache
 
         cache = DynamicCache(ddp_cache_data=past)
-        with self.backbone.using(_Client(self.backbone.architecture, client)):
+        weights: Any = []
+        with self.backbone.using(_Client(self.backbone.architecture, client), weights):
             found = self.base(
                 input_ids, past_key_values=cache, use_cache=True, logits_to_keep=logits_to_keep
             )
-        return found.logits, [*_kept(cache.layers)]
+        if not self.routing:
+            return found.logits, [*_kept(cache.layers)]
+        mean = torch.stack(weights).mean(dim=0).view(*input_ids.shape, -1)
+        return found.logits, [*_kept(cache.layers)], mean[:, logits_to_keep]
 
 
 Axes = list[str | int]  # of one tensor: names of dimensions that may have any size, and sizes
@@ -208,17 +217,20 @@ class Interface:
         caches: What it keeps.
         client: The dimensions of a client's tensors, by their names.
         vocabulary: V.
+        routing: Whether it returns routing weights too.
     """
 
     caches: list[CacheShape]
     client: dict[str, Axes]
     vocabulary: int
+    routing: bool = False
 
     @classmethod
-    def of(cls, model: PersonalModel) -> "Interface":
+    def of(cls, model: PersonalModel, routing: bool = False) -> "Interface":
         """Return the interface of a model's base."""
         client = {name: _axes(name, value) for name, value in client_tensors(model).items()}
-        return cls(cache_shapes(model.backbone), client, model.backbone.architecture.vocabulary)
+        vocabulary = model.backbone.architecture.vocabulary
+        return cls(cache_shapes(model.backbone), client, vocabulary, routing)
 
     @property
     def inputs(self) -> dict[str, Axes]:
@@ -232,7 +244,8 @@ class Interface:
     def outputs(self) -> dict[str, Axes]:
         """The dimensions of the outputs, in their order."""
         logits: dict[str, Axes] = {"logits": ["batch", "kept", self.vocabulary]}
-        return logits | self._cache("present", "past + tokens")
+        weights: dict[str, Axes] = {"routing": ["batch", "kept", "experts"]}
+        return logits | self._cache("present", "past + tokens") | (weights if self.routing else {})
 
     def _cache(self, prefix: str, tokens: str) -> dict[str, Axes]:
         return {
@@ -282,7 +295,7 @@ def traced(model: PersonalModel, interface: Interface) -> torch.export.ExportedP
     }
     cache = ({0: any_size, 2: any_size}, {0: any_size, 2: any_size})
     return torch.export.export(
-        Functional(model.backbone),
+        Functional(model.backbone, interface.routing),
         (
             torch.zeros((2, 3), dtype=torch.int64),
             torch.arange(2),

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,31 +29,41 @@ class Onnx(Format):
     precisions = client_files.PRECISIONS
     base_precisions = onnx_base.PRECISIONS
     shares_base = True
+    routing: ClassVar[bool] = False  # whether the graph returns the experts' weights
 
     def check(self, client: ClientModel, options: Options) -> None:
         """Refuse nothing: every base and every layout can be traced."""
 
     def write_base(self, clients: Sequence[ClientModel], folder: Path, options: Options) -> None:
         model = clients[0].model
-        onnx_base.write_base(folder, model, Interface.of(model), options.base_precision)
+        interface = self._interface_of(clients[0])
+        onnx_base.write_base(folder, model, interface, options.base_precision)
         model.tokenizer.save_pretrained(folder)
-        write_atomically(folder / README, _readme(clients).encode())
+        write_atomically(folder / README, self.readme(clients).encode())
 
     def write(self, client: ClientModel, folder: Path, options: Options) -> Written:
         own = own_file(client)
         client_files.write(folder / own, client_tensors(client.model), options.precision)
-        shared = [path.name for path in folder.iterdir() if path.suffix != client_files.ENDING]
+        others = [path for path in folder.rglob("*") if path.suffix != client_files.ENDING]
+        shared = [path.relative_to(folder).as_posix() for path in others if path.is_file()]
         shared.sort(key=lambda name: (name != onnx_base.BASE, name))
         return Written(folder, (own,), client.logits, shared=tuple(shared))
 
     @contextmanager
     def runtime(self, client: ClientModel, written: Written) -> Iterator[Runtime]:
         tensors = client_files.read(written.folder / written.files[0])
-        interface = Interface.of(client.model)
+        interface = self._interface_of(client)
         yield OnnxRuntime(written.folder / onnx_base.BASE, interface, tensors)
 
     def interface(self, client: ClientModel) -> dict[str, Any]:
-        return Interface.of(client.model).described()
+        return self._interface_of(client).described()
+
+    def _interface_of(self, client: ClientModel) -> Interface:
+        return Interface.of(client.model, self.routing)
+
+    def readme(self, clients: Sequence[ClientModel]) -> str:
+        """Return how the files are used."""
+        return _readme(clients)
 
 
 def own_file(client: ClientModel) -> str:
@@ -86,7 +96,7 @@ class GraphRuntime(Runtime):
     def logits_by_token(self, ids: Tensor) -> Tensor:
         found, past, kept = [], self._past(len(ids)), torch.tensor([0])
         for token in torch.split(ids, 1, dim=1):
-            logits, *past = self.step(token, kept, past)
+            logits, *past = self.step(token, kept, past)[: 1 + len(past)]
             found.append(logits)
         return torch.cat(found, dim=1)
 

@@ -7,8 +7,11 @@ from coterie.export.gguf import Gguf
 from coterie.export.mixtral import Mixtral
 from coterie.export.onnx import Onnx
 from coterie.export.peft import Peft
+from coterie.export.web import Web
 
-FORMATS: dict[str, Format] = {format.name: format for format in (Peft(), Mixtral(), Gguf(), Onnx())}
+FORMATS: dict[str, Format] = {
+    format.name: format for format in (Peft(), Mixtral(), Gguf(), Onnx(), Web())
+}
 
 
 def chosen(

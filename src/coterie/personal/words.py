@@ -54,6 +54,12 @@ class Words:
         self._sorted = sorted((name, i) for i, name in enumerate(self.names) if name)
         self.vocabulary = Vocabulary(self.tokenizer)
         self.anchor = self.vocabulary.anchor
+        # the prompt of a text without tokens before its last word
+        self.first: int = (
+            self.tokenizer.bos_token_id
+            if self.tokenizer.bos_token_id is not None
+            else self.tokenizer.eos_token_id
+        ) or 0
 
     @torch.no_grad()
     def of(self, adapter: Attachable, texts: Sequence[str], k: int) -> list[list[Word]]:
@@ -108,14 +114,8 @@ class Words:
         search = Search(
             text, end, self.vocabulary.decode(ids[cut:]), len(ids) - cut + LONGEST + 1, k
         )
-        first = (
-            self.tokenizer.bos_token_id
-            if self.tokenizer.bos_token_id is not None
-            else self.tokenizer.eos_token_id
-        )
-        return ids[:cut][-max(self.backbone.context_limit - search.depth, 1) :] or [
-            first or 0
-        ], search
+        prompt = ids[:cut][-max(self.backbone.context_limit - search.depth, 1) :]
+        return prompt or [self.first], search
 
     def _unfinished(self, ids: Sequence[int]) -> int:
         """How many tokens at the end of a text are its last word, or a space in which a word may

@@ -36,6 +36,8 @@ MESSAGES = (
     "Why is that?",
 )
 BASE = "(the base, untrained)"  # brackets are in no client's name
+TITLE, CHAT_TITLE = "What would each client write next?", "What would each client answer?"
+HINT = "Type, choose a word, or start with an example."
 FOCUS = """() => setTimeout(() => {
   const box = document.querySelector("#text textarea");
   box.focus(); box.setSelectionRange(box.value.length, box.value.length) }, 0)"""
@@ -113,10 +115,7 @@ def keyboard(models: Mapping[str, PersonalModel], chat: bool = False) -> Any:
         return clicked
 
     with gradio.Blocks(title="coterie", analytics_enabled=False) as blocks:
-        gradio.Markdown(
-            f"## What would each client {'answer' if chat else 'write next'}?\n"
-            "Type, choose a word, or start with an example."
-        )
+        gradio.Markdown(f"## {CHAT_TITLE if chat else TITLE}\n{HINT}")
         message = gradio.Textbox(label="Message", lines=2, elem_id="message", visible=chat)
         text = gradio.Textbox(
             label="Answer" if chat else "Text", lines=3, autofocus=True, elem_id="text"
@@ -133,7 +132,7 @@ def keyboard(models: Mapping[str, PersonalModel], chat: bool = False) -> Any:
                 rows.append(
                     [gradio.Button("…", elem_classes="word", visible=True) for _ in range(SHOWN)]
                 )
-        gradio.HTML(_legend(models))
+        gradio.HTML(legend(models))
         everything = [state, *(button for row in rows for button in row)]
         written = [text, message] if chat else [text]
         blocks.load(suggest, written, everything, **page.QUIET)
@@ -204,7 +203,7 @@ def _style(model: PersonalModel, word: Any) -> str:
     )
 
 
-def _legend(models: Mapping[str, PersonalModel]) -> str:
+def legend(models: Mapping[str, PersonalModel]) -> str:
     """Return what the letters and colours mean: those of the client with the most experts serve
     all.
     """

@@ -1,0 +1,140 @@
+"""The page of the browser's keyboard: static files beside a graph and clients' tensors."""
+
+import gzip
+import html
+import json
+import lzma
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+from coterie.core.files import write_atomically
+from coterie.export.gguf import SAMPLE
+from coterie.models.backbone import Backbone
+from coterie.personal import ManyModels, PersonalModel
+from coterie.personal.ui import keyboard, page
+from coterie.personal.word_search import BEAM, PUNCTUATION, RARE, SPACES
+from coterie.personal.words import LONGEST, NO_LETTERS, UNFINISHED, Words
+from coterie.reports.parts import COLOURS
+
+CONTEXT = (
+    256  # tokens that are looked at: each of the search's texts has keys and values of its own
+)
+CHOSEN = 8  # clients whose rows are shown at first; the others can be chosen
+INDEX, SETTINGS, STYLE = "index.html", "page.json", "keyboard.css"
+WASM = "ort-wasm-simd-threaded.wasm"
+# the page, and the worker that it starts, can ask nobody but the folder that they lie in
+POLICY = (
+    "default-src 'none'; script-src 'self' 'wasm-unsafe-eval'; worker-src blob: 'self'; "
+    "connect-src 'self'; style-src 'self'; img-src data:; base-uri 'none'; form-action 'none'"
+)
+
+
+def assets() -> Traversable:
+    """Return the folder of the page's files in this package."""
+    return files("coterie.export") / "web_page"
+
+
+def write(
+    folder: Path,
+    clients: Mapping[str, PersonalModel],
+    base: Sequence[str],
+    caches: Sequence[Mapping[str, int]],
+) -> None:
+    """Write the page beside a graph and the clients' tensors.
+
+    Args:
+        folder: Where these are, and the base's tokenizer.
+        clients: Models by the name of their tensors' file, in the order of the rows.
+        base: The files of the graph, the graph first.
+        caches: Heads and widths of what each layer keeps: `heads`, `key`, `value`.
+
+    Raises:
+        SaveError: It could not be written.
+    """
+    models = {model.about.client: model for model in clients.values()}
+    graph = {"base": [*base], "caches": [*map(dict, caches)], "clients": _rows(clients)}
+    settings = _settings(next(iter(models.values())).backbone) | graph
+    found = _programs() | {
+        INDEX: _index(models).encode(),
+        STYLE: (page.STYLE + keyboard.STYLE).encode(),
+        SETTINGS: json.dumps(settings).encode(),
+    }
+    for name, content in found.items():
+        write_atomically(folder / name, content, lasting=False)
+
+
+def _rows(clients: Mapping[str, PersonalModel]) -> list[dict[str, Any]]:
+    """Return the rows of the keyboard: each client's, and that of the base, which is zeros in the
+    place of any client's tensors.
+    """
+    rows = [
+        {
+            "name": model.about.client,
+            "file": file,
+            "experts": model.experts if model.layout.routed else (),
+            "chosen": place < CHOSEN,
+        }
+        for place, (file, model) in enumerate(clients.items())
+    ]
+    base = {"name": keyboard.BASE, "file": next(iter(clients)), "zero": True}
+    return [*rows, base | {"experts": (), "chosen": True}]
+
+
+def _programs() -> dict[str, bytes]:
+    """Return the files that are the same on every page, by name."""
+    own = [path for path in assets().iterdir() if path.name.endswith((".js", ".css"))]
+    vendored = assets() / "vendor"
+    own += [path for path in vendored.iterdir() if path.name.endswith(".js")]
+    found = {path.name: path.read_bytes() for path in own}
+    wasm = lzma.decompress((vendored / f"{WASM}.xz").read_bytes())
+    found[f"{WASM}.gz"] = gzip.compress(wasm, 9, mtime=0)
+    licences = (vendored / "licences").iterdir()
+    return found | {f"licences/{path.name}": path.read_bytes() for path in licences}
+
+
+def _index(models: Mapping[str, PersonalModel]) -> str:
+    """Return the page's HTML."""
+    offered = keyboard.most_disputed(ManyModels(models), keyboard.EXAMPLES)
+    button = '<button type="button" class="{}"{}>{}</button>'
+    parts = {
+        "policy": POLICY,
+        "title": html.escape(keyboard.TITLE),
+        "hint": html.escape(keyboard.HINT),
+        "examples": "\n".join(button.format("example", "", html.escape(one)) for one in offered),
+        "legend": keyboard.legend(models),
+        "words": button.format("word", " disabled", "…\n&nbsp;") * keyboard.SHOWN,
+    }
+    found = (assets() / INDEX).read_text(encoding="utf-8")
+    for name, part in parts.items():
+        found = found.replace(f"{{{name}}}", part)
+    return found
+
+
+def _settings(backbone: Backbone) -> dict[str, Any]:
+    """Return what the search needs: its rules, its vocabulary, and samples of the tokenizer."""
+    words, tokenizer = Words(backbone), backbone.tokenizer
+    samples = (SAMPLE, *keyboard.EXAMPLES)
+    return {
+        "shown": keyboard.SHOWN,
+        "colours": len(COLOURS),
+        "rules": {
+            "beam": BEAM,
+            "rare": RARE,
+            "longest": LONGEST,
+            "unfinished": UNFINISHED,
+            "spaces": SPACES,
+            "punctuation": "".join(sorted(PUNCTUATION)),
+            "noLetters": "".join(sorted(NO_LETTERS)),
+        },
+        "vocabulary": {
+            "names": words.names,
+            "first": words.first,
+            "anchor": words.anchor,
+            "context": min(backbone.context_limit, CONTEXT),
+            "tidy": bool(tokenizer.clean_up_tokenization_spaces),
+        },
+        "samples": [[text, tokenizer(text)["input_ids"]] for text in samples],
+    }

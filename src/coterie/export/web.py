@@ -1,0 +1,45 @@
+"""The keyboard of `coterie serve` as a folder of static files, whose models run in the browser."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from coterie.export import keyboard_page, onnx_base
+from coterie.export.format import ClientModel, Options
+from coterie.export.onnx import Onnx, own_file
+
+
+class Web(Onnx):
+    """What `Onnx` writes, with the routing weights that the keyboard's colours need, and a page."""
+
+    name = "web"
+    about = "a keyboard for several clients that runs in a browser, offline, of every base"
+    # small rather than exact: whoever opens the page downloads it
+    precisions = ("f16", "f32", "int8")
+    base_precisions = ("int8", "f32", "w8", "w4")
+    routing = True
+
+    def write_base(self, clients: Sequence[ClientModel], folder: Path, options: Options) -> None:
+        super().write_base(clients, folder, options)
+        keyboard_page.write(
+            folder,
+            {own_file(client): client.model for client in clients},
+            (onnx_base.BASE, onnx_base.WEIGHTS),
+            [vars(shape) for shape in self._interface_of(clients[0]).caches],
+        )
+
+    def readme(self, clients: Sequence[ClientModel]) -> str:
+        names = "\n".join(f"- {client.client}" for client in clients)
+        return f"""# A keyboard that runs in the browser, exported from coterie
+
+Any server of static files will do:
+
+```
+python -m http.server --bind 127.0.0.1 --directory "this folder"
+```
+
+and http://127.0.0.1:8000/ shows what each client would write next. The models run in the page.
+Nothing is asked of any other machine, and what is typed goes nowhere. `export.json` says how far
+each model is from the personal model, and `licences/` whose programs the page runs on.
+
+{names}
+"""
