@@ -4,19 +4,20 @@ exactly, with a cache.
 
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import transformers
 from random_models import write_models
+from test_graphs import program_of
 from torch import nn
 
 import coterie
 from coterie.core.errors import Refused
-from coterie.export import Source, client_files, export, onnx_base
+from coterie.export import Source, client_files, export, onnx, onnx_base
 from coterie.export.functional import Functional, Interface, client_tensors
-from coterie.export.onnx import OnnxRuntime
 from coterie.models.adapter import Layout
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
@@ -118,7 +119,7 @@ def test_onnx_runtime_computes_what_the_model_does(family, tmp_path):
     model = Model(family, LAYOUTS["ben"])
     interface = Interface.of(model)
     onnx_base.write_base(tmp_path, model, interface, "f32")
-    runtime = OnnxRuntime(tmp_path / onnx_base.BASE, interface, client_tensors(model))
+    runtime = onnx.OnnxRuntime(tmp_path / onnx_base.BASE, interface, client_tensors(model))
     with torch.no_grad():
         wanted = model.language.forward(IDS)
     close(runtime.logits(IDS), wanted)
@@ -174,12 +175,24 @@ def _read(one):
     return client_files.read(one.folder / one.files[0])
 
 
+def test_the_program_in_the_readme_writes_a_text(exported):
+    found, models = exported
+    text = "In my free time, I like to"
+    wanted = models["ann"].generate(text, max_new_tokens=10, do_sample=False)
+    assert program_of(found[0].folder) == f"{wanted}\n"
+
+
+def test_the_page_on_devices_has_that_program():
+    page = (Path(__file__).parents[2] / "docs/on-device.md").read_text("utf-8")
+    assert f"```python\n{onnx.PROGRAM.replace('CLIENT', 'ann.safetensors')}```" in page
+
+
 def test_the_summary_says_what_the_graph_takes(exported):
-    import onnx
+    from onnx import load
 
     found, _ = exported
     summary = json.loads((found[0].folder / "export.json").read_text())
-    graph = onnx.load(found[0].folder / "base.onnx", load_external_data=False).graph
+    graph = load(found[0].folder / "base.onnx", load_external_data=False).graph
     for kind, values in (("inputs", graph.input), ("outputs", graph.output)):
         shapes = {
             value.name: [d.dim_param or d.dim_value for d in value.type.tensor_type.shape.dim]
@@ -213,7 +226,7 @@ def test_quantised_bases_and_clients_are_smaller_and_near(exported, tmp_path):
         base.parent.mkdir()
         onnx_base.quantise(whole, base, precision)
         sizes[precision] = _size(base)
-        costs[precision] = error(OnnxRuntime(base, interface, tensors))
+        costs[precision] = error(onnx.OnnxRuntime(base, interface, tensors))
     assert sizes["int8"] < sizes["w8"] < sizes["f32"]
     assert sizes["w4"] < sizes["w8"]
     assert 1e-6 < costs["w8"] < costs["w4"] < 0.5 * wanted.abs().mean()
@@ -222,7 +235,7 @@ def test_quantised_bases_and_clients_are_smaller_and_near(exported, tmp_path):
         path = tmp_path / f"{precision}.safetensors"
         client_files.write(path, tensors, precision)
         own[precision] = sum(t.nbytes for t in coterie.core.files.load(path)[0].values())
-        costs[precision] = error(OnnxRuntime(whole, interface, client_files.read(path)))
+        costs[precision] = error(onnx.OnnxRuntime(whole, interface, client_files.read(path)))
     assert own["f16"] < 0.51 * own["f32"]
     assert own["int8"] < 0.4 * own["f32"]
     assert costs["f32"] < 1e-5 < costs["f16"] < costs["int8"] < 0.05 * wanted.abs().mean()

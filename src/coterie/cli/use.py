@@ -283,7 +283,10 @@ def export(
         bool, typer.Option("--all", help="All clients of the run, over one base.")
     ] = False,
     format: Annotated[
-        str, typer.Option("--format", metavar="FORMAT", help="peft, mixtral, gguf, onnx or web.")
+        str,
+        typer.Option(
+            "--format", metavar="FORMAT", help="peft, mixtral, gguf, onnx, web, pt2 or executorch."
+        ),
     ] = "peft",
     part: Annotated[
         str | None,
@@ -307,8 +310,8 @@ def export(
         typer.Option(
             "--precision",
             metavar="PRECISION",
-            help="Of what is written: f32 or f16; of gguf's base q8_0 and q4_0 too, of onnx and "
-            "web int8.",
+            help="Of what is written: f32 or f16; of gguf's base q8_0 and q4_0 too; of clients' "
+            "files of onnx, web, pt2 and executorch int8.",
         ),
     ] = None,
     base_precision: Annotated[

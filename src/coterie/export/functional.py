@@ -8,7 +8,7 @@ each family computes here what it computes there.
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,8 @@ from coterie.personal.inference.packing import experts_of
 
 ACTIVE = "active"  # the name of k among a client's tensors
 KEPT = "logits_to_keep"
+INTEGERS = ("input_ids", KEPT, ACTIVE)  # inputs that are int64
+T = TypeVar("T")
 
 
 def client_tensors(model: PersonalModel) -> dict[str, Tensor]:
@@ -254,12 +256,18 @@ class Interface:
             for what, width in (("key", shape.key), ("value", shape.value))
         }
 
+    def arguments(self, values: Sequence[T]) -> tuple[T, T, list[tuple[T, T]], dict[str, T]]:
+        """Return what stands for the inputs, in their order, as `Functional` takes them."""
+        ids, kept, *others = values
+        cached = 2 * len(self.caches)
+        past = list(zip(others[:cached:2], others[1:cached:2], strict=True))
+        return ids, kept, past, dict(zip(self.client, others[cached:], strict=True))
+
     def described(self) -> dict[str, Any]:
         """Return the inputs and the outputs for export.json."""
-        integers = ("input_ids", KEPT, ACTIVE)
         return {
             kind: {
-                name: {"dtype": "int64" if name in integers else "float32", "shape": axes}
+                name: {"dtype": "int64" if name in INTEGERS else "float32", "shape": axes}
                 for name, axes in found.items()
             }
             for kind, found in (("inputs", self.inputs), ("outputs", self.outputs))
@@ -277,36 +285,60 @@ def _axes(name: str, tensor: Tensor) -> Axes:
     return ["experts", *ranks, *widths]
 
 
-# of the example that is traced: what is 1, or 0, would be taken for a constant
-_SIZES = {"experts": 3, "rank": 4, "expert_rank": 6}
+def sizes_of(interface: Interface, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the sizes that a client's tensors give to the dimensions with names."""
+    found: dict[str, int] = {}
+    for name, axes in interface.client.items():
+        sizes = zip(axes, tensors[name].shape, strict=True)
+        found |= {axis: size for axis, size in sizes if isinstance(axis, str)}
+    return found
+
+
+# sizes of what is traced: what is 1, or 0, would be taken for a constant
+_EXAMPLE = {
+    "batch": 2,
+    "tokens": 3,
+    "kept": 2,
+    "past": 5,
+    "experts": 3,
+    "rank": 4,
+    "expert_rank": 6,
+}
 
 
 @torch.no_grad()
-def traced(model: PersonalModel, interface: Interface) -> torch.export.ExportedProgram:
-    """Trace the base of a model; whatever has a name in the interface may have any size."""
-    any_size: Any = torch.export.Dim.DYNAMIC
-    example = {
-        name: torch.zeros([_SIZES[axis] if isinstance(axis, str) else axis for axis in axes])
-        for name, axes in interface.client.items()
-    } | {ACTIVE: torch.tensor([2])}
-    shapes = {
-        name: {i: any_size for i, axis in enumerate(axes) if isinstance(axis, str)}
-        for name, axes in interface.client.items()
-    }
-    cache = ({0: any_size, 2: any_size}, {0: any_size, 2: any_size})
+def traced(
+    model: PersonalModel,
+    interface: Interface,
+    fixed: Mapping[str, int] | None = None,
+    most: Mapping[str, int] | None = None,
+) -> torch.export.ExportedProgram:
+    """Trace the base of a model. Whatever has a name in the interface may have any size.
+
+    Args:
+        model: A model on the base.
+        interface: What its base takes.
+        fixed: Sizes of those that may not, by their names.
+        most: The largest sizes of others, for programs that reserve memory.
+    """
+    sizes, limits = _EXAMPLE | {**(fixed or {})}, most or {}
+    examples: list[Tensor] = []
+    dims: list[dict[int, Any]] = []
+    for name, axes in interface.inputs.items():
+        shape = [sizes[axis] if isinstance(axis, str) else axis for axis in axes]
+        dtype = torch.int64 if name in INTEGERS else torch.float32
+        examples.append(torch.ones(shape, dtype=dtype))
+        names = {i: axis for i, axis in enumerate(axes) if isinstance(axis, str)}
+        free = {i: axis for i, axis in names.items() if axis not in (fixed or {})}
+        dims.append({i: _any_size(limits.get(axis)) for i, axis in free.items()})
     return torch.export.export(
         Functional(model.backbone, interface.routing),
-        (
-            torch.zeros((2, 3), dtype=torch.int64),
-            torch.arange(2),
-            [shape.zeros(2, 5) for shape in interface.caches],
-            example,
-        ),
-        dynamic_shapes=(
-            {0: any_size, 1: any_size},
-            {0: any_size},
-            [cache] * len(interface.caches),
-            shapes,
-        ),
+        interface.arguments(examples),
+        dynamic_shapes=interface.arguments(dims),
         strict=False,
     )
+
+
+def _any_size(most: int | None) -> Any:
+    dynamic: Any = torch.export.Dim.DYNAMIC
+    return dynamic if most is None else dynamic(min=1, max=most)

@@ -2,16 +2,17 @@
 
 from coterie.core.errors import Refused
 from coterie.core.extras import require
+from coterie.export.executorch import ExecuTorch
 from coterie.export.format import Format, Options
 from coterie.export.gguf import Gguf
 from coterie.export.mixtral import Mixtral
 from coterie.export.onnx import Onnx
 from coterie.export.peft import Peft
+from coterie.export.pt2 import Pt2
 from coterie.export.web import Web
 
-FORMATS: dict[str, Format] = {
-    format.name: format for format in (Peft(), Mixtral(), Gguf(), Onnx(), Web())
-}
+_ALL = (Peft(), Mixtral(), Gguf(), Onnx(), Web(), Pt2(), ExecuTorch())
+FORMATS: dict[str, Format] = {format.name: format for format in _ALL}
 
 
 def chosen(

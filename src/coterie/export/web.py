@@ -5,7 +5,8 @@ from pathlib import Path
 
 from coterie.export import keyboard_page, onnx_base
 from coterie.export.format import ClientModel, Options
-from coterie.export.onnx import Onnx, own_file
+from coterie.export.graph import own_file
+from coterie.export.onnx import Onnx
 
 
 class Web(Onnx):
@@ -24,7 +25,7 @@ class Web(Onnx):
             folder,
             {own_file(client): client.model for client in clients},
             (onnx_base.BASE, onnx_base.WEIGHTS),
-            [vars(shape) for shape in self._interface_of(clients[0]).caches],
+            [vars(shape) for shape in self.interface_of(clients[0]).caches],
         )
 
     def readme(self, clients: Sequence[ClientModel]) -> str:

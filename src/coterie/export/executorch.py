@@ -1,0 +1,122 @@
+"""Personal models for ExecuTorch, on phones: the base lowered to XNNPACK."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coterie.core.errors import Refused
+from coterie.core.files import write_atomically
+from coterie.export.format import ClientModel, Options
+from coterie.export.functional import Interface, client_tensors, sizes_of, traced
+from coterie.export.graph import GraphFormat, GraphRuntime
+from coterie.personal import PersonalModel
+
+LONGEST = 512  # tokens in the cache, unless the base takes fewer or clients were trained with more
+AT_ONCE = 64  # new tokens of one step, unless clients were trained with more
+
+
+class ExecuTorch(GraphFormat):
+    """A program of ExecuTorch. Its memory is planned when it is written: batches have one row,
+    lengths are limited, and the models have one layout.
+    """
+
+    name = "executorch"
+    about = "a base and tensors for each client, for ExecuTorch, of every base"
+    packages = ("executorch",)
+    extra = "executorch"
+    base = "base.pte"
+
+    def write_graph(self, clients: Sequence[ClientModel], folder: Path, options: Options) -> None:
+        model = clients[0].model
+        interface, sizes = Interface.of(model), _sizes(model)
+        for client in clients:
+            if _sizes(client.model) != sizes:
+                raise Refused(
+                    f"{client.client} has other numbers of experts or ranks than "
+                    f"{clients[0].client}, and a program of ExecuTorch has one of each",
+                    "Export them one by one, with --client, or use --format onnx.",
+                )
+        from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+        from executorch.exir import to_edge_transform_and_lower
+
+        program = traced(model, interface, {"batch": 1} | sizes, limits(model))
+        with torch.no_grad():
+            lowered = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()])
+        write_atomically(folder / self.base, lowered.to_executorch().buffer)
+
+    def loaded(
+        self, base: Path, interface: Interface, client: Mapping[str, Tensor]
+    ) -> GraphRuntime:
+        return ExecuTorchRuntime(base, interface, client)
+
+    def interface(self, client: ClientModel) -> dict[str, Any]:
+        most = {"batch": 1} | _sizes(client.model) | limits(client.model)
+        return super().interface(client) | {"limits": most}
+
+    def program(self, client: str) -> str:
+        return PROGRAM.replace("CLIENT", client)
+
+
+def _sizes(model: PersonalModel) -> dict[str, int]:
+    return sizes_of(Interface.of(model), client_tensors(model))
+
+
+def limits(model: PersonalModel) -> dict[str, int]:
+    """Return how many new tokens, logits and cached tokens one step takes."""
+    most = model.backbone.context_limit
+    tokens = min(most, max(AT_ONCE, model.about.context))
+    past = max(2, min(most, max(LONGEST, 2 * tokens)) - tokens)
+    return {"tokens": tokens, "kept": tokens, "past": past}
+
+
+class ExecuTorchRuntime(GraphRuntime):
+    """ExecuTorch in this process.
+
+    Args:
+        base: The program.
+        interface: What it takes and returns.
+        client: The tensors of the client.
+    """
+
+    probe = (1, 48)
+
+    def __init__(self, base: Path, interface: Interface, client: Mapping[str, Tensor]) -> None:
+        from executorch.runtime import Runtime
+
+        super().__init__(interface, client)
+        self.method: Any = Runtime.get().load_program(str(base)).load_method("forward")
+
+    def step(self, ids: Tensor, kept: Tensor, past: Sequence[Tensor]) -> list[Tensor]:
+        found = self.method.execute(self.arguments(ids, kept, past))
+        return [tensor.clone() for tensor in found]  # the next step overwrites them
+
+    def logits(self, ids: Tensor) -> Tensor:
+        return torch.cat([GraphRuntime.logits(self, row) for row in torch.split(ids, 1)])
+
+
+PROGRAM = """\
+import json
+
+import torch
+from executorch.runtime import Runtime
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+
+method = Runtime.get().load_program("base.pte").load_method("forward")
+inputs = json.load(open("export.json"))["inputs"]  # in the order in which they are given
+client = load_file("CLIENT")  # of --precision f32
+cache = [entry["shape"] for name, entry in inputs.items() if name.startswith("past_key_values")]
+past = [torch.zeros(1, heads, 0, width) for _, heads, _, width in cache]
+tokenizer = Tokenizer.from_file("tokenizer.json")
+new = text = tokenizer.encode("In my free time, I like to").ids
+for _ in range(10):
+    kept = torch.tensor([len(new) - 1])  # logits of the last token only
+    own = [client[name] for name in inputs if name in client]
+    logits, *past = method.execute([torch.tensor([new]), kept, *past, *own])
+    past, new = [part.clone() for part in past], [int(logits[0, -1].argmax())]
+    text = text + new
+print(tokenizer.decode(text))
+"""

@@ -1,0 +1,137 @@
+"""What formats have in common that write the base as one graph, whose inputs are a client's tensors
+too: clients are changed without loading the base again.
+"""
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from coterie.core import names
+from coterie.core.files import write_atomically
+from coterie.export import client_files
+from coterie.export.format import ClientModel, Format, Options, Runtime, Written
+from coterie.export.functional import Interface, client_tensors
+
+README = "README.md"
+
+
+def own_file(client: ClientModel) -> str:
+    """Return the name of a client's file."""
+    return names.encoded(client.client) + client_files.ENDING
+
+
+class GraphRuntime(Runtime):
+    """A graph of the base with cache, run by some program.
+
+    Args:
+        interface: What it takes and returns.
+        client: The tensors of the client.
+    """
+
+    def __init__(self, interface: Interface, client: Mapping[str, Tensor]) -> None:
+        self.interface = interface
+        self.client = {name: client[name] for name in interface.client}
+
+    @abstractmethod
+    def step(self, ids: Tensor, kept: Tensor, past: Sequence[Tensor]) -> list[Tensor]:
+        """Return the graph's outputs in their order, for (B, C) tokens behind the cached ones."""
+
+    def arguments(self, ids: Tensor, kept: Tensor, past: Sequence[Tensor]) -> list[Tensor]:
+        """Return all inputs in their order."""
+        return [ids.contiguous(), kept, *past, *self.client.values()]
+
+    def empty(self, rows: int) -> list[Tensor]:
+        """Return the cache of no tokens."""
+        return [part for shape in self.interface.caches for part in shape.zeros(rows, 0)]
+
+    def logits(self, ids: Tensor) -> Tensor:
+        return self.step(ids, torch.arange(ids.shape[1]), self.empty(len(ids)))[0]
+
+    def logits_by_token(self, ids: Tensor) -> Tensor:
+        found, past, kept = [], self.empty(len(ids)), torch.tensor([0])
+        for token in torch.split(ids, 1, dim=1):
+            logits, *past = self.step(token, kept, past)[: 1 + len(past)]
+            found.append(logits)
+        return torch.cat(found, dim=1)
+
+
+class GraphFormat(Format):
+    """A base that takes what an `Interface` lists, its tokenizer, and a file for each client.
+
+    `base` is the name of the base's file; with `routing` the graph returns the experts' weights.
+    """
+
+    base: ClassVar[str]
+    routing: ClassVar[bool] = False
+    precisions = client_files.PRECISIONS
+    shares_base = True
+
+    def check(self, client: ClientModel, options: Options) -> None:
+        """Refuse nothing: every base and every layout can be traced."""
+
+    def write_base(self, clients: Sequence[ClientModel], folder: Path, options: Options) -> None:
+        self.write_graph(clients, folder, options)
+        clients[0].model.tokenizer.save_pretrained(folder)
+        write_atomically(folder / README, self.readme(clients).encode())
+
+    @abstractmethod
+    def write_graph(self, clients: Sequence[ClientModel], folder: Path, options: Options) -> None:
+        """Write the base's file."""
+
+    def write(self, client: ClientModel, folder: Path, options: Options) -> Written:
+        own = own_file(client)
+        client_files.write(folder / own, self.tensors(client), options.precision)
+        others = [path for path in folder.rglob("*") if path.suffix != client_files.ENDING]
+        shared = [path.relative_to(folder).as_posix() for path in others if path.is_file()]
+        shared.sort(key=lambda name: (name != self.base, name))
+        return Written(folder, (own,), client.logits, shared=tuple(shared))
+
+    def tensors(self, client: ClientModel) -> dict[str, Tensor]:
+        """Return what is written into a client's file."""
+        return client_tensors(client.model)
+
+    def runtime(
+        self, client: ClientModel, written: Written
+    ) -> AbstractContextManager[GraphRuntime]:
+        tensors = client_files.read(written.folder / written.files[0])
+        interface = self.interface_of(client)
+        return nullcontext(self.loaded(written.folder / self.base, interface, tensors))
+
+    @abstractmethod
+    def loaded(
+        self, base: Path, interface: Interface, client: Mapping[str, Tensor]
+    ) -> GraphRuntime:
+        """Return a base with a client's tensors, in the format's own program."""
+
+    def interface(self, client: ClientModel) -> dict[str, Any]:
+        return self.interface_of(client).described()
+
+    def interface_of(self, client: ClientModel) -> Interface:
+        """Return what the graph takes and returns."""
+        return Interface.of(client.model, self.routing)
+
+    @abstractmethod
+    def program(self, client: str) -> str:
+        """Return a program that writes a text with a client's file, for people to start from."""
+
+    def readme(self, clients: Sequence[ClientModel]) -> str:
+        """Return how the files are used."""
+        files = "\n".join(f"| {client.client} | `{own_file(client)}` |" for client in clients)
+        return f"""# Personal models exported from coterie, as {self.name}
+
+`{self.base}` is the base, which all clients share. The file of a client holds tensors that are
+inputs of the base's graph: to change the client is to give others. `export.json` lists inputs and
+outputs in their order, and says how far each client is from the personal model.
+
+| client | file |
+| --- | --- |
+{files}
+
+```python
+{self.program(own_file(clients[0]))}```
+"""
