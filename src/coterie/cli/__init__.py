@@ -2,9 +2,21 @@
 
 # Each registers its commands, in the order of `coterie --help`.
 # isort: off
-from coterie.cli import train, tune, papers, lists, use, serve, deploy
+from coterie.cli import train, tune, papers, lists, use, serve, hub, deploy, doctor
 
 # isort: on
 from coterie.cli.base import app, main
 
-__all__ = ["app", "deploy", "lists", "main", "papers", "serve", "train", "tune", "use"]
+__all__ = [
+    "app",
+    "deploy",
+    "doctor",
+    "hub",
+    "lists",
+    "main",
+    "papers",
+    "serve",
+    "train",
+    "tune",
+    "use",
+]

@@ -4,6 +4,7 @@ they need them, so that `--help` is fast.
 
 import io
 import os
+import re
 import signal
 import sys
 import time
@@ -13,7 +14,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
+import click
 import typer
+from typer.core import TyperGroup
 
 from coterie.core.errors import CoterieError
 from coterie.core.names import normal
@@ -32,11 +35,28 @@ def _normal(given: Any) -> Any:
     return normal(given) if isinstance(given, str) else [normal(name) for name in given]
 
 
+class _Commands(TyperGroup):
+    """The commands, whose complaint about `--set a=1 b=2` says how it is meant."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except click.UsageError as error:
+            command = error.ctx.command if error.ctx else self
+            options = [name for option in command.params for name in option.opts]
+            stray = re.findall(r"[\w.-]+=[^ )]*", error.message)
+            if not (stray and "--set" in options and "unexpected extra" in error.message):
+                raise
+            repeated = " ".join(f"--set {setting}" for setting in stray)
+            remedy = f"Repeat --set for each field: ... {repeated}"
+            raise click.UsageError(f"{error.message}. {remedy}", error.ctx) from None
+
+
 app = typer.Typer(
     name="coterie",
+    cls=_Commands,
     help="Train personal models together without sharing data.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
@@ -51,7 +71,7 @@ Set = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Change a field of the recipe, e.g. method.rounds=5. Repeatable.",
+        help="Change a field of the recipe, e.g. method.rounds=5. Repeat --set for each field.",
     ),
 ]
 Seed = Annotated[

@@ -15,7 +15,7 @@ from coterie.core.errors import CheckpointError, Refused, SaveError
 from coterie.core.files import make_folder, write_json
 from coterie.core.protocol import ClientId
 from coterie.core.tensor_names import numbers_of_experts
-from coterie.core.tensors import Tensors
+from coterie.core.tensors import Tensors, nbytes
 from coterie.data.examples import ExampleSplit
 from coterie.data.federation import ClientData, check_id
 from coterie.data.splits import SPLITS
@@ -33,10 +33,11 @@ from coterie.runs.execution import Execution
 from coterie.runs.folder import check_apart
 from coterie.runs.inputs import Inputs, RecordedInputs
 from coterie.runs.language import Language
-from coterie.runs.own_text import all_text, own_text, section_of
+from coterie.runs.own_text import text_of
 from coterie.runs.personalise import Personalised, shared_part, train
 from coterie.runs.prepare import Prepared, prepare
 from coterie.runs.recipe import Recipe
+from coterie.runs.shared_part import holds_shared, started
 
 TRAINED = "training.json"  # in the folder of a personal model: what its client's own training gave
 
@@ -126,27 +127,20 @@ def adapt(
     check_apart(folder, data)
     if folder.exists():
         raise Refused(f"{folder} exists already", "Choose another --client, or another --out.")
-    prepared = prepare(recipe)
-    if id in prepared.problem.federation.everyone:
-        raise Refused(f"{id!r} is a client of the run itself", "Choose another --client.")
-    RecordedInputs(run).check_bases(Inputs.of(prepared))
-    joined = _joined(prepared, id, _data(prepared, id, data, training is not None))
-    execution = Execution(joined, run, Callback(), "", LocalBackend("inprocess"))
-    if not execution.restore() and execution.method.rounds:
-        remedy = (
-            "Wait for the first one (checkpoint_every), or resume the run: coterie run --resume."
-        )
-        raise CheckpointError(f"{run} has no checkpoint yet", remedy)
-    tensors, up, down = execution.adapt((id,))
+    if holds_shared(run):
+        execution, received = started(run, recipe, id, data, training is not None)
+        up, down = 0, nbytes(received)
+    else:
+        execution, received, up, down = _exchanged(run, recipe, id, data, training is not None)
     owner = execution.prepared.site.client(id, dict(execution.engine.states().get(id, {})))
-    owner.load(execution.method.loadable(owner, tensors[id]))
+    owner.load(execution.method.loadable(owner, received))
     scores: tuple[float, ...] = ()
     if isinstance(owner.model, PoolClassifier | LanguageModel) and owner.model.embed is not None:
         affinity = owner.model.affinity(owner.embeddings(owner.data.train))
         scores = tuple((affinity / affinity.sum()).tolist())
-    personalised = _keep(execution, owner, tensors[id], folder, training)
-    once = execution.problem.once_bytes if scores or not down[id] else 0
-    experts = tuple(numbers_of_experts(tensors[id]))
+    personalised = _keep(execution, owner, received, folder, training)
+    once = execution.problem.once_bytes if scores or not down else 0
+    experts = tuple(numbers_of_experts(received))
     samples = owner.data.train.windows
     return Adapted(
         load(folder),
@@ -155,11 +149,32 @@ def adapt(
         experts,
         execution.method.rounds,
         scores,
-        up[id],
-        down[id],
+        up,
+        down,
         once,
         personalised,
     )
+
+
+def _exchanged(
+    run: Path, recipe: Recipe, id: ClientId, data: Path, trains: bool
+) -> tuple[Execution, Tensors, int, int]:
+    """Return a run with one client more, what that client got, and the bytes that it sent and got.
+    Raises Refused and ClientError.
+    """
+    prepared = prepare(recipe)
+    if id in prepared.problem.federation.everyone:
+        raise Refused(f"{id!r} is a client of the run itself", "Choose another --client.")
+    RecordedInputs(run).check_bases(Inputs.of(prepared))
+    joined = _joined(prepared, id, _data(prepared, id, data, trains))
+    execution = Execution(joined, run, Callback(), "", LocalBackend("inprocess"))
+    if not execution.restore() and execution.method.rounds:
+        remedy = (
+            "Wait for the first one (checkpoint_every), or resume the run: coterie run --resume."
+        )
+        raise CheckpointError(f"{run} has no checkpoint yet", remedy)
+    tensors, up, down = execution.adapt((id,))
+    return execution, tensors[id], up[id], down[id]
 
 
 def _keep(
@@ -270,8 +285,4 @@ def _data(prepared: Prepared, id: ClientId, data: Path, trains: bool) -> ClientD
 
 def _text(recipe: Recipe, problem: Language, id: ClientId, data: Path, trains: bool) -> ClientData:
     """Return the text of a client, read as the run's own. Raises DataError for too little of it."""
-    section, context = section_of(recipe.data), problem.section.context
-    tokenizer = problem.backbone.tokenizer
-    if not trains:
-        return all_text(section, tokenizer, context, id, data)
-    return own_text(section, tokenizer, context, recipe.seed, id, data, ", or leave --train out")
+    return text_of(recipe, problem.backbone.tokenizer, id, data, trains)

@@ -13,6 +13,7 @@ from coterie.data.federation import ClientData, MakeSplit, federate, token_split
 from coterie.data.folders import Folders, text_files
 from coterie.data.splits import SPLITS, Tokens
 from coterie.data.store import encode
+from coterie.runs.recipe import Recipe
 
 
 def files_of_text(section: Folders, data: Path) -> list[Path]:
@@ -100,3 +101,14 @@ def _arrays(
     for name, texts in parts.items():
         arrays |= encoder.arrays(texts, name, context)
     return arrays, encoder.maker
+
+
+def text_of(recipe: Recipe, tokenizer: Any, id: ClientId, data: Path, trains: bool) -> ClientData:
+    """Return the text of a client, read as a run's own: in splits if it trains, otherwise alike in
+    all of them. Raises DataError for too little of it.
+    """
+    assert recipe.model.kind == "language"
+    section, context = section_of(recipe.data), recipe.model.context
+    if not trains:
+        return all_text(section, tokenizer, context, id, data)
+    return own_text(section, tokenizer, context, recipe.seed, id, data, ", or leave --train out")

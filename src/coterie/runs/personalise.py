@@ -168,7 +168,7 @@ def train(
     about = Personalised(
         own=own,
         tokens={split.name: len(split) for split in client.data.splits},
-        base=perplexity(score(client, _nothing(before), client.data.test)),
+        base=perplexity(score(client, untrained(before), client.data.test)),
         before=scores[0],
         after=scores[1],
         valid_before=valid_before,
@@ -185,7 +185,7 @@ def _settled(client: Client) -> tuple[Layout, Tensors]:
     return client.model.settled()
 
 
-def _nothing(like: Snapshot) -> Snapshot:
+def untrained(like: Snapshot) -> Snapshot:
     """Return an adapter of some layout that changes nothing."""
     return Snapshot(
         like.layout, {name: torch.zeros_like(tensor) for name, tensor in like.tensors.items()}

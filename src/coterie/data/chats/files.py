@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.core.errors import DataError
+from coterie.core.extras import require
 from coterie.data.documents import read_objects, read_text
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".csv")
@@ -62,6 +63,7 @@ def _list_of_objects(path: Path) -> list[dict[str, Any]]:
 
 
 def _parquet(path: Path) -> Iterator[Mapping[str, Any]]:
+    require(f"{path}: a parquet file", "hub", "pyarrow")
     import pyarrow as pa
     from pyarrow import parquet
 

@@ -1,0 +1,129 @@
+"""The model card of a personal model, or of the shared part of a run."""
+
+from dataclasses import dataclass
+
+from coterie.core.metrics import direction
+from coterie.core.result import MetricInfo, PrivacySpent
+from coterie.core.version import __version__
+from coterie.methods import METHODS
+from coterie.models.architecture import EMBEDDED
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The facts that a card states; None for what is not known.
+
+    Args:
+        client: The client whose model it is; None for the shared part.
+        base: As everybody knows it: `embedded`, a Hub id, or the last part of a path.
+        method: Its name.
+        rounds: Rounds done.
+        clients: Number of clients that trained together.
+        size: The training data in words, e.g. "12,000 tokens".
+        metric: Of the scores.
+        before: The metric of the base without any training, on test data.
+        after: The metric of what is published, on the same data.
+        privacy: What was spent; None where no noise was added.
+        language: Whether it is a language model.
+    """
+
+    client: str | None
+    base: str | None
+    method: str
+    rounds: int
+    clients: int | None
+    size: str | None
+    metric: MetricInfo
+    before: float | None
+    after: float | None
+    privacy: PrivacySpent | None
+    language: bool = True
+
+
+def card(facts: Facts, repo: str) -> str:
+    """Return the text of README.md, with the front matter that the Hub reads."""
+    entry = METHODS[facts.method]
+    of = "the shared part of a run" if facts.client is None else "one client's personal model"
+    name = repo.rpartition("/")[2]
+    rows = {
+        "base": f"`{facts.base}`" if facts.base else "none: the whole network is here",
+        "method": f"{entry.title} (`{facts.method}`), {facts.rounds} rounds; {entry.paper}",
+        "clients that trained together": _or(facts.clients),
+        "training data": facts.size or "not recorded",
+        f"{facts.metric} before, without training": _or(facts.before, ".2f"),
+        f"{facts.metric} after": _or(facts.after, ".2f"),
+        "privacy spent": spent(facts.privacy),
+    }
+    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+    return f"""{_front_matter(facts)}
+# {name}
+
+{of[0].upper()}{of[1:]}, trained with [coterie](https://pypi.org/project/coterie/) {__version__}
+without the clients' data leaving them.
+
+| | |
+| --- | --- |
+{table}
+
+Scores are on test data, {direction(facts.metric)}; {_where(facts)}. {_reads(facts)}
+
+```
+coterie pull {repo} --out {name}
+{_use(facts, name)}
+```
+
+The files are JSON, YAML and safetensors; `SHA256SUMS` has their checksums. Loading them runs no
+code.
+"""
+
+
+def _front_matter(facts: Facts) -> str:
+    """Return the metadata of a card; the base where it is one of the Hub."""
+    lines = ["library_name: coterie", "tags:", "- personalization", "- federated-learning"]
+    if facts.base and facts.base != EMBEDDED and "/" in facts.base:
+        lines += [f"base_model: {facts.base}"]
+    if facts.language:
+        lines += ["pipeline_tag: text-generation"]
+    return "\n".join(["---", *lines, "---"])
+
+
+def _where(facts: Facts) -> str:
+    """Return on whose data the scores are."""
+    return "the mean over the clients" if facts.client is None else "this client's own"
+
+
+def _reads(facts: Facts) -> str:
+    """Return what somebody can read out of the model."""
+    if facts.client is None:
+        return (
+            "No specialist or router of a client is in it. What its clients' texts had in common "
+            "can be read out of it: `coterie audit` measures how much of a text it gives away."
+        )
+    return (
+        "It was published by its owner's choice: its own experts were trained on the owner's data "
+        "alone, and parts of these may be read out of it."
+    )
+
+
+def _use(facts: Facts, name: str) -> str:
+    """Return commands that use it."""
+    if not facts.language:
+        return f"coterie predict {name} --data FILES"
+    lines = [f'coterie generate {name} --text "The weather is"']
+    if facts.client is None:
+        lines += [f"coterie adapt {name} --data MY_TEXTS --train --out mine"]
+    return "\n".join(lines)
+
+
+def spent(privacy: PrivacySpent | None) -> str:
+    """Return what privacy a model's training has spent, in a sentence."""
+    if privacy is None:
+        return "no noise was added: the training gives no formal guarantee of privacy"
+    epsilon = "infinite" if privacy.epsilon is None else f"{privacy.epsilon:.3g}"
+    known = ", with noise from a known seed, which protects nobody" if privacy.experiment else ""
+    return f"epsilon {epsilon} at delta {privacy.delta:g} ({privacy.where} noise{known})"
+
+
+def _or(value: float | None, form: str = ",") -> str:
+    """Return a number, or that nobody knows it."""
+    return "not recorded" if value is None else format(value, form)

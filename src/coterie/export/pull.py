@@ -1,0 +1,213 @@
+"""Models of the Hub, as `coterie push` writes them: nothing is kept that is not plain data, of a
+known name, of bounded size, and with the checksums that were written down.
+"""
+
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coterie.core.errors import CheckpointError, CoterieError, Refused, SaveError
+from coterie.core.files import load, make_folder, read_json
+from coterie.core.tensors import all_finite
+from coterie.export.push import CARD, hub_error
+from coterie.methods import METHODS
+from coterie.personal.artifact import (
+    ABOUT,
+    CLASSIFIER,
+    CLASSIFIER_WEIGHTS,
+    WEIGHTS,
+    read_about,
+    read_about_json,
+)
+from coterie.personal.classifier import read_classifier
+from coterie.runs import recipes
+from coterie.runs.files import RECIPE
+from coterie.runs.folder import SUMS, check_sums, read_sums
+from coterie.runs.recipe import resolve
+from coterie.runs.shared_part import SHARED
+
+TENSORS = (WEIGHTS, CLASSIFIER_WEIGHTS, SHARED)
+TEXTS = (ABOUT, RECIPE, CARD, SUMS)
+MOST_TEXT = 2**20  # bytes of a file of text
+MOST_TENSORS = 2 * 2**30  # bytes of a file of tensors, unless its owner is trusted with more
+# endings of what could run when it is loaded
+_CODE = (".py", ".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".joblib", ".npy", ".npz", ".so")
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """A model that was pulled.
+
+    Args:
+        folder: Where it is.
+        client: Whose; `shared` for the shared part of a run.
+        base: The base that it names; None of a network of its own.
+        method: Name of the method.
+        revision: The commit.
+    """
+
+    folder: Path
+    client: str
+    base: str | None
+    method: str
+    revision: str
+
+    @property
+    def shared(self) -> bool:
+        """Whether it is the shared part of a run, from which a client can train."""
+        return (self.folder / SHARED).is_file()
+
+
+def pull(
+    repo: str, out: Path, *, revision: str | None = None, most_bytes: int = MOST_TENSORS
+) -> Pulled:
+    """Fetch a model that `push` wrote, verify it, and put it into a folder, whole or not at all.
+
+    Args:
+        repo: `owner/name`.
+        out: A new folder.
+        revision: A commit, branch or tag; default: the newest commit.
+        most_bytes: The most that a file of tensors may have.
+
+    Raises:
+        Refused: The folder exists, or the repository holds what no model of coterie holds: code,
+            pickles, paths with folders, files that are too large.
+        CheckpointError: A file is damaged, or they do not fit each other.
+        CoterieError: The Hub does not give it.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    if out.exists():
+        raise Refused(f"{out} exists already", "Give --out a new folder.")
+    api = HfApi(library_name="coterie")
+    make_folder(out.parent)
+    try:
+        info = api.model_info(repo, revision=revision, files_metadata=True)
+        if not info.sha:
+            raise Refused(f"{repo} has no commit", "Push a model to it first.")
+        wanted = _checked_listing(repo, info.siblings or [], most_bytes)
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as beside:
+            new = Path(beside) / "model"
+            new.mkdir()
+            for name, size in wanted.items():
+                api.hf_hub_download(repo, name, revision=info.sha, local_dir=Path(beside) / "hub")
+                found = Path(beside) / "hub" / name
+                if found.is_symlink() or not found.is_file() or found.stat().st_size != size:
+                    raise CheckpointError(f"{repo}: {name} is not what the repository lists")
+                os.rename(found, new / name)
+            _verify(repo, new, _hashes(info.siblings or []))
+            os.rename(new, out)
+    except HFValidationError as error:
+        raise Refused(f"{repo}: {error}", "Names are like me/my-model.") from None
+    except HfHubHTTPError as error:
+        raise hub_error(f"the Hub does not give {repo}", error) from error
+    except CoterieError:
+        raise
+    except OSError as error:
+        if error.filename is not None and str(out.parent) in str(error.filename):
+            raise SaveError(f"cannot write {out}: {error.strerror}", "Free some space.") from error
+        raise hub_error(f"the Hub does not give {repo}", error) from error
+    about = read_about_json(out)
+    base = about.get("base") or about.get("network", {}).get("base")
+    return Pulled(out, str(about["client"]), base, str(about["method"]), info.sha)
+
+
+def _checked_listing(repo: str, siblings: Any, most_bytes: int) -> dict[str, int]:
+    """Return the files of a repository that are fetched, and their sizes. Raises Refused."""
+    sizes: dict[str, int] = {}
+    for file in siblings:
+        name = file.rfilename
+        if "\\" in name or ":" in name or name.startswith("/") or ".." in Path(name).parts:
+            raise _hostile(repo, f"a file with the path {name!r}, which leads outside")
+        if name.lower().endswith(_CODE):
+            raise _hostile(repo, f"{name!r}, which could run code when it is loaded")
+        if name not in TENSORS and name not in TEXTS:
+            continue
+        most = most_bytes if name in TENSORS else MOST_TEXT
+        if file.size is None or not 0 < file.size <= most:
+            raise Refused(
+                f"{repo}: {name} has {'no known size' if file.size is None else file.size} bytes, "
+                f"at most {most:,} are taken",
+                "If its owner is known to you: --most-gb."
+                if name in TENSORS
+                else "`coterie push` writes no such file.",
+            )
+        sizes[name] = file.size
+    if missing := {ABOUT, SUMS} - sizes.keys() or not sizes.keys() & {WEIGHTS, CLASSIFIER_WEIGHTS}:
+        what = ", ".join(sorted(missing)) if isinstance(missing, set) else "tensors"
+        raise Refused(
+            f"{repo} holds no model of coterie: it has no {what}",
+            "`coterie push` writes such repositories.",
+        )
+    return sizes
+
+
+def _hostile(repo: str, what: str) -> Refused:
+    return Refused(
+        f"{repo} holds {what}",
+        "No model that `coterie push` wrote has such a file. Nothing was fetched.",
+    )
+
+
+def _hashes(siblings: Any) -> dict[str, str]:
+    """Return the SHA-256 that the Hub itself states of large files."""
+    return {
+        file.rfilename: file.lfs.sha256
+        for file in siblings
+        if file.lfs is not None and file.rfilename in TENSORS
+    }
+
+
+def _verify(repo: str, folder: Path, stated: Mapping[str, str]) -> None:
+    """Refuse files that are not as they were pushed, or do not make up a model.
+
+    Raises:
+        Refused: A recipe with a method that is not shipped.
+        CheckpointError: Anything else.
+    """
+    try:
+        sums = read_sums(folder)
+        check_sums(folder, sorted({p.name for p in folder.iterdir()} - {SUMS}), sums)
+        check_sums(folder, stated, stated)
+        kind = read_about_json(folder).get("kind")
+        if kind == CLASSIFIER:
+            read_classifier(folder)
+        else:
+            read_about(folder)
+        for name in TENSORS:
+            if (folder / name).is_file() and not all_finite(load(folder / name)[0]):
+                raise CheckpointError(f"{name} holds values that are not finite")
+        if not (folder / (CLASSIFIER_WEIGHTS if kind == CLASSIFIER else WEIGHTS)).is_file():
+            raise CheckpointError(f"{ABOUT} and the files of tensors are of different kinds")
+        _verify_recipe(folder)
+    except CoterieError as error:
+        problem = error.problem.replace(f"{folder}/", "")
+        kind_of = Refused if type(error) is Refused else CheckpointError
+        remedy = error.remedy or "Nothing was kept. Ask its owner to push it again."
+        raise kind_of(f"{repo}: {problem}", remedy) from None
+
+
+def _verify_recipe(folder: Path) -> None:
+    """Refuse a recipe that would import code of its own choosing, or that is none."""
+    if not (folder / SHARED).is_file():
+        (folder / RECIPE).unlink(missing_ok=True)  # nothing reads it
+        return
+    section = recipes.read(folder / RECIPE)
+    method = section.get("method")
+    name = method.get("name") if isinstance(method, Mapping) else None
+    if not isinstance(name, str) or ":" in name or name not in METHODS:
+        raise Refused(
+            f"{RECIPE}: method.name: {name!r} is no method of coterie",
+            "A recipe of a stranger may not name a program. Nothing was kept.",
+        )
+    if set(section) - {"name", "model", "method", "training", "seed", "data"}:
+        raise Refused(f"{RECIPE} has other sections than `coterie push` writes", "")
+    data = section.get("data")
+    if not isinstance(data, Mapping) or data.get("kind") != "folders" or data.get("path"):
+        raise Refused(f"{RECIPE}: data must name nothing of this machine", "")
+    resolve(folder)
+    read_json(folder / ABOUT)

@@ -1,0 +1,221 @@
+"""Publication on the Hub: a client's personal model, or the shared part of a run."""
+
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coterie.core.errors import CheckpointError, CoterieError, Refused
+from coterie.core.files import digest_of, load, read_json, write_json
+from coterie.core.metrics import PERPLEXITY
+from coterie.core.result import RESULT, Result
+from coterie.data.section import Section
+from coterie.export.card import Facts, card
+from coterie.export.peft import portable
+from coterie.models.architecture import tokenizer
+from coterie.personal import folder_of
+from coterie.personal.artifact import ABOUT, CLASSIFIER, CLASSIFIER_WEIGHTS, WEIGHTS
+from coterie.runs.adapt import TRAINED
+from coterie.runs.files import RECIPE
+from coterie.runs.folder import write_sums
+from coterie.runs.recipe import Recipe, resolve
+from coterie.runs.shared_part import SharedPart, write_shared
+
+CARD = "README.md"
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What was published.
+
+    Args:
+        url: Where it is.
+        files: The bytes of each file.
+        private: Whether only those whom the repository's owner lets in can read it.
+    """
+
+    url: str
+    files: Mapping[str, int]
+    private: bool
+
+
+def push(
+    run: Path,
+    repo: str,
+    *,
+    client: str | None = None,
+    shared: bool = False,
+    publish_personal: bool = False,
+    public: bool = False,
+    say: Callable[[str], None] = lambda line: None,
+) -> Pushed:
+    """Write a model with its card to a repository of the Hub, as one commit.
+
+    Args:
+        run: The run's folder, or of a personal model the client's.
+        repo: Its name: `name` or `owner/name`. It is made if there is none.
+        client: Whose personal model; None for the only one in the folder.
+        shared: Whether the shared part of the run is meant.
+        publish_personal: Whether the owner of a personal model has said that it may leave.
+        public: Whether everybody may read it.
+        say: Is told what is going on, in lines.
+
+    Raises:
+        Refused: The owner has not said so; there is no such model; or the repository can be read by
+            everybody, and that was not asked for.
+        CoterieError: The Hub does not take it.
+    """
+    if shared == (client is not None) and (shared or not publish_personal):
+        raise Refused("push takes one model", "Give --client ID, or --shared.")
+    if not shared and not publish_personal:
+        folder = folder_of(run, client)
+        owner = read_json(folder / ABOUT).get("client")
+        raise Refused(
+            f"the personal model of {owner!r} holds what was trained on this client's own data and "
+            f"never left it; whoever can read the repository can read parts of that out of it",
+            "If its owner wants that, say so: --publish-personal. The part that clients share "
+            "anyway is published by --shared.",
+        )
+    with tempfile.TemporaryDirectory(prefix="coterie-push-") as beside:
+        folder = Path(beside)
+        facts = _shared(run, folder) if shared else _personal(run, client, folder)
+        (folder / CARD).write_text(card(facts, repo), encoding="utf-8")
+        names = sorted(path.name for path in folder.iterdir())
+        write_sums(folder, {name: digest_of(folder / name) for name in names})
+        say(f"{', '.join(names)}: {sum((folder / n).stat().st_size for n in names):,} bytes ...")
+        return _upload(folder, repo, public)
+
+
+def _shared(run: Path, folder: Path) -> Facts:
+    """Write the shared part of a run, and return what is to be said of it."""
+    if not (run / RECIPE).is_file():
+        raise CheckpointError(f"{run} holds no run", "Give the folder that `coterie run` wrote.")
+    recipe = resolve(run)
+    base = portable(getattr(recipe.model, "base", ""))
+    found: SharedPart = write_shared(run, folder, base)
+    about = read_json(folder / ABOUT)
+    return Facts(
+        client=None,
+        base=base,
+        method=recipe.method["name"],
+        rounds=about["round"],
+        clients=found.clients,
+        size=f"{found.tokens:,} tokens of all clients together",
+        metric=PERPLEXITY.about,
+        before=found.before,
+        after=found.after,
+        privacy=_result(run).privacy if (run / RESULT).is_file() else None,
+    )
+
+
+def _personal(run: Path, client: str | None, folder: Path) -> Facts:
+    """Copy a personal model, and return what is to be said of it."""
+    source = folder_of(run, client)
+    about = read_json(source / ABOUT)
+    classifies = about.get("kind") == CLASSIFIER
+    weights = CLASSIFIER_WEIGHTS if classifies else WEIGHTS
+    load(source / weights)  # refused here if it is damaged
+    write_json(folder / ABOUT, _with_portable_bases(about))
+    (folder / weights).write_bytes((source / weights).read_bytes())
+    whole = run if (run / RECIPE).is_file() else source.parent.parent
+    result = _result(whole) if (whole / RESULT).is_file() else None
+    before, after = _scores(whole, result, about["client"]) if result else (None, None)
+    size = _size(whole, about["client"])
+    if (source / TRAINED).is_file():
+        own = read_json(source / TRAINED)
+        before, after = own["base"], own["after" if own["helped"] else "before"]
+        size = f"{own['tokens']['train']:,} tokens"
+    return Facts(
+        client=about["client"],
+        base=_base(about),
+        method=about["method"],
+        rounds=about["round"],
+        clients=len(result.training or result.clients) if result else None,
+        size=size,
+        metric=result.metric if result else PERPLEXITY.about,
+        before=before,
+        after=after,
+        privacy=result.privacy if result else None,
+        language=not classifies,
+    )
+
+
+def _result(run: Path) -> Result:
+    return Result.read(run)
+
+
+def _scores(run: Path, result: Result, client: str) -> tuple[float | None, float | None]:
+    """Return a client's test metric without training, if that was measured, and at the end."""
+    before = None
+    untrained = run / "baselines" / "pretrained"
+    if (untrained / RESULT).is_file():
+        known = _result(untrained).clients.get(client)
+        before = known.test if known else None
+    elif result.evaluations and result.evaluations[0].round == 0:
+        first = result.evaluations[0].clients or {}
+        before = first[client].test if client in first else None
+    return before, result.clients[client].test if client in result.clients else None
+
+
+def _size(run: Path, client: str) -> str | None:
+    """Return how much a client has trained on, in words; None where its data are not here."""
+    try:
+        recipe: Recipe = resolve(run)
+        if recipe.model.kind != "language" or not isinstance(recipe.data, Section):
+            return None
+        words = tokenizer(recipe.model.base)
+        federation = recipe.data.load(words, recipe.model.context, order_seed=recipe.seed)
+        return f"{len(federation.everyone[client].train):,} tokens"
+    except (CoterieError, KeyError):
+        return None
+
+
+def _base(about: Mapping[str, Any]) -> str | None:
+    """Return the base that client.json names, of any kind of model."""
+    found = about.get("base") or about.get("network", {}).get("base")
+    return None if found is None else portable(found)
+
+
+def _with_portable_bases(value: Any) -> Any:
+    """Return JSON values, with the names of bases that say the same on every machine."""
+    if isinstance(value, Mapping):
+        return {
+            key: portable(own) if key == "base" and own else _with_portable_bases(own)
+            for key, own in value.items()
+        }
+    return [_with_portable_bases(own) for own in value] if isinstance(value, list) else value
+
+
+def _upload(folder: Path, repo: str, public: bool) -> Pushed:
+    """Write all files of a folder as one commit. Raises Refused and CoterieError."""
+    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    api = HfApi(library_name="coterie")
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    try:
+        made = api.create_repo(repo, private=not public, exist_ok=True)
+        private = bool(api.model_info(made.repo_id).private)
+        if not private and not public:
+            raise Refused(
+                f"everybody can read {made.repo_id}",
+                "Choose another --repo, make that one private, or say --public.",
+            )
+        operations = [CommitOperationAdd(path.name, path) for path in files]
+        api.create_commit(made.repo_id, operations, commit_message="A model of coterie")
+    except HFValidationError as error:
+        raise Refused(f"--repo {repo}: {error}", "Names are like me/my-model.") from None
+    except (HfHubHTTPError, OSError) as error:
+        raise hub_error(f"the Hub does not take {repo}", error) from error
+    return Pushed(str(made), {path.name: path.stat().st_size for path in files}, private)
+
+
+def hub_error(problem: str, error: Exception) -> CoterieError:
+    """Return what the network or the Hub says, as an error of a command."""
+    reason = " ".join(str(error).split())[:300]
+    return CoterieError(
+        f"{problem}: {reason}",
+        "Check the name and the network, and that this machine is logged in with a token that may "
+        "do that: hf auth login.",
+    )

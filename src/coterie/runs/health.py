@@ -1,0 +1,170 @@
+"""What `coterie doctor` looks at: this installation, and this machine."""
+
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from coterie.core.errors import CoterieError, extra
+from coterie.core.extras import EXTRAS, missing
+from coterie.core.version import __version__
+
+LEAST_MEMORY = 1.0  # GiB that the quickstart needs at most
+LEAST_DISK = 1.0  # GiB for runs and the cache
+CORE = ("torch", "transformers", "safetensors", "tokenizers", "huggingface-hub", "numpy")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at.
+
+    Args:
+        name: What it is.
+        found: What there is.
+        fine: Whether that will do.
+        remedy: What to do about it; "" where nothing is to be done.
+        needed: Whether no run works without it.
+    """
+
+    name: str
+    found: str
+    fine: bool = True
+    remedy: str = ""
+    needed: bool = True
+
+
+def examined() -> Iterator[Check]:
+    """Yield what was looked at, one thing after the other."""
+    found = sys.version_info >= (3, 11)
+    remedy = "" if found else "coterie needs Python 3.11 or newer."
+    yield Check("Python", platform.python_version(), found, remedy)
+    yield Check("coterie", f"{__version__}, in {Path(__file__).parents[1]}")
+    yield from map(_package, CORE)
+    for look in (_base, _device, _threads, _memory):
+        yield _looked(look)
+    yield _disk("this folder", Path.cwd(), "Go to another folder, or give --out.")
+    yield _disk("temporary files", Path(tempfile.gettempdir()), "Set TMPDIR to another folder.")
+    yield _hub()
+    for name, (what, _) in EXTRAS.items():
+        absent = missing(name)
+        yield Check(
+            f"extra {name}",
+            f"{what}" + (f"; not installed: {', '.join(absent)}" if absent else ""),
+            not absent,
+            extra(name) if absent else "",
+            needed=False,
+        )
+
+
+def _looked(look: Callable[[], Check]) -> Check:
+    """Return a check; one that could not be made is a problem with its reason."""
+    try:
+        return look()
+    except Exception as error:
+        name = look.__name__.strip("_")
+        return Check(name, " ".join(str(error).split())[:200], False, "Install coterie again.")
+
+
+def _package(name: str) -> Check:
+    """Return whether a package that every run needs is installed."""
+    try:
+        return Check(name, version(name))
+    except PackageNotFoundError:
+        return Check(name, "not installed", False, f"pip install {name}")
+
+
+def _base() -> Check:
+    """Return whether the embedded base can be loaded, and computes."""
+    import torch
+
+    from coterie.models.backbone import Backbone
+
+    try:
+        model = Backbone.load("embedded").model
+        with torch.no_grad():
+            fine = bool(model(torch.zeros(1, 2, dtype=torch.int64)).logits.isfinite().all())
+    except CoterieError as error:
+        return Check("embedded base", error.problem, False, "Install coterie again.")
+    return Check("embedded base", "loads and computes" if fine else "computes nonsense", fine)
+
+
+def _device() -> Check:
+    """Return what computes."""
+    import torch
+
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
+        free = torch.cuda.mem_get_info()[0] / 2**30
+        return Check("device", f"cuda: {', '.join(names)}, {free:.1f} GiB free on the first")
+    driver = Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi")
+    if driver:
+        return Check(
+            "device",
+            f"cpu; an NVIDIA GPU is here, and torch {torch.__version__} does not use it",
+            False,
+            "Install a torch for your CUDA version: https://pytorch.org/get-started/locally",
+            needed=False,
+        )
+    return Check("device", "cpu")
+
+
+def _threads() -> Check:
+    """Return how many threads and cores there are."""
+    import torch
+
+    cores, busy = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0, 0.0
+    cores = cores or os.cpu_count() or 1
+    if hasattr(os, "getloadavg"):
+        busy = os.getloadavg()[0]
+    said = os.environ.get("OMP_NUM_THREADS")
+    found = f"{torch.get_num_threads()} of torch, {cores} cores, load {busy:.1f}"
+    found += f", OMP_NUM_THREADS={said}" if said else ""
+    crowded = busy > 1.5 * cores
+    remedy = "Other programs use the cores: a run will be slow." if crowded else ""
+    return Check("threads", found, not crowded, remedy, needed=False)
+
+
+def _memory() -> Check:
+    """Return how much memory is free."""
+    known = _free_memory()
+    if known is None:
+        return Check("memory", "free memory is not known on this system")
+    fine = known >= LEAST_MEMORY
+    remedy = "" if fine else f"A run needs about {LEAST_MEMORY:.0f} GiB: end other programs."
+    return Check("memory", f"{known:.1f} GiB free", fine, remedy)
+
+
+def _free_memory() -> float | None:
+    """Return GiB of memory that could be used; None where the system does not say."""
+    source = Path("/proc/meminfo")
+    if not source.exists():
+        return None
+    lines = dict(line.split(":", 1) for line in source.read_text().splitlines() if ":" in line)
+    return int(lines["MemAvailable"].split()[0]) / 2**20
+
+
+def _disk(name: str, folder: Path, remedy: str) -> Check:
+    """Return how much of a disk is free, and whether it can be written to."""
+    try:
+        free = shutil.disk_usage(folder).free / 2**30
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        return Check(f"disk, {name}", f"{folder}: {error.strerror}", False, remedy)
+    fine = free >= LEAST_DISK
+    return Check(f"disk, {name}", f"{free:.1f} GiB free in {folder}", fine, "" if fine else remedy)
+
+
+def _hub() -> Check:
+    """Return whether there is a token for the Hub; nothing is asked of it."""
+    from huggingface_hub import constants, get_token
+
+    if get_token():
+        return Check("Hub", f"a token is kept for {constants.ENDPOINT}", needed=False)
+    remedy = "Only for private models and `coterie push`: hf auth login."
+    return Check("Hub", "nobody is logged in", remedy=remedy, needed=False)

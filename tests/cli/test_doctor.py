@@ -1,0 +1,69 @@
+"""`coterie doctor`, completion, and the complaint about settings without --set."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from coterie.cli.base import app
+from coterie.core.extras import EXTRAS
+from coterie.runs import health
+
+
+def test_a_machine_that_will_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["doctor"])
+    assert done.exit_code == 0, done.stdout
+    for part in ("Python", "torch", "device", "threads", "memory", "disk", "loads and computes"):
+        assert part in done.stdout
+    assert all(f"extra {name}" in done.stdout for name in EXTRAS)
+    assert "Ready" in done.stdout
+
+
+def test_what_is_missing_is_named_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(health, "_free_memory", lambda: 0.1)
+    monkeypatch.setattr(health, "CORE", ("torch", "no-such-package"))
+    monkeypatch.setitem(sys.modules, "gradio", None)
+    done = CliRunner().invoke(app, ["doctor"])
+    assert done.exit_code == 1
+    assert "0.1 GiB free" in done.stdout
+    assert "pip install no-such-package" in done.stdout
+    assert "not installed: gradio" in done.stdout
+    assert "[serve]" in done.stdout
+    assert "2 of these must be mended" in done.stdout
+
+
+def test_settings_behind_one_set_are_told_to_repeat_it() -> None:
+    words = ["run", "quickstart", "--set", "method.rounds=1", "seed=2", "method.lr=0.1"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2
+    told = " ".join(done.stderr.replace("│", " ").split())
+    assert "unexpected extra arguments (seed=2 method.lr=0.1)" in told
+    assert "Repeat --set for each field: ... --set seed=2 --set method.lr=0.1" in told
+    other = CliRunner().invoke(app, ["run", "quickstart", "twice"])
+    assert "--set for each" not in other.stderr
+
+
+def test_a_shell_can_complete_commands(tmp_path: Path) -> None:
+    environment = {
+        **os.environ,
+        "_COTERIE_COMPLETE": "complete_bash",
+        "COMP_WORDS": "coterie doc",
+        "COMP_CWORD": "1",
+    }
+    code = "import sys; sys.argv = ['coterie']; from coterie.cli.base import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code.replace(".base", "")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout.split() == ["doctor"]

@@ -1,0 +1,236 @@
+"""Models to the Hub and back, by the real client and a stand-in of the Hub on this machine."""
+
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+from hub_stand_in import TOKEN, Hub, Repository, served
+
+import coterie
+from coterie.core.errors import CheckpointError, CoterieError, Refused
+from coterie.core.files import load
+from coterie.export.pull import pull
+from coterie.export.push import push
+from coterie.personal import PersonalModel
+from coterie.runs.adapt import Training, adapt
+from coterie.runs.folder import write_sums
+
+SECRETS = ("quibblefrost", "zephyrine")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two clients' run whose first client is called by a name that must not leave."""
+    folder = tmp_path_factory.mktemp("hub")
+    for client in ("marguerite", "bob"):
+        own = folder / "texts" / client
+        own.mkdir(parents=True)
+        for k in range(12):
+            (own / f"{k}.txt").write_text(f"{SECRETS[k % 2]} walks by river {k}. " * 30)
+    coterie.run(
+        "folders",
+        out=folder / "run",
+        data={"path": str(folder / "texts")},
+        model={"context": 32},
+        method={"name": "comigs-1g1s", "rounds": 1, "local_steps": 2},
+        compare_with=["pretrained"],
+        samples=False,
+        threads=1,
+    )
+    return folder / "run"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    from huggingface_hub import constants
+
+    with served() as found:
+        files = found.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "ENDPOINT", found.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield found
+
+
+def test_the_shared_part_goes_there_and_back_and_is_used_and_trained_from(
+    run: Path, hub: Hub, tmp_path: Path
+) -> None:
+    pushed = push(run, "river", shared=True)
+    there = hub.repositories["ann/river"]
+    assert pushed.private
+    assert there.private
+    assert there.large == {"adapter.safetensors", "shared.safetensors"}
+    every = b"".join(there.files.values())
+    for word in (*SECRETS, "marguerite", str(run.parent)):
+        assert word.encode() not in every
+    assert not any("S" in name.split(".") or "specialist" in name for name in _tensors(there))
+    pulled = pull("ann/river", tmp_path / "river")
+    assert pulled.shared
+    assert pulled.base == "embedded"
+    model = coterie.load(tmp_path / "river")
+    assert isinstance(model, PersonalModel)
+    assert model.experts == ("G",)
+    assert model.generate("The", max_new_tokens=2)
+    (notes := tmp_path / "notes").mkdir()
+    for k in range(12):
+        (notes / f"{k}.txt").write_text(f"a cat sleeps on the green table {k}. " * 20)
+    own = adapt(tmp_path / "river", notes, out=tmp_path / "mine", training=Training(4))
+    here = adapt(run, notes, out=tmp_path / "here", training=Training(4))
+    assert own.personalised
+    assert here.personalised
+    assert own.personalised.before == here.personalised.before  # of the same shared part
+    assert own.personalised.valid_after == here.personalised.valid_after
+    assert coterie.load(tmp_path / "mine").generate("The", max_new_tokens=2)
+
+
+def _tensors(repository: Repository) -> list[str]:
+    header = repository.files["adapter.safetensors"]
+    return list(json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")]))
+
+
+def test_a_personal_model_leaves_only_by_its_owners_word(
+    run: Path, hub: Hub, tmp_path: Path
+) -> None:
+    with pytest.raises(Refused, match=r"'bob'.*never left(.|\n)*--publish-personal"):
+        push(run, "ann/bob", client="bob")
+    assert not hub.requests  # nothing was even asked
+    push(run, "ann/bob", client="bob", publish_personal=True)
+    card = hub.repositories["ann/bob"].files["README.md"].decode()
+    result = coterie.Run(run).result
+    before = coterie.Run(run).baselines["pretrained"].clients["bob"].test
+    for fact in (f"{before:.2f}", f"{result.clients['bob'].test:.2f}", "`embedded`", "no noise"):
+        assert fact in card
+    assert re.search(r"training data \| [\d,]+ tokens", card)
+    pull("ann/bob", tmp_path / "bob")
+    ours, theirs = (
+        load(folder / "adapter.safetensors")[0]
+        for folder in (run / "clients/bob", tmp_path / "bob")
+    )
+    assert {name: t.tolist() for name, t in ours.items()} == {
+        name: t.tolist() for name, t in theirs.items()
+    }
+    assert coterie.load(tmp_path / "bob").generate("The", max_new_tokens=2)
+
+
+def test_a_public_repository_is_not_written_to_by_chance(run: Path, hub: Hub) -> None:
+    hub.repositories["ann/open"] = Repository(private=False)
+    with pytest.raises(Refused, match=r"everybody can read ann/open\n.*--public"):
+        push(run, "ann/open", client="bob", publish_personal=True)
+    assert not hub.repositories["ann/open"].files
+    assert not push(run, "ann/open", shared=True, public=True).private
+
+
+@pytest.fixture
+def pushed(run: Path, hub: Hub) -> Repository:
+    push(run, "ann/m", client="bob", publish_personal=True)
+    return hub.repositories["ann/m"]
+
+
+class Harm:
+    """Runs a command where it is unpickled."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.system, ("touch harmed",)
+
+
+def test_hostile_repositories_are_refused_and_leave_nothing(
+    pushed: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    good = dict(pushed.files)
+    out = tmp_path / "out" / "model"
+    harm = pickle.dumps(Harm())
+
+    def refused(message: str, most: int = 2**31, **files: bytes) -> None:
+        pushed.files = good | {name.replace("__", "/"): own for name, own in files.items()}
+        with pytest.raises(CoterieError, match=message) as found:
+            pull("ann/m", out, most_bytes=most)
+        assert found.value.exit_code == 2, found.value
+        assert not out.exists()
+        assert not (tmp_path / "harmed").exists()
+        assert not list(tmp_path.rglob("*.pkl"))
+
+    refused("could run code", **{"pytorch_model.bin": harm})
+    refused("could run code", **{"modeling.py": b"import os"})
+    refused("could run code", **{"deep__x.PKL": harm})
+    refused("leads outside", **{"../../evil.txt": b"x"})
+    refused("leads outside", **{"..\\evil.txt": b"x"})
+    refused("leads outside", **{"/etc/evil": b"x"})
+    refused("SHA-256 does not match", **{"adapter.safetensors": harm})
+    refused("SHA-256 does not match", **{"client.json": good["client.json"] + b" "})
+    refused("at most 100 are taken", most=100)
+    refused("README.md has 1048577 bytes", **{"README.md": b"x" * (2**20 + 1)})
+    refused("SHA256SUMS is damaged", **{"SHA256SUMS": b"no sums"})
+    pushed.files, pushed.hashes = good, {"adapter.safetensors": "0" * 64}
+    with pytest.raises(CheckpointError, match="SHA-256 does not match"):
+        pull("ann/m", out)
+    pushed.hashes = {}
+    for name in ("client.json", "adapter.safetensors"):  # with fitting checksums
+        changed = harm if name.endswith("safetensors") else b'{"format": 1, "client": "../x"}'
+        (made := tmp_path / f"made-{name}").mkdir()
+        files = good | {name: changed}
+        write_sums(made, {n: sha256(f).hexdigest() for n, f in files.items() if n != "SHA256SUMS"})
+        sums = (made / "SHA256SUMS").read_bytes()
+        refused(
+            "not a safetensors file" if changed is harm else "client.json",
+            **{name: changed, "SHA256SUMS": sums},
+        )
+    pushed.files = good
+    assert pull("ann/m", out).client == "bob"
+
+
+def test_a_recipe_that_names_a_program_is_refused(run: Path, hub: Hub, tmp_path: Path) -> None:
+    push(run, "ann/s", shared=True)
+    there = hub.repositories["ann/s"]
+    recipe = there.files["recipe.yaml"].replace(b"comigs-1g1s", b"antigravity:Fly")
+    assert recipe != there.files["recipe.yaml"]
+    there.files["recipe.yaml"] = recipe
+    there.files["SHA256SUMS"] = "".join(
+        f"{sha256(own).hexdigest()}  {name}\n"
+        for name, own in there.files.items()
+        if name != "SHA256SUMS"
+    ).encode()
+    with pytest.raises(Refused, match="antigravity:Fly' is no method of coterie"):
+        pull("ann/s", tmp_path / "s")
+    assert "antigravity" not in sys.modules
+    assert not (tmp_path / "s").exists()
+
+
+def test_the_command_line_pushes_and_pulls(run: Path, hub: Hub, tmp_path: Path) -> None:
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": hub.url,
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_TOKEN": TOKEN,
+        "HF_HOME": str(tmp_path / "home"),
+    }
+
+    def command(*words: str, code: int = 0) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "coterie", *words],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == code, done.stderr
+        return done.stdout + done.stderr
+
+    assert "--publish-personal" in command(
+        "push", str(run), "--client", "bob", "--repo", "ann/cli", code=2
+    )
+    words = ("push", str(run), "--client", "bob", "--repo", "ann/cli", "--publish-personal")
+    assert "(private)" in command(*words)
+    assert "the model of bob" in command("pull", "ann/cli", "--out", "bob")
+    assert "Check the name" in command("pull", "ann/absent", "--out", "none", code=1)
