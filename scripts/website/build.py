@@ -22,6 +22,7 @@ from website.diagrams import drawn
 from website.links import turned
 from website.mathematics import typeset
 from website.navigation import NAVIGATION, Entry
+from website.tutorials import notebook
 
 REPOSITORY = Path(__file__).parents[2]
 HERE = Path(__file__).parent
@@ -72,8 +73,12 @@ def prepared(text: str, source: str, known: Mapping[str, str]) -> str:
     """Return a page of the repository as a page of the site."""
     text = re.sub(r"<!--.*?-->\n*", "", text, flags=re.DOTALL).replace(WRITTEN, "")
     # Generated parts have links as on the site already.
-    text = drawn(turned(text, source, known | {f"docs/{v}": v for v in made()}))
-    return typeset(text) if source.startswith("docs/methods/") else text
+    text = drawn(turned(text, source, {**known, **{f"docs/{v}": v for v in made()}}))
+    if source.startswith("docs/tutorials/") and not source.endswith("README.md"):
+        name = f"{Path(source).stem}.ipynb"
+        text = re.sub(r"^```text title=.*$", "```text", text, flags=re.MULTILINE)
+        text += f"\n---\n\n[This page as a notebook]({name}), with its outputs.\n"
+    return typeset(text) if source.startswith(("docs/methods/", "docs/tutorials/")) else text
 
 
 def made() -> list[str]:
@@ -127,6 +132,10 @@ def stage(folder: Path) -> None:
         target = folder / "docs" / place
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
+    for path in sorted((REPOSITORY / "docs/tutorials").glob("*.md")):
+        if path.stem != "README":
+            written = json.dumps(notebook(path.read_text("utf-8")), indent=1)
+            (folder / "docs/tutorials" / f"{path.stem}.ipynb").write_text(written, "utf-8")
     (folder / "docs/assets").mkdir(exist_ok=True)
     for name in ("site.css", "worker.js"):
         shutil.copy(HERE / name, folder / "docs/assets" / name)

@@ -74,14 +74,13 @@ MESSAGE = re.compile(r"(\w+)(-->>|->>)(\w+): (.+)")
 
 def sequence(lines: Sequence[str]) -> tuple[int, int, list[str]]:
     """Draw who says what to whom, one line below the other; `loop` and `end` are a frame."""
-    names = dict(
-        re.fullmatch(r"participant (\w+)(?: as (.+))?", line).groups("")  # type: ignore[union-attr]
-        for line in lines
-        if line.startswith("participant")
-    )
+    heads = (re.fullmatch(r"participant (\w+)(?: as (.+))?", line) for line in lines)
+    names = {head[1]: head[2] or head[1] for head in heads if head}
     step, y = 170, 2 * BOX
     at = {name: 85 + step * k for k, name in enumerate(names)}
-    width, parts, loops = step * len(names), [], []
+    width = step * len(names)
+    parts: list[str] = []
+    loops: list[tuple[int, int, str]] = []
     for line in lines:
         found = MESSAGE.fullmatch(line)
         if found:
@@ -107,12 +106,11 @@ def sequence(lines: Sequence[str]) -> tuple[int, int, list[str]]:
                 _box(left, top, width - 2 * left, y - top, "frame"),
                 _text(left + 6, top + 15, said, "start", "s frame-title"),
             ]
-    heads = []
+    top_row = []
     for name, shown in names.items():
-        label = shown or name
-        heads += [
+        top_row += [
             f'<line x1="{at[name]}" y1="{BOX}" x2="{at[name]}" y2="{y + 16}" class="life"/>',
             _box(at[name] - 80, 2, 160, BOX),
-            _text(at[name], 22, label),
+            _text(at[name], 22, shown),
         ]
-    return width, y + 20, heads + parts
+    return width, y + 20, top_row + parts

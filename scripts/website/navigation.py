@@ -7,6 +7,13 @@ Entry: TypeAlias = "str | dict[str, str | list[Entry]]"
 NAVIGATION: list[Entry] = [
     {"Start": "index.md"},
     {
+        "Tutorials": [
+            "tutorials/index.md",
+            {"A method of your own": "tutorials/own-method.md"},
+            {"Gallery": "gallery/index.md"},
+        ]
+    },
+    {
         "How-to": [
             {"Your own text": "own-text.md"},
             {"Base models": "bases.md"},
