@@ -9,7 +9,9 @@ NAVIGATION: list[Entry] = [
     {
         "Tutorials": [
             "tutorials/index.md",
+            {"Your own text": "tutorials/own-text.md"},
             {"A method of your own": "tutorials/own-method.md"},
+            {"On a device": "tutorials/on-device.md"},
             {"Gallery": "gallery/index.md"},
         ]
     },
