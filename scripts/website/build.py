@@ -107,16 +107,26 @@ def toml(entries: list[Entry]) -> str:
     return f"[{', '.join(parts)}]"
 
 
-def with_methods(entries: list[Entry]) -> list[Entry]:
-    """Return the navigation with the pages of all methods, in their order."""
+def complete(entries: list[Entry]) -> list[Entry]:
+    """Return the navigation with the pages of all methods, in their order, and with the pages of
+    docs/ that it does not name among the how-tos.
+    """
+    listed = json.dumps(entries)
+    others = [
+        path.name
+        for path in sorted((REPOSITORY / "docs").glob("*.md"))
+        if f'"{path.name}"' not in listed
+    ]
     own: list[Entry] = [
         {next(iter(group.values())).title: f"methods/{slug}.md"}
         for slug, group in methods.groups().items()
     ]
-    return [
-        {"Methods": ["methods/index.md", *own]} if entry == {"Methods": []} else entry
-        for entry in entries
-    ]
+    found: list[Entry] = []
+    for entry in entries:
+        ((title, inside),) = entry.items() if isinstance(entry, dict) else ((entry, entry),)
+        more = {"Methods": ["methods/index.md", *own], "How-to": others}.get(title, [])
+        found.append(entry if isinstance(inside, str) else {title: [*inside, *more]})
+    return found
 
 
 def stage(folder: Path) -> None:
@@ -143,7 +153,7 @@ def stage(folder: Path) -> None:
     added = {
         "docs_dir": json.dumps("docs"),
         "site_dir": json.dumps("site"),
-        "nav": toml(with_methods(NAVIGATION)),
+        "nav": toml(complete(NAVIGATION)),
     }
     lines = "".join(f"{key} = {value}\n" for key, value in added.items())
     settings = settings.replace("[project]\n", f"[project]\n{lines}", 1)

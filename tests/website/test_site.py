@@ -170,3 +170,13 @@ def test_a_warning_fails_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(build, "stage", broken)
     with pytest.raises(SystemExit, match="does not exist"):
         build.build(tmp_path)
+
+
+def test_every_page_of_docs_can_be_reached(site: Path) -> None:
+    known = {path.resolve() for path, _ in pages(site)}
+    home = read(site / "index.html").links + read(site / "own-text.html").links
+    reached = {(site / link.partition("#")[0]).resolve() for link in home}
+    for path in (REPOSITORY / "docs").glob("*.md"):
+        page = (site / f"{path.stem}.html").resolve()
+        assert page in known
+        assert page in reached, path.name
