@@ -125,7 +125,10 @@ def complete(entries: list[Entry]) -> list[Entry]:
     for entry in entries:
         ((title, inside),) = entry.items() if isinstance(entry, dict) else ((entry, entry),)
         more = {"Methods": ["methods/index.md", *own], "How-to": others}.get(title, [])
-        found.append(entry if isinstance(inside, str) else {title: [*inside, *more]})
+        if isinstance(inside, str):
+            found.append(entry)
+        else:
+            found.append({title: [*inside, *more]})
     return found
 
 

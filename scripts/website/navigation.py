@@ -11,6 +11,7 @@ NAVIGATION: list[Entry] = [
             "tutorials/index.md",
             {"Your own text": "tutorials/own-text.md"},
             {"A method of your own": "tutorials/own-method.md"},
+            {"Across machines": "tutorials/across-machines.md"},
             {"On a device": "tutorials/on-device.md"},
             {"Gallery": "gallery/index.md"},
         ]
@@ -18,7 +19,6 @@ NAVIGATION: list[Entry] = [
     {
         "How-to": [
             {"Your own text": "own-text.md"},
-            {"Base models": "bases.md"},
             {"From Python": "python.md"},
             {"Use a personal model": "personal.md"},
             {"Export for other programs": "on-device.md"},
