@@ -116,6 +116,34 @@ def test_of_a_prompt_and_its_completion_only_the_completion_counts(template: str
     assert written(found, tokenizer) == ["her<|im_end|>"]
 
 
+SPACED = (  # of which " t" would be one token, begun by the prompt
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}<|im_end|>"
+    "{% else %}<|im_start|>{{ m.content }}: {% endif %}{% endfor %}"
+)
+MARKED_SPACED = SPACED.replace(
+    "{{ m.content }}<|im_end|>", "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+)
+
+
+@pytest.mark.parametrize("template", [SPACED, MARKED_SPACED])
+def test_no_token_begins_in_a_prompt_and_ends_in_its_answer(template: str) -> None:
+    """What is trained begins with what a model is asked with, at every turn."""
+    tokenizer, talk = chat_tokenizer(template), turns("hello", "the one", "and", "the other")
+    assert len(tokenizer(": the", add_special_tokens=False)["input_ids"]) == 2
+    chats = ChatTemplate(tokenizer)
+    (found,) = chats.encode(Conversation("", talk))
+    assert written(found, tokenizer) == ["the one<|im_end|>", "the other<|im_end|>"]
+    for known in (1, 3):
+        prompt = chats.prompt(talk[:known])
+        assert prompt == found.ids[: len(prompt)].tolist()
+        assert found.counted[len(prompt)]
+        assert not found.counted[len(prompt) - 1]
+    (pair,) = chats.encode(Conversation("", text=("Who? ", "the cat")))
+    asked = tokenizer("Who? ", add_special_tokens=False)["input_ids"]
+    assert pair.ids[: len(asked)].tolist() == asked
+    assert written(pair, tokenizer) == ["the cat<|endoftext|>"]
+
+
 def test_all_tokens_count_if_asked_for() -> None:
     tokenizer = chat_tokenizer()
     (found,) = ChatTemplate(tokenizer).encode(Conversation("", TALK), "all")

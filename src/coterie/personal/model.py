@@ -220,7 +220,7 @@ class PersonalModel:
             | settings,
         )
         answer = self.tokenizer.decode(found[0, len(ids) :], skip_special_tokens=True)
-        return cast(str, answer)
+        return cast(str, answer).strip()
 
     @overload
     def next_words(self, text: str, k: int = 3) -> list[Word]: ...

@@ -12,7 +12,7 @@ from coterie.core.errors import DataError
 from coterie.core.protocol import ClientId
 from coterie.data.chats.reading import Conversation
 from coterie.data.chats.splits import ChatSplit
-from coterie.data.chats.template import ChatTemplate, Loss, Rendered
+from coterie.data.chats.template import NO_TEMPLATE, ChatTemplate, Loss, Rendered
 from coterie.data.documents import SHOWN
 from coterie.data.federation import MakeSplit
 from coterie.data.refusals import Refusals
@@ -46,7 +46,7 @@ class Encoder:
     @property
     def fingerprint(self) -> Any:
         """What token ids depend on beside the texts and the tokenizer, as JSON."""
-        return ["chats", 1, self.template.template]
+        return ["chats", 2, self.template.template]
 
     def arrays(
         self, documents: Sequence[str], name: str, context: int, limit: int | None = None
@@ -101,6 +101,11 @@ class Encoder:
             DataError: As `arrays`, of all of them.
         """
         found: list[tuple[ClientId, str, list[Tokens]]] = []
+        parts = list(parts)
+        if self.template.template is None:
+            first = next((own for _, _, documents, _ in parts for own in documents), None)
+            if first is not None and Conversation.of_document(first).text is None:
+                raise DataError("the base has no chat template, which messages need", NO_TEMPLATE)
         with Refusals() as refusals:
             for client, name, documents, limit in parts:
                 with refusals.gather(f"client {client!r}, {name}: "):

@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from coterie.data.chats.encoding import Encoder
+from coterie.data.chats.jinja import template_text
 from coterie.data.chats.reading import read_conversations
-from coterie.data.chats.template import ChatTemplate, Loss, template_text
+from coterie.data.chats.template import ChatTemplate, Loss
 from coterie.data.documents import Document
 from coterie.data.section import Section
 from coterie.data.store import Tokenizer

@@ -9,10 +9,10 @@ which none of this holds is refused.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from coterie.core.errors import DataError
 from coterie.data.chats.reading import Conversation, Message, is_answer
+from coterie.data.chats.shortening import answers_apart, without_oldest
 
 Loss = Literal["answers", "all"]
 Ids = npt.NDArray[np.int64]
@@ -144,8 +145,8 @@ class ChatTemplate:
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
         """Return the token ids that a model continues with its answer. Raises DataError."""
         text = self.render(messages, tools, prompt=True)
-        found = self.tokenizer([text], add_special_tokens=False, verbose=False)
-        return [int(id) for id in found["input_ids"][0]]
+        found: list[int] = self._tokens(text, self._starts(messages, tools, text))[0].tolist()
+        return found
 
     def opening(self, messages: Sequence[Message], answer: str = "") -> str:
         """Return the text of `prompt` and of an answer so far, for who encodes it as text: without
@@ -167,7 +168,7 @@ class ChatTemplate:
         except _Rewritten:
             pass
         try:
-            return [self._whole(part, loss) for part in _parts(conversation)]
+            return [self._whole(part, loss) for part in answers_apart(conversation)]
         except _Rewritten:
             raise DataError(
                 f"{conversation.where}: the chat template writes an answer otherwise than behind "
@@ -184,14 +185,14 @@ class ChatTemplate:
         found = self.encode(conversation, loss)
         if all(len(own.ids) <= room for own in found):
             return found
-        parts = _parts(conversation) if len(found) > 1 else [conversation]
+        parts = answers_apart(conversation) if len(found) > 1 else [conversation]
         return [self._shortened(part, room, loss) for part in parts]
 
     def _shortened(self, conversation: Conversation, room: int, loss: Loss) -> Rendered:
         whole = self._whole(conversation, loss)
         if len(whole.ids) <= room:
             return whole
-        for part in _without_oldest(conversation):
+        for part in without_oldest(conversation):
             whole = self._whole(part, loss)
             if len(whole.ids) <= room:
                 return replace(whole, cut=True)
@@ -205,12 +206,17 @@ class ChatTemplate:
             if conversation.text is not None:
                 return self._plain(*conversation.text, loss)
             if loss == "all":
-                ids, offsets = self._tokens(self.render(conversation.messages, conversation.tools))
+                said, tools = conversation.messages, conversation.tools
+                text = self.render(said, tools)
+                ids, _ = self._tokens(text, self._starts(said, tools, text))
                 return _ending(ids, np.ones(len(ids), dtype=bool))
-            if self.marked:
+            said, tools = conversation.messages, conversation.tools
+            whole = self.render(said, tools)
+            starts = self._starts(said, tools, whole)
+            if self.marked and not _within(self._encoded(whole)[1], starts):
                 return _ending(*self._by_marks(conversation))
             text, spans = self._spans(conversation)
-            ids, offsets = self._tokens(text)
+            ids, offsets = self._tokens(text, starts)
             return _ending(ids, self._counted(ids, offsets, spans))
         except DataError as error:
             if error.problem.startswith(conversation.where):
@@ -225,17 +231,47 @@ class ChatTemplate:
                 "the tokenizer has no end token, so that completions would not end",
                 "Set eos_token in the base's tokenizer_config.json.",
             )
-        ids, offsets = self._tokens(prompt + completion)
+        ids, offsets = self._tokens(prompt + completion, [len(prompt)])
         counted = offsets[:, 1] > len(prompt) if loss == "answers" else np.ones(len(ids), bool)
         return _ending(np.append(ids, end), np.append(counted, True))
 
-    def _tokens(self, text: str) -> tuple[Ids, npt.NDArray[np.int64]]:
-        """Return the ids of a text, (T,), and the first character and the end of each, (T, 2)."""
+    def _tokens(self, text: str, starts: Sequence[int] = ()) -> tuple[Ids, npt.NDArray[np.int64]]:
+        """Return the ids of a text, (T,), and the first character and the end of each, (T, 2).
+
+        Where a token would begin before an answer and end in it, as " I" behind a prompt that ends
+        in a space, prompt and answer are encoded apart: so does whoever answers that prompt.
+
+        Args:
+            text: All of it.
+            starts: The first characters of answers.
+        """
+        ids, offsets = self._encoded(text)
+        if not (within := _within(offsets, starts)):
+            return ids, offsets
+        edges = [0, *within, len(text)]
+        pieces = [(first, *self._encoded(text[first:end])) for first, end in pairwise(edges)]
+        apart = np.concatenate([own for _, own, _ in pieces])
+        if self.tokenizer.decode(apart) != self.tokenizer.decode(ids):
+            return ids, offsets  # its tokens depend on what is before them
+        return apart, np.concatenate([first + own for first, _, own in pieces])
+
+    def _encoded(self, text: str) -> tuple[Ids, npt.NDArray[np.int64]]:
         found = self.tokenizer(
             [text], add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
         ids = np.array(found["input_ids"][0], dtype=np.int64)
         return ids, np.array(found["offset_mapping"][0], dtype=np.int64).reshape(-1, 2)
+
+    def _starts(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, text: str
+    ) -> list[int]:
+        """Return the first characters of the answers in a text, as far as they can be told."""
+        prompts = [
+            self.render(messages[:i], tools, prompt=True)
+            for i, message in enumerate(messages)
+            if i and is_answer(message)
+        ]
+        return [len(prompt) for prompt in prompts if text.startswith(prompt)]
 
     def _spans(self, conversation: Conversation) -> tuple[str, list[Span]]:
         """Return the text and the characters that each trained answer adds to its prompt. Raises
@@ -269,7 +305,6 @@ class ChatTemplate:
         """Return the ids and which of them the template marks, each answer with the special token
         behind it.
         """
-        self.render(conversation.messages, conversation.tools)  # refuses by name
         found = self.tokenizer.apply_chat_template(
             list(conversation.messages),
             tools=conversation.tools,
@@ -316,32 +351,18 @@ class ChatTemplate:
             ends = rendered.counted & ~np.append(rendered.counted[1:], False)
             if not ends.any() or not np.isin(rendered.ids[ends], list(self._special)).all():
                 raise DataError("chat template: nothing of it is marked as an answer", _REMEDY)
+        prompt = self.prompt(_EXAMPLE[:-1])
+        if found[-1].ids[: len(prompt)].tolist() != prompt:
+            raise DataError("chat template: its prompt ends within a token", _REMEDY)
         if self.marked:
             return GENERATION
         return DIFFERENCE if len(found) == 1 else APART
 
 
-def _parts(conversation: Conversation) -> list[Conversation]:
-    """Return a conversation for each trained answer, the last message of it."""
-    return [
-        replace(conversation, messages=conversation.messages[:end], given=end - 1)
-        for end, message in enumerate(conversation.messages, start=1)
-        if end > conversation.given and is_answer(message)
-    ]
-
-
-def _without_oldest(conversation: Conversation) -> Iterator[Conversation]:
-    """Yield a conversation without its oldest turns, ever more of them, until one is left; a
-    system's message stays.
-    """
-    messages = conversation.messages
-    first = 1 if messages and messages[0]["role"] in ("system", "developer") else 0
-    last = max((i for i, own in enumerate(messages) if is_answer(own)), default=0)
-    for start in range(first + 1, last):
-        if messages[start]["role"] == "user":
-            kept = [*messages[:first], *messages[start:]]
-            given = max(conversation.given - (start - first), 0)
-            yield replace(conversation, messages=kept, given=given)
+def _within(offsets: npt.NDArray[np.int64], starts: Sequence[int]) -> list[int]:
+    """Return those first characters of answers that are within a token."""
+    first, end = offsets.T
+    return [start for start in starts if ((first < start) & (end > start)).any()]
 
 
 def _ending(ids: Ids, counted: Flags) -> Rendered:
@@ -349,26 +370,3 @@ def _ending(ids: Ids, counted: Flags) -> Rendered:
     counted[:1] = False
     end = int(np.flatnonzero(counted)[-1]) + 1 if counted.any() else 0
     return Rendered(ids[:end], counted[:end])
-
-
-def template_text(value: str) -> str:
-    """Return a template, given as Jinja or as the path of a file with it.
-
-    Raises:
-        ValueError: There is no such file, or it holds no template.
-    """
-    if is_template(value):
-        return value
-    path = Path(value).expanduser()
-    try:
-        found = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read as a chat template ({error})") from None
-    if not is_template(found):
-        raise ValueError(f"{path} is no chat template: it has no Jinja in it")
-    return found
-
-
-def is_template(value: str) -> bool:
-    """Whether a value is Jinja and not a path."""
-    return "{%" in value or "{{" in value

@@ -1,0 +1,26 @@
+"""Chat templates as text or in files."""
+
+from pathlib import Path
+
+
+def template_text(value: str) -> str:
+    """Return a template, given as Jinja or as the path of a file with it.
+
+    Raises:
+        ValueError: There is no such file, or it holds no template.
+    """
+    if is_template(value):
+        return value
+    path = Path(value).expanduser()
+    try:
+        found = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read as a chat template ({error})") from None
+    if not is_template(found):
+        raise ValueError(f"{path} is no chat template: it has no Jinja in it")
+    return found
+
+
+def is_template(value: str) -> bool:
+    """Whether a value is Jinja and not a path."""
+    return "{%" in value or "{{" in value

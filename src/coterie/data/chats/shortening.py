@@ -1,0 +1,29 @@
+"""Parts of a conversation: one for each answer, or without its oldest turns."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from coterie.data.chats.reading import Conversation, is_answer
+
+
+def answers_apart(conversation: Conversation) -> list[Conversation]:
+    """Return a conversation for each trained answer, the last message of it."""
+    return [
+        replace(conversation, messages=conversation.messages[:end], given=end - 1)
+        for end, message in enumerate(conversation.messages, start=1)
+        if end > conversation.given and is_answer(message)
+    ]
+
+
+def without_oldest(conversation: Conversation) -> Iterator[Conversation]:
+    """Yield a conversation without its oldest turns, ever more of them, until one is left; a
+    system's message stays.
+    """
+    messages = conversation.messages
+    first = 1 if messages and messages[0]["role"] in ("system", "developer") else 0
+    last = max((i for i, own in enumerate(messages) if is_answer(own)), default=0)
+    for start in range(first + 1, last):
+        if messages[start]["role"] == "user":
+            kept = [*messages[:first], *messages[start:]]
+            given = max(conversation.given - (start - first), 0)
+            yield replace(conversation, messages=kept, given=given)
