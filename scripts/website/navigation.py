@@ -13,6 +13,7 @@ NAVIGATION: list[Entry] = [
             {"A method of your own": "tutorials/own-method.md"},
             {"Across machines": "tutorials/across-machines.md"},
             {"On a device": "tutorials/on-device.md"},
+            {"Privacy": "tutorials/privacy.md"},
             {"Gallery": "gallery/index.md"},
         ]
     },

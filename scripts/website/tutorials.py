@@ -28,7 +28,8 @@ CELL = re.compile(
 )
 PROGRESS = re.compile(
     r"\[\d+/\d+\] |  (after |)round \d|  scoring|  the machine|is short of|loading "
-    r"|about .*estimated| *short of cores|chosen: |compute\)|\S+: \d+ rounds, \d+ clients$"
+    r"|about .*estimated| *short of cores|chosen: |(processes )?compute\)"
+    r"|\S+: \d+ rounds, \d+ clients$"
 )
 NUMBER = re.compile(r"[-+]?\d[\d.,:e+-]*")
 
