@@ -2,15 +2,13 @@
 to those after one letter more.
 
     coterie export RUN --all --format web --out DIR
-    python benchmarks/web_keyboard.py DIR [DIR ...] [--repeats 5] [--picture FILE] [--json FILE]
+    python benchmarks/web_keyboard.py DIR [DIR ...] [--repeats 5] [--json FILE]
 
 A headless Chromium loads each folder from `python -m http.server` on this machine, with an empty
 cache each time; folders take turns. Then it types a text letter by letter, and waits after each.
-`--picture` writes what the first folder's page shows, two schemes and a phone beside each other.
 """
 
 import argparse
-import io
 import shutil
 import statistics
 import subprocess
@@ -22,11 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from common import RESULTS, report
-from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
 TEXT = "The number of people is"
-SHOWN = "A new"  # in the picture
 # Writes a text as if it were typed; milliseconds until the first row and until all are of it.
 TYPE = """async text => {
   const box = document.querySelector("#text"), start = performance.now();
@@ -80,29 +76,12 @@ def measured(browser: Browser, address: str) -> dict[str, float]:
     return found | medians
 
 
-def picture(browser: Browser, address: str, path: Path) -> None:
-    """Write what the page shows: light, dark, and on a phone."""
-    shots = []
-    for scheme, width in (("light", 780), ("dark", 780), ("light", 390)):
-        size = {"width": width, "height": 820}
-        with opened(browser, address, color_scheme=scheme, viewport=size) as page:
-            page.evaluate(TYPE, SHOWN)
-            shots.append(Image.open(io.BytesIO(page.screenshot())))
-    whole = Image.new("RGB", (sum(shot.width for shot in shots), shots[0].height))
-    left = 0
-    for shot in shots:
-        whole.paste(shot, (left, 0))
-        left += shot.width
-    whole.quantize(256, Image.Quantize.MEDIANCUT).save(path, optimize=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--picture", type=Path)
     parser.add_argument("--json", type=Path, default=RESULTS / "web_keyboard.json")
     args = parser.parse_args()
     taken: dict[Path, list[dict[str, float]]] = {folder: [] for folder in args.folders}
@@ -114,9 +93,6 @@ def main() -> None:
                 with served(folder) as address:
                     own.append(measured(browser, address))
         version = browser.version
-        if args.picture:
-            with served(args.folders[0]) as address:
-                picture(browser, address, args.picture)
         browser.close()
     rows = []
     for folder, own in taken.items():

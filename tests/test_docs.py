@@ -11,7 +11,6 @@ import pytest
 from test_layers import LEVEL
 
 import coterie
-from coterie.methods import METHODS
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -78,11 +77,6 @@ def defines(path: Path, names: list[str]) -> bool:
             return False
         body = found[0].body
     return True
-
-
-def test_the_readme_names_every_method() -> None:
-    readme = (REPOSITORY / "README.md").read_text()
-    assert all(f"`{name}`" in readme for name in METHODS)
 
 
 def test_files_that_the_paper_index_names_exist() -> None:

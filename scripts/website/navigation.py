@@ -20,6 +20,9 @@ NAVIGATION: list[Entry] = [
     {
         "How-to": [
             {"Your own text": "own-text.md"},
+            {"Commands": "commands.md"},
+            {"Experiments": "experiments.md"},
+            {"Base models": "bases.md"},
             {"From Python": "python.md"},
             {"Use a personal model": "personal.md"},
             {"Export for other programs": "on-device.md"},
