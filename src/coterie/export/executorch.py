@@ -1,6 +1,7 @@
 """Personal models for ExecuTorch, on phones: the base lowered to XNNPACK."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from coterie.core.errors import Refused
 from coterie.core.files import write_atomically
-from coterie.export.format import ClientModel, Options
+from coterie.export.format import ClientModel, Options, Written
 from coterie.export.functional import Interface, client_tensors, sizes_of, traced
 from coterie.export.graph import GraphFormat, GraphRuntime
 from coterie.personal import PersonalModel
@@ -47,6 +48,12 @@ class ExecuTorch(GraphFormat):
             lowered = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()])
         write_atomically(folder / self.base, lowered.to_executorch().buffer)
 
+    @contextmanager
+    def runtime(self, client: ClientModel, written: Written) -> Iterator[GraphRuntime]:
+        with super().runtime(client, written) as runtime:
+            runtime.longest = limits(client.model)["tokens"]
+            yield runtime
+
     def loaded(
         self, base: Path, interface: Interface, client: Mapping[str, Tensor]
     ) -> GraphRuntime:
@@ -67,8 +74,8 @@ def _sizes(model: PersonalModel) -> dict[str, int]:
 def limits(model: PersonalModel) -> dict[str, int]:
     """Return how many new tokens, logits and cached tokens one step takes."""
     most = model.backbone.context_limit
-    tokens = min(most, max(AT_ONCE, model.about.context))
-    past = max(2, min(most, max(LONGEST, 2 * tokens)) - tokens)
+    tokens = min(most // 2, max(AT_ONCE, model.about.context))
+    past = min(most, max(LONGEST, 2 * tokens)) - tokens
     return {"tokens": tokens, "kept": tokens, "past": past}
 
 
