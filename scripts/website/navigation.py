@@ -9,6 +9,7 @@ NAVIGATION: list[Entry] = [
     {
         "Tutorials": [
             "tutorials/index.md",
+            {"First run": "tutorials/first-run.md"},
             {"Your own text": "tutorials/own-text.md"},
             {"A method of your own": "tutorials/own-method.md"},
             {"Across machines": "tutorials/across-machines.md"},
