@@ -31,6 +31,7 @@ NAVIGATION: list[Entry] = [
             {"Run on real machines": "deploy.md"},
             {"Privacy and attackers": "privacy.md"},
             {"Security": "security.md"},
+            {"Tools: trackers, the Hub, doctor": "tools.md"},
             {"Write a method": "write-a-method.md"},
             {"Examples": "examples.md"},
         ]
