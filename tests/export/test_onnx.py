@@ -66,6 +66,15 @@ FAMILIES = {
     "exaone4": WINDOW,
     "ernie4_5": HEADS,
     "seed_oss": HEADS,
+    "starcoder2": WINDOW,
+    "nemotron": {},
+    "arcee": {},
+    "phi": {},
+    "phi3": {},
+    "glm4": HEADS,
+    "gpt_neox": {},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "falcon": {},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
 }
 IDS = torch.randint(272, (2, 14), generator=torch.Generator().manual_seed(0))
