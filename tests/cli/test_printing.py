@@ -270,7 +270,7 @@ def test_names_on_the_local_pages(kind: str, monkeypatch: pytest.MonkeyPatch) ->
     if kind == "keyboard":
         monkeypatch.setattr(keyboard, "ManyModels", lambda models: None)
         monkeypatch.setattr(keyboard, "with_base", dict)
-        monkeypatch.setattr(keyboard, "most_disputed", lambda models, texts: list(texts))
+        monkeypatch.setattr(keyboard, "most_disputed", lambda models, texts, *_: list(texts))
         blocks = keyboard.keyboard({HOSTILE: Speaker()})  # type: ignore[dict-item]
     else:
         model = type("Model", (), {"shape": TextShape("base", 2, 8)})()

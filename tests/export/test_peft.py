@@ -5,6 +5,7 @@ with one expert at weight 1.
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -218,7 +219,10 @@ def test_a_base_that_has_moved_is_found_where_it_is_said_to_be(
 def test_the_base_is_named_as_on_every_machine(base, base_of):
     name = str(base_of("llama")) if base == "folder" else base
     about = About("ann", name, Layout(rank=2), 8, "comigs-1g1s", "folders", 3, 0)
-    named = peft.config(about, FAMILIES[0], 2).base_model_name_or_path
+    layer = SimpleNamespace(base=nn.Linear(2, 2))
+    attention = SimpleNamespace(**{FAMILIES[0].linears[0]: layer})
+    model = SimpleNamespace(about=about, backbone=SimpleNamespace(attentions=[attention]))
+    named = peft.config(model, FAMILIES[0], 2).base_model_name_or_path
     assert named == (base_of("llama").name if base == "folder" else base)
     assert str(base_of("llama").parent) not in (readme := peft._readme(about, "G", []))
     assert str(Path(coterie.__file__).parent) not in readme

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import openai
 import pytest
 from random_models import write_models
-from test_api import TOKEN
+from test_openai_protocol import TOKEN
 
 import coterie
 from coterie.models.adapter import Layout

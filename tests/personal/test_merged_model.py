@@ -55,6 +55,9 @@ def test_what_cannot_be_merged_is_refused(make_run, monkeypatch):
     class Packed(nn.Linear):
         """A layer whose weight is not what it multiplies by."""
 
+        def forward(self, x):
+            return 2 * super().forward(x)
+
     model = coterie.load(make_run("llama", ann=LAYOUTS["1G1S"]), "ann", merged=True)
     model.backbone.model.model.layers[0].self_attn.o_proj.base.__class__ = Packed
     with pytest.raises(

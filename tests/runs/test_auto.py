@@ -218,7 +218,7 @@ def test_it_can_be_written_read_and_asked_of_other_recipes() -> None:
 
 
 def test_no_other_shipped_recipe_leaves_anything_to_the_run() -> None:
-    assert [name for name in recipes.names() if load(name).auto] == ["folders"]
+    assert [name for name in recipes.names() if load(name).auto] == ["folders", "table"]
 
 
 def test_a_server_without_text_knows_the_base_alone(tiny_base: Path) -> None:

@@ -161,11 +161,21 @@ def attended(
     return found
 
 
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether a layer multiplies by its weight as it is: some bases have a Linear of their own."""
+    if type(layer) is nn.Linear or not isinstance(layer, nn.Linear):
+        return isinstance(layer, nn.Linear)
+    weight = layer.weight
+    x = torch.linspace(-1, 1, layer.in_features, dtype=weight.dtype, device=weight.device)
+    with torch.no_grad():
+        return torch.allclose(layer(x), functional.linear(x, weight, layer.bias), 1e-2, 1e-2)
+
+
 def _merged(layer: nn.Module, lora: SingleLoRA) -> nn.Module:
     """Return a copy of a layer with its update added. Raises ModelError where it has no plain
     weight.
     """
-    if not isinstance(layer, nn.Linear) and not hasattr(layer, "nf"):
+    if not hasattr(layer, "nf") and not _is_plain(layer):
         raise ModelError(
             f"a {type(layer).__name__} cannot take up an update", "Leave out merged=True."
         )
