@@ -9,6 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import coterie as library
 from coterie.cli.base import app
 from coterie.core.files import load, read_json
 from coterie.methods import METHODS, Method
@@ -52,6 +53,15 @@ def lines(program: str) -> int:
 
 def test_fedavg_is_about_thirty_lines() -> None:
     assert lines(PROGRAMS[0]) <= 32
+
+
+def test_the_readme_has_the_same_fedavg_and_names_what_there_is() -> None:
+    readme = (DOCS.parent / "README.md").read_text("utf-8")
+    use, method = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    assert method == PROGRAMS[0]
+    for name in re.findall(r"coterie\.(\w+)\(", use):
+        assert callable(getattr(library, name))
+    assert lines(use) <= 15
 
 
 def test_fedavg_of_the_page_keeps_the_contract() -> None:
