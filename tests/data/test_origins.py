@@ -237,7 +237,8 @@ def test_the_wheel_is_of_the_package_alone() -> None:
     built = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["hatch"]["build"][
         "targets"
     ]
-    assert built["wheel"] == {"packages": ["src/coterie"]}
+    assert built["wheel"]["packages"] == ["src/coterie"]
+    assert not {"include", "force-include", "artifacts"} & built["wheel"].keys()
     assert built["sdist"]["exclude"] == ["/corpora"]
     assert not list((REPOSITORY / "src").rglob("*.jsonl*"))
 
