@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiny_bases import GPT, SHAPE
 from torch import nn
 
 VOCABULARY = 61
@@ -20,19 +21,9 @@ def tiny(family: str) -> nn.Module:
     """A Hugging Face causal LM of two blocks with random weights, always the same."""
     from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
-    shape = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32,
-    }
+    shape = {"vocab_size": VOCABULARY, **SHAPE}
     configs = {
-        "gpt2": lambda: GPT2Config(
-            vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=4, n_positions=32
-        ),
+        "gpt2": lambda: GPT2Config(vocab_size=VOCABULARY, **GPT),
         "llama": lambda: LlamaConfig(**shape),
         "qwen2": lambda: Qwen2Config(**shape),
         "qwen3": lambda: Qwen3Config(**shape, head_dim=4),

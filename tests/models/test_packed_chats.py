@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from conftest import FAMILIES, VOCABULARY, tiny
+from tiny_bases import SHAPE
 
 from coterie.core.errors import ModelError
 from coterie.data.chats import ChatBatch, ChatSplit
@@ -102,16 +103,7 @@ def test_windows_that_slide_stay_apart(tmp_path) -> None:
     """Sliding attention is composed with the masks, not replaced by them."""
     from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig
 
-    shape = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32,
-        "sliding_window": 4,
-    }
+    shape = {"vocab_size": VOCABULARY, **SHAPE, "sliding_window": 4}
     for config in (MistralConfig(**shape), Gemma3TextConfig(**shape, head_dim=4)):
         torch.manual_seed(0)
         base = AutoModelForCausalLM.from_config(config)
