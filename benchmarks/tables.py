@@ -3,13 +3,16 @@
     python benchmarks/tables.py [--folder runs/tables] [--hours H] [--jobs 2] [--set KEY=VALUE ...]
     python benchmarks/tables.py --list
     python benchmarks/tables.py --page
+    python benchmarks/tables.py --keep
 
 Every entry of `PLAN` is a call of `coterie reproduce`, with three seeds, in a process of its own
 with one thread. Runs are kept in FOLDER; the same command goes on where it stopped (Ctrl-C,
 SIGTERM, or after H hours), and skips what is complete. What is complete is copied to `results/`:
 the JSON and the Markdown of a table, and FOLDER has the HTML. `results/README.md`, all statements
 with their verdicts, is written anew each time, and by `--page` alone. Checkpoints and models are
-removed then: FOLDER keeps results and metrics.
+removed then: FOLDER keeps results and metrics. So does `results/runs/`, from which any machine goes
+on: what is there is unpacked into FOLDER at the start, and what ended since is added at the end,
+and by `--keep` alone.
 
 With `--jobs 2` two entries run at a time, never two of one paper, as these share runs.
 """
@@ -26,9 +29,11 @@ from dataclasses import dataclass
 from hashlib import md5
 from pathlib import Path
 
+import kept_runs
 import verdicts
 
 RESULTS = Path(__file__).parent / "results"
+KEPT = RESULTS / "runs"
 TABLES = Path(__file__).parents[1] / "src/coterie/papers/tables"
 SEEDS = 3
 DONE = ".done"  # beside a log: the command that came to an end
@@ -215,11 +220,15 @@ def main() -> int:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--list", action="store_true", help="what is complete, and what is not")
     parser.add_argument("--page", action="store_true", help="write results/README.md alone")
+    parser.add_argument("--keep", action="store_true", help="add to results/runs/ alone")
     asked = parser.parse_args()
     if asked.page:
         write_page()
         return 0
     folder = asked.folder.resolve()
+    if asked.keep:
+        print(kept_runs.pack(KEPT, folder))
+        return 0
     if asked.list:
         for entry in PLAN:
             state = "complete" if complete(entry, folder, asked.set) else "to do"
@@ -231,7 +240,11 @@ def main() -> int:
     if asked.again:
         for entry in PLAN:
             marker(entry, folder).unlink(missing_ok=True)
-    failed = work(folder, asked.set, asked.jobs, time.monotonic() + 3600 * asked.hours)
+    print(f"{kept_runs.unpack(KEPT, folder)} runs from {KEPT}", flush=True)
+    try:
+        failed = work(folder, asked.set, asked.jobs, time.monotonic() + 3600 * asked.hours)
+    finally:
+        kept_runs.pack(KEPT, folder)
     return 1 if failed else 0
 
 
