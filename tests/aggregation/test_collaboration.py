@@ -123,19 +123,21 @@ def test_scores_are_inner_products_and_what_is_not_finite_counts_as_nothing() ->
 
 def test_who_joins_starts_as_all_did_and_who_stays_keeps_his_weights() -> None:
     box = torch.tensor([[0.0, 0.4], [0.4, 0.0]], dtype=torch.float64)
-    assert rearranged(box, [1, None, 0], row_stochastic=False).tolist() == [
+    assert rearranged(
+        box, [1, None, 0], start_weights(3, False), row_stochastic=False
+    ).tolist() == [
         [0, 1, 0.4],
         [1, 0, 1],
         [0.4, 1, 0],
     ]
-    assert rearranged(box, [0], row_stochastic=False).tolist() == [[0]]
+    assert rearranged(box, [0], start_weights(1, False), row_stochastic=False).tolist() == [[0]]
     shares = torch.tensor([[0.2, 0.8, 0.0], [0.5, 0.0, 0.5], [0.0, 1.0, 0.0]], dtype=torch.float64)
-    without_the_last = rearranged(shares, [0, 1], row_stochastic=True)
+    without_the_last = rearranged(shares, [0, 1], start_weights(2, True), row_stochastic=True)
     torch.testing.assert_close(
         without_the_last, torch.tensor([[0.2, 0.8], [1.0, 0.0]], dtype=torch.float64)
     )
     torch.testing.assert_close(
-        rearranged(shares, [0, 1, 2, None], row_stochastic=True).sum(dim=1),
+        rearranged(shares, [0, 1, 2, None], start_weights(4, True), row_stochastic=True).sum(dim=1),
         torch.ones(4, dtype=torch.float64),
     )
 

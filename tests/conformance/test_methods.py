@@ -8,12 +8,13 @@ from coterie.runs.recipe import Recipe
 from coterie.testing import CHECKS, NotApplicable, Run, World
 from coterie.testing.contract import Check, require_same
 from coterie.testing.devices import devices_are_alike
-from coterie.testing.training import batch_is_as_one_by_one
+from coterie.testing.training import batch_is_as_one_by_one, clients_come_and_go
 
 from .cases import PICTURES, method_of
 
 ELSEWHERE = (
     batch_is_as_one_by_one,
+    clients_come_and_go,
     devices_are_alike,
 )  # below, and in tests/engines/test_flower_parity.py
 
@@ -31,6 +32,17 @@ def test_every_method_keeps_the_contract(check: Check, method: Method, world: Wo
 @pytest.mark.parametrize("name", PICTURES)
 def test_many_clients_at_once_are_as_one_by_one(name: str, pictures: World) -> None:
     batch_is_as_one_by_one(method_of(name), pictures)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *(("language", name) for name in ("fedavg", "comigs-1g1s", "comigs-cobo", "comigs-pool")),
+        *(("pictures", name) for name in ("cobo", "cobo on the simplex", "ddome", "ifca")),
+    ],
+)
+def test_clients_come_and_go(kind: str, name: str, request: pytest.FixtureRequest) -> None:
+    clients_come_and_go(method_of(name), request.getfixturevalue(kind))
 
 
 def test_fedavg_of_one_client_is_local(language: World) -> None:

@@ -81,6 +81,23 @@ def lines(folder: Path, kind: str) -> list[dict[str, Any]]:
     ]
 
 
+def test_an_anchor_that_joins_late_is_a_client_like_any_other(tmp_path: Path) -> None:
+    """DDOME, whose anchors are tied to their experts when the run begins."""
+    settings = ["method.rounds=3", "compare_with=[]", "data.clients=2", "data.anchors=2"]
+    settings += ["method.pool=2", "participation={}", "data.unseen={}"]
+    settings += ["model.common.pretraining.epochs=1", "evaluate_every=0"]
+    recipe, grid = load("ddome-digits", [*settings, "engine=flower"]), Nodes()
+    for client in ("anchor-0", "client-00", "client-01"):
+        grid.add({"client": client, "home": str(tmp_path / client)})
+    late = {"client": "anchor-1", "home": str(tmp_path / "anchor-1")}
+    at(grid, 1, lambda: grid.add(late))
+    result = finished(recipe, tmp_path / "out", devices(grid, recipe, 3))
+    assert len(result["clients"]) == 4
+    tasks = [r.task for r in grid.of("anchor-1").requests if r.action == "task" and r.round == 2]
+    assert tasks[:2] == ["score_experts", "train"]
+    assert "score_experts" not in [r.task for r in grid.of("anchor-0").requests]
+
+
 @pytest.mark.parametrize("method", ["fedavg", "cobo"])
 def test_a_client_joins_between_rounds_and_another_leaves(
     method: str, grid: Nodes, tmp_path: Path

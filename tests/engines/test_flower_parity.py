@@ -163,7 +163,8 @@ def only_devices_load(grid: Nodes, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 def test_texts_in_a_simulation(
     texts: Path, tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = text_recipe(texts / "all", tiny_base)
+    presence = "presence={ann: [1, null], ben: [0, 2]}"
+    recipe = text_recipe(texts / "all", tiny_base, presence)
     run.run(recipe, tmp_path / "here")
     simulated(recipe, tmp_path / "there", monkeypatch)
     assert_same_run(tmp_path / "here", tmp_path / "there")
@@ -196,6 +197,31 @@ def test_texts_on_devices_of_a_server_that_has_neither_data_nor_weights(
     assert not (tmp_path / "there/clients").exists()
 
 
+def test_a_device_that_joins_late_is_as_a_client_that_the_recipe_lets_join(
+    texts: Path, tiny_base: Path, tmp_path: Path
+) -> None:
+    """CoMiGS: the newcomer gets the generalist of then, and is averaged from there on."""
+    late = text_recipe(texts / "all", tiny_base, "presence={cleo: [2, null]}")
+    run.run(late, tmp_path / "here")
+    grid = Nodes()
+
+    def add(client: str) -> None:
+        grid.add({"home": str(tmp_path / client), "data": str(texts / client), "client": client})
+
+    def before(nodes: Nodes, request: Any, node: int) -> None:
+        if request.action == "task" and request.round == 1 and len(nodes.nodes) == 2:
+            add("cleo")  # while the second round runs
+
+    add("ann"), add("ben")
+    grid.before = before
+    recipe = text_recipe(Path("/nowhere/at/all"), tiny_base, "engine=flower")
+    run.run(recipe, tmp_path / "there", backend=devices(grid, recipe, 2))
+    assert_same(server_state(tmp_path / "here"), server_state(tmp_path / "there"))
+    assert lines(tmp_path / "there", "train") == lines(tmp_path / "here", "train")
+    taken = [json.loads(line)["client"] for line in lines(tmp_path / "there", "train")]
+    assert {i: taken.count(i) for i in WORDS} == {"ann": 3, "ben": 3, "cleo": 1}
+
+
 COBO = [
     "method.rounds=4",
     "evaluate_every=2",
@@ -203,6 +229,7 @@ COBO = [
     "compare_with=[]",
     "method.pairs=all",
     "data.clusters=2",
+    "presence={c0-0: [1, null], c1-1: [0, 3]}",
 ]
 
 
@@ -243,6 +270,7 @@ def test_ddome_with_anchors_participation_and_clients_never_seen(
     settings += [
         "data.unseen={aligned: 2, random: 2}",
         "participation={anchors: 2, clients: 3}",
+        "presence={anchor-0: [1, null], client-02: [0, 2]}",
         "method.pool=3",
     ]
     run.run(load("ddome-digits", [*settings, "engine=loopback"]), tmp_path / "here")

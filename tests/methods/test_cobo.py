@@ -110,12 +110,22 @@ def flat_gradient(values: Tensor, x: Tensor, y: Tensor, hidden: int = 6) -> Tens
 
 
 def naive(
-    method: CoBo, federation: Federation, x_0: Tensor, batch: int, eta: float, beta: float
+    method: CoBo,
+    federation: Federation,
+    x_0: Tensor,
+    batch: int,
+    eta: float,
+    beta: float,
+    there: Sequence[Sequence[ClientId]] = (),
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Algorithm 1 over all pairs: loops over clients and pairs, X copied, nothing centred. SGD
     along a moving average of gradients.
+
+    Where only some are `there` in a round, it is theirs alone. Who comes starts from the mean of
+    those who were there and stay, with weights of 1; its optimiser goes on.
     """
     ids, drawn = sorted(federation.clients), {}
+    before = ids
     x = {i: x_0.clone() for i in ids}
     m = {i: torch.zeros_like(x_0) for i in ids}
     w = {(i, j): 1.0 for i in ids for j in ids if i != j}
@@ -128,19 +138,24 @@ def naive(
         found = split.batch(start, batch)
         return found.x, found.y
 
-    for _ in range(method.rounds):
-        for k, i in enumerate(ids):
-            for j in ids[k + 1 :]:
+    for here in there or [ids] * method.rounds:
+        stayed = [i for i in before if i in here]
+        for i in set(here) - set(before):
+            x[i] = torch.stack([x[j] for j in stayed]).mean(dim=0)
+            w |= {pair: 1.0 for j in here for pair in ((i, j), (j, i)) if i != j}
+        before = here
+        for k, i in enumerate(here):
+            for j in here[k + 1 :]:
                 z = (x[i] + x[j]) / 2
                 g_i, g_j = (
                     flat_gradient(z, *next_batch(i, "midpoints")),
                     flat_gradient(z, *next_batch(j, "midpoints")),
                 )
                 w[i, j] = w[j, i] = min(1.0, max(0.0, w[i, j] + method.gamma * float(g_i @ g_j)))
-        new = {}
-        for i in ids:
+        new = dict(x)
+        for i in here:
             m[i] = beta * m[i] + (1 - beta) * flat_gradient(x[i], *next_batch(i, ""))
-            pull = sum((w[i, k] * (x[i] - x[k]) for k in ids if k != i), torch.zeros_like(x_0))
+            pull = sum((w[i, k] * (x[i] - x[k]) for k in here if k != i), torch.zeros_like(x_0))
             new[i] = x[i] - eta * (m[i] + method.rho * pull)
         x = new
     return x, torch.tensor([[w.get((i, j), 0.0) for j in ids] for i in ids], dtype=torch.float64)
@@ -157,6 +172,19 @@ def test_it_is_algorithm_1(federation: Federation, together: bool) -> None:
     for i in run.ids:
         torch.testing.assert_close(run.model(i), x[i], rtol=1e-4, atol=1e-5)
         assert torch.equal(run.model(i), run.state[f"{i}/{GENERALIST}"])
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_it_is_algorithm_1_of_those_who_are_there(federation: Federation, together: bool) -> None:
+    run = Run(ALL, federation, together=together)
+    a, b, c, d = run.ids
+    there = [(a, b, c), (a, b, c, d), (b, c, d), (a, b, c, d)]
+    x, w = naive(ALL, federation, run.blueprint.flat(GENERALIST), 5, 0.2, 0.9, there)
+    for here in there:
+        run.go(1, here)
+    torch.testing.assert_close(run.state["weights"], w, rtol=1e-4, atol=1e-5)
+    for i in run.ids:
+        torch.testing.assert_close(run.model(i), x[i], rtol=1e-4, atol=1e-5)
 
 
 @settings(max_examples=12)

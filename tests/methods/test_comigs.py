@@ -3,7 +3,7 @@ touch.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -91,12 +91,17 @@ class NaiveAdamW:
             values[name].mul_(1 - lr * 0.01).sub_(lr * m / (v.sqrt() + 1e-8))
 
 
-def naive_algorithm_1(site: Site, leaking: bool = False) -> tuple[Tensors, dict[str, Tensors]]:
+def naive_algorithm_1(
+    site: Site,
+    leaking: bool = False,
+    there: Sequence[Sequence[str]] = (("ann", "ben", "cleo"),) * 3,
+) -> tuple[Tensors, dict[str, Tensors]]:
     """Algorithm 1 with explicit loops and dictionaries: no engine, no Client, no flat tensors.
     Models are whole ones, one per client.
 
     Where it is `leaking`, each backward pass adds to the gradients of all tensors, and a step
-    clears those of its own roles alone.
+    clears those of its own roles alone. In each round only those who are `there` train and are
+    averaged; all schedules go on.
     """
     from coterie.client.blueprint import initial_seed
 
@@ -115,10 +120,11 @@ def naive_algorithm_1(site: Site, leaking: bool = False) -> tuple[Tensors, dict[
         )
     shared = {n: t.clone() for n, t in values["ann"][GENERALIST].items()}
     total = METHOD.rounds * METHOD.local_steps
-    for _ in range(METHOD.rounds):
-        for i, model in models.items():
-            for n, t in shared.items():
-                values[i][GENERALIST][n].copy_(t)
+    for t, here in enumerate(there):
+        for i in here:
+            model = models[i]
+            for n, t_g in shared.items():
+                values[i][GENERALIST][n].copy_(t_g)
 
             def step(
                 kind: str,
@@ -139,15 +145,16 @@ def naive_algorithm_1(site: Site, leaking: bool = False) -> tuple[Tensors, dict[
                 tensors = {n: t for r in roles for n, t in values[i][r].items()}
                 optimisers[i][kind].step(tensors, {n: uncleared[i].pop(n) for n in tensors}, lr)
 
-            for _ in range(METHOD.local_steps):
-                cosine = 0.1 + 0.9 * (1 + math.cos(math.pi * iteration[i] / total)) / 2
+            for k in range(METHOD.local_steps):
+                position = t * METHOD.local_steps + k
+                cosine = 0.1 + 0.9 * (1 + math.cos(math.pi * position / total)) / 2
                 step("experts", "train", (GENERALIST, SPECIALIST), 5e-3 * cosine)
                 iteration[i] += 1
                 if iteration[i] % METHOD.router_every == 0:
                     for _ in range(METHOD.router_steps):
                         step("router", "valid", (ROUTER,), 3e-3)
         shared = {
-            n: torch.stack([values[i][GENERALIST][n] for i in models]).mean(dim=0) for n in shared
+            n: torch.stack([values[i][GENERALIST][n] for i in here]).mean(dim=0) for n in shared
         }
     return shared, {i: {n: t for r in values[i] for n, t in values[i][r].items()} for i in models}
 
@@ -163,6 +170,24 @@ def test_algorithm_1(site: Site) -> None:
     shared, personal = naive_algorithm_1(site)
     torch.testing.assert_close(state, shared, atol=2e-5, rtol=1e-3)
     for i in clients:
+        found = site.client(i, dict(engine.states()[i])).read(GENERALIST, SPECIALIST, ROUTER)
+        torch.testing.assert_close(found, personal[i], atol=2e-5, rtol=1e-3)
+
+
+def test_who_is_away_keeps_specialists_and_router_and_comes_back_to_the_generalist_of_now(
+    site: Site,
+) -> None:
+    """Cleo joins in the second round, ann is away in it."""
+    there = (("ann", "ben"), ("ben", "cleo"), ("ann", "ben", "cleo"))
+    engine, state = InProcess(site, METHOD), theta_g(site)
+    for t, here in enumerate(there):
+        state = drive(
+            METHOD.round(METHOD.members(state, here), here, torch.Generator()),
+            lambda ask, phase, t=t: engine.answer(ask, t, phase),
+        )
+    shared, personal = naive_algorithm_1(site, there=there)
+    torch.testing.assert_close(state, shared, atol=2e-5, rtol=1e-3)
+    for i in site.data:
         found = site.client(i, dict(engine.states()[i])).read(GENERALIST, SPECIALIST, ROUTER)
         torch.testing.assert_close(found, personal[i], atol=2e-5, rtol=1e-3)
 
@@ -333,10 +358,18 @@ def weighted(gamma: float) -> CoMiGSCoBo:
     )
 
 
+@pytest.mark.parametrize(
+    "there",
+    [
+        (("ann", "ben", "cleo"),) * 3,
+        (("ann", "ben"), ("ben", "cleo"), ("ann", "ben", "cleo")),
+    ],
+    ids=["all the time", "come and go"],
+)
 def test_cobo_weights_that_do_not_move_are_the_mean(
-    backbone: Backbone, tiny_federation: Federation
+    backbone: Backbone, tiny_federation: Federation, there: Sequence[Sequence[str]]
 ) -> None:
-    """With gamma 0 every client's own mixture is 1/N of each: plain CoMiGS."""
+    """With gamma 0 every client's own mixture is 1/n of each that is there: plain CoMiGS."""
     states = []
     for method in (METHOD, weighted(0.0)):
         layouts = {
@@ -350,11 +383,11 @@ def test_cobo_weights_that_do_not_move_are_the_mean(
             5,
             method.total_iterations,
         )
-        engine, clients = InProcess(site, method), tuple(tiny_federation.clients)
-        state = method.init(Blueprint(partial(Adapter, backbone.architecture), layouts, 5), clients)
-        for t in range(method.rounds):
+        engine, first = InProcess(site, method), there[0]
+        state = method.init(Blueprint(partial(Adapter, backbone.architecture), layouts, 5), first)
+        for t, here in enumerate(there):
             state = drive(
-                method.round(state, clients, torch.Generator()),
+                method.round(method.members(state, here), here, torch.Generator()),
                 lambda ask, phase, t=t, engine=engine: engine.answer(ask, t, phase),
             )
         states.append(engine.states())

@@ -351,6 +351,20 @@ def test_a_personal_model_needs_no_gate(world: World, backbone: Backbone, tmp_pa
             torch.testing.assert_close(kept(rows).logits, model(rows), rtol=1e-4, atol=1e-4)
 
 
+def test_a_client_that_the_server_did_not_know_is_served_by_the_gate(world: World) -> None:
+    known, clients = ("ann", "ben"), world.clients
+    world.server = METHOD.init(world.blueprint, known)
+    world.round(known)
+    world.server = METHOD.members(world.server, clients)
+    assert members(METHOD.download(world.server, clients)["cleo"]) == [0, 1]  # not scored yet
+    world.round(known)
+    world.said.clear()
+    world.round()
+    sent = {(task, way): message for task, way, i, message in world.said if i == "cleo"}
+    assert members(sent["local_round", "down"]) == world.server["chosen/cleo"].tolist()
+    assert sent["score_generalists", "up"].keys() == {SCORES}
+
+
 def test_a_generalist_that_was_exchanged_has_no_old_moments(world: World) -> None:
     world.round()
     state = world.engine.states()["ann"]

@@ -2,7 +2,7 @@
 FedMix and average ensembles.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -87,11 +87,11 @@ class Run:
         self.replies.append(self.engine.answer(ask, self.round, phase))
         return self.replies[-1]
 
-    def rounds(self, count: int) -> "Run":
+    def rounds(self, count: int, there: Sequence[ClientId] = ()) -> "Run":
+        clients = there or self.clients
         for _ in range(count):
-            self.server = drive(
-                self.method.round(self.server, self.clients, torch.Generator()), self.answer
-            )
+            state = self.method.members(self.server, clients)
+            self.server = drive(self.method.round(state, clients, torch.Generator()), self.answer)
             self.round += 1
         return self
 
@@ -124,18 +124,20 @@ def descend(loss: Tensor, weights: list[Tensor], lr: float) -> None:
         w.data -= lr * g
 
 
-def algorithm_1(state: State, federation: Federation, method: DDOME, rounds: int) -> State:
+def algorithm_1(
+    state: State, federation: Federation, method: DDOME, there: Sequence[Sequence[ClientId]]
+) -> State:
     """Algorithm 1 of the paper, client by client, from its text; the decisions are the
-    specification's.
+    specification's. `there` are the clients of each round.
     """
     common = SHAPE.build()
     common.load_state_dict(SHAPE.initial(3))
     cursor = dict.fromkeys(federation.clients, 0)
     state = dict(state)
-    for _ in range(rounds):
+    for here in there:
         gates, experts, counts = [], {m: [] for m in range(method.pool)}, []
-        for i, data in federation.clients.items():
-            split = data.train
+        for i in here:
+            split = federation.clients[i].train
             inputs = split.take(np.arange(split.windows))
             embedded = common.features(inputs.x).detach()
             gate = network(state["gate"], 6, 5, method.pool)
@@ -201,8 +203,22 @@ def test_it_is_algorithm_1(tiny_pictures: Federation, anchors: bool, top_k: int)
         DDOME(rounds=3, local_steps=3, pool=4, top_k=top_k, anchors=anchors),
     )
     run = Run(method, federation)
-    expected = algorithm_1(run.server, federation, method, 3)
+    expected = algorithm_1(run.server, federation, method, [run.clients] * 3)
     run.rounds(3)
+    for name in expected:
+        torch.testing.assert_close(run.server[name], expected[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("anchors", [True, False])
+def test_it_is_algorithm_1_of_those_who_are_there(tiny_pictures: Federation, anchors: bool) -> None:
+    """An anchor that is away leaves its expert to those whom the gate gives it to."""
+    federation = replace(uneven(tiny_pictures), anchors=("ann", "cleo"))
+    method = DDOME(rounds=3, local_steps=3, pool=3, top_k=2, anchors=anchors)
+    there = [("ann", "ben"), ("ben", "cleo"), ("ann", "ben", "cleo")]
+    run = Run(method, federation)
+    expected = algorithm_1(run.server, federation, method, there)
+    for here in there:
+        run.rounds(1, here)
     for name in expected:
         torch.testing.assert_close(run.server[name], expected[name], rtol=1e-4, atol=1e-6)
 

@@ -131,13 +131,16 @@ def mixtures(models: Sequence[Tensor], weights: Tensor) -> Tensor:
     return torch.stack(list(models)) - weighted_differences(models, weights)
 
 
-def rearranged(weights: Tensor, places: Sequence[int | None], row_stochastic: bool) -> Tensor:
+def rearranged(
+    weights: Tensor, places: Sequence[int | None], start: Tensor, row_stochastic: bool
+) -> Tensor:
     """W after clients joined and left: whoever is new starts as all started, and the others keep
     what they have for each other.
 
     Args:
         weights: (m, m), before.
         places: Of each of the n clients that are there now: its row before, or None for a new one.
+        start: (n, n), what a federation of these clients would start from.
         row_stochastic: Whether each row sums to 1; then it is scaled to stay so.
 
     Returns:
@@ -146,7 +149,6 @@ def rearranged(weights: Tensor, places: Sequence[int | None], row_stochastic: bo
     before = torch.tensor([-1 if place is None else place for place in places])
     kept = (before[:, None] >= 0) & (before >= 0)
     own = weights[before.clamp(min=0)][:, before.clamp(min=0)]
-    start = start_weights(len(places), row_stochastic)
     if not row_stochastic:
         return torch.where(kept, own, start)
     new = torch.where(kept, 0.0, start)

@@ -103,7 +103,8 @@ class CoBo(OneAdapter, SamplingPairs, Joining, Comparing):
         return state | {"weights": weights, "round": torch.tensor(0)}
 
     def members(self, state: State, clients: Sequence[ClientId]) -> State:
-        return rejoined(state, clients, self.row_stochastic)
+        start = start_weights(len(clients), self.row_stochastic)
+        return self.marked(rejoined(state, clients, start, self.row_stochastic), state)
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
         state = yield from self.started(state, clients)

@@ -38,6 +38,7 @@ class CoMiGS(Routed, Aggregating):
 
     per_client: ClassVar[tuple[str, ...]] = ("specialists",)
     shared: ClassVar[tuple[Role, ...]] = (GENERALIST,)  # all that leaves a client
+    dynamic_membership: ClassVar[bool] = True
     serves_unseen_clients: ClassVar[bool] = True
     stateful: ClassVar[bool] = True
     by_examples = True

@@ -24,7 +24,6 @@ class CoMiGSAlone(CoMiGS):
     tensor ever leaves a client.
     """
 
-    dynamic_membership: ClassVar[bool] = True
     serves_unseen_clients: ClassVar[bool] = False
 
     @property

@@ -13,13 +13,13 @@ from coterie.aggregation import Mean, agreement, ascend_simplex, midpoints, mixt
 from coterie.client.client import Client
 from coterie.client.settings import Training
 from coterie.core.errors import RecipeError
-from coterie.core.protocol import Adaptation, Ask, ClientId, Round, Sends, State, task
+from coterie.core.protocol import Ask, ClientId, Round, Sends, State, task
 from coterie.core.roles import GENERALIST
 from coterie.core.tensor_names import clients_with, of_client
 from coterie.core.tensors import Tensors
 from coterie.methods.base import Reader
 from coterie.methods.comigs import CoMiGS
-from coterie.methods.pairwise import Comparing
+from coterie.methods.pairwise import Comparing, rejoined
 
 EPSILON = (
     1e-12  # keeps a row of weights from summing to 0 where none of its collaborators took part
@@ -60,18 +60,17 @@ class CoMiGSCoBo(CoMiGS, Comparing):
             raise RecipeError("method", [mistake])
 
     def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
-        n = len(clients)
-        return {of_client(i): model.flat(GENERALIST) for i in sorted(clients)} | {
-            "weights": torch.full((n, n), 1 / n).double()
-        }
+        own = {of_client(i): model.flat(GENERALIST) for i in sorted(clients)}
+        return own | {"weights": even(len(clients))}
+
+    def members(self, state: State, clients: Sequence[ClientId]) -> State:
+        return rejoined(state, clients, even(len(clients)), row_stochastic=True)
 
     def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
-        return {i: {GENERALIST: state[of_client(i)]} for i in clients}
-
-    def adapt(self, state: State, clients: Sequence[ClientId]) -> Adaptation:
-        yield from ()
+        if all(of_client(i) in state for i in clients):
+            return {i: {GENERALIST: state[of_client(i)]} for i in clients}
         mean = torch.stack([state[of_client(i)] for i in clients_with(state)]).mean(dim=0)
-        return {i: {GENERALIST: mean} for i in clients}  # a new client is equally near to all
+        return {i: {GENERALIST: state.get(of_client(i), mean)} for i in clients}  # near to all
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
         replies = yield Ask(self.local_round, self.download(state, clients), self.reply_spec)
@@ -102,3 +101,8 @@ class CoMiGSCoBo(CoMiGS, Comparing):
         client.load(theta_g)
         self.local_iterations(client)
         return {GENERALIST: client.flat(GENERALIST)}
+
+
+def even(n: int) -> Tensor:
+    """(n, n): W with which everybody gets the mean."""
+    return torch.full((n, n), 1 / n).double()

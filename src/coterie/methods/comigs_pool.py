@@ -70,8 +70,16 @@ class CoMiGSPool(CoMiGS):
 
     def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
         pool = {of_expert(m): model.flat(EXPERT, m) for m in range(self.pool)}
-        first = {f"{CHOSEN}/{i}": torch.arange(self.generalists) for i in clients}
-        return super().init(model, clients) | pool | {GATE: model.flat(GATE)} | first
+        common = super().init(model, clients) | {GATE: model.flat(GATE)}
+        return common | pool | self.first(clients)
+
+    def members(self, state: State, clients: Sequence[ClientId]) -> State:
+        new = [i for i in clients if f"{CHOSEN}/{i}" not in state]
+        return state | self.first(new)  # until the gate has chosen theirs
+
+    def first(self, clients: Sequence[ClientId]) -> State:
+        """Return `chosen/<client>` of clients that have not been scored."""
+        return {f"{CHOSEN}/{i}": torch.arange(self.generalists) for i in clients}
 
     def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
         common = {

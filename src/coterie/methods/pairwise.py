@@ -47,7 +47,14 @@ class Comparing(Method):
 
 @dataclass(frozen=True)
 class Joining(Method):
-    """A method whose clients may join late, from a model that the server makes; see `rejoined`."""
+    """A method whose clients may join late, from a model that the server makes, see `rejoined`, and
+    sends once.
+    """
+
+    def marked(self, state: State, before: State) -> State:
+        """Return the state, in which who is new since `before` has the mark `<client>/joined`."""
+        new = set(clients_with(state)) - set(clients_with(before))
+        return state | {of_client(i, "joined"): torch.tensor(True) for i in sorted(new)}
 
     def started(self, state: State, clients: Sequence[ClientId]) -> Round:
         """Let those of the clients that have joined take over their models; return the state in
@@ -68,13 +75,16 @@ class Joining(Method):
         return {}
 
 
-def rejoined(state: State, clients: Sequence[ClientId], row_stochastic: bool) -> State:
+def rejoined(
+    state: State, clients: Sequence[ClientId], start: Tensor, row_stochastic: bool
+) -> State:
     """Return the state for these clients: who leaves takes its model and its row of W along; who
-    joins starts from the mean of the others' models, and is marked `<client>/joined`.
+    joins starts from the mean of the others' models.
 
     Args:
         state: Of a `Comparing` method.
         clients: Those that are there now.
+        start: (n, n), W of n clients that all are new.
         row_stochastic: Whether each row of W sums to 1.
     """
     known, order = clients_with(state), sorted(clients)
@@ -84,9 +94,9 @@ def rejoined(state: State, clients: Sequence[ClientId], row_stochastic: bool) ->
     mean = torch.stack([state[of_client(i)] for i in stayed]).mean(dim=0)
     kept = {name: t for name, t in state.items() if client_of(name) in (None, *order)}
     for i in sorted(set(order) - set(known)):
-        kept |= {of_client(i): mean.clone(), of_client(i, "joined"): torch.tensor(True)}
+        kept[of_client(i)] = mean.clone()
     places = [known.index(i) if i in known else None for i in order]
-    return kept | {"weights": rearranged(state["weights"], places, row_stochastic)}
+    return kept | {"weights": rearranged(state["weights"], places, start, row_stochastic)}
 
 
 def check_pull(rho: float, eta: float | None, n: int, row_stochastic: bool) -> None:

@@ -277,8 +277,8 @@ def _check_presence(recipe: Recipe, method: Method, federation: Federation) -> N
         )
     if recipe.presence and not method.dynamic_membership:
         mistakes.append(
-            f"presence: {name} needs its clients from the start to the end; cobo, fedavg and "
-            f"local do not"
+            f"presence: {name} needs its clients from the start to the end; cobo, comigs-1g1s, "
+            f"ddome, fedavg and local do not"
         )
     if recipe.keep == "best" and (federation.unseen or recipe.training.stateless):
         whose = (

@@ -34,6 +34,14 @@ def some(clients: Sequence[ClientId], round: int) -> Sequence[ClientId]:
     return [i for i in clients if i != sorted(clients)[2 - round % 3]]
 
 
+def coming_and_going(clients: Sequence[ClientId], round: int) -> Sequence[ClientId]:
+    """Return who is there in a round: the last client joins in the second, the first is away in
+    the third.
+    """
+    late, away = max(clients), min(clients)
+    return [i for i in clients if not ((i == late and round < 1) or (i == away and round == 2))]
+
+
 class Run:
     """A run of a method in a world, on one of the engines of this process.
 
@@ -73,6 +81,7 @@ class Run:
         answer: Answer | None = None,
         order: Sequence[ClientId] | None = None,
         draw: Draw = everybody,
+        there: Draw = everybody,
     ) -> "Run":
         """Run some rounds, and the final exchanges after the last one.
 
@@ -81,14 +90,17 @@ class Run:
             answer: Stands for the engine.
             order: The clients, in another order.
             draw: (clients, round) -> those that take part in it.
+            there: (clients, round) -> those that are members of the federation then.
         """
-        there, answer = order or self.clients, answer or self.answer
+        clients, answer = order or self.clients, answer or self.answer
         for _ in range(count):
             rng = torch.Generator().manual_seed(self.round)
-            drawn = draw(there, self.round)
+            members = there(clients, self.round)
+            self.server = self.method.members(self.server, members)
+            drawn = draw(members, self.round)
             self.server = drive(self.method.round(self.server, drawn, rng), answer)
             if self.round + 1 == self.method.rounds:
-                self.server = drive(self.method.finish(self.server, there), answer)
+                self.server = drive(self.method.finish(self.server, members), answer)
             self.round += 1
         return self
 

@@ -29,6 +29,7 @@ CHECKS: tuple[Check, ...] = (
     training.failing_clients_are_left_out,
     training.resumed_run_ends_the_same,
     training.some_clients_a_round,
+    training.clients_come_and_go,
     devices.devices_are_alike,
     training.schedules_run_over_the_rounds,
     training.order_changes_nothing,

@@ -29,7 +29,7 @@ from coterie.testing.contract import (
     require_same_run,
     require_same_states,
 )
-from coterie.testing.run import Answer, Draw, Run, everybody, some
+from coterie.testing.run import Answer, Draw, Run, coming_and_going, everybody, some
 from coterie.testing.worlds import World
 
 _COUNTERS = {"cursor/train", "cursor/train-expert/0", "cursor/train-expert/1", "iteration", "began"}
@@ -167,9 +167,11 @@ def failing_clients_are_left_out(method: Method, world: World) -> None:
     require(all_finite(run.server), "without all clients' replies the state is not finite")
 
 
-def resumed(method: Method, world: World, folder: Path, draw: Draw = everybody) -> Run:
+def resumed(
+    method: Method, world: World, folder: Path, draw: Draw = everybody, there: Draw = everybody
+) -> Run:
     """Return a run that is resumed from a checkpoint after its first round, to its end."""
-    first = Run(method, world).rounds(min(1, method.rounds), draw=draw)
+    first = Run(method, world).rounds(min(1, method.rounds), draw=draw, there=there)
     saved = Checkpoint(first.round, first.server, first.engine.states(), {})
     Checkpoints(folder, {}).save(saved)
     found = Checkpoints(folder, {}).latest()
@@ -178,7 +180,7 @@ def resumed(method: Method, world: World, folder: Path, draw: Draw = everybody) 
     second = Run(method, world)
     second.server, second.round = found.server, found.round
     second.engine.restore(found.clients)
-    return second.rounds(method.rounds - found.round, draw=draw)
+    return second.rounds(method.rounds - found.round, draw=draw, there=there)
 
 
 @clause("a run can be resumed from a checkpoint of its states alone")
@@ -221,6 +223,44 @@ def some_clients_a_round(method: Method, world: World) -> None:
     with TemporaryDirectory() as folder:
         later = resumed(method, world, Path(folder), some)
     require_same_run(whole, later, "some clients a round, and the same resumed")
+
+
+@clause("where clients join and leave, `round` does with those that are there, on every engine")
+def clients_come_and_go(method: Method, world: World) -> None:
+    """Check a run that one client joins late and another leaves for a round, on all engines, and
+    resumed: nothing is asked of who is away, and it keeps its state.
+    """
+    if not method.dynamic_membership:
+        raise NotApplicable("it needs all clients from the start, see `dynamic_membership`")
+    method, world = longer(method), world.one_by_one
+    one, other = (Run(method, world, engine) for engine in ENGINES)
+    for run in (one, other):
+        for _ in range(method.rounds):
+            _round_of_those_there(run)
+    require_same_run(one, other, f"clients that come and go, on {' and '.join(ENGINES)}")
+    require(all_finite(one.server), "with clients that come and go the state is not finite")
+    with TemporaryDirectory() as folder:
+        later = resumed(method, world, Path(folder), there=coming_and_going)
+    require_same_run(one, later, "clients that come and go, and the same resumed")
+
+
+def _round_of_those_there(run: Run) -> None:
+    """Do a round; require that nothing is asked of the other clients, and that they keep their
+    states.
+    """
+    here, what = coming_and_going(run.clients, run.round), f"round {run.round + 1}"
+    before = {
+        i: {name: tensor.clone() for name, tensor in state.items()}
+        for i, state in run.engine.states().items()
+        if i not in here
+    }
+    run.asks.clear()
+    run.rounds(1, there=coming_and_going)
+    asked = {i for ask in run.asks for i in ask.to} - set(here)
+    require(not asked, f"{what} asks {sorted(asked)}, who are not there")
+    after = {i: run.engine.states()[i] for i in before}
+    require_same_states(before, after, f"{what}, of those who are not there")
+    run.method.download(run.server, run.clients)  # everybody is scored
 
 
 @clause("schedules run over the rounds of the run, whether or not a client was drawn")
