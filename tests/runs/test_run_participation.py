@@ -4,6 +4,7 @@ falls where few do.
 
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 
 import pytest
 from figures import as_json, typed
@@ -12,6 +13,7 @@ from coterie.core.result import Json
 from coterie.reports.comparison import comparability, rows
 from coterie.runs import run
 from coterie.runs.recipe import load
+from coterie.runs.sampling import evaluated
 
 
 def result(tmp_path: Path, recipe: str, *settings: str) -> Json:
@@ -74,3 +76,57 @@ def test_comigs_falls_gently_where_half_of_its_clients_take_part(tmp_path: Path)
     )["mean"]
     assert every < half < base
     assert (base - half) > 0.6 * (base - every)
+
+
+SAMPLED = (
+    "method.name=comigs-1g1s",
+    "method.rounds=2",
+    "method.local_steps=1",
+    "participation.clients=2",
+    "evaluate_every=1",
+    "data.clients=6",
+    "data.train_tokens=600",
+    "data.valid_tokens=300",
+    "data.test_tokens=300",
+    "model.context=32",
+    "samples=false",
+)
+
+
+def test_clients_that_are_drawn_for_scoring_score_as_among_all(tmp_path: Path) -> None:
+    every, some = (
+        result(tmp_path, "synthetic", *SAMPLED, *more) for more in ((), ("evaluate_clients=3",))
+    )
+    assert len(some["clients"]) == 3
+    assert [list(e["clients"]) for e in some["evaluations"]] == [list(some["clients"])] * 2
+    assert list(some["clients"]) == [i for i in every["clients"] if i in some["clients"]]
+    assert some["clients"] == {i: every["clients"][i] for i in some["clients"]}
+    assert some["mean"] == pytest.approx(fmean(c["test"] for c in some["clients"].values()))
+    assert (some["drawn_of"], every["drawn_of"]) == (6, None)
+    for name in ("bytes_up", "bytes_down"):  # costs are of everybody
+        assert {i: c[name] for i, c in some["training"].items()} == {
+            i: c[name] for i, c in every["clients"].items()
+        }
+    (folder,) = tmp_path.glob("*evaluate_clients=3")
+    assert {path.name for path in (folder / "clients").iterdir()} == set(some["clients"])
+    (note,) = (n for n in comparability(rows(typed([some]))) if n.startswith("Scores"))
+    assert "of 3 of 6 clients" in note
+
+
+def test_who_is_drawn_for_scoring_stays_when_another_client_comes() -> None:
+    names = [f"c{k}" for k in range(20)]
+
+    def drawn(clients: list[str], seed: int = 0) -> set[str]:
+        federation = SimpleNamespace(clients=clients, unseen={})
+        return set(evaluated(federation, 3, seed)[""])  # type: ignore[arg-type]
+
+    assert len(drawn(names)) == len(drawn([*names, "late"])) == 3
+    assert drawn([*names, "late"]) <= drawn(names) | {"late"}
+    assert drawn(names) != drawn(names, seed=1)
+
+
+def test_each_group_of_unseen_clients_is_drawn_from() -> None:
+    unseen = {"one": {"a": 0}, "two": {f"b{k}": 0 for k in range(5)}}
+    federation = SimpleNamespace(clients={"x": 0}, unseen=unseen)
+    found = evaluated(federation, 2, 0)  # type: ignore[arg-type]
+    assert {group: len(of) for group, of in found.items()} == {"one": 1, "two": 2}

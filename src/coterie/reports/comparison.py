@@ -158,6 +158,7 @@ def row(name: str, results: Sequence[Result], alone: Sequence[Result] = ()) -> R
             [None if r.never_took_part is None else len(r.never_took_part) for r in results]
         ),
         privacy=first.privacy,
+        drawn_of=first.drawn_of,
     )
 
 
@@ -225,6 +226,9 @@ def comparability(
     trained = [r for r in rows if r.trainable_parameters]
     references = [r for r in trained if r.method == own] + trained
     found = [sentence for r in trained for sentence in _budget(r, references[0], called)]
+    found += [
+        drawn(*pair) for pair in sorted({(len(r.clients), r.drawn_of) for r in rows if r.drawn_of})
+    ]
     found += [f"{called[r.method]}: {lost(r.lost)}" for r in rows if r.lost]
     found += [f"{called[r.method]}: {absent(r.never_took_part)}" for r in rows if r.never_took_part]
     spent: dict[str, list[str]] = {}  # rows that spend alike share a sentence
@@ -271,11 +275,19 @@ def lost(counts: Mapping[str, int]) -> str:
     )
 
 
+def drawn(scored: int, of: int) -> str:
+    """Return a sentence on clients of which only some are scored."""
+    return (
+        f"Scores and personal models are of {scored:,} of {of:,} clients, drawn once from the "
+        "seed; costs are of all that train."
+    )
+
+
 def absent(clients: int) -> str:
     """Return a sentence on clients that took part in no round."""
     who = "1 client" if clients == 1 else f"{clients:,} clients"
     return (
-        f"{who} never took part in a round, and are scored with the model that the server "
+        f"{who} never took part in a round; a score of theirs is that of the model that the server "
         "would give them."
     )
 

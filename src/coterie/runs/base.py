@@ -26,6 +26,7 @@ from coterie.runs.files import AUDIT
 from coterie.runs.metrics import METRICS, MetricsFile, Released
 from coterie.runs.observations import Observations
 from coterie.runs.prepare import Prepared
+from coterie.runs.sampling import evaluated
 
 SAMPLED_S, WATCHED_S = (
     1.0,
@@ -108,7 +109,8 @@ class ExecutionBase(Listener):
         self.groups = {
             i: group for group, members in self.federation.unseen.items() for i in members
         }
-        self.scored = tuple(self.groups) or self.clients
+        self.evaluated = evaluated(self.federation, self.recipe.evaluate_clients, self.recipe.seed)
+        self.scored = tuple(i for group in self.evaluated.values() for i in group)
 
     @property
     def iteration(self) -> int:

@@ -19,6 +19,7 @@ from coterie.core.tensors import Tensors, nbytes
 from coterie.engines import InProcess, Listener
 from coterie.runs.prepare import Prepared
 from coterie.runs.recipe import Recipe
+from coterie.runs.sampling import evaluated
 
 FEW = 2  # clients that are measured
 STEPS = 2  # local iterations of each
@@ -228,11 +229,13 @@ class _Trial:
         self.state_bytes = max(engine.state_bytes().values(), default=0)
 
     def scoring(self) -> float:
-        """Seconds that one evaluation of all clients takes."""
-        data = self.prepared.problem.federation.unseen or {
-            "": self.prepared.problem.federation.clients
-        }
-        scored = [found for group in data.values() for found in group.values()]
+        """Seconds that one evaluation takes."""
+        federation, recipe = self.prepared.problem.federation, self.prepared.recipe
+        groups, data = (
+            evaluated(federation, recipe.evaluate_clients, recipe.seed),
+            federation.everyone,
+        )
+        scored = [data[i] for group in groups.values() for i in group]
         id = scored[0].id
         sent = self._download(id)
         client = self.prepared.site.client(id, {})

@@ -75,6 +75,8 @@ class EvaluatedExecution(ScoredExecution):
         tests = [e.test for e in self.evaluations]
         clients = self._clients_kept() if self.keeps_best else self._clients_of(last)
         first = headline(clients, last.groups).values()
+        everyone = len(self.groups or self.clients)
+        drawn_of = everyone if len(self.scored) < everyone else None
         return Result(
             method=self.recipe.method["name"],
             recipe=self.recipe.name,
@@ -90,7 +92,8 @@ class EvaluatedExecution(ScoredExecution):
             best_of_last_ten=metrics.best(tests[-10:], about),
             best_by_valid=self._best_by_valid(),
             clients=clients,
-            training=self._costs_of_training() if self.groups else None,
+            training=self._costs_of_training() if self.groups or drawn_of else None,
+            drawn_of=drawn_of,
             groups=last.groups,
             labels={i: list(classes) for i, classes in self.federation.labels.items()} or None,
             label_counts=self._label_counts(),
@@ -193,7 +196,7 @@ class EvaluatedExecution(ScoredExecution):
         }
 
     def _costs_of_training(self) -> dict[ClientId, Costs]:
-        """Return the costs of those that train, where others are scored."""
+        """Return the costs of those that train, where not all of them are scored."""
         costs = self._costs()
         return {i: costs[i] for i in self.clients}
 
@@ -216,7 +219,15 @@ class EvaluatedExecution(ScoredExecution):
         return LazyClients(self.prepared.site, self.engine.states(), self.scored)
 
     def _keep_personal_models(self) -> None:
-        own = dict.fromkeys(self.recalled, Tensors()) if self.keeps_best else self._personal()
+        own = dict(
+            dict.fromkeys(self.recalled, Tensors())
+            if self.keeps_best
+            else self._personal(self.scored)
+        )
+        scored = set(self.scored)
+        others = [i for i in self.clients if i not in scored]
+        if self.engine.distant and not self.groups and others:  # every device keeps its own
+            own |= self._personal(others)
         ask = Ask(self.method.keep, own, empty_reply)
         self.reporter.asking(ask.name, len(own))
         self.engine.keep(

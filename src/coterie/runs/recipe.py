@@ -31,6 +31,7 @@ from coterie.methods import METHODS, Method, name_of
 from coterie.runs import dotted, recipes
 from coterie.runs.method_section import build_method, unknown_method
 from coterie.runs.mistakes import Mistakes, impossible, readable
+from coterie.runs.sampling import EvaluatedClients
 from coterie.runs.sections import LanguageSection, ModelSection, Participation, Quorum
 
 
@@ -85,6 +86,7 @@ class Recipe(BaseModel):
     evaluate_every: Annotated[
         int, Field(ge=0, description="rounds between evaluations; 0: only after the last round")
     ] = 0
+    evaluate_clients: EvaluatedClients = None
     keep: Annotated[
         Literal["last", "best"],
         Field(

@@ -25,17 +25,17 @@ from coterie.runs.metrics import METRICS
 class ScoredExecution(ExecutionBase):
     """A run's scores; see `Execution`."""
 
-    def _personal(self) -> Mapping[ClientId, Tensors]:
-        """Return what each client that is scored needs beyond its own state to have its personal
-        model; of one that keeps none: all of it.
+    def _personal(self, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
+        """Return what each of these clients needs beyond its own state to have its personal model;
+        of one that keeps none: all of it.
         """
         if self._with_models:
-            own = self.method.personal(self.server, self.clients)
-            synchronised = (
-                self.method.download(self.server, absent) if (absent := self._absent()) else {}
-            )
+            own = self.method.personal(self.server, clients)
+            never = set(self._absent())
+            absent = tuple(i for i in clients if i in never)
+            synchronised = self.method.download(self.server, absent) if absent else {}
             return {i: own[i] or synchronised.get(i, {}) for i in own}
-        found, up, down = self.adapt(self.scored)
+        found, up, down = self.adapt(clients)
         for i in (
             self.groups.keys() & found.keys()
         ):  # what it takes once, however often it is scored
@@ -83,13 +83,13 @@ class ScoredExecution(ExecutionBase):
         self.profile.enter("evaluation")
         self.reporter.evaluating(self.round)
         started = self.round or not self.method.rounds
-        tensors = self._personal() if started else self._untrained()
+        tensors = self._personal(self.scored) if started else self._untrained()
         task = self.method.score_and_keep if self.keeps_best else self.method.score
         scores = self._ask(task, tensors, self._form("valid", "test", "choices"))
         found = {i: self.metric.scores(score) for i, score in scores.items()}
         for i, values in found.items():
             self._write("score", self.round, self.iteration, i, values)
-        members = {group: [i for i in of if i in found] for group, of in self._everyone.items()}
+        members = {group: [i for i in of if i in found] for group, of in self.evaluated.items()}
         if silent := [group for group, of in members.items() if not of]:
             raise (ClientError if self.engine.distant else Divergence)(
                 f"after round {self.round}: nobody of {silent[0] or 'the clients'} could be scored",
@@ -139,10 +139,10 @@ class ScoredExecution(ExecutionBase):
         """As `_personal`, before the first round: nobody has anything yet, and of a pool nobody
         could predict.
         """
-        tensors = self._personal()
+        tensors = self._personal(self.scored)
         if not self._with_models:
             return tensors
-        start = self.method.download(self.server, self.clients)
+        start = self.method.download(self.server, self.scored)
         return {i: own or start.get(i, {}) for i, own in tensors.items()}
 
     def _recalled(self) -> dict[ClientId, tuple[int, Scores]]:
@@ -173,12 +173,6 @@ class ScoredExecution(ExecutionBase):
             recalled[i] = round, scores
         return recalled
 
-    @property
-    def _everyone(self) -> dict[str, tuple[ClientId, ...]]:
-        """The clients of each group of unseen ones; of "" all, where none is unseen."""
-        unseen = {group: tuple(of) for group, of in self.federation.unseen.items()}
-        return unseen or {"": self.clients}
-
     def _add_to_curve(self) -> None:
         """Score a part of each test set: a point of the curves, which says how training goes, and
         is no part of the figures.
@@ -189,14 +183,14 @@ class ScoredExecution(ExecutionBase):
         if self.recipe.curve_every is None or self.engine.distant:
             return
         self.profile.enter("evaluation")
-        tensors = self._personal() if self.round else self._untrained()
+        tensors = self._personal(self.scored) if self.round else self._untrained()
         states = self.engine.states()
         found = {
             i: self._of_part(i, states.get(i, {}), tensors[i]) for i in self.scored if i in tensors
         }
         means = {
             group: metrics.mean(found[i] for i in of if i in found)
-            for group, of in self._everyone.items()
+            for group, of in self.evaluated.items()
         }
         test = next(iter(means.values()))
         self.points.append(
@@ -233,13 +227,8 @@ class ScoredExecution(ExecutionBase):
         where that changes nothing.
         """
         own = self.evaluations[-1].clients
-        down = (
-            {}
-            if self.groups
-            else {
-                i: t for i, t in self.method.download(self.server, self.clients).items() if i in own
-            }
-        )
+        here = tuple(i for i in self.scored if i in own)
+        down = {} if self.groups else self.method.download(self.server, here)
         if not any(down.values()):
             return {i: scores.test for i, scores in own.items()}
         scores = self._ask(self.method.score_test, down, self._form("test"))

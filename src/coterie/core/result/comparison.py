@@ -66,6 +66,8 @@ class Row:
         wall_s: Seconds of a run.
         lost: Number of replies of each client that were dropped or never arrived.
         never_took_part: Number of clients that took part in no round.
+        drawn_of: Number of clients of whom those that are scored were drawn; None if all are
+            scored.
         privacy: The privacy budget spent; None without differential privacy.
     """
 
@@ -98,6 +100,7 @@ class Row:
     wall_s: float
     lost: Mapping[str, int] | None = None
     never_took_part: int | None = None
+    drawn_of: int | None = None
     privacy: PrivacySpent | None = None
 
     @classmethod

@@ -147,7 +147,10 @@ class Result:
         best_of_last_ten: The best mean of the last ten evaluations.
         best_by_valid: The evaluation with the best validation score.
         clients: Scores and costs by client.
-        training: The costs of each client that trains, if other clients are scored; None otherwise.
+        training: The costs of each client that trains, if not all of them are scored; None
+            otherwise.
+        drawn_of: Number of clients of whom those that are scored were drawn; None if all are
+            scored.
         groups: The mean of each group of clients that never trained; None without such.
         labels: The classes that each client has; None for texts.
         label_counts: Examples of each class, by client, where some clients never train; None
@@ -183,6 +186,7 @@ class Result:
     best_by_valid: BestByValid | None = None
     clients: Mapping[str, ClientResult]
     training: Mapping[str, Costs] | None = None
+    drawn_of: int | None = None
     groups: Mapping[str, float] | None = None
     labels: Mapping[str, Sequence[int]] | None = None
     label_counts: Mapping[str, Sequence[int]] | None = None
