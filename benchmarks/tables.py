@@ -5,16 +5,17 @@
     python benchmarks/tables.py --page
     python benchmarks/tables.py --keep
 
-Every entry of `PLAN` is a call of `coterie reproduce`, with three seeds, in a process of its own
-with one thread. Runs are kept in FOLDER; the same command goes on where it stopped (Ctrl-C,
-SIGTERM, or after H hours), and skips what is complete. What is complete is copied to `results/`:
-the JSON and the Markdown of a table, and FOLDER has the HTML. `results/README.md`, all statements
-with their verdicts, is written anew each time, and by `--page` alone. Checkpoints and models are
-removed then: FOLDER keeps results and metrics. So does `results/runs/`, from which any machine goes
-on: what is there is unpacked into FOLDER at the start, and what ended since is added at the end,
-and by `--keep` alone.
+Every entry of `PLAN` is a call of `coterie reproduce`, with three seeds, column by column, in
+processes of their own with one thread. Runs are kept in FOLDER; the same command goes on where it
+stopped (Ctrl-C, SIGTERM, or after H hours), and skips what is complete. What is complete is copied
+to `results/`: the JSON and the Markdown of a table, and FOLDER has the HTML. `results/README.md`,
+all statements with their verdicts, is written anew each time, and by `--page` alone. Checkpoints
+and models are removed then: FOLDER keeps results and metrics. So does `results/runs/`, from which
+any machine goes on: what is there is unpacked into FOLDER at the start, and what ended since is
+added at the end, and by `--keep` alone.
 
-With `--jobs 2` two entries run at a time, never two of one paper, as these share runs.
+With `--jobs 2` two columns run at a time, never the same one of two tables of a paper, as these
+share runs.
 """
 
 import argparse
@@ -24,13 +25,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from hashlib import md5
 from pathlib import Path
 
 import kept_runs
 import verdicts
+
+from coterie.papers import tables
 
 RESULTS = Path(__file__).parent / "results"
 KEPT = RESULTS / "runs"
@@ -69,6 +72,12 @@ class Entry:
     def result(self) -> str:
         """The name of its files in `results/`, without their endings."""
         return self.name.replace("/", "-") + "-small" + ("" if self.trials is None else "-tuned")
+
+    @property
+    def small_columns(self) -> list[str]:
+        """The columns that are run."""
+        own = tables.load(self.name).columns
+        return [c for c in self.columns or own if "small" in own[c].recipes]
 
     def command(self, folder: Path, overrides: Sequence[str]) -> list[str]:
         """Return the command, whose runs are in a folder for all of the paper's tables."""
@@ -117,19 +126,42 @@ PLAN = (
 )
 
 
-class Running:
-    """An entry that runs, and its log."""
+@dataclass(frozen=True)
+class Part:
+    """The runs of one column of an entry, or of all of them: the table itself.
 
-    def __init__(self, entry: Entry, folder: Path, overrides: Sequence[str]) -> None:
-        self.entry, self.log = entry, folder / "logs" / f"{entry.result}.log"
-        self.command = entry.command(folder, overrides)
+    Args:
+        entry: Which one.
+        column: Only this; None for all.
+    """
+
+    entry: Entry
+    column: str | None = None
+
+    @property
+    def columns(self) -> tuple[str, str | None]:
+        """What no two parts may have at a time: tables share the runs of a paper's columns."""
+        return self.entry.paper, self.column
+
+    def command(self, folder: Path, overrides: Sequence[str]) -> list[str]:
+        own = self.entry if self.column is None else replace(self.entry, columns=(self.column,))
+        return own.command(folder, overrides)
+
+
+class Running:
+    """A part that runs, and its log."""
+
+    def __init__(self, part: Part, folder: Path, overrides: Sequence[str]) -> None:
+        name = ".".join(filter(None, (part.entry.result, part.column)))
+        self.part, self.log = part, folder / "logs" / f"{name}.log"
+        command = part.command(folder, overrides)
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                self.command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | threads
+                command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | threads
             )
-        print(time.strftime("%H:%M"), " ".join(self.command), flush=True)
+        print(time.strftime("%H:%M"), " ".join(command), flush=True)
 
     def ended(self) -> bool:
         """Whether it came to an end; says how."""
@@ -137,7 +169,7 @@ class Running:
         if code is None:
             return False
         said = "done" if code == 0 else f"failed with {code}, see {self.log}"
-        print(time.strftime("%H:%M"), f"{self.entry.result}: {said}", flush=True)
+        print(time.strftime("%H:%M"), f"{self.log.stem}: {said}", flush=True)
         return True
 
     def stop(self) -> None:
@@ -182,19 +214,23 @@ def write_page() -> None:
 def work(folder: Path, overrides: Sequence[str], jobs: int, until: float) -> list[Entry]:
     """Run what is not complete, in order; return what failed."""
     left = [entry for entry in PLAN if not complete(entry, folder, overrides)]
+    done: set[Part] = set()
     at_work: list[Running] = []
     failed: list[Entry] = []
     try:
         while (left or at_work) and time.monotonic() < until:
             for running in [running for running in at_work if running.ended()]:
                 at_work.remove(running)
-                if running.process.returncode == 0:
-                    publish(running.entry, folder, overrides)
-                else:
-                    failed.append(running.entry)
-            for entry in startable(left, at_work, jobs):
-                left.remove(entry)
-                at_work.append(Running(entry, folder, overrides))
+                done.add(part := running.part)
+                if running.process.returncode != 0:
+                    failed.append(part.entry)
+                elif part.column is None:
+                    publish(part.entry, folder, overrides)
+                if part.entry in left and (part.entry in failed or part.column is None):
+                    left.remove(part.entry)
+            busy = [running.part for running in at_work]
+            new = startable(left, done, busy, jobs)
+            at_work.extend(Running(part, folder, overrides) for part in new)
             time.sleep(POLL)
     finally:
         for running in at_work:
@@ -202,13 +238,18 @@ def work(folder: Path, overrides: Sequence[str], jobs: int, until: float) -> lis
     return failed
 
 
-def startable(left: Sequence[Entry], at_work: Sequence[Running], jobs: int) -> Iterator[Entry]:
-    """Yield the next entries that may start, in order: at most one of each paper at a time."""
-    papers = {running.entry.paper for running in at_work}
-    for entry in list(left):
-        if len(papers) < jobs and entry.paper not in papers:
-            papers.add(entry.paper)
-            yield entry
+def startable(
+    left: Sequence[Entry], done: Collection[Part], at_work: Sequence[Part], jobs: int
+) -> Iterator[Part]:
+    """Yield the next parts that may start, in order: an entry's columns, then its table."""
+    busy = {part.columns: part for part in at_work}
+    for entry in left:
+        parts = [Part(entry, column) for column in entry.small_columns]
+        waiting = [part for part in parts if part not in done]
+        for part in waiting or [Part(entry)]:
+            if len(busy) < jobs and part.columns not in busy:
+                busy[part.columns] = part
+                yield part
 
 
 def main() -> int:
