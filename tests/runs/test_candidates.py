@@ -9,7 +9,9 @@ import coterie
 from coterie.core.result import RESULT, Result, Tuning
 from coterie.papers.job import Job
 from coterie.papers.reproduce import reproduce
-from coterie.runs.candidates import confirm, lighten, mark
+from coterie.runs import recipe as recipes
+from coterie.runs.candidates import confirm, digest, lighten, mark
+from coterie.runs.recipe import Recipe
 from coterie.runs.search import Effort
 from coterie.runs.tune import chosen_run
 
@@ -160,3 +162,17 @@ def test_a_comparison_does_not_run_again_what_its_search_has_run(tmp_path: Path)
 def whole(result: Result) -> dict[str, Any]:
     found = result.to_json()
     return {k: v for k, v in found.items() if k not in ("wall_s", "peak_memory_bytes")}
+
+
+class LaterRecipe(Recipe):
+    """The recipe of a later release, with a field more."""
+
+    extra: int | None = None
+
+
+def test_runs_are_found_again_once_a_recipe_has_a_field_more() -> None:
+    """Unless that is set."""
+    today = recipes.load("quickstart")
+    later = LaterRecipe.model_validate(today.model_dump(mode="json"))
+    assert digest(later) == digest(today)
+    assert digest(later.model_copy(update={"extra": 1})) != digest(today)

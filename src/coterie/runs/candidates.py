@@ -37,12 +37,14 @@ _BESIDE = {
 
 def digest(recipe: Recipe) -> str:
     """Return what tells runs apart that measure something else: of all fields that matter, also
-    those that have their defaults.
+    those that have their defaults, as what is measured changes with these.
+
+    Fields that are null are left out, so that runs are found again when a recipe gets a field more
+    that does nothing unless it is set.
     """
-    method = asdict(
-        recipe.build_method()
-    )  # defaults too: where one changes, so does what is measured
-    section = recipe.model_dump(mode="json", exclude=_BESIDE) | {"method": method}
+    method = {key: own for key, own in asdict(recipe.build_method()).items() if own is not None}
+    own = recipe.model_dump(mode="json", exclude=_BESIDE, exclude_none=True)
+    section = own | {"method": method}
     text = json.dumps(section, sort_keys=True, default=lambda rule: rule.model_dump(mode="json"))
     return blake2b(text.encode(), digest_size=4).hexdigest()
 
