@@ -11,6 +11,7 @@ NAVIGATION: list[Entry] = [
             "tutorials/index.md",
             {"First run": "tutorials/first-run.md"},
             {"Your own text": "tutorials/own-text.md"},
+            {"Your own chats": "tutorials/own-chats.md"},
             {"A method of your own": "tutorials/own-method.md"},
             {"Across machines": "tutorials/across-machines.md"},
             {"On a device": "tutorials/on-device.md"},
