@@ -49,7 +49,8 @@ def base_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         "mistral": ("Mistral", {"sliding_window": 5}),
         "biased": ("Llama", {"attention_bias": True}),
         "qwen3": ("Qwen3", {"head_dim": 8}),
-        "qwen2": ("Qwen2", {}),
+        "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+        "windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5}),
         "scaled": ("Llama", {"rope_parameters": LLAMA3}),
         "gpt2": ("GPT2", {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}),
     }

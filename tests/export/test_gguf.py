@@ -128,6 +128,7 @@ def test_clients_of_other_layouts_have_a_base_of_their_own(make_run, tmp_path):
     ("family", "layout", "precision", "problem", "remedy"),
     [
         ("gpt2", ROUTED, "f16", "gpt2 has no relative", "--format onnx"),
+        ("qwen2", ROUTED, "f16", "qwen2 has no relative", "--format onnx"),
         ("llama", Layout(rank=2, biased=True), "f16", "its routers have biases", "--format peft"),
         ("biased", ROUTED, "f16", r"no place for.*k_proj\.bias", "--format peft"),
         ("narrow", ROUTED, "q8_0", r"does not divide.*down \(24\)", "--precision f16"),

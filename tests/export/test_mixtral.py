@@ -22,6 +22,9 @@ ROUTED = Layout(rank=3, mlp_rank=2, alpha=5.0)
         ("llama", "mixtral", Layout(generalists=2, rank=2, routing="equal")),
         ("llama", "mixtral", Layout(specialists=0, rank=2)),
         ("mistral", "mixtral", ROUTED),
+        ("qwen2", "qwen2_moe", ROUTED),
+        ("qwen2", "qwen2_moe", Layout(generalists=1, specialists=3, top_k=2, rank=2)),
+        ("qwen2", "qwen2_moe", Layout(specialists=0, rank=2)),
         ("qwen3", "qwen3_moe", Layout(generalists=1, specialists=2, top_k=2, rank=2)),
     ],
 )
@@ -34,7 +37,7 @@ def test_a_stock_checkpoint_gives_the_same_logits(family, kind, layout, make_run
     with torch.no_grad():
         torch.testing.assert_close(theirs(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-3)
     if layout.experts > 1:  # what is compared depends on the router
-        gates = [p for name, p in theirs.named_parameters() if name.endswith("gate.weight")]
+        gates = [p for name, p in theirs.named_parameters() if name.endswith("mlp.gate.weight")]
         assert len(gates) == 2
         with torch.no_grad():
             for gate in gates:
@@ -70,8 +73,8 @@ def test_each_of_several_has_a_checkpoint_of_half_the_size(make_run, tmp_path):
 @pytest.mark.parametrize(
     ("family", "layout", "problem"),
     [
-        ("gpt2", ROUTED, "gpt2 has no relative.*llama, mistral, qwen3"),
-        ("qwen2", ROUTED, "qwen2 has no relative"),
+        ("gpt2", ROUTED, "gpt2 has no relative.*llama, mistral, qwen2, qwen3"),
+        ("windows", ROUTED, "use_sliding_window of the base is not False"),
         ("llama", Layout(rank=2, biased=True), "its routers have biases"),
         ("biased", ROUTED, "the base has model.layers.0.self_attn.k_proj.bias"),
     ],

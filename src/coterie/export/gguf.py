@@ -37,7 +37,7 @@ class Gguf(Format):
     shares_base = True
 
     def check(self, client: ClientModel, options: Options) -> None:
-        relative_of(client, self.name)
+        relative_of(client, self.name, gguf_files.ARCHITECTURES)
         model = client.model
         if found := list(_obstacles(model)):
             raise Refused(f"{client.client}: --format {self.name}: {found[0]}", OTHERS)

@@ -2,9 +2,9 @@
 its update added, the router is the checkpoint's gate. Nothing is approximated.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -45,6 +45,7 @@ class Relative:
         width: Its name for the width of an expert.
         fixed: Values of its configuration that make it compute what a personal model does.
         plain: Settings of the family that it has not, with the value that means without.
+        zeros: Tensors of its MLP that a personal model has not: of zeros, they add nothing.
     """
 
     kind: str
@@ -52,21 +53,28 @@ class Relative:
     width: str
     fixed: Mapping[str, Any] = field(default_factory=dict)
     plain: Mapping[str, Any] = field(default_factory=dict)
+    zeros: tuple[str, ...] = ()
 
 
 _MIXTRAL = Relative(
     "mixtral", "num_local_experts", "intermediate_size", {"router_jitter_noise": 0.0}
 )
+_EVERY_BLOCK = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+_QWEN3_MOE = Relative(
+    "qwen3_moe", "num_experts", "moe_intermediate_size", _EVERY_BLOCK, {"use_sliding_window": False}
+)
+_SHARED = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
+_QWEN2_MOE = replace(
+    _QWEN3_MOE,
+    kind="qwen2_moe",
+    fixed=_EVERY_BLOCK | {"shared_expert_intermediate_size": 32},  # the least, by blocks of 32
+    zeros=("shared_expert_gate.weight", *(f"shared_expert.{name}" for name in _SHARED)),
+)
 RELATIVES = {
     "llama": _MIXTRAL,
     "mistral": _MIXTRAL,
-    "qwen3": Relative(
-        "qwen3_moe",
-        "num_experts",
-        "moe_intermediate_size",
-        {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
-        {"use_sliding_window": False},
-    ),
+    "qwen2": _QWEN2_MOE,
+    "qwen3": _QWEN3_MOE,
 }
 
 
@@ -74,7 +82,7 @@ class Mixtral(Format):
     """A checkpoint that `AutoModelForCausalLM.from_pretrained(folder)` loads by itself."""
 
     name = "mixtral"
-    about = "a checkpoint of transformers with the router, of Llama, Mistral and Qwen3"
+    about = "a checkpoint of transformers with the router, of Llama, Mistral, Qwen2 and Qwen3"
     precisions = ("f32", "bf16", "f16")
 
     def check(self, client: ClientModel, options: Options) -> None:
@@ -82,7 +90,7 @@ class Mixtral(Format):
         model = client.model
         with torch.device("meta"):
             wanted = _blank(model).state_dict()
-        found = _tensors(model, _no_update)
+        found = _tensors(model, _no_update, wanted)
         for name in sorted(wanted.keys() ^ found.keys()):
             whose = "the base has" if name in found else "the base lacks"
             raise _refused(client, f"{whose} {name}, unlike the {_kind(model)}", self.name)
@@ -91,7 +99,7 @@ class Mixtral(Format):
         model, dtype = client.model, DTYPES[options.precision]
         with torch.device("meta"):
             blank = _blank(model)
-        tensors = _tensors(model, _updated)
+        tensors = _tensors(model, _updated, blank.state_dict())
         blank.load_state_dict({n: t.to(dtype) for n, t in tensors.items()}, assign=True)
         blank.tie_weights()
         blank.config.dtype = dtype
@@ -125,16 +133,21 @@ def _refused(client: ClientModel, problem: str, format: str) -> Refused:
     return Refused(f"{client.client}: --format {format}: {problem}", remedy)
 
 
-def relative_of(client: ClientModel, format: str) -> Relative:
+def relative_of(client: ClientModel, format: str, kinds: Collection[str] = RELATIVES) -> Relative:
     """Return the mixture of experts that a personal model is one of.
+
+    Args:
+        client: The model.
+        format: That it is exported in.
+        kinds: The `model_type` of each base that the format knows.
 
     Raises:
         Refused: Its base's family has none, or it has what that has not.
     """
     model = client.model
     kind = model.config.model_type
-    if kind not in RELATIVES:
-        known = ", ".join(RELATIVES)
+    if kind not in kinds:
+        known = ", ".join(kinds)
         problem = f"{kind} has no relative with experts whose gate is a router (have: {known})"
         raise _refused(client, problem, format)
     if any(router.bias is not None for router in model.adapter.routers()):
@@ -177,12 +190,13 @@ def _updated(weight: Tensor, lora: tuple[Tensor, Tensor]) -> Tensor:
     return weight.float() + lora[1] @ lora[0]
 
 
-def _tensors(model: PersonalModel, updated: Any) -> dict[str, Tensor]:
+def _tensors(model: PersonalModel, updated: Any, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the checkpoint's tensors by name: those of the base, with experts for each MLP.
 
     Args:
         model: The personal model.
         updated: Makes an updated weight, of `_updated` or `_no_update`.
+        wanted: The checkpoint's tensors, of which the shapes matter.
     """
     found = base_tensors(model)
     for i, block in enumerate(cast(Iterable[AdapterBlock], model.adapter.blocks)):
@@ -197,7 +211,11 @@ def _tensors(model: PersonalModel, updated: Any) -> dict[str, Tensor]:
             stacks[ours] = updated(weight, (A, block.mlp.gamma * B))  # (n, out, in)
         found[f"{path}.mlp.experts.gate_up_proj"] = torch.cat([stacks["gate"], stacks["up"]], dim=1)
         found[f"{path}.mlp.experts.down_proj"] = stacks["down"]
-        found[f"{path}.mlp.gate.weight"] = gate_of(block, model.layout.experts)
+        gate = gate_of(block, model.layout.experts)
+        found[f"{path}.mlp.gate.weight"] = gate
+        for name in RELATIVES[model.config.model_type].zeros:
+            own = f"{path}.mlp.{name}"
+            found[own] = gate.new_zeros(wanted[own].shape)
     return found
 
 
