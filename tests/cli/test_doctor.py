@@ -27,7 +27,7 @@ def test_what_is_missing_is_named_with_what_to_do(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(health, "_free_memory", lambda: 0.1)
+    monkeypatch.setattr(health, "free_memory", lambda: 2**27)
     monkeypatch.setattr(health, "CORE", ("torch", "no-such-package"))
     monkeypatch.setitem(sys.modules, "gradio", None)
     done = CliRunner().invoke(app, ["doctor"])

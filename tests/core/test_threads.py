@@ -17,10 +17,12 @@ from figures import as_json
 from rich.console import Console
 
 from coterie.core import threads
+from coterie.core.protocol import Ask, Replies
 from coterie.core.threads import ThreadChoice, Usage, Watch, choose
+from coterie.engines import InProcess
 from coterie.reports.callback import Callback
 from coterie.reports.progress import Terminal
-from coterie.runs import backends
+from coterie.runs import backends, shared
 from coterie.runs import recipe as recipes
 from coterie.runs import run as runs
 from coterie.runs.recipe import Recipe
@@ -160,7 +162,9 @@ def several(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def tried(monkeypatch: pytest.MonkeyPatch, number: int, others: int = 0) -> list[int]:
-    """Have the trial come to a number, and count how often it is made."""
+    """Have the trial come to a number where clients compute one by one; count how often it is
+    made.
+    """
     made: list[int] = []
 
     def trial(work: Callable[[int], object], most: int) -> ThreadChoice:
@@ -169,6 +173,8 @@ def tried(monkeypatch: pytest.MonkeyPatch, number: int, others: int = 0) -> list
         return ThreadChoice(number, others)
 
     monkeypatch.setattr(backends, "choose", trial)
+    for room in (backends, shared):
+        monkeypatch.setattr(room, "clients_at_once", lambda prepared: 1)
     return made
 
 
@@ -255,6 +261,39 @@ def test_the_trial_changes_no_figure(
     (fixed,) = as_json(runs.run(recipe.model_copy(update={"threads": 2}), tmp_path / "fixed"))
     assert made == [2]
     assert own["clients"] == fixed["clients"]
+
+
+@pytest.mark.usefixtures("several")
+@pytest.mark.parametrize(("number", "said"), [(None, (2, 1)), (1, (2, 1)), (2, (1, 2))])
+def test_cores_are_for_several_clients_at_once(
+    number: int | None,
+    said: tuple[int, int],
+    recipe: Recipe,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = set[tuple[int, int]]()
+    own = InProcess.answer
+
+    def answer(self: InProcess, ask: Ask, round: int, phase: int) -> Replies:
+        made.add((self.at_once, torch.get_num_threads()))
+        return own(self, ask, round, phase)
+
+    monkeypatch.setattr(InProcess, "answer", answer)
+    runs.run(recipe.model_copy(update={"threads": number}), tmp_path)
+    assert made == {said}
+
+
+@pytest.mark.usefixtures("several")
+def test_clients_compute_one_by_one_without_memory_or_with_dropout(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = backends.LocalBackend().prepare(recipe)
+    assert backends.clients_at_once(prepared) == 2
+    random = recipes.changed(recipe, {"model.dropout": 0.1})
+    assert backends.clients_at_once(backends.LocalBackend().prepare(random)) == 1
+    monkeypatch.setattr(backends, "free_memory", lambda: 0)
+    assert backends.clients_at_once(prepared) == 1
 
 
 def test_the_command_line_has_threads_sleep_soon_unless_the_environment_says_how_they_wait() -> (

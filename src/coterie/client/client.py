@@ -21,6 +21,7 @@ from coterie.core.errors import Divergence
 from coterie.core.profiling import STEP, span
 from coterie.core.roles import GENERALIST, Role
 from coterie.core.tensors import Named, Tensors
+from coterie.core.threads import check_stopped
 from coterie.data.splits import Batch, Numbers, Split
 from coterie.models.classifier import Classifier
 
@@ -118,6 +119,7 @@ class Client(BoundClient):
 
     def draw(self, on: Split) -> Batch:
         """Return the next batch of a split."""
+        check_stopped()
         return draw(on, self.state, self.training.batch_size)
 
     def step_on(self, batch: Batch, *roles: Role, extra: Callable[[], Named] | None = None) -> None:
@@ -317,7 +319,9 @@ class Client(BoundClient):
 
     def batches(self, split: Split) -> Iterator[Any]:
         """All rows of a split once, in order, in batches for scoring."""
-        return split.scoring(self._rows)
+        for batch in split.scoring(self._rows):
+            check_stopped()
+            yield batch
 
     def comparable_loss(self, batch: Batch) -> float:
         """Return `loss` with the batch's own statistics where the model normalises batches:

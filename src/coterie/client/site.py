@@ -1,7 +1,9 @@
 """The place where clients' tasks are done: their data, and one model for each layout."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -68,6 +70,18 @@ class Site:
         if layout not in self.models:
             self.models[layout] = self.build(layout)
         return self.models[layout]
+
+    def twin(self) -> "Site":
+        """Return the same for another thread: with models of its own, which share the base's
+        weights.
+        """
+
+        def copied(layout: Layout) -> Model:
+            if layout not in self.models:
+                self.models[layout] = self.build(layout)
+            return deepcopy(self.models[layout])
+
+        return replace(self, build=copied, models={}, _known={})
 
     def client(self, id: ClientId, state: State) -> Client:
         """Return the client `id` with its remembered state."""
@@ -188,6 +202,7 @@ class Site:
         state: State,
         round: int,
         phase: int,
+        seeded: bool = True,
     ) -> tuple[Tensors, Metrics]:
         """Do one task of one client; `state` is updated in place.
 
@@ -195,17 +210,17 @@ class Site:
         not where the client itself does.
 
         The global random generators are seeded from (run seed, round, phase, client id) and put
-        back afterwards.
+        back afterwards; unless `seeded` is false, for threads, which share them.
 
         Raises:
             ClientError: The task failed; it names the client, the task and the round.
         """
         device = self.model(id).device
-        with (
-            devices.forked(device),
-            span(f"{task} {id}"),
-        ):
-            devices.seed(derive_seed(self.seed, round, phase, id), device)
+        with ExitStack() as stack:
+            if seeded:
+                stack.enter_context(devices.forked(device))
+                devices.seed(derive_seed(self.seed, round, phase, id), device)
+            stack.enter_context(span(f"{task} {id}"))
             try:
                 if self.outbound is not None:
                     self.outbound.check(find_task(method, task))

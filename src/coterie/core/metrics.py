@@ -5,6 +5,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -198,3 +199,14 @@ def peak_memory() -> int | None:
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def free_memory() -> int | None:
+    """Return the bytes of memory that could be used; None where the system does not say (only Linux
+    does).
+    """
+    source = Path("/proc/meminfo")
+    if not source.exists():
+        return None
+    lines = dict(line.split(":", 1) for line in source.read_text().splitlines() if ":" in line)
+    return 1024 * int(lines["MemAvailable"].split()[0])

@@ -40,6 +40,11 @@ def span(name: str) -> AbstractContextManager[None]:
     return _range(name) if _recording else _NOTHING
 
 
+def records() -> bool:
+    """Return whether spans are recorded now: only those of the thread that began it are."""
+    return bool(_recording)
+
+
 @contextmanager
 def _range(name: str) -> Iterator[None]:
     with record_function(name):

@@ -9,6 +9,7 @@ as help now.
 """
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +27,23 @@ _PROBE_S = 0.3  # seconds for the passes with one thread, and again for those wi
 _GAIN = 0.9  # the share of one thread's time that all together must stay below to be worth it
 _WHOLE = 0.8  # of a core: whoever computes and gets less than this shares it
 _STAT = Path("/proc/stat")
+_this = threading.local()  # of each thread: the event that stops it
+
+
+class Stopped(Exception):
+    """A thread was told to stop: another one failed, or the program was interrupted."""
+
+
+def stopped_by(event: threading.Event) -> None:
+    """Have `check_stopped` raise in this thread from when an event is set."""
+    _this.event = event
+
+
+def check_stopped() -> None:
+    """Raise Stopped if this thread should do no more."""
+    event: threading.Event | None = getattr(_this, "event", None)
+    if event is not None and event.is_set():
+        raise Stopped
 
 
 def wait_briefly() -> None:

@@ -1,18 +1,22 @@
 """All clients in one process, on one backbone: the engine for simulation, and for debugging.
 
-They do a task one after the other, or in one batch where the task allows that and their models are
-small enough to stack. A failing client stops the run with a ClientError that names it; the cause is
-chained.
+They do a task one after the other, several at once in threads, or in one batch where the task
+allows that and their models are small enough to stack. A failing client stops the run with a
+ClientError that names it; the cause is chained.
 """
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from coterie.client.batch import ClientBatch
 from coterie.client.site import Site
+from coterie.core import profiling
 from coterie.core.protocol import Ask, ClientId, Replies, State, batched, find_task
 from coterie.core.tensors import nbytes
+from coterie.engines.at_once import AtOnce, Reply
 from coterie.engines.engine import Listener, LocalEngine, Write
 from coterie.engines.states import States
 from coterie.methods import Method
@@ -23,19 +27,31 @@ from coterie.models.layout import Layout
 class InProcess(LocalEngine):
     """States are dicts of tensors that stay where they are, and nothing is copied, as long as
     the keeper has room for them.
+
+    Args:
+        site: What the process needs to be the clients.
+        method: Theirs.
+        listener: Hears what happens, in the order in which clients are asked.
+        kept: Keeps their states.
+        at_once: Clients that compute at once on a CPU, see `AtOnce`.
     """
 
     site: Site
     method: Method
     listener: Listener = field(default_factory=Listener)
     kept: States = field(default_factory=States)
+    at_once: int = 1
+    _drawing: set[str] = field(default_factory=set)  # tasks that use the global generator
     _bytes: dict[Layout, int] = field(default_factory=dict)
 
     def answer(self, ask: Ask, round: int, phase: int) -> Replies:
         if (batch := self._batch(ask, round)) is None:
-            return {
-                i: self._one(ask.name, i, tensors, round, phase) for i, tensors in ask.to.items()
-            }
+            found: dict[ClientId, State] = {}
+            with closing(self._each(ask, round, phase)) as answers:
+                for i, (reply, metrics) in answers:
+                    found[i] = reply
+                    self.listener.measured(i, metrics)
+            return found
         replies = batch.split(find_task(self.method, ask.name)(batch, batch.stack(ask.to)))
         for i, metrics in batch.measured.items():
             self.listener.measured(i, self.site.measured(metrics))
@@ -58,12 +74,41 @@ class InProcess(LocalEngine):
             else ClientBatch.of(self.site, states, round, self.method.local_steps)
         )
 
-    def _one(self, task: str, client: ClientId, tensors: State, round: int, phase: int) -> State:
+    def _each(self, ask: Ask, round: int, phase: int) -> Generator[tuple[ClientId, Reply]]:
+        """Yield the reply of each client, and what its task measured, in the order asked."""
+
+        def threaded(site: Site, client: ClientId, state: State) -> Reply:
+            given = ask.to[client]
+            return site.answer(self.method, ask.name, client, given, state, round, phase, False)
+
+        if not self._apart(ask):
+            for i in ask.to:
+                yield i, self._one(ask, i, round, phase)
+            return
+        with closing(self._threads.answer(ask.to, threaded)) as answers:
+            for i, found in answers:
+                if found is None:
+                    self._drawing.add(ask.name)
+                yield i, self._one(ask, i, round, phase) if found is None else found
+
+    def _apart(self, ask: Ask) -> bool:
+        """Whether clients do the task in threads: on a CPU, if nobody records what they do."""
+        return (
+            min(self.at_once, len(ask.to)) > 1
+            and ask.name not in self._drawing
+            and not profiling.records()
+            and self.site.model(next(iter(ask.to))).device.type == "cpu"
+        )
+
+    @cached_property
+    def _threads(self) -> AtOnce:
+        return AtOnce(self.site, self.kept, self.at_once)
+
+    def _one(self, ask: Ask, client: ClientId, round: int, phase: int) -> Reply:
         state = self.kept.take(client)
-        reply, metrics = self.site.answer(self.method, task, client, tensors, state, round, phase)
+        found = self.site.answer(self.method, ask.name, client, ask.to[client], state, round, phase)
         self.kept.put(client, state)
-        self.listener.measured(client, metrics)
-        return reply
+        return found
 
     def _most(self, client: ClientId) -> int:
         """Bytes of a client's state during a task, at most: its values, two moments of an

@@ -5,6 +5,7 @@ long as they are used.
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy, deepcopy
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -135,6 +136,17 @@ class Backbone:
         for parameter in found.model.parameters():
             parameter.data = parameter.data.to(DTYPES[dtype])
         return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Backbone":
+        """Return a twin for another thread: its modules and what is attached to them are its own,
+        the weights are the same.
+        """
+        memo |= {id(t): t for t in (*self.model.parameters(), *self.model.buffers())}
+        twin = memo[id(self)] = copy(self)
+        twin._in_use = threading.RLock()
+        for name in ("_attached", "model", "attentions", "mlps"):
+            setattr(twin, name, deepcopy(getattr(self, name), memo))
+        return twin
 
     @property
     def nbytes(self) -> int:

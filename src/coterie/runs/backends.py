@@ -5,7 +5,7 @@ Flower's grid reaches.
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,11 +14,14 @@ from uuid import uuid4
 
 import torch
 
-from coterie.core.protocol import ClientId
+from coterie.core.errors import CoterieError
+from coterie.core.metrics import free_memory, peak_memory
+from coterie.core.protocol import ClientId, batched
 from coterie.core.threads import SAID, ThreadChoice, choose
 from coterie.engines import ENGINES, Engine, InProcess, Listener
 from coterie.engines.messages import Member
 from coterie.engines.states import States, half_of_memory
+from coterie.models.classifier import Classifier
 from coterie.runs.checkpoints import KEPT
 from coterie.runs.device import Device
 from coterie.runs.members import check_member, prepare_remote
@@ -79,7 +82,8 @@ class LocalBackend:
             if not issubclass(kind, InProcess):
                 return kind(prepared.site, prepared.method, listener)
             most = half_of_memory(prepared.problem.device) if memory is None else memory * 2**30
-            return kind(prepared.site, prepared.method, listener, States(folder, most))
+            states = States(folder, most)
+            return kind(prepared.site, prepared.method, listener, states, prepared.at_once)
         from coterie.engines.flower.engine import gathered
         from coterie.engines.flower.simulation import simulated
 
@@ -121,7 +125,7 @@ def choose_threads(prepared: Prepared) -> ThreadChoice:
     """Return with how many threads a run on this machine had best compute, see `threads.choose`.
 
     It is tried only where nobody has decided it: models so small that one thread is best, and who
-    sets OMP_NUM_THREADS, have.
+    sets OMP_NUM_THREADS, have. Where several clients compute at once, they share the cores.
     """
     problem, most = prepared.problem, torch.get_num_threads()
     if (
@@ -131,11 +135,52 @@ def choose_threads(prepared: Prepared) -> ThreadChoice:
         or any(name in os.environ for name in SAID)
     ):
         return ThreadChoice(problem.threads or most)
+    if (at_once := clients_at_once(prepared)) > 1:
+        return ThreadChoice(most // at_once)
     try:
         with torch.random.fork_rng(devices=[]):
             return choose(_passes(prepared), most)
     finally:
         torch.set_num_threads(most)
+
+
+def clients_at_once(prepared: Prepared) -> int:
+    """Return how many clients of a round should compute at once, with a thread each or more.
+
+    One, where the model is not on a CPU, so small that Python itself takes most of the time or that
+    clients are stacked, or random while it trains, see `AtOnce`. Each but the first may need as
+    much memory as this process has needed until now.
+    """
+    problem, recipe = prepared.problem, prepared.recipe
+    several = min(torch.get_num_threads(), len(recipe.active(problem.federation, 0)))
+    if several == 1 or problem.threads or problem.device.type != "cpu":
+        return 1
+    if _stacks(prepared) or _draws(prepared):
+        return 1
+    free, peak = free_memory(), peak_memory()
+    return several if free is None or peak is None else min(several, 1 + int(free // peak))
+
+
+def _stacks(prepared: Prepared) -> bool:
+    """Return whether clients do a task of the method as one batch, see `ClientBatch`."""
+    model, method = prepared.site.model(prepared.clients[0]), type(prepared.method)
+    return (
+        isinstance(model, Classifier)
+        and model.stacks
+        and model.gains(prepared.recipe.training.batch_size)
+        and any(batched(getattr(method, name)) for name in dir(method))
+    )
+
+
+def _draws(prepared: Prepared) -> bool:
+    """Return whether a gradient takes numbers from the global random generator, as dropout does."""
+    client = prepared.site.client(prepared.clients[0], {})
+    wrt = [p for named in client.model.parameters_by_role().values() for p in named.values()]
+    before = torch.get_rng_state()
+    with torch.random.fork_rng(devices=[]):
+        with suppress(CoterieError):  # of a pool, it has no expert yet
+            client.model.gradient(client.data.train.batch(0, 2), wrt)
+        return not torch.equal(torch.get_rng_state(), before)
 
 
 def _passes(prepared: Prepared) -> Callable[[int], object]:

@@ -73,6 +73,7 @@ def estimate(prepared: Prepared) -> Estimate:
     scoring = trial.scoring()
     seconds += (evaluations + 0.5) * scoring  # and once more, synchronised, of the test sets alone
     seconds += scoring * _curve(prepared)
+    seconds /= prepared.at_once
     peak = peak_memory()
     states = trial.state_bytes * len(prepared.site.data)
     return Estimate(seconds, trial.up, trial.down, None if peak is None else peak + states)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from coterie.core.errors import CoterieError, extra
 from coterie.core.extras import EXTRAS, missing
+from coterie.core.metrics import free_memory
 from coterie.core.version import __version__
 
 LEAST_MEMORY = 1.0  # GiB that the quickstart needs at most
@@ -131,21 +132,13 @@ def _threads() -> Check:
 
 def _memory() -> Check:
     """Return how much memory is free."""
-    known = _free_memory()
-    if known is None:
+    free = free_memory()
+    if free is None:
         return Check("memory", "free memory is not known on this system")
+    known = free / 2**30
     fine = known >= LEAST_MEMORY
     remedy = "" if fine else f"A run needs about {LEAST_MEMORY:.0f} GiB: end other programs."
     return Check("memory", f"{known:.1f} GiB free", fine, remedy)
-
-
-def _free_memory() -> float | None:
-    """Return GiB of memory that could be used; None where the system does not say."""
-    source = Path("/proc/meminfo")
-    if not source.exists():
-        return None
-    lines = dict(line.split(":", 1) for line in source.read_text().splitlines() if ":" in line)
-    return int(lines["MemAvailable"].split()[0]) / 2**20
 
 
 def _disk(name: str, folder: Path, remedy: str) -> Check:

@@ -38,6 +38,7 @@ class Prepared:
         planted: The canaries among the data; None without any.
         threads: With how many this process computes; None: as many as suit the model, or PyTorch
             has.
+        at_once: Clients that compute at once, with so many threads each.
     """
 
     recipe: Recipe
@@ -47,6 +48,7 @@ class Prepared:
     clients: tuple[ClientId, ...]
     planted: PlantedCanaries | None = None
     threads: int | None = None
+    at_once: int = 1
 
     @property
     def blueprint(self) -> Blueprint:

@@ -157,9 +157,11 @@ class Recipe(BaseModel):
         int | None,
         Field(
             ge=1,
-            description="number of CPU threads; results are bit-identical only with the same "
-            "number; null: OMP_NUM_THREADS if set, otherwise one or all cores, by a short trial "
-            "at the start; a resumed run keeps its number",
+            description="number of CPU threads of each client; with engine inprocess several "
+            "clients compute at once if there are cores left; results are bit-identical only with "
+            "the same number; null: OMP_NUM_THREADS if set, otherwise one for each of as many "
+            "clients as there are cores, or where clients compute one by one, one or all cores, by "
+            "a short trial at the start; a resumed run keeps its number",
         ),
     ] = None
     compare_with: Annotated[

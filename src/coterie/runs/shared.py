@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from coterie.core.errors import CheckpointError
 from coterie.core.files import read_json
 from coterie.core.threads import ThreadChoice
 from coterie.reports import Callback
-from coterie.runs.backends import Backend, choose_threads
+from coterie.runs.backends import Backend, choose_threads, clients_at_once, computing_threads
 from coterie.runs.prepare import Prepared, share_data
 from coterie.runs.problem import LearningProblem
 from coterie.runs.recipe import Recipe
@@ -56,15 +58,22 @@ class CommonThreads:
         self._common = next((number for number in self._kept.values() if number), None)
 
     def given(self, prepared: Prepared, folder: Path) -> Prepared:
-        """Return the same with a number of threads; as it is where others compute, or PyTorch's own
-        number was good enough before.
+        """Return the same with a number of threads, and of clients that compute at once with it; as
+        it is where others compute, or PyTorch's own number was good enough before.
         """
-        if self._backend.devices or prepared.recipe.threads or prepared.problem.threads:
+        if self._backend.devices:
             return replace(prepared, threads=prepared.recipe.threads)
+        prepared = replace(prepared, threads=self._threads(prepared, folder))
+        most = torch.get_num_threads() // computing_threads(prepared)
+        return replace(prepared, at_once=max(min(clients_at_once(prepared), most), 1))
+
+    def _threads(self, prepared: Prepared, folder: Path) -> int | None:
+        if prepared.recipe.threads or prepared.problem.threads:
+            return prepared.recipe.threads
         kept = self._kept[folder]
         if kept is None and self._common is None:
             self._common = self._found(choose_threads(prepared))
-        return replace(prepared, threads=self._common if kept is None else kept or None)
+        return self._common if kept is None else kept or None
 
     def _found(self, chosen: ThreadChoice) -> int:
         if chosen.others:

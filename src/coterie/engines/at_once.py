@@ -1,0 +1,173 @@
+"""Clients that compute at the same time, each in a thread of its own.
+
+PyTorch lets other threads run while it computes. What tasks have in common they only read: data,
+and the weights of the base. Models are one for each thread; states and replies are a client's own.
+So results are the same to the bit as of one client after the other, with as many threads within
+PyTorch.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from coterie.client.interfaces import Metrics
+from coterie.client.site import Site
+from coterie.core.protocol import ClientId, State
+from coterie.core.tensors import Tensors
+from coterie.core.threads import stopped_by
+from coterie.engines.states import States
+
+Reply = tuple[Tensors, Metrics]
+Answer = Callable[[Site, ClientId, State], Reply]
+
+
+@dataclass
+class AtOnce:
+    """Threads in which several clients do a task.
+
+    Random numbers are those of one client after the other, as long as tasks draw them from
+    generators of their own. The global generator, which PyTorch's dropout draws from, is one for
+    all threads: a task that drew from it is undone, and left to the caller.
+
+    Args:
+        site: What the process needs to be the clients.
+        kept: Their states.
+        most: Clients that compute at once.
+    """
+
+    site: Site
+    kept: States
+    most: int
+    _sites: list[Site] = field(default_factory=list)
+
+    def answer(
+        self, clients: Iterable[ClientId], answer: Answer
+    ) -> Generator[tuple[ClientId, Reply | None]]:
+        """Yield what each client answers, in order; None if the caller must ask it.
+
+        At most `most` tasks are at work, or have a state in memory that the keeper has no room for.
+        Who closes the iterator early, as after an exception, stops those at their next batch.
+
+        Raises:
+            ClientError: Of the first client, in order, whose task failed; no others are begun then.
+        """
+        todo = deque(clients)
+        sites, stop = self._free(todo), threading.Event()
+        with _unchanged_generator() as before, _pool(len(sites), stop) as pool:
+            exchange = _Exchange(pool, self.kept, answer, before, sites, todo.copy())
+            try:
+                for client in todo:
+                    work = exchange.ended(client)
+                    if work is not None and work.error is not None:
+                        raise work.error
+                    yield client, None if work is None else work.reply
+            finally:
+                stop.set()
+
+    def _free(self, clients: deque[ClientId]) -> list[Site]:
+        """Return a site for each thread, with models for these clients."""
+        count = min(self.most, len(clients))
+        self._sites = self._sites or [self.site]
+        self._sites += [self.site.twin() for _ in range(count - len(self._sites))]
+        for site in self._sites[:count]:  # here, since a new model may draw random numbers
+            for client in clients:
+                site.model(client)
+        return self._sites[:count]
+
+
+@dataclass
+class _Work:
+    """A client's task: its reply or error, and what its state was before."""
+
+    client: ClientId
+    site: Site
+    state: State
+    reply: Reply | None = None
+    error: BaseException | None = None
+    drew: bool = False
+
+    def __post_init__(self) -> None:
+        self._undo = {name: tensor.clone() for name, tensor in self.state.items()}
+
+    def do(self, answer: Answer, before: Tensor) -> None:
+        """Do the task, and note whether anybody drew from the global generator meanwhile."""
+        try:
+            self.reply = answer(self.site, self.client, self.state)
+        except BaseException as error:  # raised where the client's turn is
+            self.error = error
+        self.drew = not torch.equal(torch.get_rng_state(), before)
+
+    def undo(self) -> None:
+        """Make the state what it was."""
+        self.state.clear()
+        self.state |= self._undo
+
+
+@dataclass
+class _Exchange:
+    """The tasks of one exchange: those to come, at work, and done."""
+
+    pool: ThreadPoolExecutor
+    kept: States
+    answer: Answer
+    before: Tensor
+    free: list[Site]
+    todo: deque[ClientId]
+    running: dict[Future[None], _Work] = field(default_factory=dict)
+    done: dict[ClientId, _Work] = field(default_factory=dict)
+
+    def ended(self, client: ClientId) -> _Work | None:
+        """Return a client's task when it is done; None if it was undone or never begun."""
+        while client not in self.done:
+            self._begin()
+            if not self.running:
+                return None
+            for future in wait(self.running, return_when=FIRST_COMPLETED).done:
+                self._end(self.running.pop(future))
+        return self.done.pop(client)
+
+    def _begin(self) -> None:
+        while self.free and self.todo:
+            client = self.todo.popleft()
+            work = _Work(client, self.free.pop(), self.kept.take(client))
+            self.running[self.pool.submit(work.do, self.answer, self.before)] = work
+
+    def _end(self, work: _Work) -> None:
+        if work.drew or work.error is not None:
+            self.todo.clear()
+        if work.drew:
+            work.undo()
+            return
+        self.free.append(work.site)
+        if work.error is None:
+            self.kept.put(work.client, work.state)
+        self.done[work.client] = work
+
+
+@contextmanager
+def _pool(threads: int, stop: threading.Event) -> Iterator[ThreadPoolExecutor]:
+    """Within the block there are threads that compute as this one does, until `stop` is set."""
+    inner = torch.get_num_threads()
+
+    def start() -> None:
+        torch.set_num_threads(inner)
+        stopped_by(stop)
+
+    with ThreadPoolExecutor(threads, "client", start) as pool:
+        yield pool
+
+
+@contextmanager
+def _unchanged_generator() -> Iterator[Tensor]:
+    """Give the state of the global generator, which is the same after the block."""
+    before = torch.get_rng_state()
+    try:
+        yield before
+    finally:
+        torch.set_rng_state(before)
