@@ -27,6 +27,7 @@ import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from hashlib import md5
 from pathlib import Path
 
@@ -73,7 +74,7 @@ class Entry:
         """The name of its files in `results/`, without their endings."""
         return self.name.replace("/", "-") + "-small" + ("" if self.trials is None else "-tuned")
 
-    @property
+    @cached_property
     def small_columns(self) -> list[str]:
         """The columns that are run."""
         own = tables.load(self.name).columns
