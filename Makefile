@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 DEVICE ?= cuda
-GPU_BENCHMARKS := gpu-local_step_embedded_cuda gpu-local_step_gpt2_cuda gpu-local_step_llama1b_cuda gpu-cobo_resnet9_cuda gpu-ddome_cuda
+GPU_BENCHMARKS := gpu-local_step_embedded_gpu gpu-local_step_gpt2_gpu gpu-local_step_llama1b_gpu gpu-cobo_resnet9_gpu gpu-ddome_gpu
 
 .PHONY: quickstart test test-all lint format docs benchmarks gpu gpu-tests $(GPU_BENCHMARKS) clean
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import RESULTS, in_turns, ratios, report
+from common import RESULTS, in_turns, ratios, report, synchronise
 from torch import Tensor
 
 from coterie.aggregation import start_weights, weighted_differences
@@ -104,8 +104,7 @@ class Timed:
 
 
 def _now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    synchronise()
     return time.perf_counter()
 
 

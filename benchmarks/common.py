@@ -22,13 +22,26 @@ def machine() -> dict[str, Any]:
     import transformers
 
     found: dict[str, Any] = {"processor": _processor(), "threads": torch.get_num_threads()}
-    if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name()
+    if (kind := accelerator()) is not None:
+        name = getattr(torch.get_device_module(kind), "get_device_name", lambda: kind)
+        found["gpu"] = name()
     return found | {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+
+
+def accelerator() -> str | None:
+    """The type of this machine's accelerator, as `cuda` or `xpu`; None where there is none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None else found.type
+
+
+def synchronise() -> None:
+    """Wait for the accelerator, where there is one."""
+    if accelerator() is not None:
+        torch.accelerator.synchronize()
 
 
 def _processor() -> str:
@@ -46,13 +59,11 @@ def _processor() -> str:
 
 
 def seconds(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
-    """How long one call takes by a clock, until the GPU is done where there is one."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    """How long one call takes by a clock, until the accelerator is done where there is one."""
+    synchronise()
     start = clock()
     work()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    synchronise()
     return clock() - start
 
 

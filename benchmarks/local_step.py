@@ -233,21 +233,25 @@ def kept(work: Work) -> int:
     return sum(size for address, size in seen.items() if address not in own)
 
 
-def profiled(work: Work) -> tuple[int, int]:
+def profiled(work: Work) -> tuple[int | None, int]:
     """The most bytes that one call has allocated at once beyond what was there, and operations
-    of its matrix products.
+    of its matrix products. Some accelerators (`mps`) do not tell the bytes.
     """
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    device, before = work.parameters[0].device, 0
+    on_cpu = device.type == "cpu"
+    tells = not on_cpu and hasattr(torch.get_device_module(device), "max_memory_allocated")
+    if tells:
+        torch.accelerator.reset_peak_memory_stats(device)
+        before = torch.accelerator.memory_allocated(device)
     with torch.profiler.profile(
         profile_memory=True, record_shapes=True, with_flops=True
     ) as profiler:
         work.go()
     events = profiler.events() or ()
     operations = sum(event.flops or 0 for event in events if event.name in PRODUCTS)
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() - before, operations
+    if not on_cpu:
+        most = torch.accelerator.max_memory_allocated(device) - before if tells else None
+        return most, operations
     found = (
         profiler.profiler.kineto_results.events() if profiler.profiler else ()
     )  # the public list lacks what operators allocate
@@ -259,9 +263,9 @@ def profiled(work: Work) -> tuple[int, int]:
 
 def matrix_speed(backbone: Backbone) -> float | None:
     """Operations per second of a product of large matrices in the base's dtype, taken for the
-    GPU's peak; None on a CPU.
+    accelerator's peak; None on a CPU.
     """
-    if backbone.device.type != "cuda":
+    if backbone.device.type == "cpu":
         return None
     a, b = (torch.randn(8192, 8192, device=backbone.device, dtype=backbone.dtype) for _ in range(2))
     return 2 * 8192**3 / min(in_turns({"": lambda: a @ b}, 10)[""])
@@ -270,7 +274,9 @@ def matrix_speed(backbone: Backbone) -> float | None:
 def compare(
     what: str, work: dict[str, Work], repeats: int, speed: float | None
 ) -> list[dict[str, Any]]:
-    """The rows of one kind of work; speed: of the GPU's matrix products, operations per second."""
+    """The rows of one kind of work; speed: of the accelerator's matrix products, operations per
+    second.
+    """
     found = ratios(in_turns({name: w.go for name, w in work.items()}, repeats, warm=2), REFERENCE)
     memory, profiles = (
         {name: kept(w) for name, w in work.items()},
@@ -283,13 +289,17 @@ def compare(
             **row,
             "kept_mb": memory[name] / 1e6,
             "kept_ratio": memory[name] / memory[REFERENCE],
-            "peak_mb": profiles[name][0] / 1e6,
-            "peak_ratio": profiles[name][0] / profiles[REFERENCE][0],
+            "peak_mb": _ratio(profiles[name][0], 1e6),
+            "peak_ratio": _ratio(profiles[name][0], profiles[REFERENCE][0]),
             "gflop": profiles[name][1] / 1e9,
             "share_of_peak": None if speed is None else profiles[name][1] / row["seconds"] / speed,
         }
         for name, row in found.items()
     ]
+
+
+def _ratio(a: float | None, b: float | None) -> float | None:
+    return None if a is None or b is None else a / b
 
 
 def main() -> None:

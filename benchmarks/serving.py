@@ -7,9 +7,8 @@ many requests to one model, and against one after the other.
 Every request is of another client; prompts have 4 to 64 tokens, answers 16 to 48, so that texts
 join and leave all the time. Adapters are random; only the shapes matter. The variants take turns
 within one process. `over HTTP` is the whole server with OpenAI's client in as many threads; all
-others are the running batch alone. `throughput` is that of requests to one model. On a CPU, seconds
-are those of the processor, which a busy machine changes less; over HTTP they have OpenAI's client
-in them.
+others are the running batch alone. `throughput` is that of requests to one model. Seconds are those
+of the processor, which a busy machine changes less; over HTTP they have OpenAI's client in them.
 """
 
 import argparse
@@ -105,8 +104,7 @@ def measured(shape: str, count: int, rows: int, repeats: int, stack: ExitStack) 
         settings = Settings(0, token=TOKEN, rows=rows, queue=count)
         address = stack.enter_context(served(models, settings, print))
         work[HTTP] = over_http(address, many)
-    clock = time.perf_counter if torch.cuda.is_available() else time.process_time
-    found = ratios(in_turns(work, repeats, clock=clock), ALONE)
+    found = ratios(in_turns(work, repeats, clock=time.process_time), ALONE)
     tokens = sum(one.most for one in many)
     return [
         {

@@ -5,8 +5,8 @@ was aimed at.
 
 `--quick`: so short that figures mean nothing, to see whether all run; goes to a temporary folder.
 `--only`: those whose results' names begin so. `--table`: nothing runs, the table is of the JSONs
-that are there. What needs a GPU is left out where there is none. A figure that no JSON has is said
-not to be measured; one benchmark that fails stops no other, but the command ends with 1.
+that are there. What needs an accelerator is left out where there is none. A figure that no JSON has
+is said not to be measured; one benchmark that fails stops no other, but the command ends with 1.
 """
 
 import argparse
@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from common import RESULTS, table
+from common import RESULTS, accelerator, table
 
 Rows = Sequence[Mapping[str, Any]]
 # the folder with results of the same benchmarks on an older tree: PYTHONPATH=OLDER/src python
@@ -38,7 +37,7 @@ class Benchmark:
         name: Of the results.
         command: The script in this folder, and its arguments.
         quick: What is added for a smoke run: of an option given twice the last one counts.
-        gpu: Whether it needs one.
+        gpu: Whether it needs an accelerator: the one that this machine has.
     """
 
     name: str
@@ -47,7 +46,8 @@ class Benchmark:
     gpu: bool = False
 
 
-GPU = "--device cuda --dtype bf16"
+DEVICE = accelerator() or "cuda"
+GPU = f"--device {DEVICE} --dtype bf16"
 BENCHMARKS = (
     Benchmark("startup", "startup.py", "--repeats 1"),
     Benchmark(
@@ -76,19 +76,19 @@ BENCHMARKS = (
         "--repeats 1 --blocks 1",
     ),
     Benchmark(
-        "local_step_embedded_cuda_1",
+        "local_step_embedded_gpu_1",
         f"local_step.py --shape embedded {GPU}",
         "--repeats 1",
         gpu=True,
     ),
     Benchmark(
-        "local_step_gpt2_cuda_1",
+        "local_step_gpt2_gpu_1",
         f"local_step.py --shape gpt2 {GPU} --rows 16",
         "--repeats 1",
         gpu=True,
     ),
     Benchmark(
-        "local_step_llama1b_cuda_1",
+        "local_step_llama1b_gpu_1",
         f"local_step.py --shape llama1b {GPU} --rows 16 --blocks 16",
         "--repeats 1",
         gpu=True,
@@ -114,14 +114,14 @@ BENCHMARKS = (
         "--clients 4 --repeats 1 --width 4",
     ),
     Benchmark(
-        "cobo_resnet9_cuda",
-        "cobo.py speed --network resnet9 --clients 8 80 --batch 8 --device cuda",
+        "cobo_resnet9_gpu",
+        f"cobo.py speed --network resnet9 --clients 8 80 --batch 8 --device {DEVICE}",
         "--repeats 1",
         gpu=True,
     ),
     Benchmark("cobo_memory", "cobo.py memory --network resnet9 --clients 80", "--clients 2"),
     Benchmark("ddome", "ddome.py", "--repeats 1 --data digits"),
-    Benchmark("ddome_cuda", "ddome.py --device cuda", "--repeats 1 --data digits", gpu=True),
+    Benchmark("ddome_gpu", f"ddome.py --device {DEVICE}", "--repeats 1 --data digits", gpu=True),
     Benchmark("next_token", "next_token.py", "--repeats 1 --shape embedded"),
     Benchmark("many_models", "next_token.py --many 64", "--repeats 1 --shape embedded --many 4"),
     Benchmark("serving", "serving.py", "--requests 4 --rows 2 --repeats 1"),
@@ -262,7 +262,7 @@ def _local_step(machine: str, words: str) -> list[Aim]:
 AIMS = (
     *_local_step("cpu_1", "one thread"),
     *_local_step("cpu_2", "two threads"),
-    *_local_step("cuda_1", "GPU, bf16"),
+    *_local_step("gpu_1", "GPU, bf16"),
     Aim("memory of one more GPT-2 client / its own tensors", "clients", of("ratio"), most=1.2),
     Aim("1,000 GPT-2 clients: peak, GiB", "clients_scale", of("peak_gib", clients=1000), most=24),
     Aim(
@@ -285,7 +285,7 @@ AIMS = (
     ),
     Aim(
         "CoBo, 80 ResNet-9, GPU: a round one by one / as chosen",
-        "cobo_resnet9_cuda",
+        "cobo_resnet9_gpu",
         of("chosen x", clients=80, part="round"),
         least=5,
     ),
@@ -399,7 +399,7 @@ def main() -> None:
     chosen = [
         b
         for b in BENCHMARKS
-        if b.name.startswith(tuple(args.only)) and (torch.cuda.is_available() or not b.gpu)
+        if b.name.startswith(tuple(args.only)) and (accelerator() is not None or not b.gpu)
     ]
     failed = [] if args.table else measure(chosen, folder, args.quick)
     lines = [
