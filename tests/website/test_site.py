@@ -11,6 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 from browser import opened
+from static_files import serving
 
 import coterie
 from coterie.methods import METHODS
@@ -144,6 +145,15 @@ def test_search_finds_a_page_without_a_network(site: Path) -> None:
         page.keyboard.press("Control+k")
         page.get_by_placeholder("Search").filter(visible=True).last.fill("Nesterov")
         page.get_by_text("FDLoRA").filter(visible=True).first.wait_for(timeout=15_000)
+
+
+def test_the_gallery_s_keyboard_suggests_words(site: Path) -> None:
+    """What is kept of it still fits the programs that the package has today."""
+    with serving(site) as served, opened(width=390) as page:
+        page.goto(f"{served.address}gallery/keyboard/index.html")
+        page.locator("html[data-settled]").wait_for(timeout=120_000)
+        assert page.locator("button.word:not([disabled])").count() > 4
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
 @pytest.mark.parametrize("dark", [False, True])

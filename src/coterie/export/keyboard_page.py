@@ -57,7 +57,7 @@ def write(
     models = {model.about.client: model for model in clients.values()}
     graph = {"base": [*base], "caches": [*map(dict, caches)], "clients": _rows(clients)}
     settings = _settings(next(iter(models.values())).backbone) | graph
-    found = _programs() | {
+    found = programs() | {
         INDEX: _index(models).encode(),
         STYLE: (page.STYLE + keyboard.STYLE).encode(),
         SETTINGS: json.dumps(settings).encode(),
@@ -83,7 +83,7 @@ def _rows(clients: Mapping[str, PersonalModel]) -> list[dict[str, Any]]:
     return [*rows, base | {"experts": (), "chosen": True}]
 
 
-def _programs() -> dict[str, bytes]:
+def programs() -> dict[str, bytes]:
     """Return the files that are the same on every page, by name."""
     own = [path for path in assets().iterdir() if path.name.endswith((".js", ".css"))]
     vendored = assets() / "vendor"
