@@ -241,7 +241,7 @@ class Client(BoundClient):
         Returns:
             (d,) fp32.
         """
-        with self.borrowing({role: values}):
+        with self.at(values, role):
             wrt = list(self._parameters[role].values())
             gradients, stats = self.model.gradient_elsewhere(batch, wrt, self.training.micro_batch)
             self._note("elsewhere", len(batch), stats)
@@ -276,7 +276,7 @@ class Client(BoundClient):
         """
         if self.sanitizer is None:
             return self.gradient_at(values, batch, role)
-        with self.borrowing({role: values}):
+        with self.at(values, role):
             (gradients,) = self._sanitized(self.sanitizer, self.train, [role])
             return torch.cat([gradient.flatten() for gradient in gradients])
 

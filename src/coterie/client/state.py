@@ -91,11 +91,8 @@ class BoundClient:
                 f"model has {size:,}",
                 "The state is from another recipe (rank, experts or base): start a new run.",
             )
-        flat = self.state[key] = self.state[key].to(device)
-        offset = 0
-        for parameter in named.values():
-            parameter.data = flat[offset : offset + parameter.numel()].view_as(parameter)
-            offset += parameter.numel()
+        self.state[key] = self.state[key].to(device)
+        _point(named, self.state[key])
 
     @property
     def loras(self) -> Mapping[str, LoRA]:
@@ -170,14 +167,20 @@ class BoundClient:
         """
         tensors = self._named(tensors)
         own = {name: t for name, t in self._values(*OWNED).items() if name in tensors}
+        self._check(own, tensors)
+        for name, tensor in own.items():
+            tensor.detach().copy_(tensors[name])
+
+    def _check(self, own: Named, tensors: Named) -> None:
+        """Refuse tensors of other forms than the client's own, or with values that are not
+        finite.
+        """
         check_alike(own, tensors, f"tensors for client {self.id!r}")
         if not all_finite(tensors):
             raise Divergence(
                 f"tensors for client {self.id!r}: not all values are finite",
                 "A client diverged: lower the learning rate.",
             )
-        for name, tensor in own.items():
-            tensor.detach().copy_(tensors[name])
 
     def _values(self, *roles: Role) -> dict[str, Tensor]:
         """Return the client's tensors of these roles by name, running statistics where they travel
@@ -261,6 +264,19 @@ class BoundClient:
         self.state[f"parameters/{role}"].add_(direction.to(self.model.device), alpha=scale)
 
     @contextmanager
+    def at(self, values: Tensor, role: Role) -> Iterator[None]:
+        """Within the block the model has other values of one role, (d,), which are not copied; the
+        client's own stay as they are.
+        """
+        named, own = self._parameters[role], self.state[f"parameters/{role}"]
+        self._check({role: own}, {role: values})
+        _point(named, values.to(own))
+        try:
+            yield
+        finally:
+            _point(named, own)
+
+    @contextmanager
     def borrowing(self, tensors: Named) -> Iterator[None]:
         """Within the block the client has `tensors` loaded; afterwards its own are back."""
         tensors = self._named(tensors)
@@ -272,3 +288,10 @@ class BoundClient:
             yield
         finally:
             self.load(before)
+
+
+def _point(named: Mapping[str, nn.Parameter], flat: Tensor) -> None:
+    """Make parameters views of one vector, (d,), one behind the other."""
+    parts = torch.split(flat, [parameter.numel() for parameter in named.values()])
+    for parameter, part in zip(named.values(), parts, strict=True):
+        parameter.data = part.view_as(parameter)

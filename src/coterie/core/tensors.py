@@ -93,8 +93,11 @@ def norm(x: Named) -> float:
 
 
 def all_finite(named: Named) -> bool:
+    """Return whether no value is infinite or no number: where a sum is finite, so are its terms,
+    and one pass is enough.
+    """
     return all(
-        bool(torch.isfinite(tensor).all())
+        bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
         for tensor in named.values()
         if tensor.is_floating_point()
     )
