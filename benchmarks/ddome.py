@@ -22,6 +22,7 @@ from common import RESULTS, in_turns, ratios, report
 from coterie.data.examples import ExampleSplit
 from coterie.data.federation import ClientData, Federation
 from coterie.methods.ddome import DDOME
+from coterie.methods.scores import ask_scores
 from coterie.models.classifier import Classifier
 from coterie.models.common import CommonExpert
 from coterie.runs import classification, loading, problem, recipe
@@ -48,9 +49,9 @@ class Run(Timed):
             list[dict[str, float]](),
         )
         if isinstance(self.method, DDOME):  # everybody embeds its data
-            self.engine.answer(
-                self.method.scoring(self.method.score_experts, self.state, prepared.clients), 0, 0
-            )
+            own = self.method
+            asked = ask_scores(own.score_experts, self.state, prepared.clients, own.pool)
+            self.engine.answer(asked, 0, 0)
 
     def turn(self) -> None:
         taken = self.go(self.settings.active(self.federation, self.round))

@@ -120,6 +120,7 @@ BENCHMARKS = (
         gpu=True,
     ),
     Benchmark("cobo_memory", "cobo.py memory --network resnet9 --clients 80", "--clients 2"),
+    Benchmark("at_once", "at_once.py", "--repeats 1 --steps 1 --work comigs digits"),
     Benchmark("ddome", "ddome.py", "--repeats 1 --data digits"),
     Benchmark("ddome_gpu", f"ddome.py --device {DEVICE}", "--repeats 1 --data digits", gpu=True),
     Benchmark("next_token", "next_token.py", "--repeats 1 --shape embedded"),
@@ -300,6 +301,20 @@ AIMS = (
         "cobo_speed",
         least("chosen x"),
         least=0.95,
+    ),
+    *(
+        Aim(
+            f"two clients at once / one by one, {words}, a round",
+            "at_once",
+            of("x", work=work),
+            least=least_ratio,
+        )
+        for work, words, least_ratio in (
+            ("comigs", "CoMiGS-1G1S on the embedded base", 1.7),
+            ("fedavg", "FedAvg on the embedded base", 1.7),
+            ("cobo", "CoBo with ResNet-9", 1.5),
+            ("ddome", "DDOME with ResNet-20", 1.5),
+        )
     ),
     *(
         Aim(

@@ -6,6 +6,7 @@ So results are the same to the bit as of one client after the other, with as man
 PyTorch.
 """
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -23,6 +24,9 @@ from coterie.core.tensors import Tensors
 from coterie.core.threads import stopped_by
 from coterie.engines.states import States
 
+# seconds after which a thread in Python lets another one on, instead of 0.005: what others wait for
+# is mostly the start of their next product
+SWITCH_S = 0.0005
 Reply = tuple[Tensors, Metrics]
 Answer = Callable[[Site, ClientId, State], Reply]
 
@@ -153,14 +157,18 @@ class _Exchange:
 @contextmanager
 def _pool(threads: int, stop: threading.Event) -> Iterator[ThreadPoolExecutor]:
     """Within the block there are threads that compute as this one does, until `stop` is set."""
-    inner = torch.get_num_threads()
+    inner, interval = torch.get_num_threads(), sys.getswitchinterval()
 
     def start() -> None:
         torch.set_num_threads(inner)
         stopped_by(stop)
 
-    with ThreadPoolExecutor(threads, "client", start) as pool:
-        yield pool
+    sys.setswitchinterval(min(SWITCH_S, interval))
+    try:
+        with ThreadPoolExecutor(threads, "client", start) as pool:
+            yield pool
+    finally:
+        sys.setswitchinterval(interval)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ Flower's grid reaches.
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from coterie.engines import ENGINES, Engine, InProcess, Listener
 from coterie.engines.messages import Member
 from coterie.engines.states import States, half_of_memory
 from coterie.models.classifier import Classifier
+from coterie.models.pool import PoolClassifier
 from coterie.runs.checkpoints import KEPT
 from coterie.runs.device import Device
 from coterie.runs.members import check_member, prepare_remote
@@ -37,6 +38,8 @@ JOURNAL = "begun.json"
 PASS_S = (
     0.05  # seconds of one thread, about, for a pass of the trial that finds the number of threads
 )
+# seconds of a gradient from which on threads are faster: benchmarks/results/at_once.json
+STEP_S = 0.01
 ARRIVAL_S = 60.0  # seconds for devices that were there a moment ago
 
 
@@ -147,15 +150,13 @@ def choose_threads(prepared: Prepared) -> ThreadChoice:
 def clients_at_once(prepared: Prepared) -> int:
     """Return how many clients of a round should compute at once, with a thread each or more.
 
-    One, where the model is not on a CPU, so small that Python itself takes most of the time or that
-    clients are stacked, or random while it trains, see `AtOnce`. Each but the first may need as
-    much memory as this process has needed until now.
+    One, where the model is not on a CPU, or random while it trains (see `AtOnce`), where clients
+    are stacked, or steps so short that Python, which runs one thread at a time, takes most of them.
+    Each but the first may need as much memory as this process has needed until now.
     """
     problem, recipe = prepared.problem, prepared.recipe
     several = min(torch.get_num_threads(), len(recipe.active(problem.federation, 0)))
-    if several == 1 or problem.threads or problem.device.type != "cpu":
-        return 1
-    if _stacks(prepared) or _draws(prepared):
+    if several == 1 or problem.device.type != "cpu" or _stacks(prepared) or not _long(prepared):
         return 1
     free, peak = free_memory(), peak_memory()
     return several if free is None or peak is None else min(several, 1 + int(free // peak))
@@ -172,15 +173,27 @@ def _stacks(prepared: Prepared) -> bool:
     )
 
 
-def _draws(prepared: Prepared) -> bool:
-    """Return whether a gradient takes numbers from the global random generator, as dropout does."""
-    client = prepared.site.client(prepared.clients[0], {})
-    wrt = [p for named in client.model.parameters_by_role().values() for p in named.values()]
-    before = torch.get_rng_state()
+def _long(prepared: Prepared) -> bool:
+    """Return whether a gradient takes long enough for threads to be worth it, and no numbers from
+    the global random generator, as dropout does.
+    """
+    client, training = prepared.site.client(prepared.clients[0], {}), prepared.recipe.training
+    model = client.model.experts[0] if isinstance(client.model, PoolClassifier) else client.model
+    wrt = [p for named in model.parameters_by_role().values() for p in named.values()]
+    before, most = torch.get_rng_state(), training.micro_batch or training.batch_size
     with torch.random.fork_rng(devices=[]):
-        with suppress(CoterieError):  # of a pool, it has no expert yet
-            client.model.gradient(client.data.train.batch(0, 2), wrt)
-        return not torch.equal(torch.get_rng_state(), before)
+        for rows in (2, 2, most):  # the first of all loads libraries
+            begun = time.thread_time()
+            try:
+                model.gradient(client.data.train.batch(0, rows), wrt)
+            except CoterieError:  # a language model without what it needs from a pool
+                return True
+            seconds = time.thread_time() - begun
+            if not torch.equal(torch.get_rng_state(), before):
+                return False
+            if seconds >= 4 * STEP_S:
+                break
+    return seconds >= STEP_S
 
 
 def _passes(prepared: Prepared) -> Callable[[int], object]:
