@@ -3,6 +3,7 @@ are, and that no result depends on it.
 """
 
 import os
+import random
 import resource
 import signal
 import subprocess
@@ -20,7 +21,9 @@ from coterie.client.site import Site
 from coterie.core import files
 from coterie.core.errors import CheckpointError, ClientError, SaveError
 from coterie.core.files import make_folder
+from coterie.core.packs import Entry
 from coterie.core.protocol import Ask, ClientId, State, drive
+from coterie.core.tensors import Tensors
 from coterie.data.federation import Federation
 from coterie.engines import InProcess
 from coterie.engines.states import States, Stored, half_of_memory
@@ -35,6 +38,7 @@ from coterie.models.networks import NetworkShape
 from coterie.reports import Callback
 from coterie.runs import evaluate, execution, run
 from coterie.runs.checkpoints import Checkpoint, Checkpoints
+from coterie.runs.folder import write_sums
 from coterie.runs.inputs import Inputs, RecordedInputs
 from coterie.runs.metrics import MetricsFile
 from coterie.runs.prepare import prepare
@@ -57,19 +61,25 @@ def filled(within: Path, clients: str, most: float) -> States:
 
 
 def in_files(keeper: Stored) -> set[ClientId]:
-    return {i for i in keeper if keeper.file(i) is not None}
+    return {i for i in keeper if keeper.entry(i) is not None}
+
+
+def packs(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.pack"))
 
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the files whose values were read."""
+    """The values that were read, by the client's letter: a state's place is its value."""
     seen: list[str] = []
+    read = Entry.read
 
-    def seeing(path: Path) -> object:
-        seen.append(path.stem)
-        return files.load(path)
+    def seeing(entry: Entry) -> Tensors:
+        found = read(entry)
+        seen.append("abcd"[int(found["n"])])
+        return found
 
-    monkeypatch.setattr("coterie.engines.states.load", seeing)
+    monkeypatch.setattr(Entry, "read", seeing)
     return seen
 
 
@@ -108,19 +118,16 @@ def test_one_that_grows_leaves_and_one_that_shrinks_makes_room(tmp_path: Path) -
     assert in_files(keeper) == {"a", "c"}
     keeper.put("c", keeper.take("c"))
     assert in_files(keeper) == {"a"}
-    assert not list(tmp_path.rglob("c.safetensors"))
     assert keeper["c"]["x"].tolist() == [2.0] * 8
     assert keeper["a"]["x"].tolist() == [0.0] * 16
 
 
-def test_a_file_is_replaced_never_changed_and_only_if_something_changed(tmp_path: Path) -> None:
+def test_what_is_written_is_never_changed_and_only_if_something_changed(tmp_path: Path) -> None:
     keeper = filled(tmp_path, "a", most=0)
-    file = keeper.file("a")
-    assert file is not None
-    os.link(file, tmp_path / "other")
-    inode = file.stat().st_ino
+    entry = keeper.entry("a")
+    assert entry is not None
     keeper.put("a", keeper.take("a"))
-    assert file.stat().st_ino == inode
+    assert keeper.entry("a") == entry
     for changed in (
         state(0) | {"n": torch.tensor(1)},
         state(0) | {"more": torch.zeros(1)},
@@ -131,7 +138,7 @@ def test_a_file_is_replaced_never_changed_and_only_if_something_changed(tmp_path
         assert {name: t.tolist() for name, t in keeper["a"].items()} == {
             name: t.tolist() for name, t in changed.items()
         }
-    assert Stored({"a": tmp_path / "other"})["a"]["n"] == 0
+    assert Stored({"a": entry})["a"]["n"] == 0
 
 
 def test_many_at_once_only_where_all_of_them_fit(tmp_path: Path) -> None:
@@ -158,12 +165,14 @@ def test_a_full_disk_is_an_error_and_the_former_file_is_whole(tmp_path: Path) ->
     )
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
-        with pytest.raises(SaveError, match=r"cannot write .*a\.safetensors"):
+        with pytest.raises(SaveError, match=r"cannot write .*\.pack"):
             keeper.put("a", state(1, values=1_000_000))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
     assert keeper["a"]["x"].tolist() == [0.0] * 8
+    keeper.put("a", state(2))  # as soon as there is room again
+    assert keeper["a"]["x"].tolist() == [2.0] * 8
 
 
 def test_a_folder_that_cannot_be_had_is_an_error(tmp_path: Path) -> None:
@@ -172,14 +181,13 @@ def test_a_folder_that_cannot_be_had_is_an_error(tmp_path: Path) -> None:
         filled(tmp_path / "taken", "a", most=0)
 
 
-def test_a_file_that_is_gone_or_damaged_is_named(tmp_path: Path) -> None:
-    keeper = filled(tmp_path, "ab", most=0)
-    for client, spoil in (("a", Path.unlink), ("b", lambda path: os.truncate(path, 50))):
-        file = keeper.file(client)
-        assert file is not None
-        spoil(file)
-        with pytest.raises(CheckpointError, match=rf"(?s)state of client '{client}'.*--resume"):
-            keeper.take(client)
+@pytest.mark.parametrize("spoil", [Path.unlink, lambda path: os.truncate(path, 50)])
+def test_a_pack_that_is_gone_or_damaged_is_named(spoil: object, tmp_path: Path) -> None:
+    keeper = filled(tmp_path, "a", most=0)
+    (pack,) = packs(tmp_path)
+    spoil(pack)  # type: ignore[operator]
+    with pytest.raises(CheckpointError, match=r"(?s)state of client 'a'.*\.pack.*--resume"):
+        keeper.take("a")
 
 
 def test_the_folder_goes_with_its_keeper_and_what_a_killed_process_left_with_the_next(
@@ -195,7 +203,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
     (left,) = tmp_path.glob("states-*")
-    assert {path.name for path in left.iterdir()} == {"a.safetensors", "lock"}
+    assert {path.name for path in left.iterdir()} == {"000001.pack", "lock"}
     first = filled(tmp_path, "b", most=0)
     (own,) = tmp_path.glob("states-*")
     assert own != left
@@ -203,7 +211,7 @@ os.kill(os.getpid(), signal.SIGKILL)
         tmp_path, "b", most=0
     )  # another process that looks at the same run leaves the living alone
     assert first["b"]["n"] == second["b"]["n"] == 0
-    assert first.file("b") != second.file("b")
+    assert first.entry("b") != second.entry("b")
     del first, second
     assert list(tmp_path.iterdir()) == []
 
@@ -220,17 +228,17 @@ def test_the_bound_that_is_there_without_one_is_half_of_the_memory() -> None:
 # Checkpoints
 
 
-def test_a_checkpoint_of_a_file_is_a_link_that_later_tasks_leave_alone(tmp_path: Path) -> None:
+def test_a_checkpoint_links_to_packs_that_later_tasks_leave_alone(tmp_path: Path) -> None:
     keeper, checkpoints = (
         filled(tmp_path, "abc", most=SIZE),
         Checkpoints(tmp_path / "checkpoints", {}),
     )
     checkpoints.save(Checkpoint(1, {}, keeper, {}))
-    folder = tmp_path / "checkpoints/round-00001/clients"
+    (linked,) = packs(tmp_path / "checkpoints/round-00001")
     for client in "bc":
-        file = keeper.file(client)
-        assert file is not None
-        assert os.path.samefile(file, folder / f"{client}.safetensors")
+        entry = keeper.entry(client)
+        assert entry is not None
+        assert os.path.samefile(entry.pack, linked)
     for client in "abc":
         own = keeper.take(client)
         own["x"] += 10
@@ -254,14 +262,67 @@ def test_where_there_are_no_links_a_checkpoint_is_a_copy(
     monkeypatch.setattr("os.link", refuse)
     keeper, checkpoints = filled(tmp_path, "ab", most=0), Checkpoints(tmp_path / "checkpoints", {})
     checkpoints.save(Checkpoint(1, {}, keeper, {}))
-    file = keeper.file("b")
-    assert file is not None
-    copied = tmp_path / "checkpoints/round-00001/clients/b.safetensors"
-    assert copied.read_bytes() == file.read_bytes()
-    assert not os.path.samefile(file, copied)
+    entry = keeper.entry("b")
+    assert entry is not None
+    (copied,) = packs(tmp_path / "checkpoints")
+    assert copied.read_bytes() == entry.pack.read_bytes()
+    assert not os.path.samefile(entry.pack, copied)
 
 
-def test_what_does_not_fit_is_taken_over_unread(tmp_path: Path, reads: list[str]) -> None:
+@pytest.mark.parametrize("most", [0, 20 * SIZE, float("inf")])
+def test_a_checkpoint_writes_what_changed_and_has_few_files(most: float, tmp_path: Path) -> None:
+    """Of 50 clients 5 are drawn a round: written are their states, and now and then what is left of
+    packs of which most is old; packs are at most those of the rounds in which half of a pack grows
+    old, and all together at most two times the states.
+    """
+    names, drawn, rng = [f"c{k}" for k in range(50)], 5, random.Random(0)
+    keeper, checkpoints = States(tmp_path, most), Checkpoints(tmp_path / "checkpoints", {})
+    for k, name in enumerate(names):
+        keeper.put(name, state(k))
+    values = {name: k for k, name in enumerate(names)}
+    checkpoints.save(Checkpoint(0, {}, keeper, {}))
+    size = packs(tmp_path / "checkpoints")[0].stat().st_size / len(names)
+    written, known = 0, set[int]()
+    for t in range(1, 41):
+        for name in rng.sample(names, drawn):
+            own = keeper.take(name)
+            own["x"] += 1
+            keeper.put(name, own)
+            values[name] += 1
+        for name in names:  # scoring changes nothing
+            keeper.put(name, keeper.take(name))
+        folder = checkpoints.save(Checkpoint(t, {}, keeper, {}))
+        found = {path.stat().st_ino: path.stat().st_size for path in packs(folder)}
+        written += sum(bytes for inode, bytes in found.items() if inode not in known)
+        known |= found.keys()
+        assert len(found) <= 12
+        assert sum(found.values()) <= 2.2 * len(names) * size
+    assert written <= len(names) * size + 3 * 40 * drawn * size
+    assert {i: float(own["x"][0]) for i, own in keeper.items()} == values
+    again = States(tmp_path, most)
+    latest = checkpoints.latest()
+    assert latest is not None
+    again.restore(latest.clients)
+    assert {i: float(again.take(i)["x"][0]) for i in again} == values
+
+
+def test_a_pack_ends_where_it_is_large_and_what_is_left_of_old_ones_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a checkpoint in between: 2,000 states written in turns take little more room than
+    those that are needed.
+    """
+    monkeypatch.setattr("coterie.core.packs.LARGEST", 2000)
+    keeper = filled(tmp_path, "abcdefghij", most=0)
+    for k in range(2000):
+        keeper.put("abcdefghij"[k * k % 7], state(k))
+    assert sum(path.stat().st_size for path in packs(tmp_path)) < 10_000
+    last = {"abcdefghij"[k * k % 7]: k for k in range(2000)}
+    kept = {i: float(own["n"]) for i, own in keeper.items()}
+    assert kept == {i: last.get(i, k) for k, i in enumerate("abcdefghij")}
+
+
+def test_what_was_kept_is_taken_over_unread(tmp_path: Path, reads: list[str]) -> None:
     checkpoints = Checkpoints(tmp_path / "checkpoints", {})
     checkpoints.save(Checkpoint(1, {}, {i: state(k) for k, i in enumerate("abcd")}, {}))
     found = checkpoints.latest()
@@ -269,12 +330,48 @@ def test_what_does_not_fit_is_taken_over_unread(tmp_path: Path, reads: list[str]
     keeper = States(tmp_path, 2 * SIZE)
     keeper.restore(found.clients)
     keeper.restore(found.clients)  # again: nothing is in the way
-    assert reads == list("abab")
-    assert in_files(keeper) == {"c", "d"}
     assert [keeper.nbytes(i) for i in keeper] == [SIZE] * 4
     checkpoints.save(Checkpoint(2, {}, keeper, {}))
     checkpoints.save(Checkpoint(3, {}, keeper, {}))  # the one that was taken over is no more
+    assert reads == []
+    for i in "abcd":
+        keeper.put(i, keeper.take(i))
+    assert reads == list("abcd")
+    assert in_files(keeper) == {"c", "d"}  # as before: those that came first have the room
     assert [float(own["x"][0]) for own in keeper.values()] == [0, 1, 2, 3]
+
+
+def test_states_that_were_taken_over_are_in_memory_for_clients_at_once(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "checkpoints", {})
+    checkpoints.save(Checkpoint(1, {}, {i: state(k) for k, i in enumerate("abc")}, {}))
+    found = checkpoints.latest()
+    assert found is not None
+    keeper = States(tmp_path, 2 * SIZE)
+    keeper.restore(found.clients)
+    assert keeper.together(["b", "c"], lambda i: 0) is None
+    both = keeper.together(["a", "b"], lambda i: 0)
+    assert both is not None
+    assert both["b"] is keeper["b"]
+
+
+def test_checkpoints_with_a_file_for_each_client_are_read(tmp_path: Path) -> None:
+    """Those of versions before packs."""
+    folder = tmp_path / "round-00001"
+    files.save(folder / "server.safetensors", {"s": torch.ones(1)})
+    for k, client in enumerate(["ann", "ben"]):
+        files.save(folder / f"clients/{client}.safetensors", state(k))
+    about = {"round": 1, "clients": ["ann", "ben"], "recipe": {}, "progress": {}}
+    files.write_json(folder / "checkpoint.json", about)
+    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*.*")]
+    write_sums(folder, {name: files.digest_of(folder / name) for name in names})
+    found = Checkpoints(tmp_path, {}).latest()
+    assert found is not None
+    keeper = States(tmp_path, 0)
+    keeper.restore(found.clients)
+    assert [float(own["n"]) for own in keeper.values()] == [0, 1]
+    (folder / "clients/ben.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"ben\.safetensors does not exist"):
+        Checkpoints(tmp_path, {}).latest()
 
 
 def test_states_are_taken_over_from_memory_too(tmp_path: Path) -> None:
@@ -298,8 +395,9 @@ def test_a_damaged_state_is_refused_before_it_is_needed(
     checkpoints = Checkpoints(tmp_path, {})
     checkpoints.save(Checkpoint(1, {}, {"a": state(0), "b": state(1)}, {}))
     assert checkpoints.latest() is not None
-    spoil(tmp_path / "round-00001/clients/b.safetensors")  # type: ignore[operator]
-    with pytest.raises(CheckpointError, match=r"checkpoint round-00001: .*b\.safetensors"):
+    (pack,) = packs(tmp_path)
+    spoil(pack)  # type: ignore[operator]
+    with pytest.raises(CheckpointError, match=r"checkpoint round-00001: .*\.pack"):
         checkpoints.latest()
     assert reads == []
 
@@ -429,6 +527,7 @@ def test_a_run_in_files_resumed_in_memory_ends_as_one_in_memory(tmp_path: Path) 
     assert in_files(kept) == set(part.clients)
     again = as_json(run.run(load("cobo-digits", SHORT), tmp_path / "part", resume=True))[-1]
     assert again["evaluations"] == whole["evaluations"]
+    assert not list((tmp_path / "whole").glob("states-*"))
     for i, found in whole["clients"].items():
         assert found["state_bytes"] == again["clients"][i]["state_bytes"] > 0
         weights = [
@@ -441,14 +540,13 @@ def test_a_run_in_files_resumed_in_memory_ends_as_one_in_memory(tmp_path: Path) 
 def test_owners_are_made_when_they_are_asked_for(
     site: Site, tmp_path: Path, reads: list[str]
 ) -> None:
-    for i in site.data:
-        files.save(tmp_path / f"{i}.safetensors", {"iteration": torch.tensor(len(i))})
-    owners = evaluate.LazyClients(
-        site, Stored({i: tmp_path / f"{i}.safetensors" for i in site.data}), ["cleo", "ann"]
-    )
+    keeper = States(tmp_path, 0)
+    for k, i in enumerate(site.data):
+        keeper.put(i, {"iteration": torch.tensor(len(i)), "n": torch.tensor(k)})
+    owners = evaluate.LazyClients(site, keeper, ["cleo", "ann"])
     assert list(owners) == ["ann", "cleo"]
     assert reads == []
     assert owners["cleo"].iteration == 4
-    assert reads == ["cleo"]
+    assert reads == ["abcd"[list(site.data).index("cleo")]]
     with pytest.raises(KeyError):
         owners["ben"]

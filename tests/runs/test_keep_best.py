@@ -18,9 +18,11 @@ import torch
 from coterie import personal
 from coterie.cli.train import _show
 from coterie.core.errors import Refused
-from coterie.core.files import load as load_tensors
+from coterie.core.files import read_json
 from coterie.core.metrics import perplexity
+from coterie.core.protocol import State
 from coterie.core.result import Result
+from coterie.core.tensors import from_bytes
 from coterie.data.splits import SPLITS
 from coterie.methods import METHODS
 from coterie.reports import Callback, comparison
@@ -81,6 +83,15 @@ class Copies(Callback):
         shutil.copytree(folder, self.to / str(round))
 
 
+def state_in(folder: Path, client: str) -> State:
+    """The state of a client in a checkpoint's folder, wherever that is."""
+    index = read_json(folder / "clients.json")
+    pack, offset, length, _ = index["clients"][client]
+    with open(folder / "clients" / index["packs"][pack], "rb") as file:
+        file.seek(offset)
+        return from_bytes(file.read(length))
+
+
 class Killed(Callback):
     """Kills its own process after a round."""
 
@@ -138,10 +149,8 @@ def test_each_client_has_the_round_that_is_best_by_hand(
         assert found["valid"] == valid[round] <= valid[0]
         assert found["test"] == found["test_synced"] == by_round[round]["test"]
         if round:
-            state, _ = load_tensors(copies.to / str(round) / f"clients/{client}.safetensors")
-            end, _ = load_tensors(
-                kept / f"checkpoints/round-{ROUNDS:05d}/clients/{client}.safetensors"
-            )
+            state = state_in(copies.to / str(round), client)
+            end = state_in(kept / f"checkpoints/round-{ROUNDS:05d}", client)
             for key, tensor in state.items():
                 if key.startswith("parameters/"):
                     assert torch.equal(end[f"best/{key}"], tensor)

@@ -93,6 +93,22 @@ def change(path: Path, by: Callable[[dict], object]) -> None:
     path.write_text(json.dumps(found))
 
 
+def pack(checkpoint: Path) -> Path:
+    """The first pack of clients' states of a checkpoint."""
+    return min((checkpoint / "clients").iterdir())
+
+
+def by_a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def exchange(index: dict) -> None:
+    """The states of two clients."""
+    clients = index["clients"]
+    clients["c0-0"], clients["c0-1"] = clients["c0-1"], clients["c0-0"]
+
+
 def tensors(path: Path, by: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
     save(path, by(load(path)[0]))
 
@@ -104,9 +120,9 @@ def floats(
 
 
 OLD = "checkpoints/round-00005"
-SERVER, CLIENT, ABOUT, SUMS = (
+SERVER, INDEX, ABOUT, SUMS = (
     f"{OLD}/server.safetensors",
-    f"{OLD}/clients/c0-0.safetensors",
+    f"{OLD}/clients.json",
     f"{OLD}/checkpoint.json",
     f"{OLD}/SHA256SUMS",
 )
@@ -130,37 +146,27 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: tensors(f / SERVER, lambda t: {"z": torch.zeros(1)}),
         "server.safetensors is damaged",
     ),
-    "client truncated": (lambda f: truncate(f / CLIENT), r"c0-0\.safetensors is damaged"),
-    "client gone": (lambda f: (f / CLIENT).unlink(), r"c0-0\.safetensors does not exist"),
+    "client truncated": (lambda f: truncate(pack(f / OLD)), r"\d+\.pack is damaged"),
+    "client gone": (lambda f: pack(f / OLD).unlink(), r"\d+\.pack does not exist"),
     "client a folder": (
-        lambda f: ((f / CLIENT).unlink(), (f / CLIENT).mkdir()),
-        r"c0-0\.safetensors cannot be read",
+        lambda f: by_a_folder(pack(f / OLD)),
+        r"\d+\.pack cannot be read",
     ),
-    "client's header, one bit": (lambda f: flip(f / CLIENT, 20), r"c0-0\.safetensors is damaged"),
-    "client's values, one bit": (lambda f: flip(f / CLIENT, -400), r"c0-0\.safetensors is damaged"),
-    "client of other shapes": (
-        lambda f: tensors(f / CLIENT, floats(lambda t: t.flatten()[:1])),
-        r"c0-0\.safetensors is damaged",
+    "client's header, one bit": (lambda f: flip(pack(f / OLD), 20), r"\d+\.pack is damaged"),
+    "client's values, one bit": (lambda f: flip(pack(f / OLD), -400), r"\d+\.pack is damaged"),
+    "client of other values": (
+        lambda f: save(pack(f / OLD), {"x": torch.zeros(1)}),
+        r"\d+\.pack is damaged",
     ),
-    "client of another dtype": (
-        lambda f: tensors(f / CLIENT, floats(torch.Tensor.half)),
-        r"c0-0\.safetensors is damaged",
+    "two clients exchanged": (lambda f: change(f / INDEX, exchange), "clients.json is damaged"),
+    "index gone": (lambda f: (f / INDEX).unlink(), "clients.json does not exist"),
+    "index without a client": (
+        lambda f: change(f / INDEX, lambda j: j["clients"].popitem()),
+        "clients.json is damaged",
     ),
-    "client of other names": (
-        lambda f: tensors(f / CLIENT, lambda t: {f"{k}x": v for k, v in t.items()}),
-        r"c0-0\.safetensors is damaged",
-    ),
-    "client not finite": (
-        lambda f: tensors(f / CLIENT, floats(lambda t: t * torch.nan)),
-        r"c0-0\.safetensors is damaged",
-    ),
-    "two clients exchanged": (
-        lambda f: (
-            (f / CLIENT).rename(f / "x"),
-            (f / CLIENT.replace("0-0", "0-1")).rename(f / CLIENT),
-            (f / "x").rename(f / CLIENT.replace("0-0", "0-1")),
-        ),
-        r"c0-0\.safetensors is damaged",
+    "index, another folder": (
+        lambda f: change(f / INDEX, lambda j: j["packs"].append("../../../x")),
+        "clients.json is damaged",
     ),
     "json truncated": (lambda f: truncate(f / ABOUT), "checkpoint.json is damaged"),
     "json {}": (lambda f: (f / ABOUT).write_text("{}"), "checkpoint.json is damaged"),
@@ -186,11 +192,11 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
         "checkpoint.json is damaged",
     ),
     "json, another folder": (
-        lambda f: change(f / ABOUT, lambda j: j["clients"].append("../../../x")),
+        lambda f: change(f / ABOUT, lambda j: j.update(clients=["../../../x"])),
         "checkpoint.json is damaged",
     ),
     "json, a client less": (
-        lambda f: change(f / ABOUT, lambda j: j["clients"].pop()),
+        lambda f: change(f / ABOUT, lambda j: j.update(states=0)),
         "checkpoint.json is damaged",
     ),
     "json, a digit": (
@@ -210,9 +216,9 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "sums without a client": (
         lambda f: (f / SUMS).write_text(
-            "".join(line for line in (f / SUMS).read_text().splitlines(True) if "c0-0" not in line)
+            "".join(line for line in (f / SUMS).read_text().splitlines(True) if "pack" not in line)
         ),
-        r"c0-0\.safetensors is damaged: SHA256SUMS does not list it",
+        r"\d+\.pack is damaged: SHA256SUMS does not list it",
     ),
     "an empty checkpoint": (
         lambda f: (f / "checkpoints/round-00006").mkdir(),
@@ -300,7 +306,7 @@ def test_without_the_damaged_checkpoint_the_one_before_it_goes_on(
     out = tmp_path / "two"
     shutil.copytree(whole, out)
     (out / "result.json").unlink()
-    flip(out / "checkpoints/round-00006/clients/c1-0.safetensors", -9)
+    flip(pack(out / "checkpoints/round-00006"), -9)
     with pytest.raises(CheckpointError, match=r"Delete .*round-00006 to resume from round-00005"):
         resumed(out)
     shutil.rmtree(out / "checkpoints/round-00006")  # what the message says

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file as _encode_file
 
@@ -48,12 +47,15 @@ def _replace(path: Path, write: Callable[[Path], object], lasting: bool) -> None
         os.replace(new, path)
     except (OSError, SafetensorError) as error:
         new.unlink(missing_ok=True)
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        full = isinstance(error, SafetensorError) or error.errno in (errno.ENOSPC, errno.EDQUOT)
-        remedy = "Free some space and resume." if full else "Check the folder's permissions."
-        raise SaveError(
-            f"cannot write {path}: {reason}; what was there before is unchanged", remedy
-        ) from error
+        raise unwritable(path, error) from error
+
+
+def unwritable(path: Path, error: OSError | SafetensorError) -> SaveError:
+    """Return what to raise where a file could not be written, and nothing was lost by it."""
+    reason = error.strerror if isinstance(error, OSError) else str(error)
+    full = isinstance(error, SafetensorError) or error.errno in (errno.ENOSPC, errno.EDQUOT)
+    remedy = "Free some space and resume." if full else "Check the folder's permissions."
+    return SaveError(f"cannot write {path}: {reason}; what was there before is unchanged", remedy)
 
 
 def save(
@@ -103,25 +105,6 @@ def nbytes_of_file(path: Path) -> int:
     """
     with open(path, "rb") as file:
         return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
-
-
-def same_as_file(path: Path, named: Named) -> bool:
-    """Return whether a safetensors file holds exactly these tensors. Reads the smallest first, and
-    stops at the first difference.
-
-    Raises:
-        CheckpointError: As `load`.
-    """
-    with _opened(path) as file:
-        if set(file.keys()) != named.keys():
-            return False
-        pairs = (
-            (file.get_tensor(name), named[name])
-            for name in sorted(named, key=lambda name: named[name].numel())
-        )
-        return all(
-            kept.dtype == tensor.dtype and torch.equal(kept, tensor.cpu()) for kept, tensor in pairs
-        )
 
 
 @contextmanager

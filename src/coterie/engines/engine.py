@@ -78,6 +78,12 @@ class Engine(Protocol):
         """Return what each client remembers, as far as it is known."""
         ...
 
+    def close(self) -> None:
+        """Remove what lies on the disk only as long as the run goes on. Nothing is asked after
+        that.
+        """
+        ...
+
 
 class LocalEngine:
     """The base class of engines whose clients are all in this process."""
@@ -95,3 +101,6 @@ class LocalEngine:
 
     def begun(self, round: int) -> Sequence[int]:
         return ()
+
+    def close(self) -> None:
+        """Leave all as it is."""

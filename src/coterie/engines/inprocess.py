@@ -134,3 +134,6 @@ class InProcess(LocalEngine):
 
     def state_bytes(self) -> Mapping[ClientId, int]:
         return {i: self.kept.nbytes(i) for i in self.kept}
+
+    def close(self) -> None:
+        self.kept.close()

@@ -1,4 +1,4 @@
-"""Clients' states within a memory limit: those that do not fit are in files."""
+"""Clients' states within a memory limit: those that do not fit are in packs, a few files."""
 
 import math
 import os
@@ -7,6 +7,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,10 +15,9 @@ from filelock import BaseFileLock, FileLock, Timeout
 
 from coterie.core import devices
 from coterie.core.errors import CheckpointError, SaveError
-from coterie.core.files import digest_later, load, nbytes_of_file, same_as_file, save
-from coterie.core.names import encoded
+from coterie.core.packs import Entry, Packs
 from coterie.core.protocol import ClientId, State
-from coterie.core.tensors import nbytes
+from coterie.core.tensors import nbytes, to_bytes
 
 _PREFIX = (
     "states-"  # what the names of folders begin with in which states lie while a process lives
@@ -25,28 +25,28 @@ _PREFIX = (
 
 
 class Stored(Mapping[ClientId, State]):
-    """Clients' states by id, each in memory or in a safetensors file, which is read anew at each
+    """Clients' states by id, each in memory or in a pack, from which it is read anew at each
     access.
 
     Args:
         places: The place of each client's state.
-        digests: The SHA-256 of those that are in files.
+        digests: The SHA-256 of the packs.
     """
 
     def __init__(
         self,
-        places: Mapping[ClientId, State | Path],
-        digests: Mapping[ClientId, "Future[str]"] = {},
+        places: Mapping[ClientId, State | Entry],
+        digests: Mapping[Path, "Future[str]"] = {},
     ) -> None:
-        self._places, self._digests = dict(places), dict(digests)
+        self._places, self.digests = dict(places), dict(digests)
 
     def __getitem__(self, client: ClientId) -> State:
-        """Return a client's state. Raises CheckpointError where its file is gone or damaged."""
+        """Return a client's state. Raises CheckpointError where its pack is gone or damaged."""
         place = self._places[client]
-        if not isinstance(place, Path):
+        if not isinstance(place, Entry):
             return place
         try:
-            return load(place)[0]
+            return place.read()
         except CheckpointError as error:
             remedy = (
                 "The run's folder was changed during the run. Resume from the last checkpoint "
@@ -60,23 +60,15 @@ class Stored(Mapping[ClientId, State]):
     def __len__(self) -> int:
         return len(self._places)
 
-    def file(self, client: ClientId) -> Path | None:
-        """Return the file that a client's state lies in, whose content never changes; None where it
-        is in memory.
-        """
+    def entry(self, client: ClientId) -> Entry | None:
+        """Return where a client's state lies in a pack; None where it is in memory."""
         place = self._places.get(client)
-        return place if isinstance(place, Path) else None
-
-    def digest(self, client: ClientId) -> "Future[str]":
-        """Return the SHA-256 of the file that a client's state lies in: computed once, since that
-        file never changes.
-        """
-        return self._digests[client]
+        return place if isinstance(place, Entry) else None
 
     def nbytes(self, client: ClientId) -> int:
         """Return the size of a client's state in bytes; no values are read."""
         place = self._places[client]
-        return nbytes_of_file(place) if isinstance(place, Path) else nbytes(place)
+        return place.nbytes if isinstance(place, Entry) else nbytes(place)
 
 
 class States(Stored):
@@ -84,10 +76,11 @@ class States(Stored):
 
     Clients take turns in the same order round after round. Whoever throws out what was used longest
     ago would then always throw out what is needed next: who is in memory stays there, and the
-    others are read before each task and written after it. A file is not changed but replaced, so
-    that a link to it is a checkpoint of its client.
+    others are read before each task and written after it. What is written goes into packs, a few
+    files however many clients there are, and never over what was there: a link to a pack is a
+    checkpoint of its clients, and the next checkpoint takes what changed since.
 
-    The files are in a temporary folder, which is removed together with this object; files of a
+    The packs are in a temporary folder, which is removed together with this object; those of a
     killed process are removed by the next one.
 
     Args:
@@ -99,9 +92,12 @@ class States(Stored):
     def __init__(self, within: Path | None = None, most: float = math.inf) -> None:
         super().__init__({})
         self._within, self._most = within, most
-        self._sizes: dict[ClientId, int] = {}  # bytes of those in memory
+        self._sizes: dict[ClientId, int] = {}  # bytes of those that have room in memory
         self._used = 0
-        self._folder: Path | None = None
+        self._written: dict[ClientId, Entry] = {}  # what each was when it was written last
+        self._changed: dict[ClientId, None] = {}  # those in memory that came back since, in order
+        self._packs: Packs | None = None
+        self._remove: Callable[[], object] | None = None
         if within is not None:
             for left in within.glob(f"{_PREFIX}*"):
                 if (claim := _claimed(left)) is not None:
@@ -112,7 +108,10 @@ class States(Stored):
         Raises CheckpointError.
         """
         self._places.setdefault(client, {})
-        return self[client]
+        state = self[client]
+        if client in self._sizes:  # it may have been in a pack since the run was resumed
+            self._places[client] = state
+        return state
 
     def put(self, client: ClientId, state: State) -> None:
         """Keep a client's state after a task.
@@ -120,26 +119,21 @@ class States(Stored):
         Raises:
             SaveError: It does not fit into memory, and could not be written.
         """
-        size, own = nbytes(state), self._sizes.pop(client, 0)
-        self._used -= own
-        file = self.file(client)
-        if self._used + size <= self._most:
+        size, own = nbytes(state), self._sizes.get(client, 0)
+        if self._used - own + size <= self._most:
             self._places[client], self._sizes[client] = state, size
-            self._used += size
-            if file is not None:
-                file.unlink(missing_ok=True)
-        elif file is None or not same_as_file(file, state):  # scoring changes nothing
-            save(self._path(client), state, lasting=False)
-            self._places[client], self._digests[client] = (
-                self._path(client),
-                digest_later(self._path(client)),
-            )
+            self._used += size - own
+            self._changed[client] = None
+            return
+        self._places[client] = self._write(client, state)
+        self._used -= self._sizes.pop(client, 0)
+        self._changed.pop(client, None)
 
     def together(
         self, clients: Sequence[ClientId], size: Callable[[ClientId], int]
     ) -> dict[ClientId, State] | None:
         """Return the states of several clients at once, as they lie in memory; None where one of
-        them does not, or they would not fit.
+        them has no room there, or they would not fit.
 
         Args:
             clients: Whose.
@@ -147,43 +141,95 @@ class States(Stored):
         """
         others = self._used - sum(self._sizes.get(i, 0) for i in clients)
         needed = sum(max(size(i), self._sizes.get(i, 0)) for i in clients)
-        if others + needed > self._most or any(self.file(i) is not None for i in clients):
+        outside = any(self.entry(i) is not None and i not in self._sizes for i in clients)
+        if others + needed > self._most or outside:
             return None
         return {i: self.take(i) for i in clients}
 
-    def restore(self, states: Mapping[ClientId, State]) -> None:
-        """Take over states. Those that are in files and do not fit into memory are not read."""
-        self._places, self._sizes, self._used = {}, {}, 0
-        for client in states:
-            file = states.file(client) if isinstance(states, Stored) else None
-            if (
-                not isinstance(states, Stored)
-                or file is None
-                or self._used + nbytes_of_file(file) <= self._most
-            ):
-                self.put(client, dict(states[client]))
-            else:
-                link(file, self._path(client))
-                self._places[client], self._digests[client] = (
-                    self._path(client),
-                    states.digest(client),
-                )
+    def persisted(self) -> Stored:
+        """Return all states in packs that are never changed again. Only those that changed since
+        the last call are written. Raises SaveError.
+        """
+        for client in self._changed:
+            self._write(client, self[client])
+        self._changed.clear()
+        if self._packs is None:
+            return Stored({})
+        self._gather(self._packs)
+        self._packs.seal()
+        entries = {i: self._written[i] for i in self._places if i in self._written}
+        return Stored(entries, self._packs.sealed())
 
-    def _path(self, client: ClientId) -> Path:
-        """Return the file for a client's state, in the keeper's own folder."""
-        if self._folder is None:
+    def _write(self, client: ClientId, state: State) -> Entry:
+        """Return where a client's state is in a pack: it is written unless nothing has changed, as
+        by scoring. Raises SaveError.
+        """
+        data, before = to_bytes(state), self._written.get(client)
+        if before is not None and before.length == len(data) and before.content() == data:
+            return before
+        packs = self._own()
+        after = self._written[client] = packs.append(data, nbytes(state))
+        if before is not None:
+            packs.drop(before)
+        if not after.offset:  # a pack has begun, and those before it may have lost much
+            self._gather(packs)
+        return after
+
+    def _gather(self, packs: Packs) -> None:
+        """Write what is left of packs of which most is no longer needed into the newest one.
+        Raises SaveError, CheckpointError.
+        """
+        sparse = packs.sparse()
+        for client, entry in list(self._written.items()) if sparse else ():
+            if entry.pack in sparse:
+                self._written[client] = packs.append(entry.content(), entry.nbytes)
+                if isinstance(self._places[client], Entry):
+                    self._places[client] = self._written[client]
+                packs.drop(entry)
+
+    def restore(self, states: Mapping[ClientId, State]) -> None:
+        """Take over states. Those that are in packs are not read before they are needed."""
+        self._places, self._sizes, self._used = {}, {}, 0
+        self._written, self._changed, self._packs = {}, {}, None
+        self.close()
+        adopted: dict[Path, Path] = {}
+        for client in states:
+            entry = states.entry(client) if isinstance(states, Stored) else None
+            if entry is None or not isinstance(states, Stored):
+                self.put(client, dict(states[client]))
+                continue
+            packs = self._own()
+            if entry.pack not in adopted:
+                path = adopted[entry.pack] = packs.adopt(entry.pack, states.digests[entry.pack])
+                link(entry.pack, path)
+            own = replace(entry, pack=adopted[entry.pack])
+            packs.need(own)
+            self._places[client] = self._written[client] = own
+            if self._used + own.nbytes <= self._most:
+                self._sizes[client] = own.nbytes
+                self._used += own.nbytes
+
+    def close(self) -> None:
+        """Remove the packs: states that are in them alone are gone, but for checkpoints."""
+        if self._remove is not None:
+            self._remove()
+
+    def _own(self) -> Packs:
+        """Return the packs in the keeper's own folder, which is made if it is not there yet."""
+        if self._packs is None:
             try:
                 if self._within is not None:
                     self._within.mkdir(parents=True, exist_ok=True)
-                self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._within))
+                folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._within))
             except OSError as error:
                 where = self._within or tempfile.gettempdir()
                 raise SaveError(
                     f"cannot make a folder for states in {where}: {error.strerror}",
                     "Check its permissions.",
                 ) from error
-            weakref.finalize(self, _remove, self._folder, _claimed(self._folder))
-        return self._folder / f"{encoded(client)}.safetensors"
+            self._remove = weakref.finalize(self, _remove, folder, _claimed(folder))
+            self._packs = Packs(folder)
+        return self._packs
 
 
 def half_of_memory(device: torch.device) -> float:

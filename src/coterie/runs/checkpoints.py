@@ -2,22 +2,35 @@
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coterie.core.errors import CheckpointError, SaveError
-from coterie.core.files import digest_later, load, read_json, save, write_json
+from coterie.core.files import (
+    digest_later,
+    load,
+    nbytes_of_file,
+    read_json,
+    save,
+    write_atomically,
+    write_json,
+)
 from coterie.core.names import encoded
+from coterie.core.packs import Entry, Packs
 from coterie.core.protocol import ClientId, State
-from coterie.engines.states import Stored, link
+from coterie.core.tensors import nbytes, to_bytes
+from coterie.engines.states import States, Stored, link
 from coterie.runs.folder import check_sums, read_sums, write_sums
 
 KEPT = 2  # checkpoints: the newest, and the one before it
+_SERVER, _ABOUT, _CLIENTS = "server.safetensors", "checkpoint.json", "clients.json"
+_PACKS = "clients"  # the folder of a checkpoint in which the packs of clients' states are
+_Count = Annotated[int, Field(ge=0)]
 
 
 class _About(BaseModel):
@@ -26,9 +39,35 @@ class _About(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     round: int = Field(ge=0)
-    clients: list[ClientId]
+    states: int = Field(default=0, ge=0)  # how many clients have one
+    # of versions in which each client's state was a file of its own
+    clients: list[ClientId] = []
     recipe: dict[str, Any]
     progress: dict[str, Any]
+
+
+class _Index(BaseModel):
+    """The content of clients.json: where in which pack each client's state is."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    packs: list[Annotated[str, Field(pattern=r"^[0-9]+\.pack$")]]
+    clients: dict[ClientId, tuple[_Count, _Count, _Count, _Count]]
+
+    @classmethod
+    def of(cls, states: Stored) -> "_Index":
+        """Return that of states which are all in packs."""
+        numbers = {path: k for k, path in enumerate(states.digests)}
+        found = {i: entry for i in states if (entry := states.entry(i)) is not None}
+        return cls(
+            packs=[path.name for path in numbers],
+            clients={i: (numbers[e.pack], e.offset, e.length, e.nbytes) for i, e in found.items()},
+        )
+
+    def entries(self, folder: Path) -> dict[ClientId, Entry]:
+        """Return the places of the states, of packs in a folder."""
+        paths = [folder / name for name in self.packs]
+        return {i: Entry(paths[k], *place) for i, (k, *place) in self.clients.items()}
 
 
 @dataclass(frozen=True)
@@ -38,7 +77,7 @@ class Checkpoint:
     Args:
         round: Rounds done.
         server: The server's state.
-        clients: The clients' states. Those that are in files are linked to, or read when they are
+        clients: The clients' states. Packs are linked to; states in them are read when they are
             asked for.
         progress: What else the run carries on: traffic, curves, seconds. JSON values.
     """
@@ -47,14 +86,6 @@ class Checkpoint:
     server: State
     clients: Mapping[ClientId, State]
     progress: dict[str, Any]
-
-
-_SERVER, _ABOUT = "server.safetensors", "checkpoint.json"  # of a checkpoint
-
-
-def _of(client: ClientId) -> str:
-    """Return the file of a client's state in a checkpoint."""
-    return f"clients/{encoded(client)}.safetensors"
 
 
 class Checkpoints:
@@ -81,13 +112,15 @@ class Checkpoints:
             new.mkdir(parents=True)
             save(new / _SERVER, checkpoint.server)
             digests = {_SERVER: digest_later(new / _SERVER)}
-            for client in checkpoint.clients:
-                digests[_of(client)] = _keep(new / _of(client), checkpoint.clients, client)
             if checkpoint.clients:
-                _sync(new / "clients")
+                states = _linked(checkpoint.clients, new / _PACKS)
+                digests |= {f"{_PACKS}/{path.name}": d for path, d in states.digests.items()}
+                index = _Index.of(states).model_dump_json()
+                write_atomically(new / _CLIENTS, index.encode())
+                digests[_CLIENTS] = digest_later(new / _CLIENTS)
             about = {
                 "round": checkpoint.round,
-                "clients": list(checkpoint.clients),
+                "states": len(checkpoint.clients),
                 "recipe": self.recipe,
                 "progress": checkpoint.progress,
             }
@@ -138,8 +171,8 @@ class Checkpoints:
             check_sums(folder, [_ABOUT], sums)
             about = _read(folder)
             self._check_recipe(folder, about.recipe)
-            check_sums(folder, [_SERVER, *map(_of, about.clients)], sums)
-            server = load(folder / _SERVER)[0]
+            check_sums(folder, [_SERVER], sums)
+            server, clients = load(folder / _SERVER)[0], _stored(folder, about, sums)
         except _OtherRecipe:
             raise
         except CheckpointError as error:
@@ -149,13 +182,7 @@ class Checkpoints:
                 else "Start a new run, with another --out."
             )
             raise CheckpointError(f"checkpoint {folder.name}: {error.problem}", former) from None
-        clients = {i: folder / _of(i) for i in about.clients}
-        return Checkpoint(
-            about.round,
-            server,
-            Stored(clients, {i: _known(sums[_of(i)]) for i in clients}),
-            about.progress,
-        )
+        return Checkpoint(about.round, server, clients, about.progress)
 
     def _check_recipe(self, folder: Path, found: Mapping[str, Any]) -> None:
         if differing := sorted(_differences(self.recipe, found)):
@@ -206,19 +233,55 @@ def _differences(ours: Any, theirs: Any, prefix: str = "") -> list[tuple[str, st
     return [] if ours == theirs else [(prefix, repr(ours), repr(theirs))]
 
 
-def _keep(path: Path, states: Mapping[ClientId, State], client: ClientId) -> "Future[str]":
-    """Write a client's state. One that is in a file is there already: all it needs is to be on the
-    disk, and another name.
-
-    Returns:
-        The SHA-256 of the file.
+def _stored(folder: Path, about: _About, sums: Mapping[str, str]) -> Stored:
+    """Return the clients' states of a checkpoint, in packs that are as they were written. Raises
+    CheckpointError.
     """
-    if isinstance(states, Stored) and (file := states.file(client)) is not None:
-        link(file, path)
-        _sync(path)
-        return states.digest(client)
-    save(path, states[client])
-    return digest_later(path)
+    if about.clients:
+        files = {i: folder / _PACKS / f"{encoded(i)}.safetensors" for i in about.clients}
+        digests = _checked(folder, [path.name for path in files.values()], sums)
+        return Stored(
+            {i: Entry(p, 0, p.stat().st_size, nbytes_of_file(p)) for i, p in files.items()}, digests
+        )
+    if not about.states:
+        return Stored({})
+    check_sums(folder, [_CLIENTS], sums)
+    try:
+        index = _Index.model_validate_json((folder / _CLIENTS).read_bytes())
+        return Stored(index.entries(folder / _PACKS), _checked(folder, index.packs, sums))
+    except (ValidationError, IndexError) as error:
+        raise CheckpointError(f"{folder / _CLIENTS} is damaged ({error})") from None
+
+
+def _checked(
+    folder: Path, names: Sequence[str], sums: Mapping[str, str]
+) -> dict[Path, "Future[str]"]:
+    """Return the SHA-256 of packs of a checkpoint. Raises CheckpointError where they are not as
+    they were.
+    """
+    files = [f"{_PACKS}/{name}" for name in names]
+    check_sums(folder, files, sums)
+    return {folder / file: _known(sums[file]) for file in files}
+
+
+def _linked(states: Mapping[ClientId, State], folder: Path) -> Stored:
+    """Return clients' states in packs of a folder, on the disk. What is in packs already needs only
+    another name. Raises SaveError, OSError.
+    """
+    folder.mkdir()
+    if isinstance(states, States):
+        kept = states.persisted()
+        for path in kept.digests:
+            link(path, folder / path.name)
+    else:
+        packs = Packs(folder)
+        entries = {i: packs.append(to_bytes(own), nbytes(own)) for i, own in states.items()}
+        packs.seal()
+        kept = Stored(entries, packs.sealed())
+    for path in kept.digests:
+        _sync(folder / path.name)
+    _sync(folder)
+    return kept
 
 
 def _sync(path: Path) -> None:

@@ -167,6 +167,7 @@ class Execution(EvaluatedExecution):
         finally:
             self.profile.leave()
             self.metrics.close()
+            self.engine.close()
             torch.set_num_threads(threads)
         write_json(self.folder / RESULT, result.to_json())
         RecordedInputs(self.folder).end()

@@ -315,6 +315,9 @@ class Flower:
     def state_bytes(self) -> "Mapping[ClientId, int]":
         return self._state_bytes
 
+    def close(self) -> None:
+        """Leave the devices as they are: what they keep is theirs."""
+
 
 def gathered(
     engine: Flower, enough: Callable[[Sequence[Member]], bool], patience: float

@@ -1,0 +1,137 @@
+"""Packs: files of many sets of tensors, one behind the other, so that ten thousand sets are a few
+files.
+"""
+
+from collections.abc import Set
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+from coterie.core.errors import CheckpointError, TensorError
+from coterie.core.files import digest_later, unwritable
+from coterie.core.tensors import Tensors, from_bytes
+
+LARGEST = 256 * 2**20  # bytes of a pack, about, behind which the next one begins
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """The place of a set of tensors in a pack: safetensors bytes.
+
+    Args:
+        pack: The file.
+        offset: In bytes.
+        length: In bytes.
+        nbytes: Of the tensors alone.
+    """
+
+    pack: Path
+    offset: int
+    length: int
+    nbytes: int
+
+    def content(self) -> bytes:
+        """Return the bytes. Raises CheckpointError where the file is gone or too short."""
+        try:
+            with open(self.pack, "rb") as file:
+                file.seek(self.offset)
+                found = file.read(self.length)
+        except FileNotFoundError:
+            raise CheckpointError(f"{self.pack} does not exist") from None
+        except OSError as error:
+            raise CheckpointError(f"{self.pack} cannot be read ({error.strerror})") from None
+        if len(found) < self.length:
+            raise CheckpointError(f"{self.pack} is truncated: it ends within what is read")
+        return found
+
+    def read(self) -> Tensors:
+        """Return the tensors. Raises CheckpointError."""
+        try:
+            return from_bytes(self.content(), str(self.pack))
+        except TensorError as error:
+            raise CheckpointError(error.problem) from None
+
+
+class Packs:
+    """The packs of a folder. Sets of tensors are appended to the newest one until it is sealed;
+    after that it is never changed, so that a link to it is a copy.
+
+    Args:
+        folder: Where; it exists.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._sizes: dict[Path, int] = {}  # bytes of each, those behind a failed write left out
+        self._live: dict[Path, int] = {}  # bytes of the entries that are still needed
+        self._digests: dict[Path, Future[str]] = {}  # of those that are sealed
+        self._open: Path | None = None
+        self._count = 0
+
+    def append(self, data: bytes, nbytes: int) -> Entry:
+        """Write the bytes of a set of tensors behind the others.
+
+        Raises:
+            SaveError: They could not be written; the entries before them are whole.
+        """
+        if self._open is not None and self._sizes[self._open] >= LARGEST:
+            self.seal()
+        if self._open is None:
+            self._open = self._next()
+        path, offset = self._open, self._sizes[self._open]
+        try:
+            with open(path, "r+b" if offset else "wb") as file:
+                file.seek(offset)
+                file.write(data)
+        except OSError as error:
+            raise unwritable(path, error) from error
+        self._sizes[path] += len(data)
+        self._live[path] += len(data)
+        return Entry(path, offset, len(data), nbytes)
+
+    def adopt(self, source: Path, digest: "Future[str]") -> Path:
+        """Return the name of a new pack that is sealed, and of which nothing is needed so far; the
+        caller makes the file a link to `source`, or a copy.
+        """
+        path = self._next()
+        self._sizes[path], self._digests[path] = source.stat().st_size, digest
+        return path
+
+    def need(self, entry: Entry) -> None:
+        """Count an entry of a pack that was adopted as needed."""
+        self._live[entry.pack] += entry.length
+
+    def drop(self, entry: Entry) -> None:
+        """Count an entry as no longer needed; a sealed pack of such entries alone is deleted."""
+        self._live[entry.pack] -= entry.length
+        if not self._live[entry.pack] and entry.pack != self._open:
+            self._delete(entry.pack)
+
+    def seal(self) -> None:
+        """Let the next set of tensors begin a new pack."""
+        path, self._open = self._open, None
+        if path is None:
+            return
+        if self._live[path]:
+            self._digests[path] = digest_later(path)
+        else:
+            self._delete(path)
+
+    def sealed(self) -> dict[Path, "Future[str]"]:
+        """Return the packs that are never changed again, with their SHA-256."""
+        return dict(self._digests)
+
+    def sparse(self) -> Set[Path]:
+        """Return the sealed packs of which less than half is needed."""
+        return {path for path in self._digests if 2 * self._live[path] < self._sizes[path]}
+
+    def _next(self) -> Path:
+        self._count += 1
+        path = self._folder / f"{self._count:06d}.pack"
+        self._sizes[path] = self._live[path] = 0
+        return path
+
+    def _delete(self, path: Path) -> None:
+        del self._sizes[path], self._live[path]
+        self._digests.pop(path, None)
+        path.unlink(missing_ok=True)
