@@ -208,7 +208,7 @@ def one(args: argparse.Namespace) -> None:
     sizes = {
         i: size
         for i, size in engine.state_bytes().items()
-        if given.memory is not None and states.file(i) is not None
+        if given.memory is not None and states.entry(i) is not None
     }  # type: ignore[attr-defined]
     row = {
         "clients": given.clients,

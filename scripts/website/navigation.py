@@ -30,6 +30,7 @@ NAVIGATION: list[Entry] = [
             {"Export for other programs": "on-device.md"},
             {"Choose settings": "tune.md"},
             {"Run on real machines": "deploy.md"},
+            {"Many clients": "scale.md"},
             {"Privacy and attackers": "privacy.md"},
             {"Security": "security.md"},
             {"Tools: trackers, the Hub, doctor": "tools.md"},

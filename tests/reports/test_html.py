@@ -152,6 +152,22 @@ def test_of_many_clients_the_table_shows_the_ends_and_folds_the_rest(tmp_path: P
     assert "<summary>16 more</summary>" in page
 
 
+def test_of_very_many_clients_there_are_quantiles_and_the_worst_tenth(tmp_path: Path) -> None:
+    """Perplexities 1 to 1000: what each line of the table must say is counted by hand."""
+    values = {f"c{k}": float(k + 1) for k in range(1000)}
+    found = result("fedavg", 1, 1.0, values)
+    write_report(tmp_path, typed([found]), "")
+    page = (tmp_path / "report.html").read_text()
+    assert "1,000 clients, from the best to the worst" in page
+    shown = dict(re.findall(r'<th scope="row">([^<]*)</th><td>([^<]*)</td>', page))
+    wanted = {"best": 1, "10 %": 101, "25 %": 251, "median": 501, "75 %": 750, "90 %": 900}
+    wanted |= {"worst": 1000, "mean of the worst tenth": 950.5}
+    for name, value in wanted.items():
+        assert float(shown[name].replace(",", "")) == pytest.approx(value, abs=1), name
+    assert "c999 1,000.00, c998 999.00" in page
+    assert len(set(re.findall(r"\bc\d+\b", page))) < 150  # no line for each
+
+
 def test_it_says_when_texts_are_of_a_few_clients_only(routed: str, tmp_path: Path) -> None:
     write_report(tmp_path, typed([result("comigs-1g1s", 4, 0.0, CLIENTS | {"cleo": 9.0})]), "")
     assert "The first 2 of 3 clients." in (tmp_path / "report.html").read_text()

@@ -160,10 +160,14 @@ def router_panels(path: Path, clients: Mapping[str, ClientResult]) -> tuple[str,
         charts |= {i: _depths(points, mixture)} if points else {}
     if not charts:
         return ()
-    drawn = chain.from_iterable(charts.values())
+    shown = {i: charts[i] for i in thinned(list(charts), PANELS)}
+    drawn = chain.from_iterable(shown.values())
     ends = {line.name: line.style for line in drawn if line.style.strength in (FAINT, 1)}
     samples = legend((style.sample, name) for name, style in ends.items())
-    return ROUTERS, samples, chart.panels(charts, "local iterations", "mean routing weight", (0, 1))
+    some = f"<p class=note>{len(shown)} of {len(charts):,} clients.</p>"
+    left_out = some if len(shown) < len(charts) else ""
+    panels = chart.panels(shown, "local iterations", "mean routing weight", (0, 1))
+    return ROUTERS, samples, left_out, panels
 
 
 def _privacy(path: Path, own: Result) -> tuple[str, ...]:

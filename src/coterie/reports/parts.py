@@ -27,6 +27,7 @@ GREY, BROWN = "#7d8590", "#9c6b3f"
 COLOURS = (BLUE, VERMILION, GREEN, PINK, ORANGE, SKY, GREY, BROWN)
 T = TypeVar("T")
 FEW = 8  # clients that a table has a column for
+MANY = 100  # clients beyond which there is no line or dot for each
 TILES = 6  # side by side, at most
 
 

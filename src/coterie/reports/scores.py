@@ -1,5 +1,6 @@
 """Scores and costs on a page."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -9,9 +10,10 @@ from coterie.core.metrics import worst as worst_of
 from coterie.core.result import Result, Row
 from coterie.methods import METHODS
 from coterie.reports import marks
-from coterie.reports.comparison import BESIDE, BOUNDS
+from coterie.reports.comparison import BESIDE, BOUNDS, NAMED
 from coterie.reports.parts import (
     FEW,
+    MANY,
     Cell,
     bars,
     escape,
@@ -19,10 +21,20 @@ from coterie.reports.parts import (
     ranked,
     size,
     table,
+    thinned,
     tiles,
     unseen,
 )
 
+QUANTILES = {  # shares of the clients that fare better, of summaries
+    "best": 0.0,
+    "10 %": 0.1,
+    "25 %": 0.25,
+    "median": 0.5,
+    "75 %": 0.75,
+    "90 %": 0.9,
+    "worst": 1.0,
+}
 COSTS = (
     "<p>Per client. Bytes count the tensors in training messages. A client's state is what it "
     "keeps between rounds: its own parameters, the moments of its optimisers, and counters.</p>"
@@ -45,18 +57,28 @@ def _spread(rows: Sequence[Row], results: Sequence[Result]) -> list[str]:
     for group in rows[0].groups or [""]:
         shown = [i for i in rows[0].clients if of_group.get(i, "") == group]
         strips[group] = {
-            _title(r): ({i: r.clients[i] for i in shown}, r.mean_of(group), r.std_of(group))
-            for r in rows
+            _title(r): (_dots(r, shown), r.mean_of(group), r.std_of(group)) for r in rows
         }
     limits = marks.reach(strips.values())
     parts = [
         "<p>Each dot is a client's mean over seeds; the bar is the mean of all clients, the "
         "whisker its standard deviation over seeds.</p>"
     ]
+    if len(rows[0].clients) > MANY:
+        parts.append(
+            f"<p class=note>Of more than {MANY} clients, {MANY} are shown for each method, evenly "
+            f"from the best to the worst.</p>"
+        )
     for group, strip in strips.items():
         parts += [f"<h3>{escape(unseen(group))}</h3>"] * bool(group)
         parts.append(marks.strip(strip, str(rows[0].metric), limits))
     return parts
+
+
+def _dots(row: Row, clients: Sequence[str]) -> dict[str, float]:
+    """Return the scores of clients; of many, of some that are even quantiles."""
+    order = sorted(clients, key=lambda i: row.clients[i]) if len(clients) > MANY else clients
+    return {i: row.clients[i] for i in thinned(order, MANY)}
 
 
 def _title(row: Row) -> str:
@@ -174,11 +196,39 @@ def _scores(rows: Sequence[Row]) -> str:
     shown = table(list(columns), list(zip(*columns.values(), strict=True)))
     if few:
         return shown
+    if len(clients) > MANY:
+        return shown + _quantiles(rows)
     everyone = table(
         ["client", *map(_title, rows)],
         [[i, *(figure(r.clients[i]) for r in rows)] for i in clients],
     )
     return f"{shown}<details><summary>All {len(clients)} clients</summary>{everyone}</details>"
+
+
+def _quantiles(rows: Sequence[Row]) -> str:
+    """Return quantiles of the metric over many clients, the mean of the worst tenth of them, and
+    who fares worst.
+    """
+    metric, own = rows[0].metric, rows[-1]
+    columns: dict[str, list[float]] = {}
+    for row in rows:
+        values = sorted(row.clients.values(), key=lambda value: sort_key(value, metric))
+        last, tenth = len(values) - 1, -(-len(values) // 10)
+        found = [values[round(share * last)] for share in QUANTILES.values()]
+        columns[_title(row)] = [*found, mean(values[-tenth:])]
+    names = [*QUANTILES, "mean of the worst tenth"]
+    lines: list[list[Cell | str]] = [
+        [name, *(Cell(figure(values[k])) for values in columns.values())]
+        for k, name in enumerate(names)
+    ]
+    last_ones = sorted(own.clients, key=lambda i: sort_key(own.clients[i], metric))[-NAMED:]
+    worst = ", ".join(f"{i} {figure(own.clients[i])}" for i in reversed(last_ones))
+    return (
+        f"<h3>Over {len(own.clients):,} clients, from the best to the worst</h3>"
+        f"{table(['clients', *columns], lines)}"
+        f"<p class=note>Worst with {escape(_title(own))}: {escape(worst)}. Every client's score is "
+        f"in result.json.</p>"
+    )
 
 
 def _kept(rows: Sequence[Row]) -> str:
@@ -188,10 +238,21 @@ def _kept(rows: Sequence[Row]) -> str:
     if not rows[-1].kept_rounds:
         return ""
     clients = list(rows[-1].clients)
+    if len(clients) > MANY:
+        return _kept_by_many(rows)
     lines = [[i, *(f"{(row.kept_rounds or {}).get(i, 0):g}" for row in rows)] for i in clients]
     shown = table(["client", *map(_title, rows)], lines)
     several = ", mean over seeds" if len(rows[-1].per_seed) > 1 else ""
     return f"<details><summary>Round that each client kept{several}</summary>{shown}</details>"
+
+
+def _kept_by_many(rows: Sequence[Row]) -> str:
+    """Return how many clients kept the model of each round."""
+    counts = {_title(row): Counter((row.kept_rounds or {}).values()) for row in rows}
+    rounds = sorted({round for of in counts.values() for round in of})
+    lines = [[f"{at:g}", *(f"{of[at]:,}" for of in counts.values())] for at in rounds]
+    shown = table(["round", *counts], lines)
+    return f"<details><summary>How many clients kept each round</summary>{shown}</details>"
 
 
 def _of_unseen(rows: Sequence[Row]) -> dict[str, Sequence[Cell | str]]:
