@@ -130,6 +130,16 @@ def test_a_comparison_is_one_group(recorder: Recorder, tmp_path: Path) -> None:
     assert {own["run"].group for own in recorder.runs} == {"table"}
 
 
+def test_a_search_is_one_group(recorder: Recorder, tmp_path: Path) -> None:
+    command = ["tune", "local", "--recipe", "cobo-digits", "--trials", "2", "--track", "recorder"]
+    command += ["--set", "method.rounds=2", "--out", str(tmp_path / "search")]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    folders = {path.parent for path in (tmp_path / "search/runs").rglob("result.json")}
+    found = {own["run"].name for own in recorder.runs}
+    assert found == {path.relative_to(tmp_path / "search").as_posix() for path in folders}
+    assert {own["run"].group for own in recorder.runs} == {"search"}
+
+
 def test_a_resumed_run_is_the_same_run(recorder: Recorder, tmp_path: Path) -> None:
     class Stops(coterie.Callback):
         def round(self, done: int) -> None:

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from coterie.cli.base import Changed, Out, Resume, Seed, Set, Trust, _load, _stopping, app
+from coterie.cli.base import Changed, Out, Resume, Seed, Set, Track, Trust, _load, _stopping, app
 from coterie.core.errors import Refused
 
 Fields = Annotated[
@@ -50,6 +50,7 @@ def tune(
     out: Out = None,
     resume: Resume = False,
     resume_changed: Changed = False,
+    track: Track = None,
     trust_remote_code: Trust = False,
 ) -> None:
     """Choose settings on validation data: learning rates, rounds and any field, with the same
@@ -73,6 +74,7 @@ def tune(
             out=out,
             resume=resume,
             resume_changed=resume_changed,
+            track=track or (),
             progress=True,
         )
         console, folder = Console(), found.folder

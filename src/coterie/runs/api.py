@@ -257,6 +257,7 @@ def tune(
     out: Path | str | None = None,
     resume: bool = False,
     resume_changed: bool = False,
+    track: Sequence[str] = (),
     callbacks: Sequence[Callback] = (),
     progress: bool = False,
     **changes: Any,
@@ -289,6 +290,7 @@ def tune(
         resume: Continue the search in `out`, or the latest one of this recipe under runs/.
         resume_changed: Like `resume`, and accept that base, data or clients have changed, or that
             metrics were lost.
+        track: As in `coterie.run`: every run of the search is tracked.
         callbacks: Called at the events of each run, see `Callback`.
         progress: Whether to show progress in the terminal.
         changes: Other values for fields of the recipe, see `Recipe.load`.
@@ -300,7 +302,7 @@ def tune(
     given = [methods] if isinstance(methods, str | type) else methods
     names, chosen = [name_of(method) for method in given], _recipe(recipe, changes)
     folder = _folder(out, f"tune-{chosen.name}", resume or resume_changed)
-    with _told(callbacks, progress, None) as told:
+    with _told(callbacks, progress, None, track, folder) as told:
         return tuning.tune(
             names,
             chosen,
