@@ -17,6 +17,9 @@ from coterie.core.version import __version__
 
 REPOSITORY = Path(__file__).parents[1]
 SOURCE = REPOSITORY / "src"
+VENDORED = SOURCE / "coterie/export/web_page/vendor/licences"
+LICENCES = [str(path.relative_to(REPOSITORY)) for path in VENDORED.iterdir()]
+LICENCES += ["src/coterie/models/mini/README.md"]
 UNWANTED = re.compile(r"__pycache__|\.pyc$|(^|/)(tests|runs-of|corpora|\.venv|\.git|dist)(/|$)")
 
 
@@ -69,7 +72,10 @@ def test_the_metadata_keep_the_core_small(built: Path) -> None:
     with zipfile.ZipFile(wheel(built)) as archive:
         info = f"coterie-{__version__}.dist-info"
         found = email.message_from_bytes(archive.read(f"{info}/METADATA"))
-        assert f"{info}/licenses/LICENSE" in archive.namelist()
+        held = {name.removeprefix(f"{info}/licenses/") for name in archive.namelist()}
+        assert held >= {"LICENSE", *LICENCES}
+        assert {*LICENCES} < set(found.get_all("License-File", []))
+        assert found["License-Expression"] == "Apache-2.0 AND MIT AND CC-BY-SA-4.0"
         assert b"coterie = coterie.cli:main" in archive.read(f"{info}/entry_points.txt")
     core = {
         re.split(r"[<>=!~; \[]", text)[0]
