@@ -93,6 +93,7 @@ BENCHMARKS = (
         "--repeats 1",
         gpu=True,
     ),
+    Benchmark("head", "head.py", "--repeats 1 --tokens 64 --words 4096"),
     Benchmark("clients", "clients.py memory --base gpt2", "--base embedded --few 2 --many 4"),
     Benchmark(
         "clients_scale",
@@ -264,6 +265,12 @@ AIMS = (
     *_local_step("cpu_1", "one thread"),
     *_local_step("cpu_2", "two threads"),
     *_local_step("gpu_1", "GPU, bf16"),
+    Aim(
+        "output head of GPT-2, 1,024 tokens: loss and gradient / their matrix products alone",
+        "head",
+        of("ratio", variant="words in blocks"),
+        most=1.15,
+    ),
     Aim("memory of one more GPT-2 client / its own tensors", "clients", of("ratio"), most=1.2),
     Aim("1,000 GPT-2 clients: peak, GiB", "clients_scale", of("peak_gib", clients=1000), most=24),
     Aim(

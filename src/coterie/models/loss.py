@@ -5,14 +5,13 @@ once.
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# values; on a CPU about what its last cache holds
-LOGITS_AT_ONCE, ON_ACCELERATORS = 2**20, 2**27
-# but at least, of a large vocabulary: fewer would read the whole head, far more than a cache holds,
-# for little work
-TOKENS_AT_ONCE = 128
+# values; on a CPU about what its second cache holds
+LOGITS_AT_ONCE, ON_ACCELERATORS = 2**21, 2**27
+# but at least, of many tokens: narrower products are slower
+WORDS_AT_ONCE = 256
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -24,32 +23,16 @@ class _HeadLoss(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
     ) -> Tensor:
-        total = torch.zeros(
-            (), device=hidden.device, dtype=torch.promote_types(hidden.dtype, torch.float32)
-        )
-        gradient = torch.empty_like(hidden)
-        for part in _parts(hidden, weight):
-            logits = nn.functional.linear(hidden[part], weight, bias).to(total.dtype)
-            log_p = torch.log_softmax(logits, dim=-1)
-            index = targets[part, None]
-            total -= log_p.gather(1, index).sum()
-            residual = log_p.exp_()
-            residual.scatter_add_(1, index, residual.new_full((1, 1), -1.0).expand_as(index))
-            torch.mm(residual.to(weight.dtype), weight, out=gradient[part])
-        ctx.save_for_backward(gradient)
-        return total
+        gradient = torch.zeros_like(hidden, dtype=_exact(hidden))
+        nll = _by_vocabulary(hidden, weight, bias, targets, gradient)
+        ctx.save_for_backward(gradient.to(hidden.dtype))
+        return nll.sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
         return gradient * grad.to(gradient.dtype), None, None, None
-
-
-def _parts(hidden: Tensor, weight: Tensor) -> list[slice]:
-    most = LOGITS_AT_ONCE if hidden.device.type == "cpu" else ON_ACCELERATORS
-    rows = max(most // weight.shape[0], TOKENS_AT_ONCE)
-    return [slice(start, start + rows) for start in range(0, len(hidden), rows)]
 
 
 def head_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
@@ -68,14 +51,64 @@ def head_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tens
 
 def head_nll(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
     """(T,) the NLL of each target, at least fp32; without gradient."""
-    found = []
-    for part in _parts(hidden, weight):
-        logits = nn.functional.linear(hidden[part], weight, bias)
-        found.append(
-            nn.functional.cross_entropy(
-                logits.to(torch.promote_types(logits.dtype, torch.float32)),
-                targets[part],
-                reduction="none",
-            )
-        )
-    return torch.cat(found)
+    return _by_vocabulary(hidden, weight, bias, targets, None)
+
+
+def _by_vocabulary(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    gradient: Tensor | None,
+) -> Tensor:
+    """Return (T,) the NLL of each target; add its gradient to `gradient`, (T, d), zeros, if given.
+
+    The vocabulary comes in blocks, with a softmax that is rescaled as the largest logit grows
+    (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018): each block of W is
+    read once and multiplied twice, by all tokens, while its logits are in the cache. With the
+    target y apart, the gradient is sum_{v != y} p_v W_v - (1 - p_y) W_y, where nothing cancels.
+    """
+    top = hidden.new_full((len(hidden), 1), torch.finfo(_exact(hidden)).min, dtype=_exact(hidden))
+    others, own = torch.zeros_like(top), torch.zeros_like(top)
+    for start, stop in _blocks(hidden, weight):
+        rows = weight[start:stop]
+        logits = _logits(hidden, rows, None if bias is None else bias[start:stop])
+        place = targets[:, None] - start
+        here = (place >= 0) & (place < stop - start)
+        place = place.clamp(0, stop - start - 1)
+        found = logits.gather(1, place)
+        own = torch.where(here, found, own)
+        logits.scatter_(1, place, found.masked_fill(here, -torch.inf))
+        before, top = top, torch.maximum(top, logits.amax(dim=1, keepdim=True))
+        shrunk, shares = (before - top).exp_(), logits.sub_(top).exp_()
+        others.mul_(shrunk).add_(shares.sum(dim=1, keepdim=True))
+        if gradient is not None:
+            _add_product(gradient.mul_(shrunk), shares, rows)
+    rest = others.log().add_(top)  # log sum_{v != y} exp(logit_v)
+    total = torch.logaddexp(rest, own)
+    if gradient is not None:
+        gradient.mul_((top - total).exp_())
+        gradient.addcmul_((rest - total).exp_(), weight[targets].to(gradient.dtype), value=-1)
+    return (total - own)[:, 0]
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.nn.functional.linear(hidden, weight, bias).to(_exact(hidden))
+
+
+def _add_product(total: Tensor, shares: Tensor, weight: Tensor) -> None:
+    if total.dtype == weight.dtype:
+        total.addmm_(shares, weight)
+    else:
+        total.add_(shares.to(weight.dtype) @ weight)
+
+
+def _exact(hidden: Tensor) -> torch.dtype:
+    return torch.promote_types(hidden.dtype, torch.float32)
+
+
+def _blocks(hidden: Tensor, weight: Tensor) -> list[tuple[int, int]]:
+    """Return the first row of W in each block, and that behind it."""
+    most = LOGITS_AT_ONCE if hidden.device.type == "cpu" else ON_ACCELERATORS
+    size, count = max(most // max(len(hidden), 1), WORDS_AT_ONCE), len(weight)
+    return [(start, min(start + size, count)) for start in range(0, count, size)]
