@@ -19,6 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from coterie.core.errors import CoterieError
+from coterie.core.importing import uncollected
 from coterie.core.names import normal
 from coterie.core.printing import printable
 from coterie.core.threads import wait_briefly
@@ -173,7 +174,8 @@ def _main(
 
 
 def _load(recipe: str, overrides: list[str] | None, seed: int | None) -> "Recipe":
-    from coterie.runs import recipe as recipes
+    with uncollected():
+        from coterie.runs import recipe as recipes
 
     return recipes.load(
         recipe, [*(overrides or ()), *((f"seed={seed}",) if seed is not None else ())]

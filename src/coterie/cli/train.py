@@ -21,6 +21,7 @@ from coterie.cli.base import (
 )
 from coterie.cli.tune import Fields, Trials
 from coterie.core.extras import available
+from coterie.core.importing import uncollected
 from coterie.core.printing import printable
 
 if TYPE_CHECKING:
@@ -66,7 +67,9 @@ def run(
 
         from coterie.core.profiling import Profile
         from coterie.reports.tables import profiled
-        from coterie.runs import api
+
+        with uncollected():
+            from coterie.runs import api
 
         folder = out or _folder(loaded.name, resume or resume_changed)
         console, trace = (

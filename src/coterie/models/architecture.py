@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from coterie.core.errors import ModelError
+from coterie.core.importing import uncollected
 from coterie.models.families import (
     FAMILIES,
     REMEDY,
@@ -89,7 +90,7 @@ def outline(base: str | Path) -> nn.Module:
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
-    with explained(base):
+    with explained(base), uncollected():
         own = configuration(base)
         if type(own) not in MODEL_FOR_CAUSAL_LM_MAPPING and not trusted():
             raise ModelError(
@@ -111,6 +112,7 @@ def trusted() -> bool:
     return os.environ.get(TRUST) == "1"
 
 
+@uncollected()
 def configuration(base: str | Path, **settings: Any) -> Any:
     """Return Transformers' configuration of a base.
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from coterie.core import devices
 from coterie.core.errors import ModelError
+from coterie.core.importing import uncollected
 from coterie.models.adapter import Adapter
 from coterie.models.architecture import (
     Architecture,
@@ -118,7 +119,7 @@ class Backbone:
         source = locate(base)
         # of reading weights into memory; that of a download is another one
         logging.disable_progress_bar()
-        with explained(base):
+        with explained(base), uncollected():
             model, found = AutoModelForCausalLM.from_pretrained(
                 source,
                 dtype=DTYPES[dtype] if quantised is None or dtype != "fp32" else "auto",
