@@ -19,7 +19,7 @@ def test_nothing_is_collected_within_and_everything_as_before_after_it() -> None
     gc.enable()
     with uncollected():
         before = gc.get_stats()[0]["collections"]
-        made = [[] for _ in range(10 * gc.get_threshold()[0])]
+        made: list[list[int]] = [[] for _ in range(10 * gc.get_threshold()[0])]
         assert gc.get_stats()[0]["collections"] == before
     assert gc.isenabled()
     assert made
@@ -45,3 +45,26 @@ def test_it_may_be_nested_and_goes_on_after_an_error() -> None:
     with pytest.raises(ValueError, match="as it is"):
         failing()
     assert gc.isenabled()
+
+
+def test_what_was_made_within_is_old_and_still_collected() -> None:
+    gc.enable()
+    with uncollected():
+        made: list[object] = []
+        made.append(made)
+    assert not any(found is made for found in gc.get_objects(generation=0))
+    assert gc.get_freeze_count() == 0
+    del made
+    assert gc.collect() > 0
+
+
+def test_what_others_have_frozen_stays_so() -> None:
+    gc.enable()
+    gc.freeze()
+    try:
+        before = gc.get_freeze_count()
+        with uncollected():
+            pass
+        assert gc.get_freeze_count() == before
+    finally:
+        gc.unfreeze()

@@ -19,4 +19,7 @@ def uncollected() -> Iterator[None]:
         yield
     finally:
         if enabled:
+            if not gc.get_freeze_count():  # what was made is old at once, and not looked through
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
