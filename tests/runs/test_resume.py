@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from coterie.cli.base import app
 from coterie.core.errors import CheckpointError, CoterieError, Refused
 from coterie.core.files import load, save
+from coterie.methods.comigs import CoMiGS
 from coterie.runs import recipe as recipes
 from coterie.runs import run as runs
 from coterie.runs.folder import alone
@@ -485,13 +486,14 @@ def test_who_means_it_goes_on(name: str, stopped: tuple[Path, Path, Path]) -> No
 
 
 def test_a_method_that_needs_all_its_clients_does_not_lose_one(
-    tiny_base: Path, tmp_path: Path
+    tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts, out = write_texts(tmp_path / "texts"), tmp_path / "run"
     recipe = language(texts, tiny_base, "comigs-1g1s", "compare_with=[]")
     runs.run(recipe, out)
     (out / "result.json").unlink()
     shutil.rmtree(texts / "b")
+    monkeypatch.setattr(CoMiGS, "dynamic_membership", False)
     with pytest.raises(
         Refused, match=r"(?s)needs the clients that it started with: b missing.*Restore the data"
     ):
