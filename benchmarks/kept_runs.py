@@ -22,13 +22,14 @@ def unpack(archives: Path, folder: Path) -> int:
     Returns:
         How many runs were written.
     """
-    found = 0
+    found, folder = 0, folder.resolve()
     for path in sorted(archives.glob("*.tar.xz")):
         with tarfile.open(path) as archive:
             members = archive.getmembers()
             there = {own for own in _runs(members) if (folder / own).exists()}
             wanted = [m for m in members if str(Path(m.name).parent) not in there]
-            archive.extractall(folder, members=wanted, filter="data")
+            for member in wanted:
+                _write(archive, member, folder)
             found += len(_runs(wanted))
     return found
 
@@ -57,6 +58,15 @@ def pack(archives: Path, folder: Path) -> Path | None:
                     archive.add(run / name, where, filter=_nobodys)
     begun.rename(target)
     return target
+
+
+def _write(archive: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> None:
+    """Write a file of an archive, if it is one of a run's."""
+    content, path = archive.extractfile(member), folder / member.name
+    if content is None or path.name not in FILES or not path.resolve().is_relative_to(folder):
+        raise ValueError(f"{member.name} in {archive.name} is no file of a run")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.read())
 
 
 def _runs(members: list[tarfile.TarInfo]) -> set[str]:

@@ -239,7 +239,7 @@ def test_the_wheel_is_of_the_package_alone() -> None:
     ]
     assert built["wheel"]["packages"] == ["src/coterie"]
     assert not {"include", "force-include", "artifacts"} & built["wheel"].keys()
-    assert built["sdist"]["exclude"] == ["/corpora"]
+    assert "/corpora" in built["sdist"]["exclude"]
     assert not list((REPOSITORY / "src").rglob("*.jsonl*"))
 
 

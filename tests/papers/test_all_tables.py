@@ -46,11 +46,20 @@ def test_an_entry_is_complete_until_its_command_or_its_table_changes(
     assert not driver.complete(entry, tmp_path, ())
 
 
-def test_two_jobs_never_share_the_runs_of_a_paper(driver: ModuleType) -> None:
-    names = ("comigs/table2", "comigs/table1", "cobo/table2", "ddome/table1")
-    left = [driver.Entry(name) for name in names]
-    assert [e.name for e in driver.startable(left, (), 1)] == ["comigs/table2"]
-    assert [e.name for e in driver.startable(left, (), 2)] == ["comigs/table2", "cobo/table2"]
+def test_two_jobs_never_have_one_column_of_a_paper(driver: ModuleType) -> None:
+    left = [driver.Entry("comigs/figure4"), driver.Entry("comigs/figure7")]
+    first, other = driver.Part(left[0], "agnews"), driver.Part(left[1], "multilingual")
+    assert [*driver.startable(left, (), (), 1)] == [first]
+    assert [*driver.startable(left, (), (), 2)] == [first, other]
+    assert [*driver.startable(left, (), [first], 2)] == [other]
+    assert [*driver.startable(left, (), [first, other], 2)] == []
+
+
+def test_a_table_comes_after_its_columns(driver: ModuleType) -> None:
+    entry = driver.Entry("comigs/figure8")
+    columns = [driver.Part(entry, column) for column in ("multilingual", "slimpajama")]
+    assert [*driver.startable([entry], columns[:1], (), 2)] == columns[1:]
+    assert [*driver.startable([entry], columns, (), 2)] == [driver.Part(entry)]
 
 
 def test_it_says_what_is_to_do(tmp_path: Path) -> None:

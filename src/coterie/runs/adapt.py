@@ -5,6 +5,7 @@ trained on its own text.
 import os
 import tempfile
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -132,28 +133,32 @@ def adapt(
         up, down = 0, nbytes(received)
     else:
         execution, received, up, down = _exchanged(run, recipe, id, data, training is not None)
-    owner = execution.prepared.site.client(id, dict(execution.engine.states().get(id, {})))
-    owner.load(execution.method.loadable(owner, received))
-    scores: tuple[float, ...] = ()
-    if isinstance(owner.model, PoolClassifier | LanguageModel) and owner.model.embed is not None:
-        affinity = owner.model.affinity(owner.embeddings(owner.data.train))
-        scores = tuple((affinity / affinity.sum()).tolist())
-    personalised = _keep(execution, owner, received, folder, training)
-    once = execution.problem.once_bytes if scores or not down else 0
-    experts = tuple(numbers_of_experts(received))
-    samples = owner.data.train.windows
-    return Adapted(
-        load(folder),
-        folder,
-        samples,
-        experts,
-        execution.method.rounds,
-        scores,
-        up,
-        down,
-        once,
-        personalised,
-    )
+    with closing(execution.engine):  # its packs of states lie in the run's folder
+        owner = execution.prepared.site.client(id, dict(execution.engine.states().get(id, {})))
+        owner.load(execution.method.loadable(owner, received))
+        scores: tuple[float, ...] = ()
+        if (
+            isinstance(owner.model, PoolClassifier | LanguageModel)
+            and owner.model.embed is not None
+        ):
+            affinity = owner.model.affinity(owner.embeddings(owner.data.train))
+            scores = tuple((affinity / affinity.sum()).tolist())
+        personalised = _keep(execution, owner, received, folder, training)
+        once = execution.problem.once_bytes if scores or not down else 0
+        experts = tuple(numbers_of_experts(received))
+        samples = owner.data.train.windows
+        return Adapted(
+            load(folder),
+            folder,
+            samples,
+            experts,
+            execution.method.rounds,
+            scores,
+            up,
+            down,
+            once,
+            personalised,
+        )
 
 
 def _exchanged(

@@ -2,6 +2,7 @@
 what is needed to train from it elsewhere.
 """
 
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -70,23 +71,24 @@ def write_shared(run: Path, folder: Path, base: str) -> SharedPart:
             f"{run}: {name} has no shared part that is a language model by itself", _REMEDY
         )
     execution = _with_newcomer(prepare(recipe), run)
-    if not execution.restore():
-        raise CheckpointError(
-            f"{run} has no checkpoint yet", "Wait for the first one, or resume the run."
-        )
-    tensors, up, _ = execution.adapt((NAME,))
-    if up[NAME]:
-        raise Refused(f"{run}: with {name}, what a client gets depends on its text", _REMEDY)
-    owner = _owner(execution, tensors[NAME])
-    kept, problem = shared_part(owner, execution.method), execution.problem
-    assert isinstance(problem, Language)
-    origin = personal.Origin(name, recipe.name, execution.round, recipe.seed)
-    section = recipe.model.model_copy(update={"base": base})
-    named = replace(problem, section=section)
-    named.write(folder, NAME, kept.layout, kept.tensors, origin)
-    save(folder / SHARED, tensors[NAME], {"format": "pt"})
-    (folder / RECIPE).write_text(_portable(recipe, base), encoding="utf-8")
-    return _measured(execution, owner, kept)
+    with closing(execution.engine):
+        if not execution.restore():
+            raise CheckpointError(
+                f"{run} has no checkpoint yet", "Wait for the first one, or resume the run."
+            )
+        tensors, up, _ = execution.adapt((NAME,))
+        if up[NAME]:
+            raise Refused(f"{run}: with {name}, what a client gets depends on its text", _REMEDY)
+        owner = _owner(execution, tensors[NAME])
+        kept, problem = shared_part(owner, execution.method), execution.problem
+        assert isinstance(problem, Language)
+        origin = personal.Origin(name, recipe.name, execution.round, recipe.seed)
+        section = recipe.model.model_copy(update={"base": base})
+        named = replace(problem, section=section)
+        named.write(folder, NAME, kept.layout, kept.tensors, origin)
+        save(folder / SHARED, tensors[NAME], {"format": "pt"})
+        (folder / RECIPE).write_text(_portable(recipe, base), encoding="utf-8")
+        return _measured(execution, owner, kept)
 
 
 _REMEDY = "Methods whose shared part is one model for everybody: " + ", ".join(
