@@ -232,10 +232,8 @@ class _Trial:
     def scoring(self) -> float:
         """Seconds that one evaluation takes."""
         federation, recipe = self.prepared.problem.federation, self.prepared.recipe
-        groups, data = (
-            evaluated(federation, recipe.evaluate_clients, recipe.seed),
-            federation.everyone,
-        )
+        groups = evaluated(federation, recipe.evaluate_clients, recipe.seed)
+        data = federation.everyone
         scored = [data[i] for group in groups.values() for i in group]
         id = scored[0].id
         sent = self._download(id)
