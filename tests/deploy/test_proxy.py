@@ -49,6 +49,9 @@ LIMITS = Limits(
 )
 
 
+PULL = "/v1/fleet/pull-messages"
+
+
 class Behind(BaseHTTPRequestHandler):
     """Answers with what it was asked, and remembers it."""
 
@@ -111,7 +114,9 @@ def seen() -> list[tuple[str, str, bytes]]:
 
 
 @contextmanager
-def opened(folder: Path, limits: Limits | None = None) -> Iterator[tuple[int, Proxy]]:
+def opened(
+    folder: Path, limits: Limits | None = None, posted: Path | None = None
+) -> Iterator[tuple[int, Proxy]]:
     """A proxy with TLS, which knows ann's device, before `Behind`, with TLS too: its port, and
     itself.
     """
@@ -122,7 +127,7 @@ def opened(folder: Path, limits: Limits | None = None) -> Iterator[tuple[int, Pr
         threading.Thread(target=behind.serve_forever, daemon=True).start()
         found, own = free_port(), (folder / keys.CERTIFICATE, folder / keys.KEY, folder / keys.CA)
         with open_proxy(
-            ("127.0.0.1", found), ("127.0.0.1", behind.server_address[1]), *own, limits
+            ("127.0.0.1", found), ("127.0.0.1", behind.server_address[1]), *own, limits, posted
         ) as door:
             door.keys = known(folder / "clients/ann")
             yield found, door
@@ -575,6 +580,82 @@ def test_devices_are_heard_while_strangers_keep_the_superlink_busy(
         time.sleep(0.2)
         assert answered(port, folder, within=2) == 201
         assert most[0] <= 3
+
+
+@pytest.fixture
+def mailbox(monkeypatch: pytest.MonkeyPatch) -> tuple[list[bytes], list[float]]:
+    """Messages that the SuperLink has, each of which it gives away once, and when it was asked."""
+    messages: list[bytes] = []
+    asked: list[float] = []
+
+    def answer(handler: Any) -> None:
+        handler.rfile.read(int(handler.headers["Content-Length"]))
+        asked.append(time.monotonic())
+        message = messages.pop() if messages else b""
+        handler.send_response(200)
+        handler.send_header("Content-Length", str(len(message)))
+        handler.end_headers()
+        handler.wfile.write(message)
+
+    monkeypatch.setattr(Behind, "do_POST", answer)
+    return messages, asked
+
+
+def test_a_question_for_messages_waits_until_there_is_one(
+    folder: Path, tmp_path: Path, mailbox: tuple[list[bytes], list[float]]
+) -> None:
+    (messages, asked), posted = mailbox, tmp_path / "posted"
+    with opened(folder, None, posted) as (port, _):
+        for message in (b"first", b"second" * 99):
+            connection = connected(port, folder)
+            connection.request("POST", PULL, b"me", signed(folder / "clients/ann"))
+            before = len(asked)
+            assert until(lambda before=before: len(asked) > before)  # and there was none
+            messages.append(message)
+            posted.touch()
+            touched = time.monotonic()
+            response = connection.getresponse()
+            assert (response.status, response.read()) == (200, message)
+            assert asked[-1] - touched < 1  # a device asks by itself every three seconds
+        assert len(asked) == 4
+
+
+def test_a_question_for_messages_is_held_for_so_long_and_strangers_questions_not_at_all(
+    folder: Path, tmp_path: Path, mailbox: tuple[list[bytes], list[float]]
+) -> None:
+    _, asked = mailbox
+
+    def seconds(headers: dict[str, str]) -> float:
+        connection, begun = connected(port, folder), time.monotonic()
+        connection.request("POST", PULL, b"me", headers)
+        response = connection.getresponse()
+        assert (response.status, response.read()) == (200, b"")
+        return time.monotonic() - begun
+
+    with opened(folder, Limits(wait=1.5), tmp_path / "posted") as (port, _):
+        assert seconds({}) < 1
+        assert seconds(signed(folder / "clients/ann")) >= 1.5
+    with opened(folder, Limits(wait=1.5)) as (port, _):  # nobody would say that there is one
+        assert seconds(signed(folder / "clients/ann")) < 1
+    assert len(asked) == 4
+
+
+def test_who_has_hung_up_is_given_no_message(
+    folder: Path, tmp_path: Path, mailbox: tuple[list[bytes], list[float]]
+) -> None:
+    (messages, asked), posted = mailbox, tmp_path / "posted"
+    with opened(folder, None, posted) as (port, proxy):
+        connection = connected(port, folder)
+        connection.request("POST", PULL, b"me", signed(folder / "clients/ann"))
+        assert until(lambda: len(asked) == 1)
+        connection.close()
+        time.sleep(0.3)
+        messages.append(b"hers")
+        posted.touch()
+        time.sleep(0.5)
+        assert len(asked) == 1
+        assert messages == [b"hers"]
+        assert not proxy.problems
 
 
 def test_a_front_that_fails_goes_on_and_says_so(

@@ -5,7 +5,7 @@ written by h11.
 import asyncio
 import base64
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -27,6 +27,7 @@ except ImportError:  # pragma: no cover - they come with Flower
 
 
 _MAY = re.compile(rb"/v1/fleet/[a-z-]+")  # Flower's Fleet API
+_MESSAGES = b"/v1/fleet/pull-messages"  # by which a device asks whether there is one for it
 _HOP = {
     b"connection",
     b"expect",
@@ -69,6 +70,8 @@ class Limits:
         large: Bytes of a body above which a device sends one at a time.
         linger: Seconds for which further bytes of a refused caller are discarded, so that the
             refusal reaches it.
+        wait: Seconds for which a device's question for messages waits for one. Devices give up
+            after 30.
     """
 
     strangers: int = 256
@@ -84,6 +87,7 @@ class Limits:
     body: int = 256 << 20
     large: int = 8 << 20
     linger: float = 1.0
+    wait: float = 20.0
 
 
 class _Rejected(Exception):
@@ -145,12 +149,19 @@ class _Connection:
                 body = b"".join([part async for part in self._body()])
             async with self.proxy.asked:
                 await self._pass_on(request, body, length)
+        elif request.target == _MESSAGES and length <= self.limits.strange_body:
+            body = b"".join([part async for part in self._body()])
+            await self._answer(self.proxy.held(request, body, self._gone))
         elif length > self.limits.large:
             async with self.proxy.device(self.device).large:
                 await self._pass_on(request, self._body(length), length)
         else:
             await self._pass_on(request, self._body(length), length)
         return self.http.our_state is h11.DONE and self.http.their_state is h11.DONE
+
+    def _gone(self) -> bool:
+        """Whether the caller has hung up."""
+        return self.reader.at_eof() or self.reader.exception() is not None
 
     async def _request(self) -> h11.Request | None:
         """Return the header of the next request; None when there is none. Raises _Rejected for
@@ -202,8 +213,12 @@ class _Connection:
     async def _pass_on(
         self, request: h11.Request, content: bytes | AsyncIterator[bytes], length: int
     ) -> None:
+        await self._answer(self.proxy.forward(request, content, length))
+
+    async def _answer(self, forwarded: Awaitable[httpx.Response]) -> None:
+        """Answer with what the SuperLink answers."""
         try:
-            response = await self.proxy.forward(request, content, length)
+            response = await forwarded
         except httpx.TransportError:
             raise _Rejected(503, "The SuperLink does not answer") from None
         try:

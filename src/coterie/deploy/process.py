@@ -15,6 +15,7 @@ from uuid import uuid4
 
 from coterie.core.errors import ClientError, Refused, extra
 from coterie.core.printing import printable
+from coterie.engines.flower import POSTED
 
 # nothing is sent to anybody, nothing is installed, and new messages are looked for ten times a
 # second
@@ -34,12 +35,17 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
+def posted(home: Path) -> Path:
+    """Return the file that a run below `home` touches once it has sent messages to devices."""
+    return home.resolve() / "posted"
+
+
 def environment(home: Path) -> dict[str, str]:
     """Return the environment of Flower's programs, whose own files are below `home`, and which find
     each other.
     """
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
-    own = {"FLWR_HOME": str((home / "flwr").resolve()), "PATH": path}
+    own = {"FLWR_HOME": str((home / "flwr").resolve()), "PATH": path, POSTED: str(posted(home))}
     return os.environ | own | {k: os.environ.get(k, v) for k, v in _QUIET.items()}
 
 

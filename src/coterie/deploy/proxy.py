@@ -8,6 +8,9 @@ A SuperLink reads the whole body of a request before it looks at who sent it, ha
 and none for connections. So this looks at the signature in a request's header first: a caller
 without one of a known key is a stranger, whose requests must be small, fast and few. HTTP is parsed
 and written by h11, passed on by httpx, and TLS is asyncio's.
+
+A device asks every three seconds whether there is a message for it, so that each exchange would
+wait for up to three seconds. So the question is held here until there is one (long polling).
 """
 
 import asyncio
@@ -16,7 +19,7 @@ import socket
 import ssl
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +36,10 @@ except ImportError:  # pragma: no cover - they come with Flower
 
 _AGAIN_S = 1.0  # seconds until what failed is tried again
 _PROBLEMS = 10  # that are kept until they are reported
+_LOOK_S = 0.05  # seconds between looks whether messages have been sent
+# Seconds until the SuperLink is asked again for a held question, if nobody said that there are
+# messages: as often as devices ask by themselves.
+_ASK_S = 3.0
 _DESCRIPTORS = 1 << 16  # the requested limit of open files; most systems allow it
 # Devices behind one address, if there are no keys to tell them apart.
 _OF_AN_ADDRESS = 16
@@ -56,6 +63,7 @@ class Proxy:
         inner: TLS settings towards the SuperLink; None: no TLS.
         keys: Public keys of the known devices; None: no keys, every caller counts as a device.
         limits: The limits of connections and requests.
+        posted: A file that is touched once messages are there; None: no question is held.
 
     Attributes:
         keys: May be replaced at any time, from any thread.
@@ -70,7 +78,9 @@ class Proxy:
         inner: ssl.SSLContext | None,
         keys: Keys | None,
         limits: Limits,
+        posted: Path | None = None,
     ) -> None:
+        self._posted = posted
         self.keys, self.limits, self.problems = keys, limits, deque[str](maxlen=_PROBLEMS)
         self._listener, self._outer, self._inner = listener, outer, inner
         self._behind = f"{'http' if inner is None else 'https'}://{behind[0]}:{behind[1]}"
@@ -106,19 +116,28 @@ class Proxy:
         self._strangers: dict[asyncio.Task[None], str] = {}
         self._devices: dict[bytes, _Device] = {}
         self._asked = asyncio.Semaphore(self.limits.asked)
+        self._sent = asyncio.Event()
         self._main = loop, task
         if self._closing.is_set():
             return
         async with self._client() as self._superlink:
-            while True:
-                try:
-                    connection, address = await loop.sock_accept(self._listener)
-                except OSError:  # the caller is gone already, or there are no descriptors left
-                    self._dismiss(self._strangers)
-                    await asyncio.sleep(0.05)
-                    continue
-                self._admit(connection, str(address[0]))
-                await asyncio.sleep(0)  # `sock_accept` never yields while callers are waiting
+            looking = asyncio.create_task(self._look())
+            try:
+                await self._accept(loop)
+            finally:
+                looking.cancel()
+
+    async def _accept(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Admit one connection after the other."""
+        while True:
+            try:
+                connection, address = await loop.sock_accept(self._listener)
+            except OSError:  # the caller is gone already, or there are no descriptors left
+                self._dismiss(self._strangers)
+                await asyncio.sleep(0.05)
+                continue
+            self._admit(connection, str(address[0]))
+            await asyncio.sleep(0)  # `sock_accept` never yields while callers are waiting
 
     def _client(self) -> httpx.AsyncClient:
         """Return the client that talks to the SuperLink. The SuperLink closes connections that
@@ -223,6 +242,43 @@ class Proxy:
             httpx.Request("POST", url, headers=headers, content=content), stream=True
         )
 
+    async def held(
+        self, request: h11.Request, content: bytes, gone: Callable[[], bool]
+    ) -> httpx.Response:
+        """Forward a device's question for messages; where there is none, wait for one.
+
+        Args:
+            request: The question.
+            content: Its body.
+            gone: Whether the device has hung up: it would not get the message.
+
+        Raises:
+            ConnectionAbortedError: It has.
+        """
+        loop = asyncio.get_running_loop()
+        end = loop.time() + (0.0 if self._posted is None else self.limits.wait)
+        while not gone():
+            sent = self._sent  # of what is sent from now on
+            response = await self.forward(request, content, len(content))
+            nothing = response.is_success and response.headers.get("content-length") == "0"
+            left = end - loop.time()
+            if not nothing or left <= 0:
+                return response
+            await response.aclose()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(left, _ASK_S)):
+                    await sent.wait()
+        raise ConnectionAbortedError
+
+    async def _look(self) -> None:
+        """Tell those whose questions are held whenever messages have been sent."""
+        seen = _changed(self._posted)
+        while self._posted is not None:
+            await asyncio.sleep(_LOOK_S)
+            if (now := _changed(self._posted)) != seen:
+                seen, sent, self._sent = now, self._sent, asyncio.Event()
+                sent.set()
+
     @property
     def asked(self) -> asyncio.Semaphore:
         """Limits the simultaneous requests of unknown callers."""
@@ -237,6 +293,7 @@ def open_proxy(
     key: Path | None,
     ca: Path | None,
     limits: Limits | None = None,
+    posted: Path | None = None,
 ) -> Iterator[Proxy]:
     """Open the proxy for as long as the block lasts.
 
@@ -247,6 +304,7 @@ def open_proxy(
         key: Its private key.
         ca: The certificate of the authority that made it.
         limits: The limits of connections; default: those of `Limits`.
+        posted: See `Proxy`.
 
     Yields:
         The proxy. With a certificate it knows no device's key at first.
@@ -262,9 +320,8 @@ def open_proxy(
     _raise_descriptors()
     with socket.create_server(address, backlog=512) as listener:
         listener.setblocking(False)
-        found = Proxy(
-            listener, behind, outer, inner, None if certificate is None else {}, limits or Limits()
-        )
+        known: Keys | None = None if certificate is None else {}
+        found = Proxy(listener, behind, outer, inner, known, limits or Limits(), posted)
         thread = threading.Thread(target=found.run, name="proxy", daemon=True)
         thread.start()
         try:
@@ -272,6 +329,14 @@ def open_proxy(
         finally:
             found.close()
             thread.join()
+
+
+def _changed(file: Path | None) -> int | None:
+    """Return when a file was last changed, ns; None where there is none."""
+    try:
+        return None if file is None else file.stat().st_mtime_ns
+    except OSError:
+        return None
 
 
 def _raise_descriptors() -> None:

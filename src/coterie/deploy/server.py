@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING
 from coterie.core.errors import ClientError, CoterieError, Refused
 from coterie.deploy.command import NAME, configure, flwr, register
 from coterie.deploy.link import _LAST_PORT, Link, _there, listening
-from coterie.deploy.process import _AGAIN_S, _TELL_AGAIN_S, Program, _RateLimit, _wait_for, program
+from coterie.deploy.process import (
+    _AGAIN_S,
+    _TELL_AGAIN_S,
+    Program,
+    _RateLimit,
+    _wait_for,
+    posted,
+    program,
+)
 from coterie.deploy.resident import private
 
 if TYPE_CHECKING:
@@ -226,8 +234,9 @@ def server(
         configure(runs, home)
         try:
             limits = Limits(body=largest)
+            behind = "127.0.0.1", runs_port
             found.proxy = stack.enter_context(
-                open_proxy((host, port), ("127.0.0.1", runs_port), certificate, key, ca, limits)
+                open_proxy((host, port), behind, certificate, key, ca, limits, posted(home))
             )
         except OSError as error:
             raise Refused(

@@ -1,13 +1,16 @@
 """Messages to the nodes of a grid of Flower's, and what the nodes answer."""
 
+import os
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from flwr.app import Message
 from flwr.serverapp import Grid
 
 from coterie.core.errors import TensorError
+from coterie.engines.flower import POSTED
 from coterie.engines.flower.apps import QUERY
 from coterie.engines.flower.packing import _packed, _size, _unpacked
 from coterie.engines.messages import Reply, Request, parsed
@@ -73,6 +76,8 @@ class Transport:
             message.metadata.ttl = seconds + _LATE_S
             self.traffic[0] += _size(message.content)
             sent |= dict.fromkeys(self.grid.push_messages([message]), node)
+        if sent and (file := os.environ.get(POSTED)):
+            Path(file).touch()
         return sent
 
     def arrived(self, sent: Collection[str]) -> dict[str, Message]:
