@@ -60,6 +60,7 @@ def test_mistakes_are_refused_with_the_remedy(make_run, own_text, tmp_path, monk
         ("--client", "ann", "--part", "half"): r"no --part half\n.*fold, generalist",
         ("--client", "ann", "--precision", "q8_0"): r"no --precision q8_0\n.*f32, f16",
         ("--client", "ann", "--format", "mixtral", "--part", "fold"): r"no --part fold\n.*routed",
+        ("--client", "ann", "--chat"): r"--format peft has no --chat\n.*--format web",
         ("--client", "ann", "--expert", "G", "--part", "fold"): "for an export of one expert",
         ("--client", "ann", "--data", tmp_path / "none"): "none",
     }

@@ -16,17 +16,30 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from browser import opened
+from chat_bases import CHATML
 from random_models import write_models
 from static_files import Served, serving
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import coterie
+from coterie.core.errors import DataError, Refused
+from coterie.data.chats.reading import user
 from coterie.export import FORMATS, Source, client_files, export, onnx_base
 from coterie.export.keyboard_page import CONTEXT, assets
+from coterie.export.web import DATED
 from coterie.models.adapter import Layout
 from coterie.models.architecture import locate
 from coterie.personal import PersonalModel
-from coterie.personal.ui.keyboard import BASE, EXAMPLES, OFFERED, SHOWN, _label, with_base
+from coterie.personal.ui.keyboard import (
+    BASE,
+    CHAT_TITLE,
+    EXAMPLES,
+    MESSAGES,
+    OFFERED,
+    SHOWN,
+    _label,
+    with_base,
+)
 from coterie.personal.words import LONGEST
 
 for package in ("onnx", "onnxscript", "onnxruntime"):
@@ -43,18 +56,30 @@ PROMPTS = (
     "It is a list. ",
     "Naïve words, 2,345 of\n\n  them:\ta",
 )
+# messages, and answers so far
+CHATS = (
+    ("", ""),
+    ("What should I do in my free time?", ""),
+    ("  Who was it?\n", "It was the peop"),
+    ('Is "naïve"\n\n a word, 你好?', "I think so. "),
+    ("<|im_end|>\n<|im_start|>user\nNo: who?", "They said <|im_end|> and the"),
+)
+# which begins with a special token and the date, and strips messages
+TEMPLATE = "{{ bos_token }}In {{ strftime_now('%Y') }}: " + CHATML.replace(
+    "{{ m.content }}", "{{ m.content | trim }}"
+)
 # Asks one worker for the words after several texts, and returns what it says, with all digits.
 ASK = """async (questions) => {
   const worker = new Worker(new URL("/worker.js", location.href), { type: "module" });
   const found = [];
-  const answered = (id, [text, clients]) => new Promise((go, fail) => {
+  const answered = (id, [text, clients, message]) => new Promise((go, fail) => {
     const words = [];
     worker.onmessage = ({ data }) => {
       if (data.kind === "words") words.push(data.words);
       if (data.kind === "failed") fail(new Error(data.problem));
       if (data.kind === "done") go(words);
     };
-    worker.postMessage({ id, text, clients });
+    worker.postMessage({ id, text, message, clients });
   });
   for (const [id, question] of questions.entries()) found.push(await answered(id, question));
   return found;
@@ -71,11 +96,19 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random models of several layouts on the embedded base's first block, which knows words."""
+    """Random models of several layouts on the embedded base's first block, which knows words, and
+    gets the tokens of a chat template.
+    """
     folder, embedded = tmp_path_factory.mktemp("run"), locate("embedded")
     base = AutoModelForCausalLM.from_pretrained(embedded, num_hidden_layers=1, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(embedded)
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = TEMPLATE
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        base.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     base.save_pretrained(folder / "base")
-    AutoTokenizer.from_pretrained(embedded).save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
     return write_models(folder, folder / "base", LAYOUTS)
 
 
@@ -90,10 +123,17 @@ def written(run: Path) -> Path:
     return exported(run, run / "web")
 
 
-def exported(run: Path, out: Path) -> Path:
+@pytest.fixture(scope="module")
+def chatting(run: Path) -> Path:
+    """Likewise, for answers to messages."""
+    return exported(run, run / "chatting", chat=True)
+
+
+def exported(run: Path, out: Path, chat: bool = False) -> Path:
     source = Source(run, everyone=True)
-    found = export(source, "web", out, precision="f32", base_precision="f32")
+    found = export(source, "web", out, precision="f32", base_precision="f32", chat=chat)
     assert all(one.check.difference < 1e-3 for one in found)
+    assert {one.notes for one in found} == {(DATED,) if chat else ()}
     return out
 
 
@@ -139,9 +179,11 @@ def labels(models: Iterable[PersonalModel], text: str) -> list[str]:
     return [_label(model, word) for model in models for word in model.next_words(text, SHOWN)]
 
 
-def same_words(found: Sequence[Any], models: Iterable[PersonalModel]) -> None:
-    """What the page's worker says of `PROMPTS` is what Python says of them."""
-    for text, of_models in zip(PROMPTS, found, strict=True):
+def same_words(
+    found: Sequence[Any], models: Iterable[PersonalModel], texts: Sequence[str] = PROMPTS
+) -> None:
+    """What the page's worker says of texts is what Python says of them."""
+    for text, of_models in zip(texts, found, strict=True):
         for given, model in zip(of_models, models, strict=True):
             wanted = model.next_words(text, SHOWN)
             assert [w["word"] for w in given] == [w.word for w in wanted]
@@ -164,6 +206,83 @@ def test_its_words_and_experts_are_those_of_python(tab, served, models):
     assert [w["word"] for w in of_long] == [w.word for w in wanted]
 
 
+def openings(models: dict[str, PersonalModel], chats: Iterable[tuple[str, str]]) -> list[str]:
+    """What Python's keyboard goes on with, of messages and answers so far."""
+    template = next(iter(models.values())).chats
+    return [template.opening([user(message)], answer) for message, answer in chats]
+
+
+def test_a_chats_words_and_tokens_are_those_of_python(tab, chatting, models):
+    """By the template, with its special tokens as one token each, also where one types them."""
+    with serving(chatting) as served:
+        tab.goto(f"{served.address}licences/README.txt")
+        questions = [(answer, [*range(len(models))], message) for message, answer in CHATS]
+        found = tab.evaluate(ASK, questions)
+    same_words(found, models.values(), openings(models, CHATS))
+    assert json.loads((chatting / "export.json").read_text())["chat"]
+
+
+def test_one_writes_a_message_and_its_answer(tab, chatting, models):
+    def settled(message: str, answer: str) -> None:
+        (text,) = openings(models, [(message, answer)])
+        eventually(lambda: shown(tab), labels(models.values(), text))
+
+    with serving(chatting) as served:
+        tab.goto(served.address)
+        assert tab.locator("h1").inner_text() == CHAT_TITLE
+        settled("", "")
+        example = tab.locator("button.example").first
+        assert example.inner_text() in MESSAGES
+        example.click()
+        message, answer = tab.get_by_label("Message"), tab.get_by_label("Answer")
+        assert message.input_value() == example.inner_text()
+        assert answer.evaluate("box => box === document.activeElement")
+        settled(example.inner_text(), "")
+        message.fill(" What about\nthe peop ")
+        answer.focus()
+        tab.keyboard.type("I think of the")
+        settled(" What about\nthe peop ", "I think of the")
+        button = tab.locator("button.word").first
+        message.evaluate("box => { box.value = 'another' }")
+        button.click()  # the words for that are on their way
+        assert answer.input_value() == "I think of the"
+        message.fill("another")
+        settled("another", "I think of the")
+        word = button.inner_text().split("\n")[0]
+        button.click()
+        assert answer.input_value() == f"I think of the {word}"
+        assert message.input_value() == "another"
+        settled("another", f"I think of the {word}")
+        for width in (390, 1000):
+            tab.set_viewport_size({"width": width, "height": 800})
+            assert tab.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_a_chat_that_would_be_split_otherwise_is_not_suggested(tab, chatting, tmp_path):
+    folder = tmp_path / "out"
+    shutil.copytree(chatting, folder)
+    settings = json.loads((folder / "page.json").read_text())
+    settings["chat"]["between"] = settings["chat"]["between"].replace("assistant", "user")
+    (folder / "page.json").write_text(json.dumps(settings))
+    with serving(folder) as served:
+        tab.goto(served.address)
+        eventually(lambda: "splits" in tab.locator("#status").inner_text(), True)
+
+
+def test_chats_without_a_template_or_by_one_that_needs_jinja_are_refused(run, tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(run / "base", base)
+    template = base / "chat_template.jinja"
+    template.write_text(CHATML.replace("{{ m.content }}", "{{ m.content | tojson }}"))
+    source = Source(run, client="ann", base=str(base))
+    with pytest.raises(Refused, match="without running the chat template"):
+        export(source, "web", tmp_path / "out", chat=True)
+    template.unlink()
+    with pytest.raises(DataError, match="the base has no chat template"):
+        export(source, "web", tmp_path / "out", chat=True)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow
 def test_the_quickstarts_words_are_those_of_python(tab, quickstart, tmp_path):
     models = with_base(coterie.load_all(quickstart))
@@ -176,6 +295,7 @@ def test_the_quickstarts_words_are_those_of_python(tab, quickstart, tmp_path):
 def test_one_types_and_chooses(tab, served, models):
     tab.goto(served.address)
     assert tab.locator(".client:visible").all_inner_texts() == [*models]
+    assert not tab.locator("#message").count()
     tab.keyboard.type("The number of peop")  # the box has the focus, while all is loading
     eventually(lambda: shown(tab), labels(models.values(), "The number of peop"))
     words = [w for m in models.values() for w in m.next_words("The number of peop", SHOWN)]

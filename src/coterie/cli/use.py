@@ -322,6 +322,14 @@ def export(
             help="Of onnx and web: of the base, f32, int8, w8 or w4. Default: f32, of web int8.",
         ),
     ] = None,
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat",
+            help="Of web: a keyboard for answers to a message, by the base's chat template or "
+            "that of the run.",
+        ),
+    ] = False,
     data: Annotated[
         Path | None,
         typer.Option(
@@ -344,6 +352,7 @@ def export(
             precision=precision,
             expert=expert,
             base_precision=base_precision,
+            chat=chat,
             say=lambda line: print(f"  {printable(line)}", flush=True),
         )
         for one in found:

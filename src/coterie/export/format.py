@@ -54,12 +54,14 @@ class Options:
             first generalist, or the only expert.
         base_precision: Of the base, of a format that writes one for all clients apart from theirs;
             "" of others.
+        chat: Whether texts are answers to messages, of a format that `chats`.
     """
 
     part: str
     precision: str
     expert: str | None = None
     base_precision: str = ""
+    chat: bool = False
 
 
 @dataclass(frozen=True)
@@ -138,9 +140,9 @@ class Format(ABC):
     `name` is what --format takes, `about` says in a few words what it is. `packages` are the
     modules that it needs besides coterie's own, and `extra` brings them; `parts` and `precisions`
     are what --part and --precision take, the default first, and `base_precisions` what
-    --base-precision takes, where the base is written apart. Where `shares_base`, the files of all
-    clients lie in one folder beside those of the base; else several clients have folders of their
-    own.
+    --base-precision takes, where the base is written apart. `chats` says whether it has --chat.
+    Where `shares_base`, the files of all clients lie in one folder beside those of the base; else
+    several clients have folders of their own.
     """
 
     name: ClassVar[str]
@@ -150,6 +152,7 @@ class Format(ABC):
     parts: ClassVar[tuple[str, ...]] = ("routed",)
     precisions: ClassVar[tuple[str, ...]] = ("f32", "f16")
     base_precisions: ClassVar[tuple[str, ...]] = ()
+    chats: ClassVar[bool] = False
     shares_base: ClassVar[bool] = False
 
     @abstractmethod

@@ -75,6 +75,7 @@ def export(
     precision: str | None = None,
     expert: str | None = None,
     base_precision: str | None = None,
+    chat: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[Exported]:
     """Write models of a run for another program, and run what was written in it.
@@ -87,17 +88,20 @@ def export(
         precision: Of what is written; likewise.
         expert: The expert, of a part that is one.
         base_precision: Of the base, of a format that writes it apart; default: the first.
+        chat: Whether what is written answers messages, by the chat template.
         say: Is told a line before each client.
 
     Returns:
         What was written, client by client.
 
     Raises:
-        Refused: The format, its packages, the client, its text or the folder will not do.
+        Refused: The format, its packages, the client, its text, its chat template or the folder
+            will not do.
+        DataError: There is no chat template for `chat`.
         ExportError: What was written does not run, or not as the model does.
         SaveError: It could not be written.
     """
-    kind, options = chosen(format, part, precision, expert, base_precision)
+    kind, options = chosen(format, part, precision, expert, base_precision, chat)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise Refused(f"{out} is not an empty folder", "Give --out a new folder.")
     clients = source.load()
@@ -173,6 +177,7 @@ def _summary(format: Format, options: Options, client: ClientModel) -> dict[str,
         "part": options.part,
         "precision": options.precision,
         **({"base_precision": options.base_precision} if options.base_precision else {}),
+        **({"chat": True} if options.chat else {}),
         "base": {
             "name": portable(base),
             "quantised": client.model.about.quantise,

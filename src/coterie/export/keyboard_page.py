@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from coterie.core.files import write_atomically
+from coterie.data.chats import ChatTemplate
+from coterie.data.chats.reading import user
+from coterie.export.chat_text import ChatText
 from coterie.export.gguf import SAMPLE
 from coterie.models.backbone import Backbone
 from coterie.personal import ManyModels, PersonalModel
@@ -25,6 +28,9 @@ CONTEXT = (
 CHOSEN = 8  # clients whose rows are shown at first; the others can be chosen
 INDEX, SETTINGS, STYLE = "index.html", "page.json", "keyboard.css"
 WASM = "ort-wasm-simd-threaded.wasm"
+MESSAGE_BOX = """<label for="message">Message</label>
+<textarea id="message" rows="2" autocomplete="off" spellcheck="false"></textarea>
+"""
 # the page, and the worker that it starts, can ask nobody but the folder that they lie in
 POLICY = (
     "default-src 'none'; script-src 'self' 'wasm-unsafe-eval'; worker-src blob: 'self'; "
@@ -42,6 +48,7 @@ def write(
     clients: Mapping[str, PersonalModel],
     base: Sequence[str],
     caches: Sequence[Mapping[str, int]],
+    chat: bool = False,
 ) -> None:
     """Write the page beside a graph and the clients' tensors.
 
@@ -50,15 +57,22 @@ def write(
         clients: Models by the name of their tensors' file, in the order of the rows.
         base: The files of the graph, the graph first.
         caches: Heads and widths of what each layer keeps: `heads`, `key`, `value`.
+        chat: Whether the text is the answer to a message, which the page asks for, too.
 
     Raises:
+        DataError: The base has no chat template.
+        Refused: The page could not write texts as the chat template does.
         SaveError: It could not be written.
     """
     models = {model.about.client: model for model in clients.values()}
     graph = {"base": [*base], "caches": [*map(dict, caches)], "clients": _rows(clients)}
-    settings = _settings(next(iter(models.values())).backbone) | graph
+    first = next(iter(models.values()))
+    settings = _settings(first.backbone) | graph
+    if chat:
+        settings["chat"] = ChatText.of(first.chats).to_json()
+        settings["samples"] += _chat_samples(first.chats)
     found = programs() | {
-        INDEX: _index(models).encode(),
+        INDEX: _index(models, chat).encode(),
         STYLE: (page.STYLE + keyboard.STYLE).encode(),
         SETTINGS: json.dumps(settings).encode(),
     }
@@ -95,14 +109,17 @@ def programs() -> dict[str, bytes]:
     return found | {f"licences/{path.name}": path.read_bytes() for path in licences}
 
 
-def _index(models: Mapping[str, PersonalModel]) -> str:
+def _index(models: Mapping[str, PersonalModel], chat: bool) -> str:
     """Return the page's HTML."""
-    offered = keyboard.most_disputed(ManyModels(models), keyboard.EXAMPLES)
+    texts = keyboard.MESSAGES if chat else keyboard.EXAMPLES
+    offered = keyboard.most_disputed(ManyModels(models), texts, chat)
     button = '<button type="button" class="{}"{}>{}</button>'
     parts = {
         "policy": POLICY,
-        "title": html.escape(keyboard.TITLE),
+        "title": html.escape(keyboard.CHAT_TITLE if chat else keyboard.TITLE),
         "hint": html.escape(keyboard.HINT),
+        "message": MESSAGE_BOX if chat else "",
+        "text": "Answer" if chat else "Text",
         "examples": "\n".join(button.format("example", "", html.escape(one)) for one in offered),
         "legend": keyboard.legend(models),
         "words": button.format("word", " disabled", "…\n&nbsp;") * keyboard.SHOWN,
@@ -138,3 +155,12 @@ def _settings(backbone: Backbone) -> dict[str, Any]:
         },
         "samples": [[text, tokenizer(text)["input_ids"]] for text in samples],
     }
+
+
+def _chat_samples(chats: ChatTemplate) -> list[tuple[str, list[int], str]]:
+    """Return answers, the tokens of a message and the answer, and the message."""
+    return [
+        (answer, chats.tokenizer(chats.opening([user(message)], answer))["input_ids"], message)
+        for message in (SAMPLE, *keyboard.MESSAGES)
+        for answer in ("", SAMPLE)
+    ]

@@ -21,12 +21,14 @@ def chosen(
     precision: str | None,
     expert: str | None,
     base_precision: str | None,
+    chat: bool,
 ) -> tuple[Format, Options]:
     """Return a format, and what it is asked for, with the format's own choice where nothing was
     said.
 
     Raises:
-        Refused: There is no such format, it lacks a package, or it has no such part or precision.
+        Refused: There is no such format, it lacks a package, it has no such part or precision, or
+            no chats.
     """
     if name not in FORMATS:
         raise Refused(
@@ -46,11 +48,17 @@ def chosen(
         if value is not None and value not in known:
             remedy = f"It has: {', '.join(known)}." if known else f"Leave {option} out."
             raise Refused(f"--format {name} has no {option} {value}", remedy)
+    if chat and not format.chats:
+        with_chats = ", ".join(known for known, other in FORMATS.items() if other.chats)
+        raise Refused(
+            f"--format {name} has no --chat", f"Leave it out, or use --format {with_chats}."
+        )
     options = Options(
         part or format.parts[0],
         precision or format.precisions[0],
         expert,
         base_precision or next(iter(format.base_precisions), ""),
+        chat,
     )
     if expert is not None and options.part != "generalist":
         raise Refused(

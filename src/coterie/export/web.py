@@ -1,12 +1,17 @@
 """The keyboard of `coterie serve` as a folder of static files, whose models run in the browser."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from coterie.export import keyboard_page, onnx_base
-from coterie.export.format import ClientModel, Options
+from coterie.export.chat_text import ChatText
+from coterie.export.format import ClientModel, Options, Written
 from coterie.export.graph import own_file
 from coterie.export.onnx import Onnx
+
+TODAY = "strftime_now"  # what templates call for the date
+DATED = "The chat template writes a date, which in the page stays that of this export."
 
 
 class Web(Onnx):
@@ -18,6 +23,14 @@ class Web(Onnx):
     precisions = ("f16", "f32", "int8")
     base_precisions = ("int8", "f32", "w8", "w4")
     routing = True
+    chats = True
+
+    def check(self, client: ClientModel, options: Options) -> None:
+        """Refuse a chat template whose texts the page could not write. Raises DataError where there
+        is none.
+        """
+        if options.chat:
+            ChatText.of(client.model.chats)
 
     def write_base(self, clients: Sequence[ClientModel], folder: Path, options: Options) -> None:
         super().write_base(clients, folder, options)
@@ -26,7 +39,13 @@ class Web(Onnx):
             {own_file(client): client.model for client in clients},
             (onnx_base.BASE, onnx_base.WEIGHTS),
             [vars(shape) for shape in self.interface_of(clients[0]).caches],
+            options.chat,
         )
+
+    def write(self, client: ClientModel, folder: Path, options: Options) -> Written:
+        written = super().write(client, folder, options)
+        dated = options.chat and TODAY in str(client.model.chats.template)
+        return replace(written, notes=(DATED,)) if dated else written
 
     def readme(self, clients: Sequence[ClientModel]) -> str:
         names = "\n".join(f"- {client.client}" for client in clients)

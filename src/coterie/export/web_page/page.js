@@ -2,6 +2,7 @@
 
 const element = (id) => document.getElementById(id);
 const text = element("text");
+const message = element("message"); // null where the text answers none
 const rows = new Map(); // by the client's number
 let page, worker;
 let asked = 0; // the number of the last question
@@ -19,9 +20,9 @@ async function start() {
   worker = new Worker(await workerAddress(), { type: "module" });
   worker.onmessage = ({ data }) => HEARD[data.kind](data);
   worker.onerror = () => failed("the page's worker does not start");
-  text.addEventListener("input", ask);
+  for (const box of [message, text]) box?.addEventListener("input", ask);
   for (const button of document.querySelectorAll("button.example")) {
-    button.addEventListener("click", () => write(button.textContent));
+    button.addEventListener("click", () => write(message ?? text, button.textContent));
   }
   ask();
 }
@@ -55,20 +56,24 @@ function addClient({ name, chosen }, client) {
 
 function ask() {
   const clients = [...rows.keys()].filter((client) => !rows.get(client).hidden);
-  worker.postMessage({ id: ++asked, text: text.value, clients });
+  worker.postMessage({ id: ++asked, ...said(), clients });
 }
 
-function write(words) {
-  text.value = words;
+// What was written.
+function said() {
+  return { text: text.value, message: message?.value };
+}
+
+function write(box, words) {
+  box.value = words;
   text.focus();
-  text.setSelectionRange(words.length, words.length);
+  text.setSelectionRange(text.value.length, text.value.length);
   ask();
 }
 
-// A word is added to the text that it was found for: if the text has moved on, others are on their
-// way.
+// A word is added to the text that it was found for: if that has moved on, others are on their way.
 function append(button) {
-  if (button.dataset.text === text.value) write(text.value + button.dataset.insert);
+  if (button.dataset.said === JSON.stringify(said())) write(text, text.value + button.dataset.insert);
 }
 
 function showWords({ id, client, words }) {
@@ -87,7 +92,7 @@ function show(button, { word, insert, probability, experts }, names) {
   const style = experts.length ? `expert${most % page.colours}` : "unrouted";
   button.className = `word ${style}`;
   button.textContent = `${printable(word)}\n${percent(probability, 1)}${by}`;
-  button.dataset.text = text.value;
+  button.dataset.said = JSON.stringify(said());
   button.dataset.insert = insert;
   button.disabled = false;
 }

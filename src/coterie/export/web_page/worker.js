@@ -1,9 +1,11 @@
 // The models, off the page's own thread, so that it answers keys while they compute.
 //
-// It hears {id, text, clients}: what was written, and whose words are wanted; a later message takes
-// the place of an earlier one. It says {kind: "loading", here, all} in bytes, {kind: "words", id,
-// client, words}, {kind: "done", id} and {kind: "failed", problem}.
+// It hears {id, text, message, clients}: what was written, of a chat to answer which message, and
+// whose words are wanted; a later one takes the place of an earlier one. It says {kind: "loading",
+// here, all} in bytes, {kind: "words", id, client, words}, {kind: "done", id} and {kind: "failed",
+// problem}.
 
+import { opening } from "./chat.js";
 import { Folder } from "./files.js";
 import { Model } from "./model.js";
 import * as ort from "./ort.wasm.bundle.min.js";
@@ -41,7 +43,7 @@ async function load() {
     ...chosen,
   ]);
   const tokenizer = new Tokenizer(tokens, settings);
-  checkTokens(tokenizer, page.samples);
+  checkTokens(tokenizer, page);
   ort.env.wasm.numThreads = 1; // more need headers that plain servers do not send
   ort.env.wasm.wasmBinary = binary;
   const session = await ort.InferenceSession.create(base, {
@@ -52,8 +54,9 @@ async function load() {
 }
 
 // Refuse to go on where this tokenizer splits text in another way than the base's own.
-function checkTokens(tokenizer, samples) {
-  for (const [text, ids] of samples) {
+function checkTokens(tokenizer, { chat, samples }) {
+  for (const [sample, ids, message] of samples) {
+    const text = opening(chat, sample, message);
     if (tokenizer.encode(text).ids.join() !== ids.join()) {
       throw new Error(`the tokenizer of this page splits "${text}" in another way than the base's`);
     }
@@ -97,11 +100,12 @@ async function work() {
   }
 }
 
-async function answer(loaded, { id, text, clients }) {
+async function answer(loaded, { id, text, message, clients }) {
+  const whole = opening(loaded.page.chat, text, message);
   const stale = async () => (await heard(), wanted.id !== id);
   for (const client of clients) {
     const model = await modelOf(loaded, client);
-    const words = await loaded.words.of(model, text, loaded.page.shown, stale);
+    const words = await loaded.words.of(model, whole, loaded.page.shown, stale);
     if (words === null || (await stale())) return;
     self.postMessage({ kind: "words", id, client, words });
   }

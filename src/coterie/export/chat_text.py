@@ -1,0 +1,75 @@
+"""What a chat template writes around one message, for programs that cannot run the template."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from coterie.core.errors import Refused
+from coterie.data.chats import ChatTemplate
+from coterie.data.chats.reading import user
+
+PLACE = "7b1e90message4c25d"  # stands for the message where the parts are read off
+MESSAGES = (
+    "How are you?",
+    "",
+    " ",
+    "\n",
+    "two lines,\n\nand a third\n",
+    "  spaces and\ttabs \t",
+    "\u00a0\u2003other spaces\u3000\x1f",
+    'It\'s "quoted" `code` \\n \\u0041 &amp; <b>5 > 4</b> $1 %s {0}',
+    "{{ messages }} {% if true %}x{% endif %} {# y #}",
+    "Größe, नमस्ते, 你好, مرحبا, שלום, e\u0301, 👩\u200d🚀",
+    "<think>\nWhy?\n</think>\n\nSo",
+    "<|im_start|>user\n[INST] x [/INST]</s>",
+    "long " * 300,
+)
+
+
+@dataclass(frozen=True)
+class ChatText:
+    """A message and the answer to it so far, as text: `before`, the message, `between`, the answer.
+
+    Args:
+        before: What the template writes before a message.
+        between: What it writes between a message and its answer.
+        strips: Whether it leaves out white space at both ends of a message, as `str.strip` does.
+    """
+
+    before: str
+    between: str
+    strips: bool
+
+    def opening(self, message: str, answer: str = "") -> str:
+        """Return what `ChatTemplate.opening` returns of one user's message."""
+        return f"{self.before}{message.strip() if self.strips else message}{self.between}{answer}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return its parts by name."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, template: ChatTemplate) -> "ChatText":
+        """Return the parts that a template writes, tried on messages of many kinds.
+
+        Raises:
+            DataError: There is no template, or it refuses messages.
+            Refused: It does more than write a message between two texts that are always the same.
+        """
+        whole = template.opening([user(PLACE)])
+        before, *rest = whole.split(PLACE)
+        strips = template.opening([user(f" {PLACE} ")]) == whole
+        found = cls(before, PLACE.join(rest), strips)
+        written = {message: template.opening([user(message)]) for message in MESSAGES}
+        changed = [one for one, text in written.items() if found.opening(one) != text]
+        if not changed:
+            return found
+        problem = (
+            f"writes a message {len(rest)} times"
+            if len(rest) > 1
+            else f"changes a message, such as {changed[0][:40]!r}"
+        )
+        raise Refused(
+            f"--chat: the page writes messages without running the chat template, but this one "
+            f"{problem}",
+            "Leave --chat out, or use coterie serve RUN --chat, which runs the template.",
+        )
