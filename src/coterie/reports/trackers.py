@@ -117,6 +117,7 @@ class MLflow(Tracker):
     remedy = "Set MLFLOW_TRACKING_URI to a server that runs, or to a file: sqlite:///mlflow.db."
     _most = 500  # figures in a request; the server takes 1,000, and 100 of the recipe
     _longest = 500  # characters of a value of the recipe that every release takes
+    _names = str.maketrans("%+", "::")  # of figures, which MLflow refuses with these characters
 
     def __init__(self) -> None:
         from mlflow.entities import Metric, Param
@@ -147,7 +148,7 @@ class MLflow(Tracker):
 
         now = int(1000 * time())
         found = [
-            self._metric(name.replace("%", ":"), float(value), now, round)
+            self._metric(name.translate(self._names), float(value), now, round)
             for name, value in values.items()
         ]
         for k in range(0, len(found), self._most):
