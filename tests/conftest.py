@@ -69,3 +69,25 @@ def tiny_pictures():
     from coterie.testing import worlds
 
     return worlds.tiny_pictures()
+
+
+@pytest.fixture
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in which experiment trackers keep what they get, and nothing leaves the machine."""
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    monkeypatch.chdir(kept)
+    settings = {
+        "WANDB_MODE": "offline",
+        "WANDB_DIR": str(kept),
+        "WANDB_CACHE_DIR": str(kept / "wandb-cache"),
+        "WANDB_CONFIG_DIR": str(kept / "wandb-config"),
+        "WANDB_ERROR_REPORTING": "false",
+        "MLFLOW_TRACKING_URI": f"sqlite:///{kept}/mlflow.db",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "TRACKIO_DIR": str(kept / "trackio"),
+        "HF_HUB_OFFLINE": "1",
+    }
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    return kept

@@ -103,6 +103,10 @@ def test_the_project_is_the_app_that_is_submitted() -> None:
         (["submit", "quickstart", "--server", "localhost:9"], "--ca or --insecure"),
         (["submit", "quickstart", "--server", "localhost:9", "--insecure", "--resume"], "--out"),
         (
+            ["submit", "quickstart", "--server", "localhost:9", "--insecure", "--track", "neptune"],
+            "--track neptune: there is no such tracker",
+        ),
+        (
             [
                 "submit",
                 "quickstart",

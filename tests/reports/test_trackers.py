@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import sqlite3
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from offline_trackers import assert_no_secrets, every_byte, secret_texts
 from typer.testing import CliRunner
 
 import coterie
@@ -19,7 +19,6 @@ from coterie.reports import trackers
 from coterie.reports.trackers import TRACKED, TRACKERS, TrackedRun, Tracker
 
 SHORT = {"method": {"rounds": 2}, "compare_with": ["local"], "threads": 1, "evaluate_every": 1}
-SECRETS = ("quibblefrost", "zephyrine", "marrowgate")  # words of the clients' texts
 TINY = [
     "method.rounds=2",
     "method.local_steps=1",
@@ -28,35 +27,6 @@ TINY = [
     "threads=1",
 ]
 MODULES = {"wandb": "wandb", "mlflow": "mlflow.tracking", "trackio": "trackio"}
-
-
-@pytest.fixture
-def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder in which all three programs keep what they get, and nothing leaves the machine."""
-    kept = tmp_path / "kept"
-    kept.mkdir()
-    monkeypatch.chdir(kept)
-    settings = {
-        "WANDB_MODE": "offline",
-        "WANDB_DIR": str(kept),
-        "WANDB_CACHE_DIR": str(kept / "wandb-cache"),
-        "WANDB_CONFIG_DIR": str(kept / "wandb-config"),
-        "MLFLOW_TRACKING_URI": f"sqlite:///{kept}/mlflow.db",
-        "MLFLOW_DISABLE_TELEMETRY": "true",
-        "TRACKIO_DIR": str(kept / "trackio"),
-        "HF_HUB_OFFLINE": "1",
-    }
-    for name, value in settings.items():
-        monkeypatch.setenv(name, value)
-    return kept
-
-
-def every_byte(place: Path) -> bytes:
-    """A file, or all of a folder with their names, one after the other; SQLite's journals too."""
-    paths = [place] if place.is_file() else sorted(place.rglob("*"))
-    return b"\0".join(
-        str(path).encode() + b"\0" + path.read_bytes() for path in paths if path.is_file()
-    )
 
 
 def mlflow_rows(folder: Path, query: str) -> list[tuple[Any, ...]]:
@@ -163,7 +133,7 @@ def test_a_tracker_that_fails_does_not_stop_the_run(recorder: Recorder, tmp_path
 
 
 def test_paths_of_this_machine_stay_here(recorder: Recorder, tmp_path: Path) -> None:
-    texts(data := tmp_path / "ann-smith" / "letters")
+    secret_texts(data := tmp_path / "ann-smith" / "letters", "ann", "bob")
     coterie.run(
         "folders",
         out=tmp_path / "run",
@@ -180,20 +150,11 @@ def test_paths_of_this_machine_stay_here(recorder: Recorder, tmp_path: Path) -> 
     assert '"letters"' in told
 
 
-def texts(folder: Path) -> None:
-    """Two clients whose texts hold secret words."""
-    for client in ("ann", "bob"):
-        (folder / client).mkdir(parents=True)
-        for k in range(20):
-            line = f"{SECRETS[k % 3]} said {SECRETS[(k + 1) % 3]} by the river number {k}. "
-            (folder / client / f"{k}.txt").write_text(line * 6)
-
-
 def test_no_text_of_a_client_is_in_what_the_trackers_keep(offline: Path, tmp_path: Path) -> None:
     found = [name for name in TRACKERS if importlib.util.find_spec(name)]
     if not found:
         pytest.skip("no tracker is installed")
-    texts(tmp_path / "letters")
+    secret_texts(tmp_path / "letters", "ann", "bob")
     words = ["-m", "coterie", "run", "folders", "--out", str(tmp_path / "run")]
     settings = [*TINY, "threads=1", f"data.path={tmp_path / 'letters'}", "evaluate_every=1"]
     for option, values in (("--set", settings), ("--track", found)):
@@ -204,7 +165,6 @@ def test_no_text_of_a_client_is_in_what_the_trackers_keep(offline: Path, tmp_pat
         text=True,
         timeout=300,
         check=False,
-        env={**os.environ, "WANDB_ERROR_REPORTING": "false"},
     )
     assert done.returncode == 0, done.stderr
     for folder in {"wandb": "wandb", "mlflow": "mlflow.db", "trackio": "trackio"}.items():
@@ -213,9 +173,7 @@ def test_no_text_of_a_client_is_in_what_the_trackers_keep(offline: Path, tmp_pat
             assert b"score/test/ann" in kept  # its files can be read as they are
             assert b"local_steps" in kept
     kept = every_byte(offline)
-    for secret in (*SECRETS, "by the river"):
-        assert secret.encode() not in kept
-
+    assert_no_secrets(kept)
     assert str(tmp_path / "letters").encode() not in kept
 
 

@@ -246,6 +246,15 @@ def submit(
             "--clients", min=1, help="Number of connected clients to wait for before starting."
         ),
     ] = 2,
+    track: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--track",
+            metavar="PROGRAM",
+            help="Also send the figures to wandb, mlflow or trackio, as they are set up on the "
+            "server's machine. Repeatable.",
+        ),
+    ] = None,
     ca: Authority = None,
     home: Home = None,
     insecure: Insecure = False,
@@ -254,6 +263,7 @@ def submit(
     with _stopping("disconnected. The run continues on the server."):
         from coterie.deploy import submit as submitting
         from coterie.deploy.link import Link
+        from coterie.reports import trackers
 
         if (ca is None) != insecure:
             raise Refused(
@@ -272,6 +282,7 @@ def submit(
             "resume": resume,
             "changed": resume_changed,
             "clients": clients,
+            "track": ";".join(trackers.check(track or ())),
         }
         submitting.submit(
             Link(server, ca),

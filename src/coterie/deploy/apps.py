@@ -74,20 +74,30 @@ def serve(grid: Grid, config: Mapping[str, Any]) -> None:
         config: `recipe`, a name, a path on this machine, or the whole of it as JSON; `set`,
             KEY=VALUE texts with ; between them; `seed`, -1 for the recipe's; `out`, a folder on
             this machine; `resume` and `changed`, see `run`; `clients`, how many to wait for;
-            `patience`, seconds to do so.
+            `patience`, seconds to do so; `track`, trackers of this machine with ; between them.
+
+    Raises:
+        Refused: The recipe, the folder or a tracker will not do; no device was asked.
+        CoterieError: The run failed.
     """
     from rich.console import Console
 
+    from coterie.reports.callback import Callbacks
     from coterie.reports.progress import Terminal
+    from coterie.reports.trackers import tracked
     from coterie.runs import run
     from coterie.runs.backends import DeviceBackend
 
     try:
         recipe = _recipe(config)
         folder = Path(str(config["out"]) or f"runs/{recipe.name}-{datetime.now():%Y%m%d-%H%M%S}")
-        with Terminal(
-            Console(force_terminal=False, width=160), 1 + len(recipe.compare_with)
-        ) as reporter:
+        with (
+            tracked(_parts(config.get("track", "")), folder) as trackers,
+            Terminal(
+                Console(force_terminal=False, width=160), 1 + len(recipe.compare_with)
+            ) as terminal,
+        ):
+            reporter = Callbacks([terminal, *trackers])
             backend = DeviceBackend.found(
                 grid,
                 recipe,
@@ -112,11 +122,7 @@ def _recipe(config: Mapping[str, Any]) -> "Recipe":
     from coterie.runs import recipe as recipes
 
     name, seed = str(config["recipe"]), int(config["seed"])
-    overrides = (
-        [part for part in str(config["set"]).split(";") if part.strip()]
-        + ([f"seed={seed}"] if seed >= 0 else [])
-        + ["engine=flower"]
-    )
+    overrides = _parts(config["set"]) + ([f"seed={seed}"] if seed >= 0 else []) + ["engine=flower"]
     if not name.lstrip().startswith("{"):
         return recipes.load(name, overrides)
     try:
@@ -128,6 +134,11 @@ def _recipe(config: Mapping[str, Any]) -> "Recipe":
         ) from None
     given = recipes.validate(section, "of the run's configuration")
     return recipes.changed(given, {"engine": "flower"} | ({"seed": seed} if seed >= 0 else {}))
+
+
+def _parts(value: object) -> list[str]:
+    """Return the texts of a value with ; between them: Flower's configuration has no lists."""
+    return [part for part in str(value).split(";") if part.strip()]
 
 
 def default_home() -> Path:

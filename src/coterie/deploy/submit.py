@@ -34,6 +34,7 @@ resume = false
 changed = false
 clients = 2
 patience = 600.0
+track = ""
 """
 _ERROR = re.compile(r"ERROR +:")
 _CHATTER = re.compile(
