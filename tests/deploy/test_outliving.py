@@ -347,7 +347,9 @@ def test_a_folder_for_everybody_is_left_as_it_is_and_refused(tmp_path: Path) -> 
 # Signals that come twice.
 
 STOPS = """
-import time
+import signal, time
+# what a shell starts in the background ignores it
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from coterie.cli import base
 
 @base.app.command()

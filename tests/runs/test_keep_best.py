@@ -41,6 +41,7 @@ SMALL = (
     *("model.context=16", "training.batch_size=4", "training.experts.lr=0.2", "samples=false"),
     *(f"method.rounds={ROUNDS}", "method.local_steps=4", "method.router_every=2"),
     *("method.router_steps=1", "evaluate_every=1", "compare_with=[]", "curve_every=null", "seed=3"),
+    "training.experts.schedule=constant",
 )
 DIGITS = (
     *(f"method.rounds={ROUNDS}", "method.local_steps=3", "compare_with=[]", "evaluate_every=1"),
