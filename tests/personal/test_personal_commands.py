@@ -12,8 +12,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 from test_keyboard import free_port
+from typer.testing import CliRunner
 
 import coterie
+from coterie.cli import app
 from coterie.core.files import load, save
 from coterie.models.adapter import Layout
 
@@ -21,14 +23,9 @@ TWO = {"ann": Layout(rank=2), "ben": Layout(rank=2, routing="equal")}
 
 
 def run(*words: object, columns: int = 100) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "coterie", *map(str, words)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": str(columns)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    """What a command says and returns, in this process."""
+    done = CliRunner().invoke(app, list(map(str, words)), env={"COLUMNS": str(columns)})
+    return subprocess.CompletedProcess(words, done.exit_code, done.stdout, done.stderr)
 
 
 def test_predict_shows_all_clients_side_by_side(make_run):
