@@ -11,10 +11,10 @@ quickstart: .venv/.run  ## set up, then train four personal language models and 
 	$(BIN)/coterie run quickstart
 
 test: $(INSTALLED)  ## set up, then run the tests
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist worksteal
 
 test-all: $(INSTALLED)  ## also the slow tests; COTERIE_DATA names the folder of the data sets
-	$(BIN)/pytest -n 2 -m "slow or not slow"
+	$(BIN)/pytest -n 2 --dist worksteal -m "slow or not slow"
 
 lint: $(INSTALLED)  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -198,7 +198,10 @@ def test_a_damaged_personal_model_is_refused(
         personal.load(tmp_path, "ann", backbone=Backbone.load(tiny_base))
 
 
-@pytest.mark.parametrize("moment", [0.15, 0.5, 0.85])
+@pytest.mark.parametrize(
+    "moment",
+    [pytest.param(0.15, marks=pytest.mark.slow), 0.5, pytest.param(0.85, marks=pytest.mark.slow)],
+)
 def test_killed_at_any_moment_and_resumed_it_ends_the_same(
     moment: float, finished: Path, options: list[str], tmp_path: Path
 ) -> None:
