@@ -1,6 +1,5 @@
 """predict, generate, serve and export as they are used in a terminal."""
 
-import os
 import re
 import signal
 import subprocess
