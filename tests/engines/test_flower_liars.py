@@ -18,7 +18,7 @@ from coterie.core.metrics import check_scores
 from coterie.core.tensors import from_bytes, to_bytes
 from coterie.data.federation import CENTRALIZED
 from coterie.data.partition import Partitioner
-from coterie.engines.messages import Member, Reply, parsed
+from coterie.engines.messages import MOST_MEASURED, Member, Reply, parsed
 from coterie.runs.device import _member
 from coterie.runs.members import check_member
 from coterie.runs.prepare import prepare
@@ -213,6 +213,7 @@ METRICS: list[dict[str, Any]] = [
     {"a\x1b[2J": 1.0},
     {"<script>": 1.0},
     {"": 1.0},
+    {f"loss/{k}": 1.0 for k in range(MOST_MEASURED + 1)},
 ]
 
 

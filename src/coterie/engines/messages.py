@@ -25,6 +25,7 @@ from coterie.core.version import __version__
 MOST_HEADER = 1 << 20  # bytes of a request or reply without its tensors
 MOST_THREADS = 1024
 MOST_SAID = 20000  # characters of a problem or a remedy
+MOST_MEASURED = 1000  # names of measurements in a reply; each is kept, and shown by trackers
 Id = Annotated[
     str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")
 ]  # may name a folder
@@ -155,7 +156,9 @@ class Reply(BaseMessage):
     round: Count = 0
     number: Count = 0
     member: Member | None = None
-    metrics: dict[Annotated[str, Field(max_length=200)], Measured] = {}
+    metrics: Annotated[
+        dict[Annotated[str, Field(max_length=200)], Measured], Field(max_length=MOST_MEASURED)
+    ] = {}
     state_bytes: Count = 0
     note: Annotated[str, Field(max_length=2000)] = ""
     problem: Annotated[str, Field(max_length=MOST_SAID)] = ""
