@@ -4,7 +4,7 @@ touch.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -396,13 +396,14 @@ def test_cobo_weights_that_do_not_move_are_the_mean(
             torch.testing.assert_close(states[0][i][key], states[1][i][key], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("pairs", ["all", "constant"])
 def test_cobo_weights_follow_the_gradients_halfway(
-    backbone: Backbone, tiny_federation: Federation
+    backbone: Backbone, tiny_federation: Federation, pairs: str
 ) -> None:
-    """One round by hand: W from inner products of gradients at midpoints, projected row by row,
-    then each client's own mixture.
+    """One round by hand: W from inner products of gradients at midpoints of the pairs that are
+    compared, projected row by row, then each client's own mixture.
     """
-    method = weighted(3.0)
+    method = replace(weighted(3.0), pairs=pairs)
     clients = sorted(tiny_federation.clients)
     layouts = {i: method.layout(k, Layout(rank=2)) for k, i in enumerate(tiny_federation.clients)}
     site = Site(
@@ -426,7 +427,7 @@ def test_cobo_weights_follow_the_gradients_halfway(
     expected = torch.full((3, 3), 1 / 3, dtype=torch.float64)
     for a, i in enumerate(clients):
         for b, j in enumerate(clients):
-            if a != b:
+            if j in said[1].get(i, {}):
                 expected[a, b] += 3.0 * float(said[1][i][j].double() @ said[1][j][i].double())
     for row in expected:  # the threshold of the simplex projection by bisection
         low, high = float(row.min()) - 1, float(row.max())
@@ -438,6 +439,8 @@ def test_cobo_weights_follow_the_gradients_halfway(
         row.sub_(low).clamp_(min=0)
     torch.testing.assert_close(found["weights"], expected, rtol=1e-4, atol=1e-6)
     assert (expected - 1 / 3).abs().max() > 1e-3
+    compared = sum(len(gradients) for gradients in said[1].values()) // 2
+    assert compared == 3 if pairs == "all" else compared in (1, 2)
     for a, i in enumerate(clients):
         mixed = sum(expected[a, b] * theta[j] for b, j in enumerate(clients))
         torch.testing.assert_close(found[f"{i}/generalist"].double(), mixed, rtol=1e-4, atol=1e-5)

@@ -12,10 +12,8 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.aggregation import (
-    agreement,
     ascend_box,
     ascend_simplex,
-    midpoints,
     start_weights,
     weighted_differences_on,
 )
@@ -28,7 +26,6 @@ from coterie.core.tensors import Tensors
 from coterie.methods.base import Reader
 from coterie.methods.pairs import Pair, SamplingPairs
 from coterie.methods.pairwise import (
-    Comparing,
     Joining,
     check_pull,
     drawn_output,
@@ -38,7 +35,7 @@ from coterie.methods.templates import OneAdapter
 
 
 @dataclass(frozen=True)
-class CoBo(OneAdapter, SamplingPairs, Joining, Comparing):
+class CoBo(OneAdapter, SamplingPairs, Joining):
     """Pull clients towards those whose descent directions agree with theirs halfway between them.
 
     Outer problem: min_X sum_i f_i(x_i) + rho/2 sum_{i<j} w_ij |x_i - x_j|^2. Inner problem, one per
@@ -125,10 +122,7 @@ class CoBo(OneAdapter, SamplingPairs, Joining, Comparing):
         self, x: Mapping[ClientId, Tensor], weights: Tensor, pairs: Sequence[Pair]
     ) -> Generator[Ask, Replies, Tensor]:
         """Return W after the pairs were compared at their midpoints z_ij: lines 9 to 17."""
-        scores = torch.zeros_like(weights)
-        for part in self.exchanges(pairs, x):
-            gradients = yield Ask(self.midpoint_gradients, midpoints(x, part))
-            scores += agreement(list(x), gradients)
+        scores = yield from self.compared(x, list(x), pairs)
         ascend = ascend_simplex if self.row_stochastic else ascend_box
         return ascend(weights, scores, self.gamma)  # eq. 4
 

@@ -2,24 +2,24 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie.aggregation import Mean, agreement, ascend_simplex, midpoints, mixtures
+from coterie.aggregation import Mean, ascend_simplex, mixtures
 from coterie.client.client import Client
 from coterie.client.settings import Training
 from coterie.core.errors import RecipeError
 from coterie.core.protocol import Ask, ClientId, Round, Sends, State, task
 from coterie.core.roles import GENERALIST
-from coterie.core.tensor_names import clients_with, of_client
+from coterie.core.tensor_names import by_client, clients_with, of_client
 from coterie.core.tensors import Tensors
 from coterie.methods.base import Reader
 from coterie.methods.comigs import CoMiGS
-from coterie.methods.pairwise import Comparing, rejoined
+from coterie.methods.pairs import SamplingPairs
+from coterie.methods.pairwise import rejoined
 
 EPSILON = (
     1e-12  # keeps a row of weights from summing to 0 where none of its collaborators took part
@@ -27,7 +27,7 @@ EPSILON = (
 
 
 @dataclass(frozen=True)
-class CoMiGSCoBo(CoMiGS, Comparing):
+class CoMiGSCoBo(CoMiGS, SamplingPairs):
     """theta_i^G <- sum_j w_ij theta_j^G, so that unlike groups of clients need not share one
     generalist.
 
@@ -36,15 +36,21 @@ class CoMiGSCoBo(CoMiGS, Comparing):
 
     Args:
         gamma: Step size of W; 0 leaves plain means.
+        pairs: Which pairs a round compares. "all" costs a client N - 1 gradients in every round;
+            "time" with a `pair_rate` of 1 most of its few in the first rounds.
 
-    The server's state is `<client>/generalist`, (d,) each, and `weights`, (N, N), in the order of
-    the clients' ids.
+    The server's state is `<client>/generalist`, (d,) each, `weights`, (N, N), in the order of the
+    clients' ids, and `round`.
     """
 
     gamma: Annotated[
         float,
         Field(ge=0, description="step size of the collaboration weights; 0: plain means"),
     ] = 0.05
+    pairs: Annotated[
+        Literal["all", "constant", "time", "mixed"],
+        Field(description="which pairs a round compares"),
+    ] = "all"
 
     @property
     def needs_only_mean(self) -> bool:
@@ -61,7 +67,7 @@ class CoMiGSCoBo(CoMiGS, Comparing):
 
     def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
         own = {of_client(i): model.flat(GENERALIST) for i in sorted(clients)}
-        return own | {"weights": even(len(clients))}
+        return own | {"weights": even(len(clients)), "round": torch.tensor(0)}
 
     def members(self, state: State, clients: Sequence[ClientId]) -> State:
         return rejoined(state, clients, even(len(clients)), row_stochastic=True)
@@ -75,10 +81,12 @@ class CoMiGSCoBo(CoMiGS, Comparing):
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
         replies = yield Ask(self.local_round, self.download(state, clients), self.reply_spec)
         theta, order = {i: replies[i][GENERALIST] for i in sorted(replies)}, clients_with(state)
-        gradients = yield Ask(self.midpoint_gradients, midpoints(theta, combinations(theta, 2)))
-        weights = ascend_simplex(state["weights"], agreement(order, gradients), self.gamma)
+        t, weights = int(state["round"]), state["weights"]
+        if self.gamma:
+            scores = yield from self.compared(theta, order, self.sample(t, list(theta), rng))
+            weights = ascend_simplex(weights, scores, self.gamma)
         mixed = self.average(theta, weights, order)
-        return state | {of_client(i): own for i, own in mixed.items()} | {"weights": weights}
+        return state | by_client(mixed) | {"weights": weights, "round": torch.tensor(t + 1)}
 
     def average(
         self, theta: Mapping[ClientId, Tensor], weights: Tensor, order: Sequence[ClientId]

@@ -4,7 +4,7 @@
 the authors' code.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Annotated, Literal
@@ -13,15 +13,16 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie.core.protocol import ClientId
+from coterie.aggregation import agreement, midpoints
+from coterie.core.protocol import Ask, ClientId, Replies
 from coterie.core.tensors import parts_within
-from coterie.methods.base import Method
+from coterie.methods.pairwise import Comparing
 
 Pair = tuple[ClientId, ClientId]
 
 
 @dataclass(frozen=True)
-class SamplingPairs(Method):
+class SamplingPairs(Comparing):
     """A method whose rounds compare some pairs of clients (Section 3, and the authors' code).
 
     Args:
@@ -70,9 +71,28 @@ class SamplingPairs(Method):
         drawn = torch.rand(len(every), generator=rng) < probability
         return [pair for pair, is_drawn in zip(every, drawn.tolist(), strict=True) if is_drawn]
 
+    def compared(
+        self, x: Mapping[ClientId, Tensor], order: Sequence[ClientId], pairs: Sequence[Pair]
+    ) -> Generator[Ask, Replies, Tensor]:
+        """Return how well the gradients of pairs agree at their midpoints z_ij, (n, n): lines 11 to
+        13 of Algorithm 1; 0 for pairs that are not compared.
+
+        Args:
+            x: The clients' models, (d,) each.
+            order: All n clients, as rows.
+            pairs: Of clients in x.
+        """
+        scores = torch.zeros(len(order), len(order), dtype=torch.float64)
+        for part in self.exchanges(pairs, x):
+            gradients = yield Ask(self.midpoint_gradients, midpoints(x, part))
+            scores += agreement(order, gradients)
+        return scores
+
     def exchanges(
         self, pairs: Sequence[Pair], x: Mapping[ClientId, Tensor]
     ) -> Iterator[Sequence[Pair]]:
         """Yield the pairs in as few parts as memory allows: each has a midpoint, two gradients."""
+        if not pairs:
+            return iter(())
         bytes_each = 3 * 4 * next(iter(x.values())).numel()
         return parts_within(self.exchange_mb, pairs, bytes_each)
