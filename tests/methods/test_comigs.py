@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from coterie.aggregation import ascend_simplex
 from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
 from coterie.client.optimizers import AdamW
@@ -24,7 +25,7 @@ from coterie.data.federation import Federation
 from coterie.engines import InProcess
 from coterie.methods.comigs import CoMiGS
 from coterie.methods.comigs_alone import CoMiGSAlone
-from coterie.methods.comigs_cobo import CoMiGSCoBo
+from coterie.methods.comigs_cobo import CoMiGSCoBo, even, with_own
 from coterie.methods.comigs_published import CoMiGSPublished
 from coterie.models.adapter import Adapter, Layout
 from coterie.models.backbone import Backbone
@@ -401,7 +402,8 @@ def test_cobo_weights_follow_the_gradients_halfway(
     backbone: Backbone, tiny_federation: Federation, pairs: str
 ) -> None:
     """One round by hand: W from inner products of gradients at midpoints of the pairs that are
-    compared, projected row by row, then each client's own mixture.
+    compared, a client's own the best of these, projected row by row, then each client's own
+    mixture.
     """
     method = replace(weighted(3.0), pairs=pairs)
     clients = sorted(tiny_federation.clients)
@@ -424,11 +426,13 @@ def test_cobo_weights_follow_the_gradients_halfway(
 
     found = drive(method.round(state, clients, torch.Generator()), answer)
     theta = {i: said[0][i]["generalist"].double() for i in clients}
-    expected = torch.full((3, 3), 1 / 3, dtype=torch.float64)
+    agreed = torch.zeros(3, 3, dtype=torch.float64)
     for a, i in enumerate(clients):
         for b, j in enumerate(clients):
             if j in said[1].get(i, {}):
-                expected[a, b] += 3.0 * float(said[1][i][j].double() @ said[1][j][i].double())
+                agreed[a, b] = float(said[1][i][j].double() @ said[1][j][i].double())
+        agreed[a, a] = max(0.0, float(agreed[a].max()))  # as its best collaborator's
+    expected = 1 / 3 + 3.0 * agreed
     for row in expected:  # the threshold of the simplex projection by bisection
         low, high = float(row.min()) - 1, float(row.max())
         for _ in range(80):
@@ -444,3 +448,11 @@ def test_cobo_weights_follow_the_gradients_halfway(
     for a, i in enumerate(clients):
         mixed = sum(expected[a, b] * theta[j] for b, j in enumerate(clients))
         torch.testing.assert_close(found[f"{i}/generalist"].double(), mixed, rtol=1e-4, atol=1e-5)
+
+
+def test_two_who_agree_share_their_mean_and_who_agrees_with_nobody_keeps_its_own() -> None:
+    scores = torch.tensor([[0.0, 2.0, -1.0], [2.0, 0.0, -1.0], [-1.0, -1.0, 0.0]]).double()
+    weights = ascend_simplex(even(3), with_own(scores), 3.0)
+    torch.testing.assert_close(
+        weights, torch.tensor([[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [0.0, 0.0, 1.0]]).double()
+    )

@@ -44,11 +44,10 @@ def ascend_box(weights: Tensor, scores: Tensor, gamma: float) -> Tensor:
 
 
 def ascend_simplex(weights: Tensor, scores: Tensor, gamma: float) -> Tensor:
-    """w_i. <- Proj_simplex(w_i. + gamma scores_i.) (CoBo, Remark 1). The diagonal, with score 0,
-    is what i keeps for itself. A row without scores stays as it is, to the bit: its projection is
-    itself but for rounding.
+    """w_i. <- Proj_simplex(w_i. + gamma scores_i.) (CoBo, Remark 1). The diagonal is what i keeps
+    for itself. A row without scores stays as it is, to the bit: its projection is itself but for
+    rounding.
     """
-    scores = scores.clone().fill_diagonal_(0)
     moved = project_simplex(weights + gamma * scores)
     return torch.where(scores.any(dim=1, keepdim=True), moved, weights)
 

@@ -32,7 +32,8 @@ class CoMiGSCoBo(CoMiGS, SamplingPairs):
     generalist.
 
     Each row of W learns on the simplex, from 1/N, by how well the gradients of two clients agree
-    halfway between their generalists (CoBo, Remark 1).
+    halfway between their generalists (CoBo, Remark 1). CoBo's weights pull, and have no w_ii; here
+    a client counts itself as its best collaborator, so that two who agree share one mean.
 
     Args:
         gamma: Step size of W; 0 leaves plain means.
@@ -84,7 +85,7 @@ class CoMiGSCoBo(CoMiGS, SamplingPairs):
         t, weights = int(state["round"]), state["weights"]
         if self.gamma:
             scores = yield from self.compared(theta, order, self.sample(t, list(theta), rng))
-            weights = ascend_simplex(weights, scores, self.gamma)
+            weights = ascend_simplex(weights, with_own(scores), self.gamma)
         mixed = self.average(theta, weights, order)
         return state | by_client(mixed) | {"weights": weights, "round": torch.tensor(t + 1)}
 
@@ -109,6 +110,15 @@ class CoMiGSCoBo(CoMiGS, SamplingPairs):
         client.load(theta_g)
         self.local_iterations(client)
         return {GENERALIST: client.flat(GENERALIST)}
+
+
+def with_own(scores: Tensor) -> Tensor:
+    """Return scores of pairs, (n, n), with each client's own: its best collaborator's, and 0 where
+    it agrees with nobody. Without it two who agree would take each other's model and drop their
+    own.
+    """
+    others = scores.masked_fill(torch.eye(len(scores), dtype=torch.bool), 0.0)
+    return others + torch.diag(others.max(dim=1).values)
 
 
 def even(n: int) -> Tensor:
