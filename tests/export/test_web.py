@@ -294,7 +294,7 @@ def test_the_quickstarts_words_are_those_of_python(tab, quickstart, tmp_path):
 
 def test_one_types_and_chooses(tab, served, models):
     tab.goto(served.address)
-    assert tab.locator(".client:visible").all_inner_texts() == [*models]
+    eventually(lambda: tab.locator(".client:visible").all_inner_texts(), [*models])
     assert not tab.locator("#message").count()
     tab.keyboard.type("The number of peop")  # the box has the focus, while all is loading
     eventually(lambda: shown(tab), labels(models.values(), "The number of peop"))
