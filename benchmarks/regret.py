@@ -97,7 +97,8 @@ class Sweep:
     Args:
         folder: Of `runs.jsonl`.
         size: Of the federations.
-        base: Of all rows.
+        base: Of all rows; in `runs.jsonl` a folder goes by its name.
+        grid: Learning rates that every row begins with.
     """
 
     def __init__(self, folder: Path, size: str, base: str, grid: Sequence[float] = GRID) -> None:
@@ -108,7 +109,7 @@ class Sweep:
 
     def find(self, **wanted: Any) -> list[Run]:
         """Return the runs with these values."""
-        wanted |= {"size": self.size, "base": self.base}
+        wanted |= {"size": self.size, "base": Path(self.base).name}
         return [r for r in self.runs if all(r[k] == v for k, v in wanted.items())]
 
     def run(self, federation: str, row: str, lr: float, seed: int) -> Run:
@@ -131,7 +132,12 @@ class Sweep:
             }
             for e in result.evaluations
         ]
-        about = {"size": self.size, "base": self.base, "work": work.passes, "wall": result.wall_s}
+        about = {
+            "size": self.size,
+            "base": Path(self.base).name,
+            "work": work.passes,
+            "wall": result.wall_s,
+        }
         self.runs.append(key | about | {"evaluations": evaluations})
         self.file.parent.mkdir(parents=True, exist_ok=True)
         with self.file.open("a") as lines:
