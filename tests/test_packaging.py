@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).parents[1]
 SOURCE = REPOSITORY / "src"
 VENDORED = SOURCE / "coterie/export/web_page/vendor/licences"
 LICENCES = [str(path.relative_to(REPOSITORY)) for path in VENDORED.iterdir()]
-LICENCES += ["src/coterie/models/mini/README.md"]
+LICENCES += ["src/coterie/models/mini/README.md", "src/coterie/data/python/LICENSE"]
 UNWANTED = re.compile(r"__pycache__|\.pyc$|(^|/)(tests|runs-of|corpora|\.venv|\.git|dist)(/|$)")
 
 
@@ -60,6 +60,7 @@ def test_the_wheel_has_all_of_the_package_and_nothing_else(built: Path) -> None:
         "coterie/py.typed",
         "coterie/models/mini/model.safetensors",
         "coterie/models/mini/tokenizer.json",
+        "coterie/data/python/modules.jsonl.gz",
         "coterie/runs/recipes/quickstart.yaml",
         "coterie/reports/page.js",
         "coterie/reports/page.css",
@@ -75,7 +76,7 @@ def test_the_metadata_keep_the_core_small(built: Path) -> None:
         held = {name.removeprefix(f"{info}/licenses/") for name in archive.namelist()}
         assert held >= {"LICENSE", *LICENCES}
         assert {*LICENCES} < set(found.get_all("License-File", []))
-        assert found["License-Expression"] == "Apache-2.0 AND MIT AND CC-BY-SA-4.0"
+        assert found["License-Expression"] == "Apache-2.0 AND MIT AND CC-BY-SA-4.0 AND PSF-2.0"
         assert b"coterie = coterie.cli:main" in archive.read(f"{info}/entry_points.txt")
     core = {
         re.split(r"[<>=!~; \[]", text)[0]

@@ -5,7 +5,6 @@ import io
 import json
 import tarfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -25,7 +24,6 @@ from coterie.data import (
     Synthetic,
     Table,
     Topics,
-    stdlib,
 )
 from coterie.data.corpora import mixtures
 from coterie.data.hub import HubClient
@@ -127,12 +125,6 @@ def test_stdlib_documents_are_chunks_in_one_split_each() -> None:
     assert "\\n" not in reference[:10_000]
     assert "topics = {" not in reference
     assert texts(Stdlib(seed=1)) != found == texts(Stdlib())
-
-
-def test_a_python_without_sources_is_refused(tokenizer, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(stdlib, "sysconfig", SimpleNamespace(get_path=lambda _: str(tmp_path)))
-    message = refusal(Stdlib(), tokenizer)
-    assert all(f"client '{topic}': none of " in message for topic in STDLIB_TOPICS)
 
 
 # AG News
