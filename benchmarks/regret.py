@@ -2,12 +2,13 @@
 
     python benchmarks/regret.py run [--size small] [--federations NAME ...] [--rows NAME ...]
         [--seeds 0 1 2] [--base embedded] [--folder benchmarks/results/regret]
-    python benchmarks/regret.py table [--ours ROW ...] [--folder ...]
+    python benchmarks/regret.py table [--ours ROW ...] [--base embedded] [--folder ...]
 
 Every row gets the same effort: four learning rates with the first seed, and others beyond them
 until the best mean validation loss lies inside the grid; then the other seeds with that one. Each
 client keeps the evaluation with its least validation loss (`--last`: the last one), of every row
 alike. What is done is kept in FOLDER/runs.jsonl, a line for each run, and goes on where it stopped.
+`table` writes FOLDER/BASE-SIZE.md.
 
 Work is counted in passes of a token through the base, forward or backward, evaluations by the run
 left out: what the rows do themselves, validation by a method included.
@@ -214,26 +215,55 @@ def best_runs(sweep: Sweep, federation: str, row: str) -> list[Run]:
     return [r for r in runs if r["lr"] == lr]
 
 
-def show(sweep: Sweep, ours: Sequence[str], last: bool) -> None:
-    """Print the table of regret, and a summary with the work of each row: in that of 1G1S where it
-    was run, otherwise in passes.
+def page(sweep: Sweep, ours: Sequence[str], last: bool) -> str:
+    """Return the tables of regret as Markdown, federation by federation, each with the learning
+    rate that was chosen for each row and its work, in that of 1G1S; above them how many clients
+    are level with their best other row within one deviation over seeds, and the hours.
     """
+    parts, lines = [], []
     for federation in (*CORPORA, *FOLDERS):
-        if lines := rows_of(sweep, federation, ours, last):
-            print(table(lines) + "\n")
-            runs = {
-                row: best_runs(sweep, federation, row)
-                for row in ROWS
-                if sweep.find(federation=federation, row=row)
-            }
-            unit = runs["comigs-1g1s"][0]["work"] if "comigs-1g1s" in runs else 1
-            print(
-                ", ".join(
-                    f"{row}: work {own[0]['work'] / unit:.2f}, lr {own[0]['lr']:g}"
-                    for row, own in runs.items()
-                )
-                + "\n"
-            )
+        if not (own := rows_of(sweep, federation, ours, last)):
+            continue
+        runs = {
+            row: best_runs(sweep, federation, row)
+            for row in ROWS
+            if sweep.find(federation=federation, row=row)
+        }
+        unit = runs["comigs-1g1s"][0]["work"] if "comigs-1g1s" in runs else None
+        chosen = "; ".join(
+            f"{row} {found[0]['lr']:g}" + (f" ({found[0]['work'] / unit:.2f})" if unit else "")
+            for row, found in runs.items()
+            if row != "pretrained"
+        )
+        seeds = sorted({run["seed"] for found in runs.values() for run in found})
+        parts += [f"## {federation}", table(own), f"Learning rate (work): {chosen}. Seeds {seeds}."]
+        lines += own
+    hours = sum(run["wall"] for run in sweep.find()) / 3600
+    summary = [
+        f"- {row}: {level(lines, row)} of {len(lines)} clients are level with the best other row "
+        f"or better, within one deviation; the worst regret is {worst(lines, row)}."
+        for row in ours
+        if any(f"regret of {row}, %" in line for line in lines)
+    ]
+    head = (
+        f"Base {Path(sweep.base).name}, size {sweep.size}, {len(sweep.find())} runs, {hours:.1f} "
+        "hours of one thread. Test perplexity of each client, lower is better, mean over seeds; "
+        "regret is against the row that is best for this client on its test text, in percent, "
+        "paired over seeds."
+    )
+    return "\n\n".join(["# Regret of personal methods", head, "\n".join(summary), *parts]) + "\n"
+
+
+def level(lines: Sequence[dict[str, Any]], row: str) -> int:
+    """Return how many clients have no regret beyond one deviation over seeds."""
+    return sum(line[f"regret of {row}, %"] <= (line[f"sd of {row}"] or 0) for line in lines)
+
+
+def worst(lines: Sequence[dict[str, Any]], row: str) -> str:
+    """Say which client has the largest regret, and how large it is."""
+    line = max(lines, key=lambda line: line[f"regret of {row}, %"])
+    regret, deviation = line[f"regret of {row}, %"], line[f"sd of {row}"] or 0
+    return f"{regret:+.1f} % (deviation {deviation:.1f}), of {line['client']}"
 
 
 def main() -> None:
@@ -253,7 +283,10 @@ def main() -> None:
     ROWS.update(args.more)
     sweep = Sweep(args.folder, args.size, args.base, args.grid)
     if args.do == "table":
-        return show(sweep, args.ours or [r for r in ROWS if r not in REFERENCES], args.last)
+        found = page(sweep, args.ours or [r for r in ROWS if r not in REFERENCES], args.last)
+        print(found)
+        args.folder.joinpath(f"{Path(args.base).name}-{args.size}.md").write_text(found)
+        return None
     for federation in args.federations:
         for row in args.rows or ROWS:
             lr = sweep.tune(federation, row, args.seeds[0])

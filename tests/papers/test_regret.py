@@ -1,0 +1,104 @@
+"""The table of regret, on runs written here whose figures can be worked out by hand."""
+
+import importlib.util
+import json
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def regret() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        spec = importlib.util.spec_from_file_location("regret", BENCHMARKS / "regret.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        yield module
+        for name in ("common", "federations"):
+            sys.modules.pop(name, None)
+
+
+def a_run(row: str, lr: float, seed: int, *rounds: dict[str, tuple[float, float]]) -> dict:
+    """A run with the validation and test loss of each client after each evaluation."""
+    return {
+        "federation": "topics",
+        "row": row,
+        "lr": lr,
+        "seed": seed,
+        "size": "small",
+        "base": "base",
+        "work": {"comigs-elastic": 300, "comigs-1g1s": 200}.get(row, 150),
+        "wall": 1800.0,
+        "evaluations": [
+            {"round": number, "clients": {i: list(own) for i, own in found.items()}}
+            for number, found in enumerate(rounds)
+        ],
+    }
+
+
+def sweep_of(regret: ModuleType, folder: Path, runs: list[dict], base: str) -> Any:
+    (folder / "runs.jsonl").write_text("".join(json.dumps(run) + "\n" for run in runs))
+    return regret.Sweep(folder, "small", base)
+
+
+RUNS = [
+    a_run("local", 0.1, 0, {"a": (1.0, 2.0), "b": (1.0, 1.0)}),
+    a_run("local", 0.2, 0, {"a": (9.0, 0.1), "b": (9.0, 0.1)}),  # better on test data alone
+    a_run("local", 0.1, 1, {"a": (1.0, 2.2), "b": (1.0, 1.0)}),
+    # a client's best round by validation counts, whatever its test loss
+    a_run(
+        "comigs-1g1s", 0.1, 0, {"a": (1.0, 3.0), "b": (3.0, 1.5)}, {"a": (2.0, 1.0), "b": (2, 2)}
+    ),
+    a_run("comigs-1g1s", 0.1, 1, {"a": (1.0, 3.0), "b": (1.0, 2.0)}),
+    a_run("comigs-elastic", 0.1, 0, {"a": (1.0, 2.1), "b": (1.0, 0.9)}),
+    a_run("comigs-elastic", 0.1, 1, {"a": (1.0, 2.2), "b": (1.0, 1.2)}),
+]
+
+
+def test_regret_is_paired_over_seeds_and_against_the_best_row_of_each_client(
+    regret: ModuleType, tmp_path: Path
+) -> None:
+    sweep = sweep_of(regret, tmp_path, RUNS, "/any/folder/base")
+    a, b = regret.rows_of(sweep, "topics", ["comigs-elastic"], last=False)
+    assert a["best"] == b["best"] == "local"
+    assert a["local"] == pytest.approx(math.exp(2.1))
+    assert a["comigs-1g1s"] == pytest.approx(math.exp(3.0))
+    assert b["comigs-1g1s"] == pytest.approx(math.exp(2.0))
+    first, second = 100 * math.expm1(0.1), 0.0
+    assert a["regret of comigs-elastic, %"] == pytest.approx((first + second) / 2)
+    assert a["sd of comigs-elastic"] == pytest.approx(abs(first - second) / math.sqrt(2))
+    assert b["regret of comigs-elastic, %"] == pytest.approx(
+        50 * (math.expm1(-0.1) + math.expm1(0.2))
+    )
+
+
+def test_the_page_counts_who_is_level_and_names_the_worst(
+    regret: ModuleType, tmp_path: Path
+) -> None:
+    sweep = sweep_of(regret, tmp_path, RUNS, "base")
+    found = regret.page(sweep, ["comigs-elastic"], last=False)
+    assert "7 runs, 3.5 hours of one thread" in found
+    assert "comigs-elastic: 2 of 2 clients are level" in found
+    assert "the worst regret is +6.3 % (deviation 22.4), of topics/b" in found
+    assert "comigs-elastic 0.1 (1.50)" in found
+    constant = [a_run("comigs-elastic", 0.1, seed, {"a": (1, 2.4), "b": (1, 1)}) for seed in (0, 1)]
+    sweep = sweep_of(regret, tmp_path, RUNS[:5] + constant, "base")
+    assert "comigs-elastic: 1 of 2 clients are level" in regret.page(
+        sweep, ["comigs-elastic"], last=False
+    )
+
+
+def test_runs_are_found_where_the_base_lies_elsewhere_and_not_with_another(
+    regret: ModuleType, tmp_path: Path
+) -> None:
+    assert len(sweep_of(regret, tmp_path, RUNS, "/somewhere/base").find()) == len(RUNS)
+    assert not sweep_of(regret, tmp_path, RUNS, "embedded").find()
