@@ -45,6 +45,28 @@ FOLDERS: Mapping[str, Writer] = {
         "news": ("news:2", 4000),
         "templates": ("templates", 4000),
     },
+    # From here on: written after `comigs-elastic` was, and not looked at before its table.
+    "strangers": {
+        "novels": ("topics:books", 4000),
+        "dutch": ("multilingual:nl", 4000),
+    },
+    "scarce": {  # eight who have a page or two, each of four subjects twice
+        f"{name}-{number}": (f"news:{label}", 800)
+        for label, name in enumerate(("world", "sports", "business", "science"))
+        for number in (1, 2)
+    },
+    "one-apart": {  # five who write about the same, and an office with much of one form
+        **{f"sports-{number}": ("news:1", 2500) for number in range(1, 6)},
+        "office": ("templates", 12000),
+    },
+    "mixed": {
+        "german-1": ("multilingual:de", 6000),
+        "german-2": ("multilingual:de", 1500),
+        "programs": ("topics:code", 20000),
+        "proofs": ("topics:arxiv", 4000),
+        "questions": ("topics:stackexchange", 4000),
+        "letters": ("templates", 1500),
+    },
 }
 CHARACTERS = 4  # of a token, at most: folders hold at least as much text as is asked for
 
