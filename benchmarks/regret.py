@@ -240,10 +240,9 @@ def page(sweep: Sweep, ours: Sequence[str], last: bool) -> str:
         lines += own
     hours = sum(run["wall"] for run in sweep.find()) / 3600
     summary = [
-        f"- {row}: {level(lines, row)} of {len(lines)} clients are level with the best other row "
-        f"or better, within one deviation; the worst regret is {worst(lines, row)}."
+        verdict(row, judged)
         for row in ours
-        if any(f"regret of {row}, %" in line for line in lines)
+        if (judged := [line for line in lines if f"regret of {row}, %" in line])
     ]
     head = (
         f"Base {Path(sweep.base).name}, size {sweep.size}, {len(sweep.find())} runs, {hours:.1f} "
@@ -254,16 +253,18 @@ def page(sweep: Sweep, ours: Sequence[str], last: bool) -> str:
     return "\n\n".join(["# Regret of personal methods", head, "\n".join(summary), *parts]) + "\n"
 
 
-def level(lines: Sequence[dict[str, Any]], row: str) -> int:
-    """Return how many clients have no regret beyond one deviation over seeds."""
-    return sum(line[f"regret of {row}, %"] <= (line[f"sd of {row}"] or 0) for line in lines)
-
-
-def worst(lines: Sequence[dict[str, Any]], row: str) -> str:
-    """Say which client has the largest regret, and how large it is."""
-    line = max(lines, key=lambda line: line[f"regret of {row}, %"])
-    regret, deviation = line[f"regret of {row}, %"], line[f"sd of {row}"] or 0
-    return f"{regret:+.1f} % (deviation {deviation:.1f}), of {line['client']}"
+def verdict(row: str, lines: Sequence[dict[str, Any]]) -> str:
+    """Say how many clients are level with their best other row within one deviation over seeds, and
+    which has the largest regret.
+    """
+    regret, deviation = f"regret of {row}, %", f"sd of {row}"
+    level = sum(line[regret] <= (line[deviation] or 0) for line in lines)
+    worst = max(lines, key=lambda line: line[regret])
+    return (
+        f"- {row}: {level} of {len(lines)} clients are level with the best other row or better, "
+        f"within one deviation; the worst regret is {worst[regret]:+.1f} % (deviation "
+        f"{worst[deviation] or 0:.1f}), of {worst['client']}."
+    )
 
 
 def main() -> None:

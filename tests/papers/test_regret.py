@@ -97,6 +97,16 @@ def test_the_page_counts_who_is_level_and_names_the_worst(
     )
 
 
+def test_a_federation_without_ours_yet_is_shown_and_not_judged(
+    regret: ModuleType, tmp_path: Path
+) -> None:
+    begun = [run | {"federation": "multilingual"} for run in RUNS if run["row"] == "local"]
+    sweep = sweep_of(regret, tmp_path, RUNS + begun, "base")
+    found = regret.page(sweep, ["comigs-elastic"], last=False)
+    assert "## multilingual" in found
+    assert "comigs-elastic: 2 of 2 clients" in found
+
+
 def test_runs_are_found_where_the_base_lies_elsewhere_and_not_with_another(
     regret: ModuleType, tmp_path: Path
 ) -> None:
