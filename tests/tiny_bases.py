@@ -15,6 +15,8 @@ SHAPE = {
 }
 GPT = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32}
 FALCON = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+VOCABULARY = 61
+FAMILIES = ("gpt2", "llama", "qwen2", "qwen3")  # of `tiny`
 # model -> (family, model_type, settings)
 KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": ("GPT-2", "gpt2", GPT),
@@ -88,5 +90,25 @@ def tiny_base(kind: str, vocabulary: int = 61) -> nn.Module:
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():  # norms of one and biases of zero would hide mistakes
+        nn.init.normal_(parameter, std=0.2)
+    return model.eval()
+
+
+def tiny(family: str) -> nn.Module:
+    """A Hugging Face causal LM of two blocks with random weights, always the same."""
+    from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
+
+    shape = {"vocab_size": VOCABULARY, **SHAPE}
+    configs = {
+        "gpt2": lambda: GPT2Config(vocab_size=VOCABULARY, **GPT),
+        "llama": lambda: LlamaConfig(**shape),
+        "qwen2": lambda: Qwen2Config(**shape),
+        "qwen3": lambda: Qwen3Config(**shape, head_dim=4),
+    }
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(configs[family]())
+    for (
+        parameter
+    ) in model.parameters():  # the default initialisation of norms and biases would hide mistakes
         nn.init.normal_(parameter, std=0.2)
     return model.eval()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import FAMILIES, VOCABULARY, tiny
+from tiny_bases import FAMILIES, VOCABULARY, tiny
 from torch import nn
 
 from coterie.core.errors import ModelError

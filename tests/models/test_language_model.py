@@ -4,8 +4,8 @@ of the named parameters only.
 
 import pytest
 import torch
-from conftest import FAMILIES, VOCABULARY, tiny
 from oracle import mixture as oracle
+from tiny_bases import FAMILIES, VOCABULARY, tiny
 from torch import Tensor, nn
 
 from coterie.core.errors import ModelError

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from conftest import FAMILIES, VOCABULARY, tiny
-from tiny_bases import SHAPE
+from tiny_bases import FAMILIES, SHAPE, VOCABULARY, tiny
 
 from coterie.core.errors import ModelError
 from coterie.data.chats import ChatBatch, ChatSplit

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import FAMILIES
 from test_language_model import LAYOUTS, filled, ids, parameters
+from tiny_bases import FAMILIES
 from torch import nn
 
 from coterie.core.errors import ModelError
