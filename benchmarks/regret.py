@@ -8,7 +8,7 @@ Every row gets the same effort: four learning rates with the first seed, and oth
 until the best mean validation loss lies inside the grid; then the other seeds with that one. Each
 client keeps the evaluation with its least validation loss (`--last`: the last one), of every row
 alike. What is done is kept in FOLDER/runs.jsonl, a line for each run, and goes on where it stopped.
-`table` writes FOLDER/BASE-SIZE.md.
+`table` writes FOLDER-BASE-SIZE.md.
 
 Work is counted in passes of a token through the base, forward or backward, evaluations by the run
 left out: what the rows do themselves, validation by a method included.
@@ -286,7 +286,8 @@ def main() -> None:
     if args.do == "table":
         found = page(sweep, args.ours or [r for r in ROWS if r not in REFERENCES], args.last)
         print(found)
-        args.folder.joinpath(f"{Path(args.base).name}-{args.size}.md").write_text(found)
+        name = f"{args.folder.name}-{Path(args.base).name}-{args.size}.md"
+        args.folder.with_name(name).write_text(found)
         return None
     for federation in args.federations:
         for row in args.rows or ROWS:
