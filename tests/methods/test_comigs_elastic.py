@@ -2,6 +2,7 @@
 Local, CoMiGS and the base.
 """
 
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 
@@ -135,8 +136,8 @@ def test_rounds_are_the_formula_written_out(
     backbone: Backbone, tiny_base: Path, tiny_federation: Federation
 ) -> None:
     """FedAvg's generalists descend on generalists alone and are averaged; the personal model, from
-    their mean after a third of the run, descends on the mixture, and goes to the mean as far as two
-    windows of validation say.
+    what the client sent after a third of the run, with specialists that are copies, descends on the
+    mixture, and goes to the mean as far as two windows of validation say.
     """
     pulls, a = (0.0, 0.4, 1.0), 0.3
     method = CoMiGSElastic(**SHORT, start=1 / 3, pulls=pulls, pull_windows=2, weight=a)
@@ -147,14 +148,15 @@ def test_rounds_are_the_formula_written_out(
     alone, mixed = [0.5, 0.5, 0.0, 0.0], [(1 - a) / 2] * 2 + [a / 2] * 2
     mean = model.initial(GENERALIST, initial_seed(SEED, GENERALIST, ""))
     u = {i: model.initial(SPECIALIST, initial_seed(SEED, SPECIALIST, i)) for i in world.names}
-    adam = {i: {r: Adam() for r in ("w", "v", "u")} for i in world.names}
+    adam = {i: {"w": Adam(), "u": Adam()} for i in world.names}
     v: dict[str, dict[str, Tensor]] = {}
+    sent: dict[str, dict[str, Tensor]] = {}
     for t in range(3):
-        sent = []
         for i in world.names:
             data, w = world.site.data[i], dict(mean)
             if t == 1:
-                v[i] = dict(mean)
+                v[i], adam[i]["v"] = dict(sent[i]), deepcopy(adam[i]["w"])
+                u[i] = {n: v[i][n.replace("specialist", "generalist")] for n in u[i]}
             elif t == 2:
                 points = [{n: (1 - b) * v[i][n] + b * w[n] for n in w} for b in pulls]
                 batch, weights = data.valid.batch(2 * 2, 2), torch.tensor(mixed)
@@ -171,8 +173,8 @@ def test_rounds_are_the_formula_written_out(
                 second = gradient(tiny_base, v[i] | u[i], both, batch, mixed)
                 adam[i]["v"].step(v[i], {n: second[n] for n in roles[GENERALIST]}, lr)
                 adam[i]["u"].step(u[i], {n: second[n] for n in roles[SPECIALIST]}, lr)
-            sent.append(w)
-        mean = {n: sum(s[n] for s in sent) / len(sent) for n in mean}
+            sent[i] = w
+        mean = {n: sum(s[n] for s in sent.values()) / len(sent) for n in mean}
     world.rounds(3)
     for n, wanted in mean.items():
         torch.testing.assert_close(world.server[n], wanted, rtol=1e-3, atol=2e-4, msg=n)
@@ -208,6 +210,27 @@ def test_without_pull_and_specialists_the_personal_model_is_that_of_local(
     a = World(ours, backbone, tiny_federation).rounds(3)
     b = World(Local(**SHORT), backbone, tiny_federation).rounds(3)
     assert_same_models(a, b)
+
+
+@pytest.mark.parametrize(("g", "s"), [(1, 1), (1, 2), (2, 2)])
+def test_where_the_personal_model_begins_nothing_changes(
+    g: int, s: int, backbone: Backbone, tiny_federation: Federation
+) -> None:
+    """It computes what the client's last FedAvg model does, whatever the others sent."""
+    method = CoMiGSElastic(**SHORT, start=0.5, generalists=g, specialists=s, weight=0.3)
+    world = World(method, backbone, tiny_federation).rounds(1)
+    client = world.client("ann")
+    batch = client.test.batch(0, 4)[:, :-1]
+    with torch.no_grad():
+        before = client.model(batch)
+        client.round, mean = 1, torch.zeros_like(client.flat())
+        method.begin(client, mean)
+        torch.testing.assert_close(client.model(batch), before, rtol=1e-4, atol=1e-5)
+        newcomer = World(method, backbone, tiny_federation).client("ben")
+        newcomer.round = 1
+        method.begin(newcomer, client.flat())
+        client.load(method.mixing(client, 0.0))
+        torch.testing.assert_close(newcomer.model(batch), client.model(batch), rtol=1e-4, atol=1e-5)
 
 
 def test_what_is_shared_does_not_depend_on_the_personal_model(

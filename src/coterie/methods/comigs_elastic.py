@@ -22,7 +22,7 @@ from coterie.methods.templates import Averaged, WeightedMixture
 
 SHARED = "elastic/shared"  # (d,) what the client last sent: FedAvg's model after its local steps
 MEMORY = "optimiser/generalist/"  # of the client's own model
-LOSSES = "elastic/losses"  # (len(pulls),) sums over rounds
+LOSSES = "elastic/losses"  # (len(pulls),) sums over rounds; there is a personal model where it is
 SHARED_MEMORY = "elastic/optimiser"  # of FedAvg's
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -36,9 +36,11 @@ class CoMiGSElastic(WeightedMixture, Averaged):
         L times: w <- w - eta grad f(w), and (v, u) <- (v, u) - eta grad f(v, u); send w.
 
     Who writes like nobody else keeps b = 0 and is alone; who overfits is pulled. Before the share
-    `start` of the rounds there is w alone. After the last one each client takes (v, u), its w, or
-    (v, u) pulled once more with a / 2, which lies between the two and is often better than both,
-    whichever has the least loss on m validation windows. (`keep: best` has the base, too.)
+    `start` of the rounds there is w alone. Then v begins as what the client last sent, not as the
+    mean, and u as copies of v: nothing that it has learned is lost. After the last round each
+    client takes (v, u), its w, or (v, u) half-way to the mean with a / 2, which lies between the
+    two and is often better than both, whichever has the least loss on m validation windows.
+    (`keep: best` has the base, too.)
 
     What is sent depends on no personal model: with `start` 1 all is FedAvg; with pulls of 0 and
     a = 0 v is that of Local. Of K candidates with losses in [0, M] the choice is within
@@ -53,7 +55,7 @@ class CoMiGSElastic(WeightedMixture, Averaged):
         pulls: The values of b; with one alone nothing is chosen.
         pull_windows: Validation windows for that, others in each round.
         windows: m.
-        blend: Whether a last pull, by the largest b, with a / 2 is a candidate.
+        blend: Whether (v, u) half-way to the mean with a / 2 is a candidate.
         standalone: Whether w is trained; otherwise v is what is sent, as in CoMiGS.
         fallback: Whether the base is a candidate.
     """
@@ -65,10 +67,10 @@ class CoMiGSElastic(WeightedMixture, Averaged):
     pulls: Annotated[
         tuple[Share, ...],
         Field(min_length=1, description="steps to the mean, from which validation chooses"),
-    ] = (0.0, 0.5)
+    ] = (0.0, 0.25)
     pull_windows: Annotated[int, Field(ge=1, description="windows for that choice, per round")] = 2
     windows: Annotated[int, Field(ge=1, description="windows for the choice at the end")] = 16
-    blend: Annotated[bool, Field(description="a pulled model with a / 2 is a candidate")] = True
+    blend: Annotated[bool, Field(description="half-way to the mean, a / 2, is a candidate")] = True
     standalone: Annotated[bool, Field(description="FedAvg's model is trained, and sent")] = True
     fallback: Annotated[bool, Field(description="the base is a candidate")] = False
 
@@ -77,32 +79,38 @@ class CoMiGSElastic(WeightedMixture, Averaged):
         with client.borrowing(mean):
             w = client.flat()
         personal = client.round >= self.start * self.rounds
-        if personal and SHARED in client.state:
+        if not personal:
+            client.load({GENERALIST: w, **self.mixing(client, 0.0)})
+        elif LOSSES in client.state:
             client.load({GENERALIST: self.pulled(client, w)})
         else:
-            self.begin(client, w, personal)
+            self.begin(client, w)
+        both = personal and self.standalone
         for _ in range(self.steps(client)):
             batch, eta = client.draw(client.train), client.lr
-            both = personal and self.standalone
             gradient = self.shared_gradient(client, w, batch) if both else None
             client.step_on(batch, GENERALIST, *([SPECIALIST] if personal else []))
             if gradient is not None:
                 client.training.experts.step(w, gradient, eta, client.state, SHARED_MEMORY)
-        w = w if personal and self.standalone else client.flat()
-        if personal:
-            client.state[SHARED] = w
-        with client.borrowing({GENERALIST: w}):
+        client.state[SHARED] = w if both else client.flat()
+        with client.borrowing({GENERALIST: client.state[SHARED]}):
             return client.read(GENERALIST) | self.sample_count(client)
 
-    def begin(self, client: Client, w: Tensor, personal: bool) -> None:
-        """Take over w; where the personal model begins, FedAvg's goes on with the optimiser's
-        memory.
+    def begin(self, client: Client, w: Tensor) -> None:
+        """Begin the personal model where the client's last local steps ended, or at the mean w if
+        it has had none, with specialists that are copies of its generalists once these have
+        learned; FedAvg's model goes on with a copy of the optimiser's memory.
         """
-        client.load({GENERALIST: w, **self.mixing(client, self.weight if personal else 0.0)})
-        if personal and self.standalone:
+        client.load({GENERALIST: client.state.get(SHARED, w), **self.mixing(client, self.weight)})
+        if client.round:
+            own, turns = client.read(GENERALIST), torch.arange(self.specialists) % self.generalists
+            of = {name: name.replace(SPECIALIST, GENERALIST) for name in client.read(SPECIALIST)}
+            client.load({name: own[source][turns] for name, source in of.items()})
+        if self.standalone:
             for key in [key for key in client.state if key.startswith(MEMORY)]:
                 moved = f"{SHARED_MEMORY}/{key.removeprefix(MEMORY)}"
-                client.state[moved] = client.state.pop(key)
+                client.state[moved] = client.state[key].clone()
+        client.state[LOSSES] = torch.zeros(len(self.pulls), dtype=torch.float64)
 
     def shared_gradient(self, client: Client, w: Tensor, batch: Batch) -> Tensor:
         """Return the gradient of FedAvg's loss at w, (d,): of generalists alone."""
@@ -115,7 +123,7 @@ class CoMiGSElastic(WeightedMixture, Averaged):
         if len(points) == 1:
             return points[0]
         batch = client.valid.batch(client.round * self.pull_windows, self.pull_windows)
-        losses = client.state.setdefault(LOSSES, torch.zeros(len(points), dtype=torch.float64))
+        losses = client.state[LOSSES]
         for number, point in enumerate(points):
             with client.borrowing({GENERALIST: point}):
                 losses[number] += client.loss(batch)
@@ -129,10 +137,10 @@ class CoMiGSElastic(WeightedMixture, Averaged):
     def choose(self, client: Client, mean: Tensors) -> Tensors:
         """Make the candidate with the least validation loss the client's model."""
         own, candidates = client.read(GENERALIST, SPECIALIST), [Tensors()]
-        if SHARED in client.state:
+        if LOSSES in client.state:
             candidates.append({GENERALIST: client.state[SHARED], **self.mixing(client, 0.0)})
-        if SHARED in client.state and self.blend:
-            pulled = {name: torch.lerp(own[name], t, max(self.pulls)) for name, t in mean.items()}
+        if LOSSES in client.state and self.blend:
+            pulled = {name: torch.lerp(own[name], t, 0.5) for name, t in mean.items()}
             candidates.append(pulled | self.mixing(client, self.weight / 2))
         if self.fallback:
             candidates.append({name: torch.zeros_like(t) for name, t in own.items()})
