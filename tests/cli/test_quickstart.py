@@ -19,7 +19,8 @@ def test_two_rounds_already_help_every_client(tmp_path: Path) -> None:
             "method.rounds=2",
             "method.local_steps=4",
             "method.router_every=4",
-            "data.test_tokens=2000",
+            "training.batch_size=4",
+            "data.test_tokens=1000",
             "data.valid_tokens=500",
         ],
     )

@@ -57,9 +57,9 @@ def test_an_installed_package_says_how_to_install_an_extra(
     assert errors.extra("hub") == "pip install 'coterie[hub]'"
 
 
-def test_the_quickstart_runs_without_any_extra(tmp_path: Path) -> None:
+def test_the_quickstart_runs_without_any_extra(tiny_base: Path, tmp_path: Path) -> None:
     settings = ["method.rounds=1", "method.local_steps=1", "data.test_tokens=600"]
-    settings += ["data.valid_tokens=300", "compare_with=[]", "threads=1"]
+    settings += ["data.valid_tokens=300", "compare_with=[]", "threads=1", f"model.base={tiny_base}"]
     words = ["run", "quickstart", "--out", "mine"]
     words += [word for setting in settings for word in ("--set", setting)]
     done = without_extras(words, tmp_path)

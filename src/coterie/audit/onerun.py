@@ -9,6 +9,7 @@ guess r of them right no better than W ~ Binomial(r, e^epsilon / (1 + e^epsilon)
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -69,6 +70,7 @@ def p_value(right: int, guesses: int, coins: int, epsilon: float, delta: float) 
     return min(beta + 2 * coins * delta * float((below / np.arange(1, right + 1)).max()), 1.0)
 
 
+@cache  # the same counts come again: whoever audits many releases asks for few bounds
 def lower_bound(
     right: int, guesses: int, coins: int, delta: float, error: float = 1 - LEVEL
 ) -> float:
