@@ -22,7 +22,7 @@ from nodes import (
     silent,
 )
 
-from coterie.core.errors import ClientError, Refused
+from coterie.core.errors import ClientError, RecipeError, Refused
 from coterie.engines.flower import engine as flower
 from coterie.engines.flower import nodes as flower_nodes
 from coterie.engines.flower import simulation
@@ -215,6 +215,17 @@ def test_a_newcomer_that_does_not_fit_changes_nothing() -> None:
         assert prepared.problem.federation is before
     assert list(joined(prepared, member("c")).clients) == ["a", "b", "c"]
     assert list(prepared.clients) == ["a", "b"]
+
+
+def test_presence_may_name_who_has_not_connected_yet_and_nobody_else() -> None:
+    """Of labelled data the recipe tells who there is, and who never trains."""
+    named = "presence={client-02: [2, null], random-00: [1, null], typo: [1, null]}"
+    recipe = load("ddome-digits", ["data.unseen={random: 1}", "engine=flower", named])
+    with pytest.raises(RecipeError) as refused:
+        prepare_remote(recipe, [member("anchor-0", labels=(0, 1), anchor=0)])
+    assert "presence.typo: unknown client" in str(refused.value)
+    assert "presence.random-00: unknown client" in str(refused.value)
+    assert "presence.client-02" not in str(refused.value)
 
 
 def test_the_order_is_that_of_the_data_where_one_machine_has_all_else_that_of_the_ids() -> None:

@@ -197,10 +197,13 @@ def test_texts_on_devices_of_a_server_that_has_neither_data_nor_weights(
     assert not (tmp_path / "there/clients").exists()
 
 
+@pytest.mark.parametrize("joins", [0, 1])
 def test_a_device_that_joins_late_is_as_a_client_that_the_recipe_lets_join(
-    texts: Path, tiny_base: Path, tmp_path: Path
+    joins: int, texts: Path, tiny_base: Path, tmp_path: Path
 ) -> None:
-    """CoMiGS: the newcomer gets the generalist of then, and is averaged from there on."""
+    """CoMiGS: the newcomer gets the generalist of then, and is averaged from there on. Who comes
+    before the round that the recipe names waits for it.
+    """
     late = text_recipe(texts / "all", tiny_base, "presence={cleo: [2, null]}")
     run.run(late, tmp_path / "here")
     grid = Nodes()
@@ -209,12 +212,13 @@ def test_a_device_that_joins_late_is_as_a_client_that_the_recipe_lets_join(
         grid.add({"home": str(tmp_path / client), "data": str(texts / client), "client": client})
 
     def before(nodes: Nodes, request: Any, node: int) -> None:
-        if request.action == "task" and request.round == 1 and len(nodes.nodes) == 2:
-            add("cleo")  # while the second round runs
+        if request.action == "task" and request.round == joins and len(nodes.nodes) == 2:
+            add("cleo")
 
     add("ann"), add("ben")
     grid.before = before
-    recipe = text_recipe(Path("/nowhere/at/all"), tiny_base, "engine=flower")
+    named = ["presence={cleo: [2, null]}"] if joins == 0 else []
+    recipe = text_recipe(Path("/nowhere/at/all"), tiny_base, "engine=flower", *named)
     run.run(recipe, tmp_path / "there", backend=devices(grid, recipe, 2))
     assert_same(server_state(tmp_path / "here"), server_state(tmp_path / "there"))
     assert lines(tmp_path / "there", "train") == lines(tmp_path / "here", "train")

@@ -91,6 +91,7 @@ class Federation:
         public: Examples that no client has, on which a common expert may be trained.
         files: SHA-256 of the files that the texts of a named corpus are from, by whose they are and
             their paths.
+        open: Whether others may join while it is trained, as devices do.
 
     Raises:
         DataError: No clients at all, an id that is not valid or that two clients have, be it in
@@ -105,6 +106,7 @@ class Federation:
     unseen: Mapping[str, Mapping[ClientId, ClientData]] = field(default_factory=dict)
     public: Split | None = None
     files: Mapping[str, str] = field(default_factory=dict)
+    open: bool = False
 
     def __post_init__(self) -> None:
         if not self.clients:

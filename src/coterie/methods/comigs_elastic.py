@@ -38,9 +38,8 @@ class CoMiGSElastic(WeightedMixture, Averaged):
     Who writes like nobody else keeps b = 0 and is alone; who overfits is pulled. Before the share
     `start` of the rounds there is w alone. Then v begins as what the client last sent, not as the
     mean, and u as copies of v: nothing that it has learned is lost. After the last round each
-    client takes (v, u), its w, or (v, u) half-way to the mean with a / 2, which lies between the
-    two and is often better than both, whichever has the least loss on m validation windows.
-    (`keep: best` has the base, too.)
+    client takes (v, u), its w, or (v, u) half-way to the mean with a / 2, which is often better
+    than both, whichever has the least loss on m validation windows. (`keep: best` has the base.)
 
     What is sent depends on no personal model: with `start` 1 all is FedAvg; with pulls of 0 and
     a = 0 v is that of Local. Of K candidates with losses in [0, M] the choice is within
@@ -57,7 +56,6 @@ class CoMiGSElastic(WeightedMixture, Averaged):
         windows: m.
         blend: Whether (v, u) half-way to the mean with a / 2 is a candidate.
         standalone: Whether w is trained; otherwise v is what is sent, as in CoMiGS.
-        fallback: Whether the base is a candidate.
     """
 
     stateful: ClassVar[bool] = True
@@ -72,7 +70,6 @@ class CoMiGSElastic(WeightedMixture, Averaged):
     windows: Annotated[int, Field(ge=1, description="windows for the choice at the end")] = 16
     blend: Annotated[bool, Field(description="half-way to the mean, a / 2, is a candidate")] = True
     standalone: Annotated[bool, Field(description="FedAvg's model is trained, and sent")] = True
-    fallback: Annotated[bool, Field(description="the base is a candidate")] = False
 
     @task(Sends.UPDATE)
     def local_round(self, client: Client, mean: Tensors) -> Tensors:
@@ -103,9 +100,9 @@ class CoMiGSElastic(WeightedMixture, Averaged):
         """
         client.load({GENERALIST: client.state.get(SHARED, w), **self.mixing(client, self.weight)})
         if client.round:
-            own, turns = client.read(GENERALIST), torch.arange(self.specialists) % self.generalists
-            of = {name: name.replace(SPECIALIST, GENERALIST) for name in client.read(SPECIALIST)}
-            client.load({name: own[source][turns] for name, source in of.items()})
+            turns, own = torch.arange(self.specialists) % self.generalists, client.read(GENERALIST)
+            names = {name: name.replace(SPECIALIST, GENERALIST) for name in client.read(SPECIALIST)}
+            client.load({name: own[generalist][turns] for name, generalist in names.items()})
         if self.standalone:
             for key in [key for key in client.state if key.startswith(MEMORY)]:
                 moved = f"{SHARED_MEMORY}/{key.removeprefix(MEMORY)}"
@@ -136,14 +133,12 @@ class CoMiGSElastic(WeightedMixture, Averaged):
     @task(Sends.NOTHING)
     def choose(self, client: Client, mean: Tensors) -> Tensors:
         """Make the candidate with the least validation loss the client's model."""
-        own, candidates = client.read(GENERALIST, SPECIALIST), [Tensors()]
+        own, candidates = client.read(GENERALIST), [Tensors()]
         if LOSSES in client.state:
             candidates.append({GENERALIST: client.state[SHARED], **self.mixing(client, 0.0)})
         if LOSSES in client.state and self.blend:
             pulled = {name: torch.lerp(own[name], t, 0.5) for name, t in mean.items()}
             candidates.append(pulled | self.mixing(client, self.weight / 2))
-        if self.fallback:
-            candidates.append({name: torch.zeros_like(t) for name, t in own.items()})
         if len(candidates) > 1:
             losses = [self.loss(client, candidate) for candidate in candidates]
             client.load(candidates[losses.index(min(losses))])

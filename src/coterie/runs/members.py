@@ -113,6 +113,7 @@ def federated(members: Sequence[Member]) -> Federation:
             g: {m.client: data[m.client] for m in ordered if m.group == g}
             for g in dict.fromkeys(m.group for m in ordered if m.group)
         },
+        open=True,
     )
 
 

@@ -257,6 +257,12 @@ def _check_secure(recipe: Recipe, method: Method, clients: Sequence[ClientId]) -
         raise RecipeError(f"recipe {recipe.name}", mistakes)
 
 
+def _may_join(recipe: Recipe, client: ClientId) -> bool:
+    """Whether the recipe's data may have a client of that name, which trains."""
+    known = recipe.data.client_info(client)
+    return known is not None and not known.group
+
+
 def _check_presence(recipe: Recipe, method: Method, federation: Federation) -> None:
     """Refuse who cannot take part, and a method whose clients cannot come and go, or that has
     nothing for those it never sees.
@@ -265,7 +271,7 @@ def _check_presence(recipe: Recipe, method: Method, federation: Federation) -> N
     mistakes = [
         f"presence.{i}: unknown client; there are {', '.join(clients)}"
         for i in recipe.presence
-        if i not in clients
+        if i not in clients and not (federation.open and _may_join(recipe, i))
     ]
     mistakes += [
         f"presence.{i}: round {b}, the first without it, must come after round {a}"
