@@ -78,13 +78,16 @@ def recipe(entries: Mapping[str, Entry]) -> list[str]:
 
 
 def measured(entries: Mapping[str, Entry]) -> list[str]:
-    """Return the tables of the papers that have the method as a row, from the measured results."""
+    """Return what was measured of the method: the papers' tables with a row of it, and its regret
+    against all others.
+    """
     parts = ["## Measured"]
     for path in sorted(RESULTS.glob("*-small*.json")):
         found = json.loads(path.read_text(encoding="utf-8"))
         # As for the page of the statements: results without hours are from before it.
-        if "hours" in found and any(cell["row"] in entries for cell in found["cells"]):
+        if "hours" in found and any(cell["method"] in entries for cell in found["cells"]):
             parts += table(found, entries, path)
+    parts += regret(entries)
     if len(parts) == 1:
         parts.append(
             "Not measured yet. [What the papers say](../results/index.md) lists the tables that "
@@ -95,12 +98,13 @@ def measured(entries: Mapping[str, Entry]) -> list[str]:
 
 def table(found: Mapping[str, Any], entries: Mapping[str, Entry], path: Path) -> list[str]:
     """Return one table: the rows of the method, and those that one compares with."""
-    shown = [row for row in found["rows"] if row in entries or row in BESIDE]
+    own = {cell["row"] for cell in found["cells"] if cell["method"] in entries}
+    shown = [row for row in found["rows"] if row in own or row in BESIDE]
     cells = {(cell["row"], cell["column"]): cell for cell in found["cells"]}
     columns = found["columns"]
     lines = [f"| | {' | '.join(columns.values())} |", "| --- |" + " ---: |" * len(columns)]
     for row in shown:
-        title = f"**{found['rows'][row]}**" if row in entries else found["rows"][row]
+        title = f"**{found['rows'][row]}**" if row in own else found["rows"][row]
         values = " | ".join(figure(cells.get((row, column))) for column in columns)
         lines.append(f"| {title} | {values} |")
     settings = "every row tuned" if path.stem.endswith("-tuned") else "fixed settings"
@@ -110,6 +114,25 @@ def table(found: Mapping[str, Any], entries: Mapping[str, Entry], path: Path) ->
         f"`coterie reproduce {found['name']}`, {len(found['seeds'])} seeds, in parentheses what "
         f"the paper has; small scale, so that values cannot be compared with the paper's. From "
         f"`benchmarks/results/{path.name}`.",
+    ]
+
+
+def regret(entries: Mapping[str, Entry]) -> list[str]:
+    """Return what `benchmarks/regret.py` found of the method on each base."""
+    lines = []
+    for path in sorted(RESULTS.glob("regret-*-small.md")):
+        base = path.name.removeprefix("regret-").removesuffix("-small.md")
+        for line in path.read_text(encoding="utf-8").splitlines():
+            name, colon, found = line.removeprefix("- ").partition(": ")
+            if line.startswith("- ") and colon and name in entries:
+                lines.append(f"- Base {base}: {found} From `benchmarks/results/{path.name}`.")
+    if not lines:
+        return []
+    return [
+        "### Regret of each client, every row tuned",
+        "Against the row that is best for this client, over unlike federations of the library's "
+        "own texts (`python benchmarks/regret.py`).",
+        "\n".join(lines),
     ]
 
 

@@ -452,7 +452,9 @@ def test_the_same_simulation_is_used_again_and_another_ends_it(
     assert simulated(3, 1, on_device) is one
     assert ended == []
     assert simulated(4, 1, on_device) is not one
-    assert (made, ended) == ([(3, 1, on_device), (4, 1, on_device)], [(3, 1, on_device)])
+    assert simulated(4, 1, on_device, accelerators=1) is not one
+    first, second, third = (3, 1, on_device, 0), (4, 1, on_device, 0), (4, 1, on_device, 1)
+    assert (made, ended) == ([first, second, third], [first, second])
 
 
 def test_runs_on_one_grid_know_nothing_of_each_other(grid: Nodes, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from coterie.runs.device import Device
 from coterie.runs.members import check_member, prepare_remote
 from coterie.runs.prepare import Prepared, prepare
 from coterie.runs.problem import LearningProblem
-from coterie.runs.recipe import Recipe
+from coterie.runs.recipe import Recipe, changed
 
 if TYPE_CHECKING:
     from coterie.engines.flower.engine import Flower, Grid
@@ -41,6 +41,7 @@ PASS_S = (
 # seconds of a gradient from which on threads are faster: benchmarks/results/at_once.json
 STEP_S = 0.01
 ARRIVAL_S = 60.0  # seconds for devices that were there a moment ago
+GPUS = ("cuda", "xpu")  # devices that Ray counts as GPUs
 
 
 class Backend(Protocol):
@@ -65,7 +66,7 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class LocalBackend:
-    """All clients on this machine: in this process, or under Flower's simulation.
+    """All clients in this process, or under Flower's simulation, which may have more machines.
 
     Args:
         carrier: The engine's name; None for the recipe's.
@@ -91,9 +92,13 @@ class LocalBackend:
         from coterie.engines.flower.simulation import simulated
 
         clients, threads = len(prepared.site.data), computing_threads(prepared)
-        grid = simulated(clients, threads, simulated_device)
+        recipe, place = prepared.recipe, prepared.problem.device.type
+        if on_gpus := place in GPUS:  # each sees one alone, its first, whichever is ours
+            recipe = changed(recipe, {"model.device": place})
+        cores = 1 if on_gpus else threads
+        grid = simulated(clients, cores, simulated_device, accelerators=int(on_gpus))
         engine = flower_engine(
-            prepared.recipe,
+            recipe,
             grid,
             listener,
             tuple(prepared.site.data),

@@ -1,4 +1,6 @@
-"""Flower's simulation in a thread of this process."""
+"""Flower's simulation in a thread of this process, on the Ray cluster that RAY_ADDRESS names or one
+of its own.
+"""
 
 import logging
 import os
@@ -18,7 +20,7 @@ from coterie.engines.flower.apps import Handle, client_app, server_app
 class _Simulation:
     """A simulation that goes on in a thread of its own."""
 
-    about: tuple[int, int, Handle]
+    about: tuple[int, int, Handle, int]
     grid: Grid
     stop: Callable[[], None]
 
@@ -26,19 +28,20 @@ class _Simulation:
 _going_on: list[_Simulation] = []  # at most one: Ray is started once in a process
 
 
-def simulated(clients: int, threads: int, handle: Handle) -> Grid:
+def simulated(clients: int, threads: int, handle: Handle, accelerators: int = 0) -> Grid:
     """Return the grid of a simulation with so many nodes; that of the last call if it was for the
     same. It ends with the process, or the next one.
 
     Args:
         clients: Nodes; the i-th has `partition-id` i.
-        threads: Cores for each program; as many run at once as the machine has cores for.
+        threads: Cores for each program; as many run at once as the cluster has cores for.
         handle: What each does; must be picklable.
+        accelerators: For each program, which sees no other; as many run at once as the cluster has.
 
     Raises:
         ClientError: Flower's simulation could not be started.
     """
-    about = (clients, threads, handle)
+    about = (clients, threads, handle, accelerators)
     if _going_on and _going_on[0].about != about:
         _going_on.pop().stop()
     if not _going_on:
@@ -46,7 +49,7 @@ def simulated(clients: int, threads: int, handle: Handle) -> Grid:
     return _going_on[0].grid
 
 
-def _simulation(clients: int, threads: int, handle: Handle) -> _Simulation:
+def _simulation(clients: int, threads: int, handle: Handle, accelerators: int) -> _Simulation:
     """Start a simulation. Raises ClientError."""
     for name, value in {
         "FLWR_TELEMETRY_ENABLED": "0",
@@ -65,7 +68,9 @@ def _simulation(clients: int, threads: int, handle: Handle) -> _Simulation:
         done.wait()
 
     def simulate() -> None:
-        resources: dict[str, Any] = {"client_resources": {"num_cpus": threads, "num_gpus": 0.0}}
+        resources: dict[str, Any] = {
+            "client_resources": {"num_cpus": threads, "num_gpus": accelerators}
+        }
         try:
             run_simulation(
                 server_app(main),
@@ -93,4 +98,4 @@ def _simulation(clients: int, threads: int, handle: Handle) -> _Simulation:
             f"Flower's simulation could not be started: {found}",
             f"Is the extra complete? {extra('simulation')}",
         )
-    return _Simulation((clients, threads, handle), found, stop)
+    return _Simulation((clients, threads, handle, accelerators), found, stop)
