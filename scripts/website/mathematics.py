@@ -24,7 +24,8 @@ def _block(found: re.Match[str]) -> str:
 
 
 def _inline(found: re.Match[str]) -> str:
-    return _mathml(found[1], "inline")
+    """Return a formula within a line: a line that begins with `<math` would be a paragraph."""
+    return f"<span>{_mathml(found[1], 'inline')}</span>"
 
 
 def _mathml(source: str, display: str) -> str:

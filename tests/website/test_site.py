@@ -106,6 +106,7 @@ def test_formulas_are_mathematics(site: Path) -> None:
         text = re.sub(r"<(pre|code)\b.*?</\1>", "", html, flags=re.DOTALL)
         assert "$$" not in text, path
         assert not re.search(r"\\[a-z]{3,}", text), path  # a command that was not understood
+        assert not re.search(r"</p>\s*<math|</math>\s*<p>", html), path  # no paragraph of its own
         count += html.count("<math")
     assert count > 150
 
