@@ -489,7 +489,7 @@ def test_a_simulation_that_died_before_its_first_checkpoint_starts_again(
 ) -> None:
     monkeypatch.setattr(
         "coterie.engines.flower.simulation.simulated",
-        lambda clients, threads, handle: simulated_nodes(clients),
+        lambda clients, threads, handle, accelerators: simulated_nodes(clients),
     )
     whole = as_json(run.run(recipe, tmp_path / "whole"))[-1]
     stopped_after(LocalBackend(), recipe, tmp_path / "part", 1)

@@ -122,7 +122,7 @@ def simulated(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """A run under a simulation whose nodes are in this process."""
     monkeypatch.setattr(
         "coterie.engines.flower.simulation.simulated",
-        lambda clients, threads, handle: simulated_nodes(clients),
+        lambda clients, threads, handle, accelerators: simulated_nodes(clients),
     )
     run.run(recipe, folder, backend=LocalBackend("flower"))
 

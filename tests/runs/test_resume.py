@@ -490,10 +490,10 @@ def test_a_method_that_needs_all_its_clients_does_not_lose_one(
 ) -> None:
     texts, out = write_texts(tmp_path / "texts"), tmp_path / "run"
     recipe = language(texts, tiny_base, "comigs-1g1s", "compare_with=[]")
+    monkeypatch.setattr(CoMiGS, "dynamic_membership", False)
     runs.run(recipe, out)
     (out / "result.json").unlink()
     shutil.rmtree(texts / "b")
-    monkeypatch.setattr(CoMiGS, "dynamic_membership", False)
     with pytest.raises(
         Refused, match=r"(?s)needs the clients that it started with: b missing.*Restore the data"
     ):

@@ -2,6 +2,7 @@
 falls where few do.
 """
 
+import json
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
@@ -39,6 +40,21 @@ def test_who_never_took_part_counts_with_what_the_server_would_give(tmp_path: Pa
     assert any(
         note.startswith(sentence) for note in comparability(typed(as_json(rows(typed([found])))))
     )
+
+
+def test_a_checkpoint_lists_who_took_part_and_not_who_exists(tmp_path: Path) -> None:
+    recipe = load(
+        "cobo-digits",
+        ["compare_with=[]", "method.name=fedavg", "method.rounds=2", "participation.clients=1"],
+    )
+    found = as_json(run.run(recipe, tmp_path / "run"))[-1]
+    took_part = {i for i, rounds in found["rounds_taken_part"].items() if rounds}
+    assert 1 <= len(took_part) <= 2
+    about = json.loads((tmp_path / "run/checkpoints/round-00002/checkpoint.json").read_text())
+    assert about["progress"]["up"].keys() == about["progress"]["down"].keys() == took_part
+    never = set(found["clients"]) - took_part
+    assert not [i for i in never if f'"{i}"' in json.dumps(about["progress"]["took_part"])]
+    assert "clients" not in about["progress"]
 
 
 @pytest.mark.slow

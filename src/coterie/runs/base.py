@@ -72,13 +72,15 @@ class ExecutionBase(Listener):
         # of models that clients kept: round and scores, known at the end
         self.recalled: dict[ClientId, tuple[int, Scores]] = {}
         self.progress: Json = {
-            "up": dict.fromkeys(self.federation.everyone, 0),
-            "down": dict.fromkeys(self.federation.everyone, 0),
+            "up": {},  # bytes, of those who sent any
+            "down": {},
             "seconds": 0.0,
             "position": 0,
             "lost": {},
             "took_part": {},
         }
+        if not self.method.dynamic_membership:
+            self.progress["clients"] = list(self.federation.everyone)
         privacy = self.recipe.privacy
         self.accountant = None if privacy is None else self._accountant(privacy)
         self.released = Released(self.folder / "released.jsonl")

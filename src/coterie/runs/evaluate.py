@@ -186,8 +186,8 @@ class EvaluatedExecution(ScoredExecution):
         return {
             i: Costs(
                 **self._size(layouts[i]),
-                bytes_up=self.progress["up"][i],
-                bytes_down=self.progress["down"][i],
+                bytes_up=self.progress["up"].get(i, 0),
+                bytes_down=self.progress["down"].get(i, 0),
                 state_bytes=remembered.get(i, 0) if self.method.total_iterations else 0,
                 generalists=layouts[i].generalists,
                 specialists=layouts[i].specialists,

@@ -4,7 +4,7 @@ result.
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
@@ -65,8 +65,7 @@ class Execution(EvaluatedExecution):
             self.accountant = replace(self.accountant, runs=self.progress["spent"])
             self._count_released()
         self.engine.restore(found.clients, self.progress.pop("engine", {}))
-        self._check_clients(self.progress["up"])
-        self._count_traffic()
+        self._check_clients(self.progress.get("clients"))
         self._welcome()
         self._leave_out()
         return True
@@ -94,14 +93,12 @@ class Execution(EvaluatedExecution):
             elif self.accountant is not None:
                 self.accountant.spend(result["drawn"], result["population"])
 
-    def _check_clients(self, before: Mapping[ClientId, int]) -> None:
-        """Refuse to continue with other clients than before if the method cannot."""
-        gone, new = (
-            before.keys() - self.federation.everyone.keys(),
-            self.federation.everyone.keys() - before.keys(),
-        )
-        if self.method.dynamic_membership or not gone | new:
+    def _check_clients(self, before: Collection[ClientId] | None) -> None:
+        """Refuse to continue with other clients than before; None: the method can do so."""
+        everyone = self.federation.everyone.keys()
+        if before is None or everyone == set(before):
             return
+        gone, new = set(before) - everyone, everyone - set(before)
         problem = f"{self.recipe.method['name']} needs the clients that it started with: "
         lacking = [f"{', '.join(sorted(gone))} missing"] if gone else []
         raise Refused(
@@ -115,12 +112,6 @@ class Execution(EvaluatedExecution):
     def check_metrics(self) -> None:
         """Refuse to continue from a checkpoint whose metrics are lost. Raises CheckpointError."""
         check_metrics(self.folder, self.progress["position"], self.progress.get("metrics"))
-
-    def _count_traffic(self) -> None:
-        """Have a place for the bytes of every client."""
-        for i in self.federation.everyone:
-            self.progress["up"].setdefault(i, 0)
-            self.progress["down"].setdefault(i, 0)
 
     def execute(self) -> Result:
         """Run the rounds that are left; returns their result.
@@ -230,7 +221,6 @@ class Execution(EvaluatedExecution):
                 self._take_in(joined(self.prepared, member))
             except Refused as error:
                 self.noted(member.client, error.problem)
-        self._count_traffic()
 
     def _active(self) -> tuple[ClientId, ...]:
         """Who takes part in the round: those drawn that can be reached now, unless so few can
@@ -254,8 +244,9 @@ class Execution(EvaluatedExecution):
             self.seen.keep(self.round, phase, ask.to, answers)
         replies = self._protected(ask, answers, phase)
         for direction, messages in (("down", ask.to), ("up", replies)):
+            counted = self.progress[direction]
             for i in self.clients & messages.keys():
-                self.progress[direction][i] += nbytes(messages[i])
+                counted[i] = counted.get(i, 0) + nbytes(messages[i])
         return replies
 
     def _protected(self, ask: Ask, replies: Replies, phase: int) -> Replies:
