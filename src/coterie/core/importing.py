@@ -4,6 +4,9 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+# objects that Python freezes as it starts, at most: 3.12.1 has 375, 3.11 and 3.13 none
+AT_START = 1000
+
 
 @contextmanager
 def uncollected() -> Iterator[None]:
@@ -19,7 +22,7 @@ def uncollected() -> Iterator[None]:
         yield
     finally:
         if enabled:
-            if not gc.get_freeze_count():  # what was made is old at once, and not looked through
-                gc.freeze()
+            if gc.get_freeze_count() < AT_START:  # otherwise it is what others want to stay so
+                gc.freeze()  # what was made is old at once, and not looked through
                 gc.unfreeze()
             gc.enable()
