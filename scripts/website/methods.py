@@ -18,6 +18,7 @@ RESULTS = REPOSITORY / "benchmarks/results"
 TEXTS = REPOSITORY / "docs/methods"
 WHEN = "## When to use it"
 BESIDE = ("pretrained", "local", "fedavg", "comigs-1g1s", "cobo", "ddome")  # to compare with
+ROWS = 8  # of a table that is shown whole
 
 
 def groups() -> dict[str, dict[str, Entry]]:
@@ -97,9 +98,10 @@ def measured(entries: Mapping[str, Entry]) -> list[str]:
 
 
 def table(found: Mapping[str, Any], entries: Mapping[str, Entry], path: Path) -> list[str]:
-    """Return one table: the rows of the method, and those that one compares with."""
+    """Return one table: the rows of the method, and of a long one those that one compares with."""
     own = {cell["row"] for cell in found["cells"] if cell["method"] in entries}
-    shown = [row for row in found["rows"] if row in own or row in BESIDE]
+    short = len(found["rows"]) <= ROWS
+    shown = [row for row in found["rows"] if short or row in own or row in BESIDE]
     cells = {(cell["row"], cell["column"]): cell for cell in found["cells"]}
     columns = found["columns"]
     lines = [f"| | {' | '.join(columns.values())} |", "| --- |" + " ---: |" * len(columns)]

@@ -187,13 +187,13 @@ def cluster(mark: str) -> Iterator[tuple[str, Path]]:
         yield address, Path(folder)
 
 
-def on(cluster: tuple[str, Path], mark: str, *words: str) -> str:
-    """What Python prints whose simulation is on a cluster."""
-    done = subprocess.run(
+def started(address: str, mark: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Python, whose simulations are on the cluster with this address."""
+    return subprocess.run(
         [sys.executable, *words],
         env=os.environ
         | {
-            "RAY_ADDRESS": cluster[0],
+            "RAY_ADDRESS": address,
             "COTERIE_TEST_MARK": mark,
             "OMP_NUM_THREADS": "1",
             "COLUMNS": "160",
@@ -203,8 +203,35 @@ def on(cluster: tuple[str, Path], mark: str, *words: str) -> str:
         timeout=300,
         check=False,
     )
+
+
+def on(cluster: tuple[str, Path], mark: str, *words: str) -> str:
+    """What Python prints whose simulation is on a cluster."""
+    done = started(cluster[0], mark, *words)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+@needs_ray
+def test_a_cluster_that_does_not_answer_is_refused_at_once(mark: str, tmp_path: Path) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+    words = ["-m", "coterie", "run", "cobo-digits", "--set", "engine=flower"]
+    done = started(address, mark, *words, "--out", str(tmp_path / "run"))
+    assert done.returncode == 1
+    assert f"RAY_ADDRESS is {address}, where no Ray cluster answers" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@needs_ray
+@pytest.mark.slow
+def test_a_cluster_without_what_a_client_needs_is_refused(
+    cluster: tuple[str, Path], mark: str
+) -> None:
+    wanted = WHERE.replace("accelerators=1", "accelerators=2")
+    done = started(cluster[0], mark, "-c", wanted)
+    assert "ClientError: no machine of Ray's has 1 cores and 2 GPU" in done.stderr
 
 
 @needs_ray

@@ -5,6 +5,8 @@ of its own.
 import logging
 import os
 import queue
+import socket
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,6 +16,8 @@ from flwr.serverapp import Grid
 
 from coterie.core.errors import ClientError, extra
 from coterie.engines.flower.apps import Handle, client_app, server_app
+
+ANSWER_S = 10.0  # seconds for a Ray cluster to answer
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ def _simulation(clients: int, threads: int, handle: Handle, accelerators: int) -
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # as later releases do; otherwise Ray warns
     }.items():
         os.environ.setdefault(name, value)
     from flwr.simulation import run_simulation
@@ -72,6 +77,7 @@ def _simulation(clients: int, threads: int, handle: Handle, accelerators: int) -
             "client_resources": {"num_cpus": threads, "num_gpus": accelerators}
         }
         try:
+            _connect(threads, accelerators)
             run_simulation(
                 server_app(main),
                 client_app(handle),
@@ -93,9 +99,50 @@ def _simulation(clients: int, threads: int, handle: Handle, accelerators: int) -
     # `atexit` knows: it would wait for good.
     threading._register_atexit(stop)  # type: ignore[attr-defined]
     found = grids.get()
+    if isinstance(found, ClientError):
+        raise found
     if isinstance(found, BaseException):
         raise ClientError(
             f"Flower's simulation could not be started: {found}",
             f"Is the extra complete? {extra('simulation')}",
         )
     return _Simulation((clients, threads, handle, accelerators), found, stop)
+
+
+def _connect(threads: int, accelerators: int) -> None:
+    """Start Ray, or connect to the cluster that RAY_ADDRESS names; not in the main thread, whose
+    SIGTERM Ray would take.
+
+    Raises:
+        ClientError: Nobody answers there, or no machine has what a program needs. Flower would
+            wait for both without end.
+    """
+    import ray
+
+    address = os.environ.get("RAY_ADDRESS", "")
+    host, _, port = address.rpartition("/")[2].rpartition(":")
+    if port.isdigit():  # neither "auto" nor "local"
+        try:
+            socket.create_connection((host, int(port)), ANSWER_S).close()
+        except (OSError, OverflowError) as error:
+            raise ClientError(
+                f"RAY_ADDRESS is {address}, where no Ray cluster answers: {error}",
+                "Start it there (ray start --head), or unset RAY_ADDRESS for this machine alone.",
+            ) from None
+    if not ray.is_initialized():
+        known = os.pathsep.join(filter(None, [*sys.path, os.environ.get("PYTHONPATH")]))
+        ray.init(
+            include_dashboard=False,
+            logging_level=logging.ERROR,
+            runtime_env={"env_vars": {"PYTHONPATH": known}},
+        )
+    machines = [node["Resources"] for node in ray.nodes()]  # type: ignore[no-untyped-call]
+    if not any(
+        has.get("CPU", 0) >= threads and has.get("GPU", 0) >= accelerators for has in machines
+    ):
+        wanted = f"{threads} cores" + (f" and {accelerators} GPU" if accelerators else "")
+        raise ClientError(
+            f"no machine of Ray's has {wanted}, which a client needs",
+            "Start Ray with more (ray start --num-cpus N --num-gpus N), or give the recipe fewer "
+            "threads.",
+        )
