@@ -5,6 +5,9 @@ paper says.
 import io
 import json
 import re
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from reports.samples import classified, result
 from rich.console import Console
 
 from coterie.core.errors import Refused
+from coterie.core.files import write_json
 from coterie.core.metrics import ACCURACY, PERPLEXITY
 from coterie.core.result import RESULT, Result
 from coterie.papers import tables
@@ -249,6 +253,24 @@ def test_what_was_run_is_not_run_again(toy: tuple[Job, dict]) -> None:
     )
     assert {path: path.stat().st_mtime_ns for path in job.folder.rglob(RESULT)} == stamps
     assert again == found
+
+
+def test_one_process_at_a_time_writes_a_table(
+    toy: tuple[Job, dict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Columns of a table may be run at the same time; the files of the table are the same."""
+    job, _ = toy
+    writing = threading.Lock()
+
+    def alone(path: Path, value: object) -> None:
+        assert writing.acquire(blocking=False)
+        time.sleep(0.05)
+        write_json(path, value)
+        writing.release()
+
+    monkeypatch.setattr("coterie.papers.reproduce.write_json", alone)
+    with ThreadPoolExecutor(3) as threads:
+        assert len(list(threads.map(reproduce, [replace(job) for _ in range(3)]))) == 3
 
 
 def test_statements_about_rows_that_were_not_run_have_no_verdict(toy: tuple[Job, dict]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 
 from coterie.core import metrics
 from coterie.core.errors import CheckpointError
@@ -86,9 +87,11 @@ def reproduce(job: Job, reporter: Callback | None = None) -> Reproduced:
         versions=Versions(__version__, torch.__version__, platform.python_version()),
         machine=Result.read(folder / cells[0].folders[0]).machine,
     )
-    write_json(Path(f"{job.stem}.json"), found.to_json())
-    write_atomically(Path(f"{job.stem}.md"), markdown(found).encode())
-    write_page(Path(f"{job.stem}.html"), found, reproduction.pictures, folder)
+    # columns of one table may run at the same time, in processes of their own
+    with FileLock(folder / ".lock"):
+        write_json(Path(f"{job.stem}.json"), found.to_json())
+        write_atomically(Path(f"{job.stem}.md"), markdown(found).encode())
+        write_page(Path(f"{job.stem}.html"), found, reproduction.pictures, folder)
     return found
 
 
