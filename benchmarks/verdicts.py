@@ -26,6 +26,8 @@ share (where that names several, as for Ditto's lambda, a row's best of these by
 between runs of the same seed. `undecided`: the interval reaches across the bound. All is at the
 small scale: orders and signs can be compared with the papers, values cannot. Hours are those of
 the runs on a machine that was also busy with other work; what tables share is counted in each.
+Why some of it does not hold is told in
+[docs/tables.md](../../docs/tables.md#what-does-not-hold-and-why).
 """
 Found = Mapping[str, Any]  # a table's JSON file
 Key = tuple[str, str]  # what a statement says, and the id of a column

@@ -26,7 +26,7 @@ from coterie.papers.job import Job
 from coterie.papers.page import markdown, terminal, write_page
 from coterie.papers.remarks import effort
 from coterie.papers.reproduce import _shown, reproduce, search
-from coterie.papers.seeds import seed_figures
+from coterie.papers.seeds import seed_figures, spoken_of_row
 from coterie.papers.tables import (
     Better,
     Gate,
@@ -454,6 +454,13 @@ def test_weights_and_improved_are_judged_where_they_are_known() -> None:
     assert verdict(i, accurate("a", 80, improved=None)) is None
 
 
+def test_router_scores_are_read_of_rows_that_stand_for_others_too() -> None:
+    table = tables.load("comigs/figure4")
+    assert spoken_of_row(table, "comigs-1g1s") == {"routers"}
+    assert spoken_of_row(table, "comigs-1g1s-published") == {"routers"}
+    assert spoken_of_row(table, "pfedmoe") == set()
+
+
 def test_statements_about_a_group_or_a_gate() -> None:
     rows = [
         accurate(r, 90, groups={"aligned": 90.0, "random": x}, gate_accuracy=g)
@@ -496,6 +503,13 @@ def test_router_statements_read_the_metrics(
     for kind, expected in (("falls", falls), ("below half at the end", below)):
         s = Routers(kind="routers", says="", source="", columns=("c",), row="a", generalist=kind)  # type: ignore[arg-type]
         assert next(_verdicts(s, typed(own))).holds is expected
+        leak = s.model_copy(update={"row": "other", "only_with": {"the leak": {"other": "a"}}})
+        other = own[0] | {
+            "row": "other",
+            "seeds": [own[0]["seeds"][0] | {"generalist": (0.5, 0.9)}],
+        }
+        found = next(_verdicts(leak, typed([*own, other])))
+        assert (found.holds, found.only_with) == (False, "the leak" if expected else None)
 
 
 def test_mistakes_are_refused_before_anything_runs(tmp_path: Path) -> None:

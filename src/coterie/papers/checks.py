@@ -13,6 +13,7 @@ from coterie.papers.tables import (
     Improved,
     Lower,
     Near,
+    Replaceable,
     Routers,
     Statement,
     Weights,
@@ -54,7 +55,7 @@ def _judged(statement: Statement, cells: Cells) -> Found | None:
 
 def _only_with(statement: Statement, cells: Cells) -> str | None:
     """Return the first of the statement's other rows that it holds with; None for none."""
-    if not isinstance(statement, Lower | Better | Near):
+    if not isinstance(statement, Replaceable):
         return None
     for name, rows in statement.only_with.items():
         found = _judged(with_other_rows(statement, rows), cells)

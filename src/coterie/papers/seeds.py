@@ -9,7 +9,7 @@ from typing import Literal
 from coterie.core import metrics
 from coterie.core.result import Result
 from coterie.papers.found import SeedFigures
-from coterie.papers.tables import Favours, Reproduction, Routers
+from coterie.papers.tables import Favours, Reproduction, Routers, stand_ins
 from coterie.reports import comparison
 from coterie.reports.curves import router_series
 from coterie.runs.metrics import METRICS
@@ -50,7 +50,11 @@ def seed_figures(
 
 def spoken_of_row(reproduction: Reproduction, row: str) -> Spoken:
     """Return what the statements of a table speak of a row that needs more than its result."""
-    own = [s for s in reproduction.statements if isinstance(s, Routers | Favours) and s.row == row]
+    own = [
+        s
+        for s in reproduction.statements
+        if isinstance(s, Routers | Favours) and row in (s.row, *stand_ins(s))
+    ]
     return {"routers" if isinstance(s, Routers) else "weights" for s in own}
 
 

@@ -161,6 +161,7 @@ class Routers(_Strict):
     columns: tuple[str, ...]
     row: str
     generalist: Literal["falls", "below half at the end"]
+    only_with: Mapping[str, Mapping[str, str]] = {}
 
 
 class Favours(_Strict):
@@ -176,6 +177,7 @@ class Favours(_Strict):
 
 
 Compared = Lower | Better | Near
+Replaceable = Compared | Routers  # which may hold only with other rows in place of its own
 Statement = Lower | Better | Near | Weights | Improved | Gate | Routers | Favours
 
 
@@ -260,7 +262,7 @@ class Reproduction(_Strict):
         rows = [r for c in self.columns.values() for r in c.rows] + [
             r for known in published for r in known
         ]
-        rows += [r for s in self.statements for r in (*spoken_of(s), *_stand_ins(s))] + [
+        rows += [r for s in self.statements for r in (*spoken_of(s), *stand_ins(s))] + [
             r for p in self.pictures for r in p.rows
         ]
         columns = [c for spoken in (*self.statements, *self.pictures) for c in spoken.columns]
@@ -295,7 +297,7 @@ def spoken_of(statement: Statement) -> tuple[str, ...]:
     return (statement.row,)
 
 
-def with_other_rows(statement: Compared, rows: Mapping[str, str]) -> Compared:
+def with_other_rows(statement: Replaceable, rows: Mapping[str, str]) -> Replaceable:
     """Return a statement of other rows: those that `rows` gives for its own."""
 
     def others(own: tuple[str, ...]) -> tuple[str, ...]:
@@ -310,9 +312,9 @@ def with_other_rows(statement: Compared, rows: Mapping[str, str]) -> Compared:
     return statement.model_copy(update=changed)
 
 
-def _stand_ins(statement: Statement) -> list[str]:
+def stand_ins(statement: Statement) -> list[str]:
     """Return the rows that a statement names beside those that it compares."""
-    if not isinstance(statement, Lower | Better | Near):
+    if not isinstance(statement, Replaceable):
         return []
     return [row for rows in statement.only_with.values() for row in (*rows, *rows.values())]
 
