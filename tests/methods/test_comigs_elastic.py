@@ -327,6 +327,39 @@ def test_the_blend_can_be_left_out(backbone: Backbone, tiny_federation: Federati
             assert end(world, i) == pytest.approx(loss, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("losses_in_turn", "winner", "factor"),
+    [((2.0, 3.0, 1.0), "personal", 0.5), ((2.0, 3.0, 2.5), "personal", 1.0)]
+    + [((3.0, 2.0, 1.0), "fedavg", 0.5), ((3.0, 2.0), "fedavg", 1.0)],
+)
+def test_half_of_what_was_learned_is_a_candidate(
+    losses_in_turn: tuple[float, ...],
+    winner: str,
+    factor: float,
+    backbone: Backbone,
+    tiny_federation: Federation,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Half-way from the best of the others to the base: every B is halved, and nothing else."""
+    halve = len(losses_in_turn) > 2
+    method = CoMiGSElastic(**SHORT, start=0, blend=False, halve=halve)
+    world = World(method, backbone, tiny_federation).rounds(3)
+    client, told = world.client("ann"), iter(losses_in_turn)
+    if winner == "fedavg":
+        with client.borrowing({GENERALIST: client.state["elastic/shared"]}):
+            wanted = client.read(GENERALIST)
+    else:
+        wanted = client.read(GENERALIST)
+    wanted |= client.read(SPECIALIST)
+    wanted = {n: t * (factor if n.endswith(".B") else 1) for n, t in wanted.items()}
+    monkeypatch.setattr(CoMiGSElastic, "loss", lambda *_: next(told))
+    method.choose(client, world.server)
+    found = client.read(GENERALIST) | client.read(SPECIALIST)
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name
+    assert next(told, None) is None
+
+
 def test_the_pull_is_chosen_on_the_validation_windows_of_all_rounds_so_far(
     backbone: Backbone, tiny_federation: Federation
 ) -> None:

@@ -91,7 +91,8 @@ def test_a_loss_is_called_one_and_something_is_advised() -> None:
     assert said.startswith(
         "On these data Local is better than CoMiGS-1G1S for all 3 clients (21.00 against 31.00)"
     )
-    assert "share less, or keep the local models." in said
+    assert "share less, or keep the local models. Or let each client choose" in said
+    assert "--set method.name=comigs-elastic" in said
     assert "One seed" in said
 
 
@@ -108,6 +109,19 @@ def test_a_win_names_whom_it_beats() -> None:
 def test_a_win_on_average_says_for_how_many() -> None:
     said = verdict(typed([line("local", 20, 21, 22), line(OURS, 10, 11, 23)]), OURS)
     assert "on average, for 2 of 3 clients" in said
+    assert "--set method.name=comigs-elastic" in said
+
+
+@pytest.mark.parametrize(
+    ("own", "scores"),
+    [(OURS, (10, 11, 12)), ("comigs-elastic", (10, 11, 23)), ("fedavg", (10, 11, 23))],
+)
+def test_what_lets_each_client_choose_is_named_where_it_is_new_and_needed(
+    own: str, scores: tuple[float, ...]
+) -> None:
+    said = verdict(typed([line("local", 20, 21, 22), line(own, *scores)]), own)
+    assert "is better than Local" in said
+    assert "method.name=comigs-elastic" not in said
 
 
 def test_training_that_did_not_help() -> None:

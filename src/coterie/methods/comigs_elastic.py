@@ -39,7 +39,9 @@ class CoMiGSElastic(WeightedMixture, Averaged):
     `start` of the rounds there is w alone. Then v begins as what the client last sent, not as the
     mean, and u as copies of v: nothing that it has learned is lost. After the last round each
     client takes (v, u), its w, or (v, u) half-way to the mean with a / 2, which is often better
-    than both, whichever has the least loss on m validation windows. (`keep: best` has the base.)
+    than both, whichever has the least loss on m validation windows; or that half-way to the base,
+    for whoever writes what the base knows already (Wortsman et al., "Robust fine-tuning of
+    zero-shot models", CVPR 2022). `keep: best` has the base itself.
 
     What is sent depends on no personal model: with `start` 1 all is FedAvg; with pulls of 0 and
     a = 0 v is that of Local. Of K candidates with losses in [0, M] the choice is within
@@ -55,6 +57,7 @@ class CoMiGSElastic(WeightedMixture, Averaged):
         pull_windows: Validation windows for that, others in each round.
         windows: m.
         blend: Whether (v, u) half-way to the mean with a / 2 is a candidate.
+        halve: Whether half of what was learned is a candidate: every B of the LoRAs halved.
         standalone: Whether w is trained; otherwise v is what is sent, as in CoMiGS.
     """
 
@@ -67,8 +70,9 @@ class CoMiGSElastic(WeightedMixture, Averaged):
         Field(min_length=1, description="steps to the mean, from which validation chooses"),
     ] = (0.0, 0.25)
     pull_windows: Annotated[int, Field(ge=1, description="windows for that choice, per round")] = 2
-    windows: Annotated[int, Field(ge=1, description="windows for the choice at the end")] = 16
+    windows: Annotated[int, Field(ge=1, description="windows for the choice at the end")] = 12
     blend: Annotated[bool, Field(description="half-way to the mean, a / 2, is a candidate")] = True
+    halve: Annotated[bool, Field(description="half of what was learned is a candidate")] = True
     standalone: Annotated[bool, Field(description="FedAvg's model is trained, and sent")] = True
 
     @task(Sends.UPDATE)
@@ -133,15 +137,19 @@ class CoMiGSElastic(WeightedMixture, Averaged):
     @task(Sends.NOTHING)
     def choose(self, client: Client, mean: Tensors) -> Tensors:
         """Make the candidate with the least validation loss the client's model."""
+        if LOSSES not in client.state:
+            return {}
         own, candidates = client.read(GENERALIST), [Tensors()]
-        if LOSSES in client.state:
-            candidates.append({GENERALIST: client.state[SHARED], **self.mixing(client, 0.0)})
-        if LOSSES in client.state and self.blend:
+        candidates.append({GENERALIST: client.state[SHARED], **self.mixing(client, 0.0)})
+        if self.blend:
             pulled = {name: torch.lerp(own[name], t, 0.5) for name, t in mean.items()}
             candidates.append(pulled | self.mixing(client, self.weight / 2))
-        if len(candidates) > 1:
-            losses = [self.loss(client, candidate) for candidate in candidates]
-            client.load(candidates[losses.index(min(losses))])
+        losses = [self.loss(client, candidate) for candidate in candidates]
+        client.load(candidates[losses.index(min(losses))])
+        learned = client.read(GENERALIST) | client.read(SPECIALIST)
+        halved = {name: t / 2 for name, t in learned.items() if name.endswith(".B")}
+        if self.halve and self.loss(client, halved) < min(losses):
+            client.load(halved)
         return {}
 
     def loss(self, client: Client, candidate: Tensors) -> float:
