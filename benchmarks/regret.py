@@ -217,13 +217,14 @@ def best_runs(sweep: Sweep, federation: str, row: str) -> list[Run]:
 
 def page(sweep: Sweep, ours: Sequence[str], last: bool) -> str:
     """Return the tables of regret as Markdown, federation by federation, each with the learning
-    rate that was chosen for each row and its work, in that of 1G1S; above them how many clients
-    are level with their best other row within one deviation over seeds, and the hours.
+    rate that was chosen for each row and its work, in that of 1G1S; above them the regret of
+    every row over all clients, and the hours.
     """
     parts, lines = [], []
     for federation in (*CORPORA, *FOLDERS):
         if not (own := rows_of(sweep, federation, ours, last)):
             continue
+        lines += rows_of(sweep, federation, list(ROWS), last)
         runs = {
             row: best_runs(sweep, federation, row)
             for row in ROWS
@@ -237,34 +238,37 @@ def page(sweep: Sweep, ours: Sequence[str], last: bool) -> str:
         )
         seeds = sorted({run["seed"] for found in runs.values() for run in found})
         parts += [f"## {federation}", table(own), f"Learning rate (work): {chosen}. Seeds {seeds}."]
-        lines += own
     hours = sum(run["wall"] for run in sweep.find()) / 3600
     summary = [
-        verdict(row, judged)
-        for row in ours
+        over_clients(row, judged)
+        for row in ROWS
         if (judged := [line for line in lines if f"regret of {row}, %" in line])
     ]
     head = (
         f"Base {Path(sweep.base).name}, size {sweep.size}, {len(sweep.find())} runs, {hours:.1f} "
         "hours of one thread. Test perplexity of each client, lower is better, mean over seeds; "
         "regret is against the row that is best for this client on its test text, in percent, "
-        "paired over seeds."
+        "paired over seeds. Level: no worse than that row, or within one deviation over seeds."
     )
-    return "\n\n".join(["# Regret of personal methods", head, "\n".join(summary), *parts]) + "\n"
+    return "\n\n".join(["# Regret of personal methods", head, table(summary), *parts]) + "\n"
 
 
-def verdict(row: str, lines: Sequence[dict[str, Any]]) -> str:
-    """Say how many clients are level with their best other row within one deviation over seeds, and
-    which has the largest regret.
+def over_clients(row: str, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the regret of a row over all clients: its mean, how many are level with their best
+    other row within one deviation over seeds, and the largest.
     """
     regret, deviation = f"regret of {row}, %", f"sd of {row}"
-    level = sum(line[regret] <= (line[deviation] or 0) for line in lines)
     worst = max(lines, key=lambda line: line[regret])
-    return (
-        f"- {row}: {level} of {len(lines)} clients are level with the best other row or better, "
-        f"within one deviation; the worst regret is {worst[regret]:+.1f} % (deviation "
-        f"{worst[deviation] or 0:.1f}), of {worst['client']}."
-    )
+    return {
+        "row": row,
+        "clients": len(lines),
+        "mean regret, %": statistics.mean(line[regret] for line in lines),
+        "level": sum(line[regret] <= (line[deviation] or 0) for line in lines),
+        "over 5 %": sum(line[regret] > 5 for line in lines),
+        "largest, %": worst[regret],
+        "its sd": worst[deviation],
+        "of": worst["client"],
+    }
 
 
 def main() -> None:

@@ -280,9 +280,11 @@ def losses(world: World, i: str) -> dict[str, float]:
     alone = {GENERALIST: client.state["elastic/shared"], **method.mixing(client, 0.0)}
     pulled = {n: (t + world.server[n]) / 2 for n, t in client.read(GENERALIST).items()}
     return {
-        "personal": method.loss(client, {}),
-        "blend": method.loss(client, pulled | method.mixing(client, method.weight / 2)),
-        "fedavg": method.loss(client, alone),
+        "personal": float(method.losses(client, {}).mean()),
+        "blend": float(
+            method.losses(client, pulled | method.mixing(client, method.weight / 2)).mean()
+        ),
+        "fedavg": float(method.losses(client, alone).mean()),
     }
 
 
@@ -328,12 +330,20 @@ def test_the_blend_can_be_left_out(backbone: Backbone, tiny_federation: Federati
 
 
 @pytest.mark.parametrize(
-    ("losses_in_turn", "winner", "factor"),
-    [((2.0, 3.0, 1.0), "personal", 0.5), ((2.0, 3.0, 2.5), "personal", 1.0)]
-    + [((3.0, 2.0, 1.0), "fedavg", 0.5), ((3.0, 2.0), "fedavg", 1.0)],
+    ("personal", "shared", "half", "winner", "factor"),
+    [
+        ((2.0, 2.2), (3.0, 3.2), (1.0, 1.3), "personal", 0.5),
+        ((2.0, 2.2), (3.0, 3.2), (2.5, 2.5), "personal", 1.0),
+        ((2.0, 2.2), (3.0, 3.2), (1.0, 2.1), "personal", 1.0),  # on one window alone
+        ((2.0,), (3.0,), (1.0,), "personal", 1.0),  # how sure that is, one window does not tell
+        ((3.0, 3.2), (2.0, 2.2), (1.0, 1.3), "fedavg", 0.5),
+        ((3.0, 3.2), (2.0, 2.2), None, "fedavg", 1.0),
+    ],
 )
-def test_half_of_what_was_learned_is_a_candidate(
-    losses_in_turn: tuple[float, ...],
+def test_half_of_what_was_learned_is_taken_if_it_is_surely_better(
+    personal: tuple[float, ...],
+    shared: tuple[float, ...],
+    half: tuple[float, ...] | None,
     winner: str,
     factor: float,
     backbone: Backbone,
@@ -341,10 +351,10 @@ def test_half_of_what_was_learned_is_a_candidate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Half-way from the best of the others to the base: every B is halved, and nothing else."""
-    halve = len(losses_in_turn) > 2
-    method = CoMiGSElastic(**SHORT, start=0, blend=False, halve=halve)
+    method = CoMiGSElastic(**SHORT, start=0, blend=False, halve=half is not None)
     world = World(method, backbone, tiny_federation).rounds(3)
-    client, told = world.client("ann"), iter(losses_in_turn)
+    client = world.client("ann")
+    told = iter([torch.tensor(own) for own in (personal, shared, half) if own])
     if winner == "fedavg":
         with client.borrowing({GENERALIST: client.state["elastic/shared"]}):
             wanted = client.read(GENERALIST)
@@ -352,12 +362,23 @@ def test_half_of_what_was_learned_is_a_candidate(
         wanted = client.read(GENERALIST)
     wanted |= client.read(SPECIALIST)
     wanted = {n: t * (factor if n.endswith(".B") else 1) for n, t in wanted.items()}
-    monkeypatch.setattr(CoMiGSElastic, "loss", lambda *_: next(told))
+    monkeypatch.setattr(CoMiGSElastic, "losses", lambda *_: next(told))
     method.choose(client, world.server)
     found = client.read(GENERALIST) | client.read(SPECIALIST)
     for name, tensor in wanted.items():
         assert torch.equal(found[name], tensor), name
     assert next(told, None) is None
+
+
+def test_losses_of_windows_have_the_mean_over_tokens(
+    backbone: Backbone, tiny_federation: Federation
+) -> None:
+    method = CoMiGSElastic(**SHORT, windows=5)
+    client = World(method, backbone, tiny_federation).rounds(1).client("ann")
+    nll, predictions, *_ = client.score_part(client.valid, 5).tolist()
+    found = method.losses(client, {})
+    assert found.shape == (5,)
+    assert float(found.mean()) == pytest.approx(nll / predictions, rel=1e-6)
 
 
 def test_the_pull_is_chosen_on_the_validation_windows_of_all_rounds_so_far(

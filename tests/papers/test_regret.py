@@ -81,20 +81,32 @@ def test_regret_is_paired_over_seeds_and_against_the_best_row_of_each_client(
     )
 
 
+def summary_of(page: str, row: str) -> dict[str, str]:
+    """The line of a row in the first table of a page, by column."""
+    first = page.split("\n## ", maxsplit=1)[0]
+    head, _, *lines = [line for line in first.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in (head, *lines)]
+    return next(dict(zip(cells[0], own, strict=True)) for own in cells[1:] if own[0] == row)
+
+
 def test_the_page_counts_who_is_level_and_names_the_worst(
     regret: ModuleType, tmp_path: Path
 ) -> None:
     sweep = sweep_of(regret, tmp_path, RUNS, "base")
     found = regret.page(sweep, ["comigs-elastic"], last=False)
     assert "7 runs, 3.5 hours of one thread" in found
-    assert "comigs-elastic: 2 of 2 clients are level" in found
-    assert "the worst regret is +6.3 % (deviation 22.4), of topics/b" in found
+    own = summary_of(found, "comigs-elastic")
+    a, b = 50 * math.expm1(0.1), 50 * (math.expm1(-0.1) + math.expm1(0.2))
+    assert (own["clients"], own["level"], own["over 5 %"], own["of"]) == ("2", "2", "2", "topics/b")
+    assert float(own["mean regret, %"]) == pytest.approx((a + b) / 2, rel=1e-3)
+    assert float(own["largest, %"]) == pytest.approx(b, rel=1e-3)
+    assert float(own["its sd"]) == pytest.approx(22.4, abs=0.05)
+    assert float(summary_of(found, "local")["largest, %"]) == 0
     assert "comigs-elastic 0.1 (1.50)" in found
     constant = [a_run("comigs-elastic", 0.1, seed, {"a": (1, 2.4), "b": (1, 1)}) for seed in (0, 1)]
     sweep = sweep_of(regret, tmp_path, RUNS[:5] + constant, "base")
-    assert "comigs-elastic: 1 of 2 clients are level" in regret.page(
-        sweep, ["comigs-elastic"], last=False
-    )
+    found = regret.page(sweep, ["comigs-elastic"], last=False)
+    assert summary_of(found, "comigs-elastic")["level"] == "1"
 
 
 def test_a_federation_without_ours_yet_is_shown_and_not_judged(
@@ -104,7 +116,8 @@ def test_a_federation_without_ours_yet_is_shown_and_not_judged(
     sweep = sweep_of(regret, tmp_path, RUNS + begun, "base")
     found = regret.page(sweep, ["comigs-elastic"], last=False)
     assert "## multilingual" in found
-    assert "comigs-elastic: 2 of 2 clients" in found
+    assert summary_of(found, "comigs-elastic")["clients"] == "2"
+    assert summary_of(found, "local")["clients"] == "4"
 
 
 def test_runs_are_found_where_the_base_lies_elsewhere_and_not_with_another(

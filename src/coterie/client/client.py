@@ -314,8 +314,17 @@ class Client(BoundClient):
         """As `score`, of so many rows, evenly spaced over the split; of all where it has no
         more.
         """
-        rows = np.linspace(0, split.windows - 1, min(windows, split.windows)).astype(np.int64)
-        return self.model.score(iter(split.take(rows).split(self._rows)))
+        return self.model.score(iter(split.take(self._part(split, windows)).split(self._rows)))
+
+    def score_rows(self, split: Split, windows: int) -> Tensor:
+        """As `score_part`, row by row: (rows, ...)."""
+        rows = self._part(split, windows)
+        return torch.stack([self.model.score(iter([split.take(row)])) for row in rows[:, None]])
+
+    @staticmethod
+    def _part(split: Split, windows: int) -> Numbers:
+        """Return the numbers of so many rows, evenly spaced over the split."""
+        return np.linspace(0, split.windows - 1, min(windows, split.windows)).astype(np.int64)
 
     def batches(self, split: Split) -> Iterator[Any]:
         """All rows of a split once, in order, in batches for scoring."""

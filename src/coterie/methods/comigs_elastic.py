@@ -5,6 +5,7 @@ The pull is that of elastic averaging (Zhang et al., "Deep learning with Elastic
 NeurIPS 2015); a global model trained beside the personal one is Ditto's (Li et al., ICML 2021).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -40,8 +41,9 @@ class CoMiGSElastic(WeightedMixture, Averaged):
     mean, and u as copies of v: nothing that it has learned is lost. After the last round each
     client takes (v, u), its w, or (v, u) half-way to the mean with a / 2, which is often better
     than both, whichever has the least loss on m validation windows; or that half-way to the base,
-    for whoever writes what the base knows already (Wortsman et al., "Robust fine-tuning of
-    zero-shot models", CVPR 2022). `keep: best` has the base itself.
+    if this is better by two standard errors: for whoever writes what the base knows already
+    (Wortsman et al., "Robust fine-tuning of zero-shot models", CVPR 2022). `keep: best` has the
+    base itself.
 
     What is sent depends on no personal model: with `start` 1 all is FedAvg; with pulls of 0 and
     a = 0 v is that of Local. Of K candidates with losses in [0, M] the choice is within
@@ -144,15 +146,27 @@ class CoMiGSElastic(WeightedMixture, Averaged):
         if self.blend:
             pulled = {name: torch.lerp(own[name], t, 0.5) for name, t in mean.items()}
             candidates.append(pulled | self.mixing(client, self.weight / 2))
-        losses = [self.loss(client, candidate) for candidate in candidates]
-        client.load(candidates[losses.index(min(losses))])
+        losses = [self.losses(client, candidate) for candidate in candidates]
+        best = min(range(len(candidates)), key=lambda k: float(losses[k].mean()))
+        client.load(candidates[best])
         learned = client.read(GENERALIST) | client.read(SPECIALIST)
         halved = {name: t / 2 for name, t in learned.items() if name.endswith(".B")}
-        if self.halve and self.loss(client, halved) < min(losses):
+        if self.halve and surely_less(self.losses(client, halved), losses[best]):
             client.load(halved)
         return {}
 
-    def loss(self, client: Client, candidate: Tensors) -> float:
+    def losses(self, client: Client, candidate: Tensors) -> Tensor:
+        """Return the loss of a candidate on each of m validation windows, whose mean is that on
+        their tokens, (m,).
+        """
         with client.borrowing(candidate):
-            nll, predictions, *_ = client.score_part(client.valid, self.windows).tolist()
-        return float(nll / predictions)
+            found = client.score_rows(client.valid, self.windows).cpu()
+        return found[:, 0] / found[:, 1].mean()
+
+
+def surely_less(losses: Tensor, others: Tensor) -> bool:
+    """Whether the mean of losses is less by more than two standard errors of the paired
+    differences; no with one window alone.
+    """
+    gain = others - losses
+    return len(gain) > 1 and bool(gain.mean() > 2 * gain.std() / math.sqrt(len(gain)))

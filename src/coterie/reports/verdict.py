@@ -120,7 +120,10 @@ def _either(mine: Row) -> str:
     """Name the method whose clients take, each on its validation data, what is best for them."""
     if not mine.method.startswith(MIXTURES) or mine.method == EITHER:
         return ""
-    return f" Or let each client choose, in 1.5 times the time: --set method.name={EITHER}."
+    return (
+        " Or let each client choose how much to share, in 1.5 times the time: "
+        f"--set method.name={EITHER}."
+    )
 
 
 def _tied(mine: Row, rival: Row) -> bool:
