@@ -316,10 +316,13 @@ class Client(BoundClient):
         """
         return self.model.score(iter(split.take(self._part(split, windows)).split(self._rows)))
 
-    def score_rows(self, split: Split, windows: int) -> Tensor:
-        """As `score_part`, row by row: (rows, ...)."""
-        rows = self._part(split, windows)
-        return torch.stack([self.model.score(iter([split.take(row)])) for row in rows[:, None]])
+    def losses(self, split: Split, windows: int) -> Tensor:
+        """Return the loss on each row of `score_part`, (rows,), whose mean is that on all of their
+        predictions.
+        """
+        rows = self._part(split, windows)[:, None]
+        found = torch.stack([self.model.score(iter([split.take(row)])) for row in rows]).cpu()
+        return found[:, 0] / found[:, 1].mean()
 
     @staticmethod
     def _part(split: Split, windows: int) -> Numbers:

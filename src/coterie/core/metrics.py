@@ -189,6 +189,14 @@ def deviation(values: list[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
+def surely_less(losses: Tensor, others: Tensor) -> bool:
+    """Return whether the mean of losses, (n,), is less than that of others by more than two
+    standard errors of their paired differences; it is not where n is 1.
+    """
+    gain = others - losses
+    return len(gain) > 1 and bool(gain.mean() > 2 * gain.std() / math.sqrt(len(gain)))
+
+
 def peak_memory() -> int | None:
     """Return the peak resident memory of this process in bytes; None if the system does not report
     it (Windows).

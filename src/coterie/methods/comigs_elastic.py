@@ -1,11 +1,9 @@
-"""CoMiGS whose personal generalists are pulled towards FedAvg's model, as far as validation says:
-beyond the papers.
+"""CoMiGS whose personal generalists are pulled towards FedAvg's model, beyond the papers.
 
 The pull is that of elastic averaging (Zhang et al., "Deep learning with Elastic Averaging SGD",
 NeurIPS 2015); a global model trained beside the personal one is Ditto's (Li et al., ICML 2021).
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -15,6 +13,7 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.client.client import Client
+from coterie.core.metrics import surely_less
 from coterie.core.protocol import Ask, ClientId, Round, Sends, State, empty_reply, task
 from coterie.core.roles import GENERALIST, SPECIALIST
 from coterie.core.tensors import Tensors
@@ -36,21 +35,15 @@ class CoMiGSElastic(WeightedMixture, Averaged):
         v <- (1 - b) v + b w for the mean w, with the b of `pulls` of least validation loss so far;
         L times: w <- w - eta grad f(w), and (v, u) <- (v, u) - eta grad f(v, u); send w.
 
-    Who writes like nobody else keeps b = 0 and is alone; who overfits is pulled. Before the share
-    `start` of the rounds there is w alone. Then v begins as what the client last sent, not as the
-    mean, and u as copies of v: nothing that it has learned is lost. After the last round each
-    client takes (v, u), its w, or (v, u) half-way to the mean with a / 2, which is often better
-    than both, whichever has the least loss on m validation windows; or that half-way to the base,
-    if this is better by two standard errors: for whoever writes what the base knows already
-    (Wortsman et al., "Robust fine-tuning of zero-shot models", CVPR 2022). `keep: best` has the
-    base itself.
+    Before the share `start` of the rounds there is w alone; then v begins as what the client sent
+    last, and u as copies of v. After the last round each client takes (v, u), its w, or (v, u)
+    half-way to the mean with a / 2, whichever has the least loss on m validation windows; or, if it
+    is surely better, that half-way to the base (WiSE-FT: Wortsman et al., CVPR 2022).
 
     What is sent depends on no personal model: with `start` 1 all is FedAvg; with pulls of 0 and
     a = 0 v is that of Local. Of K candidates with losses in [0, M] the choice is within
-    2 M sqrt(log(2 K / delta) / (2 m)) of the best with probability 1 - delta, by Hoeffding's
-    inequality. Weights are constants that routers add to their logits; no router is trained. The
-    passes through the base are those of FedAvg and Local together, 1.5 times those of 1G1S; what
-    `start` saves pays for validation.
+    2 M sqrt(log(2 K / delta) / (2 m)) of the best with probability 1 - delta (Hoeffding). Weights
+    are constants that routers add to their logits. The passes are 1.5 times those of 1G1S.
 
     Args:
         weight: a.
@@ -58,8 +51,8 @@ class CoMiGSElastic(WeightedMixture, Averaged):
         pulls: The values of b; with one alone nothing is chosen.
         pull_windows: Validation windows for that, others in each round.
         windows: m.
-        blend: Whether (v, u) half-way to the mean with a / 2 is a candidate.
-        halve: Whether half of what was learned is a candidate: every B of the LoRAs halved.
+        blend: Whether (v, u) half-way to the mean is a candidate.
+        halve: Whether half-way to the base is one.
         standalone: Whether w is trained; otherwise v is what is sent, as in CoMiGS.
     """
 
@@ -92,7 +85,7 @@ class CoMiGSElastic(WeightedMixture, Averaged):
         for _ in range(self.steps(client)):
             batch, eta = client.draw(client.train), client.lr
             gradient = self.shared_gradient(client, w, batch) if both else None
-            client.step_on(batch, GENERALIST, *([SPECIALIST] if personal else []))
+            client.step_on(batch, GENERALIST, *[SPECIALIST] * personal)
             if gradient is not None:
                 client.training.experts.step(w, gradient, eta, client.state, SHARED_MEMORY)
         client.state[SHARED] = w if both else client.flat()
@@ -122,11 +115,10 @@ class CoMiGSElastic(WeightedMixture, Averaged):
 
     def pulled(self, client: Client, w: Tensor) -> Tensor:
         """Return (1 - b) v + b w, (d,), with the b of the least loss on the windows so far."""
-        points = [torch.lerp(client.flat(), w, b) for b in self.pulls]
+        points, losses = [client.flat().lerp(w, b) for b in self.pulls], client.state[LOSSES]
         if len(points) == 1:
             return points[0]
         batch = client.valid.batch(client.round * self.pull_windows, self.pull_windows)
-        losses = client.state[LOSSES]
         for number, point in enumerate(points):
             with client.borrowing({GENERALIST: point}):
                 losses[number] += client.loss(batch)
@@ -141,32 +133,18 @@ class CoMiGSElastic(WeightedMixture, Averaged):
         """Make the candidate with the least validation loss the client's model."""
         if LOSSES not in client.state:
             return {}
-        own, candidates = client.read(GENERALIST), [Tensors()]
-        candidates.append({GENERALIST: client.state[SHARED], **self.mixing(client, 0.0)})
+        own, shared = client.read(GENERALIST), {GENERALIST: client.state[SHARED]}
+        candidates = [Tensors(), shared | self.mixing(client, 0.0)]
         if self.blend:
             pulled = {name: torch.lerp(own[name], t, 0.5) for name, t in mean.items()}
             candidates.append(pulled | self.mixing(client, self.weight / 2))
         losses = [self.losses(client, candidate) for candidate in candidates]
-        best = min(range(len(candidates)), key=lambda k: float(losses[k].mean()))
+        best = int(torch.stack(losses).mean(1).argmin())
         client.load(candidates[best])
-        learned = client.read(GENERALIST) | client.read(SPECIALIST)
-        halved = {name: t / 2 for name, t in learned.items() if name.endswith(".B")}
-        if self.halve and surely_less(self.losses(client, halved), losses[best]):
-            client.load(halved)
+        if self.halve and surely_less(self.losses(client, self.halved(client)), losses[best]):
+            client.load(self.halved(client))
         return {}
 
     def losses(self, client: Client, candidate: Tensors) -> Tensor:
-        """Return the loss of a candidate on each of m validation windows, whose mean is that on
-        their tokens, (m,).
-        """
         with client.borrowing(candidate):
-            found = client.score_rows(client.valid, self.windows).cpu()
-        return found[:, 0] / found[:, 1].mean()
-
-
-def surely_less(losses: Tensor, others: Tensor) -> bool:
-    """Whether the mean of losses is less by more than two standard errors of the paired
-    differences; no with one window alone.
-    """
-    gain = others - losses
-    return len(gain) > 1 and bool(gain.mean() > 2 * gain.std() / math.sqrt(len(gain)))
+            return client.losses(client.valid, self.windows)

@@ -15,7 +15,7 @@ from coterie.client.client import Client
 from coterie.client.interfaces import AnyClient
 from coterie.client.settings import Training
 from coterie.core.protocol import Ask, ClientId, Replies, Round, State, empty_reply
-from coterie.core.roles import GENERALIST, ROUTER, Role
+from coterie.core.roles import GENERALIST, ROUTER, SPECIALIST, Role
 from coterie.core.tensors import Named, Tensors
 from coterie.methods.base import Method, Reader
 from coterie.models.adapter import Layout
@@ -271,6 +271,11 @@ class WeightedMixture(Method):
             name: bias if name.endswith("bias") else torch.zeros_like(t)
             for name, t in client.read(ROUTER).items()
         }
+
+    def halved(self, client: Client) -> Tensors:
+        """Return the experts half-way to the base: every B of their LoRAs halved."""
+        learned = client.read(GENERALIST) | client.read(SPECIALIST)
+        return {name: t / 2 for name, t in learned.items() if name.endswith(".B")}
 
 
 @dataclass(frozen=True)
