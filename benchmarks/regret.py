@@ -222,9 +222,11 @@ def page(sweep: Sweep, ours: Sequence[str], last: bool) -> str:
     """
     parts, lines = [], []
     for federation in (*CORPORA, *FOLDERS):
-        if not (own := rows_of(sweep, federation, ours, last)):
+        if not (every := rows_of(sweep, federation, list(ROWS), last)):
             continue
-        lines += rows_of(sweep, federation, list(ROWS), last)
+        lines += every
+        others = {f"{of} of {row}" for row in ROWS if row not in ours for of in ("regret", "sd")}
+        own = [{k: v for k, v in line.items() if k.split(",")[0] not in others} for line in every]
         runs = {
             row: best_runs(sweep, federation, row)
             for row in ROWS

@@ -36,14 +36,13 @@ class CoMiGSElastic(WeightedMixture, Averaged):
         L times: w <- w - eta grad f(w), and (v, u) <- (v, u) - eta grad f(v, u); send w.
 
     Before the share `start` of the rounds there is w alone; then v begins as what the client sent
-    last, and u as copies of v. After the last round each client takes (v, u), its w, or (v, u)
-    half-way to the mean with a / 2, whichever has the least loss on m validation windows; or, if it
-    is surely better, that half-way to the base (WiSE-FT: Wortsman et al., CVPR 2022).
+    last, and u as copies of v. At the end each client takes (v, u), its w, or (v, u) half-way to
+    the mean with a / 2, whichever has the least loss on m validation windows; or, if it is surely
+    better, that half-way to the base (WiSE-FT: Wortsman et al., CVPR 2022).
 
     What is sent depends on no personal model: with `start` 1 all is FedAvg; with pulls of 0 and
     a = 0 v is that of Local. Of K candidates with losses in [0, M] the choice is within
-    2 M sqrt(log(2 K / delta) / (2 m)) of the best with probability 1 - delta (Hoeffding). Weights
-    are constants that routers add to their logits. The passes are 1.5 times those of 1G1S.
+    2 M sqrt(log(2 K / delta) / (2 m)) of the best with probability 1 - delta (Hoeffding).
 
     Args:
         weight: a.
@@ -82,10 +81,11 @@ class CoMiGSElastic(WeightedMixture, Averaged):
         else:
             self.begin(client, w)
         both = personal and self.standalone
+        roles = (GENERALIST, SPECIALIST) if personal else (GENERALIST,)
         for _ in range(self.steps(client)):
             batch, eta = client.draw(client.train), client.lr
             gradient = self.shared_gradient(client, w, batch) if both else None
-            client.step_on(batch, GENERALIST, *[SPECIALIST] * personal)
+            client.step_on(batch, *roles)
             if gradient is not None:
                 client.training.experts.step(w, gradient, eta, client.state, SHARED_MEMORY)
         client.state[SHARED] = w if both else client.flat()
@@ -94,8 +94,7 @@ class CoMiGSElastic(WeightedMixture, Averaged):
 
     def begin(self, client: Client, w: Tensor) -> None:
         """Begin the personal model where the client's last local steps ended, or at the mean w if
-        it has had none, with specialists that are copies of its generalists once these have
-        learned; FedAvg's model goes on with a copy of the optimiser's memory.
+        it has had none; FedAvg's model goes on with a copy of the optimiser's memory.
         """
         client.load({GENERALIST: client.state.get(SHARED, w), **self.mixing(client, self.weight)})
         if client.round:
@@ -141,8 +140,9 @@ class CoMiGSElastic(WeightedMixture, Averaged):
         losses = [self.losses(client, candidate) for candidate in candidates]
         best = int(torch.stack(losses).mean(1).argmin())
         client.load(candidates[best])
-        if self.halve and surely_less(self.losses(client, self.halved(client)), losses[best]):
-            client.load(self.halved(client))
+        half = self.halved(client)
+        if self.halve and surely_less(self.losses(client, half), losses[best]):
+            client.load(half)
         return {}
 
     def losses(self, client: Client, candidate: Tensors) -> Tensor:

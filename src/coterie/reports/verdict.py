@@ -11,7 +11,7 @@ from coterie.reports.comparison import ALONE, BOUNDS
 from coterie.reports.parts import figure, unseen
 
 BASE = "pretrained"
-MIXTURES = "comigs-"  # methods of personal mixtures of experts begin with it
+MIXTURES = "comigs"  # names of personal mixtures of experts begin with it
 EITHER = "comigs-elastic"
 SEEDS = "One seed: differences may be chance; use `coterie compare METHOD ... --seeds 3`."
 
