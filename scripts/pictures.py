@@ -29,7 +29,7 @@ TEXT = "The state of the "
 
 def report(browser: Browser, run: Path) -> Image.Image:
     """Return the top of a run's report."""
-    page = browser.new_page(viewport={"width": 1020, "height": 1180})
+    page = browser.new_page(viewport={"width": 1020, "height": 1290})
     page.goto((run / "report.html").resolve().as_uri())
     shot = Image.open(io.BytesIO(page.screenshot()))
     page.close()
@@ -69,8 +69,7 @@ def main() -> None:
         }
         browser.close()
     for name, shot in pictures.items():
-        small = shot.convert("RGB").quantize(256, Image.Quantize.MEDIANCUT)
-        small.save(DOCS / f"{name}.png", optimize=True)
+        shot.convert("RGB").save(DOCS / f"{name}.png", optimize=True)
 
 
 if __name__ == "__main__":

@@ -139,6 +139,43 @@ def test_a_wide_range_of_perplexities_is_logarithmic() -> None:
     assert "logarithmic" not in chart.panels(lines, "x", "accuracy")
 
 
+@pytest.mark.parametrize(
+    ("ends", "ticks"),
+    [
+        ((20.0, 600.0), ["20", "50", "100", "200", "500"]),
+        ((20.0, 90_000.0), ["100", "1000", "10000", "10⁵"]),
+    ],
+)
+def test_a_logarithmic_range_has_ticks_within_a_decade_if_it_has_few(
+    ends: tuple[float, float], ticks: list[str]
+) -> None:
+    lines = {"a": [Line([(0, ends[1]), (1, ends[0])], "m", Style("#000"))]}
+    assert heights(chart.panels(lines, "x", "perplexity", ratios=True)) == ticks
+
+
+def test_a_base_that_is_far_away_does_not_hide_the_curves(tmp_path: Path) -> None:
+    """The mean is shown once more without it, and clients without it, each on its own range."""
+    trained = [result(m, 4, shift, unlike(3)) for m, shift in (("local", 5.0), ("fedavg", 0.0))]
+    base = result("pretrained", 0, 200.0, unlike(3))
+    write_report(tmp_path, typed([base, *trained]), "")
+    page = (tmp_path / "report.html").read_text()
+    whole, without = panels(page, 'id="training"', "Client by client")
+    assert max(map(float, heights(whole))) >= 200
+    assert "Pretrained: " in whole
+    clients = panels(page, "Client by client", 'id="costs"')
+    assert len(clients) == 3
+    for panel in (without, *clients):
+        assert "Pretrained" not in panel
+        assert " at 0 local iterations" not in panel
+        assert panel.count("<title>") == 2 * 4
+    assert len({tuple(heights(c)) for c in clients}) == 3
+    near = [result("pretrained", 0, 20.0, unlike(3)), *trained]
+    write_report(tmp_path, typed(near), "")
+    page = (tmp_path / "report.html").read_text()
+    assert "without the base" not in page
+    assert len(panels(page, 'id="training"', "Client by client")) == 1
+
+
 def test_only_panels_of_one_kind_share_a_range() -> None:
     lines = {
         t: [Line([(0, least), (1, 2 * least)], "m", Style("#000"))]

@@ -13,7 +13,7 @@ LEFT, RIGHT, TOP, BOTTOM = 54, 12, 10, 40
 LETTER = 7.2  # pixels that a letter of an axis is wide
 COLUMNS = 4  # panels side by side, at most
 ALL, FIRST = 6, 4  # up to so many panels are all open; of more, so many
-MOST = 6  # ticks of a logarithmic axis across; of more, only the powers of ten
+MOST = 6  # ticks of a logarithmic axis; of more, only the powers of ten
 UNITS = 1000  # of a panel's width, in the paths of its lines
 RATIO = 20.0  # between the ends of a range of ratios: beyond, its scale is logarithmic
 RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -108,10 +108,16 @@ class Axes:
             return list(self.ticks)
         if self.across != "ratios":
             return scale.ticks(least=int(self.across == "counted"))
-        decades = range(math.floor(scale.low) - 1, math.ceil(scale.high) + 1)
-        round_ = [m * 10.0**e for e in decades for m in (1, 2, 5)]
-        found = [v for v in round_ if scale.low <= math.log10(v) <= scale.high]
+        found = scale.fine_ticks()
         return [v for v in found if f"{v:e}"[0] == "1"] if len(found) > MOST else found
+
+    def rows(self, scale: "_Scale") -> list[tuple[float, str]]:
+        """Return where on the scale there is a tick upwards, and what it says."""
+        if not self.log:
+            return [(v, _tick(v)) for v in scale.ticks()]
+        if len(fine := scale.fine_ticks()) <= MOST:
+            return [(math.log10(v), _tick(v)) for v in fine]
+        return [(v, _power(v)) for v in scale.ticks(least=1)]  # whole decades
 
 
 def panels(
@@ -160,7 +166,7 @@ def _shared(
     x: str, y: str, charts: Iterable[Sequence[Line]], limits: Point | None, ratios: bool
 ) -> Axes:
     """Return the axes of panels that are compared."""
-    values = list(_finite_heights(charts))
+    values = list(finite_heights(charts))
     log = (
         ratios
         and limits is None
@@ -223,10 +229,10 @@ def panel(title: str, lines: Sequence[Line], axes: Axes, broad: bool = False) ->
 
 def around(charts: Iterable[Sequence[Line]]) -> Point:
     """Return the range that the points of several panels need, so that these can be compared."""
-    return _around(list(_finite_heights(charts)))
+    return _around(list(finite_heights(charts)))
 
 
-def _finite_heights(charts: Iterable[Sequence[Line]]) -> Iterator[float]:
+def finite_heights(charts: Iterable[Sequence[Line]]) -> Iterator[float]:
     """Yield the y of all points of all lines that are drawn."""
     for line in chain.from_iterable(charts):
         yield from (y for _, y in line.points if math.isfinite(y))
@@ -260,6 +266,12 @@ class _Scale:
         first = math.ceil(self.low / step - 1e-9)
         return [k * step for k in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
+    def fine_ticks(self) -> list[float]:
+        """Return 1, 2 and 5 times the powers of ten within the scale, if it is of logarithms."""
+        decades = range(math.floor(self.low) - 1, math.ceil(self.high) + 1)
+        found = [m * 10.0**e for e in decades for m in (1, 2, 5)]
+        return [v for v in found if self.low <= math.log10(v) <= self.high]
+
 
 def _around(values: Sequence[float]) -> Point:
     low, high = min(values, default=0.0), max(values, default=1.0)
@@ -279,8 +291,8 @@ def _axes(horizontal: _Scale, vertical: _Scale, axes: Axes, height: int) -> str:
     rows = "".join(
         f'<line class="rule" x2="100%" y1="{vertical(v):.1f}" y2="{vertical(v):.1f}"/>'
         f'<text class="tick" x="-6" y="{vertical(v) + 4:.1f}" '
-        f'text-anchor="end">{_power(v) if axes.log else _tick(v)}</text>'
-        for v in vertical.ticks(least=axes.log)  # of a logarithmic scale, whole decades
+        f'text-anchor="end">{told}</text>'
+        for v, told in axes.rows(vertical)
     )
     columns = "".join(
         f'<line class="axis" x1="{at}" x2="{at}" y1="{bottom}" '

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ Value = Callable[[Evaluation], float]  # of a curve at a point
 FAINT = 0.4  # the colour of the first of several blocks; the last has all of it
 PANELS = 24  # clients with curves of their own, at most
 POINTS = 60  # of a client's curve, at most
+FAR = 3  # times as bad as all that follows: a base with which curves do not share a panel
 ROUTERS = (
     "<p>The mean routing weight of each kind of expert over the tokens of the training "
     "batches, by round. One line per block; stronger colours are deeper blocks.</p>"
@@ -33,7 +35,9 @@ def _curves(results: Sequence[Result]) -> str:
     """Return the mean over clients, and a panel per client: the test metric against local
     iterations, one line per method.
 
-    A method without training is a level line.
+    A method without training is a level line. Where the base is so much worse than what is trained
+    that curves cannot be told apart, the mean is shown once more without it, and clients' panels
+    are without it, each with a range of its own.
     """
     own, metric = results[-1], results[-1].metric
     looks = [*range(1, len(results)), 0]  # the run's own method has the first
@@ -64,19 +68,27 @@ def _curves(results: Sequence[Result]) -> str:
             for r, points, style in zip(results, series, styles, strict=True)
         ]
 
+    axes, ratios = (count, str(metric)), metric.lower_is_better
+    mean_title = f"Mean over {len(own.clients)} clients"
     means = {f"Mean of {unseen(g)}": lines(group_test(g)) for g in groups}
-    means = means or {f"Mean over {len(own.clients)} clients": lines(mean_test)}
+    means = means or {mean_title: lines(mean_test)}
+    far = ratios and not groups and _far(means[mean_title])
+    if far:
+        means["The same without the base"] = _trained(means[mean_title])
     samples = legend(
         (style.sample, METHODS[r.method].title) for r, style in zip(results, styles, strict=True)
     )
-    axes, ratios = (count, str(metric)), metric.lower_is_better
-    whole = chart.panels(means, *axes, broad=True, ratios=ratios)
+    kinds = {t: t for t in (*means, *own.clients)} if far else None  # each has a range of its own
+    whole = chart.panels(means, *axes, broad=True, ratios=ratios, kinds=kinds)
     members = {
         g: [i for i, client in own.clients.items() if (client.group or "") == g]
         for g in groups or [""]
     }
     charts = {
-        g: {i: lines(test_of(i)) for i in clients[: PANELS // len(members)]}
+        g: {
+            i: _trained(lines(test_of(i))) if far else lines(test_of(i))
+            for i in clients[: PANELS // len(members)]
+        }
         for g, clients in members.items()
     }
     limits = (
@@ -92,17 +104,32 @@ def _curves(results: Sequence[Result]) -> str:
             if len(drawn) < known
             else ""
         )
-        panels = chart.panels(drawn, *axes, limits, ratios=ratios)
+        panels = chart.panels(drawn, *axes, limits, ratios=ratios, kinds=kinds)
         parts.append(
             note
             + (folded(f"{known} client{'s' * (known > 1)}, {unseen(g)}", panels) if g else panels)
         )
+    alone = ", without the base" if far else ""
     what = "windows" if prediction(metric) == "token" else "examples"
     part = (
         f"<p class=note>On {windows} {what} of each client's test set, to show progress; the "
         f"tables use the whole test sets.</p>"
     )
-    return f"{samples}{part if windows else ''}{whole}<h3>Client by client</h3>{''.join(parts)}"
+    return (
+        f"{samples}{part if windows else ''}{whole}<h3>Client by client{alone}</h3>{''.join(parts)}"
+    )
+
+
+def _far(lines: Sequence[Line]) -> bool:
+    """Whether the base is so much worse than what is trained that curves cannot be told apart."""
+    trained = list(chart.finite_heights([_trained(lines)]))
+    return bool(trained) and max(chart.finite_heights([lines])) > FAR * max(trained)
+
+
+def _trained(lines: Sequence[Line]) -> list[Line]:
+    """Return the lines without what is before training, and without level ones."""
+    moving = [line for line in lines if len({y for _, y in line.points}) > 1]
+    return [replace(line, points=[p for p in line.points if p[0] > 0]) for line in moving]
 
 
 def of_round(evaluation: Evaluation) -> int:

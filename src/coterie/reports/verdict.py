@@ -113,7 +113,7 @@ def _advice_lost(rival: Row) -> str:
             "training did not help; lower the learning rates, train on more text, or keep the "
             "base as it is."
         )
-    return f"use it: --set method.name={rival.method}."
+    return f"use it: `--set method.name={rival.method}`."
 
 
 def _either(mine: Row) -> str:
@@ -122,7 +122,7 @@ def _either(mine: Row) -> str:
         return ""
     return (
         " Or let each client choose how much to share, in 1.5 times the time: "
-        f"--set method.name={EITHER}."
+        f"`--set method.name={EITHER}`."
     )
 
 
