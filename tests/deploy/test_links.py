@@ -1,5 +1,6 @@
 """What a device and a server refuse before anything starts, and that imports stay light."""
 
+import contextlib
 import json
 import re
 import socket
@@ -209,15 +210,27 @@ def test_a_supervisor_starts_again_what_has_ended_and_says_why_once(
     monkeypatch.setattr(server, "_AGAIN_S", 0.05)
     monkeypatch.setattr(supernode, "_AGAIN_S", 0.05)
     said: list[str] = []
+
+    class Enough(Exception):
+        """The end of what would go on for ever, also in the tests that follow."""
+
+    def look(supervisor: Supervisor) -> list[str]:
+        raise Enough
+
+    def listen() -> None:
+        with contextlib.suppress(Enough):
+            said.extend(supervisor.watch())  # takes each line as it comes
+
     with supernode.device(Node(Link("127.0.0.1:9", None), tmp_path, resident=False)) as supervisor:
-        threading.Thread(
-            target=lambda: said.extend(supervisor.watch()), daemon=True
-        ).start()  # extend takes each line as it comes
+        listener = threading.Thread(target=listen, daemon=True)
+        listener.start()
         until(
             lambda: (tmp_path / "supernode.log").read_text().count("2004") >= 4,
             "it was started again and again",
         )
-        monkeypatch.setattr(Supervisor, "look", lambda self: [])
+        monkeypatch.setattr(Supervisor, "look", look)
+        listener.join(60)
+        assert not listener.is_alive()
     assert said == [
         "The supernode ended and is started again. [code: 2004] Failed to activate SuperNode."
         " The server does not know its key, or still counts its previous process as "

@@ -5,6 +5,8 @@ request.
 import json
 import re
 import shutil
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -178,6 +180,26 @@ def test_texts_are_split_as_the_base_splits_them(split, base_of, make_run, tmp_p
     with server.running([]):
         given = server.tokens(text)
     assert given == tokenizer(text)["input_ids"]
+
+
+ENDED = """
+import sys
+from pathlib import Path
+from coterie.export.gguf import LlamaServer
+for _ in range(20):
+    with LlamaServer(Path(sys.argv[1]), 24, lambda text, **_: {"input_ids": [5]}).running([]):
+        pass
+"""
+
+
+def test_a_server_ends_that_nobody_has_asked_anything(make_run, tmp_path):
+    """llama.cpp's waits for good where it is ended before its loop has begun: in another process,
+    which can be stopped then.
+    """
+    (found,) = export(Source(make_run("llama", ann=ROUTED)), "gguf", tmp_path / "out")
+    base = found.folder / found.shared[0]
+    done = subprocess.run([sys.executable, "-c", ENDED, str(base)], timeout=120, check=False)
+    assert done.returncode == 0
 
 
 def test_what_splits_texts_in_another_way_is_not_kept(make_run, tmp_path, monkeypatch):

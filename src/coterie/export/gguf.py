@@ -149,8 +149,9 @@ class LlamaServer(Runtime):
             params.flash_attn_type = flash.LLAMA_FLASH_ATTN_TYPE_DISABLED
             params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
         self.server = xllamacpp.Server(params)
-        self.vocabulary = int(self._get("/v1/models")["data"][0]["meta"]["n_vocab"])
         try:
+            self.vocabulary = int(self._get("/v1/models")["data"][0]["meta"]["n_vocab"])
+            self.complete([self.plain])  # one that is ended before its loop begins never ends
             yield
         finally:
             self.server = None  # which ends it
