@@ -186,20 +186,24 @@ ENDED = """
 import sys
 from pathlib import Path
 from coterie.export.gguf import LlamaServer
-for _ in range(20):
+for _ in range(10):
     with LlamaServer(Path(sys.argv[1]), 24, lambda text, **_: {"input_ids": [5]}).running([]):
         pass
 """
 
 
 def test_a_server_ends_that_nobody_has_asked_anything(make_run, tmp_path):
-    """llama.cpp's waits for good where it is ended before its loop has begun: in another process,
-    which can be stopped then.
+    """llama.cpp's waits for good where it is ended before its loop has begun, which on a busy
+    machine it often is.
     """
     (found,) = export(Source(make_run("llama", ann=ROUTED)), "gguf", tmp_path / "out")
     base = found.folder / found.shared[0]
-    done = subprocess.run([sys.executable, "-c", ENDED, str(base)], timeout=120, check=False)
-    assert done.returncode == 0
+    busy = [subprocess.Popen([sys.executable, "-c", ENDED, str(base)]) for _ in range(4)]
+    try:
+        assert [process.wait(timeout=120) for process in busy] == [0] * 4
+    finally:
+        for process in busy:
+            process.kill()
 
 
 def test_what_splits_texts_in_another_way_is_not_kept(make_run, tmp_path, monkeypatch):
