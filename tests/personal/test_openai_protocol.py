@@ -280,7 +280,7 @@ def test_a_chat_is_a_completion_of_the_bases_template(chat):
 def test_log_probabilities_of_a_chat(chat):
     _, address = chat
     found = connect(address).chat.completions.create(
-        model="ben", messages=MESSAGES, max_tokens=3, logprobs=True, top_logprobs=2, n=2
+        model="ben", messages=MESSAGES, max_tokens=3, logprobs=True, top_logprobs=2, n=2, seed=0
     )
     for choice in found.choices:
         assert len(choice.logprobs.content) == 3
