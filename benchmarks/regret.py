@@ -225,8 +225,9 @@ def page(sweep: Sweep, ours: Sequence[str], last: bool) -> str:
         if not (every := rows_of(sweep, federation, list(ROWS), last)):
             continue
         lines += every
-        others = {f"{of} of {row}" for row in ROWS if row not in ours for of in ("regret", "sd")}
-        own = [{k: v for k, v in line.items() if k.split(",")[0] not in others} for line in every]
+        others = [row for row in ROWS if row not in ours]
+        hidden = {f"regret of {row}, %" for row in others} | {f"sd of {row}" for row in others}
+        own = [{k: v for k, v in line.items() if k not in hidden} for line in every]
         runs = {
             row: best_runs(sweep, federation, row)
             for row in ROWS

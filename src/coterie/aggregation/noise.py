@@ -102,7 +102,8 @@ class Source:
 
     def read(self, n: int) -> bytes:
         """Return the next n bytes."""
-        return self._stream.update(bytes(n))  # type: ignore[no-any-return]  # the cipher is not typed where it is not installed
+        drawn: bytes = self._stream.update(bytes(n))
+        return drawn
 
     def integers(self, n: int) -> np.ndarray:
         """(n,) uint64: the next whole numbers from 0 to 2^64 - 1, each as likely."""

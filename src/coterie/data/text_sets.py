@@ -136,7 +136,8 @@ class DBpedia14(LabelledTexts):
         )
 
     def from_hub(self, data: Any) -> Rows:
-        return data.rename_column("content", "text")  # type: ignore[no-any-return]
+        rows: Rows = data.rename_column("content", "text")
+        return rows
 
 
 class YahooAnswers(LabelledTexts):
