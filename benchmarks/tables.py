@@ -127,9 +127,8 @@ PLAN = (
     *(Entry(f"comigs/figure{k}") for k in (6, 11, 10, 9, 5)),
     Entry("comigs/table5"),
     Entry("ddome/table2", columns=("clinc150",)),
-    # Tuned, on one column of each kind: in and out of distribution, silos and devices.
+    # Tuned, on one column of each kind: in and out of distribution.
     Entry("comigs/table2", trials=6, columns=("multilingual", "agnews"), rows=SEARCHED),
-    Entry("cobo/table2", trials=4, columns=("digits", "device")),
     Entry("comigs/table5", trials=6, columns=("multilingual",), rows=ROUTED),
     Entry("comigs/table1", trials=4, columns=("multilingual-2244",)),
     Entry("ddome/table2", trials=4, columns=("clinc150",)),

@@ -248,13 +248,41 @@ def test_rounds_that_are_at_the_lower_edge_are_halved_further_until_there_is_one
 @given(st.dictionaries(st.tuples(st.integers(0, 2), st.integers(0, 1)), st.integers(0, 4)))
 def test_a_plain_sweep_goes_key_after_key(scores: dict[tuple[int, int], int]) -> None:
     grid = {"a": (0, 1, 2), "b": (0, 1)}
-    found = alone(sweep(grid), lambda t: scores.get((t.candidate["a"], t.candidate["b"]), 5))
+    found = alone(
+        sweep(grid, extensions=0), lambda t: scores.get((t.candidate["a"], t.candidate["b"]), 5)
+    )
     a = min((0, 1, 2), key=lambda value: scores.get((value, 0), 5))
     b = min((0, 1), key=lambda value: scores.get((a, value), 5))
     assert found.chosen is not None
     assert found.chosen.trial.candidate == {"a": a, "b": b}
     assert len(found.judged) == 5
     assert alone(sweep({}), lambda t: 0.0) == Found(None)
+
+
+@given(
+    st.permutations([0.1, 0.2, 0.4]),
+    st.floats(1e-3, 10.0),
+    st.sampled_from(["nothing", "one below", "one above"]),
+)
+def test_a_sweep_extends_a_grid_whose_best_lies_at_its_edge(
+    values: list[float], optimum: float, refused: str
+) -> None:
+    limit = {"nothing": (0.0, math.inf), "one below": (0.1, math.inf), "one above": (0.0, 0.4)}
+    least, most = limit[refused]
+    grid = {LR: values, RHO: (0, "a choice")}
+    found = alone(
+        sweep(grid, lambda t: least <= t.candidate[LR] <= most),
+        lambda t: distance(t.candidate, optimum),
+    )
+    reachable = [v for k in range(-4, 7) if least <= (v := 0.1 * 2.0**k) <= most]
+    best = min(reachable, key=lambda v: distance({LR: v}, optimum))
+    assert found.chosen is not None
+    assert found.chosen.trial.candidate[LR] == pytest.approx(best, rel=1e-3)
+    beyond = [j.trial.candidate[LR] for j in found.judged if j.rung is None]
+    assert len(beyond) <= 4
+    assert not set(beyond) & set(values)
+    ended = len(beyond) == 4 and best == (reachable[0] if optimum < 0.1 else reachable[-1])
+    assert found.at_edge == ((LR,) if ended else ())
 
 
 def test_searches_go_on_side_by_side_and_find_what_each_finds_alone() -> None:

@@ -121,7 +121,7 @@ class Job:
         """
         swept = self.sweep(*cell)
         if self.effort is None or not self._trains(*cell):
-            return search.sweep(swept)
+            return search.sweep(swept, allowed)
         recipe, _ = self.run(*cell, {}, self.numbers[0])
         grids = {
             key: around(values[0]) if key in RATES and len(values) == 1 else values
@@ -147,8 +147,8 @@ class Job:
         )
 
     def tried(self, row: str, column: str) -> int:
-        """How many settings of a cell compete on validation: 1 where the recipe's are taken as
-        they are, 0 where nothing is trained.
+        """How many settings of a cell compete on validation, without those beyond the edges of
+        its grids: 1 where the recipe's are taken as they are, 0 where nothing is trained.
         """
         return int(self._trains(row, column)) + sum(
             len(values) - 1 for values in self.sweep(row, column).values()
@@ -176,7 +176,8 @@ class Job:
         if self.effort is not None:
             return len(self.cells) * len(self.numbers)
         tried = sum(
-            max(1, sum(len(values) for values in self.sweep(r, c).values())) for r, c in self.cells
+            max(1, sum(len(values) + search.EXTENSIONS for values in self.sweep(r, c).values()))
+            for r, c in self.cells
         )
         return tried + len(self.cells) * (len(self.numbers) - 1)
 

@@ -35,8 +35,14 @@ def orders(cells: Sequence[Cell]) -> dict[str, float]:
     return found
 
 
-def effort(job: Job) -> str:
-    """Say how many settings each row tried of a fixed set; columns that are alike together."""
+def effort(job: Job, searched: Mapping[tuple[str, str], Found]) -> list[str]:
+    """Say how many settings each row tried of those that its table names, columns that are alike
+    together, and which rows went beyond them.
+
+    Args:
+        job: What was run.
+        searched: The result of each cell's sweep.
+    """
     alike: dict[str, list[str]] = {}
     for c in dict.fromkeys(c for _, c in job.cells):
         counts = {
@@ -52,10 +58,21 @@ def effort(job: Job) -> str:
         f"{text} ({', '.join(titles)})" if len(alike) > 1 else text
         for text, titles in alike.items()
     )
-    return (
+    beyond = [
+        f"{_cell_title(job, cell)} {count}"
+        for cell, own in searched.items()
+        if (count := sum(j.rung is None for j in own.judged))
+    ]
+    return [
         f"Settings that a row tried on validation at the first seed (1: those of the recipe, "
-        f"which all rows share): {found}."
-    )
+        f"which all rows share): {found}.",
+        *(
+            [f"Beyond the edges of these grids, where the best lay there: {', '.join(beyond)}."]
+            if beyond
+            else []
+        ),
+        *_edges(job, searched),
+    ]
 
 
 def tuned(job: Job, effort: Effort, searched: Mapping[tuple[str, str], Found]) -> list[str]:
@@ -68,20 +85,32 @@ def tuned(job: Job, effort: Effort, searched: Mapping[tuple[str, str], Found]) -
     """
     trained = [cell for cell, found in searched.items() if found.chosen is not None]
     rounds = dict.fromkeys(job.rounds(*cell) for cell in trained)
-    titles, columns = job.reproduction.rows, job.reproduction.columns
-    edges = [
-        f"{titles[r].title} on {columns[c].title}: the best lies at the end of its range in "
-        f"{', '.join(map(name_of, searched[r, c].at_edge))}."
-        for r, c in trained
-        if searched[r, c].at_edge
-    ]
     fewer = [
-        f"{titles[r].title} on {columns[c].title}: only {count} settings, as its fields have no "
-        f"more values."
-        for r, c in trained
-        if (count := sum(j.rung == 0 for j in searched[r, c].judged)) < effort.trials
+        f"{_cell_title(job, cell)}: only {count} settings, as its fields have no more values."
+        for cell in trained
+        if (count := sum(j.rung == 0 for j in searched[cell].judged)) < effort.trials
     ]
-    return [*(stated(effort, n, "Every row that trains") for n in rounds), *edges, *fewer]
+    return [
+        *(stated(effort, n, "Every row that trains") for n in rounds),
+        *_edges(job, searched),
+        *fewer,
+    ]
+
+
+def _edges(job: Job, searched: Mapping[tuple[str, str], Found]) -> list[str]:
+    """Name the fields in which a row's best lies at the end of all that was tried."""
+    return [
+        f"{_cell_title(job, cell)}: the best lies at the end of its range in "
+        f"{', '.join(map(name_of, found.at_edge))}."
+        for cell, found in searched.items()
+        if found.at_edge
+    ]
+
+
+def _cell_title(job: Job, cell: tuple[str, str]) -> str:
+    row, column = cell
+    titles, columns = job.reproduction.rows, job.reproduction.columns
+    return f"{titles[row].title} on {columns[column].title}"
 
 
 def unlike(cells: Sequence[Cell]) -> list[str]:

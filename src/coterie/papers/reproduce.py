@@ -111,7 +111,7 @@ def _hours(
 
 def _effort(job: Job, searched: Mapping[CellId, Found]) -> list[str]:
     """Say what each row tried."""
-    return [effort(job)] if job.effort is None else tuned(job, job.effort, searched)
+    return effort(job, searched) if job.effort is None else tuned(job, job.effort, searched)
 
 
 def search(job: Job, reporter: Callback) -> tuple[TrialRuns[CellId], dict[CellId, Found]]:

@@ -20,6 +20,7 @@ K = TypeVar("K")
 Candidate = Mapping[str, Any]  # values of a recipe's fields, by dotted keys
 Score = tuple[float, ...]  # the least is the best
 LOST: Score = (math.inf,)  # of a run that diverged
+EXTENSIONS = 4  # of a swept grid, at each key
 _DIGITS = 4  # of a value that is put between two others
 
 
@@ -62,6 +63,15 @@ class Field:
         ratio = ends[-1] / ends[-2] if up else ends[0] / ends[1]
         found = self._rounded(value * ratio)
         return None if found == value or found <= 0 else found
+
+    def past_edge(self, value: Any, tried: Sequence[Any]) -> Any:
+        """Return the value next to the best one, if that is the least or the largest of what was
+        tried; None where it lies within, or where there is no next one.
+        """
+        if not self.graded:
+            return None
+        ends = {min(tried): False, max(tried): True}
+        return self.beyond(value, ends[value]) if value in ends else None
 
     def place(self, value: Any) -> Any:
         """Return what values are ordered by: numbers by themselves, choices as they were named."""
@@ -180,21 +190,40 @@ def together(
     return {key: found[key] for key in searches}
 
 
-def sweep(grid: Mapping[str, Sequence[Any]]) -> Search:
+def sweep(
+    grid: Mapping[str, Sequence[Any]],
+    allowed: Callable[[Trial], bool] = lambda trial: True,
+    extensions: int = EXTENSIONS,
+) -> Search:
     """Choose key after key, each among its values with the others as they were chosen before, or
-    else the first ones. Of equal ones the first is taken.
+    else the first ones. Of equal ones the first is taken. A grid whose best lies at its edge is
+    extended there.
+
+    Args:
+        grid: The values of each key.
+        allowed: Whether a trial beyond the grid may be run.
+        extensions: Values beyond the edges of each key's grid, at most.
     """
     choice = {key: values[0] for key, values in grid.items()}
     judged: list[Judged] = []
     chosen: Judged | None = None
+    at_edge: list[str] = []
     for key, values in grid.items():
+        field, found = Field(key, tuple(values)), list[Judged]()
         trials = [Trial(choice | {key: value}) for value in values]
-        scores = yield trials
-        found = [Judged(trial, score) for trial, score in zip(trials, scores, strict=True)]
+        for rung in (0, *[None] * extensions):
+            scores = yield trials
+            found += [Judged(t, score, rung) for t, score in zip(trials, scores, strict=True)]
+            chosen = min(found, key=lambda own: own.score[0])
+            step = _past_edge(field, chosen, found)
+            if step is None or not allowed(step):
+                break
+            trials = [step]
+        else:
+            at_edge.append(key)
         judged += found
-        chosen = min(found, key=lambda own: own.score[0])
-        choice = dict(chosen.trial.candidate)
-    return Found(chosen, tuple(judged))
+        choice = dict(chosen.trial.candidate) if chosen else choice
+    return Found(chosen, tuple(judged), tuple(at_edge))
 
 
 def halving(
@@ -238,6 +267,15 @@ def halving(
         judged.append(Judged(trial, score, None))
         left -= 1
     return Found(edges.best(judged), tuple(judged), tuple(edges.steps(judged)))
+
+
+def _past_edge(field: Field, best: Judged, judged: Sequence[Judged]) -> Trial | None:
+    """Return the best one's trial with the next value of a field, see `Field.past_edge`."""
+    tried = [j.trial.candidate[field.key] for j in judged]
+    new = field.past_edge(best.trial.candidate[field.key], tried)
+    return (
+        None if new is None else Trial({**best.trial.candidate, field.key: new}, best.trial.share)
+    )
 
 
 def densified(fields: Sequence[Field], count: int) -> list[Field]:
@@ -320,15 +358,9 @@ class _Edges:
             return {}
         steps = dict[str, Trial]()
         for field in self.fields:
-            tried = [j.trial.candidate[field.key] for j in judged]
-            value = best.trial.candidate[field.key]
-            for up, end in ((False, min), (True, max)):
-                if not field.graded or value != end(tried):
-                    continue
-                if (new := field.beyond(value, up)) is not None:
-                    trial = Trial({**best.trial.candidate, field.key: new}, best.trial.share)
-                    if self.allowed(trial):
-                        steps.setdefault(field.key, trial)
+            step = _past_edge(field, best, judged)
+            if step is not None and self.allowed(step):
+                steps[field.key] = step
         least = min(j.trial.share for j in judged)
         if self.shorter and best.trial.share == least < 1:
             share = least / self.effort.eta
