@@ -6,12 +6,14 @@ from typing import Any
 import pytest
 
 import coterie
+from coterie.core.errors import RecipeError
 from coterie.core.result import RESULT, Result, Tuning
 from coterie.papers.job import Job
 from coterie.papers.reproduce import reproduce
 from coterie.runs import recipe as recipes
 from coterie.runs.candidates import confirm, digest, lighten, mark
 from coterie.runs.recipe import Recipe
+from coterie.runs.run import execute_all
 from coterie.runs.search import Effort
 from coterie.runs.tune import chosen_run
 
@@ -168,6 +170,18 @@ class LaterRecipe(Recipe):
     """The recipe of a later release, with a field more."""
 
     extra: int | None = None
+
+
+def test_a_batch_whose_every_run_is_refused_ends_without_results(tmp_path: Path) -> None:
+    far = recipes.load("cobo-digits", ["method.rho=1000"])
+    rows = [(far, tmp_path / name) for name in ("one", "other")]
+    unfit: list[str] = []
+    assert not execute_all(
+        rows, coterie.Callback(), unfit=lambda folder, error: unfit.append(folder.name)
+    )
+    assert unfit == ["one", "other"]
+    with pytest.raises(RecipeError, match="rho"):
+        execute_all(rows, coterie.Callback())
 
 
 def test_runs_are_found_again_once_a_recipe_has_a_field_more() -> None:

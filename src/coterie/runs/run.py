@@ -162,8 +162,8 @@ def execute_all(
         if reporter.shows_estimate and not backend.devices and recipe.engine != "flower":
             with computing(threads.given(prepared, folder)):
                 foresight.add(prepared, (folder / RESULT).exists())
+        del prepared
     reporter.expects(foresight.seconds())
-    del prepared
     data.keep(*first)
     results = []
     with ExitStack() as stack:
