@@ -163,6 +163,8 @@ def execute_all(
             with computing(threads.given(prepared, folder)):
                 foresight.add(prepared, (folder / RESULT).exists())
         del prepared
+    if not first:
+        return []  # all are refused
     reporter.expects(foresight.seconds())
     data.keep(*first)
     results = []
