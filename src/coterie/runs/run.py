@@ -1,7 +1,7 @@
 """A recipe, or several methods on one, executed into a folder."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,9 +171,7 @@ def execute_all(
     with ExitStack() as stack:
         if within is not None:
             stack.enter_context(alone(within))
-        for _, folder in rows:
-            with alone(folder):
-                pass  # it can be written to, and nobody else is at it
+        _check_free(folder for _, folder in rows)
         for k, (recipe, folder) in enumerate(rows):
             if folder in refused:
                 continue
@@ -200,6 +198,13 @@ def _tell(
     if unfit is None:
         raise error
     unfit(folder, error)
+
+
+def _check_free(folders: Iterable[Path]) -> None:
+    """Refuse folders that cannot be written to, or that others are at, see `alone`."""
+    for folder in folders:
+        with alone(folder):
+            pass
 
 
 def check_beside_data(recipe: Recipe, folder: Path) -> None:
