@@ -131,8 +131,8 @@ PLAN = (
     Entry("comigs/table2", trials=6, columns=("multilingual", "agnews"), rows=SEARCHED),
     Entry("comigs/table5", trials=6, columns=("multilingual",), rows=ROUTED),
     Entry("comigs/table1", trials=4, columns=("multilingual-2244",)),
-    Entry("ddome/table2", trials=4, columns=("clinc150",)),
     Entry("comigs/table6", trials=4, columns=("multilingual-hetero",)),
+    Entry("ddome/table2", trials=4, columns=("clinc150",)),
 )
 
 
