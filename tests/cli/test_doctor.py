@@ -67,3 +67,9 @@ def test_a_shell_can_complete_commands(tmp_path: Path) -> None:
         check=False,
     )
     assert done.stdout.split() == ["doctor"]
+
+
+def test_a_command_that_was_misspelt_is_suggested_once() -> None:
+    done = CliRunner().invoke(app, ["copmare"])
+    assert done.exit_code == 2
+    assert done.stderr.count("Did you mean 'compare'?") == 1

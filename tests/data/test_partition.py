@@ -186,6 +186,52 @@ def test_the_papers_aligned_clients_all_find_a_label_set(seed) -> None:
     assert federation.description == "toy, quantity: 105 clients, unseen: 10 aligned, 20 random"
 
 
+@settings(max_examples=30, deadline=None)
+@given(wanted=st.integers(1, 80), per_client=st.integers(1, 40), seed=st.integers(0, 3))
+def test_unseen_clients_are_validated_on_what_nobody_trains_on(wanted, per_client, seed) -> None:
+    fields = {"clients": 9, "classes_per_client": 4, "anchors": 5, "public": 30, "seed": seed}
+    plain = Toy(
+        partition="quantity",
+        replacement=True,
+        per_client=per_client,
+        unseen={"aligned": 2, "random": 2},
+        **fields,
+    )
+    section = plain.model_copy(update={"unseen_valid": wanted})
+    before, federation, labels = plain.load(), check(section), section.read().train_labels
+    trained = {row for c in federation.clients.values() for row in c.train.rows}
+    public = set(federation.public.rows)
+    for group in federation.unseen.values():
+        for id, client in group.items():
+            own = set(client.train.rows)
+            free = [
+                row
+                for row, label in enumerate(labels)
+                if label in federation.labels[id] and row not in trained | public | own
+            ]
+            assert set(client.valid.rows) <= set(free)
+            assert len(set(client.valid.rows)) == len(client.valid.rows) == min(wanted, len(free))
+    for id, client in before.everyone.items():
+        assert (client.train.rows == federation.everyone[id].train.rows).all()
+        assert (client.test.rows == federation.everyone[id].test.rows).all()
+
+
+def test_where_others_train_on_everything_nothing_is_left_for_validation() -> None:
+    said = refusal(
+        Toy(
+            partition="quantity",
+            counts=(20,) * 10,
+            clients=60,
+            classes_per_client=4,
+            replacement=True,
+            per_client=60,
+            unseen={"random": 1},
+            unseen_valid=5,
+        )
+    )
+    assert "client 'random-00': data.unseen_valid: others train on all" in said
+
+
 def test_one_example_for_training_is_enough() -> None:
     section = Toy(
         partition="quantity",

@@ -338,6 +338,29 @@ def test_a_tuned_table_stands_beside_the_fixed_one(tuned: tuple[Job, dict]) -> N
         assert job.run(row, column, {}, 0)[0].evaluate_every == 0
 
 
+@pytest.mark.parametrize("table", ["ddome/table1", "ddome/table4"])
+def test_ddome_is_tuned_on_more_validation_data_and_trains_and_is_tested_as_without(
+    table: str, tmp_path: Path
+) -> None:
+    fixed, tuned = (
+        Job(table, "small", tmp_path, effort=effort).run("ddome", "digits", {}, 0)[0].data.load()
+        for effort in (None, Effort())
+    )
+    assert fixed.everyone.keys() == tuned.everyone.keys()
+    trained = {row for own in tuned.clients.values() for row in own.train.rows}
+    for id, own in fixed.everyone.items():
+        more = tuned.everyone[id]
+        assert (own.train.rows == more.train.rows).all()
+        assert (own.test.rows == more.test.rows).all()
+        assert own.train.seed == more.train.seed
+        if id in tuned.clients:
+            assert (own.valid.rows == more.valid.rows).all()
+        else:
+            assert len(own.valid.rows) <= 5
+            assert len(more.valid.rows) >= 20
+            assert not set(more.valid.rows) & trained
+
+
 def test_a_tuned_table_runs_nothing_twice(tuned: tuple[Job, dict]) -> None:
     job, found = tuned
     stamps = {path: path.stat().st_mtime_ns for path in job.folder.rglob(RESULT)}

@@ -58,6 +58,7 @@ app = typer.Typer(
     cls=_Commands,
     help="Train personal models together without sharing data.",
     no_args_is_help=True,
+    suggest_commands=not hasattr(click.exceptions, "NoSuchCommand"),  # click 8.4 suggests too
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )

@@ -58,7 +58,8 @@ class Partitioner(PartitionSchemes):
 
     Unseen clients have test examples like anybody else, and training examples of their classes
     which others may have too: so many as the smallest client. None has the label set of a client
-    that trains, and no two of a group have the same one.
+    that trains, and no two of a group have the same one. With `unseen_valid` their validation
+    examples are among those on which nobody trains.
     """
 
     mean: ClassVar[tuple[float, ...]] = ()  # of each channel of images; see `ExampleSplit`
@@ -96,11 +97,17 @@ class Partitioner(PartitionSchemes):
         ]
         partition = self.partitioned(held.train_labels, held.test_labels)
         made: dict[ClientId, ClientData] = {}
+        unseen = {part.id for parts in partition.unseen.values() for part in parts}
+        taken = partition.public  # by those who train, who come first
         with Refusals() as refusals:
             for part in partition.everyone:
                 trains, tests = dialects[part.dialect]
                 with refusals.gather(f"client {part.id!r}: "):
                     train, valid = self._divide(part)
+                    if part.id not in unseen:
+                        taken = np.union1d(taken, train)
+                    elif self.unseen_valid is not None:
+                        valid = self._untrained(part, trains, np.union1d(taken, train))
                     sources = (
                         (held.train, trains, train),
                         (held.train, trains, valid),
@@ -183,6 +190,16 @@ class Partitioner(PartitionSchemes):
                 "Use fewer clients, or a smaller data.per_client, or a larger data.fraction.",
             )
         return np.sort(part.train[:train]), np.sort(part.train[train : train + valid])
+
+    def _untrained(self, part: ClientShare, labels: Numbers, taken: Numbers) -> Numbers:
+        """Return rows for an unseen client's validation: of its classes, and not taken."""
+        rows = np.setdiff1d(np.flatnonzero(np.isin(labels, part.labels)), taken)
+        if not len(rows):
+            raise DataError(
+                f"data.unseen_valid: others train on all {self.things} of its classes",
+                "Leave it out, or use a smaller data.per_client or a larger data.valid_fraction.",
+            )
+        return np.sort(self._random("unseen valid", part.id).permutation(rows)[: self.unseen_valid])
 
     def _split(
         self, name: str, inputs: npt.NDArray[Any], labels: Numbers, rows: Numbers, seed: int

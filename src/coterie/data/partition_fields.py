@@ -116,6 +116,14 @@ class PartitionFields(BaseModel, ABC):
             "classes"
         ),
     ] = {}
+    unseen_valid: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            description="most validation examples of an unseen client, on which nobody trains; "
+            "null: by `valid_fraction`, some of which others may train on",
+        ),
+    ] = None
     unseen_anchors: Annotated[
         int, Field(ge=2, description="number of anchors whose classes an aligned unseen client has")
     ] = 2
