@@ -132,7 +132,6 @@ PLAN = (
     Entry("comigs/table5", trials=6, columns=("multilingual",), rows=ROUTED),
     Entry("comigs/table1", trials=4, columns=("multilingual-2244",)),
     Entry("comigs/table6", trials=4, columns=("multilingual-hetero",)),
-    Entry("ddome/table2", trials=4, columns=("clinc150",)),
 )
 
 
