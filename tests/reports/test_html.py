@@ -14,6 +14,7 @@ from coterie.reports import chart, tokens
 from coterie.reports.chart import Axes, Line, Style
 from coterie.reports.comparison import row, rows
 from coterie.reports.html import write_comparison, write_report
+from coterie.reports.parts import figure
 
 ROWS = [result("pretrained", 0, 9.0), result("local", 4, 5.0), result("comigs-1g1s", 4, 0.0)]
 
@@ -299,3 +300,15 @@ def test_results_from_before_there_were_metrics_are_of_perplexity(routed: str) -
     assert "W error" not in routed
     assert '<th scope="col">loss</th>' not in routed
     assert ACCURACY["name"] not in routed
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (11320.456, "11,320.46"),
+        (4e29, "4.00e+29"),
+        (math.inf, "∞"),
+    ],
+)
+def test_numbers_are_as_people_read_them(value: float, shown: str) -> None:
+    assert figure(value) == shown

@@ -144,7 +144,9 @@ def rounded(value: float, form: str) -> str:
 
 def figure(value: float, digits: int = 2) -> str:
     """Return a number as people read it; a perplexity beyond float range is infinite."""
-    return f"{value:,.{digits}f}" if math.isfinite(value) else "∞"
+    if not math.isfinite(value):
+        return "∞"
+    return f"{value:,.{digits}f}" if abs(value) < 1e9 else f"{value:.2e}"
 
 
 def thinned(values: Sequence[T], most: int) -> list[T]:
