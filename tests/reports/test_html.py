@@ -203,7 +203,7 @@ def test_a_comparison_has_deviations_and_the_spread_between_clients(tmp_path: Pa
     about = {key: ROWS[0][key] for key in ("recipe", "versions", "machine")}
     write_comparison(
         tmp_path,
-        typed(about | {"rows": rows, "seeds": [0, 1], "notes": ["local: <b>unlike</b>"]}),
+        typed(about | {"rows": rows, "seeds": [0, 1], "notes": ["local: <b>unlike</b> `a<b`"]}),
         "<i>d</i>",
     )
     page = (tmp_path / "report.html").read_text()
@@ -211,7 +211,7 @@ def test_a_comparison_has_deviations_and_the_spread_between_clients(tmp_path: Pa
     assert page.count('class="dot"') == 4
     assert "CoMiGS-1G1S, mean: 21.50 ± 0.71" in page
     assert "2 seeds (0, 1)" in page
-    assert "local: &lt;b&gt;unlike&lt;/b&gt;" in page
+    assert "local: &lt;b&gt;unlike&lt;/b&gt; <code>a&lt;b</code>" in page
     assert "<b>ben" not in page
     assert "<i>d" not in page
 

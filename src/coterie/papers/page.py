@@ -12,7 +12,7 @@ from coterie.core.result import MetricInfo
 from coterie.papers.found import Cell, Reproduced
 from coterie.papers.pictures import _name, _picture
 from coterie.papers.tables import Picture
-from coterie.reports.parts import bars, escape, figure, page, section, table, verdicts
+from coterie.reports.parts import bars, escape, figure, page, prose, section, table, verdicts
 
 INTERVALS = (
     "Intervals are Student's 95 % intervals over seeds of the difference between runs of the same "
@@ -304,7 +304,7 @@ def write_page(path: Path, found: Reproduced, pictures: Sequence[Picture], runs:
     if found.statements:
         told = f"<p class=note>{escape(INTERVALS)}</p>"
         parts.append(section("statements", "What the paper says", told, verdicts(said(found))))
-    noted = "".join(f"<p class=note>{escape(note)}</p>" for note in notes(found))
+    noted = "".join(f"<p class=note>{prose(note)}</p>" for note in notes(found))
     about = escape(_about(found).replace("`", ""))
     body = (
         f"<header><h1>{escape(found.title)}</h1><p "

@@ -1,6 +1,5 @@
 """`report.html` of a run or of a comparison: one self-contained file that works offline."""
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from coterie.reports.comparison import BESIDE, comparability
 from coterie.reports.comparison import rows as rows_of
 from coterie.reports.curves import _curves, _privacy, router_panels
 from coterie.reports.experts import experts
-from coterie.reports.parts import escape, page, section, size
+from coterie.reports.parts import escape, page, prose, section, size
 from coterie.reports.scores import COSTS, PEAK, _costs, _headline, _kept, _scores, _spread
 from coterie.reports.verdict import verdict
 
@@ -251,13 +250,12 @@ def _body(title: str, description: str, about: str, tiles: str, sections: Mappin
 
 def _verdict(rows: Sequence[Row], own: str) -> str:
     said = verdict(rows, own)
-    shown = re.sub("`(.*?)`", r"<code>\1</code>", escape(said))
-    return f'<p class="verdict">{shown}</p>' if said else ""
+    return f'<p class="verdict">{prose(said)}</p>' if said else ""
 
 
 def _notes(notes: Sequence[str]) -> str:
     return (
-        '<ul class="notes">' + "".join(f"<li>{escape(note)}</li>" for note in notes) + "</ul>"
+        '<ul class="notes">' + "".join(f"<li>{prose(note)}</li>" for note in notes) + "</ul>"
         if notes
         else ""
     )

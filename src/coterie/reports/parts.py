@@ -3,6 +3,7 @@ marked as HTML by its type.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape as html_escape
@@ -147,6 +148,11 @@ def figure(value: float, digits: int = 2) -> str:
     if not math.isfinite(value):
         return "∞"
     return f"{value:,.{digits}f}" if abs(value) < 1e9 else f"{value:.2e}"
+
+
+def prose(text: str) -> str:
+    """Return a sentence as HTML, with what stands between backticks as code."""
+    return re.sub("`(.*?)`", r"<code>\1</code>", escape(text))
 
 
 def thinned(values: Sequence[T], most: int) -> list[T]:

@@ -32,6 +32,7 @@ from coterie.reports.parts import (
     folded,
     legend,
     page,
+    prose,
     section,
     table,
 )
@@ -123,7 +124,7 @@ def write_tuning(folder: Path, found: Tuning, description: str) -> None:
     made = "" if versions is None else f", coterie {versions.coterie}, torch {versions.torch}"
     where = "" if machine is None else f", {machine.device}, {machine.dtype}"
     about = f"seeds {', '.join(map(str, found.seeds))}{where}{made}"
-    notes = "".join(f"<li>{escape(note)}</li>" for note in found.notes)
+    notes = "".join(f"<li>{prose(note)}</li>" for note in found.notes)
     which = f"{str(found.metric).capitalize()}, averaged over clients; {direction(found.metric)}."
     parts = [
         section(
