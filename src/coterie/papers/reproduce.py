@@ -34,7 +34,7 @@ from coterie.runs.trials import RunAt, TrialRuns, execute_missing
 CellId = tuple[str, str]  # a row and a column
 _GATE_ERROR = MetricInfo("gate error", "%", True)
 _OWN = "each client's model right after its last local iteration"
-_UNSEEN = "clients never trained with are scored, each by the model that it got without labels"
+_UNSEEN = "of clients never trained with, the model that each got without labels"
 
 
 def reproduce(job: Job, reporter: Callback | None = None) -> Reproduced:
@@ -74,7 +74,7 @@ def reproduce(job: Job, reporter: Callback | None = None) -> Reproduced:
         ]
         + ([] if job.effort is None else [f"--tune --trials {job.effort.trials}"]),
         shows=reproduction.shows,
-        scored=_UNSEEN if cells[0].groups else _OWN,
+        scored="; ".join(dict.fromkeys(_UNSEEN if cell.groups else _OWN for cell in cells)),
         columns={c: reproduction.columns[c].title for _, c in job.cells},
         metrics={cell.column: cell.metric for cell in cells},
         rows={r: reproduction.rows[r].title for r, _ in job.cells},
