@@ -98,16 +98,16 @@ class Partitioner(PartitionSchemes):
         partition = self.partitioned(held.train_labels, held.test_labels)
         made: dict[ClientId, ClientData] = {}
         unseen = {part.id for parts in partition.unseen.values() for part in parts}
-        taken = partition.public  # by those who train, who come first
+        taken = [partition.public]  # and what clients train on, who come first
         with Refusals() as refusals:
             for part in partition.everyone:
                 trains, tests = dialects[part.dialect]
                 with refusals.gather(f"client {part.id!r}: "):
                     train, valid = self._divide(part)
                     if part.id not in unseen:
-                        taken = np.union1d(taken, train)
+                        taken.append(train)
                     elif self.unseen_valid is not None:
-                        valid = self._untrained(part, trains, np.union1d(taken, train))
+                        valid = self._untrained(part, trains, np.concatenate([*taken, train]))
                     sources = (
                         (held.train, trains, train),
                         (held.train, trains, valid),
