@@ -1,0 +1,225 @@
+"""Text as token ids: what a document begins with, and control tokens that people write as text.
+
+A tokenizer turns `<|im_end|>` into the token that ends a turn, whoever wrote it. In people's text it
+stays text: their texts are encoded by a copy of the tokenizer that knows control tokens by other
+names, which no text can hold, since they are random and new in every process. So the ids are those
+of the text in one piece, with offsets, which encoding it in parts would not give.
+"""
+
+import json
+import re
+import secrets
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Encoding, Tokenizer
+
+from coterie.core.errors import DataError
+
+ControlTokens = Literal["text", "tokens", "refuse"]
+Ids = npt.NDArray[np.int64]
+
+_PLANE, _LETTERS = 0xF0000, 0xFFFE  # characters for private use
+
+
+def _nonce() -> str:
+    return "".join(chr(_PLANE + secrets.randbelow(_LETTERS)) for _ in range(6))
+
+
+_NAME, _BREAK = _nonce(), _nonce()  # of a control token; within one that is text
+
+
+class TextEncoder:
+    """Encodes people's text for one base.
+
+    Args:
+        tokenizer: A fast tokenizer of transformers.
+        control_tokens: What is done with control tokens in people's text: they stay text, become
+            tokens, or are refused.
+        template: A chat template; the added tokens that it writes are control tokens, too.
+
+    Raises:
+        DataError: The tokenizer is not a fast one.
+    """
+
+    def __init__(
+        self, tokenizer: Any, control_tokens: ControlTokens = "text", template: str | None = None
+    ) -> None:
+        if getattr(tokenizer, "backend_tokenizer", None) is None:
+            raise DataError(
+                f"{type(tokenizer).__name__} is not a fast tokenizer",
+                "Use a base model with a tokenizer.json.",
+            )
+        self.tokenizer, self.control_tokens = tokenizer, control_tokens
+        self._template = template or ""
+
+    @cached_property
+    def begin(self) -> list[int]:
+        """The ids that the tokenizer puts before a text; none for most byte-level tokenizers."""
+        whole: list[int] = self.tokenizer("a")["input_ids"]
+        text: list[int] = self.tokenizer("a", add_special_tokens=False)["input_ids"]
+        places = range(len(whole) - len(text) + 1)
+        return whole[: next((i for i in places if whole[i : i + len(text)] == text), 0)]
+
+    @property
+    def end(self) -> list[int]:
+        """The id of the tokenizer's end token; none where it has no such token."""
+        end = self.tokenizer.eos_token_id
+        return [] if end is None else [int(end)]
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text, without what begins and ends a document.
+
+        Raises:
+            DataError: A text has control tokens, which are to be refused.
+        """
+        self.check(texts)
+        if self.control_tokens == "tokens" or not any(map(self._pattern.search, texts)):
+            ids: list[list[int]] = self.tokenizer(
+                list(texts), add_special_tokens=False, verbose=False
+            )["input_ids"]
+            return ids
+        return [self._ids(encoding) for encoding in self._encodings(texts)]
+
+    def prompt(self, text: str) -> list[int]:
+        """Return the ids of a document that begins with a text and goes on; of an empty one, the
+        token that a document begins with, or else the end of the one before it.
+        """
+        return [*self.begin, *self.encode([text])[0]] or self.end
+
+    def found(self, text: str) -> list[str]:
+        """Return the control tokens that stand in a text, in its order."""
+        return self._pattern.findall(text)
+
+    def check(self, value: Any) -> None:
+        """Refuse control tokens in a text or in all texts of a message, if they are to be refused.
+
+        Raises:
+            DataError: Naming those that are there.
+        """
+        if self.control_tokens != "refuse":
+            return
+        tokens = Counter(token for text in _texts(value) for token in self.found(text))
+        if tokens:
+            raise DataError(
+                f"control tokens in the text: {', '.join(map(repr, tokens))}",
+                "Take them out, or have them read as text: data.control_tokens: text.",
+            )
+
+    # What a template writes: its own control tokens are tokens, those of the messages are text.
+
+    def shield(self, value: Any, spoken: bool = False) -> Any:
+        """Return a message, or any part of one, in which a template cannot write control tokens.
+
+        Args:
+            value: Text, or lists and mappings that hold text.
+            spoken: Whether a model has written it, whose thoughts and calls may be added tokens:
+                then special tokens alone are text.
+        """
+        if isinstance(value, str):
+            pattern = self._special if spoken else self._pattern
+            return pattern.sub(lambda match: _BREAK.join(match[0]), value)
+        if isinstance(value, Mapping):
+            return {key: self.shield(part, spoken) for key, part in value.items()}
+        if isinstance(value, Sequence):
+            return [self.shield(part, spoken) for part in value]
+        return value
+
+    def marked(self, rendered: str) -> str:
+        """Return what a template has written of shielded messages, its control tokens under their
+        private names, for `encode_marked`.
+        """
+        return self._pattern.sub(lambda match: self._names[match[0]], rendered).replace(_BREAK, "")
+
+    def unmarked(self, marked: str) -> str:
+        """Return marked text as it reads."""
+        for token, name in self._names.items():
+            marked = marked.replace(name, token)
+        return marked
+
+    def encode_marked(self, text: str) -> tuple[Ids, Ids]:
+        """Return the ids of marked text, (T,), and the first character and the end of each, (T, 2)."""
+        (encoding,) = self._encodings([text])
+        offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        return np.array(self._ids(encoding), dtype=np.int64), offsets
+
+    @cached_property
+    def special(self) -> frozenset[int]:
+        """The ids of all control tokens."""
+        return frozenset(self._controls.values())
+
+    @cached_property
+    def _controls(self) -> dict[str, int]:
+        """Control tokens and their ids: special tokens, and added ones that the template writes."""
+        added = self.tokenizer.added_tokens_decoder
+        written = self._template or str(getattr(self.tokenizer, "chat_template", None) or "")
+        return {
+            token.content: int(i)
+            for i, token in added.items()
+            if token.special or (token.content in written and not token.content.isspace())
+        }
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        return _any_of(self._controls)
+
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        added = self.tokenizer.added_tokens_decoder.values()
+        return _any_of(token.content for token in added if token.special)
+
+    @cached_property
+    def _names(self) -> dict[str, str]:
+        return {token: f"{_NAME}{chr(_PLANE + i)}" for i, token in enumerate(self._controls)}
+
+    def _encodings(self, texts: Sequence[str]) -> list[Encoding]:
+        return self._renamed.encode_batch(list(texts), add_special_tokens=False)
+
+    def _ids(self, encoding: Encoding) -> list[int]:
+        return [self._own_ids.get(i, i) for i in encoding.ids] if self._own_ids else encoding.ids
+
+    @cached_property
+    def _renamed(self) -> Tokenizer:
+        """The tokenizer, with private names for control tokens."""
+        spec = json.loads(self.tokenizer.backend_tokenizer.to_str())
+        spec["truncation"] = spec["padding"] = None
+        for token in spec["added_tokens"]:
+            token["content"] = self._names.get(token["content"], token["content"])
+        model = spec["model"]
+        if isinstance(vocabulary := model.get("vocab"), dict):
+            model["vocab"] = {self._names.get(t, t): i for t, i in vocabulary.items()}
+        elif vocabulary:  # Unigram: pieces with their scores
+            model["vocab"] = [[self._names.get(t, t), score] for t, score in vocabulary]
+        if unknown := model.get("unk_token"):
+            model["unk_token"] = self._names.get(unknown, unknown)
+        return Tokenizer.from_str(json.dumps(spec))
+
+    @cached_property
+    def _own_ids(self) -> dict[int, int]:
+        """The ids of control tokens by those that the renamed tokenizer gives them, if others:
+        it numbers added tokens anew where the ids of the original have gaps.
+        """
+        renamed = {
+            self._renamed.token_to_id(self._names.get(token.content, token.content)): int(i)
+            for i, token in self.tokenizer.added_tokens_decoder.items()
+        }
+        return {new: own for new, own in renamed.items() if new is not None and new != own}
+
+
+def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    """Return what matches any of some texts, the longest first."""
+    longest_first = sorted(tokens, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+def _texts(value: Any) -> list[str]:
+    """Return all texts in a value."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return [text for part in value for text in _texts(part)] if isinstance(value, list) else []
