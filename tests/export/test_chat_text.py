@@ -5,7 +5,7 @@ from chat_bases import CHATML, REWRITING, chat_tokenizer
 
 from coterie.core.errors import DataError, Refused
 from coterie.data.chats import ChatTemplate
-from coterie.data.chats.reading import user
+from coterie.data.chats.messages import user
 from coterie.export.chat_text import ChatText
 
 STRIPPING = CHATML.replace("{{ m.content }}", "{{ m.content | trim }}")

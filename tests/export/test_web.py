@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import coterie
 from coterie.core.errors import DataError, Refused
-from coterie.data.chats.reading import user
+from coterie.data.chats.messages import user
 from coterie.export import FORMATS, Source, client_files, export, onnx_base
 from coterie.export.keyboard_page import CONTEXT, assets
 from coterie.export.web import DATED

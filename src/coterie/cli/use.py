@@ -204,7 +204,7 @@ def predict(
     with _stopping():
         from rich.console import Console
 
-        from coterie.data.chats.reading import user
+        from coterie.data.chats.messages import user
         from coterie.models.text import TextShape
         from coterie.personal import ManyModels
         from coterie.personal.ui import terminal

@@ -1,7 +1,7 @@
 """Text as token ids: what a document begins with, and control tokens that people write as text.
 
-A tokenizer turns `<|im_end|>` into the token that ends a turn, whoever wrote it. In people's text it
-stays text: their texts are encoded by a copy of the tokenizer that knows control tokens by other
+A tokenizer turns `<|im_end|>` into the token that ends a turn, whoever wrote it. In people's text
+it stays text: their texts are encoded by a copy of the tokenizer that knows control tokens by other
 names, which no text can hold, since they are random and new in every process. So the ids are those
 of the text in one piece, with offsets, which encoding it in parts would not give.
 """
@@ -31,6 +31,7 @@ def _nonce() -> str:
 
 
 _NAME, _BREAK = _nonce(), _nonce()  # of a control token; within one that is text
+_BEGUN = f"{_NAME}{chr(_PLANE + _LETTERS)}"  # before marked text that begins as its template says
 
 
 class TextEncoder:
@@ -72,13 +73,15 @@ class TextEncoder:
         return [] if end is None else [int(end)]
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text, without what begins and ends a document.
+        """Return the ids of each text, people's or marked, without what begins and ends a document.
 
         Raises:
             DataError: A text has control tokens, which are to be refused.
         """
-        self.check(texts)
-        if self.control_tokens == "tokens" or not any(map(self._pattern.search, texts)):
+        self.check(list(texts))
+        marked = any(_NAME in text for text in texts)
+        has_controls = self.control_tokens != "tokens" and any(map(self._pattern.search, texts))
+        if not (marked or has_controls):
             ids: list[list[int]] = self.tokenizer(
                 list(texts), add_special_tokens=False, verbose=False
             )["input_ids"]
@@ -87,13 +90,26 @@ class TextEncoder:
 
     def prompt(self, text: str) -> list[int]:
         """Return the ids of a document that begins with a text and goes on; of an empty one, the
-        token that a document begins with, or else the end of the one before it.
+        token that a document begins with, or else the end of the one before it. Marked text
+        begins as `begun` says.
         """
+        if text.startswith(_BEGUN):
+            return self.encode([text.removeprefix(_BEGUN)])[0]
         return [*self.begin, *self.encode([text])[0]] or self.end
 
     def found(self, text: str) -> list[str]:
         """Return the control tokens that stand in a text, in its order."""
         return self._pattern.findall(text)
+
+    def count(self, value: Any) -> int:
+        """Return how many control tokens stand in all texts of a value."""
+        return sum(len(self.found(text)) for text in _texts(value))
+
+    def last_control(self, marked: str, end: int) -> int:
+        """Return where the last control token begins in marked text before a place; 0 if none
+        does.
+        """
+        return max(marked.rfind(_NAME, 0, end), 0)
 
     def check(self, value: Any) -> None:
         """Refuse control tokens in a text or in all texts of a message, if they are to be refused.
@@ -135,14 +151,21 @@ class TextEncoder:
         """
         return self._pattern.sub(lambda match: self._names[match[0]], rendered).replace(_BREAK, "")
 
+    def begun(self, marked: str) -> str:
+        """Return marked text for `prompt`, which puts nothing before it."""
+        return _BEGUN + marked
+
     def unmarked(self, marked: str) -> str:
         """Return marked text as it reads."""
+        marked = marked.removeprefix(_BEGUN)
         for token, name in self._names.items():
             marked = marked.replace(name, token)
         return marked
 
     def encode_marked(self, text: str) -> tuple[Ids, Ids]:
-        """Return the ids of marked text, (T,), and the first character and the end of each, (T, 2)."""
+        """Return the ids of marked text, (T,), and the first character and the end of each,
+        (T, 2); white space in front of a token counts as part of it.
+        """
         (encoding,) = self._encodings([text])
         offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
         return np.array(self._ids(encoding), dtype=np.int64), offsets
@@ -186,7 +209,8 @@ class TextEncoder:
     def _renamed(self) -> Tokenizer:
         """The tokenizer, with private names for control tokens."""
         spec = json.loads(self.tokenizer.backend_tokenizer.to_str())
-        spec["truncation"] = spec["padding"] = None
+        # without a post-processor, which might trim offsets
+        spec["truncation"] = spec["padding"] = spec["post_processor"] = None
         for token in spec["added_tokens"]:
             token["content"] = self._names.get(token["content"], token["content"])
         model = spec["model"]
@@ -222,4 +246,6 @@ def _texts(value: Any) -> list[str]:
         return [value]
     if isinstance(value, Mapping):
         value = list(value.values())
-    return [text for part in value for text in _texts(part)] if isinstance(value, list) else []
+    if not isinstance(value, list | tuple):
+        return []
+    return [text for part in value for text in _texts(part)]

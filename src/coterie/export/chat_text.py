@@ -5,7 +5,7 @@ from typing import Any
 
 from coterie.core.errors import Refused
 from coterie.data.chats import ChatTemplate
-from coterie.data.chats.reading import user
+from coterie.data.chats.messages import user
 
 PLACE = "7b1e90message4c25d"  # stands for the message where the parts are read off
 MESSAGES = (

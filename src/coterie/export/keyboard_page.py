@@ -12,7 +12,7 @@ from typing import Any
 
 from coterie.core.files import write_atomically
 from coterie.data.chats import ChatTemplate
-from coterie.data.chats.reading import user
+from coterie.data.chats.messages import user
 from coterie.export.chat_text import ChatText
 from coterie.export.gguf import SAMPLE
 from coterie.models.backbone import Backbone

@@ -1,6 +1,7 @@
 """Conversations as streams of token ids in the cache, and as a federation."""
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,11 @@ from coterie.data.splits import Tokens
 Arrays = Mapping[str, Tokens]
 
 _NOTES = "notes"
+_SAID = {  # of what is counted, by its name in the notes
+    "cut": "of them without their oldest turns or tokens, to fit a window or the template",
+    "without_tools": "of them have tools, which the chat template does not describe",
+    "controls": "control tokens in their texts, see data.control_tokens",
+}
 _UNANSWERED = (
     "Give each an answer, or have them left out (data.unanswered: leave-out), or train on all "
     "tokens (data.loss: all)."
@@ -36,17 +42,20 @@ class Encoder:
         loss: What is counted.
         packing: Whether rows hold several conversations.
         leaves_out: Whether conversations without an answer are left out, otherwise refused.
+        notes: Sentences about them for people, beside what is `said`.
     """
 
     template: ChatTemplate
     loss: Loss
     packing: bool
     leaves_out: bool
+    notes: tuple[str, ...] = ()
 
     @property
     def fingerprint(self) -> Any:
         """What token ids depend on beside the texts and the tokenizer, as JSON."""
-        return ["chats", 2, self.template.template]
+        template = self.template
+        return ["chats", 3, template.template, template.with_tools, template.texts.control_tokens]
 
     def arrays(
         self, documents: Sequence[str], name: str, context: int, limit: int | None = None
@@ -63,7 +72,8 @@ class Encoder:
             DataError: Conversations that cannot be rendered, or have no answer.
         """
         rendered, unanswered = list[Rendered](), list[str]()
-        cut = tokens = 0
+        tokens = 0
+        counts = Counter[str]()
         with Refusals(SHOWN) as refusals:
             for document in documents:
                 conversation = Conversation.of_document(document)
@@ -76,8 +86,10 @@ class Encoder:
                 tokens += sum(len(own.ids) for own in found)
                 if limit is not None and tokens > limit:
                     break
-                cut += any(own.cut for own in found)
-                rendered += [own for own in found if own.counted.any()]
+                counts["cut"] += any(part.cut for part in found)
+                counts["without_tools"] += any(part.without_tools for part in found)
+                counts["controls"] += self.template.controls(conversation)
+                rendered += [part for part in found if part.counted.any()]
             if unanswered and not self.leaves_out:
                 for where in unanswered:
                     refusals.add(f"{where}: no answer of an assistant to train on", _UNANSWERED)
@@ -85,7 +97,7 @@ class Encoder:
             name: _joined([own.ids for own in rendered]),
             f"{name}.counted": _joined([own.counted for own in rendered]),
             f"{name}.lengths": np.array([len(own.ids) for own in rendered], dtype=np.uint32),
-            f"{name}.{_NOTES}": _written({"cut": cut, "unanswered": unanswered}),
+            f"{name}.{_NOTES}": _written({**counts, "unanswered": unanswered}),
         }
 
     def streams(
@@ -130,8 +142,9 @@ class Encoder:
         found = [f"{count:,} conversations"]
         if self.loss == "answers":
             found.append(f"loss on the answers, found by {self.template.way}")
-        if cut := sum(note["cut"] for note in notes):
-            found.append(f"{cut:,} of them without their oldest turns or tokens, to fit a window")
+        for name, text in _SAID.items():
+            if count := sum(note.get(name, 0) for note in notes):
+                found.append(f"{count:,} {text}")
         if left := [where for note in notes for where in note["unanswered"]]:
             more = f" and {len(left) - SHOWN:,} more" if len(left) > SHOWN else ""
             found.append(f"left out, without an answer: {', '.join(left[:SHOWN])}{more}")
@@ -162,7 +175,8 @@ def merged_notes(notes: Sequence[Tokens]) -> Tokens:
     """Return the notes of several clients as those of one."""
     found = [_read(own) for own in notes]
     unanswered = [where for own in found for where in own["unanswered"]]
-    return _written({"cut": sum(own["cut"] for own in found), "unanswered": unanswered})
+    counts = {name: sum(own.get(name, 0) for own in found) for name in _SAID}
+    return _written({**counts, "unanswered": unanswered})
 
 
 def _read(notes: Tokens) -> dict[str, Any]:

@@ -9,9 +9,10 @@ from coterie.data.chats.encoding import Encoder
 from coterie.data.chats.jinja import template_text
 from coterie.data.chats.reading import read_conversations
 from coterie.data.chats.template import ChatTemplate, Loss
-from coterie.data.documents import Document
 from coterie.data.section import Section
+from coterie.data.splitting import Document
 from coterie.data.store import Tokenizer
+from coterie.data.text_streams import StreamEncoder
 
 _OWN = ("loss", "chat_template", "chat_column", "packing", "unanswered")
 
@@ -52,6 +53,13 @@ class ChatFields(Section):
         Literal["refuse", "leave-out"],
         Field(description="what is done with conversations that have no answer to train on"),
     ] = "refuse"
+    near_duplicates: Annotated[
+        Literal["keep", "together"],
+        Field(
+            description="what is done with documents that are nearly equal: keep leaves them where "
+            "they fall, together puts them into one split"
+        ),
+    ] = "keep"
 
     @model_validator(mode="after")
     def _only_of_chats(self) -> Self:
@@ -61,11 +69,11 @@ class ChatFields(Section):
             raise ValueError(f"{given[0]}: for conversations only; set content: chats")
         return self
 
-    def encoder(self, tokenizer: Tokenizer) -> Encoder | None:
-        """Return what makes token ids of conversations; None for text. Raises DataError."""
+    def encoder(self, tokenizer: Tokenizer) -> StreamEncoder:
+        """Return what makes token ids of texts or conversations. Raises DataError."""
         if self.content == "text":
-            return None
-        template = ChatTemplate(tokenizer, self.chat_template)
+            return super().encoder(tokenizer)
+        template = ChatTemplate(tokenizer, self.chat_template, self.control_tokens)
         if self.loss == "answers":
             template.way  # noqa: B018 - refuses a template whose answers cannot be told
         return Encoder(template, self.loss, self.packing, self.unanswered == "leave-out")

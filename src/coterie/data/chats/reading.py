@@ -6,23 +6,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from coterie.core.errors import DataError
-from coterie.data.documents import SHOWN, Document
+from coterie.data.chats.messages import (
+    ROLES,
+    Message,
+    Mistake,
+    check_text,
+    is_trained,
+    normal_messages,
+    normal_tools,
+)
+from coterie.data.documents import SHOWN
+from coterie.data.splitting import Document, conversation_content
 
-Message = dict[str, Any]
-
-ASSISTANT = "assistant"
-_ROLES = ("system", "developer", "user", ASSISTANT, "tool", "function")
-# ShareGPT's names for them
-_SPEAKERS = {
-    "human": "user",
-    "gpt": ASSISTANT,
-    "chatgpt": ASSISTANT,
-    "bot": ASSISTANT,
-    "model": ASSISTANT,
-    "observation": "tool",
-    "function_call": ASSISTANT,
-}
-BESIDE = ("system", "tools")  # columns that belong to a conversation
+_TOOLS = ("tools", "functions")  # OpenAI's name for them until 2023
+BESIDE = ("system", *_TOOLS)  # columns that belong to a conversation
 COLUMNS = ("messages", "conversations", "prompt", "completion", *BESIDE)
 _FORMS = "messages, conversations (ShareGPT), or prompt and completion"
 
@@ -33,7 +30,7 @@ class Conversation:
 
     Args:
         where: File and row, for messages.
-        messages: Each with a `role` and its `content`, and what else the template knows.
+        messages: In normal form, see `coterie.data.chats.messages`.
         given: How many of the first messages are a prompt, of which no answer is trained.
         tools: Descriptions of tools for the template.
         text: Instead of messages, a prompt and its completion as plain text.
@@ -46,34 +43,28 @@ class Conversation:
     text: tuple[str, str] | None = None
 
     @property
+    def trained(self) -> list[int]:
+        """The numbers of the messages that are answers to train on."""
+        answers = enumerate(self.messages)
+        return [i for i, message in answers if i >= self.given and is_trained(message)]
+
+    @property
     def answered(self) -> bool:
         """Whether there is an answer to train on."""
-        if self.text is not None:
-            return bool(self.text[1].strip())
-        return any(map(is_answer, self.messages[self.given :]))
+        return bool(self.trained if self.text is None else self.text[1].strip())
 
     def document(self) -> Document:
         """Return it as JSON, keyed by what is said, so that equal ones are in one split."""
         said = [self.messages, self.given, self.tools, self.text]
         key = json.dumps(said, ensure_ascii=False, sort_keys=True)
-        return Document(json.dumps([self.where, *said], ensure_ascii=False), key)
+        text = json.dumps([self.where, *said], ensure_ascii=False)
+        return Document(text, key, conversation_content(self.messages, self.text))
 
     @classmethod
     def of_document(cls, text: str) -> "Conversation":
         """Return what `document` made JSON of."""
         where, messages, given, tools, pair = json.loads(text)
         return cls(where, messages, given, tools, None if pair is None else tuple(pair))
-
-
-def user(text: str) -> Message:
-    """Return a user's message."""
-    return {"role": "user", "content": text}
-
-
-def is_answer(message: Message) -> bool:
-    """Whether a message is an assistant's and not empty."""
-    said = str(message.get("content") or "").strip() or message.get("tool_calls")
-    return message["role"] == ASSISTANT and bool(said)
 
 
 def read_conversations(
@@ -88,101 +79,87 @@ def read_conversations(
     Raises:
         DataError: Rows that hold no conversation, by file and row.
     """
-    found, mistakes = list[Conversation](), list[str]()
+    conversations, mistakes = list[Conversation](), list[str]()
     for where, row in rows:
         try:
-            found.append(_conversation(where, row, column))
-        except _Mistake as mistake:
-            mistakes.append(f"{where}: {mistake}")
+            conversations.append(_conversation(where, row, column))
+        except Mistake as mistake:
+            mistakes.append(f"{where}: {mistake.problem}")
     if mistakes:
         rest = len(mistakes) - SHOWN
         more = [f"... and {rest:,} more rows"] if rest > 0 else []
         raise DataError(
             "\n".join(mistakes[:SHOWN] + more),
             f"Every row must have {column or _FORMS}; a message has a role "
-            f"({', '.join(_ROLES)}) and its content.",
+            f"({', '.join(ROLES)}) and its content.",
         )
-    return found
-
-
-class _Mistake(Exception):
-    """The reason why a row holds no conversation."""
+    return conversations
 
 
 def _conversation(where: str, row: Mapping[str, Any], column: str | None) -> Conversation:
-    own = {key: value for key, value in row.items() if value is not None}
-    tools = _json(own["tools"], "tools") if own.get("tools") else None
+    fields = {key: value for key, value in row.items() if value is not None}
     names = [column] if column else ["messages", "conversations"]
-    if name := next((name for name in names if name in own), None):
-        messages = _messages(own[name], name)
-        system = own.get("system")
-        if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": system}, *messages]
-        return Conversation(where, messages, tools=tools)
-    if column is None and "prompt" in own and "completion" in own:
-        return _pair(where, own["prompt"], own["completion"], tools)
-    raise _Mistake(f"no {column or _FORMS} (found: {', '.join(own) or 'none'})")
+    if name := next((name for name in names if name in fields), None):
+        messages, given = normal_messages(fields[name], name), 0
+    elif column is None and "prompt" in fields and "completion" in fields:
+        prompt, completion = fields["prompt"], fields["completion"]
+        if _is_plain(prompt) and _is_plain(completion):
+            return _pair(where, prompt, completion, fields)
+        messages = normal_messages(prompt, "prompt")
+        given = len(messages)
+        messages += normal_messages(completion, "completion")
+    else:
+        raise Mistake(f"no {column or _FORMS} (found: {', '.join(fields) or 'none'})")
+    messages, added = _with_system(messages, fields.get("system"))
+    messages, tools = _with_tools(messages, fields)
+    return Conversation(where, messages, given + added if given else 0, tools)
 
 
-def _pair(where: str, prompt: Any, completion: Any, tools: Any) -> Conversation:
-    if isinstance(prompt, str) and isinstance(completion, str):
-        for name, text in (("prompt", prompt), ("completion", completion)):
-            _check_text(text, name)
-        return Conversation(where, text=(prompt, completion))
-    before = _messages(prompt, "prompt")
-    return Conversation(
-        where, [*before, *_messages(completion, "completion")], len(before), tools=tools
-    )
-
-
-def _messages(value: Any, name: str) -> list[Message]:
-    """Return the messages of a column."""
-    value = _json(value, name)
-    if not isinstance(value, Sequence) or not value:
-        kind = "empty" if value in ([], ()) else f"{type(value).__name__}, not a list of messages"
-        raise _Mistake(f"{name} is {kind}")
-    return [_message(own, f"{name}[{i}]") for i, own in enumerate(value)]
-
-
-def _message(value: Any, name: str) -> Message:
-    if not isinstance(value, Mapping):
-        raise _Mistake(f"{name} is {type(value).__name__}, not a message")
-    own = {key: part for key, part in value.items() if part is not None}
-    if "from" in own and "role" not in own:  # ShareGPT
-        own = {"role": own.pop("from"), "content": own.pop("value", "")} | own
-    role = own.get("role")
-    role = _SPEAKERS.get(str(role).lower(), role)
-    if role not in _ROLES:
-        raise _Mistake(f"{name} has role {role!r}")
-    content = own.get("content", "")
-    if isinstance(content, list):
-        content = "".join(_part(part, name) for part in content)
-    if not isinstance(content, str):
-        raise _Mistake(f"{name} has content of type {type(content).__name__}, not text")
-    _check_text(content, name)
-    return own | {"role": role, "content": content}
-
-
-def _part(part: Any, name: str) -> str:
-    """Return the text of one of several parts of a message."""
-    if isinstance(part, Mapping) and isinstance(text := part.get("text"), str):
-        return text
-    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    raise _Mistake(f"{name} has a part that is not text ({kind})")
-
-
-def _check_text(text: str, name: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise _Mistake(f"{name} is not valid text (half of a surrogate pair)") from None
-
-
-def _json(value: Any, name: str) -> Any:
-    """Return a value that may be written as JSON, as tables have it."""
+def _is_plain(value: Any) -> bool:
+    """Whether the value of a prompt or completion is plain text, not messages as JSON text."""
     if not isinstance(value, str):
-        return value
+        return False
     try:
-        return json.loads(value)
+        messages = json.loads(value)
     except (ValueError, RecursionError):
-        raise _Mistake(f"{name} is text, not a list") from None
+        return True
+    return not (isinstance(messages, list) and messages and all(map(_is_message, messages)))
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and bool({"role", "from"} & value.keys())
+
+
+def _pair(where: str, prompt: str, completion: str, fields: Mapping[str, Any]) -> Conversation:
+    for name, text in (("prompt", prompt), ("completion", completion)):
+        check_text(text, name)
+    if beside := [name for name in BESIDE if fields.get(name) not in (None, "", [], "[]")]:
+        raise Mistake(f"{beside[0]} beside a prompt and a completion of plain text")
+    return Conversation(where, text=(prompt, completion))
+
+
+def _with_system(messages: list[Message], system: Any) -> tuple[list[Message], int]:
+    """Return messages with that of a column in front, and how many that added."""
+    if system is None or (isinstance(system, str) and not system.strip()):
+        return messages, 0
+    (message,) = normal_messages([{"role": "system", "content": system}], "system")
+    if messages[0]["role"] not in ("system", "developer"):
+        return [message, *messages], 1
+    if messages[0]["content"].strip() != message["content"].strip():
+        raise Mistake("a column system and another system message; which one is meant?")
+    return messages, 0
+
+
+def _with_tools(
+    messages: list[Message], fields: Mapping[str, Any]
+) -> tuple[list[Message], list[Any] | None]:
+    """Return messages, and the tools of a column or of the first message."""
+    sources = [fields.get(name) for name in _TOOLS]
+    if "tools" in messages[0]:
+        first = dict(messages[0])
+        sources.append(first.pop("tools"))
+        messages = [first, *messages[1:]]
+    tools = [normal for source in sources if (normal := normal_tools(source))]
+    if any(other != tools[0] for other in tools[1:]):
+        raise Mistake("several unlike lists of tools")
+    return messages, tools[0] if tools else None

@@ -3,15 +3,15 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from coterie.data.chats.reading import Conversation, is_answer
+from coterie.data.chats.messages import is_answer
+from coterie.data.chats.reading import Conversation
 
 
 def answers_apart(conversation: Conversation) -> list[Conversation]:
     """Return a conversation for each trained answer, the last message of it."""
     return [
-        replace(conversation, messages=conversation.messages[:end], given=end - 1)
-        for end, message in enumerate(conversation.messages, start=1)
-        if end > conversation.given and is_answer(message)
+        replace(conversation, messages=conversation.messages[: number + 1], given=number)
+        for number in conversation.trained
     ]
 
 
@@ -21,7 +21,8 @@ def without_oldest(conversation: Conversation) -> Iterator[Conversation]:
     """
     messages = conversation.messages
     first = 1 if messages and messages[0]["role"] in ("system", "developer") else 0
-    last = max((i for i, own in enumerate(messages) if is_answer(own)), default=0)
+    answers = [i for i, message in enumerate(messages) if is_answer(message)]
+    last = max(conversation.trained or answers, default=0)
     for start in range(first + 1, last):
         if messages[start]["role"] == "user":
             kept = [*messages[:first], *messages[start:]]

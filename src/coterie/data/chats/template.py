@@ -5,10 +5,9 @@ answer is the text by which the conversation up to it is longer than the prompt 
 begins with the other and the whole conversation with both: then these are the very characters that
 the model is to write. Where a template rewrites what came before (Qwen3 leaves out earlier
 thoughts), each answer becomes a conversation of its own, as the model would see it. A template for
-which none of this holds is refused.
+which none of this holds is refused, as is a conversation of which it leaves out a part.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,29 +18,49 @@ import numpy as np
 import numpy.typing as npt
 
 from coterie.core.errors import DataError
-from coterie.data.chats.reading import Conversation, Message, is_answer
+from coterie.data.chats.messages import (
+    ASSISTANT,
+    WEIGHT,
+    Message,
+    normal_messages,
+    normal_tools,
+)
+from coterie.data.chats.reading import Conversation
+from coterie.data.chats.rendering import (
+    TOOLS,
+    Renders,
+    Span,
+    as_template,
+    left_out,
+    spans_of,
+    with_marks,
+    without_greeting,
+)
 from coterie.data.chats.shortening import answers_apart, without_oldest
+from coterie.data.text_encoding import ControlTokens, Ids, TextEncoder
 
 Loss = Literal["answers", "all"]
-Ids = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
-Span = tuple[int, int]  # characters
 
 GENERATION = "its {% generation %} marks"
 DIFFERENCE = "what each answer adds to its prompt"
 APART = "what each answer adds to its prompt, each in a conversation of its own"
 
-_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _EXAMPLE: list[Message] = [
     {"role": "user", "content": "What is two and two?"},
     {"role": "assistant", "content": "It is four."},
     {"role": "user", "content": "And three and three?"},
     {"role": "assistant", "content": "That is six."},
 ]
+_CALL: Message = {"function": {"name": "add", "arguments": {"summand": "two"}}}
 _REMEDY = (
     "Name a file with another template: --set data.chat_template=FILE. It must write a special "
     "token behind every answer, and either mark answers by {% generation %} or add each message to "
     "what it wrote before."
+)
+_LEFT_OUT = (
+    "Change the rows (another role, or the text in the content), or use another base or "
+    "data.chat_template, whose template writes it."
 )
 NO_TEMPLATE = (
     "Use a base that has one (their names often end in -Instruct or -chat), or name a file: "
@@ -57,11 +76,13 @@ class Rendered:
         ids: (T,).
         counted: (T,) which of them the loss counts; never the first.
         cut: Whether something of the conversation was left out.
+        without_tools: Whether the template does not write the descriptions of its tools.
     """
 
     ids: Ids
     counted: Flags
     cut: bool = False
+    without_tools: bool = False
 
 
 class _Rewritten(Exception):
@@ -75,15 +96,24 @@ class ChatTemplate:
         tokenizer: A fast tokenizer of transformers.
         template: Jinja; None: the tokenizer's own, which it may lack: then only prompts and
             completions of plain text can be encoded.
+        control_tokens: What is done with control tokens in messages.
     """
 
-    def __init__(self, tokenizer: Any, template: str | None = None) -> None:
+    def __init__(
+        self, tokenizer: Any, template: str | None = None, control_tokens: ControlTokens = "text"
+    ) -> None:
         self.tokenizer = tokenizer
         own = getattr(tokenizer, "chat_template", None)
-        if isinstance(own, Mapping):  # several, by their names
-            own = own.get("default")
+        several = own if isinstance(own, Mapping) else {}  # by their names
+        own = several.get("default") if several else own
         self.template: str | None = own if template is None else template
-        self.marked = self.template is not None and _MARKED.search(self.template) is not None
+        self.with_tools = several.get("tool_use", own) if template is None else template
+        self.texts = TextEncoder(tokenizer, control_tokens, self.template)
+
+    @property
+    def has_marks(self) -> bool:
+        """Whether the template says by `{% generation %}` what the assistant writes."""
+        return self.template is not None and with_marks(self.template) != self.template
 
     @cached_property
     def way(self) -> str:
@@ -98,23 +128,15 @@ class ChatTemplate:
     @cached_property
     def stops(self) -> tuple[int, ...]:
         """The ids that end an answer: the template's, and the tokenizer's end token."""
-        end = self.tokenizer.eos_token_id
-        ends = [] if end is None else [int(end)]
+        ends = list(self.texts.end)
         try:
-            found = [] if self.template is None else self.encode(Conversation("example", _EXAMPLE))
+            example = Conversation("example", _EXAMPLE)
+            rendered = [] if self.template is None else self.encode(example)
         except DataError:  # nothing else does
-            found = []
-        for rendered in found:
-            behind = rendered.counted & ~np.append(rendered.counted[1:], False)
-            ends += rendered.ids[behind].tolist()
+            rendered = []
+        for part in rendered:
+            ends += part.ids[_last_of_runs(part.counted)].tolist()
         return tuple(dict.fromkeys(ends))
-
-    @cached_property
-    def _special(self) -> frozenset[int]:
-        added = getattr(self.tokenizer, "added_tokens_decoder", {})
-        return frozenset(self.tokenizer.all_special_ids) | {
-            id for id, token in added.items() if token.special
-        }
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, prompt: bool = False
@@ -124,44 +146,49 @@ class ChatTemplate:
         Raises:
             DataError: The base has no template, or it refuses these messages.
         """
-        if self.template is None:
-            raise DataError("the base has no chat template", NO_TEMPLATE)
-        try:
-            text = self.tokenizer.apply_chat_template(
-                list(messages),
-                tools=tools,
-                chat_template=self.template,
-                add_generation_prompt=prompt,
-                tokenize=False,
-            )
-        except Exception as error:  # templates raise whatever they like
-            reason = str(error).strip().split("\n")[0] or type(error).__name__
-            raise DataError(
-                f"the chat template refuses the messages: {reason}",
-                "Change the roles or their order, or use another base or data.chat_template.",
-            ) from None
-        return str(text)
+        return self.texts.unmarked(self._write(messages, tools, prompt))
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
-        """Return the token ids that a model continues with its answer. Raises DataError."""
-        text = self.render(messages, tools, prompt=True)
-        found: list[int] = self._tokens(text, self._starts(messages, tools, text))[0].tolist()
-        return found
+    def prompt(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
+    ) -> list[int]:
+        """Return the token ids that a model continues with its answer.
+
+        Args:
+            messages: In any form that `normal_messages` takes.
+            tools: Descriptions of tools.
+
+        Raises:
+            DataError: They are no messages, or the template refuses them or leaves out a part.
+        """
+        renders, text = self._asked(messages, tools)
+        ids: list[int] = self._tokens(text, renders.starts(text))[0].tolist()
+        return ids
 
     def opening(self, messages: Sequence[Message], answer: str = "") -> str:
         """Return the text of `prompt` and of an answer so far, for who encodes it as text: without
         the first token that the tokenizer itself puts before texts. Raises DataError.
         """
-        text, first = self.render(messages, prompt=True), self.tokenizer.bos_token
-        adds = bool(first) and self.tokenizer("a")["input_ids"][:1] == [self.tokenizer.bos_token_id]
-        return (text.removeprefix(first) if adds else text) + answer
+        text, first = self._asked(messages)[1], self.tokenizer.bos_token
+        text = self.texts.unmarked(text)
+        return (text.removeprefix(first) if first and self.texts.begin else text) + answer
+
+    def opened(self, messages: Sequence[Message], answer: str = "") -> str:
+        """Return the text of `prompt` and of an answer so far, marked, which `TextEncoder.prompt`
+        encodes as they are. Raises DataError.
+        """
+        return self.texts.begun(self._asked(messages)[1] + answer)
+
+    def controls(self, conversation: Conversation) -> int:
+        """Return how many control tokens stand in what was said."""
+        said = [conversation.text, conversation.messages, conversation.tools]
+        return self.texts.count(said)
 
     def encode(self, conversation: Conversation, loss: Loss = "answers") -> list[Rendered]:
         """Return a conversation as token ids, or as several, where the template rewrites what came
         before an answer.
 
         Raises:
-            DataError: It cannot be rendered, or nothing ends an answer.
+            DataError: It cannot be rendered, a part of it is left out, or nothing ends an answer.
         """
         try:
             return [self._whole(conversation, loss)]
@@ -182,10 +209,10 @@ class ChatTemplate:
         """As `encode`, each of at most `room` tokens: the oldest messages are left out, but for a
         system's; if the last exchange alone is too long, its beginning is cut.
         """
-        found = self.encode(conversation, loss)
-        if all(len(own.ids) <= room for own in found):
-            return found
-        parts = answers_apart(conversation) if len(found) > 1 else [conversation]
+        whole = self.encode(conversation, loss)
+        if all(len(part.ids) <= room for part in whole):
+            return whole
+        parts = answers_apart(conversation) if len(whole) > 1 else [conversation]
         return [self._shortened(part, room, loss) for part in parts]
 
     def _shortened(self, conversation: Conversation, room: int, loss: Loss) -> Rendered:
@@ -198,171 +225,311 @@ class ChatTemplate:
                 return replace(whole, cut=True)
         counted = whole.counted[-room:].copy()
         counted[0] = False
-        return Rendered(whole.ids[-room:], counted, cut=True)
+        return replace(whole, ids=whole.ids[-room:], counted=counted, cut=True)
 
     def _whole(self, conversation: Conversation, loss: Loss) -> Rendered:
         """Return a conversation in one piece. Raises _Rewritten or DataError."""
         try:
             if conversation.text is not None:
                 return self._plain(*conversation.text, loss)
-            if loss == "all":
-                said, tools = conversation.messages, conversation.tools
-                text = self.render(said, tools)
-                ids, _ = self._tokens(text, self._starts(said, tools, text))
-                return _ending(ids, np.ones(len(ids), dtype=bool))
-            said, tools = conversation.messages, conversation.tools
-            whole = self.render(said, tools)
-            starts = self._starts(said, tools, whole)
-            if self.marked and not _within(self._encoded(whole)[1], starts):
-                return _ending(*self._by_marks(conversation))
-            text, spans = self._spans(conversation)
-            ids, offsets = self._tokens(text, starts)
-            return _ending(ids, self._counted(ids, offsets, spans))
+            try:
+                return self._messages(conversation, loss)
+            except DataError:
+                for rest in without_greeting(conversation.messages):
+                    left = len(conversation.messages) - len(rest)
+                    given = max(conversation.given - left, 0)
+                    part = replace(conversation, messages=rest, given=given)
+                    return replace(self._messages(part, loss), cut=True)
+                raise
         except DataError as error:
             if error.problem.startswith(conversation.where):
                 raise
             raise DataError(f"{conversation.where}: {error.problem}", error.remedy) from None
 
+    def _messages(self, conversation: Conversation, loss: Loss) -> Rendered:
+        messages, tools, trained = conversation.messages, conversation.tools, conversation.trained
+        self.texts.check([messages, tools])
+        renders = Renders(self._write, messages, tools)
+        text = renders.whole
+        if loss == "all":
+            silent = [i for i, message in enumerate(messages) if message.get(WEIGHT) == 0]
+            spans = _added(renders, silent)
+        else:
+            spans = self._answers(renders, conversation)
+        without_tools = self._refuse_left_out(messages, tools, trained)
+        ids, offsets = self._tokens(text, renders.starts(text))
+        if loss == "answers":
+            counted = self._counted(text, ids, offsets, spans)
+        else:
+            counted = ~_within(offsets, spans)
+        return replace(_ending(ids, counted), without_tools=without_tools)
+
+    def _answers(self, renders: Renders, conversation: Conversation) -> list[Span]:
+        """Return the characters of the trained answers. Raises _Rewritten where they cannot be
+        told.
+        """
+        if self.has_marks:
+            return self._marked(renders, conversation)
+        numbers = [i for i in conversation.trained if renders.before(i) is not None]
+        return _added(renders, numbers)
+
+    def _marked(self, renders: Renders, conversation: Conversation) -> list[Span]:
+        """Return the characters that the template marks of the trained answers, without what their
+        prompts end with.
+        """
+        marked = with_marks(self._template_for(conversation.tools))
+        text, spans = spans_of(
+            self._write(conversation.messages, conversation.tools, template=marked)
+        )
+        if text != renders.whole:  # which the marks would have to leave alone
+            raise _Rewritten
+        answers = [i for i, own in enumerate(conversation.messages) if own["role"] == ASSISTANT]
+        trained = set(conversation.trained)
+        if len(spans) == len(answers):
+            spans = [span for i, span in zip(answers, spans, strict=True) if i in trained]
+        elif trained != {i for i in answers if conversation.messages[i]["content"].strip()}:
+            raise DataError(
+                f"the chat template marks {len(spans)} of {len(answers)} answers by "
+                f"{{% generation %}}, so that those of the prompt cannot be told",
+                _REMEDY,
+            )
+        starts = renders.starts(text)
+        return [self._behind_prompt(text, span, starts) for span in spans]
+
+    def _behind_prompt(self, text: str, span: Span, starts: Sequence[int]) -> Span:
+        """Return a marked span without the end of the answer's prompt, if that is marked, too."""
+        start, end = span
+        within = [own for own in starts if start <= own < end]
+        if within:
+            return within[0], end
+        header = self._header
+        return (start + len(header), end) if text.startswith(header, start, end) else span
+
+    @cached_property
+    def _header(self) -> str:
+        """What a prompt adds to the messages before it."""
+        messages = _EXAMPLE[:1]
+        prompt = self._write(messages, prompt=True)
+        return prompt.removeprefix(self._write(messages))
+
     def _plain(self, prompt: str, completion: str, loss: Loss) -> Rendered:
-        """Return a prompt, its completion and the tokenizer's end token."""
-        end = self.tokenizer.eos_token_id
-        if end is None:
+        """Return a prompt and its completion as a document, with its beginning and end."""
+        if not self.texts.end:
             raise DataError(
                 "the tokenizer has no end token, so that completions would not end",
                 "Set eos_token in the base's tokenizer_config.json.",
             )
-        ids, offsets = self._tokens(prompt + completion, [len(prompt)])
-        counted = offsets[:, 1] > len(prompt) if loss == "answers" else np.ones(len(ids), bool)
-        return _ending(np.append(ids, end), np.append(counted, True))
+        self.texts.check([prompt, completion])
+        begin, end = self.texts.begin, self.texts.end
+        text = prompt + completion
+        if self.texts.control_tokens == "tokens":
+            text, prompt = self.texts.marked(text), self.texts.marked(prompt)
+        ids, _ = self._tokens(text, [len(prompt)])
+        before = len(begin) + len(self.texts.encode_marked(prompt)[0])
+        ids = np.concatenate([begin, ids, end]).astype(np.int64)
+        counted = np.arange(len(ids)) >= (before if loss == "answers" else 0)
+        return _ending(ids, counted)
 
-    def _tokens(self, text: str, starts: Sequence[int] = ()) -> tuple[Ids, npt.NDArray[np.int64]]:
-        """Return the ids of a text, (T,), and the first character and the end of each, (T, 2).
+    def _tokens(self, text: str, starts: Sequence[int] = ()) -> tuple[Ids, Ids]:
+        """Return the ids of marked text, (T,), and the first character and the end of each, (T, 2).
 
-        Where a token would begin before an answer and end in it, as " I" behind a prompt that ends
-        in a space, prompt and answer are encoded apart: so does whoever answers that prompt.
+        Where the ids of an answer's prompt are others than those of the text up to the answer, as
+        where a token would begin before the answer and end in it, prompt and answer are encoded
+        apart: so does whoever answers that prompt.
 
         Args:
             text: All of it.
             starts: The first characters of answers.
         """
-        ids, offsets = self._encoded(text)
-        if not (within := _within(offsets, starts)):
+        ids, offsets = self.texts.encode_marked(text)
+        apart = [start for start in starts if not self._begins_alike(text, ids, offsets, start)]
+        if not apart:
             return ids, offsets
-        edges = [0, *within, len(text)]
-        pieces = [(first, *self._encoded(text[first:end])) for first, end in pairwise(edges)]
-        apart = np.concatenate([own for _, own, _ in pieces])
-        if self.tokenizer.decode(apart) != self.tokenizer.decode(ids):
-            return ids, offsets  # its tokens depend on what is before them
-        return apart, np.concatenate([first + own for first, _, own in pieces])
-
-    def _encoded(self, text: str) -> tuple[Ids, npt.NDArray[np.int64]]:
-        found = self.tokenizer(
-            [text], add_special_tokens=False, return_offsets_mapping=True, verbose=False
-        )
-        ids = np.array(found["input_ids"][0], dtype=np.int64)
-        return ids, np.array(found["offset_mapping"][0], dtype=np.int64).reshape(-1, 2)
-
-    def _starts(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, text: str
-    ) -> list[int]:
-        """Return the first characters of the answers in a text, as far as they can be told."""
-        prompts = [
-            self.render(messages[:i], tools, prompt=True)
-            for i, message in enumerate(messages)
-            if i and is_answer(message)
+        pieces = [
+            (first, *self._piece(text[first:end], bool(first)))
+            for first, end in pairwise([0, *apart, len(text)])
         ]
-        return [len(prompt) for prompt in prompts if text.startswith(prompt)]
+        return (
+            np.concatenate([ids for _, ids, _ in pieces]),
+            np.concatenate([first + offsets for first, _, offsets in pieces]),
+        )
 
-    def _spans(self, conversation: Conversation) -> tuple[str, list[Span]]:
-        """Return the text and the characters that each trained answer adds to its prompt. Raises
-        _Rewritten where they cannot be told.
+    def _begins_alike(self, text: str, ids: Ids, offsets: Ids, start: int) -> bool:
+        """Whether the ids up to a place are those of the text that ends there. It is enough to look
+        from the last control token on, since tokens do not cross it.
         """
-        messages, tools = conversation.messages, conversation.tools
-        text, spans = self.render(messages, tools), list[Span]()
-        for i, message in enumerate(messages):
-            if i < conversation.given or not is_answer(message):
-                continue
-            before = self.render(messages[:i], tools, prompt=True)
-            behind = self.render(messages[: i + 1], tools)
-            if not (behind.startswith(before) and text.startswith(behind)):
-                raise _Rewritten
-            spans.append((len(before), len(behind)))
-        return text, spans
+        first = self.texts.last_control(text, start)
+        alone, _ = self.texts.encode_marked(text[first:start])
+        place = int(np.searchsorted(offsets[:, 0], first))
+        end = place + len(alone)
+        if end < len(ids) and offsets[end, 0] < start:
+            return False
+        return ids[place:end].tolist() == alone.tolist()
 
-    def _counted(self, ids: Ids, offsets: npt.NDArray[np.int64], spans: Sequence[Span]) -> Flags:
-        """Return which tokens are of answers, each up to the special token that ends it."""
+    def _piece(self, text: str, follows: bool) -> tuple[Ids, Ids]:
+        """Return the ids and offsets of a piece of text; of one that follows others, without what
+        the tokenizer would put before a text that begins.
+        """
+        ids, offsets = self.texts.encode_marked(text)
+        if not follows or self.tokenizer.decode(ids) == self.texts.unmarked(text):
+            return ids, offsets
+        before = len(self.texts.encode_marked("\n")[0])
+        ids, offsets = self.texts.encode_marked("\n" + text)
+        return ids[before:], np.maximum(offsets[before:] - 1, 0)
+
+    def _asked(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
+    ) -> tuple[Renders, str]:
+        """Return the texts of messages that are asked, and that of the prompt. Raises DataError."""
+        normal, described = normal_messages(messages), normal_tools(tools)
+        self.texts.check([normal, described])
+        renders = Renders(self._write, normal, described)
+        try:
+            text = renders.upto(len(normal), prompt=True)
+        except DataError:
+            rests = [Renders(self._write, rest, described) for rest in without_greeting(normal)]
+            if not rests:
+                raise
+            (renders,) = rests
+            text = renders.upto(len(renders.messages), prompt=True)
+        self._refuse_left_out(renders.messages, described, ())
+        return renders, text
+
+    def _refuse_left_out(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, trained: Sequence[int]
+    ) -> bool:
+        """Refuse messages of which the template leaves out a part; return whether it leaves out
+        the tools, which some that write calls do not describe.
+        """
+        missing = left_out(self._write, messages, tools, trained)
+        if parts := [name for name in missing if not name.startswith(TOOLS)]:
+            raise DataError(f"the chat template leaves out {', '.join(parts)}", _LEFT_OUT)
+        return bool(missing)
+
+    def _write(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        prompt: bool = False,
+        template: str | None = None,
+    ) -> str:
+        """Return the text of messages, marked. Raises DataError."""
+        if self.template is None:
+            raise DataError("the base has no chat template", NO_TEMPLATE)
+        try:
+            return self._apply(messages, tools, prompt, template, self._arguments_as_text)
+        except Exception as error:  # templates raise whatever they like
+            reason = str(error).strip().split("\n")[0] or type(error).__name__
+            raise DataError(
+                f"the chat template refuses the messages: {reason}",
+                "Change the roles or their order, or use another base or data.chat_template.",
+            ) from None
+
+    def _apply(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        prompt: bool,
+        template: str | None,
+        arguments_as_text: bool,
+    ) -> str:
+        shown = [as_template(message, arguments_as_text) for message in messages]
+        if self.texts.control_tokens != "tokens":
+            shown = [self.texts.shield(own, own["role"] == ASSISTANT) for own in shown]
+            tools = self.texts.shield(tools)
+        (text,) = self.tokenizer.apply_chat_template(
+            [shown],  # a batch, since a list of no messages is refused
+            tools=tools,
+            chat_template=template or self._template_for(tools),
+            add_generation_prompt=prompt,
+            tokenize=False,
+        )
+        return self.texts.marked(text)
+
+    def _template_for(self, tools: Sequence[Any] | None) -> str:
+        return str(self.with_tools if tools else self.template)
+
+    @cached_property
+    def _arguments_as_text(self) -> bool:
+        """Whether the template takes a call's arguments as JSON text alone."""
+        asked = [*_EXAMPLE[:1], {"role": ASSISTANT, "content": "", "tool_calls": [_CALL]}]
+
+        def written(as_text: bool) -> bool:
+            try:
+                return "two" in self._apply(asked, None, False, None, as_text).partition("?")[2]
+            except Exception:  # templates raise whatever they like
+                return False
+
+        return written(True) and not written(False)
+
+    def _counted(self, text: str, ids: Ids, offsets: Ids, spans: Sequence[Span]) -> Flags:
+        """Return which tokens are of answers, each up to the special token that ends it; none of an
+        answer that is nothing but special tokens.
+        """
         counted = np.zeros(len(ids), dtype=bool)
         special = np.isin(ids, list(self._special))
         for start, end in spans:
-            own = np.flatnonzero((offsets[:, 0] < end) & (offsets[:, 1] > start))
-            ends = own[special[own]]
-            if not len(ends):
-                raise DataError("no special token ends an answer of the chat template", _REMEDY)
-            counted[own[own <= ends[-1]]] = True
+            answer = np.flatnonzero(_within(offsets, [(start, end)]))
+            if not len(answer):
+                continue
+            ends = answer[special[answer]]
+            if not len(ends) or text[offsets[ends[-1], 1] : end].strip():
+                ends = answer[-1:] + 1  # right behind the mark
+                if ends[-1] == len(ids) or not special[ends[-1]]:
+                    raise DataError("no special token ends an answer of the chat template", _REMEDY)
+            counted[answer[0] : ends[-1] + 1] = not special[answer].all()
         return counted
 
-    def _by_marks(self, conversation: Conversation) -> tuple[Ids, Flags]:
-        """Return the ids and which of them the template marks, each answer with the special token
-        behind it.
-        """
-        found = self.tokenizer.apply_chat_template(
-            list(conversation.messages),
-            tools=conversation.tools,
-            chat_template=self.template,
-            tokenize=True,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-        )
-        ids = np.array(found["input_ids"], dtype=np.int64)
-        counted = np.array(found["assistant_masks"], dtype=bool)
-        special = np.isin(ids, list(self._special))
-        last = counted & ~np.append(counted[1:], False)
-        behind = np.flatnonzero(last & ~special) + 1
-        if len(behind) and (behind[-1] == len(ids) or not special[behind].all()):
-            raise DataError("no special token ends an answer of the chat template", _REMEDY)
-        counted[behind] = True
-        return ids, self._trained(counted, conversation)
-
-    def _trained(self, counted: Flags, conversation: Conversation) -> Flags:
-        """Return the marks of those answers that are trained: the last ones, of a prompt with
-        others.
-        """
-        answers = [i for i, own in enumerate(conversation.messages) if own["role"] == "assistant"]
-        trained = [i >= conversation.given for i in answers]
-        if all(trained):
-            return counted
-        runs = np.flatnonzero(counted & ~np.insert(counted[:-1], 0, False)).tolist()
-        if len(runs) != len(answers):
-            raise DataError(
-                f"the chat template marks {len(runs)} of {len(answers)} answers by "
-                f"{{% generation %}}, so that those of the prompt cannot be told",
-                _REMEDY,
-            )
-        kept = counted.copy()
-        kept[: runs[trained.index(True)] if any(trained) else len(kept)] = False
-        return kept
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        return frozenset(self.tokenizer.all_special_ids) | {
+            id for id, token in added.items() if token.special
+        }
 
     def _checked(self) -> str:
         """Return how answers are found, in words. Raises DataError for a template whose answers
         cannot be told, or do not end.
         """
-        found = self.encode(Conversation("chat template", _EXAMPLE))
-        for rendered in found:
-            ends = rendered.counted & ~np.append(rendered.counted[1:], False)
-            if not ends.any() or not np.isin(rendered.ids[ends], list(self._special)).all():
+        rendered = self.encode(Conversation("chat template", _EXAMPLE))
+        for part in rendered:
+            ends = part.ids[_last_of_runs(part.counted)]
+            if not len(ends) or not np.isin(ends, list(self._special)).all():
                 raise DataError("chat template: nothing of it is marked as an answer", _REMEDY)
         prompt = self.prompt(_EXAMPLE[:-1])
-        if found[-1].ids[: len(prompt)].tolist() != prompt:
+        if rendered[-1].ids[: len(prompt)].tolist() != prompt:
             raise DataError("chat template: its prompt ends within a token", _REMEDY)
-        if self.marked:
+        if self.has_marks:
             return GENERATION
-        return DIFFERENCE if len(found) == 1 else APART
+        return DIFFERENCE if len(rendered) == 1 else APART
 
 
-def _within(offsets: npt.NDArray[np.int64], starts: Sequence[int]) -> list[int]:
-    """Return those first characters of answers that are within a token."""
-    first, end = offsets.T
-    return [start for start in starts if ((first < start) & (end > start)).any()]
+def _added(renders: Renders, numbers: Sequence[int]) -> list[Span]:
+    """Return the characters that messages of these numbers add to their prompts. Raises _Rewritten
+    where they cannot be told.
+    """
+    spans = list[Span]()
+    for i in numbers:
+        answer = renders.messages[i]["role"] == ASSISTANT
+        before = renders.before(i) if answer else renders.upto(i) if i else ""
+        behind = renders.upto(i + 1)
+        if before is None or not (behind.startswith(before) and renders.whole.startswith(behind)):
+            raise _Rewritten
+        spans.append((len(before), len(behind)))
+    return spans
+
+
+def _within(offsets: Ids, spans: Sequence[Span]) -> Flags:
+    """Return which tokens lie in any of some spans."""
+    inside = np.zeros(len(offsets), dtype=bool)
+    for start, end in spans:
+        inside |= (offsets[:, 0] < end) & (offsets[:, 1] > start)
+    return inside
+
+
+def _last_of_runs(counted: Flags) -> Flags:
+    """Return the last token of each run of those that count."""
+    return counted & ~np.append(counted[1:], False)
 
 
 def _ending(ids: Ids, counted: Flags) -> Rendered:

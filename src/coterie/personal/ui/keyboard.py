@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from coterie.core.printing import printable
-from coterie.data.chats.reading import user
+from coterie.data.chats.messages import user
 from coterie.models.adapter import Layout
 from coterie.models.language import LanguageModel
 from coterie.personal.many import ManyModels
