@@ -1,4 +1,4 @@
-"""Reading, cutting and splitting documents."""
+"""Reading and cutting documents."""
 
 import gzip
 from pathlib import Path
@@ -8,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.core.errors import DataError
-from coterie.data.documents import Document, cut, keyed_by_text, read_rows, read_text, split
-
-FRACTIONS = (0.8, 0.1, 0.1)
+from coterie.data.documents import cut, read_rows, read_text
 
 
 @settings(max_examples=100, deadline=None)
@@ -26,44 +24,6 @@ def test_cuts_are_at_blank_lines() -> None:
     assert all(
         chunk.strip().startswith("x") and chunk.strip().endswith("y") for chunk in cut(text, 200)
     )
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.text("abc", min_size=1, max_size=6), max_size=60), st.integers(0, 5))
-def test_no_document_is_in_two_splits_and_none_is_lost(texts: list[str], seed: int) -> None:
-    parts = split(keyed_by_text(texts), FRACTIONS, seed)
-    assert sorted(text for part in parts for text in part) == sorted(texts)
-    assert not any(set(a) & set(b) for i, a in enumerate(parts) for b in parts[i + 1 :])
-
-
-def test_splits_are_fixed_by_the_seed() -> None:
-    documents = keyed_by_text(f"document {i}" for i in range(100))
-    assert split(documents, FRACTIONS, 1) == split(list(reversed(documents)), FRACTIONS, 1)
-    assert split(documents, FRACTIONS, 1) != split(documents, FRACTIONS, 2)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_works_stay_whole_and_sizes_come_near_the_fractions(seed: int) -> None:
-    works = {
-        f"work {i}": 100 * (1 + i % 7) for i in range(16)
-    }  # lengths in characters, as unlike as the topics' works
-    documents = [
-        Document(work[5:].ljust(length // 2, "."), work)
-        for work, length in works.items()
-        for _ in range(2)
-    ]
-    parts = split(documents, FRACTIONS, seed)
-    assert sum(map(len, parts)) == 32
-    assert all(part[i] == part[i + 1] for part in parts for i in range(0, len(part), 2))
-    total = sum(works.values())
-    for part, fraction in zip(parts, FRACTIONS, strict=True):
-        assert sum(map(len, part)) / total == pytest.approx(fraction, abs=0.04)
-
-
-def test_few_works_still_make_three_splits() -> None:
-    assert sorted(
-        map(len, split([Document("x" * 100, str(i)) for i in range(4)], FRACTIONS, 0))
-    ) == [1, 1, 2]
 
 
 def test_rows_of_plain_and_gzipped_files(tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ from coterie.core.protocol import ClientId
 from coterie.data.chats.encoding import merged_notes
 from coterie.data.chats.fields import ChatFields
 from coterie.data.chats.reading import BESIDE, COLUMNS
-from coterie.data.documents import SHOWN, Document, split
+from coterie.data.documents import SHOWN
 from coterie.data.section import Bound, Names, TextFractions, Texts, choose
 from coterie.data.splits import SPLITS, Tokens
+from coterie.data.splitting import Document, split_clients
 
 Arrays = Mapping[ClientId, Mapping[str, Tokens]]
 
@@ -73,7 +74,9 @@ class ByClient(ChatFields):
             if owner is not None and document.text:
                 found.setdefault(owner, []).append(document)
         chosen = self._choose(found, where)
-        return {client_id(i): split(found[i], self.fractions, self.seed) for i in chosen}
+        documents = {client_id(name): found[name] for name in chosen}
+        together = self.near_duplicates == "together"
+        return split_clients(documents, self.fractions, self.seed, together)
 
     def _choose(self, documents: Mapping[str, Sequence[Document]], where: str) -> list[str]:
         if self.clients is not None:
@@ -121,9 +124,10 @@ class ByClient(ChatFields):
         if self.least_tokens is not None and len(own["train"]) < self.least_tokens:
             return f"train has {len(own['train']):,} of {self.least_tokens:,} tokens"
         for name in SPLITS:
-            if self.content == "chats" and not len(own[f"{name}.lengths"]):
-                return f"{name} has no conversation"
-            if self.content == "text" and len(own[name]) <= context:
+            lengths = own.get(f"{name}.lengths")  # of what is read by itself, not running text
+            if lengths is not None and not len(lengths):
+                return f"{name} has no {'conversation' if self.content == 'chats' else 'text'}"
+            if lengths is None and len(own[name]) <= context:
                 return f"{name} has {len(own[name]):,} of {context + 1:,} tokens"
         return ""
 

@@ -1,16 +1,14 @@
-"""Documents: read from text files and JSON lines, cut into chunks, and split by seed."""
+"""Documents: read from text files and JSON lines, and cut into chunks."""
 
 import gzip
 import json
-import math
 import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from coterie.core.errors import DataError
-from coterie.core.protocol import derive_seed
 from coterie.data.refusals import Refusals
 
 CHUNK = 2000  # characters
@@ -27,20 +25,6 @@ SHOWN = 5  # mistakes of one file that a message lists
 
 # Where text may be cut, best first: before a blank line, behind a line, behind a space.
 _BOUNDARIES = tuple(map(re.compile, (r"(?<=\n)(?=[^\S\n]*\n)", r"(?<=\n)", r"(?<=\s)")))
-
-
-class Document(NamedTuple):
-    """A text, and the key of what it belongs to: documents of one key are never in two splits."""
-
-    text: str
-    key: str
-
-
-def keyed_by_text(texts: Iterable[str]) -> list[Document]:
-    """Documents that belong to nothing larger: of equal texts none is in another split. Blank
-    ones are left out.
-    """
-    return [Document(text, text) for text in texts if text.strip()]
 
 
 def read_text(path: Path) -> str:
@@ -217,54 +201,3 @@ def cut(
         else:
             current += piece
     return [*chunks, current] if current else chunks
-
-
-def split(documents: Iterable[Document], fractions: Sequence[float], seed: int) -> list[list[str]]:
-    """Texts shuffled and split by seed, a list for each fraction; documents of one key stay
-    together and in order.
-
-    Sizes (characters) come near the fractions: with few keys of unlike size, which many works of
-    literature are, the best of several seeded assignments is taken. The order comes from hashes, so
-    it is the same on every machine and with every version of NumPy.
-    """
-    works: dict[str, list[str]] = {}
-    for document in documents:
-        works.setdefault(document.key, []).append(document.text)
-    trials = max(1, 1000 // max(1, len(works)))
-    assignments = (
-        _assign(works, fractions, derive_seed(seed, "split", trial)) for trial in range(trials)
-    )
-    best = min(assignments, key=lambda assignment: _imbalance(assignment, fractions))
-    return [[text for work in part for text in work] for part in best]
-
-
-def _assign(
-    works: Mapping[str, list[str]], fractions: Sequence[float], seed: int
-) -> list[list[list[str]]]:
-    """Return the works in seeded order, each to the part that is filled least in relation to its
-    fraction.
-    """
-    parts: list[list[list[str]]] = [[] for _ in fractions]
-    filled = [0.0] * len(fractions)
-    for key in sorted(works, key=lambda key: derive_seed(seed, key)):
-        least = filled.index(min(filled))
-        parts[least].append(works[key])
-        filled[least] += _characters(works[key]) / fractions[least]
-    return parts
-
-
-def _imbalance(parts: Sequence[list[list[str]]], fractions: Sequence[float]) -> float:
-    """How far the worst part is from its fraction, as |log(found / wanted)|; infinite if a part
-    is empty.
-    """
-    sizes = [sum(map(_characters, part)) for part in parts]
-    if not all(sizes):
-        return math.inf
-    return max(
-        abs(math.log(size / sum(sizes) / fraction))
-        for size, fraction in zip(sizes, fractions, strict=True)
-    )
-
-
-def _characters(work: list[str]) -> int:
-    return sum(map(len, work))

@@ -1,6 +1,6 @@
 """Data in folders: one folder of text per client."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,11 +11,12 @@ from coterie.core import names
 from coterie.core.errors import DataError
 from coterie.data.chats import files
 from coterie.data.chats.fields import ChatFields
-from coterie.data.documents import Document, cut, keyed_by_text, read_many, split
+from coterie.data.documents import cut, read_many
 from coterie.data.federation import check_id
 from coterie.data.refusals import Refusals
 from coterie.data.section import Fractions, Source, Texts, stamps
 from coterie.data.splits import SPLITS
+from coterie.data.splitting import Document, keyed_by_text, split_clients
 
 ENDINGS = (".txt", ".md", ".jsonl", ".jsonl.gz")  # of text; of conversations see chats.files
 
@@ -110,22 +111,32 @@ class Folders(ChatFields):
         return folders
 
     def _read(self, found: dict[str, Files]) -> Texts:
-        texts: dict[str, Sequence[Sequence[str]]] = {}
+        parts: dict[str, list[list[Document]]] = {}
         with Refusals() as refusals:
             for id, own in found.items():
                 with refusals.gather(f"client {id!r}: "):
-                    texts[id] = self._read_client(own)
-        return texts
+                    parts[id] = self._parts(own)
+        return self._in_splits(parts)
 
     @property
     def endings(self) -> tuple[str, ...]:
         """How the names of files end that are read."""
         return ENDINGS if self.content == "text" else files.ENDINGS
 
-    def _read_client(self, found: Files) -> Sequence[Sequence[str]]:
-        if "" not in found:
-            return [[own.text for own in self.documents(found[name])] for name in SPLITS]
-        return split(self.documents(found[""], few=True), self.fractions, self.seed)
+    def _parts(self, paths: Files) -> list[list[Document]]:
+        """Return the documents of a client by split if its folder fixes them, else all in one."""
+        if "" in paths:
+            return [self.documents(paths[""], few=True)]
+        return [self.documents(paths[name]) for name in SPLITS]
+
+    def _in_splits(self, clients: Mapping[str, list[list[Document]]]) -> Texts:
+        free = {id: parts[0] for id, parts in clients.items() if len(parts) == 1}
+        together = self.near_duplicates == "together"
+        texts = split_clients(free, self.fractions, self.seed, together)
+        return {
+            id: texts.get(id) or [[document.text for document in part] for part in parts]
+            for id, parts in clients.items()
+        }
 
     def documents(self, paths: Sequence[Path], few: bool = False) -> list[Document]:
         """Return the documents of files: texts, or conversations as JSON.
@@ -151,9 +162,9 @@ class Folders(ChatFields):
         Raises:
             DataError: No text, splits that are incomplete, or files that cannot be read.
         """
-        if path.is_dir():
-            return self._read_client(_find(path, self.endings))
-        return self._read_client({"": text_files(path, self.endings)})
+        folder = path.is_dir()
+        paths = _find(path, self.endings) if folder else {"": text_files(path, self.endings)}
+        return self._in_splits({"": self._parts(paths)})[""]
 
 
 def _find(folder: Path, endings: tuple[str, ...]) -> Files:

@@ -9,10 +9,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from coterie.core import names
 from coterie.core.errors import DataError
 from coterie.data.by_client import ByClient
-from coterie.data.documents import Document, keyed_by_text, split
 from coterie.data.fetching import Format, fetch, files_of, local
 from coterie.data.refusals import Refusals
 from coterie.data.section import Section, Source, TextFractions, Texts, stamps
+from coterie.data.splitting import Document, keyed_by_text, split_clients
 
 _REMEDY = (
     "Check its dataset, subset, split and revision; without a network, name a local folder or "
@@ -179,14 +179,12 @@ class HubClients(Section):
         return Source(files, self._read)
 
     def _read(self) -> Texts:
-        texts = {}
+        documents = {}
         with Refusals() as refusals:
             for id, client in self.clients.items():
                 with refusals.gather(f"data.clients.{id}: "):
-                    texts[id] = split(
-                        keyed_by_text(self._documents(client)), self.fractions, self.seed
-                    )
-        return texts
+                    documents[id] = keyed_by_text(self._documents(client))
+        return split_clients(documents, self.fractions, self.seed)
 
     def _documents(self, client: HubClient) -> list[str]:
         """Return the first documents of a client that its bounds allow."""

@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Literal
 
 from coterie.core.protocol import ClientId
-from coterie.data.documents import cut, keyed_by_text, read_rows, split
+from coterie.data.documents import cut, read_rows
 from coterie.data.section import Section, Source, TextFractions, Texts, stamps
+from coterie.data.splitting import keyed_by_text, split
 
 MODULES = Path(__file__).parent / "python/modules.jsonl.gz"  # by scripts/stdlib_texts.py
 

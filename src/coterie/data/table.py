@@ -13,8 +13,8 @@ from pydantic import Field
 from coterie.core.errors import DataError, SaveError
 from coterie.data.by_client import ByClient
 from coterie.data.chats.files import ENDINGS, Row, rows_of
-from coterie.data.documents import Document
 from coterie.data.section import Source, Texts, stamps
+from coterie.data.splitting import Document
 from coterie.data.store import default_cache
 
 
