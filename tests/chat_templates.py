@@ -170,7 +170,7 @@ STYLES = {
     "gemma": Style(GEMMA, tools=False, greeting=False),
     "deepseek-v3": Style(DEEPSEEK3),
     "smollm3": Style(SMOLLM3),
-    "mistral": Style(MISTRAL, both=False, greeting=False),
+    "mistral": Style(MISTRAL, both=False),
 }
 
 SPECIAL = (

@@ -222,7 +222,7 @@ def predict(
                     "Give --text instead of --data.",
                 )
             together = ManyModels(models)
-            opened = together.chats.opening([user(text)]) if chat else text
+            opened = together.chats.opened([user(text)]) if chat else text
             terminal.show(Console(), models, together.next_words(opened, top), text)
             return
         if chat:

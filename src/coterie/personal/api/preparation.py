@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from coterie.core import names
 from coterie.core.errors import DataError
+from coterie.data.chats.messages import Mistake
 from coterie.personal.api.errors import ApiError, shown
 from coterie.personal.api.requests import ChatRequest, CompletionRequest
 from coterie.personal.many import ManyModels
@@ -132,12 +133,13 @@ class Preparation:
                 "no_chat_template",
             )
         try:
-            return self.chats.prompt([message.as_template() for message in request.messages])
+            return self.chats.prompt(request.messages, request.tools)
+        except Mistake as mistake:
+            problem = f"Invalid 'messages': {shown(mistake.problem)}"
+            raise ApiError(400, problem, "messages") from None
         except DataError as error:
-            reason = shown(error.problem.partition(": ")[2])
-            raise ApiError(
-                400, f"The base's chat template refuses these messages: {reason}", "messages"
-            ) from None
+            problem = shown(error.problem.removeprefix("the "))
+            raise ApiError(400, f"The base's {problem}", "messages") from None
 
     def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
         """Return a prompt as tokens; an empty one as the token that ends texts, as `generate`

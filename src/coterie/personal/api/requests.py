@@ -1,10 +1,11 @@
 """The requests of OpenAI's completions and chat completions: what is read, and what is refused."""
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import ErrorDetails, from_json
 
+from coterie.data.chats.messages import REASONING, ROLES
 from coterie.personal.api.errors import ApiError, shown
 from coterie.personal.sampling import Sampling
 
@@ -31,15 +32,19 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": (),
     "web_search_options": (),
 }
+_KEYS = {  # of a message
+    *("role", "content", "name", "refusal", "tool_calls", "tool_call_id", "function_call"),
+    *REASONING,
+}
+_EMPTY: tuple[Any, ...] = (None, [])  # a client may send an answer's message as it came
 _EXPECTED = {
     "prompt": "Expected a text, a list of texts, a list of token ids, or a list of such lists.",
     "stop": "Expected a text that is not empty, or up to 4 of them.",
-    "messages": "Expected a list of messages, each with a role (system, developer, user or "
-    "assistant) and a content (a text, or a list of parts of type text).",
+    "messages": f"Expected a list of messages, each with a role ({', '.join(ROLES)}) and a "
+    "content (a text, or a list of parts of type text).",
 }
 
 _Id = Annotated[int, Field(ge=0, lt=2**31)]
@@ -123,41 +128,24 @@ class CompletionRequest(_Request):
         return self.prompt  # type: ignore[return-value]  # one of the two that are left
 
 
-class _Part(_Fields):
-    type: Literal["text"]
-    text: str
-
-
-class Message(_Fields):
-    """A message of a chat."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[_Part], Field(min_length=1)]
-    name: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nothing(cls, given: Any) -> Any:
-        """Leave out what says nothing: a client may send an answer's message as it came."""
-        if not isinstance(given, dict):
-            return given
-        return {name: value for name, value in given.items() if value not in (None, [])}
-
-    def as_template(self) -> dict[str, str]:
-        """Return the message as chat templates know it."""
-        parts = [self.content] if isinstance(self.content, str) else [p.text for p in self.content]
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": "".join(parts)}
-
-
 class ChatRequest(_Request):
     """A request to /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[dict[str, Any]] = Field(min_length=1)  # see `data.chats.messages`
+    tools: list[dict[str, Any]] = Field(default_factory=list)
     max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     max_completion_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
+
+    @field_validator("messages")
+    @classmethod
+    def _known(cls, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Refuse what would change an answer and is not supported, such as sound."""
+        keys = {key for message in messages for key, part in message.items() if part not in _EMPTY}
+        if unknown := keys - _KEYS:
+            raise ValueError(f"unknown keys: {', '.join(sorted(unknown))}")
+        return messages
 
     @property
     def top_logprobs_wanted(self) -> int | None:

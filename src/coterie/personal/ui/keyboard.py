@@ -152,7 +152,7 @@ def keyboard(models: Mapping[str, PersonalModel], chat: bool = False) -> Any:
 
 def _opening(models: ManyModels, message: str, text: str) -> str:
     """Return a message, and what was answered so far, by the chat template."""
-    return models.chats.opening([user(message)], text)
+    return models.chats.opened([user(message)], text)
 
 
 def with_base(models: Mapping[str, PersonalModel]) -> dict[str, PersonalModel]:
