@@ -44,7 +44,7 @@ def windows_with(split: TokenSplit, canary: list[int]) -> list[int]:
 def test_planted_ones_are_whole_in_as_many_windows_as_asked_and_the_others_nowhere(
     federation: Federation,
 ) -> None:
-    planted, found, references = plant(federation, AUDIT, 7, range(LOW, 900), 0)
+    planted, found, references = plant(federation, AUDIT, 7, range(LOW, 900), [0], [0])
     assert references.shape == (20, 5)
     for id, own in found.items():
         data = planted.clients[id]
@@ -71,10 +71,12 @@ def test_planted_ones_are_whole_in_as_many_windows_as_asked_and_the_others_nowhe
 
 def test_a_flip_changes_its_own_windows_and_nothing_else(federation: Federation) -> None:
     train = {
-        seed: plant(federation, AUDIT.model_copy(update={"seed": seed}), 7, range(LOW, 900), 0)
+        seed: plant(
+            federation, AUDIT.model_copy(update={"seed": seed}), 7, range(LOW, 900), [0], [0]
+        )
         for seed in (0, 1)
     }
-    same = plant(federation, AUDIT, 7, range(LOW, 900), 0)
+    same = plant(federation, AUDIT, 7, range(LOW, 900), [0], [0])
     for id, data in federation.clients.items():
         assert isinstance(data.train, TokenSplit)
         for seed, (found, canaries, _) in train.items():
@@ -96,11 +98,11 @@ def test_clients_have_canaries_of_their_own_and_flips_are_fair(federation: Feder
         [
             own.planted
             for seed in range(60)
-            for own in plant(federation, many, seed, range(LOW, 900), 0)[1].values()
+            for own in plant(federation, many, seed, range(LOW, 900), [0], [0])[1].values()
         ]
     )
     assert abs(flips.mean() - 0.5) < 4 * 0.5 / math.sqrt(len(flips))
-    found = plant(federation, many, 7, range(LOW, 900), 0)[1]
+    found = plant(federation, many, 7, range(LOW, 900), [0], [0])[1]
     assert not np.array_equal(found["ann"].tokens, found["ben"].tokens)
     assert np.array_equal(found["ann"].prefix, found["ben"].prefix)
     again = Canaries.from_json(found["ann"].to_json())
@@ -113,7 +115,7 @@ def test_clients_have_canaries_of_their_own_and_flips_are_fair(federation: Feder
 def test_the_list_of_a_run_is_read_back_and_a_damaged_one_is_refused(
     federation: Federation,
 ) -> None:
-    written = PlantedCanaries(*plant(federation, AUDIT, 7, range(LOW, 900), 0)[1:]).to_json()
+    written = PlantedCanaries(*plant(federation, AUDIT, 7, range(LOW, 900), [0], [0])[1:]).to_json()
     assert PlantedCanaries.from_json(written).to_json() == written
     for damaged in ([], {"references": []}, written | {"clients": {"ann": {"prefix": []}}}):
         with pytest.raises(CheckpointError, match="canaries is damaged") as refused:
@@ -132,7 +134,7 @@ def test_what_does_not_fit_is_refused_by_client(
     federation: Federation, changes: dict[str, int], told: str
 ) -> None:
     with pytest.raises(DataError, match=told) as refused:
-        plant(federation, AUDIT.model_copy(update=changes), 7, range(LOW, 900), 0)
+        plant(federation, AUDIT.model_copy(update=changes), 7, range(LOW, 900), [0], [0])
     assert "client 'ann'" in str(refused.value)
     assert "client 'ben'" in str(refused.value)
     assert "Set " in refused.value.remedy + str(refused.value)

@@ -16,10 +16,11 @@ def _own_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Counting(PreTrainedTokenizerFast):
-    """Remembers the texts that it was asked to encode."""
+    """Remembers the lists of texts that it was asked to encode."""
 
     def __call__(self, text, **options):
-        self.__dict__.setdefault("texts", []).extend(text)
+        if isinstance(text, list):
+            self.__dict__.setdefault("texts", []).extend(text)
         return super().__call__(text, **options)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from coterie.core.errors import DataError, SaveError
 from coterie.data import Folders
-from coterie.data.store import default_cache, encode, key_of
+from coterie.data.store import default_cache, dtype_for, key_of
 
 WORDS = "the cat and the dog and the bird "
 
@@ -95,29 +95,12 @@ def test_a_cache_that_cannot_be_written(folders, tokenizer, tmp_path: Path) -> N
         folders.load(tokenizer, 8, cache=tmp_path / "file")
 
 
-def test_tokens_are_those_of_the_tokenizer_with_its_end_behind_each_document(tokenizer) -> None:
-    texts = ["the cat", "and the dog"]
-    ids = [
-        id
-        for text in texts
-        for id in (*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)
-    ]
-    assert np.concatenate(list(encode(tokenizer, texts, None))).tolist() == ids
-    tokenizer.eos_token = None
-    without = [id for id in ids if id != tokenizer.convert_tokens_to_ids("<end>")]
-    assert np.concatenate(list(encode(tokenizer, texts, None))).tolist() == without
-
-
-def test_what_is_behind_a_bound_is_not_encoded(tokenizer) -> None:
-    pieces = list(encode(tokenizer, (WORDS for _ in range(1000)), 100))
-    assert sum(map(len, pieces)) == 100
-    assert len(tokenizer.texts) < 100
-
-
-def test_large_vocabularies_take_four_bytes(make_tokenizer: Callable, monkeypatch) -> None:
+def test_vocabularies_with_large_ids_take_four_bytes(make_tokenizer: Callable, monkeypatch) -> None:
     tokenizer = make_tokenizer()
-    monkeypatch.setattr(type(tokenizer), "__len__", lambda _: 2**16 + 1)
-    assert next(encode(tokenizer, [WORDS], None)).dtype == np.uint32
+    assert dtype_for(tokenizer) is np.uint16
+    ids = tokenizer.get_vocab() | {"far": 2**16}  # no more than 300 tokens: the ids have a hole
+    monkeypatch.setattr(type(tokenizer), "get_vocab", lambda _: ids)
+    assert dtype_for(tokenizer) is np.uint32
 
 
 def test_slow_tokenizers_are_refused() -> None:

@@ -179,7 +179,7 @@ def test_a_page_answers_messages(learned: coterie.Run) -> None:
 
 
 def test_canaries_are_for_text_alone(base: Path, texts: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="running text only, not in conversations") as told:
+    with pytest.raises(DataError, match="texts only, not in conversations") as told:
         coterie.run(
             "folders",
             out=tmp_path / "run",

@@ -32,6 +32,7 @@ from coterie.core.tensors import Tensors, weighted_sum
 from coterie.data.canaries import PlantedCanaries
 from coterie.data.chats.splits import ChatSplit
 from coterie.data.splits import SplitBase, TokenSplit
+from coterie.data.text_encoding import TextEncoder
 from coterie.personal import PersonalModel
 from coterie.personal.words import Words
 from coterie.reports import Callback
@@ -295,14 +296,16 @@ class _Auditor:
         """Return how well an observer finds the canaries; None without any."""
         if self.planted is None:
             return None
-        end = (
-            self.prepared.problem.backbone.tokenizer.eos_token_id
-            if isinstance(self.prepared.problem, Language)
-            else None
-        )
+        problem = self.prepared.problem
+        assert isinstance(problem, Language)
+        encoder = TextEncoder(problem.backbone.tokenizer)
         scored = {
             i: of_canaries.scored(
-                m, views[i], self.planted.canaries[i], self.planted.references, end
+                m,
+                views[i],
+                self.planted.canaries[i],
+                self.planted.references,
+                encoder.begin or encoder.end,
             )
             for i, m in texts.items()
         }
@@ -342,7 +345,11 @@ class _Auditor:
             self.recipe.model_copy(update={"audit": None})
         ).federation.clients  # without canaries, which are no words
         texts = {
-            i: {s.name: _documents(backbone.tokenizer, s) for s in data.splits}
+            i: {
+                split.name: words.documents(backbone.tokenizer, split)
+                for split in data.splits
+                if isinstance(split, TokenSplit | ChatSplit)
+            }
             for i, data in own.items()
         }
         cases, control = words.rare(
@@ -379,13 +386,6 @@ def _personal(model: SharedText, like: Mapping[ClientId, Any]) -> PersonalModel:
     found = PersonalModel(model.language, replace(about, layout=model.language.layout))
     found.fast  # noqa: B018 - a copy of the values is made when it is asked for first
     return found
-
-
-def _documents(tokenizer: Any, split: Any) -> list[str]:
-    if isinstance(split, ChatSplit):
-        split = split.plain()
-    assert isinstance(split, TokenSplit)
-    return words.documents(tokenizer, split.tokens)
 
 
 def _recipe(run: Path) -> recipes.Recipe:

@@ -63,7 +63,7 @@ def chance(ranked_among: int) -> float:
 
 
 def scored(
-    model: SharedText, view: View, canaries: Canaries, references: Ids, end: int | None
+    model: SharedText, view: View, canaries: Canaries, references: Ids, begin: Sequence[int]
 ) -> CanaryScores:
     """Score a client's canaries by what an observer saw of it.
 
@@ -72,9 +72,9 @@ def scored(
         view: What was seen.
         canaries: The client's candidates.
         references: (r, k) random parts that no client has.
-        end: The id between documents.
+        begin: The ids that are before every document.
     """
-    before = [*([] if end is None else [end]), *canaries.prefix.tolist()]
+    before = [*begin, *canaries.prefix.tolist()]
     count, length = canaries.tokens.shape
     tokens = torch.from_numpy(np.concatenate([canaries.tokens, references]))
     start = tokens.new_tensor(before).expand(len(tokens), -1)

@@ -12,7 +12,8 @@ import numpy as np
 from coterie.audit.statistics import Values, bootstrapped, proportion
 from coterie.core.protocol import ClientId
 from coterie.core.result import Estimate, WordExample, WordsResult
-from coterie.data.splits import Tokens
+from coterie.data.chats import ChatSplit
+from coterie.data.splits import TokenSplit
 
 WORD = re.compile(r"[^\W\d_]{3,}")
 LEAST = 2  # how often a word must occur in its client's training text
@@ -38,16 +39,17 @@ class Case:
     prompt: str
 
 
-def documents(tokenizer: Any, tokens: Tokens) -> list[str]:
-    """Return the texts of a stream of token ids, which the tokenizer's end token separates."""
-    end = tokenizer.eos_token_id
-    ids = tokens.astype(np.int64)
-    cuts = np.flatnonzero(ids == end) if end is not None else np.empty(0, dtype=np.int64)
-    return [
-        tokenizer.decode(part[part != end] if end is not None else part)
-        for part in np.split(ids, cuts)
-        if len(part) > 1
-    ]
+def documents(tokenizer: Any, split: TokenSplit | ChatSplit) -> list[str]:
+    """Return the texts of a split: those that the tokenizer's end token separates in running text,
+    or each conversation or document that is read by itself.
+    """
+    if isinstance(split, ChatSplit):
+        parts = [split.conversation(number) for number in range(len(split.lengths))]
+    else:
+        ids = split.tokens.astype(np.int64)
+        parts = np.split(ids, np.flatnonzero(ids == tokenizer.eos_token_id))
+    texts = (tokenizer.decode(part, skip_special_tokens=True) for part in parts if len(part) > 1)
+    return list(texts)
 
 
 def vocabulary(texts: Sequence[str]) -> Counter[str]:

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from coterie.core.errors import CheckpointError, DataError
 from coterie.core.protocol import ClientId, derive_seed
+from coterie.data.chats.splits import ChatSplit
 from coterie.data.federation import ClientData, Federation
 from coterie.data.refusals import Refusals
 from coterie.data.splits import Numbers, TokenSplit
@@ -139,21 +140,27 @@ class PlantedCanaries:
 
 
 def plant(
-    federation: Federation, audit: Audit, seed: int, vocabulary: Sequence[int], end: int | None
+    federation: Federation,
+    audit: Audit,
+    seed: int,
+    vocabulary: Sequence[int],
+    begin: Sequence[int],
+    end: Sequence[int],
 ) -> tuple[Federation, dict[ClientId, Canaries], Ids]:
     """Plant canaries in the training text of every client.
 
     Every candidate has `repeats` places, each within a training window of its own. A coin flip
-    decides whether `end prefix tokens end` stands there or the client's own text stays. So a flip
+    decides whether `begin prefix tokens end` stands there or the client's own text stays. So a flip
     changes these windows and nothing else: neither their number nor their order. All is drawn from
     the two seeds: whoever has both and the data finds the same.
 
     Args:
-        federation: Of token splits.
+        federation: Of texts, not conversations.
         audit: How many, how long, how often.
         seed: The run's.
         vocabulary: The ids that random tokens are drawn from.
-        end: The id between documents; None where the tokenizer has none.
+        begin: The ids that are before every document; of running text, those of `end`.
+        end: The id behind every document; none where the tokenizer has none.
 
     Returns:
         The federation with planted training splits; each client's candidates; and (references, k)
@@ -169,19 +176,14 @@ def plant(
     references = np.random.default_rng(derive_seed(seed, "audit", audit.seed, "references")).choice(
         allowed, (audit.references, audit.length)
     )
-    ends = [] if end is None else [end]
     clients, found = dict(federation.clients), dict[ClientId, Canaries]()
     with Refusals() as refusals:
         for id, data in federation.clients.items():
-            if not isinstance(data.train, TokenSplit):
-                raise DataError(
-                    "audit.canaries: they are planted in running text only, not in conversations",
-                    "Set audit.canaries: 0; what members tell is measured all the same.",
-                )
+            assert isinstance(data.train, TokenSplit | ChatSplit)
             rng = np.random.default_rng(derive_seed(seed, "audit", audit.seed, "client", id))
             tokens = rng.choice(allowed, (audit.canaries, audit.length))
             planted = rng.random(audit.canaries) < 0.5
-            pieces = np.array([[*ends, *prefix, *own, *ends] for own in tokens], dtype=np.int64)
+            pieces = np.array([[*begin, *prefix, *own, *end] for own in tokens], dtype=np.int64)
             with refusals.gather(f"client {id!r}, "):
                 train, windows = _planted(
                     data.train,
@@ -195,8 +197,11 @@ def plant(
 
 
 def _planted(
-    split: TokenSplit, pieces: Ids, planted: npt.NDArray[np.bool_], rng: np.random.Generator
-) -> tuple[TokenSplit, Numbers]:
+    split: TokenSplit | ChatSplit,
+    pieces: Ids,
+    planted: npt.NDArray[np.bool_],
+    rng: np.random.Generator,
+) -> tuple[TokenSplit | ChatSplit, Numbers]:
     """Return the split with those of (m, l) pieces that are planted, and the numbers of their
     windows; all of them have a place.
 
@@ -207,15 +212,35 @@ def _planted(
     if length >= split.context:
         problem = f"{split.name}: canaries of {length} tokens in windows of {split.context}"
         raise DataError(problem, "Set a smaller audit.length, or a larger model.context.")
-    if count > split.windows:
-        problem = f"{split.name}: {count} places for canaries, but only {split.windows} windows"
+    firsts = _first_tokens(split, length)
+    if count > len(firsts):
+        problem = f"{split.name}: {count} places for canaries, but only {len(firsts)} windows"
         raise DataError(problem, "Set fewer audit.canaries or audit.repeats, or give more text.")
-    windows = rng.permutation(split.windows)[:count]
-    # a window shares its first and its last id with its neighbours: a piece lies between them, so
-    # that it is in no other window
-    starts = windows * split.context + 1 + rng.integers(0, split.context - length, count)
+    windows = rng.permutation(list(firsts))[:count]
+    starts = np.array([firsts[number] for number in windows.tolist()], dtype=np.int64)
+    if isinstance(split, TokenSplit):
+        # a window shares its first and its last id with its neighbours: a piece lies between them,
+        # so that it is in no other window
+        starts = starts + 1 + rng.integers(0, split.context - length, count)
     tokens = np.array(split.tokens)
     for start, piece in zip(starts[planted], pieces[planted], strict=True):
         tokens[start : start + length] = piece
     tokens.flags.writeable = False
     return replace(split, tokens=tokens), windows[planted]
+
+
+def _first_tokens(split: TokenSplit | ChatSplit, length: int) -> dict[int, int]:
+    """Return where the text begins that a canary of some tokens may stand in, by window: of several
+    documents in one, the longest.
+    """
+    if isinstance(split, TokenSplit):
+        return {number: number * split.context for number in range(split.windows)}
+    longest = {
+        window: max(row, key=lambda number: int(split.lengths[number]))
+        for window, row in enumerate(split.rows)
+    }
+    return {
+        window: split.place(number).start
+        for window, number in longest.items()
+        if split.lengths[number] >= length
+    }

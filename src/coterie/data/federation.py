@@ -92,6 +92,7 @@ class Federation:
         files: SHA-256 of the files that the texts of a named corpus are from, by whose they are and
             their paths.
         open: Whether others may join while it is trained, as devices do.
+        notes: Sentences about the data that people should read before training.
 
     Raises:
         DataError: No clients at all, an id that is not valid or that two clients have, be it in
@@ -107,6 +108,7 @@ class Federation:
     public: Split | None = None
     files: Mapping[str, str] = field(default_factory=dict)
     open: bool = False
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.clients:

@@ -5,6 +5,7 @@ federation.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,12 +16,15 @@ from coterie.core.errors import DataError
 from coterie.core.files import digest_of
 from coterie.core.own import own_name
 from coterie.core.protocol import ClientId
-from coterie.data.chats.encoding import Encoder
-from coterie.data.federation import ClientInfo, Federation, check_id, federate, token_split
+from coterie.data.federation import ClientInfo, Federation, check_id, federate
+from coterie.data.left_out import not_read
 from coterie.data.origins import PART
+from coterie.data.overlaps import Overlaps
 from coterie.data.refusals import Refusals
 from coterie.data.splits import SPLITS, Tokens
-from coterie.data.store import Streams, Tokenizer, default_cache, dtype_for, encode, key_of, stored
+from coterie.data.store import Streams, Tokenizer, default_cache, dtype_for, key_of, stored
+from coterie.data.text_encoding import ControlTokens, TextEncoder
+from coterie.data.text_streams import Part, RunningText, StreamEncoder, text_streams
 
 Texts = Mapping[
     ClientId, Sequence[Sequence[str]]
@@ -36,11 +40,15 @@ class Source:
         read: Reads them. Raises DataError.
         files: The files of a named corpus by what says whose they are, `data.root/<file>` or so:
             their contents are kept with a run.
+        notes: Sentences about the texts for people; `read` may add some, which the cache keeps.
+        skipped: Files in a client's folder that are not read; under "" those beside the folders.
     """
 
     fingerprint: Any
     read: Callable[[], Texts]
     files: Mapping[str, Path] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    skipped: Mapping[ClientId, Sequence[Path]] = field(default_factory=dict)
 
 
 def stamps(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
@@ -111,6 +119,14 @@ class Section(BaseModel, ABC):
         None
     )
 
+    control_tokens: Annotated[
+        ControlTokens,
+        Field(
+            description="what is done with control tokens in people's text (`</s>` typed by "
+            "somebody): they stay text, become tokens, or are refused"
+        ),
+    ] = "text"
+
     @abstractmethod
     def source(self) -> Source:
         """Find the texts. Raises DataError if they are not there."""
@@ -139,8 +155,7 @@ class Section(BaseModel, ABC):
 
         Args:
             tokenizer: A fast tokenizer of transformers. Its end token is put behind every document.
-            context: Window length C in tokens; the cache does not depend on it, but for
-                conversations, which are cut to it.
+            context: Window length C in tokens; the cache of running text does not depend on it.
             cache: Folder; default $COTERIE_CACHE, else $XDG_CACHE_HOME/coterie, else
                 ~/.cache/coterie.
             order_seed: Fixes the order in which training and validation windows are drawn: the
@@ -152,13 +167,13 @@ class Section(BaseModel, ABC):
             SaveError: The cache cannot be written.
         """
         source, encoder = self.source(), self.encoder(tokenizer)
-        how = [] if encoder is None else [encoder.fingerprint, context]
-        key = key_of(tokenizer, self.about(), source.fingerprint, *how)
-        every = stored(
+        running = isinstance(encoder, RunningText)
+        how = [encoder.fingerprint, *([] if running else [context])]
+        every, notes = stored(
             cache or default_cache(),
-            key,
-            dtype_for(tokenizer) if encoder is None else np.uint32,
-            lambda: self._streams(source.read(), tokenizer, encoder, context),
+            key_of(tokenizer, self.about(), source.fingerprint, *how),
+            dtype_for(tokenizer) if running else np.uint32,
+            lambda: self._built(source, encoder, context),
         )
         where = (
             " (the part of it in this repository)"
@@ -167,12 +182,10 @@ class Section(BaseModel, ABC):
         )
         arrays, left = self.enough(every, context)
         said = f"{self.title}{where}: {len(arrays)} client{'s' * (len(arrays) != 1)}"
-        if encoder is not None:
-            said += f"; {encoder.said(arrays)}"
-        said += f"; {left}" * bool(left)
-        make = token_split if encoder is None else encoder.maker
-        found = federate(arrays, context, order_seed, said, make)
-        found = replace(found, files={name: digest_of(path) for name, path in source.files.items()})
+        said = "; ".join(filter(None, (said, encoder.said(arrays), left)))
+        found = federate(arrays, context, order_seed, said, encoder.maker)
+        files = {name: digest_of(path) for name, path in source.files.items()}
+        found = replace(found, files=files, notes=(*not_read(source.skipped), *notes))
         if not self.newcomers:
             return found
         seen, new = (
@@ -200,25 +213,33 @@ class Section(BaseModel, ABC):
         """
         return arrays, ""
 
-    def encoder(self, tokenizer: Tokenizer) -> Encoder | None:
-        """Return what makes token ids of conversations; None for text. Raises DataError."""
-        return None
+    def encoder(self, tokenizer: Tokenizer) -> StreamEncoder:
+        """Return what makes token ids of the documents. Raises DataError."""
+        return text_streams(TextEncoder(tokenizer, self.control_tokens))
 
-    def _streams(
-        self, texts: Texts, tokenizer: Tokenizer, encoder: Encoder | None, context: int
-    ) -> Streams:
+    def content_of(self, document: str) -> str:
+        """Return what people compare of a document."""
+        return document
+
+    def _built(
+        self, source: Source, encoder: StreamEncoder, context: int
+    ) -> tuple[Streams, Iterable[str]]:
+        """Return the streams of the texts and, complete when these are read, the notes."""
+        texts = source.read()
+        overlaps = Overlaps.of(texts, self.content_of).notes
+        return self._streams(texts, encoder, context), chain(source.notes, overlaps, encoder.notes)
+
+    def _streams(self, texts: Texts, encoder: StreamEncoder, context: int) -> Streams:
         """Token streams of texts, lazily, after all that can be refused without encoding; of
         conversations at once.
         """
         self._check(list(texts))
         parts = [
-            (id, name, documents, self._bound(name, position))
+            Part(id, name, documents, self._bound(name, position))
             for position, (id, splits) in enumerate(texts.items())
             for name, documents in zip(SPLITS, splits, strict=True)
         ]
-        if encoder is not None:
-            return encoder.streams(parts, context)
-        return ((id, name, encode(tokenizer, own, bound)) for id, name, own, bound in parts)
+        return encoder.streams(parts, context)
 
     def _check(self, clients: list[ClientId]) -> None:
         with Refusals() as refusals:

@@ -61,10 +61,16 @@ class TextEncoder:
     @cached_property
     def begin(self) -> list[int]:
         """The ids that the tokenizer puts before a text; none for most byte-level tokenizers."""
+        return self._around[0]
+
+    @cached_property
+    def _around(self) -> tuple[list[int], list[int]]:
+        """The ids that the tokenizer puts before a text, and those behind it."""
         whole: list[int] = self.tokenizer("a")["input_ids"]
         text: list[int] = self.tokenizer("a", add_special_tokens=False)["input_ids"]
         places = range(len(whole) - len(text) + 1)
-        return whole[: next((i for i in places if whole[i : i + len(text)] == text), 0)]
+        start = next((i for i in places if whole[i : i + len(text)] == text), 0)
+        return whole[:start], whole[start + len(text) :]
 
     @property
     def end(self) -> list[int]:
@@ -96,6 +102,14 @@ class TextEncoder:
         if text.startswith(_BEGUN):
             return self.encode([text.removeprefix(_BEGUN)])[0]
         return [*self.begin, *self.encode([text])[0]] or self.end
+
+    def whole(self, texts: Sequence[str], length: int) -> list[list[int]]:
+        """Return the ids of each text between what the tokenizer puts before and behind it, as
+        classifiers read it, at most `length`: the end of a longer text is cut off.
+        """
+        before, behind = self._around
+        room = max(length - len(before) - len(behind), 0)
+        return [[*before, *ids[:room], *behind] for ids in self.encode(texts)]
 
     def found(self, text: str) -> list[str]:
         """Return the control tokens that stand in a text, in its order."""
@@ -232,6 +246,23 @@ class TextEncoder:
             for i, token in self.tokenizer.added_tokens_decoder.items()
         }
         return {new: own for new, own in renamed.items() if new is not None and new != own}
+
+
+REMEDY = (
+    "Use the tokenizer that the base was trained with, or give the base a row for each of its "
+    "tokens: model.resize_token_embeddings(len(tokenizer))."
+)
+
+
+def lacking(tokenizer: Any, ids: Any, rows: int) -> str:
+    """Return which of some ids a base with so many rows in its embedding lacks, in words; "" where
+    it has them all.
+    """
+    largest = int(np.max(ids, initial=0))
+    if largest < rows:
+        return ""
+    token = tokenizer.convert_ids_to_tokens(largest)
+    return f"the tokenizer has token {largest} {token!r}, the base has {rows} rows"
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:

@@ -262,14 +262,15 @@ class Backbone:
         Raises:
             ModelError: It does not.
         """
-        if not self._packs:
+        if not self.packs:
             raise ModelError(
                 f"{type(self.model).__name__} does not keep conversations of one row apart",
                 "Set data.packing: false, so that every window holds one.",
             )
 
     @cached_property
-    def _packs(self) -> bool:
+    def packs(self) -> bool:
+        """Whether texts of one row do not see each other, see `check_packing`."""
         size = min(self.architecture.vocabulary, 8)
         first, second = (torch.arange(n, device=self.device).remainder(size)[None] for n in (5, 7))
         positions = torch.cat([torch.arange(n, device=self.device) for n in (5, 7)])[None]

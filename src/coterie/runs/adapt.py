@@ -290,4 +290,4 @@ def _data(prepared: Prepared, id: ClientId, data: Path, trains: bool) -> ClientD
 
 def _text(recipe: Recipe, problem: Language, id: ClientId, data: Path, trains: bool) -> ClientData:
     """Return the text of a client, read as the run's own. Raises DataError for too little of it."""
-    return text_of(recipe, problem.backbone.tokenizer, id, data, trains)
+    return text_of(recipe, problem.backbone, id, data, trains)

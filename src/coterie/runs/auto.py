@@ -15,6 +15,7 @@ from coterie.core.errors import RecipeError
 from coterie.data.chats.splits import ChatSplit
 from coterie.data.section import Section
 from coterie.data.splits import Tokens, TokenSplit
+from coterie.data.text_streams import RunningText
 from coterie.engines.states import half_of_memory
 from coterie.models.architecture import Architecture, configuration, tokenizer
 from coterie.models.quantised import bytes_per_weight
@@ -43,7 +44,7 @@ class Texts:
         train: Of each client.
         shortest: The least that a client has of any split.
         document: The length of the document that the middle token of all training text is in; of
-            conversations, that which 19 of 20 are within.
+            conversations and of documents read by themselves, that which 19 of 20 are within.
     """
 
     train: Sequence[int]
@@ -142,13 +143,12 @@ def texts_of(recipe: Recipe) -> Texts:
     """Measure the texts of a recipe, encoded by its base's tokenizer. Raises Refused."""
     assert isinstance(recipe.data, Section)
     own = tokenizer(recipe.model.base)  # type: ignore[union-attr] # `_language` has looked
-    encoder = recipe.data.encoder(own)
-    context = 2 if encoder is None else LONGEST
+    context = 2 if isinstance(recipe.data.encoder(own), RunningText) else LONGEST
     federation = recipe.data.load(own, context, order_seed=recipe.seed)
     splits = [data.splits for data in federation.clients.values()]
     train = [split for split, *_ in splits]
-    if chats := [split for split in train if isinstance(split, ChatSplit)]:
-        lengths = np.sort(np.concatenate([split.lengths for split in chats]))
+    if separate := [split for split in train if isinstance(split, ChatSplit)]:
+        lengths = np.sort(np.concatenate([split.lengths for split in separate]))
         fitting = int(lengths[int(WHOLE * (len(lengths) - 1))])
         return Texts(list(map(len, train)), LONGEST + 1, fitting)
     streams = [split.tokens for split in train if isinstance(split, TokenSplit)]

@@ -4,15 +4,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from coterie.core.errors import DataError
 from coterie.core.protocol import ClientId
 from coterie.data.chats.fields import ChatFields
-from coterie.data.federation import ClientData, MakeSplit, federate, token_split
+from coterie.data.federation import ClientData, MakeSplit, federate
 from coterie.data.folders import Folders, text_files
 from coterie.data.splits import SPLITS, Tokens
-from coterie.data.store import encode
+from coterie.models.backbone import Backbone
+from coterie.runs.base_texts import fitted
 from coterie.runs.recipe import Recipe
 
 
@@ -75,8 +74,9 @@ def own_text(
     files_of_text(section, data)
     parts = dict(zip(SPLITS, section.read_one(data), strict=True))
     arrays, make = _arrays(section, tokenizer, parts, context)
-    needed = context + 1 if section.content == "text" else 1
     tokens = {name: len(arrays[name]) for name in SPLITS}
+    running = arrays.keys() == tokens.keys()  # otherwise documents, of which one will do
+    needed = context + 1 if running else 1
     if min(tokens.values()) < needed:
         found = ", ".join(f"{own:,} for {name}" for name, own in tokens.items())
         raise DataError(
@@ -91,24 +91,21 @@ def _arrays(
     section: Folders, tokenizer: Any, parts: Mapping[str, Sequence[str]], context: int
 ) -> tuple[dict[str, Tokens], MakeSplit]:
     """Return the arrays of some splits, and what makes splits of them."""
-    if (encoder := section.encoder(tokenizer)) is None:
-        encoded = {name: list(encode(tokenizer, texts, None)) for name, texts in parts.items()}
-        return {
-            name: np.concatenate(pieces) if pieces else np.empty(0, np.uint16)
-            for name, pieces in encoded.items()
-        }, token_split
-    arrays: dict[str, Tokens] = {}
+    encoder, arrays = section.encoder(tokenizer), dict[str, Tokens]()
     for name, texts in parts.items():
         arrays |= encoder.arrays(texts, name, context)
     return arrays, encoder.maker
 
 
-def text_of(recipe: Recipe, tokenizer: Any, id: ClientId, data: Path, trains: bool) -> ClientData:
+def text_of(
+    recipe: Recipe, backbone: Backbone, id: ClientId, data: Path, trains: bool
+) -> ClientData:
     """Return the text of a client, read as a run's own: in splits if it trains, otherwise alike in
-    all of them. Raises DataError for too little of it.
+    all of them. Raises DataError for too little of it, or tokens that the base lacks.
     """
     assert recipe.model.kind == "language"
-    section, context = section_of(recipe.data), recipe.model.context
+    section, context, tokenizer = section_of(recipe.data), recipe.model.context, backbone.tokenizer
     if not trains:
-        return all_text(section, tokenizer, context, id, data)
-    return own_text(section, tokenizer, context, recipe.seed, id, data, ", or leave --train out")
+        return fitted(all_text(section, tokenizer, context, id, data), backbone)
+    otherwise = ", or leave --train out"
+    return fitted(own_text(section, tokenizer, context, recipe.seed, id, data, otherwise), backbone)

@@ -10,11 +10,13 @@ from coterie.client.blueprint import Blueprint
 from coterie.client.interfaces import Trainable
 from coterie.client.outbound import Outbound
 from coterie.client.site import Site
-from coterie.core.errors import RecipeError
+from coterie.core.errors import DataError, RecipeError
 from coterie.core.extras import require
 from coterie.core.protocol import ClientId, protects_examples
 from coterie.data.canaries import PlantedCanaries, plant
+from coterie.data.chats.fields import ChatFields
 from coterie.data.federation import CENTRALIZED, Federation
+from coterie.data.text_encoding import TextEncoder
 from coterie.methods import METHODS, Method
 from coterie.models.classifier import Classifier
 from coterie.models.layout import Layout
@@ -89,17 +91,28 @@ def share_data(one: Recipe, other: Recipe) -> bool:
 
 def _plant(recipe: Recipe, problem: LearningProblem) -> PlantedCanaries | None:
     """Plant the canaries of a recipe in the training text of its clients, if it has some:
-    classifiers have no text. Raises DataError.
+    classifiers have no text. Raises DataError, also for conversations.
     """
     if recipe.audit is None or not recipe.audit.canaries or not isinstance(problem, Language):
         return None
+    if isinstance(recipe.data, ChatFields) and recipe.data.content == "chats":
+        raise DataError(
+            "audit.canaries: they are planted in texts only, not in conversations",
+            "Set audit.canaries: 0; what members tell is measured all the same.",
+        )
     tokenizer = problem.backbone.tokenizer
+    texts = TextEncoder(tokenizer)
     vocabulary = sorted(
         set(range(min(len(tokenizer), problem.backbone.architecture.vocabulary)))
         - set(tokenizer.all_special_ids)
     )
     problem.federation, canaries, references = plant(
-        problem.federation, recipe.audit, recipe.seed, vocabulary, tokenizer.eos_token_id
+        problem.federation,
+        recipe.audit,
+        recipe.seed,
+        vocabulary,
+        texts.begin or texts.end,
+        texts.end,
     )
     return PlantedCanaries(canaries, references)
 

@@ -67,10 +67,11 @@ def _weights(
 
 def beginning(split: Split) -> Tensor:
     """(W, C) int64: as many of the split's first windows, in their order, as hold `TOKENS`
-    tokens, or all of them; or the first conversation.
+    tokens, or all of them; or the first conversation or document that holds them, or the longest.
     """
     if isinstance(split, ChatSplit):
-        return torch.from_numpy(split.conversation(0))[None]
+        number = int(np.minimum(split.lengths, TOKENS).argmax())
+        return torch.from_numpy(split.conversation(number))[None]
     wanted = -(-TOKENS // split.context)
     windows: Tensor = split.take(np.arange(min(wanted, split.windows)))[:, :-1].to(torch.int64)
     return windows

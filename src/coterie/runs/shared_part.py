@@ -22,7 +22,7 @@ from coterie.runs.backends import LocalBackend
 from coterie.runs.execution import Execution
 from coterie.runs.files import RECIPE
 from coterie.runs.language import Language, load_backbone, pick_dtype
-from coterie.runs.loading import pick_device
+from coterie.runs.loading import language, pick_device
 from coterie.runs.own_text import section_of, text_of
 from coterie.runs.personalise import Snapshot, score, shared_part, untrained
 from coterie.runs.prepare import Prepared, assembled, prepare
@@ -157,8 +157,9 @@ def started(
     assert recipe.model.kind == "language"
     device = pick_device(recipe.model.device)
     backbone = load_backbone(recipe.model.base, pick_dtype(recipe.model.dtype, device), device)
-    own = text_of(recipe, backbone.tokenizer, id, data, trains)
-    problem = Language(recipe.model, backbone, Federation({id: own}, "one client's own text"))
+    own = text_of(recipe, backbone, id, data, trains)
+    federation = Federation({id: own}, "one client's own text")
+    problem = language(recipe.model, backbone, section_of(recipe.data), federation)
     prepared = assembled(recipe, problem)
     execution = Execution(prepared, folder, Callback(), "", LocalBackend("inprocess"))
     expected = execution.adapt((id,))[0][id]

@@ -1,4 +1,6 @@
-"""A split of a client's conversations, several to a row."""
+"""A split of a client's conversations, or of documents that are read by themselves, several to a
+row.
+"""
 
 import hashlib
 from bisect import bisect_left, insort
@@ -18,6 +20,7 @@ from coterie.data.splits import Numbers, SplitBase, Tokens, TokenSplit
 @dataclass(frozen=True, eq=False)
 class ChatSplit(SplitBase):
     """One split of a client's conversations: a row holds as many as fit, none is in two rows.
+    Documents that begin with a token of the base are such, too, see `data.text_streams`.
 
     Args:
         name: "train", "valid" or "test": also the key of the client's cursor.
@@ -73,9 +76,10 @@ class ChatSplit(SplitBase):
 
     def conversation(self, number: int) -> npt.NDArray[np.int64]:
         """Return the token ids of one conversation."""
-        return self.tokens[self._place(number)].astype(np.int64)
+        return self.tokens[self.place(number)].astype(np.int64)
 
-    def _place(self, number: int) -> slice:
+    def place(self, number: int) -> slice:
+        """Return where the tokens of one conversation are."""
         return slice(int(self._starts[number]), int(self._starts[number + 1]))
 
     def take(self, numbers: Numbers) -> ChatBatch:
@@ -91,7 +95,7 @@ class ChatSplit(SplitBase):
         for i, row in enumerate(rows):
             start = 0
             for own in row:
-                where, end = self._place(own), start + int(self.lengths[own])
+                where, end = self.place(own), start + int(self.lengths[own])
                 ids[i, start:end] = self.tokens[where]
                 counted[i, start:end] = self.counted[where]
                 positions[i, start:end] = np.arange(end - start)
