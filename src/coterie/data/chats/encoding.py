@@ -14,9 +14,8 @@ from coterie.core.protocol import ClientId
 from coterie.data.chats.reading import Conversation
 from coterie.data.chats.splits import ChatSplit
 from coterie.data.chats.template import NO_TEMPLATE, ChatTemplate, Loss, Rendered
-from coterie.data.documents import SHOWN
 from coterie.data.federation import MakeSplit
-from coterie.data.refusals import Refusals
+from coterie.data.refusals import SHOWN, Refusals
 from coterie.data.splits import Tokens
 
 Arrays = Mapping[str, Tokens]

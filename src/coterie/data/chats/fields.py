@@ -7,10 +7,10 @@ from pydantic import AfterValidator, Field, model_validator
 
 from coterie.data.chats.encoding import Encoder
 from coterie.data.chats.jinja import template_text
-from coterie.data.chats.reading import read_conversations
+from coterie.data.chats.reading import Conversation, read_conversations
 from coterie.data.chats.template import ChatTemplate, Loss
 from coterie.data.section import Section
-from coterie.data.splitting import Document
+from coterie.data.splitting import Document, conversation_content
 from coterie.data.store import Tokenizer
 from coterie.data.text_streams import StreamEncoder
 
@@ -77,6 +77,12 @@ class ChatFields(Section):
         if self.loss == "answers":
             template.way  # noqa: B018 - refuses a template whose answers cannot be told
         return Encoder(template, self.loss, self.packing, self.unanswered == "leave-out")
+
+    def content_of(self, document: str) -> str:
+        if self.content == "text":
+            return document
+        conversation = Conversation.of_document(document)
+        return conversation_content(conversation.messages, conversation.text)
 
     def conversations(self, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Document]:
         """Return the conversations of rows, each given with where it stands, as documents. Raises

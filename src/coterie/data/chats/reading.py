@@ -15,7 +15,7 @@ from coterie.data.chats.messages import (
     normal_messages,
     normal_tools,
 )
-from coterie.data.documents import SHOWN
+from coterie.data.refusals import SHOWN
 from coterie.data.splitting import Document, conversation_content
 
 _TOOLS = ("tools", "functions")  # OpenAI's name for them until 2023

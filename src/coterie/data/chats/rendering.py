@@ -187,7 +187,10 @@ def _tool_in_words(number: int, tool: Any, word_for: Naming) -> Any:
 
 
 def without_greeting(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
-    """Yield messages without the assistant's at the beginning, if there are such and others."""
-    others = (i for i, message in enumerate(messages) if message["role"] != ASSISTANT)
-    if first := next(others, 0):
-        yield messages[first:]
+    """Yield messages without those by which the assistant begins, if there are such and others; a
+    system's message stays.
+    """
+    first = int(messages[0]["role"] in ("system", "developer")) if messages else 0
+    others = (i for i, message in enumerate(messages[first:]) if message["role"] != ASSISTANT)
+    if left := next(others, 0):
+        yield [*messages[:first], *messages[first + left :]]

@@ -8,10 +8,15 @@ from coterie.data.chats.reading import Conversation
 
 
 def answers_apart(conversation: Conversation) -> list[Conversation]:
-    """Return a conversation for each trained answer, the last message of it."""
+    """Return a conversation for each trained answer, the last message of it; none for what an
+    assistant says before anybody else, which is context then.
+    """
+    roles = [message["role"] for message in conversation.messages]
+    first = next((i for i, role in enumerate(roles) if role in ("user", "tool")), len(roles))
     return [
         replace(conversation, messages=conversation.messages[: number + 1], given=number)
         for number in conversation.trained
+        if number > first
     ]
 
 

@@ -190,12 +190,16 @@ class ChatTemplate:
         Raises:
             DataError: It cannot be rendered, a part of it is left out, or nothing ends an answer.
         """
+        return [rendered for _, rendered in self._parts(conversation, loss)]
+
+    def _parts(self, conversation: Conversation, loss: Loss) -> list[tuple[Conversation, Rendered]]:
+        """Return what `encode` does, each with the conversation that it is of."""
         try:
-            return [self._whole(conversation, loss)]
+            return [(conversation, self._whole(conversation, loss))]
         except _Rewritten:
             pass
         try:
-            return [self._whole(part, loss) for part in answers_apart(conversation)]
+            return [(part, self._whole(part, loss)) for part in answers_apart(conversation)]
         except _Rewritten:
             raise DataError(
                 f"{conversation.where}: the chat template writes an answer otherwise than behind "
@@ -209,16 +213,14 @@ class ChatTemplate:
         """As `encode`, each of at most `room` tokens: the oldest messages are left out, but for a
         system's; if the last exchange alone is too long, its beginning is cut.
         """
-        whole = self.encode(conversation, loss)
-        if all(len(part.ids) <= room for part in whole):
-            return whole
-        parts = answers_apart(conversation) if len(whole) > 1 else [conversation]
-        return [self._shortened(part, room, loss) for part in parts]
+        return [
+            rendered if len(rendered.ids) <= room else self._shortened(part, rendered, room, loss)
+            for part, rendered in self._parts(conversation, loss)
+        ]
 
-    def _shortened(self, conversation: Conversation, room: int, loss: Loss) -> Rendered:
-        whole = self._whole(conversation, loss)
-        if len(whole.ids) <= room:
-            return whole
+    def _shortened(
+        self, conversation: Conversation, whole: Rendered, room: int, loss: Loss
+    ) -> Rendered:
         for part in without_oldest(conversation):
             whole = self._whole(part, loss)
             if len(whole.ids) <= room:
@@ -364,7 +366,7 @@ class ChatTemplate:
         end = place + len(alone)
         if end < len(ids) and offsets[end, 0] < start:
             return False
-        return ids[place:end].tolist() == alone.tolist()
+        return bool(np.array_equal(ids[place:end], alone))
 
     def _piece(self, text: str, follows: bool) -> tuple[Ids, Ids]:
         """Return the ids and offsets of a piece of text; of one that follows others, without what
@@ -383,16 +385,17 @@ class ChatTemplate:
         """Return the texts of messages that are asked, and that of the prompt. Raises DataError."""
         normal, described = normal_messages(messages), normal_tools(tools)
         self.texts.check([normal, described])
-        renders = Renders(self._write, normal, described)
         try:
-            text = renders.upto(len(normal), prompt=True)
+            return self._prompted(normal, described)
         except DataError:
-            rests = [Renders(self._write, rest, described) for rest in without_greeting(normal)]
-            if not rests:
-                raise
-            (renders,) = rests
-            text = renders.upto(len(renders.messages), prompt=True)
-        self._refuse_left_out(renders.messages, described, ())
+            for rest in without_greeting(normal):
+                return self._prompted(rest, described)
+            raise
+
+    def _prompted(self, messages: Sequence[Message], tools: Any) -> tuple[Renders, str]:
+        renders = Renders(self._write, messages, tools)
+        text = renders.upto(len(messages), prompt=True)
+        self._refuse_left_out(messages, tools, ())
         return renders, text
 
     def _refuse_left_out(
@@ -521,7 +524,7 @@ def _added(renders: Renders, numbers: Sequence[int]) -> list[Span]:
 
 def _within(offsets: Ids, spans: Sequence[Span]) -> Flags:
     """Return which tokens lie in any of some spans."""
-    inside = np.zeros(len(offsets), dtype=bool)
+    inside: Flags = np.zeros(len(offsets), dtype=bool)
     for start, end in spans:
         inside |= (offsets[:, 0] < end) & (offsets[:, 1] > start)
     return inside
@@ -529,7 +532,8 @@ def _within(offsets: Ids, spans: Sequence[Span]) -> Flags:
 
 def _last_of_runs(counted: Flags) -> Flags:
     """Return the last token of each run of those that count."""
-    return counted & ~np.append(counted[1:], False)
+    behind: Flags = np.append(counted[1:], False)
+    return counted & ~behind
 
 
 def _ending(ids: Ids, counted: Flags) -> Rendered:
