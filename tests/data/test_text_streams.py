@@ -16,7 +16,7 @@ from coterie.data import Folders
 from coterie.data.chats import ChatSplit
 from coterie.data.splits import TokenSplit
 from coterie.data.text_encoding import TextEncoder
-from coterie.data.text_streams import Part, RunningText, SeparateDocuments, text_streams
+from coterie.data.text_streams import RunningText, SeparateDocuments, SplitTexts, text_streams
 
 WORDS = "the cat and the dog and the bird "
 
@@ -36,7 +36,9 @@ def _begin(tokenizer):
 
 
 def running(tokenizer, texts, limit: int | None = None) -> list[int]:
-    streams = RunningText(TextEncoder(tokenizer)).streams([Part("ann", "train", texts, limit)], 8)
+    streams = RunningText(TextEncoder(tokenizer)).streams(
+        [SplitTexts("ann", "train", texts, limit)], 8
+    )
     return [int(i) for _, _, pieces in streams for piece in pieces for i in piece]
 
 
@@ -109,7 +111,7 @@ def test_every_token_of_a_document_is_predicted_once_behind_what_begins_it(
 @pytest.mark.parametrize("limit", [1, 2, 3, 10, 11, 12, 30, 1000])
 def test_a_bound_cuts_documents(beginning, limit: int) -> None:
     streams = text_streams(TextEncoder(beginning))
-    parts = [Part("ann", "train", ["zzzzzzzz", "yyyyyyyy", "xxxxxxxx"], limit)]
+    parts = [SplitTexts("ann", "train", ["zzzzzzzz", "yyyyyyyy", "xxxxxxxx"], limit)]
     read = {key: list(pieces) for _, key, pieces in streams.streams(parts, 100)}
     ids = [int(i) for piece in read["train"] for i in piece]
     begin, end = beginning.bos_token_id, beginning.eos_token_id

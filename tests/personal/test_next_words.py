@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import coterie
+from coterie.data.text_encoding import TextEncoder
 from coterie.models.adapter import Layout
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
@@ -154,7 +155,7 @@ def test_no_word_is_shown_twice(model):
 def test_an_unfinished_word_is_completed_whatever_its_tokens_are():
     """What follows the tokens of " peop" is never "le", since " people" is one token."""
     backbone = Backbone.load("embedded")
-    words = Words(backbone)
+    words = Words(backbone, TextEncoder(backbone.tokenizer))
     (found,) = words.of(LanguageModel(backbone, Layout()).adapter, ["The number of peop"], 3)
     assert (found[0].word, found[0].insert) == ("people", "le")
     assert found[0].probability > 0.5

@@ -340,7 +340,8 @@ class _Auditor:
             return None
         self.say("rare words in others' suggestions")
         problem = self.prepared.problem
-        backbone, search = problem.backbone, Words(problem.backbone)
+        backbone = problem.backbone
+        search = Words(backbone, TextEncoder(backbone.tokenizer, problem.control_tokens))
         own = modalities.load(
             self.recipe.model_copy(update={"audit": None})
         ).federation.clients  # without canaries, which are no words

@@ -24,7 +24,7 @@ from coterie.data.refusals import Refusals
 from coterie.data.splits import SPLITS, Tokens
 from coterie.data.store import Streams, Tokenizer, default_cache, dtype_for, key_of, stored
 from coterie.data.text_encoding import ControlTokens, TextEncoder
-from coterie.data.text_streams import Part, RunningText, StreamEncoder, text_streams
+from coterie.data.text_streams import RunningText, SplitTexts, StreamEncoder, text_streams
 
 Texts = Mapping[
     ClientId, Sequence[Sequence[str]]
@@ -235,7 +235,7 @@ class Section(BaseModel, ABC):
         """
         self._check(list(texts))
         parts = [
-            Part(id, name, documents, self._bound(name, position))
+            SplitTexts(id, name, documents, self._bound(name, position))
             for position, (id, splits) in enumerate(texts.items())
             for name, documents in zip(SPLITS, splits, strict=True)
         ]

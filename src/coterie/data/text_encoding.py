@@ -254,15 +254,10 @@ REMEDY = (
 )
 
 
-def lacking(tokenizer: Any, ids: Any, rows: int) -> str:
-    """Return which of some ids a base with so many rows in its embedding lacks, in words; "" where
-    it has them all.
-    """
-    largest = int(np.max(ids, initial=0))
-    if largest < rows:
-        return ""
-    token = tokenizer.convert_ids_to_tokens(largest)
-    return f"the tokenizer has token {largest} {token!r}, the base has {rows} rows"
+def lacking(tokenizer: Any, id: int, rows: int) -> str:
+    """Return that a base with so many rows in its embedding lacks a token, in words."""
+    token = tokenizer.convert_ids_to_tokens(id)
+    return f"the tokenizer has token {id} {token!r}, the base has {rows} rows"
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:

@@ -29,7 +29,7 @@ Controls = Counter[str]  # control tokens in people's text
 _DOCUMENTS = 64  # encoded at a time: enough for the tokenizer's threads, few beyond a token bound
 
 
-class Part(NamedTuple):
+class SplitTexts(NamedTuple):
     """The documents of one split of a client.
 
     Args:
@@ -63,7 +63,7 @@ class StreamEncoder(Protocol):
     def arrays(self, documents: Sequence[str], name: str, context: int) -> dict[str, Tokens]:
         """Return one split of a client as arrays. Raises DataError."""
 
-    def streams(self, parts: Iterable[Part], context: int) -> Streams:
+    def streams(self, parts: Iterable[SplitTexts], context: int) -> Streams:
         """Return the arrays of splits as streams of the cache. Raises DataError."""
 
     def said(self, arrays: Mapping[ClientId, Arrays]) -> str:
@@ -88,11 +88,11 @@ class TextStreams(ABC):
 
     def arrays(self, documents: Sequence[str], name: str, context: int) -> dict[str, Tokens]:
         """Return one split of a client as arrays. Raises DataError for refused control tokens."""
-        streams = self._split(Part("", name, documents), context, Counter())
+        streams = self._split(SplitTexts("", name, documents), context, Counter())
         empty = np.empty(0, dtype_for(self.texts.tokenizer))
         return {key: np.concatenate([empty, *pieces]) for key, pieces in streams}
 
-    def streams(self, parts: Iterable[Part], context: int) -> Streams:
+    def streams(self, parts: Iterable[SplitTexts], context: int) -> Streams:
         """Return the arrays of splits as streams of the cache, encoded as they are read. Raises
         DataError for refused control tokens.
         """
@@ -105,13 +105,13 @@ class TextStreams(ABC):
 
     @abstractmethod
     def _split(
-        self, part: Part, context: int, controls: Controls
+        self, part: SplitTexts, context: int, controls: Controls
     ) -> Iterator[tuple[str, Iterable[Tokens]]]:
         """Yield the arrays of a split by their names, each in pieces; the control tokens in its
         documents are counted.
         """
 
-    def _encoded(self, part: Part, controls: Controls) -> Iterator[tuple[list[int], bool]]:
+    def _encoded(self, part: SplitTexts, controls: Controls) -> Iterator[tuple[list[int], bool]]:
         """Yield the ids of documents, long ones in parts, each with whether it ends its document.
         Documents behind the last that is asked for are not encoded.
         """
@@ -156,11 +156,11 @@ class RunningText(TextStreams):
         return ""
 
     def _split(
-        self, part: Part, context: int, controls: Controls
+        self, part: SplitTexts, context: int, controls: Controls
     ) -> Iterator[tuple[str, Iterable[Tokens]]]:
         yield part.name, self._pieces(part, controls)
 
-    def _pieces(self, part: Part, controls: Controls) -> Iterator[Tokens]:
+    def _pieces(self, part: SplitTexts, controls: Controls) -> Iterator[Tokens]:
         dtype, limit = dtype_for(self.texts.tokenizer), part.limit
         encoded = self._encoded(part, controls)
         while (limit is None or limit > 0) and (some := next(encoded, None)):
@@ -185,7 +185,7 @@ class SeparateDocuments(TextStreams):
         return f"each document begins with {begin}, as the base's texts do, and is read by itself"
 
     def _split(
-        self, part: Part, context: int, controls: Controls
+        self, part: SplitTexts, context: int, controls: Controls
     ) -> Iterator[tuple[str, Iterable[Tokens]]]:
         pieces = list(self._pieces(part, context, controls))
         yield part.name, (ids for ids, _ in pieces)
@@ -193,7 +193,7 @@ class SeparateDocuments(TextStreams):
         yield f"{part.name}.lengths", [np.array([len(ids) for ids, _ in pieces], dtype=np.uint32)]
 
     def _pieces(
-        self, part: Part, context: int, controls: Controls
+        self, part: SplitTexts, context: int, controls: Controls
     ) -> Iterator[tuple[Tokens, Tokens]]:
         """Yield the ids of pieces, (P,) each, and which of them count."""
         limit = part.limit
@@ -208,7 +208,7 @@ class SeparateDocuments(TextStreams):
             if limit is not None and limit < 2:
                 return
 
-    def _documents(self, part: Part, controls: Controls) -> Iterator[tuple[Tokens, Tokens]]:
+    def _documents(self, part: SplitTexts, controls: Controls) -> Iterator[tuple[Tokens, Tokens]]:
         """Yield the ids of whole documents, (T,) each, and which of them count."""
         begin, end, ids = self.texts.begin, self.texts.end, list[int]()
         for some, last in self._encoded(part, controls):

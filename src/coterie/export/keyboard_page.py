@@ -13,6 +13,7 @@ from typing import Any
 from coterie.core.files import write_atomically
 from coterie.data.chats import ChatTemplate
 from coterie.data.chats.messages import user
+from coterie.data.text_encoding import TextEncoder
 from coterie.export.chat_text import ChatText
 from coterie.export.gguf import SAMPLE
 from coterie.models.backbone import Backbone
@@ -132,7 +133,7 @@ def _index(models: Mapping[str, PersonalModel], chat: bool) -> str:
 
 def _settings(backbone: Backbone) -> dict[str, Any]:
     """Return what the search needs: its rules, its vocabulary, and samples of the tokenizer."""
-    words, tokenizer = Words(backbone), backbone.tokenizer
+    words, tokenizer = Words(backbone, TextEncoder(backbone.tokenizer)), backbone.tokenizer
     samples = (SAMPLE, *keyboard.EXAMPLES)
     return {
         "shown": keyboard.SHOWN,

@@ -3,7 +3,7 @@ long as they are used.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
 from functools import cached_property
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from coterie.core import devices
 from coterie.core.errors import ModelError
 from coterie.core.importing import uncollected
+from coterie.data.text_encoding import REMEDY, lacking
 from coterie.models.adapter import Adapter
 from coterie.models.architecture import (
     Architecture,
@@ -201,6 +202,13 @@ class Backbone:
                 "Use a smaller context.",
             )
         return ids.to(self.device, non_blocking=True)
+
+    def check_ids(self, ids: Tensor | Sequence[int]) -> None:
+        """Refuse token ids that the base has no row for in its embedding. Raises ModelError."""
+        largest = int(ids.max()) if isinstance(ids, Tensor) else max(ids, default=0)
+        if largest >= self.architecture.vocabulary:
+            problem = lacking(self.tokenizer, largest, self.architecture.vocabulary)
+            raise ModelError(problem, REMEDY)
 
     @cached_property
     def tokenizer(self) -> Any:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from pydantic import TypeAdapter, ValidationError
@@ -16,8 +16,12 @@ from coterie.core.files import read_json, write_json
 from coterie.core.files import save as save_tensors
 from coterie.core.roles import GENERALIST, SPECIALIST, Role
 from coterie.core.tensors import Named, all_finite, check_alike
+from coterie.data.text_encoding import ControlTokens
+from coterie.data.tokenizer_digest import TokenizerDigest
 from coterie.models.adapter import Adapter, Architecture, Layout
 from coterie.models.quantised import Quantisation
+
+Content = Literal["text", "chats"]
 
 FORMAT = 1
 WEIGHTS, CLASSIFIER_WEIGHTS, ABOUT = "adapter.safetensors", "classifier.safetensors", "client.json"
@@ -52,6 +56,10 @@ class About:
         seed: The run's seed.
         chat_template: The chat template that it was trained with, if not the base's own.
         quantise: Bits of the base's weights that it was trained on; None: all of them.
+        control_tokens: What was done with control tokens in its texts.
+        tokenizer: Of the base that it was trained on; None of a model that an earlier coterie
+            saved.
+        content: What it was trained on; None of a model that an earlier coterie saved.
     """
 
     client: str
@@ -64,14 +72,18 @@ class About:
     seed: int
     chat_template: str | None = None
     quantise: Quantisation | None = None
+    content: Content | None = None
+    control_tokens: ControlTokens = "text"
+    tokenizer: TokenizerDigest | None = None
 
 
 def save(folder: Path, about: About, tensors: Named) -> None:
     """Write a personal model to `folder`. Raises SaveError; the previous files stay valid."""
     save_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
     found = asdict(about)
-    if about.chat_template is None:  # which nearly all are without
-        del found["chat_template"]
+    for name in ("chat_template", "content", "tokenizer"):  # which many are without
+        if found[name] is None:
+            del found[name]
     write_json(folder / ABOUT, {"format": FORMAT} | found)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from coterie.core.errors import ModelError
 from coterie.data.chats import ChatTemplate
+from coterie.data.text_encoding import TextEncoder
 from coterie.models.backbone import Attachable
 from coterie.personal.inference.stacks import Stacks
 from coterie.personal.model import PersonalModel
@@ -55,7 +56,7 @@ class ManyModels:
         self._places = {client: place for place, client in enumerate(self.models)}
         self._stacks = Stacks.of([model.adapter for model in self.models.values()], self.backbone)
         self._chosen: dict[tuple[str, ...], Attachable] = {}
-        self._inference = TextInference(self.backbone)
+        self._inference = TextInference(self.backbone, lambda: self.texts)
 
     def __repr__(self) -> str:
         return f"ManyModels({', '.join(self.models)})"
@@ -69,6 +70,11 @@ class ManyModels:
     def chats(self) -> ChatTemplate:
         """The chat template, see `PersonalModel.chats`; models of one run have the same."""
         return next(iter(self.models.values())).chats
+
+    @property
+    def texts(self) -> TextEncoder:
+        """What encodes texts as in training."""
+        return self.chats.texts
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor, clients: Sequence[str], **inputs: Any) -> Any:

@@ -10,9 +10,11 @@ from typing import Any, Literal, cast, overload
 import torch
 from torch import Tensor
 
+from coterie.core.errors import CheckpointError
 from coterie.core.files import load as load_tensors
 from coterie.data.chats import ChatTemplate
-from coterie.data.chats.reading import user
+from coterie.data.chats.messages import user
+from coterie.data.text_encoding import TextEncoder
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
 from coterie.personal.artifact import (
@@ -49,7 +51,7 @@ class PersonalModel:
         self.language, self.about, self._merged = language, about, merged
         self.backbone, self.layout = language.backbone, language.layout
         self.adapter = language.adapter.requires_grad_(False)
-        self._inference = TextInference(self.backbone)
+        self._inference = TextInference(self.backbone, lambda: self.texts)
 
     def __repr__(self) -> str:
         return (
@@ -104,7 +106,7 @@ class PersonalModel:
             self.backbone.model.to(device)
             self.adapter.to(device)
             self.__dict__.pop("fast", None)  # made of tensors on the other device
-            self._inference = TextInference(self.backbone)
+            self._inference = TextInference(self.backbone, lambda: self.texts)
         return self
 
     def eval(self) -> "PersonalModel":
@@ -184,7 +186,8 @@ class PersonalModel:
         if isinstance(prompt, list):
             return self._inference.generate_texts(self.fast, prompt, settings)
         if isinstance(prompt, str):
-            given = self.tokenizer(prompt or self.tokenizer.eos_token, return_tensors="pt")
+            ids = torch.tensor([self.texts.prompt(prompt)])
+            given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
             found = self._inference.generate(self.fast, given | settings)
             return cast(str, self.tokenizer.decode(found[0], skip_special_tokens=True))
         given = settings if prompt is None else {"input_ids": prompt} | settings
@@ -193,25 +196,39 @@ class PersonalModel:
     @cached_property
     def chats(self) -> ChatTemplate:
         """The chat template: that which the model was trained with, else the base's own."""
-        return ChatTemplate(self.tokenizer, self.about.chat_template)
+        about = self.about
+        return ChatTemplate(self.tokenizer, about.chat_template, about.control_tokens)
 
-    def answer(self, messages: str | Sequence[Mapping[str, Any]], **settings: Any) -> str:
+    @property
+    def texts(self) -> TextEncoder:
+        """What encodes texts as in training."""
+        return self.chats.texts
+
+    def answer(
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None = None,
+        **settings: Any,
+    ) -> str:
         """Answer the last message of a chat, by the base's chat template.
 
             model.answer("What is two and two?")
             model.answer([{"role": "user", "content": "What is two and two?"}], do_sample=False)
 
         Args:
-            messages: A user's message, or all of a chat, each with its `role` and `content`.
+            messages: A user's message, or all of a chat, each with its `role` and `content`, in
+                any form that training data may have.
+            tools: Descriptions of tools, if the template knows them.
             settings: Anything that transformers' `generate` takes; by default an answer has 128
                 tokens at most, or as many as there is room for.
 
         Raises:
-            DataError: The base has no chat template, or it refuses the messages.
+            DataError: The base has no chat template, or it refuses the messages or leaves out a
+                part of them.
             ModelError: The chat would grow longer than the base's context.
         """
         given = [user(messages)] if isinstance(messages, str) else messages
-        ids = self.chats.prompt([dict(message) for message in given])
+        ids = self.chats.prompt(given, tools)
         room = max(self.backbone.context_limit - len(ids), 1)
         found = self._inference.generate(
             self.fast,
@@ -273,6 +290,14 @@ class PersonalModel:
         backbone = backbone or Backbone.load(
             base or about.base, dtype=dtype, device=device, quantised=about.quantise
         )
+        if about.tokenizer is not None and (
+            difference := about.tokenizer.difference(backbone.tokenizer)
+        ):
+            raise CheckpointError(
+                f"{folder}: the base's tokenizer is another one than in training: {difference}",
+                "Restore the tokenizer's files in the base's folder, name the folder of the base "
+                "as it was (--base), or train again.",
+            )
         check_size(backbone.architecture, about, tensors, str(folder / WEIGHTS))
         language = LanguageModel(backbone, about.layout)
         fill(dict(language.adapter.named_parameters()), tensors, str(folder / WEIGHTS))

@@ -2,7 +2,7 @@
 words.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, cast
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from coterie.core.errors import ModelError
+from coterie.data.text_encoding import TextEncoder
 from coterie.models.backbone import Attachable, Backbone
 from coterie.personal.word_search import Word
 from coterie.personal.words import Words, left_padded
@@ -21,14 +22,15 @@ class TextInference:
 
     Args:
         backbone: The base.
+        encoder: Returns what encodes texts for it, where it has a tokenizer.
     """
 
-    def __init__(self, backbone: Backbone) -> None:
-        self.backbone = backbone
+    def __init__(self, backbone: Backbone, encoder: Callable[[], TextEncoder]) -> None:
+        self.backbone, self._encoder = backbone, encoder
 
     @cached_property
     def _words(self) -> Words:
-        return Words(self.backbone)
+        return Words(self.backbone, self._encoder())
 
     def forward(self, adapter: Attachable, ids: Tensor, inputs: Mapping[str, Any]) -> Any:
         """Return the base's output for (B, C) ids and its other arguments."""
@@ -41,7 +43,8 @@ class TextInference:
         ids.
 
         Raises:
-            ModelError: The text would grow longer than the base's context.
+            ModelError: The text would grow longer than the base's context, or it has a token that
+                the base lacks.
         """
         generation, limit = self.backbone.model.generation_config, self.backbone.context_limit
         ids = settings.get("input_ids", settings.get("inputs"))
@@ -52,6 +55,8 @@ class TextInference:
                 f"{limit}",
                 "Shorten the prompt, or ask for fewer tokens.",
             )
+        if ids is not None:
+            self.backbone.check_ids(ids)
         given = dict(settings)
         if generation.pad_token_id is None:  # transformers warns otherwise
             given = {"pad_token_id": generation.eos_token_id} | given
@@ -73,8 +78,9 @@ class TextInference:
             )
         if not texts:
             return []
-        tokenizer = self.backbone.tokenizer
-        ids = [tokenizer(text or tokenizer.eos_token)["input_ids"] for text in texts]
+        encoder = self._encoder()
+        tokenizer = encoder.tokenizer
+        ids = [encoder.prompt(text) for text in texts]
         # a special token, which is not decoded, also behind texts that end before others
         filling = tokenizer.eos_token_id or 0
         inputs, mask = left_padded(ids, filling)

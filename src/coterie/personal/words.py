@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coterie.data.text_encoding import TextEncoder
 from coterie.models.backbone import Attachable, Backbone
 from coterie.models.routing import Routing
 from coterie.personal.vocabulary import Vocabulary
@@ -35,14 +36,12 @@ class Words:
     """The search for words in one vocabulary.
 
     Args:
-        backbone: The base, with its tokenizer.
-
-    Raises:
-        ModelError: It has no tokenizer.
+        backbone: The base.
+        texts: Encodes texts for it.
     """
 
-    def __init__(self, backbone: Backbone) -> None:
-        self.backbone, self.tokenizer = backbone, backbone.tokenizer
+    def __init__(self, backbone: Backbone, texts: TextEncoder) -> None:
+        self.backbone, self.texts, self.tokenizer = backbone, texts, texts.tokenizer
         size = backbone.architecture.vocabulary
         names = self.tokenizer.convert_ids_to_tokens(list(range(min(size, len(self.tokenizer)))))
         names += [None] * (size - len(names))
@@ -55,11 +54,7 @@ class Words:
         self.vocabulary = Vocabulary(self.tokenizer)
         self.anchor = self.vocabulary.anchor
         # the prompt of a text without tokens before its last word
-        self.first: int = (
-            self.tokenizer.bos_token_id
-            if self.tokenizer.bos_token_id is not None
-            else self.tokenizer.eos_token_id
-        ) or 0
+        self.first: int = (texts.prompt("") or [0])[-1]
 
     @torch.no_grad()
     def of(self, adapter: Attachable, texts: Sequence[str], k: int) -> list[list[Word]]:
@@ -106,8 +101,11 @@ class Words:
         return [search.best() for search in searches]
 
     def _begin(self, text: str, k: int) -> tuple[list[int], Search]:
-        """Return the prompt, and the search that begins behind it."""
-        ids: list[int] = self.tokenizer(text)["input_ids"] if text.strip() else []
+        """Return the prompt, and the search that begins behind it. Raises ModelError for a token
+        that the base lacks.
+        """
+        ids = self.texts.prompt(text if text.strip() else "")
+        self.backbone.check_ids(ids)
         cut = len(ids) - self._unfinished(ids)
         end = "".join(self.names[i] for i in ids[cut:])
         # a word's end is seen one token later, hence one more

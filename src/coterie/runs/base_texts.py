@@ -45,6 +45,6 @@ def fitted(data: ClientData, backbone: Backbone) -> ClientData:
 def _check(backbone: Backbone, split: Split) -> None:
     """Refuse a token that the base has no row for in its embedding. Raises DataError."""
     assert isinstance(split, TokenSplit | ChatSplit)
-    problem = lacking(backbone.tokenizer, split.tokens, backbone.architecture.vocabulary)
-    if problem:
-        raise DataError(problem, REMEDY)
+    largest, rows = int(split.tokens.max(initial=0)), backbone.architecture.vocabulary
+    if largest >= rows:
+        raise DataError(lacking(backbone.tokenizer, largest, rows), REMEDY)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Literal
@@ -16,10 +16,13 @@ from coterie.core.protocol import ClientId
 from coterie.core.result import Routing
 from coterie.core.tensors import Tensors
 from coterie.data.federation import Federation
+from coterie.data.text_encoding import ControlTokens
+from coterie.data.tokenizer_digest import TokenizerDigest
 from coterie.models.adapter import Adapter
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
 from coterie.models.layout import Layout
+from coterie.personal.artifact import Content
 from coterie.runs.problem import LearningProblem
 from coterie.runs.routing import CLIENTS, look
 from coterie.runs.sections import LanguageSection
@@ -33,6 +36,8 @@ class Language(LearningProblem):
     backbone: Backbone
     federation: Federation
     chat_template: str | None = None  # in place of the base's own
+    content: Content = "text"
+    control_tokens: ControlTokens = "text"
     metric = PERPLEXITY
 
     def __post_init__(self) -> None:
@@ -86,9 +91,16 @@ class Language(LearningProblem):
                 **vars(origin),
                 chat_template=self.chat_template,
                 quantise=self.section.quantise,
+                content=self.content,
+                control_tokens=self.control_tokens,
+                tokenizer=self._tokenizer_digest,
             ),
             tensors,
         )
+
+    @cached_property
+    def _tokenizer_digest(self) -> TokenizerDigest:
+        return TokenizerDigest.of(self.backbone.tokenizer)
 
     def look(self, clients: Mapping[ClientId, Client]) -> Routing | None:
         shown = {i: clients[i] for i in islice(clients, CLIENTS)}

@@ -11,6 +11,7 @@ from coterie.data.labelled import LabelledTexts
 from coterie.data.section import Section
 from coterie.models.architecture import tokenizer
 from coterie.models.backbone import Backbone
+from coterie.runs.base_texts import fitted_federation
 from coterie.runs.classification import Classification, _common, _trained_here
 from coterie.runs.language import Language, load_backbone, pick_dtype
 from coterie.runs.problem import LearningProblem
@@ -78,13 +79,20 @@ def load(recipe: Recipe) -> LearningProblem:
                     f"{backbone.context_limit}"
                 )
                 raise ModelError(problem, f"Set model.context to at most {backbone.context_limit}.")
-            return Language(
-                section,
-                backbone,
-                data.load(backbone.tokenizer, section.context, order_seed=recipe.seed),
-                data.chat_template if isinstance(data, ChatFields) else None,
-            )
+            federation = data.load(backbone.tokenizer, section.context, order_seed=recipe.seed)
+            return language(section, backbone, data, fitted_federation(federation, backbone))
     raise AssertionError("the recipe checked that data and model fit")
+
+
+def language(
+    section: LanguageSection, backbone: Backbone, data: Section, federation: Federation
+) -> Language:
+    """Return language models of clients whose data are read as a section says."""
+    if not isinstance(data, ChatFields):
+        return Language(section, backbone, federation, control_tokens=data.control_tokens)
+    return Language(
+        section, backbone, federation, data.chat_template, data.content, data.control_tokens
+    )
 
 
 def distant(recipe: Recipe, federation: Federation) -> LearningProblem:

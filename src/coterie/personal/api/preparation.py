@@ -142,14 +142,15 @@ class Preparation:
             raise ApiError(400, f"The base's {problem}", "messages") from None
 
     def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
-        """Return a prompt as tokens; an empty one as the token that ends texts, as `generate`
-        does.
+        """Return a prompt as tokens, a text as `generate` begins it. Raises ApiError for tokens
+        that the base lacks, and for control tokens in a text where they are refused.
         """
-        if isinstance(prompt, str):
-            ids: list[int] = self.tokenizer(prompt or self.tokenizer.eos_token)["input_ids"]
-            return ids
-        self._check_ids(prompt, "prompt")
-        return list(prompt)
+        try:
+            ids = self.models.texts.prompt(prompt) if isinstance(prompt, str) else list(prompt)
+        except DataError as error:
+            raise ApiError(400, f"Invalid 'prompt': {error.problem}", "prompt") from None
+        self._check_ids(ids, "prompt")
+        return ids
 
     def _check_ids(self, ids: Sequence[int], param: str) -> None:
         size = self.models.backbone.architecture.vocabulary
