@@ -43,8 +43,9 @@ def all_text(
     """Return all that a client has, alike in all splits: of one that trains nothing. Raises
     DataError.
     """
-    documents = [own.text for own in section.documents(files_of_text(section, data))]
-    arrays, make = _arrays(section, tokenizer, dict.fromkeys(SPLITS, documents), context)
+    files = files_of_text(section, data)
+    texts = [document.text for document in section.of_client(id).documents(files)]
+    arrays, make = _arrays(section, tokenizer, dict.fromkeys(SPLITS, texts), context)
     return ClientData(id, *(make(name, arrays, context, 0) for name in SPLITS))
 
 
@@ -72,7 +73,7 @@ def own_text(
         DataError: There is none, or too little for three splits.
     """
     files_of_text(section, data)
-    parts = dict(zip(SPLITS, section.read_one(data), strict=True))
+    parts = dict(zip(SPLITS, section.of_client(id).read_one(data), strict=True))
     arrays, make = _arrays(section, tokenizer, parts, context)
     tokens = {name: len(arrays[name]) for name in SPLITS}
     running = arrays.keys() == tokens.keys()  # otherwise documents, of which one will do

@@ -3,18 +3,26 @@
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from coterie.core import names
 from coterie.data.chats.encoding import Encoder
 from coterie.data.chats.jinja import template_text
 from coterie.data.chats.reading import Conversation, read_conversations
 from coterie.data.chats.template import ChatTemplate, Loss
-from coterie.data.section import Section
+from coterie.data.section import Names, Section
 from coterie.data.splitting import Document, conversation_content
 from coterie.data.store import Tokenizer
 from coterie.data.text_streams import StreamEncoder
 
-_OWN = ("loss", "chat_template", "chat_column", "packing", "unanswered")
+_OWN = ("loss", "chat_template", "chat_column", "packing", "unanswered", "me")
+
+
+def _listed(me: Any) -> Any:
+    """Return a name as a list of one, also in a mapping, whose keys are in normal form."""
+    if isinstance(me, Mapping):
+        return {names.normal(str(id)): _listed(people) for id, people in me.items()}
+    return (me,) if isinstance(me, str) else me
 
 
 class ChatFields(Section):
@@ -60,6 +68,14 @@ class ChatFields(Section):
             "they fall, together puts them into one split"
         ),
     ] = "keep"
+    me: Annotated[
+        Annotated[Names | dict[str, Names], BeforeValidator(_listed)] | None,
+        Field(
+            description="whose messages in people's own archives (ChatGPT, Telegram, WhatsApp, "
+            "Slack, mail) are the assistant's: names or mail addresses, the same for all clients "
+            "or by client; null: an archive is refused with the names in it"
+        ),
+    ] = None
 
     @model_validator(mode="after")
     def _only_of_chats(self) -> Self:
@@ -83,6 +99,12 @@ class ChatFields(Section):
             return document
         conversation = Conversation.of_document(document)
         return conversation_content(conversation.messages, conversation.text)
+
+    def of_client(self, id: str) -> Self:
+        """Return the section with `me` of one client alone, unless it is that of all."""
+        if isinstance(self.me, tuple):
+            return self
+        return self.model_copy(update={"me": {id: (self.me or {}).get(id, ())}})
 
     def conversations(self, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Document]:
         """Return the conversations of rows, each given with where it stands, as documents. Raises

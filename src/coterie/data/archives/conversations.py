@@ -1,0 +1,159 @@
+"""What the forms of archives have in common: posts of people, which become conversations."""
+
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import groupby
+from typing import Any
+
+from coterie.core import names
+from coterie.core.errors import DataError
+
+SILENCE = 8 * 3600  # seconds without a post that end a conversation: a night
+# characters after which a conversation ends as if by silence, at the next post of somebody else:
+# windows would lose the oldest turns of a longer one
+LONGEST = 2000
+
+Row = tuple[str, Mapping[str, Any]]  # where the conversation begins, and `messages`
+Turn = tuple["Post", bool]  # with whether it is mine
+
+# Marks of direction, which programs put around names and texts
+_MARKS = dict.fromkeys(map(ord, "\u200e\u200f\u061c\u202a\u202b\u202c\u202d\u202e\ufeff"))
+_MARKS |= dict.fromkeys(map(ord, "\u2066\u2067\u2068\u2069"))
+
+
+@dataclass(frozen=True)
+class Post:
+    """Something that somebody wrote.
+
+    Args:
+        where: Its place, for messages.
+        speaker: Whose it is, as `data.me` names people.
+        text: What was written.
+        time: When, in seconds; None: nobody knows.
+        shown: What others call the speaker; "": as `speaker`.
+        forwarded: Whether the words are of somebody else.
+    """
+
+    where: str
+    speaker: str
+    text: str
+    time: float | None = None
+    shown: str = ""
+    forwarded: bool = False
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Posts that belong together, the oldest first.
+
+    Args:
+        posts: Those of all people.
+        whole: Whether they are one conversation, however long they take.
+    """
+
+    posts: Sequence[Post]
+    whole: bool = False
+
+
+def plain_name(name: str) -> str:
+    """Return a person's name without marks of direction, in normal form, with single spaces."""
+    return names.normal(" ".join(name.translate(_MARKS).split()))
+
+
+def name_keys(people: Iterable[str]) -> set[str]:
+    """Return keys that are equal for names that people would call the same."""
+    return {names.folded(plain_name(name)) for name in people}
+
+
+def told_apart(people: Mapping[str, str]) -> dict[str, str]:
+    """Return the names of people by id, with the id behind those that several have."""
+    keys = [names.folded(plain_name(name)) for name in people.values()]
+    shared = {key for key in keys if keys.count(key) > 1} if len(set(keys)) < len(keys) else set()
+    return {
+        id: f"{name} ({id})" if key in shared else name
+        for (id, name), key in zip(people.items(), keys, strict=True)
+    }
+
+
+def seconds(value: Any, where: str) -> float:
+    """Return the time that a number, text with a number, or an ISO date states.
+
+    Raises:
+        DataError: It states none.
+    """
+    try:
+        if isinstance(value, str) and "-" in value[1:]:
+            return datetime.fromisoformat(value).timestamp()
+        return float(value)
+    except (ValueError, TypeError, OverflowError, OSError):
+        raise damaged(where, f"{str(value)[:40]!r} is no time") from None
+
+
+def damaged(where: str, problem: str) -> DataError:
+    """Return the refusal of an archive."""
+    return DataError(f"{where}: {problem}", "Export the archive again, or leave it out.")
+
+
+def member(value: Any, key: str, kind: type | tuple[type, ...], where: str) -> Any:
+    """Return a member of a JSON object.
+
+    Raises:
+        DataError: The value is no object, or has no such member of that type.
+    """
+    if not isinstance(value, dict) or not isinstance(value.get(key), kind):
+        state = "damaged" if isinstance(value, dict) and key in value else "missing"
+        raise damaged(where, f"{key!r} is {state}")
+    return value[key]
+
+
+def conversation_rows(chats: Iterable[Chat], me: Collection[str]) -> Iterator[Row]:
+    """Yield the conversations in which I wrote something, as rows for `read_conversations`: mine
+    is the assistant's part. Who speaks is said where there are several others.
+
+    Args:
+        chats: All of the archive.
+        me: My `name_keys`.
+    """
+    for chat in chats:
+        speakers = {post.speaker for post in chat.posts}
+        mine = {speaker for speaker in speakers if names.folded(plain_name(speaker)) in me}
+        turns = [(post, post.speaker in mine and not post.forwarded) for post in chat.posts]
+        for part in [turns] if chat.whole else _parts(turns):
+            if any(is_mine for _, is_mine in part):
+                messages = list(_messages(part, len(speakers - mine) > 1))
+                yield part[0][0].where, {"messages": messages}
+
+
+def _parts(turns: Iterable[Turn]) -> Iterator[Sequence[Turn]]:
+    """Yield the turns between silences, none much longer than `LONGEST`; of what others said
+    before my first, the end alone.
+    """
+    part, size, answered = deque[Turn](), 0, False
+    for post, is_mine in turns:
+        too_long = answered and not is_mine and size > LONGEST
+        if part and (too_long or _silence(part[-1][0], post)):
+            yield part
+            part, size, answered = deque(), 0, False
+        part.append((post, is_mine))
+        size, answered = size + len(post.text), answered or is_mine
+        while not answered and size > LONGEST and len(part) > 1:
+            size -= len(part.popleft()[0].text)
+    if part:
+        yield part
+
+
+def _silence(before: Post, after: Post) -> bool:
+    if before.time is None or after.time is None:
+        return False
+    return after.time - before.time > SILENCE
+
+
+def _messages(part: Iterable[Turn], several: bool) -> Iterator[dict[str, str]]:
+    for is_mine, posts in groupby(part, key=lambda turn: turn[1]):
+        texts = [
+            f"{post.shown or post.speaker}: {post.text}" if several and not is_mine else post.text
+            for post, _ in posts
+        ]
+        yield {"role": "assistant" if is_mine else "user", "content": "\n".join(texts)}

@@ -1,0 +1,107 @@
+"""Slack's export: a folder with `users.json`, `channels.json`, and a folder per channel."""
+
+import html
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from coterie.data.archives.conversations import (
+    Chat,
+    Post,
+    damaged,
+    member,
+    plain_name,
+    seconds,
+    told_apart,
+)
+from coterie.data.archives.json_files import load
+
+TITLE = "Slack's export"
+USERS = "users.json"
+CHANNELS = "channels.json"
+# What people write; others say who joined, what was pinned, or are of programs
+_SUBTYPES = (None, "thread_broadcast", "reply_broadcast", "file_share", "me_message")
+_LINK = re.compile(r"<([^<>\n]{1,4000})>")
+
+
+def is_export(folder: Path) -> bool:
+    """Whether a folder is such an export."""
+    return all((folder / name).is_file() for name in (USERS, CHANNELS))
+
+
+def files(folder: Path) -> list[Path]:
+    """Return the files that are read, the oldest of each channel first."""
+    return [folder / USERS, *sorted(path for path in folder.glob("*/*.json") if path.is_file())]
+
+
+def chats(folder: Path) -> Iterator[Chat]:
+    """Yield the threads of an export, and what is said in channels beside them. Raises
+    DataError.
+    """
+    users, *days = files(folder)
+    people = _people(users)
+    for channel in sorted({path.parent for path in days}):
+        talk: dict[str, list[Post]] = {"": []}  # by thread
+        for path in days:
+            if path.parent == channel:
+                for thread, post in _posts(path, people):
+                    talk.setdefault(thread, []).append(post)
+        for thread, posts in talk.items():
+            yield Chat(sorted(posts, key=lambda post: post.time or 0), whole=bool(thread))
+
+
+def _people(path: Path) -> dict[str, str]:
+    users = load(path)
+    if not isinstance(users, list):
+        raise damaged(str(path), "not a list of people")
+    people = {}
+    for number, user in enumerate(users, start=1):
+        id = member(user, "id", str, f"{path}, entry {number}")
+        profile = user.get("profile")
+        people[id] = _name(profile if isinstance(profile, dict) else {}, user, id)
+    return told_apart(people)
+
+
+def _name(profile: dict[str, Any], user: dict[str, Any], id: str) -> str:
+    candidates = (
+        profile.get("display_name"),
+        profile.get("real_name"),
+        user.get("real_name"),
+        user.get("name"),
+    )
+    return next((plain_name(name) for name in candidates if isinstance(name, str) and name), id)
+
+
+def _posts(path: Path, people: dict[str, str]) -> Iterator[tuple[str, Post]]:
+    """Yield what people wrote on a day, each with the thread that it is in, if any."""
+    messages = load(path)
+    if not isinstance(messages, list):
+        raise damaged(str(path), "not a list of messages")
+    for number, message in enumerate(messages, start=1):
+        where = f"{path}, message {number}"
+        if member(message, "type", str, where) != "message":
+            continue
+        if message.get("subtype") not in _SUBTYPES or not isinstance(message.get("user"), str):
+            continue
+        profile = message.get("user_profile")
+        user = message["user"]
+        speaker = people.get(user) or _name(profile if isinstance(profile, dict) else {}, {}, user)
+        text = _text(member(message, "text", str, where), people)
+        if text:
+            thread = str(message.get("thread_ts") or "")
+            yield thread, Post(where, speaker, text, seconds(message.get("ts"), where))
+
+
+def _text(text: str, people: dict[str, str]) -> str:
+    """Return text as people saw it, with names for ids and without what Slack marks up."""
+    return html.unescape(_LINK.sub(lambda link: _shown(link[1], people), text)).strip()
+
+
+def _shown(link: str, people: dict[str, str]) -> str:
+    target, _, label = link.partition("|")
+    if target[0] == "@":
+        return f"@{people.get(target[1:], label or target[1:])}"
+    if target[0] in "#!":
+        return f"{target[0].replace('!', '@')}{(label or target[1:]).lstrip('#@')}"
+    return label or target
