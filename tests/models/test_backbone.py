@@ -16,6 +16,7 @@ from torch import nn
 from coterie.core.errors import ModelError
 from coterie.core.roles import GENERALIST, ROUTER, SPECIALIST
 from coterie.models.adapter import Adapter, Architecture, Layout
+from coterie.models.architecture import locate
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
 from coterie.models.routing import Router, balance_loss
@@ -201,6 +202,18 @@ def test_missing_and_damaged_bases_are_refused_with_a_remedy(folder, tmp_path):
     refused(folder, "cannot load base")
     with pytest.raises(ModelError, match="dtype"):
         Backbone.load(folder, dtype="fp8")
+
+
+@pytest.mark.parametrize("beside_a_base", [True, False])
+def test_an_adapter_in_the_folder_of_a_base_is_refused(folder, tmp_path, beside_a_base):
+    base = folder if beside_a_base else tmp_path / "adapter"
+    base.mkdir(exist_ok=True)
+    adapter = {"base_model_name_or_path": "elsewhere", "peft_type": "LORA"}
+    (base / "adapter_config.json").write_text(json.dumps(adapter))
+    for load in (Backbone.load, Architecture.from_base, locate):
+        with pytest.raises(ModelError, match="PEFT adapter") as caught:
+            load(base)
+        assert "merge_and_unload" in caught.value.remedy
 
 
 def test_unsupported_architectures_are_refused_by_what_they_lack(tmp_path):

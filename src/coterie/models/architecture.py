@@ -159,12 +159,13 @@ def locate(base: str | Path) -> str:
     """Return the local folder of a base, or its Hub id.
 
     Raises:
-        ModelError: It is written as a path, and there is no such folder.
+        ModelError: It is written as a path, and there is no such folder, or an adapter is in it.
     """
     if str(base) == EMBEDDED:
         base = _EMBEDDED_FOLDER
     path = Path(base).expanduser()
     if path.is_dir():
+        refuse_adapter(path)
         if not (path / "config.json").is_file():
             raise ModelError(
                 f"{path} is not a model folder: config.json is missing",
@@ -183,6 +184,25 @@ def locate(base: str | Path) -> str:
             "Check the path, or give a Hub id such as openai-community/gpt2.",
         )
     return str(base)
+
+
+def refuse_adapter(base: str | Path) -> None:
+    """Refuse a folder or a Hub id that holds a PEFT adapter, which transformers would load on top
+    of the base that it names, without a word. Raises ModelError.
+    """
+    if Path(base).is_dir():
+        has_adapter = (Path(base) / "adapter_config.json").is_file()
+    else:
+        from transformers.utils import find_adapter_config_file
+
+        has_adapter = find_adapter_config_file(str(base)) is not None
+    if has_adapter:
+        raise ModelError(
+            f"{base} holds a PEFT adapter (adapter_config.json), which is no base",
+            "Move the adapter's files elsewhere to use the base without it; or add it to the "
+            "weights of its base, PeftModel.from_pretrained(...).merge_and_unload(), and name "
+            "the folder that save_pretrained writes of that.",
+        )
 
 
 _READ = (

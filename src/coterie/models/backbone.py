@@ -24,6 +24,7 @@ from coterie.models.architecture import (
     family_of,
     locate,
     outline,
+    refuse_adapter,
     tokenizer,
     trusted,
 )
@@ -118,6 +119,7 @@ class Backbone:
         devices.check(device)
         Architecture.from_base(base)  # refuses an unsupported model before its weights are read
         source = locate(base)
+        refuse_adapter(source)
         # of reading weights into memory; that of a download is another one
         logging.disable_progress_bar()
         with explained(base), uncollected():
