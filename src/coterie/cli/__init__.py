@@ -2,13 +2,14 @@
 
 # Each registers its commands, in the order of `coterie --help`.
 # isort: off
-from coterie.cli import train, tune, papers, lists, use, serve, hub, deploy, doctor
+from coterie.cli import train, data, tune, papers, lists, use, serve, hub, deploy, doctor
 
 # isort: on
 from coterie.cli.base import app, main
 
 __all__ = [
     "app",
+    "data",
     "deploy",
     "doctor",
     "hub",

@@ -2,31 +2,34 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 from coterie.core.protocol import ClientId
 from coterie.data.splits import SPLITS
 from coterie.data.splitting import digest
 
-Place = tuple[ClientId, str]  # a client's split
+ClientSplit = tuple[ClientId, str]  # a client's split
 
 _SHOWN = 3  # sentences about clients, or about splits
 
 
-@dataclass(frozen=True)
+@dataclass
 class Overlaps:
     """Counts of equal documents.
 
     Args:
         documents: Of each client, in all.
-        places: Number of different documents by all splits that have them.
-        copies: Documents of each client by all splits that have them.
+        different: Different documents of each client.
+        shared: Documents of each client that others have, too.
+        crossing: Documents of each client that are in another split, too, whoever's.
+        owners: Number of different documents by all splits that have them.
     """
 
-    documents: Mapping[ClientId, int]
-    places: Mapping[tuple[Place, ...], int]
-    copies: Mapping[tuple[ClientId, tuple[Place, ...]], int]
+    documents: Counter[ClientId] = field(default_factory=Counter)
+    different: Counter[ClientId] = field(default_factory=Counter)
+    shared: Counter[ClientId] = field(default_factory=Counter)
+    crossing: Counter[ClientId] = field(default_factory=Counter)
+    owners: Counter[tuple[ClientSplit, ...]] = field(default_factory=Counter)
 
     @classmethod
     def of(
@@ -40,60 +43,41 @@ class Overlaps:
             texts: Documents by client and split.
             content: Returns what people compare of a document.
         """
-        copies: dict[bytes, Counter[Place]] = defaultdict(Counter)
+        copies: dict[bytes, Counter[ClientSplit]] = defaultdict(Counter)
         for client, parts in texts.items():
             for split, documents in zip(SPLITS, parts, strict=True):
                 for document in documents:
                     copies[digest(content(document))][client, split] += 1
-        by_client: Counter[tuple[ClientId, tuple[Place, ...]]] = Counter()
+        overlaps = cls()
         for counts in copies.values():
-            for (client, _), count in counts.items():
-                by_client[client, tuple(counts)] += count
-        return cls(
-            {client: sum(map(len, parts)) for client, parts in texts.items()},
-            Counter(tuple(counts) for counts in copies.values()),
-            by_client,
-        )
+            overlaps._add(counts)
+        return overlaps
 
-    @cached_property
-    def different(self) -> Mapping[ClientId, int]:
-        """Different documents of each client."""
-        counts: Counter[ClientId] = Counter()
-        for places, count in self.places.items():
-            counts.update(dict.fromkeys(_owners(places), count))
-        return counts
-
-    @cached_property
-    def shared(self) -> Mapping[ClientId, int]:
-        """Documents of each client that others have, too."""
-        return self._copies(lambda places: len(_owners(places)) > 1)
-
-    @cached_property
-    def crossing(self) -> Mapping[ClientId, int]:
-        """Documents of each client that are in another split, too, its own or another client's."""
-        return self._copies(_crosses)
-
-    def _copies(self, chosen: Callable[[tuple[Place, ...]], bool]) -> Mapping[ClientId, int]:
-        counts: Counter[ClientId] = Counter()
-        for (client, places), count in self.copies.items():
-            counts[client] += count * chosen(places)
-        return counts
+    def _add(self, copies: Counter[ClientSplit]) -> None:
+        """Count the copies of one document."""
+        splits = tuple(copies)
+        clients, crosses = _clients(splits), _crosses(splits)
+        self.owners[splits] += 1
+        self.different.update(clients)
+        for (client, _), count in copies.items():
+            self.documents[client] += count
+            self.shared[client] += count * (len(clients) > 1)
+            self.crossing[client] += count * crosses
 
     @property
     def notes(self) -> list[str]:
         """Sentences about what is shared and about what is in several splits."""
         shared: Counter[tuple[ClientId, ...]] = Counter()
-        crossing: Counter[tuple[Place, ...]] = Counter()
-        for places, count in self.places.items():
-            if _crosses(places):
-                crossing[places] = count
-            elif len(places) > 1:
-                shared[_owners(places)] += count
+        crossing: Counter[tuple[ClientSplit, ...]] = Counter()
+        for splits, count in self.owners.items():
+            if _crosses(splits):
+                crossing[splits] = count
+            elif len(splits) > 1:
+                shared[_clients(splits)] += count
         crossed = [
-            f"{_documents(count)} in {_listed(f'{client}: {split}' for client, split in places)}: "
-            f"what is scored is trained on"
-            for places, count in crossing.most_common(_SHOWN)
-            if any(split == SPLITS[0] for _, split in places)
+            f"{_documents(count)} in {_listed(f'{client}: {split}' for client, split in splits)}"
+            f"{': what is scored is trained on' * any(split == SPLITS[0] for _, split in splits)}"
+            for splits, count in crossing.most_common(_SHOWN)
         ]
         return [
             *(self._sharing(owners, count) for owners, count in shared.most_common(_SHOWN)),
@@ -110,16 +94,16 @@ class Overlaps:
         )
 
 
-def _owners(places: Iterable[Place]) -> tuple[ClientId, ...]:
-    return tuple(dict.fromkeys(client for client, _ in places))
+def _clients(splits: Iterable[ClientSplit]) -> tuple[ClientId, ...]:
+    return tuple(dict.fromkeys(client for client, _ in splits))
 
 
-def _crosses(places: Iterable[Place]) -> bool:
-    return len({split for _, split in places}) > 1
+def _crosses(splits: Iterable[ClientSplit]) -> bool:
+    return len({split for _, split in splits}) > 1
 
 
 def _rest(
-    counts: Counter[tuple[ClientId, ...]] | Counter[tuple[Place, ...]], where: str
+    counts: Counter[tuple[ClientId, ...]] | Counter[tuple[ClientSplit, ...]], where: str
 ) -> list[str]:
     """Return a sentence about what no sentence is about yet, if anything."""
     rest = counts.total() - sum(count for _, count in counts.most_common(_SHOWN))

@@ -53,7 +53,8 @@ def _root(parents: list[int], number: int) -> int:
 
 def _signature(text: str) -> Hashes:
     """Return the smallest hash of a text's shingles by each of 64 functions."""
-    return (_shingles(text)[:, None] * _FACTORS + _TERMS).min(axis=0)
+    smallest: Hashes = (_shingles(text)[:, None] * _FACTORS + _TERMS).min(axis=0)
+    return smallest
 
 
 def _shingles(text: str) -> Hashes:

@@ -18,6 +18,25 @@ Splits = list[list[str]]  # texts of each part
 Digest = bytes  # of what people compare
 
 
+class LocatedText(str):
+    """A text with where it stands: its file, and the row of a table."""
+
+    __slots__ = ("where",)
+    where: str
+
+    @classmethod
+    def at(cls, where: str, text: str) -> "LocatedText":
+        """Return a text with where it stands."""
+        located = cls(text)
+        located.where = where
+        return located
+
+
+def where_of(text: str) -> str:
+    """Return where a text stands; "" where that is not known."""
+    return text.where if isinstance(text, LocatedText) else ""
+
+
 class Document(NamedTuple):
     """A text that is to be split.
 

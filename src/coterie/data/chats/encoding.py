@@ -16,7 +16,7 @@ from coterie.data.chats.splits import ChatSplit
 from coterie.data.chats.template import NO_TEMPLATE, ChatTemplate, Loss, Rendered
 from coterie.data.federation import MakeSplit
 from coterie.data.refusals import SHOWN, Refusals
-from coterie.data.splits import Tokens
+from coterie.data.splits import SPLITS, Tokens
 
 Arrays = Mapping[str, Tokens]
 
@@ -155,10 +155,16 @@ def _split(packing: bool, name: str, arrays: Arrays, context: int, seed: int) ->
     ids, counted, lengths = (arrays[key] for key in (name, f"{name}.counted", f"{name}.lengths"))
     if not len(lengths):
         raise DataError(
-            f"{name}: no conversations",
+            f"{name}: no conversations; {few(arrays)}",
             "Give this client more conversations, or use larger fractions or token bounds.",
         )
     return ChatSplit(name, ids, counted, lengths, context, seed, packing)
+
+
+def few(arrays: Arrays) -> str:
+    """Return how many conversations or documents there are in all, and how many are needed."""
+    count = sum(len(arrays[f"{name}.lengths"]) for name in SPLITS)
+    return f"it has {count:,} in all, and three splits need {len(SPLITS)} different ones"
 
 
 def _joined(parts: Sequence[Any]) -> Tokens:

@@ -1,0 +1,218 @@
+"""What the texts of clients hold: sizes, what is equal or nearly equal, odd characters, scripts."""
+
+import re
+import unicodedata
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from coterie.core.protocol import ClientId
+from coterie.data.chats.splits import ChatSplit
+from coterie.data.federation import ClientData, Federation
+from coterie.data.overlaps import Overlaps
+from coterie.data.similarity import similar
+from coterie.data.splits import SPLITS, Numbers, Split, TokenSplit
+from coterie.data.splitting import digest
+
+Texts = Mapping[ClientId, Sequence[Sequence[str]]]
+
+# What the bytes that go on with a character in UTF-8 are in Windows' encoding.
+_TRAILING = re.escape(bytes(range(0x80, 0xC0)).decode("cp1252", "ignore"))
+ODD: Mapping[str, re.Pattern[str]] = {
+    "replacement characters (U+FFFD: text was lost in a conversion)": re.compile("\ufffd"),
+    "NUL characters": re.compile("\0"),
+    "control characters": re.compile("[\x01-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]"),
+    "characters for private use": re.compile("[\ue000-\uf8ff\U000f0000-\U0010ffff]"),
+    "invisible characters": re.compile("[\xad\u200b\u2060\ufeff]"),
+    "marks of the direction of writing": re.compile("[\u200e\u200f\u202a-\u202e\u2066-\u2069]"),
+    "UTF-8 read as another encoding (`Ã¼` for `ü`)": re.compile(f"[ÂÃ][\x80-\x9f{_TRAILING}]|â€"),
+}
+_SCRIPTS = 4  # of a client, the others are left out
+
+
+class Token(NamedTuple):
+    """A token of an example.
+
+    Args:
+        text: Its share of the decoded text; the name of a special token.
+        counted: Whether the loss counts it.
+        special: Whether it is a special token.
+    """
+
+    text: str
+    counted: bool
+    special: bool
+
+
+@dataclass(frozen=True)
+class SplitSummary:
+    """One split of a client.
+
+    Args:
+        documents: Read, or conversations.
+        tokens: Kept, after any bound.
+        counted: Of one epoch: tokens with loss.
+        median: Tokens of the middle document.
+        longest: Tokens of the longest document.
+    """
+
+    documents: int
+    tokens: int
+    counted: int
+    median: int
+    longest: int
+
+
+@dataclass(frozen=True)
+class ClientSummary:
+    """The texts of one client.
+
+    Args:
+        splits: By name.
+        repeated: Documents that it has already.
+        shared: Documents that other clients have, too.
+        crossing: Documents that are in another split, too, its own or another client's.
+        near: Documents that are nearly equal to another one, its own or another client's.
+        near_crossing: Those of them that are nearly equal to one in another split.
+        not_read: Numbers of files that are not read, by ending.
+        odd: Numbers of odd characters, by what they are.
+        scripts: Shares of letters by script, the largest ones.
+        examples: The first rows of its training split, as the model sees them.
+        files: The splits of each file or row.
+    """
+
+    splits: Mapping[str, SplitSummary]
+    repeated: int
+    shared: int
+    crossing: int
+    near: int
+    near_crossing: int
+    not_read: Mapping[str, int]
+    odd: Mapping[str, int]
+    scripts: Mapping[str, float]
+    examples: Sequence[Sequence[Token]] = ()
+    files: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    @property
+    def documents(self) -> int:
+        return sum(split.documents for split in self.splits.values())
+
+
+@dataclass(frozen=True)
+class DataSummary:
+    """The texts of a federation.
+
+    Args:
+        description: One line: what they are.
+        notes: Sentences that people should read before training.
+        clients: By id.
+    """
+
+    description: str
+    notes: Sequence[str]
+    clients: Mapping[ClientId, ClientSummary]
+
+
+def summarised(
+    federation: Federation,
+    texts: Texts,
+    end: int | None,
+    content: Callable[[str], str],
+    plain: Callable[[str], str],
+    not_read: Mapping[ClientId, Mapping[str, int]],
+) -> DataSummary:
+    """Return what the texts of a federation hold.
+
+    Args:
+        federation: Of token streams.
+        texts: The documents of each client by split, from which it was made.
+        end: The id of the token that ends documents.
+        content: Returns what people compare of a document.
+        plain: Returns the text of a document.
+        not_read: Numbers of files that are not read, by client and ending.
+    """
+    overlaps, nearly = Overlaps.of(texts, content), _nearly(texts, content)
+    clients = {}
+    for id, data in federation.everyone.items():
+        plain_texts = [plain(document) for part in texts[id] for document in part]
+        clients[id] = ClientSummary(
+            _splits(data, texts[id], end),
+            overlaps.documents[id] - overlaps.different[id],
+            overlaps.shared[id],
+            overlaps.crossing[id],
+            *nearly[id],
+            not_read.get(id, {}),
+            _odd(plain_texts),
+            _scripts(plain_texts),
+        )
+    return DataSummary(federation.description, federation.notes, clients)
+
+
+def _splits(
+    data: ClientData, texts: Sequence[Sequence[str]], end: int | None
+) -> dict[str, SplitSummary]:
+    summaries = {}
+    for split, documents in zip(data.splits, texts, strict=True):
+        lengths = _lengths(split, end)
+        median, longest = (int(np.median(lengths)), int(lengths.max())) if len(lengths) else (0, 0)
+        summaries[split.name] = SplitSummary(
+            len(documents), len(split), split.predictions, median, longest
+        )
+    return dict(zip(SPLITS, summaries.values(), strict=True))
+
+
+def _lengths(split: Split, end: int | None) -> Numbers:
+    """Return the tokens of each document, with the one that ends it."""
+    if isinstance(split, ChatSplit):
+        return split.lengths.astype(np.int64)
+    assert isinstance(split, TokenSplit)
+    ends = np.flatnonzero(np.asarray(split.tokens) == (-1 if end is None else end))
+    return np.diff(np.unique([-1, *ends.tolist(), len(split) - 1]))
+
+
+def _nearly(texts: Texts, content: Callable[[str], str]) -> dict[ClientId, tuple[int, int]]:
+    """Return how many documents of each client are nearly equal to another one, and how many of
+    these to one in another split.
+    """
+    contents: dict[bytes, str] = {}
+    keys: dict[tuple[ClientId, str], list[bytes]] = {}
+    for id, parts in texts.items():
+        for split, documents in zip(SPLITS, parts, strict=True):
+            compared = [content(document) for document in documents]
+            keys[id, split] = list(map(digest, compared))
+            contents |= zip(keys[id, split], compared, strict=True)
+    groups = dict(zip(contents, similar(list(contents.values())), strict=True))
+    sizes, splits = Counter(groups.values()), defaultdict[int, set[str]](set)
+    for (_, split), digests in keys.items():
+        for key in digests:
+            splits[groups[key]].add(split)
+    counts = dict.fromkeys(texts, (0, 0))
+    for (id, _), digests in keys.items():
+        near = [groups[key] for key in digests if sizes[groups[key]] > 1]
+        crossing = sum(len(splits[group]) > 1 for group in near)
+        counts[id] = counts[id][0] + len(near), counts[id][1] + crossing
+    return counts
+
+
+def _odd(texts: Iterable[str]) -> dict[str, int]:
+    """Return the numbers of odd characters in texts, by what they are."""
+    counts = Counter[str]()
+    for text in texts:
+        if not text.isascii() or not text.isprintable():
+            counts.update({name: len(odd.findall(text)) for name, odd in ODD.items()})
+    return {name: count for name, count in counts.items() if count}
+
+
+def _scripts(texts: Iterable[str]) -> dict[str, float]:
+    """Return the shares of the letters of texts by script, the largest ones."""
+    characters, counts = Counter[str](), Counter[str]()
+    for text in texts:
+        characters.update(text)
+    for character, count in characters.items():
+        if character.isalpha():
+            counts[unicodedata.name(character, "OTHER").split()[0].split("-")[0]] += count
+    total = counts.total()
+    return {script: count / total for script, count in counts.most_common(_SCRIPTS)}

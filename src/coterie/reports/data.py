@@ -1,0 +1,163 @@
+"""What the texts of clients hold, in a terminal and as a page."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple
+
+from rich.console import Console
+from rich.text import Text
+
+from coterie.core.printing import printable
+from coterie.data.summary import DataSummary, Token
+from coterie.reports.parts import BLUE, escape, page, prose, section, table, tiles
+from coterie.reports.tables import _plain
+
+_SIZES = ("client", "split", "documents", "tokens", "with loss", "median", "longest")
+_EQUAL = ("client", "repeated", "shared", "in two splits", "nearly equal", "of these in two")
+SIZES = (
+    "Documents are texts, parts of long texts, or conversations. With loss: tokens that count in "
+    "an epoch. Median and longest: documents, in tokens."
+)
+EQUAL = (
+    "Documents are equal that differ only in white space, line ends, ids and times. Repeated: the "
+    "client has it already. Shared: other clients have it, too. In two splits: another split has "
+    "it, whoever's. Nearly equal: most of its runs of five words are in another document; "
+    "data.near_duplicates: together keeps these in one split."
+)
+EXAMPLES = "The first training rows as the model sees them; tokens with loss are {}."
+_SHOWN = 50  # clients or files that a terminal shows
+LINE = "↵"
+
+
+def print_data(console: Console, summary: DataSummary) -> None:
+    """Print what the texts of clients hold."""
+    _say(console, summary.description)
+    for sentence in (*summary.notes, *_remarks(summary)):
+        _say(console, f"- {sentence}")
+    for header, rows, about in _tables(summary):
+        shown = _plain("", header)
+        for row in rows[:_SHOWN]:
+            shown.add_row(*map(printable, row))
+        console.print(shown)
+        if len(rows) > _SHOWN:
+            _say(console, f"... and {len(rows) - _SHOWN:,} more rows: --json has all")
+        console.print(about, style="dim", highlight=False)
+    _print_examples(console, summary)
+    for id, client in summary.clients.items():
+        for file, splits in client.files.items():
+            _say(console, f"{id}: {', '.join(splits)}: {file}")
+
+
+def _print_examples(console: Console, summary: DataSummary) -> None:
+    rows = [(id, row) for id, client in summary.clients.items() for row in client.examples]
+    if rows:
+        console.print(f"\n{EXAMPLES.format('bold and blue')}", style="dim", highlight=False)
+    for id, row in rows:
+        _say(console, f"\n{id}:")
+        console.print(Text.assemble(*map(_styled, row)), soft_wrap=True)
+
+
+def _styled(token: Token) -> tuple[str, str]:
+    colour = "bold blue" if token.counted else ""
+    return _visible(token), f"{colour} {'reverse' * token.special}".strip()
+
+
+def _visible(token: Token) -> str:
+    return printable(token.text, lines=True).replace("\n", f"{LINE}\n")
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(printable(text, lines=True), markup=False, highlight=False, soft_wrap=True)
+
+
+def _tables(summary: DataSummary) -> Iterator[tuple[Sequence[str], list[list[str]], str]]:
+    """Yield the tables, each with its header and what its columns are."""
+    sizes = [
+        [id, name, *map("{:,}".format, astuple(split))]
+        for id, client in summary.clients.items()
+        for name, split in client.splits.items()
+    ]
+    yield _SIZES, sizes, SIZES
+    counts = {
+        id: (own.repeated, own.shared, own.crossing, own.near, own.near_crossing)
+        for id, own in summary.clients.items()
+    }
+    if any(map(any, counts.values())):
+        yield _EQUAL, [[id, *map("{:,}".format, own)] for id, own in counts.items()], EQUAL
+
+
+def _remarks(summary: DataSummary) -> list[str]:
+    """Return sentences about characters and scripts."""
+    remarks = [
+        f"{id}: {', '.join(f'{count:,} {what}' for what, count in client.odd.items())}"
+        for id, client in summary.clients.items()
+        if client.odd
+    ]
+    scripts: dict[str, list[str]] = {}
+    for id, client in summary.clients.items():
+        shares = ", ".join(
+            f"{script.capitalize()} {_percent(share)}" for script, share in client.scripts.items()
+        )
+        scripts.setdefault(shares or "no letters", []).append(id)
+    return remarks + [f"letters of {_few(ids)}: {shares}" for shares, ids in scripts.items()]
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.01 else "under 1%"
+
+
+def _few(ids: Sequence[str]) -> str:
+    more = f" and {len(ids) - 5:,} more" if len(ids) > 5 else ""
+    return ", ".join(ids[:5]) + more
+
+
+def data_page(title: str, summary: DataSummary) -> bytes:
+    """Return a self-contained page of what the texts of clients hold."""
+    clients = summary.clients.values()
+    splits = [split for client in clients for split in client.splits.values()]
+    figures = [
+        (f"{len(clients):,}", "clients"),
+        (f"{sum(split.documents for split in splits):,}", "documents"),
+        (f"{sum(split.tokens for split in splits):,}", "tokens"),
+        (f"{sum(client.crossing for client in clients):,}", "documents in two splits"),
+    ]
+    sentences = (*summary.notes, *_remarks(summary))
+    notes = f'<ul class="notes">{"".join(f"<li>{prose(text)}</li>" for text in sentences)}</ul>'
+    tables = "".join(
+        f"{table(header, rows)}<p>{escape(about)}</p>" for header, rows, about in _tables(summary)
+    )
+    body = (
+        f"<header><h1>{escape(title)}</h1><p>{escape(summary.description)}</p></header><main>"
+        f"{tiles(figures)}{section('notes', 'To know before training', notes)}"
+        f"{section('clients', 'Clients', tables)}"
+        f"{_examples(summary)}{_files(summary)}</main>"
+    )
+    return page(title, body)
+
+
+def _examples(summary: DataSummary) -> str:
+    parts = [
+        f'<h3>{escape(id)}</h3><p class="text">{"".join(map(_marked, row))}</p>'
+        for id, client in summary.clients.items()
+        for row in client.examples
+    ]
+    about = f"<p>{escape(EXAMPLES.format('coloured'))}</p>"
+    return section("examples", "As the model sees them", about, *parts) if parts else ""
+
+
+def _marked(token: Token) -> str:
+    text = escape(_visible(token))
+    text = f"<code>{text}</code>" if token.special else text
+    return f'<span class="t" style="--c:{BLUE}">{text}</span>' if token.counted else text
+
+
+def _files(summary: DataSummary) -> str:
+    rows = [
+        [file, id, ", ".join(splits)]
+        for id, client in summary.clients.items()
+        for file, splits in client.files.items()
+    ]
+    return (
+        section("files", "Splits of files", table(("file or row", "client", "splits"), rows))
+        if rows
+        else ""
+    )

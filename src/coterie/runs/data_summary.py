@@ -1,0 +1,157 @@
+"""What a recipe trains on, looked at before any training."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from coterie.core.errors import Refused
+from coterie.core.protocol import ClientId
+from coterie.data.by_client import OTHERS
+from coterie.data.chats import ChatBatch, Conversation
+from coterie.data.rows import CHATS, ending_of, rows_of
+from coterie.data.section import Section, Texts
+from coterie.data.splits import SPLITS, Split
+from coterie.data.splitting import where_of
+from coterie.data.summary import DataSummary, Token, summarised
+from coterie.runs import loading
+from coterie.runs.auto import resolved
+from coterie.runs.language import Language
+from coterie.runs.recipe import Recipe
+from coterie.runs.routing import pieces
+
+
+def recipe_for(source: str) -> tuple[str, list[str]]:
+    """Return the name of the recipe that reads a source, and its settings: `folders` of a folder,
+    `table` of a table, else the source itself.
+    """
+    path = Path(source).expanduser()
+    folder = path.is_dir()
+    if not folder and not (path.is_file() and ending_of(path.name)):
+        return source, []
+    paths: Iterable[Path] = path.glob("*/**/*") if folder else [path]
+    table = next((p for p in paths if p.is_file() and ending_of(p.name)), None)
+    row = next((row for _, row in rows_of([table])), {}) if table is not None else {}
+    chats = ["data.content=chats"] if CHATS & row.keys() else []
+    kind = "folders" if folder else "table"
+    return kind, [f"data.path={json.dumps(source)}", *chats]  # quoted, as YAML takes it, too
+
+
+def summary_of(
+    recipe: Recipe, examples: int = 0, files: bool = False, client: ClientId | None = None
+) -> DataSummary:
+    """Load the texts of a recipe as a run does, and return what they hold.
+
+    Args:
+        recipe: Of a language model.
+        examples: How many rows of training text are shown of each client.
+        files: Whether the splits of each file or row are named.
+        client: The only one that is shown; None: all.
+
+    Raises:
+        Refused: The recipe is for a classifier, or a run would be refused.
+    """
+    recipe, _ = resolved(recipe)
+    if not isinstance(recipe.data, Section):
+        raise Refused(
+            f"recipe {recipe.name}: its data are examples with labels, not text",
+            f"`coterie run {recipe.name} --dry-run` counts them.",
+        )
+    problem = loading.load(recipe)
+    assert isinstance(problem, Language)
+    tokenizer, federation = problem.backbone.tokenizer, problem.federation
+    source = recipe.data.source()
+    texts = _as_trained(source.read(), federation.everyone)
+    plain, where = (_spoken, _place_of) if problem.content == "chats" else (str, where_of)
+    summary = summarised(
+        federation,
+        texts,
+        tokenizer.eos_token_id,
+        recipe.data.content_of,
+        plain,
+        {
+            id: dict(Counter(path.suffix.lower() for path in paths))
+            for id, paths in source.skipped.items()
+        },
+    )
+    shown = [client] if client is not None else list(federation.everyone)
+    if unknown := set(shown) - federation.everyone.keys():
+        raise Refused(
+            f"no client {unknown.pop()!r}", f"There are: {', '.join(federation.everyone)}."
+        )
+    return replace(
+        summary,
+        clients={
+            id: replace(
+                summary.clients[id],
+                examples=_examples(tokenizer, federation.everyone[id].train, examples),
+                files=_places(texts[id], where) if files else {},
+            )
+            for id in shown
+        },
+    )
+
+
+def _as_trained(texts: Texts, clients: Mapping[ClientId, Any]) -> Texts:
+    """Return the texts of clients, those of small ones together if they were merged."""
+    if OTHERS not in clients or OTHERS in texts:
+        return texts
+    small = [parts for id, parts in texts.items() if id not in clients]
+    merged = [list(chain.from_iterable(own)) for own in zip(*small, strict=True)]
+    return {id: parts for id, parts in texts.items() if id in clients} | {OTHERS: merged}
+
+
+def _spoken(document: str) -> str:
+    """Return the contents of a conversation's messages."""
+    conversation = Conversation.of_document(document)
+    if conversation.text is not None:
+        return "\n".join(conversation.text)
+    return "\n".join(str(message.get("content") or "") for message in conversation.messages)
+
+
+def _place_of(document: str) -> str:
+    """Return the file or row of a conversation."""
+    return Conversation.of_document(document).where
+
+
+def _places(parts: Sequence[Sequence[str]], where: Callable[[str], str]) -> dict[str, list[str]]:
+    """Return the splits of each file or row, whose name `where` gives."""
+    places: dict[str, list[str]] = {}
+    for split, documents in zip(SPLITS, parts, strict=True):
+        for document in documents:
+            splits = places.setdefault(where(document), [])
+            if split not in splits:
+                splits.append(split)
+    return dict(sorted(places.items()))
+
+
+def _examples(tokenizer: Any, split: Split, count: int) -> list[list[Token]]:
+    """Return the first rows of a split, token by token."""
+    special, rows = frozenset(tokenizer.all_special_ids), list[list[Token]]()
+    for number in range(min(count, split.windows)):
+        row = split.take(np.array([number]))
+        if isinstance(row, ChatBatch):
+            ids, counted = row.ids[0], row.counted[0]
+            length = int((row.positions[0] >= 0).sum())
+        else:
+            ids, counted, length = row[0], torch.arange(row.shape[1]) > 0, row.shape[1]
+        chosen = ids[:length].tolist()
+        rows.append(
+            [
+                Token(
+                    tokenizer.convert_ids_to_tokens(id) if id in special else text,
+                    bool(counts),
+                    id in special,
+                )
+                for id, text, counts in zip(
+                    chosen, pieces(tokenizer, chosen), counted[:length].tolist(), strict=True
+                )
+            ]
+        )
+    return rows
